@@ -96,8 +96,8 @@ SILENT = {
         "_call_block", drop("runtime.leave(depth)"), "test_gtp_shard_interrupted.py::TestInterrupted::test_groups"
     ),
     "a second thread joins the pass of another one": Bug(
-        "Runtime.depth_of_call",
-        never("self._thread"),
+        "OneThread.enter",
+        never("self._in_frame"),
         "test_gtp_shard_interrupted.py::TestInterrupted::test_a_second_thread_is_refused",
     ),
     "a write through .data to a weight of a group is lost": Bug(

@@ -13,7 +13,6 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from common import GlooTest, shared_directory
 from script_jobs import run_forked
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import checkpoint, gtp_shard
 
@@ -145,7 +144,3 @@ def test_a_rank_is_killed(point: str, tmp_path: Path) -> None:
     state = {"weight": torch.zeros(6, 6)}
     dcp.load(state, checkpoint_id=found, no_dist=True)
     assert set(state["weight"].flatten().tolist()) == {1.0}
-
-
-if __name__ == "__main__":
-    run_tests()

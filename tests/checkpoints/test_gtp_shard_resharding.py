@@ -27,7 +27,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import GTPShard, gtp_shard
 
@@ -291,7 +290,4 @@ def restart(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    if "LOCAL_RANK" in os.environ:
-        restart(Path(sys.argv[1]))
-    else:
-        run_tests()
+    restart(Path(sys.argv[1]))

@@ -41,7 +41,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate
-from torch.testing._internal.common_utils import run_tests
 from torch.utils._pytree import tree_leaves
 
 from dtensor_gtp import GTPModule, GTPShard, gtp_shard
@@ -388,7 +387,3 @@ class TestStateDict(GlooTest):
         kept = sum(value.nbytes for value in whole.values()) if self.rank == 0 else 0
         with PeakBytes(2.1 * largest + kept):
             get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-
-
-if __name__ == "__main__":
-    run_tests()

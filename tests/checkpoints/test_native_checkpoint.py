@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import GTPShard, checkpoint, gtp_shard, quantize_
 from dtensor_gtp.quant import (
@@ -337,7 +336,3 @@ class TestMissingKeys(unittest.TestCase):
                 self.assertNotIn("Traceback", str(raised.exception))
             asked = {"model": state, "stepp": 0}
             checkpoint.load(asked, checkpoint_id=f"{folder}/nested", no_dist=True, allow_partial_load=True)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -19,7 +19,6 @@ from checkpoint_common import make, shard
 from common import ALL, GlooTest, assert_same_params, full, shared_directory
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import _safetensors, gtp_shard, init_weight_mesh, quantize_
 from dtensor_gtp.pretrained import load_pretrained, save_pretrained
@@ -210,7 +209,3 @@ class TestLoadPretrained(GlooTest):
                 config.save_pretrained(folder / "ours")
                 again = AutoModelForCausalLM.from_pretrained(folder / "ours")
                 self.assertTrue(torch.equal(again(tokens).logits, expected))
-
-
-if __name__ == "__main__":
-    run_tests()

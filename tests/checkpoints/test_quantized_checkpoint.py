@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import quantize_
 from dtensor_gtp.quant import MXFP8, NVFP4, RECIPES, Direction, Float8Blockwise, Float8Tensorwise, Recipe
@@ -163,7 +162,3 @@ class TestQuantizedCheckpoint(GlooTest):
                 planes = [recipe.quantize(weight, direction).planes for weight in weights]
                 for a, b in zip(*planes, strict=True):
                     self.assertTrue(torch.equal(a.view(torch.uint8), b.view(torch.uint8)))
-
-
-if __name__ == "__main__":
-    run_tests()

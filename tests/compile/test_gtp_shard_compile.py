@@ -18,7 +18,6 @@ from common import ALL, GlooTest, assert_same_params, environment, full, rows_of
 from runtime_common import Raw, num_gathers, shard_copy
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dtensor_gtp import gtp_shard
@@ -423,7 +422,3 @@ class TestCompile(GlooTest):
         (expected,) = torch.autograd.grad(reference(x).square().mean(), x)
         torch.testing.assert_close(actual, expected)
         assert all(param.grad is None for param in model.parameters())
-
-
-if __name__ == "__main__":
-    run_tests()

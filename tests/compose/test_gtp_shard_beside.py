@@ -19,7 +19,6 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import GTPModule, GTPShard, gtp_shard
 
@@ -299,7 +298,3 @@ class TestRefused(unittest.TestCase):
         gtp_shard(model, mesh["replicate", "gtp"], schedule=ALL)
         with self.assertRaisesRegex(NotImplementedError, "FSDP only supports 1D TP/EP or 2D EP"):
             fully_shard(model, mesh=mesh["dp"])
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -27,7 +27,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import gtp_shard
 
@@ -176,7 +175,3 @@ class TestReload(GlooTest):
             return model
 
         self.check(lambda model: gtp_shard(model, mesh, schedule=ALL), mesh, frozen)
-
-
-if __name__ == "__main__":
-    run_tests()

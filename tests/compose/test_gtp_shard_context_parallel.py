@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from common import ALL, GlooTest, assert_same_params
 from torch import Tensor
 from torch.distributed.tensor.experimental import context_parallel
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import gtp_shard, init_weight_mesh
 
@@ -117,7 +116,3 @@ class TestContextParallel(GlooTest):
                 optimizer.step()
                 optimizer.zero_grad()
             assert_same_params(model, reference, "param")
-
-
-if __name__ == "__main__":
-    run_tests()

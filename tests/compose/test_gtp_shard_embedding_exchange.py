@@ -27,7 +27,6 @@ from runtime_common import (
 from schedules import explicit
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import MixedPrecisionPolicy, gtp_shard, sharding_report
@@ -286,7 +285,3 @@ class TestEmbeddingExchange(GlooTest):
             self.assertEqual(num_gathers(model)["0.weight"], 0 if is_exchanged else 1)
             said = f"lookup: exchange of up to {tokens} tokens per rank" if is_exchanged else "lookup: gathered"
             self.assertIn(said, str(sharding_report(model, verbose=True)))
-
-
-if __name__ == "__main__":
-    run_tests()

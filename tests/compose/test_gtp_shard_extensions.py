@@ -13,7 +13,6 @@ from quant_common import wire_traffic
 from runtime_common import assert_idle, runtime_of
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.testing._internal.common_utils import run_tests
 from torch.utils._pytree import tree_map_only
 
 from dtensor_gtp import gtp_shard, sharding_report
@@ -142,7 +141,3 @@ class TestHooks(GlooTest):
         gtp_shard(layer, mesh, schedule=ALL)
         with self.assertRaisesRegex(NotImplementedError, "Flat to return tensors with the .* rows .*'weight'"):
             layer(torch.zeros(1, 16))
-
-
-if __name__ == "__main__":
-    run_tests()

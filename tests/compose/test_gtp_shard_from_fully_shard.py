@@ -17,7 +17,7 @@ from schedules import explicit
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
-from torch.testing._internal.common_utils import TestCase, run_tests
+from torch.testing._internal.common_utils import TestCase
 from torch.utils._pytree import register_pytree_node
 
 from dtensor_gtp import GTPModule, GTPShard, gtp_shard
@@ -292,7 +292,3 @@ class TestRefused(TestCase):
             model.set_requires_gradient_sync(True)
             model(torch.ones(1, 8)).sum().backward()
             self.assertEqual(model[0].bias.grad.to_local(), torch.ones(8))  # an average over nobody
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -37,7 +37,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, _common_utils, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import Shard
-from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import GTPModule, GTPShard, gtp_shard
@@ -451,7 +450,3 @@ class TestFullyShardOutsideOfEight(GlooTest):
             return wrap(model, mesh["dp_replicate", "dp_shard"], reshard_after_forward=True)
 
         check(make(), shard, mesh)
-
-
-if __name__ == "__main__":
-    run_tests()

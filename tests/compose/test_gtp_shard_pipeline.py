@@ -25,7 +25,6 @@ from torch.distributed.pipelining import (
     SplitPoint,
     pipeline,
 )
-from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import gtp_shard
@@ -478,7 +477,3 @@ class TestPipeline(GlooTest):
                 optimizer.step()
                 optimizer.zero_grad()
             torch.testing.assert_close(full(copy), reference[0].embedding.weight)
-
-
-if __name__ == "__main__":
-    run_tests()

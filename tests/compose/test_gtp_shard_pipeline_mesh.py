@@ -17,7 +17,6 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import WeightMesh, gtp_shard, init_weight_mesh, quantize_
@@ -186,7 +185,3 @@ class TestPipelineMesh(GlooTest):
         self.assertEqual([outside[0], outside[2]], [outside[1], outside[3]])
         self.assertTrue(set(outside[0]).isdisjoint(outside[2]))
         self.assertEqual(len({value for of_rank in inside for value in of_rank}), 4 * NUM_MICROBATCHES)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -25,7 +25,6 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from torch.testing._internal.common_utils import run_tests
 from tp_common import (
     GTP_ALONE,
     GTP_TP,
@@ -315,7 +314,3 @@ class TestTensorParallel(GlooTest):
         reference = cell.reference()
         cell.loss(reference, batch).backward()
         assert_same_params(model, reference, "grad")
-
-
-if __name__ == "__main__":
-    run_tests()

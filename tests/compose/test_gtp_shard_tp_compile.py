@@ -16,7 +16,6 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.testing._internal.common_utils import run_tests
 from tp_common import GTP_TP, TP_GTP, Cell, embedding_cell, gtp_axes, llama_cell, norms_cell, root_mesh, uneven_cell
 
 from dtensor_gtp import gtp_shard
@@ -102,7 +101,3 @@ class TestTensorParallelCompile(GlooTest):
             model(torch.randn(4, 8))
             self.assertEqual(ops.count("aten.mm.default"), num_products, ops)
             self.assertTrue(any("all_gather" in op for op in ops), ops)
-
-
-if __name__ == "__main__":
-    run_tests()

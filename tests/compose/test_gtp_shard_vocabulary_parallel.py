@@ -15,7 +15,6 @@ from fsdp_common import dp_gtp
 from runtime_common import assert_idle, num_gathers, runtime_of, shard_copy, weight_of
 from schedules import explicit
 from torch.distributed.fsdp import fully_shard
-from torch.testing._internal.common_utils import run_tests
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -321,7 +320,3 @@ class TestVocabularyParallel(GlooTest):
         for args, options, error, message in wrong:
             with self.assertRaisesRegex(error, message):
                 linear_cross_entropy(*args, **options)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -19,7 +19,6 @@ from runtime_common import counted
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import gtp_shard
 from dtensor_gtp.optim import ShardedEMA
@@ -139,7 +138,3 @@ class TestStatesOverReplicas(GlooTest):
     def test_checkpoints(self) -> None:
         """Resumes on the same axes, on meta, under gtp alone and in one process, and goes on there as here."""
         check_checkpoints(self.mesh, self.shard)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -18,7 +18,6 @@ from schedules import explicit
 from test_gtp_shard_training import Zoo, next_token_loss
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import SchedulePolicy, gtp_shard
 from dtensor_gtp._modules.binding import binding_of
@@ -300,7 +299,3 @@ def _same_weights(target: nn.Module, source: nn.Module) -> nn.Module:
         for a, b in zip(target.parameters(), source.parameters(), strict=True):
             a.copy_(b.full_tensor())
     return target
-
-
-if __name__ == "__main__":
-    run_tests()

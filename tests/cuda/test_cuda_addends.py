@@ -176,7 +176,3 @@ class TestOnOneGPU(unittest.TestCase):
             kernel(out, late, [], 0, 2, 0.5)
         stream.synchronize()
         self.assertTrue(torch.equal(bits(out), bits(by_torch(rows + 1, 0.5))))
-
-
-if __name__ == "__main__":
-    unittest.main()

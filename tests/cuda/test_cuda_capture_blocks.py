@@ -16,7 +16,6 @@ from runtime_common import runtime_of
 from schedules import explicit
 from test_cuda_streams import SCHEDULES, WORLD_SIZE, Net, local_values, one_of, tokens_of
 from torch.distributed.device_mesh import DeviceMesh
-from torch.testing._internal.common_utils import run_tests
 from trace_common import graph_kernels, trace_of
 
 from dtensor_gtp import capture_blocks, gtp_shard
@@ -171,7 +170,3 @@ class TestCaptureBlocksNCCL(CudaTest):
         for nbytes in (0, 1 << 20):
             with environment(DTENSOR_GTP_DEBUG="poison,delay=0"):
                 check(self, self.gtp_mesh(), is_captured=self.rank % 2 == 0, coalesce_grad_nbytes=nbytes, **options)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -9,7 +9,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from test_cuda_streams import SCHEDULES, WORLD_SIZE, Step, local_values, make_parts, one_of, tokens_of
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import capture_step
 
@@ -87,7 +86,3 @@ class TestFailedRecordings(unittest.TestCase):
                 del block
                 torch.cuda.synchronize()
             self.assertEqual(len(addresses), 1)
-
-
-if __name__ == "__main__":
-    run_tests()

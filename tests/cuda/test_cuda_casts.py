@@ -340,7 +340,3 @@ class TestOnOneGPU(unittest.TestCase):
                     expected = self._train(mesh, cls(), False)
                 for is_captured in (False, True):
                     self.assert_same_bits(self._train(mesh, cls(), is_captured), expected, (cls, is_captured))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -23,7 +23,6 @@ from schedules import explicit
 from test_cuda import Stack, square_loss
 from test_gtp_shard_copies import MIXED, SCHEDULE, launches, linears, rows
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import MixedPrecisionPolicy, capture_step, gtp_shard, sharding_report
 from dtensor_gtp._comm.copy_engine import CopyEngine
@@ -333,7 +332,3 @@ class TestCudaComm(CudaTest):
             (model(x).sum() * (1.0 if self.rank == 0 else 2.0**-9)).backward()
             exact = torch.tensor((1 + (self.world_size - 1) * 2.0**-9) / self.world_size).bfloat16()
             self.assertTrue(full(model.weight.grad).eq(exact.cuda()).all(), kind)
-
-
-if __name__ == "__main__":
-    run_tests()

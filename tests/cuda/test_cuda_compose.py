@@ -25,7 +25,6 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.testing._internal.common_utils import run_tests
 from tp_common import (
     Cell,
     check_cell,
@@ -229,7 +228,3 @@ class TestCudaCompose(CudaTest):
             self._check_compiled(
                 cell.reference(), lambda model: cell.sharded(model, root), gtp_axes(root), cell.batch, cell.loss
             )
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -17,7 +17,6 @@ from cuda_common import NUM_RANKS, CudaTest
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import gtp_shard
 
@@ -57,7 +56,3 @@ class TestContextParallel(CudaTest):
                 optimizer.step()
                 optimizer.zero_grad()
             assert_same_params(model, reference, "param", rtol=1e-3, atol=1e-5)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -6,7 +6,6 @@ import unittest
 from unittest import mock
 
 import torch
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp._torch_compat import driver
@@ -68,7 +67,3 @@ class TestCopies(unittest.TestCase):
             wanted = self._draw()
             graph.replay()
             self.assertTrue(torch.equal(self.target, wanted))
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -25,7 +25,6 @@ from test_elastic_checkpoint import Job
 from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import gtp_shard
 from dtensor_gtp.elastic import (
@@ -247,7 +246,3 @@ def test_a_killed_rank_is_left_behind(point: str) -> None:
     assert set(errors) == set(range(last))
     for text in errors.values():
         assert text.startswith(f"rank {last} (replica 1, gtp {HALF - 1}, tp 0) was silent for 3 seconds")
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -15,7 +15,6 @@ from common import assert_same_params, environment, rows_of_rank
 from cuda_common import BF16, NUM_RANKS, CudaTest
 from schedules import explicit
 from torch.distributed.device_mesh import DeviceMesh
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import MixedPrecisionPolicy, gtp_shard, sharding_report
 from dtensor_gtp.nn.functional import linear_cross_entropy
@@ -144,7 +143,3 @@ class TestCudaExchange(CudaTest):
                 (reference(make_tokens(rank, num_rows)) / self.world_size).backward()
             model(make_tokens(self.rank, rows)).backward()
         assert_same_params(model, reference, "grad", rtol=1e-4, atol=1e-6)
-
-
-if __name__ == "__main__":
-    run_tests()

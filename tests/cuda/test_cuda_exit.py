@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from cuda_common import NUM_RANKS, take_gpu
 from timing import HANG_S, come_late
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp._comm.copy_engine import CopyEngine
 from dtensor_gtp._comm.send_ring import SendRing
@@ -155,7 +154,3 @@ class TestCudaExit(unittest.TestCase):
         self.assertNotIn("done", output)
         self.assertIn("exitcode  : 3", output)
         self.assertNotEqual(launcher.returncode, 0, output)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -23,7 +23,6 @@ from test_cuda import Stack, square_loss
 from test_cuda_exchange import LM, make_tokens
 from test_gtp_shard_training import Zoo, next_token_loss
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import SchedulePolicy, capture_step, gtp_shard, sharding_report
 
@@ -346,7 +345,3 @@ class TestCudaGraphs(CudaTest):
         adagrad = torch.optim.Adagrad(job.model.parameters())
         with self.assertRaisesRegex(ValueError, "'step' of Adagrad is on 'cpu'"):
             capture_step(lambda x: None, job.model, adagrad)(self.rows(0))
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -16,7 +16,6 @@ from common import assert_same_params, full
 from cuda_common import BF16, NUM_RANKS, CudaTest
 from runtime_common import runtime_of
 from torch.distributed.fsdp import fully_shard
-from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import capture_step, gtp_shard
@@ -188,7 +187,3 @@ class TestCudaGroups(CudaTest):
         with torch.no_grad():
             torch.testing.assert_close(model(batch_of(0)), reference(batch_of(0)), rtol=1e-3, atol=1e-4)
         torch.testing.assert_close(full(model.layers[1].up.weight), reference.layers[1].up.weight)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -16,7 +16,6 @@ from schedules import changed
 from test_cuda_streams import WORLD_SIZE, one_of
 from test_gtp_shard_copies import BF16, MIXED, SCHEDULE
 from torch.distributed.device_mesh import DeviceMesh
-from torch.testing._internal.common_utils import run_tests
 from trace_common import trace_of, uses_of
 
 from dtensor_gtp import MixedPrecisionPolicy, gtp_shard
@@ -100,7 +99,3 @@ class TestKernels(CudaTest, KernelTest):
         self.check(self.gtp_mesh(), gather, reduction, **options)
         self.check(self.gtp_mesh(), gather, "1 NCCL", gather_backend="copy_engine")
         self.check(self.gtp_mesh(), "1 NCCL, 1 cast", reduction, reduce_scatter="copy_engine")
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cuda_common import NUM_RANKS, CudaTest
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import sharding_report
 from dtensor_gtp.policy import Schedule
@@ -95,7 +94,3 @@ class TestCudaMemory(CudaTest):
         stage = 2 * Schedule().coalesce_nbytes // self.world_size
         self.assertGreaterEqual(symmetric, head + stage)
         self.assertLess(symmetric, 6 * head)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -22,7 +22,6 @@ from cuda_common import BF16, CudaTest
 from cuda_common import NUM_RANKS as ALL_RANKS
 from schedules import changed, explicit
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import GTPShard, SchedulePolicy, WeightMesh, capture_step, gtp_shard, init_weight_mesh
 from dtensor_gtp.nn import GroupedExperts, GroupedLinear, GroupedMLP, convert_grouped_state_dict, parallelize_experts
@@ -409,7 +408,3 @@ torch.cuda.synchronize()
             (grouped_wgrad(grad, x, ends), wgrad),
         ):
             torch.testing.assert_close(got.double(), want, rtol=4 * eps, atol=4 * eps * want.abs().max().item())
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -17,7 +17,6 @@ from cuda_common import BF16, NUM_RANKS, CudaTest
 from schedules import explicit
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import checkpoint
 from trace_common import trace_of
 
@@ -170,7 +169,3 @@ class TestCudaOffload(CudaTest):
             model(torch.ones(1, 64, device="cuda"))
         model.cpu()
         model(torch.ones(1, 64, device="cuda")).sum().backward()
-
-
-if __name__ == "__main__":
-    run_tests()

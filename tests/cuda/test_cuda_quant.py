@@ -18,7 +18,6 @@ from schedules import explicit
 from test_cuda import square_loss
 from test_cuda_streams import one_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import capture_step, gtp_shard, quantize_, sharding_report
 from dtensor_gtp.quant import MXFP8, NVFP4, RECIPES, Direction, Float8Blockwise, Float8Rowwise, Float8Tensorwise, Recipe
@@ -216,7 +215,3 @@ class TestTraining(CudaTest):
             model = quantize_(nn.Linear(30, 30, device="cuda"), Float8Tensorwise(compute="float8"))
             with self.assertRaisesRegex((ValueError, RuntimeError), "asks for float8 GEMMs, but"):
                 gtp_shard(model, self._mesh(), mp_policy=BF16, schedule=ALL)
-
-
-if __name__ == "__main__":
-    run_tests()

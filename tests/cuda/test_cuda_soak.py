@@ -17,7 +17,6 @@ import torch
 from cuda_common import NUM_RANKS, CudaTest
 from test_cuda_streams import VOCABULARY, WORLD_SIZE, make_job, one_of
 from torch.distributed.device_mesh import DeviceMesh
-from torch.testing._internal.common_utils import run_tests
 
 # Tokens of a step, of two microbatches: activations of a block have 1 to 8 MiB, and each length a size of its own.
 LENGTHS = (2048, 3072, 4096, 5120, 6144, 8192, 12288, 16384)
@@ -99,7 +98,3 @@ class TestSoakNCCL(CudaTest):
 
     def test_captured_steps_with_copy_engines(self) -> None:
         check_memory(self, self.gtp_mesh(), is_captured=True, **COPY_ENGINES)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -25,7 +25,6 @@ from cuda_common import BF16
 from schedules import explicit
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import checkpoint
 from trace_common import trace_of
 
@@ -488,7 +487,3 @@ class TestSignals(unittest.TestCase):
             if has_passed:
                 return
         self.fail("no barrier passed before the GEMMs were done")
-
-
-if __name__ == "__main__":
-    run_tests()

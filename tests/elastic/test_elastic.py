@@ -23,7 +23,6 @@ from runtime_common import local
 from schedules import explicit
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import MixedPrecisionPolicy, api, gtp_shard
 from dtensor_gtp import _torch_compat as compat
@@ -523,7 +522,3 @@ class TestSixRanks(GlooTest):
 def _replicas(ranks: tuple[tuple[int, ...], ...], tp: int) -> ElasticMesh:
     """Each mesh once: to connect its process groups takes longer than a test."""
     return nonuniform_mesh("cpu", replicas=ranks, tp=tp)
-
-
-if __name__ == "__main__":
-    run_tests()

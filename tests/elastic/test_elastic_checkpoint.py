@@ -25,7 +25,6 @@ from test_elastic import HEAD_DIM, Elastic, Heads, shard_heads, token_loss, toke
 from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp.elastic import (
     ElasticMesh,
@@ -378,7 +377,3 @@ def _equal_replicas() -> DeviceMesh:
 @functools.cache
 def _replicas(ranks: Ranks) -> ElasticMesh:
     return nonuniform_mesh("cpu", replicas=ranks)
-
-
-if __name__ == "__main__":
-    run_tests()

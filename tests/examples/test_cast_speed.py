@@ -26,7 +26,3 @@ class TestCastSpeed(unittest.TestCase):
         self.assertTrue(all(isinstance(record["reference"]["ms"], float) for record in content["casts"]))
         self.assertEqual({record["recipe"] for record in content["layers"]}, {"bf16", "float8_tensorwise"})
         self.assertIn("float8_tensorwise", run.output)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -20,7 +20,6 @@ from runtime_common import Raw, assert_idle
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import gtp_shard, init_weight_mesh
@@ -313,7 +312,3 @@ class TestDataAxes(GlooTest):
         (sum_loss(model, tokens, targets) / targets.numel()).backward()
         grads = [m.blocks[0][1].qkv.weight.grad for m in (model, reference)]
         self.assertNotEqual(grads[0].full_tensor(), grads[1])
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -33,7 +33,6 @@ from runtime_common import (
 from schedules import changed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import MixedPrecisionPolicy, gtp_shard
 
@@ -504,7 +503,3 @@ class TestGradients(GlooTest):
         model.requires_grad_(False)
         assert not model(1.0).requires_grad
         assert_idle(model)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -12,7 +12,6 @@ from common import ALL, GlooTest, _mesh, assert_same_params, full, rows_of_rank
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import GTPShard, gtp_shard
 
@@ -149,7 +148,3 @@ class TestNorms(GlooTest):
 
 def blocks_of(block_size: int) -> object:
     return lambda param: GTPShard(0, block_size=block_size) if param.ndim else None
-
-
-if __name__ == "__main__":
-    run_tests()

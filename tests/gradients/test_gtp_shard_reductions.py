@@ -26,7 +26,6 @@ from runtime_common import (
 from schedules import explicit
 from test_elastic import Elastic, _replicas
 from test_gtp_shard_gradients import Scaled, assert_grads_are
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import GTPShard, MixedPrecisionPolicy, gtp_shard
 from dtensor_gtp.nn import GroupedLinear
@@ -167,7 +166,3 @@ class TestReductions(GlooTest):
                 results.append([full(param.grad) for param in model.parameters()])
         for a, b in zip(*results, strict=True):
             self.assertTrue(torch.equal(a, b))
-
-
-if __name__ == "__main__":
-    run_tests()

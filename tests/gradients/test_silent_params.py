@@ -14,7 +14,6 @@ from runtime_common import WIDTH, Raw, make_rows, shard_copy, small_model, squar
 from schedules import explicit
 from torch.distributed.tensor import DTensor, Replicate
 from torch.func import functional_call
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import gtp_shard
 
@@ -310,7 +309,3 @@ class TestOtherParametersOnOtherRanks(GlooTest):
                 optimizer.step()
                 optimizer.zero_grad()
             assert_same_params(model, reference)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -10,7 +10,6 @@ import torch.nn as nn
 from common import ALL, GlooTest, assert_same_params, full, rows_of_rank
 from runtime_common import VOCABULARY, WIDTH, Raw, make_rows, shard_copy, small_model, square_loss
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import gtp_shard
 
@@ -173,7 +172,3 @@ class TestOrderOfUses(GlooTest):
         model.unshard()
         with torch.no_grad():
             model(make_rows(0), ((0, 1, 2), (2, 1))[rank])
-
-
-if __name__ == "__main__":
-    run_tests()

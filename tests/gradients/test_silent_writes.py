@@ -11,7 +11,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, GlooTest, assert_same_params, full, rows_of_rank
 from runtime_common import WIDTH, Raw, make_rows, shard_copy, small_model, square_loss
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import gtp_shard
 
@@ -205,7 +204,3 @@ class TestWritesOutside(GlooTest):
                                 param.data.mul_(0.5)
                     square_loss(each, rows).backward()
                 assert_same_params(model, reference, "grad")
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -40,7 +40,6 @@ from schedules import explicit
 from timing import come_late
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import GTPShard, MixedPrecisionPolicy, api, gtp_shard, quantize_, sharding_report
 from dtensor_gtp import _torch_compat as compat
@@ -370,7 +369,3 @@ class TestGatherBackends(GlooTest):
         gtp_shard(model[0], mesh, schedule=explicit(min_shard_numel=0, gather_backend=FailsOnLastRank))
         gtp_shard(model, mesh, schedule=ALL)
         self.assertTrue(full(model(torch.ones(2, 12))).isfinite().all())
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -8,7 +8,6 @@ import torch
 import torch.nn as nn
 from common import GlooTest
 from runtime_common import Net, make_tokens, runtime_of, shard_copy, token_loss
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import SchedulePolicy, gtp_shard, sharding_report
 from dtensor_gtp._schedule import first_forward
@@ -34,7 +33,3 @@ class TestChoices(GlooTest):
         for text in ("gathered ahead 32.0 MiB: the largest block has", "a mesh of 'cpu' has no copy engines"):
             self.assertIn(text, str(report))
         self.assertEqual(runtime_of(model).schedule.gather_backend, "process_group")
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -127,7 +127,3 @@ class TestLongWork(unittest.TestCase):
         begin, end = (record.getMessage() for record in logged.records)
         self.assertEqual(begin, "compiling the fused casts for cpu: begins")
         self.assertRegex(end, r"^compiling the fused casts for cpu: done after .* \(14\)$")
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -189,7 +189,3 @@ schedule
         self.assertEqual(short_names(names), short)
         for apart in (["a.q.weight", "a.k.weight"], ["l.0.a.q.weight", "l.0.a.q.bias"]):
             self.assertEqual(short_names(apart), apart)
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -501,9 +501,3 @@ forward of Model: 3 weight uses; 1 use is gathered ahead
             [format_nbytes(n) for n in (0, 1023, 1536, 3 << 20, 5 << 29)],
             ["0 B", "1023 B", "1.5 KiB", "3.0 MiB", "2.5 GiB"],
         )
-
-
-if __name__ == "__main__":
-    import unittest
-
-    unittest.main()

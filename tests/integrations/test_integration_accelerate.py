@@ -13,7 +13,6 @@ from integration_common import needs, process
 from runtime_common import Net, counted, make_tokens, token_loss
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import gtp_shard
 
@@ -183,7 +182,3 @@ class TestAccelerator(GlooTest):
             model = gtp_shard(Net(), DeviceMesh("cpu", [0, 1], mesh_dim_names=("gtp",)))
             with self.assertRaisesRegex(RuntimeError, "import GTPAccelerator as Accelerator"):
                 Accelerator(cpu=True).prepare(model)
-
-
-if __name__ == "__main__":
-    run_tests()

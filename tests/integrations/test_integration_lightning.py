@@ -11,7 +11,6 @@ import torch.nn as nn
 from common import ALL, GlooTest, assert_same_params, shared_directory
 from integration_common import needs, torchelastic
 from runtime_common import Net, counted, make_tokens, token_loss
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import gtp_shard
 
@@ -132,7 +131,3 @@ class TestLightning(GlooTest):
         with shared_directory() as folder, torchelastic(2):
             with self.assertRaisesRegex(ValueError, "divides the 2 processes, but got 3"):
                 fit(2, folder, strategy=GTPStrategy(tensor_parallel_size=3))
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -12,7 +12,6 @@ import torch.nn as nn
 from common import ALL, GlooTest, assert_same_params, rows_of_rank, shared_directory
 from integration_common import VOCABULARY, make_llama, needs, process
 from test_integration_transformers import STEPS, arguments, stock_trainer, trainer_of
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import gtp_shard, whole_weights
 
@@ -155,7 +154,3 @@ class TestPeft(GlooTest):
                     resumed = trainer_of(adapted(method), arguments(folder / "resumed", 2), 2)
                     resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{STEPS // 2}"))
                     assert_same_params(resumed.model, reference.model, atol=1e-4, rtol=1e-3)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -16,7 +16,6 @@ import torch.nn as nn
 from common import GlooTest, full
 from integration_common import needs
 from torch.distributed.fsdp import FSDPModule
-from torch.testing._internal.common_utils import run_tests
 
 STEPS = 20
 ROWS, SEQ_LEN = 4, 16  # of all ranks
@@ -159,7 +158,3 @@ class TestTorchtitan(GlooTest):
         config.parallelism.spmd_backend = "spmd_types"
         with self.assertRaisesRegex(NotImplementedError, "expects parallelism.spmd_backend='partial_dtensor'"):
             train(config, self.world_size)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -14,7 +14,6 @@ from integration_common import make_llama, needs, process, samples
 from runtime_common import counted
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import gtp_shard
 
@@ -223,7 +222,3 @@ def _blank(module: nn.Module) -> None:
     """Lose the weights, so that only what is loaded can be right."""
     for param in module.parameters(recurse=False):
         param.fill_(0.5)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.nn as nn
 from common import ALL, GlooTest, assert_same_params, shared_directory
 from integration_common import needs, process
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import gtp_shard
 
@@ -146,7 +145,3 @@ class TestTrl(GlooTest):
                 moved = {name for name, param in before.items() if not torch.equal(after[name].full_tensor(), param)}
                 self.assertTrue(moved)
                 self.assertTrue(all("lora" in name for name in moved) or "has_adapters" not in case, moved)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -9,7 +9,7 @@ import torch.nn as nn
 from common import ALL, fake_world
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.testing._internal.common_utils import TestCase, run_tests
+from torch.testing._internal.common_utils import TestCase
 
 from dtensor_gtp import gtp_shard
 from dtensor_gtp.integrations._sharded import is_offloaded, move_unsharded, take_gpu_generator
@@ -44,7 +44,3 @@ class TestShared(TestCase):
                 take_gpu_generator(states, 5)
                 take_gpu_generator(states[3], 0)
             self.assertEqual([int(call.args[0]) for call in restore.call_args_list], [1, 3] if is_available else [])
-
-
-if __name__ == "__main__":
-    run_tests()

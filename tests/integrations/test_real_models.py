@@ -10,10 +10,10 @@ import torch
 import torch.nn as nn
 from common import ALL, GlooTest, check_training, full, rows_of_rank
 from integration_common import needs
-from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from model_cases import CASES, Batch, Case
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 
 from dtensor_gtp import SchedulePolicy, gtp_shard
-from real_models import CASES, Batch, Case
 
 # Weights one by one, and groups of them.
 SINGLE, GROUPS = ALL, SchedulePolicy(min_shard_numel=0)
@@ -176,6 +176,3 @@ class TestRealModels(RealModelTest):
 
 instantiate_parametrized_tests(TestFamilies)
 instantiate_parametrized_tests(TestRealModels)
-
-if __name__ == "__main__":
-    run_tests()

@@ -16,7 +16,6 @@ from runtime_common import make_rows, small_model, square_loss
 from timing import HANG_S
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import SchedulePolicy, gtp_shard, register_gtp_forward_method
 from dtensor_gtp._dtensor.remedies import remedy_for
@@ -169,7 +168,3 @@ class TestWhatTheySay(GlooTest):
             with self.assertLogs("dtensor_gtp", logging.WARNING) as logs:
                 model(make_rows(0)).sum().backward()
             self.assertEqual("earlier microbatches" in logs.output[0], num_unsynced == 1, logs.output)
-
-
-if __name__ == "__main__":
-    run_tests()

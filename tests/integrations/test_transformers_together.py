@@ -11,7 +11,6 @@ import torch.nn as nn
 from common import ALL, GlooTest, assert_same_params, full, rows_of_rank, shared_directory
 from integration_common import VOCABULARY, make_llama, needs, process
 from test_integration_transformers import arguments
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import gtp_shard
 
@@ -191,7 +190,3 @@ class TestTogether(GlooTest):
         expected(x).sum().backward()
         for actual, want in zip(model.parameters(), expected.parameters(), strict=True):
             self.assertEqual(full(actual.grad), want.grad)
-
-
-if __name__ == "__main__":
-    run_tests()

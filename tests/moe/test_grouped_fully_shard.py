@@ -14,7 +14,6 @@ from common import ALL, GlooTest, assert_same_params, full, rows_of_rank, shared
 from fsdp_common import mesh_of
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import GTPShard, gtp_shard, quantize_
 from dtensor_gtp.nn import GroupedLinear
@@ -145,7 +144,3 @@ class TestGroupedUnderFullyShard(GlooTest):
 def run(model: nn.Module, x: torch.Tensor, splits: torch.Tensor = SPLITS) -> torch.Tensor:
     output: torch.Tensor = model(x, splits)
     return output
-
-
-if __name__ == "__main__":
-    run_tests()

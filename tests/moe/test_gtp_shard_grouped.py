@@ -17,7 +17,6 @@ from common import ALL, GlooTest, _mesh, assert_same_params, full, rows_of_rank
 from runtime_common import counted, num_gathers
 from schedules import explicit
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import GTPShard, MixedPrecisionPolicy, gtp_shard, quantize_, sharding_report
@@ -280,7 +279,3 @@ class TestGrouped(GlooTest):
         with counted() as counts, self.assertRaisesRegex(ValueError, r"at most the 3 rows of x.*\[1, 1, 1, 1\]"):
             model.up(torch.zeros(3, WIDTH), torch.ones(4, dtype=torch.int64))
         self.assertEqual(sum(counts()), 0)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -25,7 +25,6 @@ from torch.distributed._functional_collectives import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from dtensor_gtp import GTPShard, WeightMesh, gtp_shard, init_weight_mesh, quantize_
@@ -408,7 +407,3 @@ def route(rank: int, routing: str) -> tuple[torch.Tensor, torch.Tensor]:
         torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOP_K] for _ in range(TOKENS)]),
         torch.rand(TOKENS, TOP_K, generator=generator),
     )
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from common import GlooTest, shared_directory
 from test_train_llama import EXAMPLES, launch
-from torch.testing._internal.common_utils import run_tests
 
 sys.path.append(str(EXAMPLES))
 import train_moe
@@ -99,7 +98,3 @@ def assert_close(ours: list[Any], expected: list[Any]) -> None:
 
 def whole_params(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(name, param.detach().full_tensor()) for name, param in model.named_parameters()]
-
-
-if __name__ == "__main__":
-    run_tests()

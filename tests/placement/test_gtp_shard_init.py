@@ -20,7 +20,6 @@ from schedules import explicit
 from test_gtp_shard_training import Tied, next_token_loss, token_batch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import GTPModule, GTPShard, MixedPrecisionPolicy, gtp_shard, sharding_report
 
@@ -406,7 +405,3 @@ class TestOnRanks(GlooTest):
                 return gtp_shard(model, mesh, schedule=ALL)
 
         check_training(Tied(), shard, mesh, token_batch, next_token_loss, steps=2)
-
-
-if __name__ == "__main__":
-    run_tests()

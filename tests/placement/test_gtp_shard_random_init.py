@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 import torch.nn as nn
 from common import ALL, GlooTest, assert_same_params
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import GTPShard, gtp_shard
 
@@ -97,7 +96,3 @@ class TestRandomInit(GlooTest):
         torch.manual_seed(self.rank)
         tensor.normal_()
         self.assertTrue(torch.equal(tensor.to_local(), expected))
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import WeightMesh, gtp_shard, init_weight_mesh
@@ -414,7 +413,4 @@ class TestCuda(CudaTest):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3 and "RANK" in os.environ:
-        permuted_job(Path(sys.argv[1]), sys.argv[2])
-    else:
-        run_tests()
+    permuted_job(Path(sys.argv[1]), sys.argv[2])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch.distributed as dist
 from common import GlooTest, environment, shared_directory
 from fixed_clock import FixedClock
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp.planner.calibrate import calibrate
 from dtensor_gtp.planner.machine import load_machine
@@ -27,7 +26,3 @@ class TestCalibrate(GlooTest):
         with shared_directory() as folder, environment(LOCAL_WORLD_SIZE="2"):
             found = calibrate(folder / "machine.json", device_type="cpu", clock=FixedClock())
         self.assertFalse({"fast.share", "network.share", "network.start_us"} & set(found.not_measured))
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from common import GlooTest, full
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import plan
 from dtensor_gtp.planner.text import PlanResult
@@ -116,7 +115,3 @@ class TestPlannerCode(GlooTest):
     def test_muon_has_an_optimizer_for_each_parameter(self) -> None:
         before, after = self.step_of(planned(self.config_file(), "muon", gtp=4))
         assert all(not torch.equal(before[name], after[name]) for name in before if "norm" not in name)
-
-
-if __name__ == "__main__":
-    run_tests()

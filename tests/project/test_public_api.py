@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
-import unittest
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -177,7 +176,3 @@ CapturedStep.reset()""",
 
     def test_version(self) -> None:
         self.assertTrue(re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc)\d+)?(\.dev\d+)?", dtensor_gtp.__version__))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -117,7 +117,3 @@ class TestProgressLine(unittest.TestCase):
                 "  7%   7/100 3.2 ms exposed",
             ],
         )
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -428,7 +428,3 @@ class TestChoice(unittest.TestCase):
         self.assertEqual(len(caught), 2, [str(w.message) for w in caught])
         self.assertRegex(str(caught[0].message), "asks for float8 GEMMs, which torch lacks on CPUs .*in float32")
         self.assertRegex(str(caught[1].message), "'layer.weight' is dequantized: it is read as an attribute")
-
-
-if __name__ == "__main__":
-    unittest.main()

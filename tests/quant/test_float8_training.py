@@ -18,7 +18,6 @@ from runtime_common import assert_idle
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dtensor_gtp import gtp_shard, quantize_, sharding_report
@@ -177,7 +176,3 @@ class TestFloat8Training(GlooTest):
         model = gtp(TENSORWISE, self.gtp_mesh(), lambda m, n: True)(nn.Linear(16, 16, bias=False))
         with self.assertRaisesRegex(RuntimeError, "one dtype, but got torch.bfloat16 and torch.float32 for parameter"):
             model(torch.ones(2, 16, dtype=torch.bfloat16))
-
-
-if __name__ == "__main__":
-    run_tests()

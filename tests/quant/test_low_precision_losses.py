@@ -53,7 +53,3 @@ class TestLosses(unittest.TestCase):
         self.assertGreaterEqual({name.partition(":")[0] for name in losses.ALL}, set(RECIPES))
         curves = self.curves(200, (None, *losses.ALL))
         self.assertEqual(losses.beyond_margins(curves), [], losses.table(curves))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -202,7 +202,3 @@ class TestCompiled(unittest.TestCase):
         loss_of(torch.compile(other, backend="aot_eager"), tokens_of(0)).backward()
         for a, b in zip(model.parameters(), other.parameters(), strict=True):
             torch.testing.assert_close(a.grad, b.grad)
-
-
-if __name__ == "__main__":
-    unittest.main()

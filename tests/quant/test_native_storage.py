@@ -352,7 +352,3 @@ class TestSharded(unittest.TestCase):
             self.assertEqual(len([call for call in traffic.calls if "reduce_scatter" in call[0]]), 1)
             self.assertIsNone(model[0].weight.grad)
             torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1).step()
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -30,7 +30,6 @@ from schedules import explicit
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import GTPShard, gtp_shard, quantize_
 from dtensor_gtp.nn import GroupedLinear
@@ -255,7 +254,3 @@ class TestNativeTraining(GlooTest):
             self.assertTrue(torch.equal(model(x), torch.full((64, 64), 2.0 ** (index + 1))), index)
         load()
         self.assertTrue(torch.equal(model(x), values))
-
-
-if __name__ == "__main__":
-    run_tests()

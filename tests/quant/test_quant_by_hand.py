@@ -135,7 +135,3 @@ class TestNVFP4(unittest.TestCase):
         data, scale = NVFP4().quantize(matrix, Direction.COLUMNWISE).planes
         self.assertEqual((data.shape, data[0, 0].item()), ((8, 1), 0xD7))
         self.assertEqual(scale.view(torch.uint8).tolist(), [[0x7E]])
-
-
-if __name__ == "__main__":
-    unittest.main()

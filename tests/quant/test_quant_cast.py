@@ -366,7 +366,3 @@ class TestRecipes(unittest.TestCase):
                 recipe.quantize(torch.zeros(4, 4, dtype=torch.float64), Direction.ROWWISE)
             self.assertEqual(recipe, eval(repr(recipe), vars(quant)))
             self.assertEqual(hash(recipe), hash(type(recipe)(**vars(recipe))))
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -87,7 +87,3 @@ class TestCompiledCasts(unittest.TestCase):
             return results
 
         self._check(casts, [matrix.bfloat16() for matrix in matrices()])
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -386,7 +386,3 @@ class TestSharded(unittest.TestCase):
             quantize_(layer, "nvfp4")
             self.assertEqual(layer.weight.placements, (Shard(1),))
             self.assertEqual(recipe_of(layer.weight).name, "nvfp4")
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -16,7 +16,6 @@ from test_gather_backends import Casts
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import GTPShard, gtp_shard, init_weight_mesh, quantize_
 from dtensor_gtp._comm.collectives import as_integers
@@ -231,7 +230,3 @@ class TestGathered(GlooTest):
         for gathered in (first, second):
             runtime.release(weight, gathered)
         model.reshard()
-
-
-if __name__ == "__main__":
-    run_tests()

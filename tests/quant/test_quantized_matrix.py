@@ -23,7 +23,6 @@ from quant_common import Net, blocks_only, check, fsdp, gtp, reference_of, uneve
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import quantize_
 from dtensor_gtp.quant import MXFP8, NVFP4, Float8Blockwise, Float8Rowwise, Float8Tensorwise, Recipe
@@ -205,7 +204,3 @@ class TestMatrix(GlooTest):
             run(Combinations(recipe).all_three(mesh))
         for recipe in DEQUANTIZED:
             run(Combinations(recipe).tied_head(mesh, 512))
-
-
-if __name__ == "__main__":
-    run_tests()

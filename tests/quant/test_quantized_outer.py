@@ -12,7 +12,6 @@ from common import GlooTest, _mesh
 from quant_common import Net, blocks_only, check, fsdp, gtp
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import quantize_
 from dtensor_gtp.quant import NVFP4, Float8Tensorwise, Recipe
@@ -64,7 +63,3 @@ class TestThreeAxes(GlooTest):
                 return fsdp(gtp(recipe, mesh["gtp"], **inner)(model), mesh["dp"])
 
             check(Net(hidden=256), recipe, shard, mesh["dp", "gtp"], steps=2, is_exact=False)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -15,7 +15,6 @@ from torch._dynamo.utils import counters
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import GTPShard, gtp_shard, quantize_, sharding_report
 from dtensor_gtp.nn import GroupedLinear
@@ -226,7 +225,3 @@ class TestQuantizedTraining(GlooTest):
                 bias = full(linear.bias).bfloat16()
                 model.layers[0].norm(x)
                 self.assertTrue(torch.equal(linear(x), F.linear(x, weight, bias)))
-
-
-if __name__ == "__main__":
-    run_tests()

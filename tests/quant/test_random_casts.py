@@ -209,7 +209,3 @@ class TestOperands(unittest.TestCase):
                 nvfp4_operand(matrix, -1, signs=signs)
         with self.assertRaisesRegex(ValueError, "nvfp4_operand expects a matrix"):
             nvfp4_operand(matrix[0], -1)
-
-
-if __name__ == "__main__":
-    unittest.main()

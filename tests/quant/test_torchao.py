@@ -14,7 +14,6 @@ from common import ALL, GlooTest, assert_same_params, full, rows_of_rank
 from quant_common import wire_traffic
 from runtime_common import assert_idle
 from torch.distributed.fsdp import fully_shard
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import gtp_shard, sharding_report
 
@@ -92,7 +91,3 @@ class TestTorchao(GlooTest):
 def plain(tensor: Any) -> torch.Tensor:
     whole = full(tensor)
     return getattr(whole, "_tensor", whole)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -24,7 +24,6 @@ from runtime_common import WIDTH, check_step, make_rows, shard_copy, small_model
 from schedules import explicit
 from timing import HANG_S
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.common_utils import run_tests
 
 import dtensor_gtp
 from dtensor_gtp import gtp_shard, quantize_
@@ -174,7 +173,3 @@ class TestFinite(GlooTest):
         is_recorded = mock.patch.object(Streams, "is_capturing", True)
         with is_recorded, self.assertRaisesRegex(RuntimeError, "finite reads values on the host, which a CUDA graph"):
             model(make_rows(0))
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -13,7 +13,6 @@ import torch.nn as nn
 from common import GlooTest, assert_same_params, check_training, full, rows_of_rank
 from runtime_common import runtime_of
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import SchedulePolicy, gtp_shard, sharding_report
@@ -406,7 +405,3 @@ class TestGroups(GlooTest):
         )
         self.assertEqual([group.fqn for group in runtime_of(model).groups], ["layers.2"])
         self.assertIn("is shared with other modules", str(sharding_report(model, verbose=True)))
-
-
-if __name__ == "__main__":
-    run_tests()

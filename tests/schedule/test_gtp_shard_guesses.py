@@ -10,7 +10,7 @@ from common import GlooTest, check_training, fake_world
 from runtime_common import assert_idle, num_gathers, runtime_of
 from schedules import explicit
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.common_utils import TestCase, run_tests
+from torch.testing._internal.common_utils import TestCase
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import gtp_shard
@@ -234,7 +234,3 @@ class TestGuesses(TestCase):
         model.embed(torch.zeros(2, 3, dtype=torch.int64))
         used = [name for name, count in num_gathers(model).items() if count]
         self.assertEqual(used, ["table.weight"])
-
-
-if __name__ == "__main__":
-    run_tests()

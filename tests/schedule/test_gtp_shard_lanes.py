@@ -16,7 +16,6 @@ import torch.nn as nn
 from common import GlooTest, _mesh, full
 from runtime_common import assert_idle
 from schedules import explicit
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import gtp_shard
 
@@ -146,7 +145,3 @@ class TestLanes(GlooTest):
 
     def test_all_to_all(self) -> None:
         self.check(reduce_scatter="all_to_all", expert_blocks_ahead=0)
-
-
-if __name__ == "__main__":
-    run_tests()

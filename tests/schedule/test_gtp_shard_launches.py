@@ -482,7 +482,3 @@ class TestValues(unittest.TestCase):
                 for module in (reference, model):
                     module(x).square().sum().backward()
                 assert_same_params(model, reference, "grad")
-
-
-if __name__ == "__main__":
-    unittest.main()

@@ -31,7 +31,6 @@ from schedules import explicit
 from timing import come_late, until
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import gtp_shard
 from dtensor_gtp._params.gathered import Gathered
@@ -300,7 +299,3 @@ class TestMemory(GlooTest):
                 token_loss(model, make_tokens(0))
                 gathers.assert_alive([])
                 assert gathers.buffers
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -37,7 +37,6 @@ from runtime_common import (
 from schedules import explicit
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import SchedulePolicy, gtp_shard, sharding_report
@@ -416,7 +415,3 @@ forward of Net without gradient: 5 weight uses; 1 use is gathered ahead; one lau
             forward = runtime_of(model).chains[ChainKey(Entry(model), True)]
             assert len(forward.plan.uses) == len(used)
             assert_idle(model)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from script_jobs import run_forked
-from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 
 JOB = """
 import signal, sys
@@ -77,6 +77,3 @@ class TestPartedRanks(unittest.TestCase):
 
 
 instantiate_parametrized_tests(TestPartedRanks)
-
-if __name__ == "__main__":
-    run_tests()

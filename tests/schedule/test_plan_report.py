@@ -17,7 +17,6 @@ from runtime_common import assert_idle, num_gathers, runtime_of
 from schedules import changed, explicit
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp import gtp_shard, sharding_report
@@ -145,7 +144,3 @@ class TestPlanReport(unittest.TestCase):
             self.step()
         (gather,), (scatter,) = used.values()
         self.assertNotEqual(gather, scatter)
-
-
-if __name__ == "__main__":
-    run_tests()

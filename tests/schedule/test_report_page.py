@@ -15,7 +15,6 @@ from common import fake_world
 from schedules import explicit
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import GTPShard, gtp_shard, sharding_report
 from dtensor_gtp._report.facts import Cut, ReportRow
@@ -162,7 +161,3 @@ class TestPage(unittest.TestCase):
         html = ShardingReport("<x>=4", (row,), choices=("<b>: <i>",))._repr_html_()
         self.assertNotRegex(html, "<x>|<i>|a<b>|<dt><b>")
         self.assertEqual(len(svgs(html)), 1)
-
-
-if __name__ == "__main__":
-    run_tests()

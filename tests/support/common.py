@@ -32,7 +32,6 @@ from dtensor_gtp.quant.master import master_of
 ALL = explicit(min_shard_numel=0)
 
 Model = nn.Module
-LossFn = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
 
 class GlooTest(TestCase):

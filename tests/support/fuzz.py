@@ -18,8 +18,6 @@ AXES = ("dp", "replicate", "gtp", "tp")
 # Kinds that keep the width; the others have a width of their own.
 KEEPING = ("layer_norm", "rms_norm", "group_norm", "attention", "conv2d", "late")
 CHANGING = ("linear", "conv1d", "raw", "stack", "list", "mlp", "gru")
-# Kinds whose weight another layer of the same kind and shape may share ("embedding" with "linear": a tied head).
-TYING = ("linear", "raw", "embedding")
 LOW_PRECISION = "bfloat16"
 
 

@@ -13,7 +13,7 @@ from runtime_common import WIDTH, make_rows
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.testing._internal.common_utils import TestCase, run_tests
+from torch.testing._internal.common_utils import TestCase
 
 from dtensor_gtp import gtp_shard, quantize_
 from dtensor_gtp.optim import ShardedEMA
@@ -144,7 +144,3 @@ class TestShardedEMAAlone(TestCase):
                     ShardedEMA(native)
                 native.requires_grad_(False)
                 self.assertEqual(ShardedEMA(native).state_dict()["averages"].keys(), {"0.bias"})
-
-
-if __name__ == "__main__":
-    run_tests()

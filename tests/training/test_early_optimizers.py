@@ -15,7 +15,6 @@ import torch
 import torch.nn as nn
 from common import ALL, fake_world
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import GTPShard, gtp_shard
 
@@ -71,7 +70,3 @@ class TestEarlyOptimizers(unittest.TestCase):
         for net in (Net(), copy.deepcopy(Net()), Net().bfloat16(), Net().to_empty(device="meta"), sharded):
             with mock.patch("gc.get_objects", side_effect=AssertionError("all objects of the process were looked at")):
                 gtp_shard(net, self.mesh, schedule=ALL, shard_placement_fn=placements.get)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import GTPShard, SchedulePolicy, gtp_shard
 
@@ -473,7 +472,3 @@ class TestOneRankFails(GlooTest):
         net.inner[0].weight = nn.Parameter(torch.randn(8, 6))
         with self.assertRaisesRegex(RuntimeError, "'inner.0.weight' was replaced after gtp_shard"), at_once():
             net(x)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import GTPModule, GTPShard, gtp_shard, quantize_, sharding_report
 
@@ -204,7 +203,3 @@ class TestRefusalsLater(unittest.TestCase):
                 self.net.set_gradient_divide_factor(factor)
         with self.assertRaisesRegex(ValueError, "a module after gtp_shard, but got a plain Net"):
             sharding_report(Net())
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -13,7 +13,6 @@ from common import ALL, GlooTest, assert_same_params, check_training, shared_dir
 from runtime_common import Net, make_tokens, token_loss
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import GTPShard, gtp_shard
 from dtensor_gtp.optim import gathered
@@ -124,7 +123,3 @@ class TestGathered(GlooTest):
 
 def _batch(generator: torch.Generator) -> torch.Tensor:
     return torch.randint(0, 31, (8, 5), generator=generator)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -13,7 +13,6 @@ from fuzz import Draw, Layer, Span, draw_of, problem_of, show
 from fuzz_cli import describe
 from fuzz_run import Meshes, Outcome, rounds, run_round
 from fuzz_shrink import kind_of, shrink
-from torch.testing._internal.common_utils import run_tests
 
 # What the default tier draws, what the long tier draws after it, and a soak run after that.
 SEEDS = range(24)
@@ -115,7 +114,3 @@ def test_what_stays_the_same_while_a_draw_shrinks() -> None:
     assert kind_of(Outcome(Draw(), {}, False)) == ""
     assert kind_of(Outcome(Draw(), {1: "grad of w: off by 1 of 1"}, False)) == "difference"
     assert kind_of(Outcome(Draw(), {0: waited, 1: raised}, True)) == "ValueError: gtp_shard expects"
-
-
-if __name__ == "__main__":
-    run_tests()

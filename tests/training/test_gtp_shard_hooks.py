@@ -17,7 +17,6 @@ from common import ALL, GlooTest, assert_same_params, full, rows_of_rank
 from runtime_common import WIDTH, Raw, assert_idle, make_rows, shard_copy, small_model, square_loss, square_step
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations, prune
-from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import gtp_shard
@@ -385,7 +384,3 @@ class TestHooks(GlooTest):
         values = {name: param.detach() for name, param in model.named_parameters()}
         with self.assertRaisesRegex(RuntimeError, "was replaced after gtp_shard by .* without functional_call"):
             torch.func.grad(lambda v: torch.func.functional_call(model, v, (make_rows(0),)).sum())(values)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -14,7 +14,6 @@ import torch
 import torch.nn as nn
 from common import ALL, GlooTest, assert_same_params, full, rows_of_rank
 from runtime_common import Raw, assert_idle
-from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import checkpoint
 
 import dtensor_gtp
@@ -257,7 +256,3 @@ class TestInterrupted(GlooTest):
     def test_many_lines_of_first_steps(self) -> None:
         for schedule in (ALL, SchedulePolicy(min_shard_numel=0)):
             self.sweep(schedule, 60, is_new=True)
-
-
-if __name__ == "__main__":
-    run_tests()

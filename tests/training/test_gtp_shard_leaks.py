@@ -12,7 +12,6 @@ import torch.distributed as dist
 import torch.nn as nn
 from common import GlooTest
 from torch.distributed import distributed_c10d
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import gtp_shard, sharding_report
 from dtensor_gtp.optim import ShardedEMA
@@ -64,7 +63,3 @@ class TestLeaks(GlooTest):
                 train_one(is_reported=index % 20 == 0)
             self.assertEqual(counts(), before)
         self.assertLess(resident_nbytes() - nbytes, 32 << 20)
-
-
-if __name__ == "__main__":
-    run_tests()

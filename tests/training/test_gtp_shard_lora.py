@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import Replicate
-from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import GTPModule, GTPShard, SchedulePolicy, gtp_shard
@@ -344,7 +343,3 @@ class TestLoRA(GlooTest):
                     each.zero_grad()
             for name, param in adapters(model).items():
                 assert torch.equal(full(param), full(adapters(other)[name])), name
-
-
-if __name__ == "__main__":
-    run_tests()

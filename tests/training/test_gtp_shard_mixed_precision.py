@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.common_utils import run_tests
 from torch.torch_version import TorchVersion
 
 from dtensor_gtp import MixedPrecisionPolicy, gtp_shard
@@ -349,7 +348,3 @@ class TestMixedPrecision(GlooTest):
         model = self.make_linear(FP32, MixedPrecisionPolicy(FP16, FP16))
         self.gradients(model, [2.0**-23] * 4)  # an eighth of it is 0 in fp16
         self.assert_grad(model, 2.0**-23)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -17,7 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, GlooTest, assert_same_params, check_training, rows_of_rank
 from torch.nn.utils import parametrizations
-from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, run_tests
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 
 from dtensor_gtp import gtp_shard
 
@@ -417,6 +417,3 @@ class TestModels(GlooTest):
 
 
 instantiate_parametrized_tests(TestModels)
-
-if __name__ == "__main__":
-    run_tests()

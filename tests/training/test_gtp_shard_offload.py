@@ -18,7 +18,7 @@ from schedules import explicit
 from test_gtp_shard_training import Tied, next_token_loss, token_batch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.testing._internal.common_utils import TestCase, run_tests
+from torch.testing._internal.common_utils import TestCase
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import capture_step, gtp_shard, quantize_, sharding_report
@@ -163,7 +163,3 @@ class TestRefused(TestCase):
     @staticmethod
     def shard(module: nn.Module, mesh: Any, policy: Any = OFFLOAD["offload_policy"]) -> Any:
         return gtp_shard(module, mesh["gtp"], offload_policy=policy)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import GTPShard, gtp_shard
 from dtensor_gtp.optim import Muon
@@ -365,7 +364,3 @@ def test_a_model_that_is_collected_during_a_step_does_not_break_it() -> None:
             gc.enable()
             handle.remove()
         assert kept.item() == 0
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -10,7 +10,6 @@ from common import GlooTest, check_training
 from runtime_common import ALL
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import SchedulePolicy, gtp_shard
 
@@ -120,7 +119,3 @@ class TestParametersInForward(GlooTest):
             model = gtp_shard(nn.Sequential(*blocks, Used(WIDTH, WIDTH)), self.gtp_mesh(), schedule=schedule)
             model(torch.randn(4, WIDTH))
             assert known == [Used]
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -16,7 +16,6 @@ from common import ALL, GlooTest, assert_same_params, check_training, full, rows
 from runtime_common import WIDTH, assert_idle, make_rows, runtime_of, square_loss
 from schedules import explicit
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import gtp_shard
 from dtensor_gtp._modules.binding import binding_of
@@ -362,7 +361,3 @@ class TestReads(GlooTest):
             for param, average in zip(model[0].parameters(), averages, strict=False):
                 param.data = average  # in another dtype
             self.assertEqual(model[0](x.double()), F.linear(x.double(), *averages[:2]))
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -23,7 +23,6 @@ from runtime_common import (
     square_step,
 )
 from schedules import explicit
-from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -262,7 +261,3 @@ class TestRecompute(GlooTest):
                         torch.testing.assert_close(model(make_rows(0)), expected)
                 assert used == dict.fromkeys(used, 1), used
                 assert_idle(model)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -27,7 +27,6 @@ from runtime_common import (
 )
 from schedules import explicit
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import gtp_shard
 from dtensor_gtp._comm import context
@@ -347,7 +346,3 @@ def removed_afterwards(handle: Any) -> Iterator[None]:
 
 def raise_on_purpose(*args: Any) -> None:
     raise RuntimeError("on purpose")
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -24,7 +24,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
     offload_wrapper,
 )
-from torch.testing._internal.common_utils import run_tests
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -334,7 +333,3 @@ class TestSelective(GlooTest):
             reference[index] = offload_wrapper(block)
         used = self.gathers(reference)
         assert used == dict.fromkeys(used, 2), used
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -29,7 +29,6 @@ from runtime_common import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import GTPModule, MixedPrecisionPolicy, SchedulePolicy, gtp_shard
 
@@ -375,7 +374,3 @@ class Branches(nn.Module):
         if branch == "both":
             return {"first": self.first(x), "second": self.second(x)}
         return getattr(self, branch)(x)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from common import ALL, GlooTest, assert_same_params, check_training, full, rows_of_rank
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import GTPShard, gtp_shard
 
@@ -261,7 +260,3 @@ class TestTraining(GlooTest):
                 square_loss(model, rows_of_rank(batch, mesh)).backward()
         for model, reference in zip(models, references, strict=True):
             assert_same_params(model, reference, "grad")
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -9,7 +9,6 @@ import torch
 import torch.nn as nn
 from common import GlooTest
 from runtime_common import runtime_of, shard_copy, small_model, square_step
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp._comm.streams import Streams
 from dtensor_gtp.metrics import StepMetrics
@@ -66,7 +65,3 @@ class TestStepMetrics(GlooTest):
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
         expected = nn.utils.clip_grad_norm_(reference.parameters(), 1e9)
         self.assertAlmostEqual(metrics.read(grad_norm=norm)["grad_norm"], float(expected), places=4)
-
-
-if __name__ == "__main__":
-    run_tests()

@@ -8,7 +8,6 @@ import torch
 import torch.nn as nn
 from common import ALL, GlooTest, assert_same_params, rows_of_rank
 from runtime_common import WIDTH, Raw, make_rows, small_model, square_loss
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import gtp_shard, shard_added
 
@@ -49,7 +48,3 @@ class TestShardAdded(GlooTest):
         model[0].extra = nn.Parameter(torch.ones(2, 2))
         with self.assertRaisesRegex(NotImplementedError, "'0.extra' was added to a Linear that gtp_shard has sharded"):
             shard_added(model)
-
-
-if __name__ == "__main__":
-    run_tests()

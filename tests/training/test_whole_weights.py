@@ -9,7 +9,6 @@ import torch.nn as nn
 from common import ALL, GlooTest, assert_same_params
 from runtime_common import Net, make_tokens, token_loss
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import GTPShard, gtp_shard, whole_weights
 
@@ -81,7 +80,3 @@ class TestWholeWeights(GlooTest):
                 self.assertEqual(model.weight, weight)
                 model.weight += 1
             self.assertEqual(model.weight.full_tensor(), weight + 1)
-
-
-if __name__ == "__main__":
-    run_tests()
