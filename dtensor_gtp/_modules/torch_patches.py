@@ -236,7 +236,8 @@ def follow_pipelining() -> None:
 
     torch splits the autograd graph at ``stage.submod.parameters()``, through which our gradients do not pass. Instead,
     the first part is a whole backward in which the fused ops postpone their weight gradients; the second part computes
-    and reduces those. Weights that are read as attributes, and whole parameters, are done in the first part.
+    and reduces those. Weights that are read as attributes, whole parameters, and compiled layers, whose graph frees or
+    reuses the operands, are done in the first part.
     """
     if (stage_class := compat.pipeline_stage_class()) is not None:
         _replace_backward(stage_class)
@@ -248,7 +249,14 @@ def _replace_backward(stage_class: Any) -> None:
 
     @functools.wraps(run)
     def run_part(stage: Any, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> Any:
-        runtimes = runtimes_below(stage.submod) if backward_type in ("input", "weight") else []
+        runtimes = runtimes_below(stage.submod) if last_backward or backward_type in ("input", "weight") else []
+        if any(runtime.grads.replicas is not None for runtime in runtimes):
+            raise NotImplementedError(
+                "Pipelines do not support elastic.synchronize_replicas: its replicas span all ranks of the job, a "
+                "stage only some. Use a mesh of init_weight_mesh with pp."
+            )
+        if backward_type == "full":
+            runtimes = []
         if not runtimes:
             return run(stage, backward_type, bwd_kwargs, last_backward)
         if backward_type == "input":
@@ -259,8 +267,10 @@ def _replace_backward(stage_class: Any) -> None:
                 postponed = [(runtime, stack.enter_context(runtime.grads.postponing())) for runtime in runtimes]
                 grads, _ = run(stage, "full", {**bwd_kwargs, "stage_output": outputs}, last_backward)
             return grads, postponed  # the stage passes the list to the second part as param_groups
-        # Without parameters, torch computes no gradient here, but still sets the flags of an outer fully_shard.
-        result = run(stage, backward_type, {**bwd_kwargs, "param_groups": []}, last_backward)
+        # A backward of nothing, in which torch sets the flags of an outer fully_shard. As "weight" it would make a view
+        # of each parameter, which is slow, and which placements with a block size do not have.
+        nothing = torch.zeros((), requires_grad=True)
+        result = run(stage, "full", {"stage_output": nothing, "output_grads": None, "input_values": ()}, last_backward)
         with torch.no_grad():
             for runtime, jobs in bwd_kwargs["param_groups"]:
                 for job in jobs:

@@ -119,7 +119,7 @@ def _checked_runtime(module: nn.Module, mesh: ElasticMesh) -> Runtime:
                 f"synchronize_replicas expects parameters that are sharded over mesh.weights (ranks {expected}), but "
                 f"parameter '{param.fqn}' of shape {tuple(param.param.shape)} is on mesh axes "
                 f"{param.mesh.mesh_dim_names} of ranks {ranks} (rank {dist.get_rank()}). Pass mesh.weights to "
-                "every gtp_shard call."
+                "every gtp_shard call, for experts too: replicas of unequal sizes have no expert axes in common."
             )
     return runtime
 
@@ -138,7 +138,8 @@ def _tensor_parallel_cut(param: ManagedParam) -> tuple[int | None, int]:
     if before and (len(before) > 1 or spec.mesh.mesh_dim_names != ("tp", "gtp")):
         raise NotImplementedError(
             "synchronize_replicas supports parameters that are sharded over the gtp and tp axes of the elastic "
-            f"mesh, but '{param.fqn}' has placements {spec.placements} on mesh axes {spec.mesh.mesh_dim_names}."
+            f"mesh, but '{param.fqn}' has placements {spec.placements} on mesh axes {spec.mesh.mesh_dim_names}. Keep "
+            "experts whole on each rank (no ep): replicas of unequal sizes would split them at other rows."
         )
     if not before or before[0].is_replicate():
         return None, 1
