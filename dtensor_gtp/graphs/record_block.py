@@ -1,10 +1,11 @@
 """One recorded block: what it uses while it is recorded, and the graphs of its forward and its backward.
 
 [Note: fixed buffers]
-A graph keeps the addresses of its recording, so the weights of a recorded block are gathered into their own buffers, and its full
-gradients are written to others. Blocks of one kind take turns with two sets: one is gathered or reduced while the other
-is in use, by the rules of [Note: streams and memory]. A gather that finds its fixed buffer held uses another one, and
-the weight is copied before the replay. A full gradient is overwritten once the reduction that reads it is retired.
+A graph keeps the addresses of its recording. So the weights of a recorded block are gathered into fixed buffers, and
+its full gradients are written to others. Blocks of one kind take turns with two sets: one is gathered or reduced while
+the other is in use, by the rules of [Note: streams and memory]. A gather that finds its fixed buffer held uses another
+one, and the weight is copied before the replay. A full gradient is overwritten once the reduction that reads it is
+retired.
 
 A recording reads weights in its own frame (``AttributeReads.apart``). The frame around it would keep a fixed
 buffer for backward, while the next gather overwrites it. So nothing of a recorded block is kept from forward to
