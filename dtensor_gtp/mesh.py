@@ -361,7 +361,7 @@ def _build(device_type: str, layout: _Layout, seed: int) -> WeightMesh:
 
 
 def _flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """``mesh`` as one axis ``name``; the axis itself if only one is larger than 1, instead of a group of its own."""
+    """``mesh`` as one axis ``name``; the axis itself if only one is larger than 1, instead of its own group."""
     assert mesh.mesh_dim_names is not None
     large = [axis for axis, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True) if size > 1]
     if len(large) <= 1:

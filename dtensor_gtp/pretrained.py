@@ -52,7 +52,7 @@ def load_pretrained(
 
     Raises:
         ValueError: Tensors of the model are not in the files; the message names the most similar ones. Or shapes
-            differ, a file is damaged, or a buffer cannot be computed anew.
+            differ, a file is damaged, or a buffer cannot be recomputed.
         FileNotFoundError: There are no such files.
 
     Example:
@@ -202,7 +202,7 @@ def _stored_dtype(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
 
 
 def _leave_meta(model: nn.Module) -> None:
-    """Give a model on the meta device memory, and compute anew what no file has."""
+    """Give a model on the meta device memory, and recompute what no file has."""
     params = list(model.parameters())
     on_meta = [param for param in params if param.is_meta]
     if not on_meta:

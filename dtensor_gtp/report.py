@@ -97,7 +97,7 @@ class ShardingReport:
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Write the report as one page without scripts: what each rank holds, bytes, the plans as timelines, and the
-        choices with their reasons. Ranks have reports of their own: call it on one rank, or give each its own file.
+        choices with their reasons. Ranks have their own reports: call it on one rank, or give each its own file.
 
         Args:
             path: The file, which is overwritten.

@@ -29,7 +29,7 @@ from .agreement import by_rank
 
 _ENV = "DTENSOR_GTP_DEBUG"
 _NOTHING = nullcontext()
-_NUM_NAMED = 4  # weights that a message names; many may travel together
+_NUM_NAMED = 4  # weights that a message names; many may be sent together
 
 
 @dataclass(frozen=True)

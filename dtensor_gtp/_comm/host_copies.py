@@ -1,4 +1,4 @@
-"""Copies of shards that live on the host, to the device ahead of their gathers, on a stream of their own.
+"""Copies of shards that live on the host, to the device ahead of their gathers, on their own stream.
 
 The way back needs no stream of its own: a reduced gradient is copied on the stream on which it was completed.
 """

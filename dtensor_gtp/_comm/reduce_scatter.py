@@ -46,7 +46,7 @@ class Scattering:
     Args:
         kind: How to reduce.
         fulls: Gradients of shape ``(num_ranks * rows, ...)``; they may be written to. The launch copies one that is not
-            contiguous or of another dtype, and sends the copy. Several only if they can travel together.
+            contiguous or of another dtype, and sends the copy. Several only if they can be sent together.
         num_ranks: Size of the group. One rank sends nothing: the sum has one addend.
         wire_dtype: The dtype to send.
         ring, places: For ``"copy_engine"``: where peers fetch each gradient.

@@ -153,7 +153,7 @@ class SendRing(PeerCopies):
         return self._stage.view(self.rank, place.begin, shape, dtype).view(shape)
 
     def rewind(self) -> None:
-        """Begin anew. Call it when nothing waits or is in flight."""
+        """Begin again. Call it when nothing waits or is in flight."""
         self._head = self._submitted_nbytes = self._largest_nbytes = self._wanted_nbytes = 0
         self._offered = None
         self._waiting.clear()

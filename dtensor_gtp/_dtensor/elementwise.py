@@ -46,7 +46,7 @@ _KEEPS_FLOAT = frozenset(
 )  # fmt: skip
 
 _LIST_OPS = ("aten::_foreach_", "aten::_amp_foreach_", "aten::_fused_")
-_FUSED_STEPS = 5  # the argument of the fused Adams that may lie on a mesh of its own: the numbers of steps
+_FUSED_STEPS = 5  # the argument of the fused Adams that may lie on its own mesh: the numbers of steps
 
 
 class Operand(NamedTuple):

@@ -155,7 +155,7 @@ class AttributeReads:
         return bool(self.frames) and (torch.is_grad_enabled() or not self.is_differentiated)
 
     def forget(self, weight: ShardedWeight) -> None:
-        """The shard may change: the next read in a running frame gathers it anew."""
+        """The shard may change: the next read in a running frame gathers it again."""
         for frame in self.frames:
             for is_differentiable in (False, True):
                 frame.values.pop((weight, is_differentiable), None)

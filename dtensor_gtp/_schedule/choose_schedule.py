@@ -18,7 +18,7 @@ from .guesses import blocks_in
 _MOST_AHEAD = 512 << 20
 # Less than this saves no memory worth having, and costs launches.
 _LEAST_AHEAD = 32 << 20
-# Bytes of gradients that travel together, and how many such groups before compute waits for the oldest.
+# Bytes of gradients that are sent together, and how many such groups before compute waits for the oldest.
 _REDUCTIONS = (128 << 20, 2)
 # With copy engines half the launches, each of which costs the host more than one of NCCL. As many bytes are in flight.
 _REDUCTIONS_BY_COPIES = (256 << 20, 1)

@@ -277,7 +277,7 @@ class KeepAndFree:
             self._discard(target, kept)
 
     def _discard(self, target: Gatherable, gathered: Gathered) -> None:
-        """Free the buffer of a gather that nobody uses."""
+        """Free the buffer of a gather that is unused."""
         # While the gather runs, its memory must not be reused and nobody may write to the shard.
         self.comm.wait_to_drop(gathered.done, gathered.buffer)
         self._free(target, gathered)

@@ -39,7 +39,7 @@ class Traits(NamedTuple):
     nbytes: int  # of the gathered weight
     lane: int = 0  # number of its mesh
     call: int = 0  # number of the ``gtp_shard`` call that manages it
-    bundle: int = -1  # weights of one bundle (not -1) travel together, however large they are
+    bundle: int = -1  # weights of one bundle (not -1) are gathered together, however large they are
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class _Gradient:
     requires_all_reduce: bool  # whether it is summed over replicas now
     share: float = 1.0  # its factor in the sum over unequal replicas
     place: Place | None = None  # from where copy engines fetch it, if the ring has room
-    bundle: object | None = None  # gradients of one bundle travel together
+    bundle: object | None = None  # gradients of one bundle are sent together
 
 
 class Written(NamedTuple):
@@ -51,7 +51,7 @@ class Written(NamedTuple):
 
     weight: ShardedWeight
     buffer: Tensor
-    bundle: int | None  # gradients with the same number travel together
+    bundle: int | None  # gradients with the same number are sent together
 
 
 class BlockRecording(Protocol):
@@ -145,7 +145,7 @@ class Gradients:
         return True
 
     def add_full(self, weight: Reducible, grad: Tensor, is_owned: bool) -> None:
-        """Take a full gradient in the weight's shape. If ``is_owned``, nobody else reads it: it need not be copied."""
+        """Take a full gradient in the weight's shape. If ``is_owned``, nothing else reads it: it need not be copied."""
         layout = weight.layout
         if is_owned and self._can_send(weight, grad):
             self._comm.note_compute()
@@ -331,7 +331,7 @@ class Gradients:
 
     def add_rows(self, weight: Reducible, rows: Tensor) -> None:
         """Take this rank's rows of a gradient that an op has summed over the gtp axis, and do what follows a
-        reduce-scatter. They have the dtype of the sum or a wider one, and nobody else reads them."""
+        reduce-scatter. They have the dtype of the sum or a wider one, and nothing else reads them."""
         if isinstance(weight, ShardedWeight) and not weight.param.requires_grad:
             return  # as in ``submit``
         flags, scale = weight.flags, self._scale(weight)

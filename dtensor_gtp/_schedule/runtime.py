@@ -47,7 +47,7 @@ class Runtime(Gathering):
         self.reads = AttributeReads(self)
         # Autograd alone holds the callback: if it is gone, that backward has failed.
         self._end_of_backward: weakref.ref[partial[None]] | None = None
-        # Parameters by the ids of their objects, for optimizer steps; ``note_step`` makes it anew if it is empty.
+        # Parameters by the ids of their objects, for optimizer steps; ``note_step`` rebuilds it if it is empty.
         self._by_id: dict[int, ManagedParam] = {}
         self._is_cut_again = False
         self._records_graph = False  # whether the running backward has ``create_graph=True``
@@ -435,7 +435,7 @@ class Runtime(Gathering):
             group.free()
             group.num_updates += 1
         for weight in self.weights:
-            weight.num_updates += 1  # so that nobody reuses a gather of the recording
+            weight.num_updates += 1  # so that nothing reuses a gather of the recording
             self.drop_kept(weight)
         self._is_in_backward = False
         self._show_or_hide()

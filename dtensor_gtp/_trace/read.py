@@ -102,7 +102,7 @@ def read_timeline(trace: dict[str, Any]) -> Timeline:
 
 
 def _is_of_the_host(event: dict[str, Any]) -> bool:
-    """GPUs have annotations of their own, which repeat those of the host."""
+    """GPUs have their own annotations, which repeat those of the host."""
     return event.get("cat") == "user_annotation"
 
 

@@ -139,7 +139,7 @@ def _tensor_parallel_cut(param: ManagedParam) -> tuple[int | None, int]:
         raise NotImplementedError(
             "synchronize_replicas supports parameters that are sharded over the gtp and tp axes of the elastic "
             f"mesh, but '{param.fqn}' has placements {spec.placements} on mesh axes {spec.mesh.mesh_dim_names}. Keep "
-            "experts whole on each rank (no ep): replicas of unequal sizes cut them at other places."
+            "experts whole on each rank (no ep): replicas of unequal sizes would split them at other rows."
         )
     if not before or before[0].is_replicate():
         return None, 1

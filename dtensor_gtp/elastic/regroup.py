@@ -106,7 +106,7 @@ def regroup(
 
     Call it on each rank on which a collective raised, after :func:`hold_state`; or on all ranks between two steps, to
     take in those that wait (:func:`num_waiting`). It destroys all process groups, so build meshes and sharded modules
-    anew on ``nonuniform_mesh(replicas=survivors.replicas)``. Ranks that are lost meanwhile are left out in turn.
+    again on ``nonuniform_mesh(replicas=survivors.replicas)``. Ranks that are lost meanwhile are left out in turn.
 
     Args:
         layout, rank: Of before: ``mesh.layout``, and this process's rank in it.
@@ -205,7 +205,7 @@ def agree_on_survivors(
 def members_of(
     layout: ReplicaLayout, alive: Sequence[int], tickets: Sequence[int] = (), num_replicas: int = 1, generation: int = 1
 ) -> Membership:
-    """Count ``alive`` (ascending) anew, in the replicas of before. Each that joins goes to the smallest replica."""
+    """Renumber ``alive`` (ascending) in the replicas of before. Each that joins goes to the smallest replica."""
     new_rank = {old: new for new, old in enumerate(alive)}
     replicas = [[new_rank[r] for r in replica.ranks if r in new_rank] for replica in layout.replicas]
     replicas += [[] for _ in range(num_replicas - len(replicas))] if tickets else []

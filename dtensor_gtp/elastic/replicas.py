@@ -254,7 +254,7 @@ def plan_replicas(
 ) -> ReplicaLayout:
     """The remaining replicas of ``replicate`` replicas of ``gtp * tp`` ranks after some ranks have failed.
 
-    The ranks that are left are counted anew, in the order of their coordinates, as a launcher starts them. A replica
+    The remaining ranks are renumbered, in the order of their coordinates, as a launcher starts them. A replica
     that lost all ranks is dropped.
 
     Args:
@@ -263,7 +263,7 @@ def plan_replicas(
         weights: What is to be sharded; tells where tensor parallelism may cut when it has to shrink.
 
     Returns:
-        The :class:`ReplicaLayout` of the ranks that are left.
+        The :class:`ReplicaLayout` of the remaining ranks.
 
     Raises:
         TypeError, ValueError: A size or a coordinate is out of range, nothing is left, or no cut fits ``weights``.

@@ -63,7 +63,7 @@ class RankWatch:
 
     Make one on each rank when the process group is there. ``with watch:`` around what trains turns the error of a
     collective into one that names the ranks that are gone, and tells the others when this rank raises. It may be
-    entered again after :meth:`regroup`, which counts ranks anew.
+    entered again after :meth:`regroup`, which renumbers ranks.
 
     Args:
         layout: Where each rank stands; assign ``layout`` when a mesh is made that places them otherwise.
@@ -171,7 +171,7 @@ class RankWatch:
     def regroup(
         self, *, grace: timedelta, backend: str | None = None, timeout: timedelta | None = None, num_replicas: int = 1
     ) -> Survivors:
-        """:func:`regroup` of the ranks that are left and of those that wait to join; they are watched over then.
+        """:func:`regroup` of the remaining ranks and of those that wait to join; they are watched over then.
 
         Args:
             grace, backend, timeout, num_replicas: As for :func:`regroup`.

@@ -8,7 +8,7 @@ them. Each call compares the rest:
 
 * Shapes, dtypes, other arguments, autocast, which gradients exist: another combination gets another graph.
 * What the parameters are, whether they are trained, switches of ``GTPModule``, addresses of parameters, buffers and
-  optimizer states, a state that is loaded: after a change all graphs are recorded anew.
+  optimizer states, a state that is loaded: after a change all graphs are recorded again.
 * Hyperparameters on the host must keep their values, those on the GPU their addresses: a change raises.
 
 A step that replaces a buffer or a state by a new tensor, or writes to its inputs, is refused: a replay would not do so.
@@ -16,7 +16,7 @@ A step that replaces a buffer or a state by a new tensor, or writes to its input
 [Note: state of the runtime around graphs]
 A replay runs none of the runtime's Python code. So:
 
-* Nothing is kept gathered when a recording begins: the graph would use an old weight for ever. Nothing that it has
+* Nothing is kept gathered when a recording begins: the graph would use an old weight forever. Nothing that it has
   gathered outlives it: that memory belongs to the graph, and its events can be waited for in the recording only.
 * After a replay ``Runtime.note_step`` names the written parameters, so that eager code gathers and quantizes them anew.
 * Gradients that a graph has made, and sums of microbatches, live at fixed addresses: they are put back after a replay.

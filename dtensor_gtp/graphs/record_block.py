@@ -1,12 +1,13 @@
 """One recorded block: what it uses while it is recorded, and the graphs of its forward and its backward.
 
 [Note: fixed buffers]
-A graph has addresses baked in, so the weights of a recorded block are gathered into buffers of their own, and its full
-gradients are written to others. Blocks of one kind take turns with two sets: one is gathered or reduced while the other
-is in use, by the rules of [Note: streams and memory]. A gather that finds its fixed buffer held uses another one, and
-the weight is copied before the replay. A full gradient is overwritten once the reduction that reads it is retired.
+A graph keeps the addresses of its recording. So the weights of a recorded block are gathered into fixed buffers, and
+its full gradients are written to others. Blocks of one kind take turns with two sets: one is gathered or reduced while
+the other is in use, by the rules of [Note: streams and memory]. A gather that finds its fixed buffer held uses another
+one, and the weight is copied before the replay. A full gradient is overwritten once the reduction that reads it is
+retired.
 
-A recording reads weights in a frame of its own (``AttributeReads.apart``). The frame around it would keep a fixed
+A recording reads weights in its own frame (``AttributeReads.apart``). The frame around it would keep a fixed
 buffer for backward, while the next gather overwrites it. So nothing of a recorded block is kept from forward to
 backward, not even by ``keep_nbytes`` or ``reshard_after_forward=False``. (Tested on a CPU only.)
 """
@@ -225,7 +226,7 @@ class BlockGraph:
                 weight.follow(weight.sites[0])
                 gathered = runtime.acquire(weight)
                 if weight in weights[index:]:
-                    runtime.release(weight, gathered)  # the next use has a gather of its own, as without a graph
+                    runtime.release(weight, gathered)  # the next use has its own gather, as without a graph
                 else:
                     held.append((weight, gathered))
             for weight, gathered in held:

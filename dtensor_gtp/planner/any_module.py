@@ -22,7 +22,7 @@ IsKnown = Callable[[nn.Module], bool]
 
 
 def other_owners(model: nn.Module, is_known: IsKnown) -> dict[str, nn.Module]:
-    """Modules with matrices of their own that are not known, by name."""
+    """Modules with their own matrices that are not known, by name."""
     return {
         name: module
         for name, module in model.named_modules()

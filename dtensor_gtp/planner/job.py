@@ -181,7 +181,7 @@ class Layout:
         return job.batch // (self.data_ranks * self.micro_batch)
 
     def axes(self) -> dict[str, Axis]:
-        """The groups: ranks along tp are neighbours, then gtp, cp, replicate and pp. Experts have axes of their own
+        """The groups: ranks along tp are neighbours, then gtp, cp, replicate and pp. Experts have their own axes
         over the ranks of one stage, of which expert_gtp is the innermost. All that hold one shard are its replicas."""
         dense = self.gtp * self.tp
         stage = self.ranks // self.pp

@@ -97,7 +97,7 @@ class Peak(NamedTuple):
 
 
 class Reductions:
-    """The gradients that wait to travel together, and those on their way."""
+    """The gradients that wait to be sent together, and those on their way."""
 
     def __init__(self, max_inflight: int, together: int) -> None:
         self._max_inflight = max_inflight

@@ -27,7 +27,7 @@ class Sharded(NamedTuple):
 
     Args:
         weight: The use in the recording.
-        lane: 0, or 1 for experts on a mesh of their own.
+        lane: 0, or 1 for experts on their own mesh.
         axis: Of the ranks that hold its shards.
         gathered: Bytes of the full weight, in the dtype of compute.
         wired: Bytes that are gathered: fewer with a recipe.

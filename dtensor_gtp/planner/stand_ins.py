@@ -171,7 +171,7 @@ def _grouped(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def is_known(module: nn.Module) -> bool:
-    """Whether :func:`use_matrices` knows what it computes: not where a subclass has a forward of its own."""
+    """Whether :func:`use_matrices` knows what it computes: not where a subclass has its own forward."""
     forward = type(module).forward
     return isinstance(module, Experts) or forward in (nn.Linear.forward, nn.Embedding.forward)
 

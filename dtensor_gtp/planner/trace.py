@@ -35,7 +35,7 @@ class Weight(NamedTuple):
         name: Of the weight.
         shape: On one rank, before gtp cuts it.
         is_table: Whether it is looked up.
-        is_expert: Whether it is of experts, which have a mesh of their own.
+        is_expert: Whether it is of experts, which have their own mesh.
         has_dgrad: Whether backward computes the gradient of the input.
         is_tied: Whether another use is of the same matrix and counts its state.
         block: Number of its block; -1 if it is in none.

@@ -35,7 +35,7 @@ class UserModel:
     """A model of the user's code: what one rank computes of one sequence, for each size of tp.
 
     Args:
-        build: Makes the module anew: a recording changes it.
+        build: Rebuilds the module: a recording changes it.
         name: For messages.
         remedy: What to do if forward or backward does not run.
     """

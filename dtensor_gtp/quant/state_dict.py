@@ -1,7 +1,7 @@
 """State dicts of modules with quantized weights.
 
 With master storage they hold the high-precision values, as ordinary tensors: a checkpoint loads into a module with
-another recipe or with none. With native storage the planes go out and come in bit for bit, under keys of their own:
+another recipe or with none. With native storage the planes go out and come in bit for bit, under their own keys:
 ``up.weight`` with recipe ``mxfp8`` becomes ``up.weight_mxfp8.elements`` and ``up.weight_mxfp8.scales`` (and ``.amax``,
 for recipes with a scale of the whole weight). Of a sharded weight they are DTensors on the memory of the shard, placed
 as its blocks are, so that any topology whose cuts lie between blocks loads them. Elements and scales of 8 bits appear

@@ -259,7 +259,7 @@ class TestNativeCheckpoint(GlooTest):
             values = full(source.layers[1].up.weight.detach())
             actual = full(target.layers[1].up.weight.detach())
             self.assertTrue(torch.equal(actual, dequantized(values, NVFP4(), Direction.ROWWISE)))
-            with self.assertRaisesRegex(RuntimeError, "2 keys that the checkpoint has not: '0.(weight|bias)'; "):
+            with self.assertRaisesRegex(RuntimeError, "2 keys that the checkpoint lacks: '0.(weight|bias)'; "):
                 checkpoint.load(nn.Sequential(nn.Linear(40, 5)).state_dict(), checkpoint_id=path)
 
     def test_masters_and_optimizer_state(self) -> None:

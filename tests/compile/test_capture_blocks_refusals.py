@@ -52,7 +52,7 @@ class TestRefusals:
         Pair(world)
         assert not caplog.text
         Pair(world, schedule=SchedulePolicy(min_shard_numel=0, prefetch_nbytes=64))
-        assert "begins to gather the rest of the 9216 bytes of a block when the one before" in caplog.text
+        assert "gathers the rest of the 9216 bytes of a block only after the block before" in caplog.text
 
     def test_blocks(self, world: Any) -> None:
         mesh, _ = world

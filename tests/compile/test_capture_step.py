@@ -77,7 +77,7 @@ class TestCaptureStep:
             setting.check(step, rows(seed, 6))
         assert step.num_graphs == 1
         assert setting.recorder.events[-3:] == ["eager"] * 3
-        assert "capture_step runs eagerly: there are 1 graphs already" in caplog.text
+        assert "capture_step runs eagerly: it has reached the limit of 1 graphs" in caplog.text
 
     @pytest.mark.parametrize("dtype", [torch.float32, BF16])
     def test_gradients_that_a_step_leaves_accumulate(self, dtype: torch.dtype) -> None:

@@ -227,7 +227,7 @@ class TestOptimizers:
         for seed in range(2):
             step(rows(seed))
         average = optimizer.state[param]["average"]
-        with pytest.raises(RuntimeError, match=r"has put 'average' in the state of Averaging to another place"):
+        with pytest.raises(RuntimeError, match=r"replaced 'average' in the state of Averaging"):
             step(rows(2))
         assert optimizer.state[param]["average"] is average
 

@@ -220,12 +220,12 @@ class TestRefused(unittest.TestCase):
 
     def test_fully_sharded_data_parallel_around(self) -> None:
         model = self.sharded()
-        message = r"FullyShardedDataParallel cannot go around .*'embedding.weight'.*2-D \(replicate, gtp\) mesh"
+        message = r"FullyShardedDataParallel cannot wrap .*'embedding.weight'.*2-D \(replicate, gtp\) mesh"
         self.refused(message, lambda: FullyShardedDataParallel(model), model)
 
     def test_data_parallel_around(self) -> None:
         model = self.sharded()
-        self.refused("DataParallel cannot go around .*'embedding.weight'", lambda: DataParallel(model), model)
+        self.refused("DataParallel cannot wrap .*'embedding.weight'", lambda: DataParallel(model), model)
 
     def test_replicate_by_ddp_around(self) -> None:
         for options in ({}, {"process_group": self.mesh["dp"].get_group()}, {"device_mesh": self.mesh["dp"]}):
@@ -253,11 +253,11 @@ class TestRefused(unittest.TestCase):
         for wrapper in (lambda module: fully_shard(module, mesh=dp), lambda module: replicate(module, mesh=dp)):
             model = Model()
             wrapper(model)
-            message = "fully_shard on a module around has taken parameter 'norm.weight'.*Call gtp_shard first"
+            message = "fully_shard on an outer module manages parameter 'norm.weight'.*Call gtp_shard first"
             self.refused(message, lambda m=model: gtp_shard(m.layers[0], gtp), model)
         model = Model()
         around = DistributedDataParallel(model, init_sync=False)
-        message = "DistributedDataParallel on a module around has taken parameter 'embedding.weight'"
+        message = "DistributedDataParallel on an outer module manages parameter 'embedding.weight'"
         self.refused(message, lambda: gtp_shard(around.module, gtp), model)
 
     def test_fully_shard_over_ranks_of_gtp(self) -> None:
@@ -274,7 +274,7 @@ class TestRefused(unittest.TestCase):
         model = Model()
         blocked = {layer.up.weight: GTPShard(0, block_size=12) for layer in model.layers}
         gtp_shard(model, self.mesh["gtp"], schedule=ALL, shard_placement_fn=blocked.get)
-        message = r"cannot cut dim 0 of parameter 'layers.0.up.weight'.*shard_placement_fn=lambda param: Shard\(1\)"
+        message = r"cannot shard dim 0 of parameter 'layers.0.up.weight'.*shard_placement_fn=lambda param: Shard\(1\)"
         self.refused(message, lambda: fully_shard(model, mesh=self.mesh["dp"]), model, NotImplementedError)
 
     def test_unshard_of_gtp_shard_outside_of_the_forward(self) -> None:

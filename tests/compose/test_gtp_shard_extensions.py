@@ -82,7 +82,7 @@ class TestHooks(GlooTest):
                 self.assertIs(type(model[0].weight.to_local()), Scaled)
                 assert_idle(model)
         uses = {row.name: row.use for row in sharding_report(model).rows}
-        self.assertEqual(uses["0.weight"], "attribute, gathered and used by its own hooks")
+        self.assertEqual(uses["0.weight"], "attribute, its own hooks gather and use it")
 
     def test_sixteen_bits_cross_the_wire(self) -> None:
         """bfloat16, which the hook says, and int16, which neither gloo nor NCCL knows; with short and empty shards,

@@ -138,6 +138,29 @@ def test_unbound_names_are_found() -> None:
     assert unbound_names("import a.b, c as d\nfor i in range(3):\n    d(i, j, a, c)") == {"j", "c"}
 
 
+# What a user does on the first days, by the page that has it.
+JOBS = {
+    "port": "tutorials/from_fully_shard.md",
+    "tensor parallelism": "howto/add_tp.md",
+    "save and resume": "howto/resume_on_other_gpus.md",
+    "export": "howto/export.md",
+    "averages": "howto/ema.md",
+    "float8": "tutorials/fp8.md",
+    "will it fit": "tutorials/will_it_fit.md",
+    "read the report": "howto/read_the_report.md",
+    "why is it slow": "tutorials/slow_step.md",
+    "mend an error": "howto/ranks_diverge.md",
+}
+
+
+def test_the_front_page_leads_to_each_job() -> None:
+    index = ROOT / "docs" / "index.md"
+    reached = {target for target, _ in links(prose(index))}
+    assert set(JOBS.values()) <= reached
+    without_program = {job for job, page in JOBS.items() if not pages.shown_program(pages.read(ROOT / "docs" / page))}
+    assert without_program == {"read the report"}  # its notebook makes one
+
+
 def test_all_pages_together_are_short() -> None:
     words = {name(page): len(page.read_text().split()) for page in PAGES if page.name != "README.md"}
     assert sum(words.values()) <= MAX_WORDS, words

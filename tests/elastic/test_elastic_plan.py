@@ -142,7 +142,7 @@ class TestReplicas(TestCase):
 2 replicas of 7 ranks
   replica 0  gtp 2 x tp 2   ranks 0-3
   replica 1  gtp 3          ranks 4-6  1 of 4 ranks failed;
-    tp 2 -> 1: 2 does not divide 3, and no rank is parked;
+    tp 2 -> 1: 2 does not divide 3, and no rank may be idle;
     gtp 2 -> 3""",
         )
 
@@ -175,7 +175,7 @@ class TestReplicas(TestCase):
             """\
 8 ranks: (2, 4, '')
 7 ranks: (7, 1, '1 of 8 ranks failed;
-  tp 4 -> 1: 2 to 4 do not divide 7, and no rank is parked;
+  tp 4 -> 1: 2 to 4 do not divide 7, and no rank may be idle;
   gtp 2 -> 7')
 6 ranks: (3, 2, "2 of 8 ranks failed;
   tp 4 -> 2: tp 3 would idle 11% of the time in 'wq' (8 blocks over 3 ranks, 3 on the fullest);
@@ -186,7 +186,7 @@ class TestReplicas(TestCase):
   tp 4 -> 1: tp 3 would idle 11% of the time in 'wq' (8 blocks over 3 ranks, 3 on the fullest);
   gtp 1 -> 3")
 1 ranks: (1, 1, '7 of 8 ranks failed;
-  tp 4 -> 1: 2 to 4 do not divide 1, and no rank is parked;
+  tp 4 -> 1: 2 to 4 do not divide 1, and no rank may be idle;
   gtp 2 -> 1')""",
         )
         # Ten heads on four ranks make each wait for one with three; on three ranks, with four of ten, it is no worse.
@@ -267,7 +267,7 @@ rank 6: 12:14""",
         self.assertEqual((shares[4].num_samples, shares[4].rows), (2, slice(8, 10)))
 
     def test_too_small_a_batch(self) -> None:
-        with self.assertRaisesRegex(ValueError, "a sample for each of the 3 ranks that see different data"):
+        with self.assertRaisesRegex(ValueError, "at least one sample for each of the 3 data ranks"):
             replicas_of([[0], [1, 2]]).batch_shares(2)
         with self.assertRaisesRegex(TypeError, "an int as global_batch, but got float: 2.5"):
             replicas_of([[0]]).batch_shares(2.5)  # type: ignore[arg-type]

@@ -252,7 +252,7 @@ class TestEscapedParameters(GlooTest):
             x = torch.randn(WIDTH, WIDTH)
             with self.assertLogs("dtensor_gtp", "WARNING") as logs:
                 loss = square_loss(model, x)
-            self.assertRegex(logs.output[0], f"{holder} still holds parameters .*'layer.weight'")
+            self.assertRegex(logs.output[0], f"{holder} still holds old parameters .*'layer.weight'")
             with self.assertRaisesRegex(RuntimeError, f"replaced by 'layer.weight'.*{holder} still uses the old one"):
                 loss.backward()
 
@@ -262,8 +262,8 @@ class TestEscapedParameters(GlooTest):
         gtp_shard(body, self.gtp_mesh(), schedule=ALL)
         with self.assertLogs("dtensor_gtp", "WARNING") as logs:
             loss = head(body(make_rows(0))).sum()
-        assert "a Linear still holds parameters" in logs.output[0]
-        with self.assertRaisesRegex(RuntimeError, "replaced by 'weight'.*a Linear still holds it"):
+        assert "a Linear still holds old parameters" in logs.output[0]
+        with self.assertRaisesRegex(RuntimeError, "replaced by 'weight'.*a Linear still uses the old one"):
             loss.backward()
         gtp_shard(head, self.gtp_mesh(), schedule=ALL)  # the remedy
         head(body(make_rows(0))).sum().backward()

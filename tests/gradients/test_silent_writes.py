@@ -162,7 +162,7 @@ class TestWritesInForward(GlooTest):
         ]
         for module in wrong:
             model = gtp_shard(module, mesh, schedule=ALL)
-            with self.assertRaisesRegex(RuntimeError, "read as parameter 'layer.weight' .* was written in a forward"):
+            with self.assertRaisesRegex(RuntimeError, "A write in a forward changed only .* parameter 'layer.weight'"):
                 model(x)
 
 

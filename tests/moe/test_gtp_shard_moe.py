@@ -285,7 +285,7 @@ class TestMixtureOfExperts(GlooTest):
             gtp_shard(layer, by_tp["expert_gtp"], schedule=ALL, shard_placement_fn=blocks)
         biased = cut(GroupedLinear(4, WIDTH, HIDDEN), by_tp["expert_tp"], 2)
         gtp_shard(biased, by_tp["expert_gtp"], schedule=ALL)
-        match = "a bias where tensor parallelism has cut its 6 in_features into 3"
+        match = "a bias where tensor parallelism splits its 6 in_features into 3"
         with self.assertRaisesRegex(NotImplementedError, match), counted() as counts:
             biased(torch.zeros(4, WIDTH // 2), torch.ones(4, dtype=torch.int64))
         self.assertEqual(sum(counts()), 0)

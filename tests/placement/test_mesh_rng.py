@@ -296,7 +296,7 @@ def test_states_of_another_place_or_mesh_are_refused() -> None:
             other.rng.load_state_dict(states[1])
         of_cuda = {mesh: {place: {**s, "cuda": s["cpu"]} for place, s in p.items()} for mesh, p in states[1].items()}
         with pytest.raises(
-            ValueError, match=r"states for \['cpu'\], but got \['cpu', 'cuda'\]. .* leave the streams out"
+            ValueError, match=r"states for \['cpu'\], but got \['cpu', 'cuda'\]. .* Leave the streams out"
         ):
             mesh.rng.load_state_dict(of_cuda)
         mesh.rng.load_state_dict(states[1])

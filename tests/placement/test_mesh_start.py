@@ -43,7 +43,7 @@ def test_process_group_is_initialized_from_the_environment(job: pytest.MonkeyPat
         mesh = init_weight_mesh("cpu", timeout=timedelta(minutes=5))
         assert dist.get_backend() == "gloo"
         assert dist.get_world_size() == 1
-        assert mesh.dense.mesh.shape == (1, 1, 1, 1, 1)
+        assert mesh.dense.mesh.shape == (1, 1, 1, 1, 1, 1)
         assert tuple(mesh.weights.shape) == (1,)
     finally:
         dist.destroy_process_group()

@@ -201,7 +201,7 @@ class TestArithmetic(unittest.TestCase):
 
     def test_unknown_products_are_refused(self) -> None:
         layer = quantize_(nn.Linear(32, 32), "mxfp8")
-        with self.assertRaisesRegex(NotImplementedError, "is used by aten.mm.default, which knows nothing of"):
+        with self.assertRaisesRegex(NotImplementedError, "aten.mm.default does not support a weight with"):
             torch.ones(2, 32) @ layer.weight
 
 
@@ -358,7 +358,7 @@ class TestSharded(unittest.TestCase):
                 for text in texts:
                     self.assertRegex(text, f"a multiple of {fits} rows, .*quantizes the whole weight")
             native = fully_shard(quantize_(nn.Linear(16, 66), "float8_tensorwise", storage="native"), mesh=mesh)
-            with self.assertRaisesRegex(NotImplementedError, "rows that is a multiple of 4, use gtp_shard"):
+            with self.assertRaisesRegex(NotImplementedError, "a multiple of 4 rows, use gtp_shard"):
                 native(torch.zeros(1, 16))
 
     def test_hooks_inside_of_fully_shard_are_refused(self) -> None:

@@ -59,7 +59,7 @@ class TestTorchao(GlooTest):
                     torch.testing.assert_close(plain(a), plain(b))
         assert_idle(models[0])
         uses = {row.name: row.use for row in sharding_report(models[0]).rows}
-        self.assertEqual(uses["0.weight"], "attribute, gathered and used by its own hooks")
+        self.assertEqual(uses["0.weight"], "attribute, its own hooks gather and use it")
 
     def test_float8_crosses_the_wire(self) -> None:
         mesh = self.gtp_mesh()

@@ -435,7 +435,7 @@ class TestOneRankFails(GlooTest):
                     net.get_parameter(name).add_(float(self.rank == 1))
                 gtp_shard(net[0], experts, schedule=ALL)
                 gtp_shard(net, self.gtp_mesh(), schedule=ALL)
-                message = f"'{name}' of shape .* has other values|failed on rank"
+                message = f"'{name}' of shape .* has different values|failed on rank"
                 with self.assertRaisesRegex(RuntimeError, message), at_once():
                     net(torch.randn(2, 6))
 
