@@ -126,6 +126,7 @@ class TestInterrupted(GlooTest):
             except BaseException as error:
                 raise AssertionError(f"after an interrupt at line {line} of {total}, {place}: {error!r}") from error
 
+    @pytest.mark.long
     def test_hooks_of_users_that_raise(self) -> None:
         def fail(*_: object) -> None:
             raise ValueError("on purpose")
@@ -212,6 +213,7 @@ class TestInterrupted(GlooTest):
     def test_groups(self) -> None:
         self.sweep(SchedulePolicy(min_shard_numel=0), 20)
 
+    @pytest.mark.long
     def test_an_interrupted_microbatch_drops_the_others(self) -> None:
         """An error does not: the step may go on without that microbatch."""
         mesh = self.gtp_mesh()
