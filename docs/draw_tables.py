@@ -232,10 +232,7 @@ STEPS = {
         (
             Line("`gtp_shard(model, mesh)`", "1xh100_newest", "gtp"),
             Line("captured", "1xh100_newest", "gtp-graph"),
-            Line("the default of `bcdcd01`", "1xh100", "gtp"),
-            Line("captured", "1xh100", "gtp-graph"),
-            Line("`fully_shard`", "1xh100", FSDP2),
-            Line("compute", "1xh100", "compute"),
+            Line("`fully_shard`", "1xh100_newest", FSDP2),
         ),
         (2048, 8192),
     ),
@@ -321,16 +318,6 @@ def draw_elastic() -> str:
     )
 
 
-def draw_cpu() -> str:
-    """Compiled relative to eager, run by run; a column for each mode."""
-    times = {(row["mode"], row["run"]): row["ms"] for row in rows("cpu_compiled")}
-    modes = [mode for mode, run in times if run == 1 and not mode.endswith("-compiled")]
-    texts = [
-        ", ".join(f"{times[f'{mode}-compiled', run] / times[mode, run]:.2f}" for run in (1, 2, 3)) for mode in modes
-    ]
-    return markdown(["compiled / eager, on a CPU", *modes], [["three runs", *texts]])
-
-
 def draw_aims() -> str:
     """Aim, goal, what was reached, and why no more. Each value is computed from its job's rows."""
     cells = []
@@ -365,7 +352,6 @@ TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "casts": (draw_casts, ("1xh200_casts",)),
     "moe": (draw_moe, ("4xh200_moe",)),
     "elastic": (draw_elastic, ("4xh200_elastic",)),
-    "cpu": (draw_cpu, ("cpu_compiled",)),
     "2xh100_real_models": (draw_real_models, ("2xh100_real_models",)),
     "aims": (draw_aims, ("2xh100_first",)),
     "history": (draw_history, ()),

@@ -18,7 +18,7 @@ _PROGRAMS = ROOT / "examples" / "tutorials"
 
 def program(page: Path) -> str:
     """The program of a page; its docstring names the page and the command."""
-    text = re.sub(r"<!-- (setup|check)\n.*?-->", "", page.read_text(), flags=re.S)
+    text = re.sub(r"<!-- check\n.*?-->", "", page.read_text(), flags=re.S)
     ranks = re.search(r"<!-- ranks: (\d+) -->", text)
     blocks = re.findall(r"((?:<!-- not run: [^>]*-->\n)?)^( *)```python\n(.*?)^ *```$", text, re.M | re.S)
     code = "\n".join(textwrap.dedent(block) for mark, _, block in blocks if not mark)

@@ -163,7 +163,7 @@ class GatheredOptimizer(torch.optim.Optimizer):
 
 
 def gathered(optimizer_class: type[torch.optim.Optimizer]) -> type[GatheredOptimizer]:
-    """A class of optimizers that steps whole parameters, for sharded ones. Use it in the place of ``optimizer_class``.
+    """A class of optimizers that steps whole parameters, for sharded ones. Use it instead of ``optimizer_class``.
 
     For an optimizer that computes with a whole matrix (Shampoo, SOAP, Adafactor, norms of layers) or knows no DTensor.
     One rank steps a parameter and keeps its state; the ranks share the parameters by size. Rows and gradients travel to

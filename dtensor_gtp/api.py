@@ -51,7 +51,7 @@ def gtp_shard(
 
     One call on the root is enough. Each weight with two or more dims becomes a DTensor parameter with a
     :class:`GTPShard` placement on dim 0. It is all-gathered ahead of each use in forward and backward, while earlier
-    layers compute, and freed after the use. Its gradient is averaged and reduce-scattered while backward goes on.
+    layers compute, and freed after the use. Its gradient is averaged and reduce-scattered while backward continues.
     Parameters with one dim and tiny ones stay whole (``Replicate()``); their gradients are averaged in one coalesced
     call per backward. Ranks of the mesh see different data. A submodule that was passed to ``gtp_shard`` before keeps
     its own mesh and policies.
@@ -66,28 +66,28 @@ def gtp_shard(
     Args:
         module: Any module, on CPU, on the mesh's device or on the meta device. Parameters may be plain tensors, equal
             on all ranks, or DTensors of a mesh with the same root as ``mesh`` (tensor parallelism); such a weight is
-            cut again, and modules see its tp-local DTensor.
+            sharded again, and modules see its tp-local DTensor.
         mesh: 1-D (gtp), or 2-D (replicate, gtp): sharded over the last axis, replicated over the first.
         reshard_after_forward: Free a weight after its forward and gather it again in backward. False keeps it from
             forward to backward, which saves a gather and costs its full size in memory.
-        shard_placement_fn: Called once for each parameter. It returns a :class:`GTPShard` (or torch's ``Shard``) to
-            shard the parameter so, a ``Replicate`` to keep it whole, or None for the default. A pair of one of these
-            and a mesh puts the parameter on that mesh, and its gradient is averaged over that one's ranks; so does
-            torch's ``ShardPlacementResult``. A module class chooses its own default by a method
+        shard_placement_fn: Called once for each parameter. It returns the placement: a :class:`GTPShard` (or torch's
+            ``Shard``), a ``Replicate`` to keep the parameter whole, or None for the default. A pair (placement, mesh),
+            or torch's ``ShardPlacementResult``, also puts the parameter on that mesh; its gradient is then averaged
+            over the ranks of that mesh. A module class chooses its own default by a method
             ``default_gtp_placement(name) -> Placement``.
         mp_policy: torch's own policy with the meaning it has in ``fully_shard``: ``param_dtype`` is the dtype of the
             gather and of compute, ``reduce_dtype`` that of gradient reduction; inputs and outputs of ``module`` are
             cast. Without a ``reduce_dtype`` gradients are reduced in ``param_dtype`` (``fully_shard`` of torch 2.15:
             in the parameter's own).
-        schedule: What may be gathered, kept and reduced when. The default chooses all of it in the first forward. The
-            policy of the outermost call counts.
+        schedule: When weights are gathered, kept and reduced. The default chooses everything in the first forward. Only
+            the policy of the outermost call is used.
         ignored_params: Parameters that are left as they are; their gradients are not reduced.
         offload_policy: torch's own. ``CPUOffloadPolicy(pin_memory=True)`` keeps shards, whole parameters and gradients
-            on the host, and with them what the optimizer keeps, which steps there. Shards are copied to the device
-            ahead of each gather, on a stream of their own; reduced gradients are copied back as they are complete.
-            After each forward and backward the host waits for the copies. Gathers go through the process group, and
-            embeddings are gathered. Start the process group with ``backend="cpu:gloo,cuda:nccl"``, because
-            ``clip_grad_norm_``, ``GradScaler`` and ``full_tensor`` communicate on the host. From the meta device call
+            on the host. The optimizer keeps its state and runs there, too. Shards are copied to the device ahead of
+            each gather, on a separate stream; each reduced gradient is copied back when it is complete. After each
+            forward and backward the host waits for the copies. Gathers go through the process group, and embeddings are
+            gathered. Start the process group with ``backend="cpu:gloo,cuda:nccl"``, because ``clip_grad_norm_``,
+            ``GradScaler`` and ``full_tensor`` communicate on the host. From the meta device call
             ``to_empty(device="cpu")``. ``pin_memory=False`` costs the overlap. Refused with quantized weights, CUDA
             graphs, an outer ``fully_shard`` and unequal replicas.
 
@@ -151,8 +151,9 @@ def gtp_shard(
 def shard_added(module: nn.Module) -> nn.Module:
     """Shard the parameters of submodules that were added after ``gtp_shard``, such as an adapter loaded by PEFT.
 
-    They get the mesh and policies of the call on the module around. Give them the same values on all ranks, and create
-    the optimizer afterwards. The next forward begins as a first one does: it makes communicators and observes.
+    They get the mesh and policies of the ``gtp_shard`` call on the outer module. Give them the same values on all
+    ranks, and create the optimizer afterwards. The next forward is like a first one: it creates communicators and
+    records the order of uses.
 
     Args:
         module: A module that :func:`gtp_shard` was called on, or one around it.
@@ -162,7 +163,7 @@ def shard_added(module: nn.Module) -> nn.Module:
 
     Raises:
         ValueError: No call of :func:`gtp_shard` is on ``module`` or below it.
-        NotImplementedError: A parameter was added to a module that is sharded already, not with a module of its own.
+        NotImplementedError: A parameter was added to a module that is sharded already, not in a new module.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64))
@@ -206,7 +207,7 @@ def _shard_added(group: ShardGroup) -> None:
         for fqn, site, param in unmanaged_params(group.module):
             if binding_of(site.module) is not None and param not in arguments.ignored_params:
                 raise NotImplementedError(
-                    f"shard_added expects parameters in modules of their own, but '{fqn}' was added to a "
+                    f"shard_added expects new parameters in new modules, but '{fqn}' was added to a "
                     f"{type(site.module).__name__} that gtp_shard has sharded. Add it before gtp_shard."
                 )
         return decide(group.module, arguments)
@@ -221,15 +222,15 @@ def _shard_added(group: ShardGroup) -> None:
 
 
 def register_gtp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let a method of ``module`` count as its forward, such as an ``encode`` or ``generate`` that users call.
+    """Treat a method of ``module``, such as ``encode`` or ``generate``, as a forward.
 
-    A call of it is then one pass with a plan of its own, and ``self.weight`` reads as the full weight in it. Its inputs
-    and outputs are cast as ``mp_policy`` says if ``module`` was passed to :func:`gtp_shard`. Without this, each
-    submodule that the method calls is a pass by itself: the results are the same, but fewer gathers are hidden, and
-    parameters of ``module`` itself read as sharded DTensors. Hooks of the module's forward are not run.
+    A call of the method is then one pass with its own plan, and ``self.weight`` reads as the full weight in it. If
+    ``module`` was passed to :func:`gtp_shard`, inputs and outputs are cast by ``mp_policy``. Without this call, each
+    submodule that the method calls is a separate pass: the results are the same, but fewer gathers overlap with
+    compute, and parameters of ``module`` itself read as sharded DTensors. Hooks of the module's forward are not run.
 
-    A module without sharded parameters is left as it is, so code may call this in any case. All ranks register the same
-    methods.
+    A module without sharded parameters does not change, so code may always call this. Register the same methods on all
+    ranks.
 
     Args:
         module: A module that :func:`gtp_shard` was called on, or one below it.

@@ -1,9 +1,9 @@
-"""Saves checkpoints that are whole or absent, and loads those whose weights are stored in another way than the model's.
+"""Saves complete checkpoints or none, and loads checkpoints that store weights in another format than the model.
 
-A native weight (``quantize_(..., storage="native")``) is stored as planes under keys of their own, such as
-``up.weight_mxfp8.elements``; any other weight as ``up.weight``. If checkpoint and model agree, plain ``dcp.load`` moves
-bytes, on any topology that cuts between blocks. If not, :func:`load` dequantizes or quantizes on the way. Each rank
-reads only the blocks that its shard touches.
+A native weight (``quantize_(..., storage="native")``) is stored as planes under separate keys, such as
+``up.weight_mxfp8.elements``; any other weight as ``up.weight``. If checkpoint and model use the same format, plain
+``dcp.load`` works, on any topology that splits between blocks. If not, :func:`load` dequantizes or quantizes on the
+way. Each rank reads only the blocks that its shard touches.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def load(
     allow_partial_load: bool = False,
     recipes: Sequence[Recipe] = (),
 ) -> None:
-    """``torch.distributed.checkpoint.load``, also if checkpoint and ``state_dict`` store a weight differently.
+    """``torch.distributed.checkpoint.load`` that also converts weights which the checkpoint stores in another format.
 
     A weight that the checkpoint holds as planes is dequantized into an ordinary tensor; a native weight that it holds
     in high precision, or in another recipe, is quantized. Everything else is loaded as ``dcp.load`` does, in place.
@@ -70,7 +70,7 @@ def load(
         model: The module whose native weights are in ``state_dict``; needed only if some must be quantized.
         checkpoint_id, storage_reader, process_group, no_dist: As for ``dcp.load``.
         allow_partial_load: Leave entries as they are that the checkpoint does not have.
-        recipes: Recipes of your own in which the checkpoint holds weights that are not native in ``model``.
+        recipes: Your own recipes, if the checkpoint uses them for weights that are not native in ``model``.
 
     Raises:
         ValueError: A native weight must be quantized but ``model`` does not have it, or shapes differ.
@@ -252,7 +252,7 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
 def _missing(keys: Sequence[str], stored: Mapping[str, Any]) -> str:
     named = "; ".join(f"'{key}'{did_you_mean(key, stored)}" for key in keys[:_MOST_NAMED])
     more = f"; and {len(keys) - _MOST_NAMED} more" if len(keys) > _MOST_NAMED else ""
-    text = f"load expects {len(keys)} keys that the checkpoint has not: {named}{more}."
+    text = f"load expects {len(keys)} keys that the checkpoint lacks: {named}{more}."
     outer = {name.partition(".")[0] for name in stored if name.partition(".")[2] == keys[0]}
     if outer:
         return f'{text} It was saved as {{"{outer.pop()}": ...}}: load a dict with that key.'
@@ -320,12 +320,12 @@ def _check_dtype(caller: str, key: str, found: torch.dtype, dtype: torch.dtype) 
 def dequantize_state_dict(
     state_dict: Mapping[str, Any], module: nn.Module, recipes: Sequence[Recipe] = ()
 ) -> dict[str, Any]:
-    """A full state dict in which each native weight is one tensor, for a module that does not store it as planes.
+    """Convert a full state dict with planes to one with a single tensor for each weight.
 
     Args:
         state_dict: A full state dict of plain tensors.
         module: Its parameters give the shape and dtype of each weight.
-        recipes: Recipes of your own that are in ``state_dict``.
+        recipes: Your own recipes, if ``state_dict`` uses them.
 
     Returns:
         A new dict.

@@ -50,6 +50,7 @@ def _title(path: Path) -> str:
 def _readable(text: str) -> str:
     """A page without what only its tests and the site read; links as the topics that they lead to."""
     text = re.sub(r"<!--.*?-->\n*", "", text, flags=re.S)
+    text = re.sub(r"<details><summary>(.*?)</summary>", r"\1:", text).replace("</details>\n", "")
     text = re.sub(r"!\[[^\]]*\]\([^)]*\)\n*", "", text)
     text = re.sub(r"\[([^\]]+)\]\((?:[^)]*/)?(\w[\w.]*)\.(?:md|rst)(?:#[^)]*)?\)", _link, text)
     return re.sub(r"\n{3,}", "\n\n", text).strip()

@@ -1,19 +1,20 @@
-"""``init_weight_mesh``: named meshes over all ranks from sizes of axes; sets up device, process group and RNG, too.
+"""``init_weight_mesh``: named meshes over all ranks from sizes of axes. It also sets up device, process group and RNG.
 
 There are two views of the same ranks ("parallel folding"): dense layers use the axes
 
-    (replicate, dp, cp, gtp, tp)                                 replicate * dp * cp * gtp * tp == number of ranks
+    (pp, replicate, dp, cp, gtp, tp)                        pp * replicate * dp * cp * gtp * tp == number of ranks
 
 and mixture-of-experts layers the axes
 
-    (replicate, expert_dp, ep, expert_gtp, expert_tp)            expert_dp is what the other four leave
+    (pp, replicate, expert_dp, ep, expert_gtp, expert_tp)   expert_dp is what the others leave
 
 Both are row-major over one list of ranks: the axis on the right changes fastest, so ranks of a tp (expert_tp) group are
-neighbours. ``replicate`` is the same axis in both. The other expert axes divide the ranks of dp, cp, gtp and tp in
-another way: with ``expert_tp=1``, ranks that share a dense layer along tp work on different experts, or on different
-rows of them.
+neighbours. ``pp`` and ``replicate`` are the same axes in both. The other expert axes divide the ranks of dp, cp, gtp
+and tp in another way: with ``expert_tp=1``, ranks that share a dense layer along tp work on different experts, or on
+different rows of them.
 
-All meshes are sub-meshes of one 1-D root, so ``gtp_shard`` and ``fully_shard`` can cut tensor-parallel DTensors again.
+All meshes are sub-meshes of one 1-D root, so ``gtp_shard`` and ``fully_shard`` can shard tensor-parallel DTensors
+again.
 """
 
 from __future__ import annotations
@@ -30,7 +31,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import _torch_compat as compat
 from ._comm.agreement import agree_on_all_ranks
-from ._comm.process_groups import check_device, device_types, set_device, start_process_group, world_mesh, world_size
+from ._comm.process_groups import (
+    check_device,
+    default_device_type,
+    device_types,
+    set_device,
+    start_process_group,
+    world_mesh,
+    world_size,
+)
 from .random import DATA_AXES, DENSE_AXES, EXPERT_AXES, MeshRNG
 
 _MAX_GROUPS = 8  # groups of an axis that are printed
@@ -44,8 +53,8 @@ class WeightMesh:
     groups of every axis.
 
     Args:
-        dense: Axes (replicate, dp, cp, gtp, tp), for all layers but experts.
-        expert: Axes (replicate, expert_dp, ep, expert_gtp, expert_tp) over the same ranks, for experts.
+        dense: Axes (pp, replicate, dp, cp, gtp, tp), for all layers but experts.
+        expert: Axes (pp, replicate, expert_dp, ep, expert_gtp, expert_tp) over the same ranks, for experts.
         data: 1-D over replicate, dp, cp and gtp: the ranks that see different data, over which a loss is averaged.
         batch: 1-D over replicate, dp and gtp: the ranks that see different samples, for a sampler's rank and number of
             replicas. Ranks along cp see different parts of the same sequences.
@@ -111,7 +120,8 @@ class WeightMesh:
         return _flatten(self[axes], "_".join(axes))
 
     def fork_rng(self, *axes: str) -> AbstractContextManager[None]:
-        """In the context, ranks along ``axes`` draw different numbers and all others the same: :meth:`MeshRNG.fork`.
+        """In the context, ranks along ``axes`` draw different numbers and others of the stage the same:
+        :meth:`MeshRNG.fork`.
 
         Args:
             axes: ``"params"`` for building and initializing models, ``"sequence_parallel"`` for dropout on activations
@@ -124,7 +134,7 @@ class WeightMesh:
         Example:
             >>> mesh = init_weight_mesh("cpu", gtp=4)
             >>> with mesh.fork_rng("params"):
-            ...     model = nn.Linear(64, 64)  # equal on all ranks
+            ...     model = nn.Linear(64, 64)  # equal on all ranks of a stage
         """
         return self.rng.fork(*axes)
 
@@ -143,7 +153,7 @@ class WeightMesh:
 
 
 def init_weight_mesh(
-    device_type: str,
+    device_type: str | None = None,
     *,
     replicate: int = 1,
     dp: int = 1,
@@ -153,20 +163,24 @@ def init_weight_mesh(
     ep: int = 1,
     expert_gtp: int = 1,
     expert_tp: int = 1,
+    pp: int = 1,
     rank_order: Sequence[int] | None = None,
     seed: int = 0,
     backend: str | None = None,
     timeout: timedelta | None = None,
 ) -> WeightMesh:
-    """Build the meshes of a model that is sharded over several axes, and all that must exist before it is built.
+    """Build the meshes of a model that is sharded over several axes, and set up what the model needs before it is
+    built.
 
     The steps are: check the arguments; set this process's device from ``LOCAL_RANK``; initialize the default process
     group, if there is none, from the environment of ``torchrun``; compare the arguments of all ranks; make the groups;
-    seed torch's default generators, with different seeds along the data axes (replicate, dp, cp, gtp) and the same
-    along tp. Build the model under ``mesh.fork_rng("params")``, in which all ranks draw the same numbers.
+    seed torch's default generators, with different seeds along pp and the data axes (replicate, dp, cp, gtp) and the
+    same along tp. Build the model under ``mesh.fork_rng("params")``, in which all ranks of a stage draw the same
+    numbers.
 
     Args:
-        device_type: ``"cuda"``, ``"cpu"`` or another device type of torch.
+        device_type: ``"cuda"``, ``"cpu"`` or another device type of torch. Default: the accelerator of this process, or
+            ``"cpu"`` if it has none or if the existing process group is one of gloo.
         replicate: Copies of everything.
         dp: Outer data parallelism, e.g. for ``fully_shard``.
         gtp: Ranks over which ``gtp_shard`` splits weights; they see different data.
@@ -174,12 +188,13 @@ def init_weight_mesh(
         cp: Context-parallel ranks; they see different parts of the same sequences.
         ep: Ranks over which experts are distributed.
         expert_gtp: Ranks over which ``gtp_shard`` splits the weights of each expert.
-        expert_tp: Tensor-parallel ranks of each expert. ``replicate * ep * expert_gtp * expert_tp`` divides the number
-            of ranks; the quotient is the axis ``expert_dp``, along which experts are replicated.
+        expert_tp: Tensor-parallel ranks of each expert. ``pp * replicate * ep * expert_gtp * expert_tp`` divides the
+            number of ranks; the quotient is the axis ``expert_dp``, along which experts are replicated.
+        pp: Stages of a pipeline. Each has all other axes, with its own part of the model.
         rank_order: The processes in row-major order of the dense axes: a permutation of the numbers in ``RANK``. The
-            process group that this call initializes counts ranks in this order, so ``dist.get_rank()`` is the place in
-            it (``RANK`` stays as it was). An existing process group cannot be put in another order, because torch's
-            subgroups count their ranks in ascending order.
+            process group that this call initializes counts ranks in this order, so ``dist.get_rank()`` is the position
+            in it (``RANK`` does not change). An existing process group cannot be reordered, because torch's subgroups
+            count their ranks in ascending order.
         seed: Seed of the random number streams; the same on all ranks.
         backend: For ``init_process_group``. Default: ``"nccl"`` for cuda, ``"gloo"`` for cpu, else torch's choice.
         timeout: For ``init_process_group``, of collectives and of the rendezvous.
@@ -197,6 +212,7 @@ def init_weight_mesh(
         >>> print(mesh)
         WeightMesh of 4 cpu ranks (this is rank ...)
           dense
+            pp            1
             replicate     1
             dp            1
             cp            1
@@ -204,19 +220,20 @@ def init_weight_mesh(
             tp            2  [0,1] [2,3]
           ...
     """
-    sizes = {"replicate": replicate, "dp": dp, "cp": cp, "gtp": gtp, "tp": tp}
+    sizes = {"pp": pp, "replicate": replicate, "dp": dp, "cp": cp, "gtp": gtp, "tp": tp}
     expert_sizes = {"ep": ep, "expert_gtp": expert_gtp, "expert_tp": expert_tp}
 
     has_group = dist.is_initialized()
+    device_type = default_device_type() if device_type is None else device_type
 
     def check() -> _Layout:
         _check_others(device_type, seed, timeout)
         layout = _Layout.of(sizes, expert_sizes, world_size(), rank_order)
         if has_group and layout.rank_order != tuple(range(len(layout.rank_order))):
             raise ValueError(
-                f"init_weight_mesh cannot put the ranks of the process group that exists in the order {rank_order}, "
-                "because its subgroups count ranks in ascending order. Leave init_process_group to init_weight_mesh, "
-                "or pass it the rank that this process is to have."
+                f"init_weight_mesh cannot reorder the ranks of an existing process group to {rank_order}, because "
+                "its subgroups count ranks in ascending order. Do not call init_process_group before, or pass it "
+                "the new rank of this process."
             )
         set_device(device_type)
         return layout
@@ -255,10 +272,11 @@ class _Layout:
             if size < 1:
                 raise ValueError(f"init_weight_mesh expects {name} to be at least 1, but got {size}.")
         _check_dense_sizes(sizes, world_size)
-        _check_expert_sizes(expert_sizes, world_size // sizes["replicate"])
+        num_folded = world_size // (sizes["pp"] * sizes["replicate"])
+        _check_expert_sizes(expert_sizes, num_folded)
         dense = tuple(sizes[axis] for axis in DENSE_AXES)
-        inner = math.prod(expert_sizes.values())
-        expert = (sizes["replicate"], world_size // sizes["replicate"] // inner, *expert_sizes.values())
+        expert_dp = num_folded // math.prod(expert_sizes.values())
+        expert = (sizes["pp"], sizes["replicate"], expert_dp, *expert_sizes.values())
         order = tuple(range(world_size)) if rank_order is None else tuple(rank_order)
         if sorted(order) != list(range(world_size)):
             raise ValueError(
@@ -317,8 +335,8 @@ def _check_others(device_type: str, seed: Any, timeout: Any) -> None:
         config = dist.get_backend_config()
         if device_type not in device_types(config):
             raise ValueError(
-                f"init_weight_mesh expects a process group that communicates '{device_type}' tensors, but the one that "
-                f"exists has the backends '{config}'. Leave init_process_group to init_weight_mesh, or pass it "
+                f"init_weight_mesh expects a process group that communicates '{device_type}' tensors, but the "
+                f"existing one has the backends '{config}'. Do not call init_process_group before, or pass it "
                 f"backend='{device_type}:...'."
             )
 

@@ -29,13 +29,14 @@ _PER_ELEMENT = {True: 6.0, False: 4.0}  # operations per element of a weight and
 
 
 class StepMetrics:
-    """Counts tokens of steps, and says what was reached since the last reading.
+    """Counts tokens of steps, and computes rates since the last reading.
 
     Args:
         model: A module after ``gtp_shard``, the outermost one.
         flops_per_token: Floating-point operations of forward and backward for one token. None: 6 for each element of a
-            weight that multiplies, 4 if it is frozen. That leaves out attention's products of activations: pass the
-            number for long sequences. It is not known of experts and convolutions: without it there is no MFU.
+            weight that multiplies, 4 if it is frozen. Attention's products of activations are not included: pass the
+            number for long sequences. For experts and convolutions the default is not known: without this number there
+            is no MFU.
         machine: As for :func:`dtensor_gtp.plan`: its dense bf16 peak is what MFU is a share of. None: the preset of
             this GPU, if there is one.
 
@@ -84,7 +85,7 @@ class StepMetrics:
             self._waits.is_on = False
 
     def read(self, **others: float | Tensor) -> dict[str, float]:
-        """What was reached since the last call, as plain numbers. On a GPU the host waits until the steps are done.
+        """Rates since the last call, as plain numbers. On a GPU the host waits until the steps are done.
 
         Args:
             **others: Numbers and tensors of one element to go with them, such as ``loss`` and ``grad_norm``. A

@@ -4,8 +4,8 @@ weights, and ``ShardedEMA``, averages of weights.
 Muon's update ``lr * orthogonalized(momentum of the gradient)`` mixes all rows of a matrix, so no shard can compute its
 part alone. ``torch.optim.Muon`` on DTensors (torch 2.11 to 2.13) needs 11 to 16 collectives for each matrix, sums in
 another order, and refuses a matrix with fewer rows than ranks. Here one rank orthogonalizes a whole matrix: an
-all-to-all turns shards into one whole matrix for each rank, a second one turns them back. So two collectives serve as
-many matrices as there are ranks, and the results are the bits of one process.
+all-to-all sends each rank the shards of one matrix, a second one sends them back. So two collectives serve as many
+matrices as there are ranks, and the results equal those of one process bit for bit.
 """
 
 from __future__ import annotations
@@ -191,8 +191,8 @@ def _placed_as(update: Tensor, local: Tensor) -> Tensor:
 class ShardedEMA:
     """Exponential moving averages of a model's parameters, sharded as the parameters are.
 
-    ``average = average + (1 - decay) * (parameter - average)``, with the bits that ``torch.optim.swa_utils`` with
-    ``get_ema_multi_avg_fn(decay)`` has in one process. Each rank averages what it holds; nothing is communicated.
+    ``average = average + (1 - decay) * (parameter - average)``, bit for bit as ``torch.optim.swa_utils`` with
+    ``get_ema_multi_avg_fn(decay)`` in one process. Each rank averages its shards, without communication.
 
     It is ``Stateful``: ``dcp.save({"ema": ema})`` and ``dcp.load({"ema": ema})`` keep it, on any topology. Buffers are
     not averaged.
@@ -255,7 +255,7 @@ class ShardedEMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move the averages towards the present parameters. Call it after each step of the optimizer.
+        """Move the averages towards the current parameters. Call it after each step of the optimizer.
 
         Raises:
             RuntimeError: The model has the averages at the moment.
@@ -340,7 +340,9 @@ class ShardedEMA:
         given = state_dict["averages"]
         if given.keys() != self._averages.keys():
             differing = sorted(given.keys() ^ self._averages.keys())
-            raise ValueError(f"ShardedEMA expects averages of the same parameters, but {differing} are in one alone.")
+            raise ValueError(
+                f"ShardedEMA expects averages of the same parameters, but only one of the two has {differing}."
+            )
         for name, average in self._averages.items():
             value = given[name]
             if value.shape != average.shape:

@@ -1,7 +1,7 @@
-"""``GTPShard``: how one tensor dim is cut along the gtp mesh axis.
+"""``GTPShard``: how one tensor dim is sharded along the gtp mesh axis.
 
-The dim was first cut into ``split_factor`` slices (``torch.chunk``, by an axis such as tp); each slice of ``n`` rows is
-cut along the axis into chunks of ``ceil(ceil(n / block_size) / world) * block_size`` rows. So every block stays whole
+Another axis, such as tp, first splits the dim into ``split_factor`` slices (``torch.chunk``). The gtp axis splits each
+slice of ``n`` rows into chunks of ``ceil(ceil(n / block_size) / world) * block_size`` rows. So every block stays whole
 on one rank, the last chunk that has rows may be short, and later ones are empty. The logical tensor is never padded.
 
 ``block_size=1`` is torch's own layout: ``GTPShard(d)`` equals ``Shard(d)`` and ``GTPShard(d, split_factor=s)`` equals
@@ -30,7 +30,7 @@ else:
 
 
 def chunk_rows(num_rows: int, num_chunks: int, block_size: int = 1) -> int:
-    """Rows of the largest (the first) chunk when ``num_rows`` rows are cut into ``num_chunks`` chunks.
+    """Rows of the largest (the first) chunk when ``num_rows`` rows are split into ``num_chunks`` chunks.
 
     Args:
         num_rows: rows of the slice that is cut, >= 0.
@@ -82,8 +82,8 @@ class GTPShard(_PlacementBase):
     Args:
         dim: tensor dim. A negative one counts from the end; DTensor's own ``redistribute`` makes a plain ``Shard`` of
             it, as it does of every ``Shard`` with a negative dim.
-        split_factor: slices into which axes further right in the mesh have cut the dim before this one does.
-            1 where the gtp axis stands to the right of those axes, as ``gtp_shard`` builds its meshes.
+        split_factor: slices into which axes further right in the mesh have split the dim before this one does. 1 where
+            the gtp axis is to the right of those axes, as ``gtp_shard`` builds its meshes.
         block_size: rows of ``dim`` that must stay together on one rank, e.g. 32 for MXFP8, head_dim for attention.
 
     Raises:
@@ -272,7 +272,9 @@ class _BlockGTPShard(_RowGTPShard):
         return self._unpad_whole(whole, rows)
 
     def _to_new_shard_dim(self, *args: object, **kwargs: object) -> Tensor:
-        raise AssertionError(f"{self!r} goes to another sharding through Replicate(), but an all-to-all was planned.")
+        raise AssertionError(
+            f"{self!r} reaches another sharding through Replicate(), but DTensor planned an all-to-all."
+        )
 
     # LocalTensorMode runs several ranks in one process, and their sizes may differ. So each step that computes with
     # sizes is a function that this mode can run once for each rank; none of them communicates.
@@ -295,8 +297,8 @@ class _BlockGTPShard(_RowGTPShard):
         size, _ = chunk_size_and_offset(rows, num_chunks, index, self.block_size)
         if shard.size(self.dim) != size:
             raise ValueError(
-                f"{self!r} over {num_chunks} chunks of {rows} rows expects {size} rows as chunk {index}, but the local "
-                f"tensor has shape {tuple(shard.shape)}. Cut it with chunk_size_and_offset()."
+                f"{self!r} over {num_chunks} chunks of {rows} rows expects {size} rows as chunk {index}, but the "
+                f"local tensor has shape {tuple(shard.shape)}. Split the tensor with chunk_size_and_offset()."
             )
         return _pad_rows(shard, self.dim, chunk_rows(rows, num_chunks, self.block_size)).contiguous()
 

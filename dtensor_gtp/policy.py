@@ -110,16 +110,16 @@ class Waitable(Protocol):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The numbers by which gathers and reductions are placed: all that ``SchedulePolicy`` leaves open, chosen.
+    """The numbers that ``SchedulePolicy`` leaves open and the first forward chooses.
 
     The same on all ranks. :meth:`SchedulePolicy.chosen() <dtensor_gtp.SchedulePolicy.chosen>` carries one.
 
     Args:
         prefetch_depth: Number of weights, at least, that are gathered ahead of the one in use. 0 gathers each weight
             when it is used.
-        prefetch_nbytes: Bytes of gathered weights, at least, that are gathered ahead. A larger weight is begun as many
-            bytes ahead as it has. The larger of the two windows counts.
-        coalesce_nbytes: Weights used one after the other are gathered in one launch up to this size. 0: each by itself.
+        prefetch_nbytes: Bytes of gathered weights, at least, that are gathered ahead. The gather of a larger weight
+            starts as many bytes ahead as it has. The larger of the two windows is used.
+        coalesce_nbytes: Weights used one after the other are gathered in one launch up to this size. 0: each alone.
         coalesce_grad_nbytes: The same for the gradients of one launch.
         max_inflight_reduce_scatters: Launches of gradients before compute waits for the oldest.
         expert_blocks_ahead: Weights on other meshes than the outermost call's are gathered this many calls ahead. 0
@@ -162,11 +162,13 @@ class Schedule:
 
 
 _GONE = {
-    "prefetch_depth": "pass prefetch_nbytes, or leave the window to the library",
+    "prefetch_depth": "pass prefetch_nbytes, or let the library choose",
     "coalesce_nbytes": "what travels together is chosen; pass memory='least' for less memory",
     "coalesce_grad_nbytes": "what travels together is chosen; pass memory='least' for less memory",
-    "max_inflight_reduce_scatters": "how many reductions are in flight is chosen; pass memory='least' for less memory",
-    "expert_blocks_ahead": "when experts are gathered is chosen",
+    "max_inflight_reduce_scatters": (
+        "the library chooses how many reductions are in flight; pass memory='least' for less memory"
+    ),
+    "expert_blocks_ahead": "the library chooses when to gather experts",
     "wgrad_first": "pass memory='least' for wgrad_first=False",
     "keep_last": "pass memory='least' for keep_last=False",
 }
@@ -194,11 +196,11 @@ def _refuse_old_fields(cls: type[SchedulePolicy]) -> type[SchedulePolicy]:
 @_refuse_old_fields
 @dataclass(frozen=True)
 class SchedulePolicy:
-    """How gathers and reduce-scatters are placed around compute. ``SchedulePolicy()`` chooses everything.
+    """When weights are gathered and gradients reduced. ``SchedulePolicy()`` chooses everything.
 
-    What is open is chosen in the first forward, once and alike on all ranks, from the device, the links, the sizes of
-    the model and the free memory. ``sharding_report`` lists each choice with its reason. No choice changes results but
-    by rounding.
+    The first forward chooses all fields that are None or ``"auto"``, once and equally on all ranks, from the device,
+    the links, the sizes of the model and the free memory. ``sharding_report`` lists each choice with its reason. A
+    choice changes results only by rounding.
 
     Args:
         memory: ``"balanced"``: as fast as possible without more memory than ``fully_shard`` on each block takes.
@@ -215,8 +217,8 @@ class SchedulePolicy:
             reduction in flight. ``"copy_engine"``: the same sum, fetched by the copy engines of GPUs of one host.
         prefetch_nbytes: Bytes of weights that are gathered ahead of the one in use. 0 gathers each weight when it is
             used. None: chosen.
-        keep_nbytes: Bytes of gathered weights that stay from forward to backward, so that they are gathered once less.
-            None: 0, with ``memory="most_speed"`` an eighth of the free memory.
+        keep_nbytes: Bytes of gathered weights that stay from forward to backward, which saves a gather. None: 0, with
+            ``memory="most_speed"`` an eighth of the free memory.
         embedding: How ``nn.Embedding`` is looked up where gradients are computed. ``"gather"`` gathers the table.
             ``"exchange"``: each rank looks up its own rows for the tokens of all ranks, and ranks exchange activations.
             ``"auto"``: whichever moves fewer bytes. Without gradients, and where ranks do not hold whole rows (tensor
@@ -224,8 +226,8 @@ class SchedulePolicy:
         head: How ``nn.functional.linear_cross_entropy`` computes losses where gradients are computed. ``"exchange"``:
             each rank computes the logits of its own rows of the vocabulary for the tokens of all ranks, and neither
             weight nor logits are ever whole. ``"gather"`` gathers the weight. ``"auto"``: whichever moves fewer bytes.
-        exchange_tokens: Most tokens of a rank in one call, for exchanges of activations. None: ranks tell each other
-            how many they have in each call, on the host. With a number they need not, and more tokens raise an error.
+        exchange_tokens: Most tokens of a rank in one call, for exchanges of activations. None: the hosts of all ranks
+            exchange their numbers of tokens in each call. With a number they do not, and more tokens raise an error.
         min_shard_numel: A weight with fewer elements stays whole on every rank (``Replicate()``), because a collective
             for it costs more than it saves. 0 shards every weight with two or more dims.
 
@@ -266,7 +268,7 @@ class SchedulePolicy:
 
     @staticmethod
     def chosen(module: nn.Module) -> SchedulePolicy:
-        """The policy of a sharded module with all that was chosen in its first forward.
+        """The policy of a sharded module with all choices of its first forward.
 
         Passed to ``gtp_shard`` it does the same without choosing. It can be pickled with a checkpoint.
 
@@ -274,7 +276,7 @@ class SchedulePolicy:
             module: A module that ``gtp_shard`` was called on, after a forward.
 
         Returns:
-            A policy that leaves nothing open.
+            A policy in which everything is chosen.
 
         Raises:
             ValueError: ``module`` is not sharded, or has not run yet.

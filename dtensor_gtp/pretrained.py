@@ -1,6 +1,6 @@
 """Loads and saves whole models in safetensors, the format of ``save_pretrained``, without a whole model in any process.
 
-:func:`load_pretrained` reads of each file what this rank holds, into a model that may be on the meta device.
+:func:`load_pretrained` reads only this rank's rows of each file, into a model that may be on the meta device.
 :func:`save_pretrained` gathers one tensor after the other, and rank 0 writes it. Neither needs another library.
 """
 
@@ -37,10 +37,10 @@ def load_pretrained(
 ) -> tuple[str, ...]:
     """Load the weights of a published model. Each rank reads only its own rows of each weight.
 
-    Call it on all ranks, after ``gtp_shard``. A model on the meta device gets memory first, for this rank's shards
-    alone: no process ever holds the whole model. Values are cast to the dtypes of the parameters. Native low-precision
-    weights are quantized. Buffers that are not stored (``persistent=False``) and are on the meta device are computed
-    anew by the ``_init_weights`` of transformers, or by ``reset_parameters`` of a module without parameters.
+    Call it on all ranks, after ``gtp_shard``. A model on the meta device gets memory for this rank's shards only: no
+    process ever holds the whole model. Values are cast to the dtypes of the parameters. Native low-precision weights
+    are quantized. Buffers that are not stored (``persistent=False``) and are on the meta device are recomputed by the
+    ``_init_weights`` of transformers, or by ``reset_parameters`` of a module without parameters.
 
     Args:
         model: A module after ``gtp_shard``.
@@ -48,11 +48,11 @@ def load_pretrained(
         rename: Maps a name in the model's state dict to the name in the files; None: names are equal.
 
     Returns:
-        Names of tensors in the files that the model has no place for.
+        Names of tensors in the files that the model does not have.
 
     Raises:
-        ValueError: Tensors of the model are not in the files; the message names the nearest that are. Or shapes differ,
-            a file is damaged, or a buffer cannot be computed anew.
+        ValueError: Tensors of the model are not in the files; the message names the most similar ones. Or shapes
+            differ, a file is damaged, or a buffer cannot be computed anew.
         FileNotFoundError: There are no such files.
 
     Example:
@@ -210,7 +210,8 @@ def _leave_meta(model: nn.Module) -> None:
     if len(on_meta) < len(params):
         raise ValueError(
             f"load_pretrained expects all parameters of {type(model).__name__} on the meta device, or none, but "
-            f"{len(on_meta)} of {len(params)} are. Call to_empty on the modules that are, or build all of it there."
+            f"{len(on_meta)} of {len(params)} are. Call to_empty on these modules, or build the whole model on the "
+            "meta device."
         )
     runtimes = runtimes_below(model)
     if not runtimes:
@@ -235,8 +236,8 @@ def _leave_meta(model: nn.Module) -> None:
             reset()
         else:
             raise ValueError(
-                f"load_pretrained cannot compute the buffers of '{names[module]}' ({type(module).__name__}) anew, "
-                "which are in no file. Call to_empty(device=...) on the model, compute them, then call load_pretrained."
+                f"load_pretrained cannot recompute the buffers of '{names[module]}' ({type(module).__name__}), which "
+                "are in no file. Call to_empty(device=...) on the model, compute them, then call load_pretrained."
             )
 
 
@@ -254,9 +255,9 @@ def _missing(model: nn.Module, path: object, missing: list[str], stored: Iterabl
     named = "; ".join(f"'{name}'{did_you_mean(name, stored)}" for name in missing[:_MOST_NAMED])
     more = f"; and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
     return (
-        f"load_pretrained finds {len(missing)} tensors of {type(model).__name__} not in {path}: {named}{more}. Pass "
-        "rename= if they have other names there, or load with from_pretrained before gtp_shard if the files are laid "
-        "out otherwise."
+        f"load_pretrained does not find {len(missing)} tensors of {type(model).__name__} in {path}: {named}{more}. "
+        "If they have other names there, pass rename=. If the files have another layout, load with from_pretrained "
+        "before gtp_shard."
     )
 
 

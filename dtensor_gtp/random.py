@@ -3,14 +3,17 @@
 Every rank has two streams:
 
 - torch's default generators (CPU and this rank's device), from which stock code draws. ``MeshRNG`` seeds them with
-  different seeds along the data axes and the same seed along ``tp``, as dropout needs outside of sequence-parallel
-  regions.
+  different seeds along the data axes and ``pp``, and the same seed along ``tp``, as dropout needs outside of
+  sequence-parallel regions.
 - a CPU generator with the same state on all ranks, from which only ``fork`` draws.
 
 ``fork(*axes)`` seeds torch's default generators, for as long as it lasts, with a hash of a number from one of the two
 streams and of this rank's coordinates on ``axes``. So ranks along ``axes`` draw different numbers in it, and all others
 the same. If ``axes`` contains all data axes, the number comes from the default CPU generator, which is the same on the
 ranks that must agree; otherwise it comes from the common generator.
+
+Along ``pp`` everything differs, in each region: stages hold other layers, which must not begin with the same weights,
+and may enter other numbers of regions.
 
 Other trackers keep a state per region. But activation checkpointing restores torch's default generators alone when it
 recomputes. A region that starts from them draws the same numbers again, in every kind of checkpointing. And a
@@ -29,19 +32,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import _torch_compat as compat
 
-DENSE_AXES = ("replicate", "dp", "cp", "gtp", "tp")
+DENSE_AXES = ("pp", "replicate", "dp", "cp", "gtp", "tp")
 """Axes of ``WeightMesh.dense`` in their order.
 
 Example:
     >>> DENSE_AXES
-    ('replicate', 'dp', 'cp', 'gtp', 'tp')
+    ('pp', 'replicate', 'dp', 'cp', 'gtp', 'tp')
 """
-EXPERT_AXES = ("replicate", "expert_dp", "ep", "expert_gtp", "expert_tp")
+EXPERT_AXES = ("pp", "replicate", "expert_dp", "ep", "expert_gtp", "expert_tp")
 """Axes of ``WeightMesh.expert`` in their order.
 
 Example:
     >>> EXPERT_AXES
-    ('replicate', 'expert_dp', 'ep', 'expert_gtp', 'expert_tp')
+    ('pp', 'replicate', 'expert_dp', 'ep', 'expert_gtp', 'expert_tp')
 """
 DATA_AXES = ("replicate", "dp", "cp", "gtp")
 """Axes whose ranks see different data.
@@ -50,7 +53,7 @@ Example:
     >>> DATA_AXES
     ('replicate', 'dp', 'cp', 'gtp')
 """
-_REGIONS = {"params": (), "sequence_parallel": DENSE_AXES}
+_REGIONS = {"params": ("pp",), "sequence_parallel": DENSE_AXES}
 _COMMON = "common"  # the common generator, in seeds and checkpoints
 
 
@@ -62,8 +65,8 @@ class MeshRNG:
     afterwards: dropout would be alike along the data axes.
 
     Args:
-        dense: Mesh with the axes (replicate, dp, cp, gtp, tp).
-        expert: Mesh of the same ranks with the axes (replicate, expert_dp, ep, expert_gtp, expert_tp).
+        dense: Mesh with the axes (pp, replicate, dp, cp, gtp, tp).
+        expert: Mesh of the same ranks with the axes (pp, replicate, expert_dp, ep, expert_gtp, expert_tp).
         seed: The same integer on all ranks.
 
     Source: Megatron-LM's ``CudaRNGStatesTracker`` keeps a state for each name; here states are derived.
@@ -103,11 +106,11 @@ class MeshRNG:
         """
         self._refuse_in_region("manual_seed")
         self._common.manual_seed(_mix(seed, _COMMON))
-        self._seed_default(_mix(seed, "data", *(self._coordinates[axis] for axis in DATA_AXES)))
+        self._seed_default(_mix(seed, "data", *(self._coordinates[axis] for axis in ("pp", *DATA_AXES))))
 
     @contextmanager
     def fork(self, *axes: str) -> Iterator[None]:
-        """A region in which ranks along ``axes`` draw different numbers, and ranks along all other axes the same.
+        """A region in which ranks along ``axes`` and ``pp`` draw different numbers, and along all other axes the same.
 
         In the region, torch's default generators of the CPU and of this rank's device have another seed; at the end
         their states are restored. Ranks that must agree must enter the same regions in the same order. Each region
@@ -121,10 +124,10 @@ class MeshRNG:
         Args:
             axes: Names of axes of one view of the mesh, dense or expert; or one of
 
-                - ``"params"``: the same on all ranks. For building a model that is sharded afterwards, and for the
-                  random initialization of DTensors: on meshes of ``gtp_shard`` each is drawn whole, and a rank keeps
-                  its part. On other meshes DTensor offsets the shards, on CUDA only. Code that fills plain tensors
-                  with its own shard names the axes that split the weight, as in ``fork("gtp", "tp")``.
+                - ``"params"``: the same on all ranks of a stage. For building a model that is sharded afterwards, and
+                  for the random initialization of DTensors: on meshes of ``gtp_shard`` each is drawn whole, and a rank
+                  keeps its part. On other meshes DTensor offsets the shards, on CUDA only. Code that fills plain
+                  tensors with its own shard names the axes that split the weight, as in ``fork("gtp", "tp")``.
                 - ``"sequence_parallel"``: different along all axes, for plain activations that are split along tp, too.
                   DTensors that are sharded along tp need no region on CUDA, because DTensor offsets the shards.
 
@@ -144,7 +147,7 @@ class MeshRNG:
                 self._num_open_forks -= 1
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of this rank's streams, under a key that names the sizes of the mesh and the rank's place in it.
+        """The states of this rank's streams, under a key with the sizes of the mesh and the rank's position in it.
 
         So each rank of a mesh finds its own states, also with permuted ranks. On a mesh of other sizes ``dcp.load``
         says that the key is missing: leave the streams out of what is loaded there, and call :meth:`manual_seed`.
@@ -184,7 +187,7 @@ class MeshRNG:
         if set(states) != devices | {_COMMON}:
             raise ValueError(
                 f"MeshRNG expects states for {sorted(devices)}, but got {sorted(set(states) - {_COMMON})}. Random "
-                "numbers cannot go on on another kind of device: leave the streams out and call manual_seed."
+                "numbers cannot continue on another kind of device. Leave the streams out and call manual_seed."
             )
         self._common.set_state(states[_COMMON].cpu())
         torch.set_rng_state(states["cpu"].cpu())
@@ -213,7 +216,7 @@ class MeshRNG:
             return _REGIONS[axes[0]]
         for view in (DENSE_AXES, EXPERT_AXES):
             if axes and set(axes) <= set(view):
-                return tuple(axis for axis in view if axis in axes)
+                return tuple(axis for axis in view if axis in axes or axis == "pp")
         raise ValueError(
             f"fork_rng expects axes of one view, {DENSE_AXES} or {EXPERT_AXES}, or one of {tuple(_REGIONS)}, but got "
             f"{tuple(axes)}."
@@ -232,8 +235,8 @@ class MeshRNG:
             # Gradients are enabled in a recomputation, and disabled in a custom backward that draws.
             if compat.current_graph_task_id() != -1 and torch.is_grad_enabled():
                 raise RuntimeError(
-                    f"fork_rng expects a region that is unlike along all data axes {DATA_AXES} in a function that "
-                    f"activation checkpointing recomputes, but got {names or ('params',)}, which would draw other "
+                    "In a function that activation checkpointing recomputes, fork_rng expects a region that differs "
+                    f"along all data axes {DATA_AXES}, but got {names[1:] or ('params',)}, which would draw other "
                     "numbers than the first time. Draw before the checkpointed function and pass the result to it."
                 )
             generator = self._common
@@ -241,7 +244,9 @@ class MeshRNG:
 
     def _refuse_in_region(self, what: str) -> None:
         if self._num_open_forks:
-            raise RuntimeError(f"MeshRNG.{what} was called inside fork_rng, whose states end with it. Call it outside.")
+            raise RuntimeError(
+                f"MeshRNG.{what} was called inside fork_rng, whose states are temporary. Call it outside."
+            )
 
 
 def _coordinates(mesh: DeviceMesh) -> dict[str, int]:

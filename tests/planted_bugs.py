@@ -2,6 +2,7 @@
 
 ``python tests/planted_bugs.py`` takes some minutes. It exits with 0 if at least 95% of the bugs are caught, with 1 if
 not, and with 2 if a bug no longer fits the code or its tests cannot be run. The bugs are in ``planted_bugs_*.py``.
+With ``--tier quick`` only tests marked ``quick`` run, and half of the bugs are enough.
 
 How a bug is run: this process imports torch once, but never the package. For each bug it forks a child, which imports
 the package from a copy with the bug in it (a directory of links and one real file) and calls pytest. Workers of
@@ -13,6 +14,7 @@ read.
 from __future__ import annotations
 
 import argparse
+import difflib
 import gc
 import importlib
 import json
@@ -23,7 +25,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -35,10 +37,11 @@ from planted_bugs_numbers import NUMBERS
 from planted_bugs_planner import PLANNER
 from planted_bugs_runtime import RUNTIME
 from planted_bugs_silent import SILENT
-from planted_bugs_type import PACKAGE, Bug
+from planted_bugs_type import PACKAGE, Bug, Planted
 
-BUGS = [*LAYOUT, *RUNTIME, *HOST, *NUMBERS, *PLANNER, *SILENT]
-ENOUGH = 0.95  # of the bugs
+LISTS = (LAYOUT, RUNTIME, HOST, NUMBERS, PLANNER, SILENT)
+BUGS: dict[str, Bug] = {name: bug for bugs in LISTS for name, bug in bugs.items()}
+ENOUGH = {"quick": 0.5, "default": 0.95, "long": 0.95}  # of the bugs, by tier
 LIMIT = 90.0  # seconds for the tests of one bug: ranks that wait for each other for so long count as caught
 PATIENCE = timedelta(seconds=30)  # of one collective: torch's tests wait until every rank has ended
 
@@ -65,14 +68,16 @@ class Result(NamedTuple):
     """What became of one bug.
 
     Args:
-        bug: Which one.
+        name: Its name.
+        planted: Where it was.
         outcome: "caught", "missed" or "error".
         detail: By which test, or why.
         seconds: Of wall time.
         cpu_seconds: Of the child and of those of its workers that it has waited for.
     """
 
-    bug: Bug
+    name: str
+    planted: Planted
     outcome: str
     detail: str
     seconds: float
@@ -83,13 +88,17 @@ class _Run(NamedTuple):
     """A bug that runs.
 
     Args:
-        bug: Which one.
+        name: Its name.
+        tests: For pytest.
+        planted: Where it is.
         directory: Of what it leaves behind.
         place: The directory of its copy of the package, of one bug at a time.
         begin: When.
     """
 
-    bug: Bug
+    name: str
+    tests: list[str]
+    planted: Planted
     directory: Path
     place: Path
     begin: float
@@ -131,11 +140,11 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the bugs and run none")
     parser.add_argument("--jobs", type=int, default=2, help="bugs at a time (default: 2)")
     parser.add_argument("--limit", type=float, default=LIMIT, help=f"seconds for one bug (default: {LIMIT:.0f})")
-    parser.add_argument("--tier", choices=("default", "long"), default="default", help="which tests may run")
+    parser.add_argument("--tier", choices=tuple(ENOUGH), default="default", help="which tests may run")
     parser.add_argument("--without-bugs", action="store_true", help="run the same tests on the package as it is")
     parser.add_argument("--output", type=Path, help="keep what pytest prints in this directory")
     args = parser.parse_args()
-    bugs = BUGS if args.only is None else [bug for bug in BUGS if any(part in bug.name for part in args.only)]
+    bugs = {name: bug for name, bug in BUGS.items() if args.only is None or any(part in name for part in args.only)}
     try:
         if not bugs:
             raise ValueError(f"No bug has a name with {' or '.join(args.only)} in it. See --list.")
@@ -144,8 +153,8 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     if args.list:
-        for bug in bugs:
-            print(f"{bug.name:<52} {bug.file}")
+        for name, bug in bugs.items():
+            print(f"{name:<52} {bug.plant().file}")
         return 0
     begin = time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))  # ends what was started
@@ -156,7 +165,7 @@ def main() -> int:
             print(_line(result), flush=True)
     counts = {what: sum(result.outcome == what for result in results) for what in ("caught", "missed", "error")}
     print(f"{len(results)} bugs in {time.monotonic() - begin:.0f} s: {counts}")
-    if hung := [result.bug.name for result in results if result.detail == _HUNG]:
+    if hung := [result.name for result in results if result.detail == _HUNG]:
         print(f"did not end, as on a busy machine any test may (see --limit): {', '.join(hung)}")
     if counts["error"]:
         return 2
@@ -164,29 +173,33 @@ def main() -> int:
         return 1 if counts["caught"] else 0
     for result in results:
         if result.outcome == "missed":
-            print(f"missed: {result.bug.name}: {result.bug.file}\n  - {result.bug.before}\n  + {result.bug.after}")
-    return 0 if counts["caught"] >= ENOUGH * len(results) else 1
+            print(f"missed: {result.name}\n{_difference(result.planted)}")
+    return 0 if counts["caught"] >= ENOUGH[args.tier] * len(results) else 1
 
 
-def check(bugs: Sequence[Bug]) -> None:
+def check(bugs: Mapping[str, Bug]) -> None:
     """Raises:
-    ValueError: Two bugs have one name, or one does not fit the code.
+    ValueError: A bug does not fit the code.
     """
-    names = [bug.name for bug in bugs]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"Two bugs have the name '{name}'. Give each a name of its own.")
-    for bug in bugs:
+    for name, bug in bugs.items():
         try:
-            compile(bug.text(), bug.file, "exec")
             bug.node_ids()
-        except SyntaxError as error:
-            raise ValueError(f"Bug '{bug.name}' is no Python: {error}. A bug changes what code does.") from None
+            planted = bug.plant()
+            compile(planted.text, planted.file, "exec")
+        except (SyntaxError, ValueError) as error:
+            raise ValueError(f"Bug '{name}': {error}. Change it in its list, or take it out.") from None
+
+
+def _difference(planted: Planted) -> str:
+    lines = difflib.unified_diff(
+        planted.before.splitlines(), planted.text.splitlines(), planted.file, planted.file, lineterm="", n=2
+    )
+    return "\n".join(lines)
 
 
 def _line(result: Result) -> str:
     times = f"{result.seconds:5.1f} s ({result.cpu_seconds:4.1f} of CPU)"
-    return f"{result.outcome:<7} {result.bug.name:<52} {result.bug.file:<28} {times}  {result.detail}"
+    return f"{result.outcome:<7} {result.name:<52} {result.planted.file:<28} {times}  {result.detail}"
 
 
 @contextmanager
@@ -200,18 +213,18 @@ def _directory(path: Path | None) -> Iterator[Path]:
 
 
 def _run_all(
-    bugs: Sequence[Bug], directory: Path, jobs: int, limit: float, tier: str, is_planted: bool
+    bugs: Mapping[str, Bug], directory: Path, jobs: int, limit: float, tier: str, is_planted: bool
 ) -> Iterator[Result]:
     """Run some bugs at a time, in forked children; results come as they end."""
     _preload()
     # Before anything is compiled for a bug: what an earlier run has left may be of another one.
     shutil.rmtree(directory / "compiled", ignore_errors=True)
-    waiting, running = list(reversed(bugs)), dict[int, _Run]()
+    waiting, running = list(reversed(bugs.items())), dict[int, _Run]()
     places = [directory / f"place_{number}" for number in range(jobs)]
     try:
         while waiting or running:
             while waiting and places:
-                run = _begin(waiting.pop(), directory, places.pop(), is_planted)
+                run = _begin(*waiting.pop(), directory, places.pop(), is_planted)
                 pid = os.fork()
                 if pid == 0:
                     _run_child(run, tier)
@@ -223,7 +236,7 @@ def _run_all(
                 end = _end_of(pid, run, limit)
                 if end is not None:
                     del running[pid]
-                    yield _result(run, end)
+                    yield _result(run, end, tier)
                     shutil.rmtree(run.place, ignore_errors=True)
                     places.append(run.place)
     finally:  # the rest of them, where this process is told to end
@@ -231,8 +244,9 @@ def _run_all(
             _kill_group(pid)
 
 
-def _begin(bug: Bug, directory: Path, place: Path, is_planted: bool) -> _Run:
-    run = _Run(bug, directory / bug.name.replace(" ", "_"), place, time.monotonic())
+def _begin(name: str, bug: Bug, directory: Path, place: Path, is_planted: bool) -> _Run:
+    own = directory / name.replace(" ", "_")
+    run = _Run(name, bug.node_ids(), bug.plant(), own, place, time.monotonic())
     _copy_package(run, is_planted)
     sys.stdout.flush()  # what is left in the buffer would be printed by the child as well
     return run
@@ -269,7 +283,7 @@ def _copy_package(run: _Run, is_planted: bool) -> None:
     run.directory.mkdir()
     copy.mkdir(parents=True)
     (run.place / "temporary").mkdir()
-    *parents, name = Path(run.bug.file).parts
+    *parents, name = Path(run.planted.file).parts
     source = PACKAGE
     for parent in [*parents, None]:
         for entry in source.iterdir():
@@ -279,8 +293,8 @@ def _copy_package(run: _Run, is_planted: bool) -> None:
             source, copy = source / parent, copy / parent
             copy.mkdir()
     changed = copy / name
-    changed.write_text(run.bug.text() if is_planted else (PACKAGE / run.bug.file).read_text())
-    time_of_its_own = BUGS.index(run.bug)  # no compiled file is of this one
+    changed.write_text(run.planted.text if is_planted else run.planted.before)
+    time_of_its_own = list(BUGS).index(run.name)  # no compiled file is of this one
     os.utime(changed, (time_of_its_own, time_of_its_own))
 
 
@@ -306,9 +320,9 @@ def _run_child(run: _Run, tier: str) -> None:
         os.chdir(PACKAGE.parent)
         import pytest
 
-        marks = ["-m", "not soak"] if tier == "long" else []
+        marks = {"quick": ["-m", "quick"], "long": ["-m", "not soak"]}.get(tier, [])
         options = ["-x", "-q", "--tb=short", "-p", "no:cacheprovider", *marks]
-        status = pytest.main([*options, *run.bug.node_ids()], plugins=[_Report(run.directory / "report.json")])
+        status = pytest.main([*options, *run.tests], plugins=[_Report(run.directory / "report.json")])
         imported = sys.modules.get("dtensor_gtp")
         if imported is not None and not str(imported.__file__).startswith(package):
             print(f"The tests have imported {imported.__file__}, not the copy with the bug.")
@@ -323,7 +337,7 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def _result(run: _Run, end: _End) -> Result:
+def _result(run: _Run, end: _End, tier: str) -> Result:
     path = run.directory / "report.json"
     report = json.loads(path.read_text()) if path.exists() else {"failed": [], "passed": [], "skipped": []}
     if report["failed"]:
@@ -332,11 +346,13 @@ def _result(run: _Run, end: _End) -> Result:
         outcome, detail = "caught", _HUNG
     elif end.status == 0 and report["passed"]:
         outcome, detail = "missed", f"{len(report['passed'])} tests passed"
+    elif end.status == 5 and tier == "quick":
+        outcome, detail = "missed", "none of its tests is quick"
     else:
         why = f"{len(report['skipped'])} tests skipped" if end.status == 0 else f"pytest has exited with {end.status}"
         lines = (run.directory / "output.txt").read_text().splitlines()[-15:]
         outcome, detail = "error", "\n".join([why, *lines])
-    return Result(run.bug, outcome, detail, end.seconds, end.cpu_seconds)
+    return Result(run.name, run.planted, outcome, detail, end.seconds, end.cpu_seconds)
 
 
 if __name__ == "__main__":

@@ -2,432 +2,295 @@
 
 from __future__ import annotations
 
+from planted_bugs_changes import argument, assign, drop, flip, negate, never, replace, returns, without
 from planted_bugs_type import Bug
 
-LAYOUT = [
-    Bug(
-        "mesh of a single parameter is forgotten",
-        "_modules/decide.py",
-        "    return placement, in_rank_order(mesh)",
-        "    return placement, default",
-        ("test_gtp_shard_from_fully_shard.py::TestMeshes::test_meshes_of_single_parameters",),
+READS = "test_gtp_shard_reads.py::TestReads"
+PLACEMENT = "test_placement.py"
+GTP_PLACEMENT_OPS = "test_gtp_placement_ops.py"
+GTP_PLACEMENT = "test_gtp_placement.py"
+RANDOM_INIT = "test_gtp_shard_random_init.py::TestRandomInit"
+NORMS = "test_gtp_shard_norms.py::TestNorms"
+GRADIENTS = "test_gtp_shard_gradients.py::TestGradients"
+MESH = "test_mesh.py"
+MESH_RNG = "test_mesh_rng.py"
+OPTIMIZERS = "test_gtp_shard_optimizers.py::TestOptimizers"
+NATIVE_CHECKPOINT = "test_native_checkpoint.py::TestNativeCheckpoint"
+SEGMENTS = "test_elastic_plan.py::TestSegments"
+SIX_RANKS = "test_elastic.py::TestSixRanks"
+MOVES = "test_elastic_transfer.py::TestMoves"
+ELASTIC_CHECKPOINT = "test_elastic_checkpoint.py::TestElasticCheckpoint"
+HANDOVER = "test_elastic_handover.py::TestHandover"
+SAVE = "test_checkpoint_save.py::TestSave"
+
+LAYOUT = {
+    "mesh of a single parameter is forgotten": Bug(
+        "_own_mesh",
+        replace("in_rank_order(mesh)", "default"),
+        "test_gtp_shard_from_fully_shard.py::TestMeshes::test_meshes_of_single_parameters",
     ),
-    Bug(
-        "param.data leaves the shard",
-        "_dtensor/data_setter.py",
-        "    compat.set_local(param, local.detach(), new_spec)",
-        "    pass",
-        ("test_gtp_shard_reads.py::TestReads::test_data_of_parameters",),
+    "param.data leaves the shard": Bug("_set", drop("set_local"), f"{READS}::test_data_of_parameters"),
+    "param.data shares memory with the tensor given": Bug(
+        "_set", replace("part.to(...)", "part"), f"{READS}::test_data_of_parameters"
     ),
-    Bug(
-        "param.data shares memory with the tensor given",
-        "_dtensor/data_setter.py",
-        "        local = part.to(param.device_mesh.device_type if old.is_meta else old.device, copy=True).contiguous()",
-        "        local = part.contiguous()",
-        ("test_gtp_shard_reads.py::TestReads::test_data_of_parameters",),
+    "rows that no chunk has": Bug(
+        "chunk_rows",
+        replace("-(-num_blocks // num_chunks)", "num_blocks // num_chunks"),
+        f"{PLACEMENT}::test_chunks_are_whole_blocks_in_order",
     ),
-    Bug(
-        "rows that no chunk has",
-        "placement.py",
-        "    return min(-(-num_blocks // num_chunks) * block_size, num_rows)",
-        "    return min(num_blocks // num_chunks * block_size, num_rows)",
-        ("test_placement.py::test_chunks_are_whole_blocks_in_order",),
+    "last uneven chunk is full": Bug(
+        "chunk_size_and_offset", returns("(rows, offset)"), f"{PLACEMENT}::test_chunks_are_whole_blocks_in_order"
     ),
-    Bug(
-        "last uneven chunk is full",
-        "placement.py",
-        "    return min(rows, num_rows - offset), offset",
-        "    return rows, offset",
-        ("test_placement.py::test_chunks_are_whole_blocks_in_order",),
+    "layouts of other blocks are equal": Bug(
+        "_BlockGTPShard.__eq__",
+        replace("(self.dim, self.block_size) == (other.dim, other.block_size)", "self.dim == other.dim"),
+        f"{PLACEMENT}::test_block_layouts_equal_only_themselves",
     ),
-    Bug(
-        "layouts of other blocks are equal",
-        "placement.py",
-        "(self.dim, self.block_size) == (other.dim, other.block_size)",
-        "self.dim == other.dim",
-        ("test_placement.py::test_block_layouts_equal_only_themselves",),
+    "padding is not told": Bug(
+        "_BlockGTPShard._split_tensor",
+        replace("largest - size", "0"),
+        f"{PLACEMENT}::test_split_tensor_gives_the_chunks",
     ),
-    Bug(
-        "padding is not told",
-        "placement.py",
-        "                pad_sizes.append(largest - size)",
-        "                pad_sizes.append(0)",
-        ("test_placement.py::test_split_tensor_gives_the_chunks",),
+    "block size is lost by a transpose": Bug(
+        "propagation:_put_back",
+        assign("placements[axis]", "q"),
+        f"{GTP_PLACEMENT_OPS}::test_transposes_carry_the_blocks_along",
     ),
-    Bug(
-        "block size is lost by a transpose",
-        "_dtensor/propagation.py",
-        "        placements[axis] = on_dim(p, q.dim)",
-        "        placements[axis] = q",
-        ("test_gtp_placement_ops.py::test_transposes_carry_the_blocks_along",),
+    "maximum of a shard without rows": Bug(
+        "propagate_block_op", without("op in _EXTREMA"), f"{GTP_PLACEMENT_OPS}::test_other_ops_give_right_values"
     ),
-    Bug(
-        "maximum of a shard without rows",
-        "_dtensor/propagation.py",
-        "        needs_rows = op in _EXTREMA or needs_rows_for_norm(schema)",
-        "        needs_rows = needs_rows_for_norm(schema)",
-        ("test_gtp_placement_ops.py::test_other_ops_give_right_values",),
+    "shape before another axis": Bug(
+        "_shape_before",
+        argument("mesh_coordinate", 1, "axis"),
+        f"{GTP_PLACEMENT}::test_redistribute_to_every_layout_and_back",
     ),
-    Bug(
-        "shape before another axis",
-        "_dtensor/block_layout.py",
-        "spec.mesh.size(i), mesh_coordinate(spec.mesh, i))",
-        "spec.mesh.size(i), mesh_coordinate(spec.mesh, axis))",
-        ("test_gtp_placement.py::test_redistribute_to_every_layout_and_back",),
+    "rows that move are not cut anew": Bug(
+        "_is_recut",
+        argument("any", 0, "(_shards(p, dim) for p, _ in changed)"),
+        f"{GTP_PLACEMENT}::test_redistribute_to_every_layout_and_back",
     ),
-    Bug(
-        "rows that move are not cut anew",
-        "_dtensor/block_layout.py",
-        "    return any(_shards(p, dim) for pair in changed for p in pair)",
-        "    return any(_shards(p, dim) for p, _ in changed)",
-        ("test_gtp_placement.py::test_redistribute_to_every_layout_and_back",),
+    "each rank draws the first rows": Bug(
+        "WholeDraws.draw",
+        replace("compat.own_part(...)", "full.flatten()[: local.numel()].view(local.shape)"),
+        f"{RANDOM_INIT}::test_reset_parameters",
     ),
-    Bug(
-        "each rank draws the first rows",
-        "_dtensor/random_init.py",
-        "        local.copy_(compat.own_part(full, target.device_mesh, target.placements))",
-        "        local.copy_(full.flatten()[: local.numel()].view(local.shape))",
-        ("test_gtp_shard_random_init.py::TestRandomInit::test_reset_parameters",),
+    "truth value of a rank's own part": Bug(
+        "WholeDraws.read_scalar", negate("self.is_on_our_mesh(target)"), f"{RANDOM_INIT}::test_init_functions"
     ),
-    Bug(
-        "truth value of a rank's own part",
-        "_dtensor/random_init.py",
-        "        if target.dtype == torch.bool and self.is_on_our_mesh(target):",
-        "        if target.dtype == torch.bool and not self.is_on_our_mesh(target):",
-        ("test_gtp_shard_random_init.py::TestRandomInit::test_init_functions",),
+    "sum of one shard counts for all": Bug(
+        "is_whole_scalar",
+        without("spec.is_replicated()"),
+        f"{NORMS}::test_a_sum_of_another_mesh_is_reduced_before_it_counts",
     ),
-    Bug(
-        "sum of one shard counts for all",
-        "_dtensor/block_layout.py",
-        "    return spec.tensor_meta is not None and spec.ndim == 0 and spec.is_replicated()",
-        "    return spec.tensor_meta is not None and spec.ndim == 0",
-        ("test_gtp_shard_norms.py::TestNorms::test_a_sum_of_another_mesh_is_reduced_before_it_counts",),
+    "whole parameters are summed in the norm": Bug(
+        "_propagate",
+        replace("OutputSharding(output, map_specs(...), needs_redistribute=True)", "OutputSharding(output)"),
+        f"{NORMS}::test_r10_submodule_with_a_mesh_of_its_own",
     ),
-    Bug(
-        "whole parameters are summed in the norm",
-        "_dtensor/gradients.py",
-        "        return OutputSharding(output, map_specs(op_schema, _replicated), needs_redistribute=True)",
-        "        return OutputSharding(output)",
-        ("test_gtp_shard_norms.py::TestNorms::test_r10_submodule_with_a_mesh_of_its_own",),
+    "overflow of one rank": Bug(
+        "unscale",
+        drop("all_reduce"),
+        f"{GRADIENTS}::test_grad_scaler_skips_the_step_on_all_ranks_if_one_shard_overflows",
     ),
-    Bug(
-        "overflow of one rank",
-        "_dtensor/gradients.py",
-        "        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)",
-        "        pass",
-        (
-            "test_gtp_shard_gradients.py::TestGradients::test_grad_scaler_skips_the_step_on_all_ranks_if_one_shard_overflows",
+    "tie is lost": Bug(
+        "decide",
+        replace("decisions[id(param)].sites.append(site)", "decisions[id(param)].sites[:] = [site]"),
+        f"{GRADIENTS}::test_tied_uneven_vocabulary_updates_every_row",
+    ),
+    "tie to an earlier call is lost": Bug(
+        "decide", without("manager_of_replaced(param)"), f"{READS}::test_tie_to_a_module_of_several_calls"
+    ),
+    "block size of a placement is lost": Bug(
+        "_asked_placement",
+        argument("GTPShard", "block_size", None),
+        "test_gtp_shard_init.py::TestPlacements::test_shard_placement_fn",
+    ),
+    "trained again after gtp_shard": Bug(
+        "_make_param",
+        argument("Parameter", "requires_grad", "old.is_floating_point()"),
+        "test_gtp_shard_lora.py::TestLoRA::test_frozen_weights_are_not_reduced",
+    ),
+    "ranks compare policies alone": Bug(
+        "agree_on_all_ranks",
+        argument("sha256", 0, r"'\n'.join(described[:4]).encode()"),
+        "test_errors.py::TestOneRankFails::test_models_that_differ",
+    ),
+    "replicas in another order": Bug(
+        "in_rank_order",
+        argument("range", 0, "1"),
+        "test_gtp_shard_resharding.py::TestResharding::test_r11_a_mesh_with_permuted_columns_is_put_in_order",
+    ),
+    "optimizer of before is not seen": Bug(
+        "_refuse_holders",
+        replace("_early_optimizer(_living(torch.optim.Optimizer), names)", "None"),
+        "test_errors.py::TestRefusals::test_optimizer_built_before",
+    ),
+    "inverse of the order of ranks": Bug(
+        "start_process_group",
+        replace("rank_order.index(rank)", "rank_order[rank]"),
+        "test_mesh_start.py::test_rank_order_says_where_each_process_stands",
+    ),
+    "batch axis without gtp": Bug(
+        "mesh:_build",
+        replace("dense['replicate', 'dp', 'gtp']", "dense['replicate', 'dp']"),
+        f"{MESH}::test_meshes_hold_what_they_should_on_every_rank",
+    ),
+    "copies of experts leave out expert_dp": Bug(
+        "mesh:_build",
+        replace("expert['replicate', 'expert_dp']", "expert['replicate',]"),
+        f"{MESH}::test_copies_of_experts_are_along_replicate_and_expert_dp",
+    ),
+    "tp draws unlike": Bug(
+        "MeshRNG.manual_seed",
+        replace("DATA_AXES", "DENSE_AXES"),
+        f"{MESH_RNG}::test_stock_code_draws_unlike_along_data_axes_only",
+    ),
+    "region seeded without its coordinates": Bug(
+        "MeshRNG.fork",
+        replace("((axis, self._coordinates[axis]) for axis in names)", "names"),
+        f"{MESH_RNG}::test_regions_draw_unlike_along_their_axes_only",
+    ),
+    "region draws from the default stream": Bug(
+        "MeshRNG._draw", replace("self._common", "None"), f"{MESH_RNG}::test_regions_draw_unlike_along_their_axes_only"
+    ),
+    "matrix is orthogonalized as its transpose": Bug(
+        "optim:_exchange",
+        replace("result.t() if mine.dim else result", "result"),
+        f"{OPTIMIZERS}::test_r7_muon_has_the_bits_of_one_process",
+    ),
+    "momentum of Muon is swapped": Bug(
+        "Muon._step_group",
+        argument("lerp_", 1, "group['momentum']"),
+        f"{OPTIMIZERS}::test_r7_muon_has_the_bits_of_one_process",
+    ),
+    "part of a plane begins elsewhere": Bug(
+        "_plane_begin",
+        replace("spec.size(dim - ndim, begin)", "begin"),
+        f"{NATIVE_CHECKPOINT}::test_one_recipe_into_another",
+    ),
+    "blocks around a region are not cut off": Bug(
+        "_Region.values", argument("narrow", 1, "0"), f"{NATIVE_CHECKPOINT}::test_bfloat16_into_native_and_back"
+    ),
+    "box of a slice forgets its offset": Bug(
+        "box_of_rank",
+        replace("offset[weight.dim] += start", "offset[weight.dim] = start"),
+        f"{SEGMENTS}::test_boxes_are_those_of_the_placement",
+    ),
+    "segment has another owner": Bug(
+        "segments_of",
+        replace(
+            "holders[cell][replica].append(rank)", "holders[cell][replica].append(layout.replicas[replica].ranks[0])"
         ),
+        f"{SEGMENTS}::test_sum_with_tensor_parallelism_of_equal_and_unequal_sizes",
     ),
-    Bug(
-        "tie is lost",
-        "_modules/decide.py",
-        "                decisions[id(param)].sites.append(site)",
-        "                decisions[id(param)].sites[:] = [site]",
-        ("test_gtp_shard_gradients.py::TestGradients::test_tied_uneven_vocabulary_updates_every_row",),
+    "segment between unequal replicas is lost": Bug(
+        "segments_of",
+        replace("boxes.values()", "(box for rank, box in boxes.items() if rank in layout.replicas[0].ranks)"),
+        f"{SEGMENTS}::test_printed_plan",
     ),
-    Bug(
-        "tie to an earlier call is lost",
-        "_modules/decide.py",
-        "existing = managed.get(id(param)) or manager_of_replaced(param)",
-        "existing = managed.get(id(param))",
-        ("test_gtp_shard_reads.py::TestReads::test_tie_to_a_module_of_several_calls",),
+    "small batch leaves a rank without samples": Bug(
+        "ReplicaLayout.batch_counts",
+        replace("min(surplus) < 0", "min(surplus) < -1"),
+        "test_elastic_plan.py::TestBatch",
     ),
-    Bug(
-        "block size of a placement is lost",
-        "_modules/decide.py",
-        '    return GTPShard(placement.dim % param.ndim, block_size=getattr(placement, "block_size", 1))',
-        "    return GTPShard(placement.dim % param.ndim)",
-        ("test_gtp_shard_init.py::TestPlacements::test_shard_placement_fn",),
+    "weights of unequal shares": Bug(
+        "ReplicaSync._weigh",
+        replace("own[self._place.gtp] * len(own)", "own[self._place.gtp]"),
+        f"{SIX_RANKS}::test_split_that_is_not_the_planned_one",
     ),
-    Bug(
-        "trained again after gtp_shard",
-        "_modules/shard_module.py",
-        "requires_grad=old.requires_grad)",
-        "requires_grad=old.is_floating_point())",
-        ("test_gtp_shard_lora.py::TestLoRA::test_frozen_weights_are_not_reduced",),
+    "copy of a segment counts as often as there are copies": Bug(
+        "ReplicaSync._make_channels", argument("Channel", 1, "1"), f"{SIX_RANKS}::test_tensor_parallel_replicas"
     ),
-    Bug(
-        "ranks compare policies alone",
-        "_comm/agreement.py",
-        'hashlib.sha256("\\n".join(described).encode())',
-        'hashlib.sha256("\\n".join(described[:4]).encode())',
-        ("test_errors.py::TestOneRankFails::test_models_that_differ",),
+    "tensor-parallel bias counts once too often": Bug(
+        "ReplicaSync._spread", assign("whole[slices]", "grad"), f"{SIX_RANKS}::test_tensor_parallel_replicas"
     ),
-    Bug(
-        "replicas in another order",
-        "_modules/bad_arguments.py",
-        "    if all(bool((ranks.diff(dim=axis) > 0).all()) for axis in range(mesh.ndim)):",
-        "    if all(bool((ranks.diff(dim=axis) > 0).all()) for axis in range(1)):",
-        ("test_gtp_shard_resharding.py::TestResharding::test_r11_a_mesh_with_permuted_columns_is_put_in_order",),
+    "each replica clips by its own norm": Bug(
+        "clip_grad_norm_",
+        replace("dist.broadcast(...)", "del mesh"),
+        f"{SIX_RANKS}::test_clipping_keeps_replicas_equal_to_the_last_bit",
     ),
-    Bug(
-        "optimizer of before is not seen",
-        "_modules/bad_arguments.py",
-        "        early = _early_optimizer(_living(torch.optim.Optimizer), names)",
-        "        early = None",
-        ("test_errors.py::TestRefusals::test_optimizer_built_before",),
+    "rest of a box is lost": Bug(
+        "Box.subtract",
+        replace("begin < end", "begin + 1 < end"),
+        f"{MOVES}::test_subtract_leaves_boxes_that_do_not_overlap",
     ),
-    Bug(
-        "inverse of the order of ranks",
-        "_comm/process_groups.py",
-        "rank=rank_order.index(rank)",
-        "rank=rank_order[rank]",
-        ("test_mesh_start.py::test_rank_order_says_where_each_process_stands",),
+    "nearest rank is not asked": Bug(
+        "plan_moves.nearest",
+        replace("(replica_of[rank] - replica) % num_replicas", "replica_of[rank]"),
+        f"{MOVES}::test_the_nearest_rank_sends",
     ),
-    Bug(
-        "batch axis without gtp",
-        "mesh.py",
-        'batch=_flatten(dense["replicate", "dp", "gtp"], "batch")',
-        'batch=_flatten(dense["replicate", "dp"], "batch")',
-        ("test_mesh.py::test_meshes_hold_what_they_should_on_every_rank",),
+    "new rank joins the largest replica": Bug(
+        "members_of",
+        replace("min", "max"),
+        "test_elastic_regroup.py::TestSurvivors::test_ranks_that_join_go_to_the_smallest_replica",
     ),
-    Bug(
-        "copies of experts leave out expert_dp",
-        "mesh.py",
-        '_flatten(expert["replicate", "expert_dp"], "expert_copies")',
-        '_flatten(expert["replicate",], "expert_copies")',
-        ("test_mesh.py::test_copies_of_experts_are_along_replicate_and_expert_dp",),
+    "oldest step is recovered": Bug(
+        "_latest_complete_step",
+        argument("sorted", "reverse", None),
+        f"{ELASTIC_CHECKPOINT}::test_the_latest_step_that_is_complete_is_taken",
     ),
-    Bug(
-        "tp draws unlike",
-        "random.py",
-        "*(self._coordinates[axis] for axis in DATA_AXES)",
-        "*(self._coordinates[axis] for axis in DENSE_AXES)",
-        ("test_mesh_rng.py::test_stock_code_draws_unlike_along_data_axes_only",),
+    "two replicas write a checkpoint": Bug(
+        "ReplicaSavePlanner.__init__",
+        flip("mesh.place.replica == ...", "<="),
+        f"{ELASTIC_CHECKPOINT}::test_from_unequal_replicas_to_any_layout",
     ),
-    Bug(
-        "region seeded without its coordinates",
-        "random.py",
-        "*((axis, self._coordinates[axis]) for axis in names)",
-        "*names",
-        ("test_mesh_rng.py::test_regions_draw_unlike_along_their_axes_only",),
+    "a report draws parts without their blocks": Bug(
+        "strips:parts_of",
+        argument("chunk_size_and_offset", 3, None),
+        "test_report_page.py::TestStrips::test_parts_are_what_ranks_hold",
     ),
-    Bug(
-        "region draws from the default stream",
-        "random.py",
-        "            generator = self._common",
-        "            generator = None",
-        (
-            "test_mesh_rng.py::test_regions_draw_unlike_along_their_axes_only",
-            "test_mesh_rng.py::test_regions_leave_the_stream_outside_alone",
+    "a report folds blocks that differ": Bug(
+        "_form",
+        replace("(names, element.rest)", "names"),
+        "test_report_text.py::TestFold::test_blocks_that_differ_stay",
+    ),
+    "a timeline draws a gather where its last use begins": Bug(
+        "timeline:_bars",
+        replace(
+            "max(columns.end(position) for position in launch.positions)",
+            "max(columns.begin(position) for position in launch.positions)",
         ),
+        "test_report_page.py::TestTimeline::test_bars_end_with_their_last_use",
     ),
-    Bug(
-        "matrix is orthogonalized as its transpose",
-        "optim.py",
-        "        whole = (result.t() if mine.dim else result).reshape(-1)",
-        "        whole = result.reshape(-1)",
-        ("test_gtp_shard_optimizers.py::TestOptimizers::test_r7_muon_has_the_bits_of_one_process",),
+    "plans of another rank's coordinate are kept": Bug(
+        "wrap_planner.clear_caches",
+        drop("plan_cached.cache_clear()"),
+        "test_dtensor_threads.py::TestRegroup::test_plans_of_another_rank_are_forgotten",
     ),
-    Bug(
-        "momentum of Muon is swapped",
-        "optim.py",
-        'buffer.lerp_(grad, 1 - group["momentum"])',
-        'buffer.lerp_(grad, group["momentum"])',
-        ("test_gtp_shard_optimizers.py::TestOptimizers::test_r7_muon_has_the_bits_of_one_process",),
+    "handler is put aside for all threads": Bug(
+        "_HandlersOfThread.__init__",
+        assign("self._aside", "type('Shared', (), {})()"),
+        "test_dtensor_threads.py::TestThreads::test_handler_is_put_aside_for_one_thread",
     ),
-    Bug(
-        "part of a plane begins elsewhere",
-        "checkpoint.py",
-        "spec.size(dim - ndim, begin) for dim, begin",
-        "begin for dim, begin",
-        ("test_native_checkpoint.py::TestNativeCheckpoint::test_one_recipe_into_another",),
+    "handed over state runs code": Bug(
+        "handover:_read", argument("load", "weights_only", "False"), f"{HANDOVER}::test_code_is_not_run"
     ),
-    Bug(
-        "blocks around a region are not cut off",
-        "checkpoint.py",
-        "whole.narrow(dim, offset - self.begin[dim], size)",
-        "whole.narrow(dim, 0, size)",
-        ("test_native_checkpoint.py::TestNativeCheckpoint::test_bfloat16_into_native_and_back",),
+    "handover reads files of other users": Bug(
+        "_stranger", never("found.st_uid != os.geteuid()"), f"{HANDOVER}::test_files_of_strangers_are_named_and_stay"
     ),
-    Bug(
-        "box of a slice forgets its offset",
-        "elastic/plan.py",
-        "        offset[weight.dim] += start",
-        "        offset[weight.dim] = start",
-        ("test_elastic_plan.py::TestSegments::test_boxes_are_those_of_the_placement",),
+    "handover writes through a link": Bug(
+        "leave_state",
+        replace("... | os.O_EXCL | os.O_NOFOLLOW", "os.O_WRONLY | os.O_CREAT"),
+        f"{HANDOVER}::test_nothing_is_written_through_a_link",
     ),
-    Bug(
-        "segment has another owner",
-        "elastic/plan.py",
-        "            holders[cell][replica].append(rank)",
-        "            holders[cell][replica].append(layout.replicas[replica].ranks[0])",
-        ("test_elastic_plan.py::TestSegments::test_sum_with_tensor_parallelism_of_equal_and_unequal_sizes",),
+    "handover takes the state of another job": Bug(
+        "handover:_read", never("name != path.name"), f"{HANDOVER}::test_files_of_strangers_are_named_and_stay"
     ),
-    Bug(
-        "segment between unequal replicas is lost",
-        "elastic/plan.py",
-        "for box in boxes.values()}",
-        "for rank, box in boxes.items() if rank in layout.replicas[0].ranks}",
-        ("test_elastic_plan.py::TestSegments::test_printed_plan",),
+    "secret of the job is not asked": Bug("job_store", never("secret"), "test_elastic_regroup.py::TestSecret"),
+    "checkpoint is written over the one before": Bug(
+        "_Writer.__init__",
+        argument("__init__", 0, "self._final"),
+        f"{SAVE}::test_a_save_that_fails_leaves_the_checkpoint_before",
     ),
-    Bug(
-        "small batch leaves a rank without samples",
-        "elastic/replicas.py",
-        "        while min(surplus) < 0:",
-        "        while min(surplus) < -1:",
-        ("test_elastic_plan.py::TestBatch",),
+    "oldest checkpoints are kept": Bug(
+        "_complete", argument("sorted", "reverse", None), f"{SAVE}::test_newest_are_kept_and_found"
     ),
-    Bug(
-        "weights of unequal shares",
-        "elastic/sync.py",
-        "own[self._place.gtp] * len(own) / total if total else 0.0",
-        "own[self._place.gtp] / total if total else 0.0",
-        ("test_elastic.py::TestSixRanks::test_split_that_is_not_the_planned_one",),
+    "files of a save that did not end stay": Bug(
+        "_Writer.prepare_global_plan", drop("unlink"), f"{SAVE}::test_a_save_that_fails_leaves_the_checkpoint_before"
     ),
-    Bug(
-        "copy of a segment counts as often as there are copies",
-        "elastic/sync.py",
-        "1 / len(bucket.holders[self._place.replica])",
-        "1",
-        ("test_elastic.py::TestSixRanks::test_tensor_parallel_replicas",),
+    "dtypes of planes are not compared": Bug(
+        "_check_dtype",
+        never("... or found.itemsize != dtype.itemsize"),
+        "test_checkpoint_planes.py::test_of_a_checkpoint",
     ),
-    Bug(
-        "tensor-parallel bias counts once too often",
-        "elastic/sync.py",
-        "= grad * self._tp",
-        "= grad",
-        ("test_elastic.py::TestSixRanks::test_tensor_parallel_replicas",),
-    ),
-    Bug(
-        "each replica clips by its own norm",
-        "elastic/sync.py",
-        "    dist.broadcast(total, group_src=mesh.layout.replicas[0].ranks[0], group=mesh.world.get_group())",
-        "    del mesh",
-        ("test_elastic.py::TestSixRanks::test_clipping_keeps_replicas_equal_to_the_last_bit",),
-    ),
-    Bug(
-        "rest of a box is lost",
-        "elastic/plan.py",
-        "                if begin < end:",
-        "                if begin + 1 < end:",
-        ("test_elastic_transfer.py::TestMoves::test_subtract_leaves_boxes_that_do_not_overlap",),
-    ),
-    Bug(
-        "nearest rank is not asked",
-        "elastic/plan.py",
-        "((replica_of[rank] - replica) % num_replicas, rank)",
-        "(replica_of[rank], rank)",
-        ("test_elastic_transfer.py::TestMoves::test_the_nearest_rank_sends",),
-    ),
-    Bug(
-        "new rank joins the largest replica",
-        "elastic/regroup.py",
-        "        min(replicas, key=len).append(len(alive) + position)",
-        "        max(replicas, key=len).append(len(alive) + position)",
-        ("test_elastic_regroup.py::TestSurvivors::test_ranks_that_join_go_to_the_smallest_replica",),
-    ),
-    Bug(
-        "oldest step is recovered",
-        "elastic/recovery.py",
-        "in sorted(set(steps.values()), reverse=True):",
-        "in sorted(set(steps.values())):",
-        ("test_elastic_checkpoint.py::TestElasticCheckpoint::test_the_latest_step_that_is_complete_is_taken",),
-    ),
-    Bug(
-        "two replicas write a checkpoint",
-        "elastic/mesh.py",
-        "mesh.place.replica == sizes.index(max(sizes))",
-        "mesh.place.replica <= sizes.index(max(sizes))",
-        ("test_elastic_checkpoint.py::TestElasticCheckpoint::test_from_unequal_replicas_to_any_layout",),
-    ),
-    Bug(
-        "a report draws parts without their blocks",
-        "_report/strips.py",
-        "chunk_size_and_offset(end - begin, cut.num_ranks, index, cut.block_size)",
-        "chunk_size_and_offset(end - begin, cut.num_ranks, index)",
-        ("test_report_page.py::TestStrips::test_parts_are_what_ranks_hold",),
-    ),
-    Bug(
-        "a report folds blocks that differ",
-        "_report/fold.py",
-        "    return names, element.rest\n",
-        "    return names\n",
-        ("test_report_text.py::TestFold::test_blocks_that_differ_stay",),
-    ),
-    Bug(
-        "a timeline draws a gather where its last use begins",
-        "_report/timeline.py",
-        "max(columns.end(position) for position in launch.positions)",
-        "max(columns.begin(position) for position in launch.positions)",
-        ("test_report_page.py::TestTimeline::test_bars_end_with_their_last_use",),
-    ),
-    Bug(
-        "plans of another rank's coordinate are kept",
-        "_dtensor/block_layout.py",
-        "        plan_cached.cache_clear()",
-        "        pass",
-        ("test_dtensor_threads.py::TestRegroup::test_plans_of_another_rank_are_forgotten",),
-    ),
-    Bug(
-        "handler is put aside for all threads",
-        "_torch_compat/dtensor.py",
-        "        self._aside = threading.local()",
-        "        self._aside = type('Shared', (), {})()",
-        ("test_dtensor_threads.py::TestThreads::test_handler_is_put_aside_for_one_thread",),
-    ),
-    Bug(
-        "handed over state runs code",
-        "elastic/handover.py",
-        'torch.load(file, map_location="cpu", weights_only=True)',
-        'torch.load(file, map_location="cpu", weights_only=False)',
-        ("test_elastic_handover.py::TestHandover::test_code_is_not_run",),
-    ),
-    Bug(
-        "handover reads files of other users",
-        "elastic/handover.py",
-        "if found.st_uid != os.geteuid():\n        return f",
-        "if False:\n        return f",
-        ("test_elastic_handover.py::TestHandover::test_files_of_strangers_are_named_and_stay",),
-    ),
-    Bug(
-        "handover writes through a link",
-        "elastic/handover.py",
-        "os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW",
-        "os.O_WRONLY | os.O_CREAT",
-        ("test_elastic_handover.py::TestHandover::test_nothing_is_written_through_a_link",),
-    ),
-    Bug(
-        "handover takes the state of another job",
-        "elastic/handover.py",
-        "    if name != path.name:",
-        "    if False:",
-        ("test_elastic_handover.py::TestHandover::test_files_of_strangers_are_named_and_stay",),
-    ),
-    Bug(
-        "secret of the job is not asked",
-        "_comm/process_groups.py",
-        "    if secret:",
-        "    if False:",
-        ("test_elastic_regroup.py::TestSecret",),
-    ),
-    Bug(
-        "checkpoint is written over the one before",
-        "_saves.py",
-        "super().__init__(self._final.with_name(self._final.name + _PARTIAL))",
-        "super().__init__(self._final)",
-        ("test_checkpoint_save.py::TestSave::test_a_save_that_fails_leaves_the_checkpoint_before",),
-    ),
-    Bug(
-        "oldest checkpoints are kept",
-        "_saves.py",
-        "key=lambda path: found[path], reverse=True",
-        "key=lambda path: found[path]",
-        ("test_checkpoint_save.py::TestSave::test_newest_are_kept_and_found",),
-    ),
-    Bug(
-        "files of a save that did not end stay",
-        "_saves.py",
-        "            leftover.unlink()",
-        "            pass",
-        ("test_checkpoint_save.py::TestSave::test_a_save_that_fails_leaves_the_checkpoint_before",),
-    ),
-    Bug(
-        "dtypes of planes are not compared",
-        "checkpoint.py",
-        "    if found not in (dtype, torch.uint8) or found.itemsize != dtype.itemsize:",
-        "    if False:",
-        ("test_checkpoint_planes.py::test_of_a_checkpoint",),
-    ),
-]
+}

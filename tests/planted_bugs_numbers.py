@@ -2,366 +2,226 @@
 
 from __future__ import annotations
 
+from planted_bugs_changes import argument, assign, drop, flip, replace, returns, without
 from planted_bugs_type import Bug
 
-NUMBERS = [
-    Bug(
-        "averages move the wrong way",
-        "optim.py",
-        "for value, average in pairs], 1 - self.decay)",
-        "for value, average in pairs], self.decay)",
-        ("test_averages.py::TestShardedEMA::test_same_bits_as_one_process",),
+SHARDED_EMA = "test_averages.py::TestShardedEMA"
+RECIPES = "test_quant_cast.py::TestRecipes"
+QUANTIZED_TRAINING = "test_quantized_training.py::TestQuantizedTraining"
+ELEMENTS = "test_quant_cast.py::TestElements"
+GEMMS = "test_float8_gemms.py::TestGEMMs"
+GATHERED = "test_quantized_gather.py::TestGathered"
+NATIVE_CHECKPOINT = "test_native_checkpoint.py::TestNativeCheckpoint"
+MASTER_OPTIMIZER = "test_master_optimizer.py::TestMasterOptimizer"
+TENSOR_PARALLEL = "test_gtp_shard_tp.py::TestTensorParallel"
+EMBEDDING_EXCHANGE = "test_gtp_shard_embedding_exchange.py::TestEmbeddingExchange"
+VOCABULARY_PARALLEL = "test_gtp_shard_vocabulary_parallel.py::TestVocabularyParallel"
+GROUPED_EXPERTS = "test_grouped_experts.py"
+COMPILE = "test_gtp_shard_compile.py::TestCompile"
+STOCHASTIC_ROUNDING = "test_random_casts.py::TestStochasticRounding"
+
+NUMBERS = {
+    "averages move the wrong way": Bug(
+        "ShardedEMA.update", argument("lerp_all", 2, "self.decay"), f"{SHARDED_EMA}::test_same_bits_as_one_process"
     ),
-    Bug(
-        "averages are written behind what fully_shard has gathered",
-        "optim.py",
-        "        self._reshard()\n        for name, param in self._params.items():",
-        "        for name, param in self._params.items():",
-        ("test_averages.py::TestShardedEMA::test_same_bits_as_one_process",),
+    "averages are written behind what fully_shard has gathered": Bug(
+        "ShardedEMA._write", drop("_reshard"), f"{SHARDED_EMA}::test_same_bits_as_one_process"
     ),
-    Bug(
-        "each mesh of experts takes the whole budget",
-        "_schedule/order_of_gathers.py",
-        "        choose(lane, left // len(others))",
-        "        choose(lane, left)",
-        ("test_schedule.py::TestKept",),
+    "each mesh of experts takes the whole budget": Bug(
+        "choose_kept", replace("left // len(others)", "left"), "test_schedule.py::TestKept"
     ),
-    Bug(
-        "rowwise and columnwise blocks are swapped",
-        "quant/recipes.py",
-        "(self.columnwise or self.rowwise)[-1] if direction is Direction.COLUMNWISE",
-        "(self.columnwise or self.rowwise)[-1] if direction is Direction.ROWWISE",
-        ("test_quant_cast.py::TestRecipes::test_equal_their_definitions",),
+    "rowwise and columnwise blocks are swapped": Bug(
+        "Recipe.scale_block",
+        replace("Direction.COLUMNWISE", "Direction.ROWWISE"),
+        f"{RECIPES}::test_equal_their_definitions",
     ),
-    Bug(
-        "columnwise data are those of forward",
-        "_params/gather.py",
-        "    return Direction.ROWWISE if target is target.weight else Direction.COLUMNWISE",
-        "    return Direction.ROWWISE",
-        ("test_quantized_training.py::TestQuantizedTraining::test_gtp_on_dim_1",),
+    "columnwise data are those of forward": Bug(
+        "_direction", returns("Direction.ROWWISE"), f"{QUANTIZED_TRAINING}::test_gtp_on_dim_1"
     ),
-    Bug(
-        "backward reads the rowwise data",
-        "_params/sharded_weight.py",
-        "Gatherable(self) if wire is not None and wire.has_columnwise else self",
-        "self",
-        ("test_quantized_training.py::TestQuantizedTraining::test_gtp_on_dim_1",),
+    "backward reads the rowwise data": Bug(
+        "ShardedWeight.set_wire", assign("self.for_backward", "self"), f"{QUANTIZED_TRAINING}::test_gtp_on_dim_1"
     ),
-    Bug(
-        "largest e4m3 is that of another format",
-        "quant/cast.py",
-        "E4M3_MAX = 448.0",
-        "E4M3_MAX = 240.0",
-        ("test_quant_cast.py::TestRecipes::test_equal_their_definitions",),
+    "largest e4m3 is that of another format": Bug(
+        "cast:E4M3_MAX", replace("448.0", "240.0"), f"{RECIPES}::test_equal_their_definitions"
     ),
-    Bug(
-        "mxfp8 scale is rounded up too early",
-        "quant/cast.py",
-        "> 0x600000)",
-        "> 0x500000)",
-        ("test_quant_cast.py::TestRecipes::test_equal_their_definitions",),
+    "mxfp8 scale is rounded up too early": Bug(
+        "e8m0_scale", replace("0x600000", "0x500000"), f"{RECIPES}::test_equal_their_definitions"
     ),
-    Bug(
-        "nvfp4 scale forgets the elements",
-        "quant/cast.py",
-        "_scale(largest, E4M3_MAX * E2M1_MAX,",
-        "_scale(largest, E4M3_MAX,",
-        ("test_quant_cast.py::TestRecipes::test_equal_their_definitions",),
+    "nvfp4 scale forgets the elements": Bug(
+        "nvfp4_tensor_scale", replace("E4M3_MAX * E2M1_MAX", "E4M3_MAX"), f"{RECIPES}::test_equal_their_definitions"
     ),
-    Bug(
-        "ties of e2m1 go up",
-        "quant/cast.py",
-        "        code = code + (magnitude > bound)",
-        "        code = code + (magnitude >= bound)",
-        ("test_quant_cast.py::TestElements::test_e2m1_at_every_boundary",),
+    "ties of e2m1 go up": Bug("to_e2m1", flip("magnitude > bound", ">="), f"{ELEMENTS}::test_e2m1_at_every_boundary"),
+    "nibbles of a byte are swapped": Bug(
+        "pack_nibbles",
+        returns("pairs.select(dim + 1, 1) | (pairs.select(dim + 1, 0) << 4)"),
+        f"{ELEMENTS}::test_nibbles",
     ),
-    Bug(
-        "nibbles of a byte are swapped",
-        "quant/cast.py",
-        "pairs.select(dim + 1, 0) | (pairs.select(dim + 1, 1) << 4)",
-        "pairs.select(dim + 1, 1) | (pairs.select(dim + 1, 0) << 4)",
-        ("test_quant_cast.py::TestElements::test_nibbles",),
+    "scale of a block of zeros is zero": Bug(
+        "cast:_scale",
+        replace("....clamp(min=smallest)", "_divided(largest, element_max)"),
+        f"{RECIPES}::test_extreme_magnitudes",
     ),
-    Bug(
-        "scale of a block of zeros is zero",
-        "quant/cast.py",
-        "    scale = _divided(largest, element_max).clamp(min=smallest)",
-        "    scale = _divided(largest, element_max)",
-        ("test_quant_cast.py::TestRecipes::test_extreme_magnitudes",),
+    "gradients are cast as weights are": Bug(
+        "TensorwiseGEMMs.cast_grad", argument("cast_matrix", 1, None), f"{GEMMS}::test_equal_their_definitions"
     ),
-    Bug(
-        "gradients are cast as weights are",
-        "quant/float8_gemms.py",
-        "cast_matrix(grad_MN, torch.float8_e5m2)",
-        "cast_matrix(grad_MN)",
-        ("test_float8_gemms.py::TestGEMMs::test_equal_their_definitions",),
+    "weight's scales are left out of dgrad": Bug(
+        "RowwiseGEMMs.grad_input", argument("cast_rows", "factor", None), f"{GEMMS}::test_equal_their_definitions"
     ),
-    Bug(
-        "weight's scales are left out of dgrad",
-        "quant/float8_gemms.py",
-        "cast_rows(grad[0], factor=scale.reshape(-1))",
-        "cast_rows(grad[0])",
-        ("test_float8_gemms.py::TestGEMMs::test_equal_their_definitions",),
+    "amax over the replicas": Bug(
+        "recipe_groups",
+        returns("tuple(mesh.get_group(axis).group_name for axis in axes)"),
+        f"{GATHERED}::test_r23_amax_is_that_of_the_weight_mesh",
     ),
-    Bug(
-        "amax over the replicas",
-        "quant/native.py",
-        "group_name for axis in cut)",
-        "group_name for axis in axes)",
-        ("test_quantized_gather.py::TestGathered::test_r23_amax_is_that_of_the_weight_mesh",),
+    "amax of one slice of tp": Bug(
+        "agree_on_amax", replace("not wire.groups", "not wire.is_within_mesh"), f"{GATHERED}::test_tensor_parallel"
     ),
-    Bug(
-        "amax of one slice of tp",
-        "_params/pack_planes.py",
-        "        if amax is None or not wire.groups:",
-        "        if amax is None or not wire.is_within_mesh:",
-        ("test_quantized_gather.py::TestGathered::test_tensor_parallel",),
+    "quantized data of before": Bug(
+        "QuantizedWire._is_current",
+        without("made_of[1] == self.weight.state_of_shard"),
+        f"{GATHERED}::test_writes_without_a_trace_are_seen",
     ),
-    Bug(
-        "quantized data of before",
-        "_params/pack_planes.py",
-        "made_of[0] is self.weight.shard and made_of[1] == self.weight.state_of_shard",
-        "made_of[0] is self.weight.shard",
-        ("test_quantized_gather.py::TestGathered::test_writes_without_a_trace_are_seen",),
+    "block of a shard cuts those of a recipe": Bug(
+        "Recipe.block_of",
+        returns("block_size"),
+        "test_quantize.py::TestSharded::test_r18_report_says_where_weights_are_cut_and_what_computes",
     ),
-    Bug(
-        "block of a shard cuts those of a recipe",
-        "quant/recipes.py",
-        "return lcm(block_size, *(spec.period(dim) or 1 for spec in specs))",
-        "return block_size",
-        ("test_quantize.py::TestSharded::test_r18_report_says_where_weights_are_cut_and_what_computes",),
+    "second plane begins where the first does": Bug(
+        "GatheredWeight.quantized_for",
+        replace("by_rank[:, start : start + nbytes]", "by_rank[:, :nbytes]"),
+        f"{QUANTIZED_TRAINING}::test_fully_shard",
     ),
-    Bug(
-        "second plane begins where the first does",
-        "quant/weight.py",
-        "by_rank[:, start : start + nbytes]",
-        "by_rank[:, :nbytes]",
-        ("test_quantized_training.py::TestQuantizedTraining::test_fully_shard",),
+    "shards under fully_shard have their own scale": Bug(
+        "MasterWeight.amax_over", drop("all_reduce"), f"{QUANTIZED_TRAINING}::test_fully_shard"
     ),
-    Bug(
-        "shards under fully_shard have their own scale",
-        "quant/master.py",
-        "        dist.all_reduce(amax.view(torch.int32), dist.ReduceOp.MAX, group=group)",
-        "        pass",
-        ("test_quantized_training.py::TestQuantizedTraining::test_fully_shard",),
+    "plane of a checkpoint is cut as its weight": Bug(
+        "_placement", replace("plane.size(dim, block_size)", "block_size"), f"{NATIVE_CHECKPOINT}::test_nvfp4_dcp_load"
     ),
-    Bug(
-        "plane of a checkpoint is cut as its weight",
-        "quant/state_dict.py",
-        "GTPShard(own, block_size=plane.size(dim, block_size))",
-        "GTPShard(own, block_size=block_size)",
-        ("test_native_checkpoint.py::TestNativeCheckpoint::test_nvfp4_dcp_load",),
+    "scale of a written weight stays": Bug(
+        "NativeWeight.write",
+        drop("self.quantized.amax.copy_(...)"),
+        "test_native_storage.py::TestStateDict::test_same_bytes",
     ),
-    Bug(
-        "scale of a written weight stays",
-        "quant/native.py",
-        "            self.quantized.amax.copy_(source.amax)",
-        "            pass",
-        ("test_native_storage.py::TestStateDict::test_same_bytes",),
+    "masters are not loaded": Bug(
+        "MasterOptimizer.load_state_dict", drop("copy_"), f"{MASTER_OPTIMIZER}::test_state_dict"
     ),
-    Bug(
-        "masters are not loaded",
-        "quant/master_optimizer.py",
-        "                        master.copy_(state[_KEY])",
-        "                        pass",
-        ("test_master_optimizer.py::TestMasterOptimizer::test_state_dict",),
+    "masters are not written back": Bug(
+        "MasterOptimizer.step",
+        drop("write"),
+        f"{MASTER_OPTIMIZER}::test_steps_are_those_of_the_stock_optimizer_on_masters",
     ),
-    Bug(
-        "masters are not written back",
-        "quant/master_optimizer.py",
-        "            native.write(quantized)\n",
-        "            pass\n",
-        ("test_master_optimizer.py::TestMasterOptimizer::test_steps_are_those_of_the_stock_optimizer_on_masters",),
+    "weights that were loaded do not count": Bug(
+        "MasterOptimizer._follow_weights", drop("append"), f"{MASTER_OPTIMIZER}::test_weights_that_were_loaded_count"
     ),
-    Bug(
-        "weights that were loaded do not count",
-        "quant/master_optimizer.py",
-        "                written.append(param)",
-        "                pass",
-        ("test_master_optimizer.py::TestMasterOptimizer::test_weights_that_were_loaded_count",),
+    "unsynced gradient of a layer is overwritten": Bug(
+        "_multiply_into",
+        replace("target += left.mm(right)", "target.copy_(left.mm(right))"),
+        "test_gtp_shard_switches.py::TestSwitches::test_microbatches_without_sync_communicate_nothing",
     ),
-    Bug(
-        "unsynced gradient of a layer is overwritten",
-        "ops/linear.py",
-        "        target += left.mm(right)",
-        "        target.copy_(left.mm(right))",
-        ("test_gtp_shard_switches.py::TestSwitches::test_microbatches_without_sync_communicate_nothing",),
+    "a float16 gradient that travels alone is not divided before the sum": Bug(
+        "Gradients._launch_plain",
+        without("scale.predivide"),
+        "test_gtp_shard_gradients.py::TestGradients::test_all_ones_gradient_with_a_reduction_in_float16",
     ),
-    Bug(
-        "a float16 gradient that travels alone is not divided before the sum",
-        "_schedule/reduce_gradients.py",
-        "weight.layout.world == 1 or scale.predivide:",
-        "weight.layout.world == 1:",
-        ("test_gtp_shard_gradients.py::TestGradients::test_all_ones_gradient_with_a_reduction_in_float16",),
+    "bias of a partial sum is added by every rank": Bug(
+        "linear:parallel_linear", argument("apply", 2, "bias"), f"{TENSOR_PARALLEL}::test_colwise_and_rowwise"
     ),
-    Bug(
-        "bias of a partial sum is added by every rank",
-        "ops/linear.py",
-        "input, weight.leaf, None if is_sum else bias, runtime, weight, plan",
-        "input, weight.leaf, bias, runtime, weight, plan",
-        ("test_gtp_shard_tp.py::TestTensorParallel::test_colwise_and_rowwise",),
+    "dgrad is not summed over tp": Bug(
+        "parallel_plan",
+        replace("TPPlan(last, Partial(), shape)", "TPPlan(last, Replicate(), shape)"),
+        f"{TENSOR_PARALLEL}::test_modules_outside_of_the_plan",
     ),
-    Bug(
-        "dgrad is not summed over tp",
-        "ops/linear.py",
-        "return TPPlan(last, Partial(), shape)",
-        "return TPPlan(last, Replicate(), shape)",
-        ("test_gtp_shard_tp.py::TestTensorParallel::test_modules_outside_of_the_plan",),
+    "padding row is trained": Bug(
+        "_Embedding.forward", assign("ctx.padding_idx", "-1"), f"{EMBEDDING_EXCHANGE}::test_trains_as_one_process"
     ),
-    Bug(
-        "padding row is trained",
-        "ops/embedding.py",
-        "        ctx.padding_idx = -1 if padding_idx is None else padding_idx",
-        "        ctx.padding_idx = -1",
-        ("test_gtp_shard_embedding_exchange.py::TestEmbeddingExchange::test_trains_as_one_process",),
+    "count of tokens is taken for one": Bug(
+        "TokenExchange.gather",
+        replace("received[:, 1:]", "received[:, :-1]"),
+        f"{EMBEDDING_EXCHANGE}::test_forward_has_the_bits_of_a_gathered_lookup",
     ),
-    Bug(
-        "count of tokens is taken for one",
-        "_comm/tokens.py",
-        "        return received[:, 1:]",
-        "        return received[:, :-1]",
-        (
-            "test_gtp_shard_embedding_exchange.py::TestEmbeddingExchange::test_forward_has_the_bits_of_a_gathered_lookup",
+    "fewer tokens are told than there are": Bug(
+        "TokenExchange.gather",
+        argument("fill_", 0, "min(values.numel(), self.capacity)"),
+        f"{EMBEDDING_EXCHANGE}::test_too_many_tokens_raise_on_all_ranks",
+    ),
+    "exchange carries the fewest tokens": Bug(
+        "TokenExchange._most_tokens",
+        argument("all_reduce", 1, "dist.ReduceOp.MIN"),
+        f"{EMBEDDING_EXCHANGE}::test_ranks_with_unequal_numbers_of_tokens",
+    ),
+    "each rank chooses from its own free memory": Bug(
+        "agree_to_begin",
+        replace("~int(taken)", "_free_nbytes(device)"),
+        "test_gtp_shard_choices.py::TestChoices::test_the_least_free_memory_counts_on_all_ranks",
+    ),
+    "lookup begins at the wrong row": Bug(
+        "local_ids",
+        assign("local", "ids - layout.rank * layout.local_rows"),
+        f"{EMBEDDING_EXCHANGE}::test_trains_as_one_process",
+    ),
+    "tokens of others train the first row": Bug(
+        "exchanged_grad", argument("masked_fill", 1, "0"), f"{EMBEDDING_EXCHANGE}::test_trains_as_one_process"
+    ),
+    "target's row of the vocabulary": Bug(
+        "_Job.local_targets",
+        argument(
+            "local_ids", 0, "self.targets[:, chunk].reshape(-1) + layout.local_offset - layout.rank * layout.local_rows"
         ),
+        f"{VOCABULARY_PARALLEL}::test_equals_stock_cross_entropy",
     ),
-    Bug(
-        "fewer tokens are told than there are",
-        "_comm/tokens.py",
-        "message[:1].fill_(values.numel())",
-        "message[:1].fill_(min(values.numel(), self.capacity))",
-        ("test_gtp_shard_embedding_exchange.py::TestEmbeddingExchange::test_too_many_tokens_raise_on_all_ranks",),
+    "exponentials relative to a rank's own peak": Bug(
+        "cross_entropy:_forward",
+        replace("exponentials *= (own - largest).exp_()", "del own"),
+        f"{VOCABULARY_PARALLEL}::test_equals_stock_cross_entropy",
     ),
-    Bug(
-        "exchange carries the fewest tokens",
-        "_comm/tokens.py",
-        "dist.all_reduce(most, dist.ReduceOp.MAX",
-        "dist.all_reduce(most, dist.ReduceOp.MIN",
-        ("test_gtp_shard_embedding_exchange.py::TestEmbeddingExchange::test_ranks_with_unequal_numbers_of_tokens",),
+    "ignored tokens count in the mean": Bug(
+        "linear_cross_entropy",
+        replace("losses.sum() / ...", "losses.mean()"),
+        f"{VOCABULARY_PARALLEL}::test_equals_stock_cross_entropy",
     ),
-    Bug(
-        "each rank chooses from its own free memory",
-        "_schedule/first_forward.py",
-        "return ~int(taken)",
-        "return _free_nbytes(device)",
-        ("test_gtp_shard_choices.py::TestChoices::test_the_least_free_memory_counts_on_all_ranks",),
+    "experts of the wrong rank": Bug(
+        "TokenDispatcher._gather",
+        assign("local", "all_experts - rank"),
+        "test_gtp_shard_moe.py::TestMixtureOfExperts::test_tokens_go_to_their_experts_and_back",
     ),
-    Bug(
-        "lookup begins at the wrong row",
-        "ops/exchange.py",
-        "    local = ids - layout.local_offset",
-        "    local = ids - layout.rank * layout.local_rows",
-        ("test_gtp_shard_embedding_exchange.py::TestEmbeddingExchange::test_trains_as_one_process",),
+    "gradient of one expert of a token": Bug(
+        "_Spread.backward",
+        replace("copies.view(...).sum(1)", "copies.view(ctx.num_rows, ctx.k, shape[1])[:, 0]"),
+        f"{GROUPED_EXPERTS}::test_tokens_of_one_rank",
     ),
-    Bug(
-        "tokens of others train the first row",
-        "ops/exchange.py",
-        "local.masked_fill(is_other | (flat == padding_idx), layout.chunk_rows),",
-        "local.masked_fill(is_other | (flat == padding_idx), 0),",
-        ("test_gtp_shard_embedding_exchange.py::TestEmbeddingExchange::test_trains_as_one_process",),
+    "first row of a group gets the bias before": Bug(
+        "add_bias",
+        argument("searchsorted", "right", None),
+        "test_grouped_linear.py::test_equals_a_loop_over_the_groups",
     ),
-    Bug(
-        "target's row of the vocabulary",
-        "ops/cross_entropy.py",
-        "self.targets[:, chunk].reshape(-1), layout)",
-        "self.targets[:, chunk].reshape(-1) + layout.local_offset - layout.rank * layout.local_rows, layout)",
-        ("test_gtp_shard_vocabulary_parallel.py::TestVocabularyParallel::test_equals_stock_cross_entropy",),
+    "experts are cut in the place of their rows": Bug(
+        "GroupedLinear.default_gtp_placement",
+        replace("1 if self.single_grouped_weight else 0", "0"),
+        "test_gtp_shard_grouped.py::TestGrouped::test_each_rank_holds_rows_of_every_expert",
     ),
-    Bug(
-        "exponentials relative to a rank's own peak",
-        "ops/cross_entropy.py",
-        "    exponentials *= (own - largest).exp_()",
-        "    del own",
-        ("test_gtp_shard_vocabulary_parallel.py::TestVocabularyParallel::test_equals_stock_cross_entropy",),
+    "gate and up are swapped": Bug(
+        "_take", argument("cat", 0, "gates[::-1]"), f"{GROUPED_EXPERTS}::test_state_dicts_go_there_and_back"
     ),
-    Bug(
-        "ignored tokens count in the mean",
-        "nn/functional.py",
-        "    return losses.sum() / (~is_ignored).sum()",
-        "    return losses.mean()",
-        ("test_gtp_shard_vocabulary_parallel.py::TestVocabularyParallel::test_equals_stock_cross_entropy",),
+    "equal gradients are merged by the compiler": Bug(
+        "Handles.next_call", returns("0"), f"{COMPILE}::test_one_weight_used_twice_with_equal_gradients"
     ),
-    Bug(
-        "experts of the wrong rank",
-        "nn/dispatch.py",
-        "local = all_experts - rank * self.num_local",
-        "local = all_experts - rank",
-        ("test_gtp_shard_moe.py::TestMixtureOfExperts::test_tokens_go_to_their_experts_and_back",),
+    "compiled code is given a shared buffer": Bug(
+        "_materialize", returns("full"), f"{COMPILE}::test_weights_kept_in_memory_are_not_written_to"
     ),
-    Bug(
-        "gradient of one expert of a token",
-        "nn/dispatch.py",
-        "copies.view(ctx.num_rows, ctx.k, shape[1]).sum(1), None, None",
-        "copies.view(ctx.num_rows, ctx.k, shape[1])[:, 0], None, None",
-        ("test_grouped_experts.py::test_tokens_of_one_rank",),
+    "stochastic rounding favours the value above": Bug(
+        "to_e2m1_stochastic", flip("bits.to(torch.float32) < ...", "<="), f"{STOCHASTIC_ROUNDING}::test_neighbours"
     ),
-    Bug(
-        "first row of a group gets the bias before",
-        "ops/grouped.py",
-        "torch.searchsorted(ends_G, rows, right=True)",
-        "torch.searchsorted(ends_G, rows)",
-        ("test_grouped_linear.py::test_equals_a_loop_over_the_groups",),
+    "neighbours share their random bits": Bug(
+        "random_bits", replace("words >> 16", "words & 65535"), f"{STOCHASTIC_ROUNDING}::test_errors_are_independent"
     ),
-    Bug(
-        "experts are cut in the place of their rows",
-        "nn/grouped_linear.py",
-        "        return GTPShard(1 if self.single_grouped_weight else 0)",
-        "        return GTPShard(0)",
-        ("test_gtp_shard_grouped.py::TestGrouped::test_each_rank_holds_rows_of_every_expert",),
+    "a Hadamard transform without one of its stages": Bug(
+        "rotate", argument("range", 0, "3"), "test_random_casts.py::TestRotation::test_matrix"
     ),
-    Bug(
-        "gate and up are swapped",
-        "nn/convert_experts.py",
-        "torch.cat(gates, 1)",
-        "torch.cat(gates[::-1], 1)",
-        ("test_grouped_experts.py::test_state_dicts_go_there_and_back",),
+    "planes of a user's recipe are not loaded": Bug(
+        "_take_planes", replace("dict.fromkeys(...)", "RECIPES"), f"{NATIVE_CHECKPOINT}::test_a_recipe_of_the_user"
     ),
-    Bug(
-        "equal gradients are merged by the compiler",
-        "ops/compiled_weight.py",
-        "        return next(self._calls)",
-        "        return 0",
-        ("test_gtp_shard_compile.py::TestCompile::test_one_weight_used_twice_with_equal_gradients",),
+    "a load resets the arguments of a recipe": Bug(
+        "_take_planes",
+        replace("own if name == own.name else ...", "RECIPES.get(name, type(own))()"),
+        f"{NATIVE_CHECKPOINT}::test_a_recipe_of_the_user",
     ),
-    Bug(
-        "compiled code is given a shared buffer",
-        "ops/compiled_lookup.py",
-        "    return full.clone() if is_shared else full",
-        "    return full",
-        ("test_gtp_shard_compile.py::TestCompile::test_weights_kept_in_memory_are_not_written_to",),
-    ),
-    Bug(
-        "stochastic rounding favours the value above",
-        "quant/random_casts.py",
-        "(bits.to(torch.float32) < (in_steps - below) * 65536.0)",
-        "(bits.to(torch.float32) <= (in_steps - below) * 65536.0)",
-        ("test_random_casts.py::TestStochasticRounding::test_neighbours",),
-    ),
-    Bug(
-        "neighbours share their random bits",
-        "quant/random_casts.py",
-        "torch.stack((words & 0xFFFF, words >> 16), -1)",
-        "torch.stack((words & 0xFFFF, words & 0xFFFF), -1)",
-        ("test_random_casts.py::TestStochasticRounding::test_errors_are_independent",),
-    ),
-    Bug(
-        "a Hadamard transform without one of its stages",
-        "quant/random_casts.py",
-        "for stage in range(4):",
-        "for stage in range(3):",
-        ("test_random_casts.py::TestRotation::test_matrix",),
-    ),
-    Bug(
-        "planes of a user's recipe are not loaded",
-        "quant/state_dict.py",
-        "dict.fromkeys((own.name, *RECIPES))",
-        "RECIPES",
-        ("test_native_checkpoint.py::TestNativeCheckpoint::test_a_recipe_of_the_user",),
-    ),
-    Bug(
-        "a load resets the arguments of a recipe",
-        "quant/state_dict.py",
-        "            return own if name == own.name else RECIPES[name](), planes",
-        "            return RECIPES.get(name, type(own))(), planes",
-        ("test_native_checkpoint.py::TestNativeCheckpoint::test_a_recipe_of_the_user",),
-    ),
-]
+}

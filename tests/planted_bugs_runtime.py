@@ -2,472 +2,313 @@
 
 from __future__ import annotations
 
+from planted_bugs_changes import argument, assign, drop, flip, negate, never, replace, returns, without
 from planted_bugs_type import Bug
 
-GROUPS = "test_gtp_shard_groups.py::TestGroups::"
+OVERLAP = "test_gtp_shard_overlap.py::TestOverlap"
+READS = "test_gtp_shard_reads.py::TestReads"
+SWITCHES = "test_gtp_shard_switches.py::TestSwitches"
+GROUPS = "test_gtp_shard_groups.py::TestGroups"
+GUESSES = "test_guesses.py"
+GTP_SHARD_GUESSES = "test_gtp_shard_guesses.py::TestGuesses"
+CHAIN = "test_schedule.py::TestChain"
+GRADIENTS = "test_gtp_shard_gradients.py::TestGradients"
+REDUCTIONS = "test_gtp_shard_reductions.py::TestReductions"
+COPY_ENGINE = "test_copy_engine.py"
+CAPTURE_STEP = "test_capture_step.py::TestCaptureStep"
+CAPTURE_BLOCKS = "test_capture_blocks.py::TestCaptureBlocks"
 
-RUNTIME = [
-    Bug(
-        "no wait for a gather",
-        "_comm/streams.py",
-        "            self._wait_for_work(work)",
-        "            pass",
-        ("test_gtp_shard_overlap.py::TestOverlap::test_prefetch_depth_changes_no_bit",),
+RUNTIME = {
+    "no wait for a gather": Bug(
+        "Streams.wait", drop("_wait_for_work"), f"{OVERLAP}::test_prefetch_depth_changes_no_bit"
     ),
-    Bug(
-        "stale gather is used",
-        "_params/sharded_weight.py",
-        "gathered.source is not shard or gathered.version != (self.param._version, shard._version, self.num_updates)",
-        "gathered.source is not shard",
-        ("test_gtp_shard_reads.py::TestReads::test_step_in_the_middle_of_a_forward",),
+    "stale gather is used": Bug(
+        "ShardedWeight.is_fresh", without("gathered.version != ..."), f"{READS}::test_step_in_the_middle_of_a_forward"
     ),
-    Bug(
-        "optimizer steps are not counted",
-        "_schedule/optimizer_steps.py",
-        "            watcher.note_step(updated)",
-        "            pass",
-        ("test_gtp_shard_switches.py::TestSwitches::test_weights_kept_after_backward_serve_the_next_microbatch",),
+    "optimizer steps are not counted": Bug(
+        "OptimizerSteps._note_step",
+        drop("note_step"),
+        f"{SWITCHES}::test_weights_kept_after_backward_serve_the_next_microbatch",
     ),
-    Bug(
-        "kept weight outlives its pass",
-        "_schedule/keep_and_free.py",
-        "if weight.is_cut_again or not (weight.is_pinned or not weight.flags.reshard_after_backward):",
-        "if weight.is_cut_again:",
-        ("test_gtp_shard_overlap.py::TestOverlap::test_values_written_between_forwards_are_used_at_once",),
+    "kept weight outlives its pass": Bug(
+        "KeepAndFree._end_keeps",
+        without("not (weight.is_pinned or not weight.flags.reshard_after_backward)"),
+        f"{OVERLAP}::test_values_written_between_forwards_are_used_at_once",
     ),
-    Bug(
-        "kept weight survives a state dict",
-        "_modules/managed_module.py",
-        "                self._gtp_binding.group.runtime.drop_kept(managed)",
-        "                pass",
-        ("test_gtp_shard_state_dict.py::TestStateDict::test_r13_a_load_counts_in_the_next_forward",),
+    "kept weight survives a state dict": Bug(
+        "GTPManaged._save_to_state_dict",
+        drop("drop_kept"),
+        "test_gtp_shard_state_dict.py::TestStateDict::test_r13_a_load_counts_in_the_next_forward",
     ),
-    Bug(
-        "prefetch crosses the end of backward",
-        "_schedule/runtime.py",
-        "        self._release_read_outside()\n        self._drop_prefetched()\n        self._end_keeps()",
-        "        self._release_read_outside()\n        self._end_keeps()",
-        ("test_gtp_shard_overlap.py::TestOverlap::test_changing_choice_of_layers_stays_right",),
+    "prefetch crosses the end of backward": Bug(
+        "Runtime._finish_backward", drop("_drop_prefetched"), f"{OVERLAP}::test_changing_choice_of_layers_stays_right"
     ),
-    Bug(
-        "a backward takes weights of a later step for those it was computed with",
-        "_params/weight_group.py",
-        "            torch.autograd.graph.increment_version(self.leaves)\n",
-        "            pass\n",
-        (GROUPS + "test_a_backward_through_weights_of_an_earlier_step_is_refused",),
+    "a backward takes weights of a later step for those it was computed with": Bug(
+        "WeightGroup.allocate",
+        drop("increment_version"),
+        f"{GROUPS}::test_a_backward_through_weights_of_an_earlier_step_is_refused",
     ),
-    Bug(
-        "a group does not see an optimizer step",
-        "_schedule/runtime.py",
-        "            group.num_updates += 1\n            self._drop_kept(group)\n",
-        "            self._drop_kept(group)\n",
-        (GROUPS + "test_a_backward_through_weights_of_an_earlier_step_is_refused",),
+    "a group does not see an optimizer step": Bug(
+        "Runtime.note_step",
+        drop("group.num_updates += 1"),
+        f"{GROUPS}::test_a_backward_through_weights_of_an_earlier_step_is_refused",
     ),
-    Bug(
-        "writes of a forward to weights of a group are lost",
-        "_params/weight_group.py",
-        "            self._carry_writes()\n",
-        "            pass\n",
-        (GROUPS + "test_writes_in_a_forward_reach_the_shards",),
+    "writes of a forward to weights of a group are lost": Bug(
+        "WeightGroup.free", drop("_carry_writes"), f"{GROUPS}::test_writes_in_a_forward_reach_the_shards"
     ),
-    Bug(
-        "gradients that arrive after the backward of their block are lost",
-        "_schedule/block_uses.py",
-        "        if group.has_gradients:",
-        "        if False:",
-        (GROUPS + "test_weights_that_other_code_reads",),
+    "gradients that arrive after the backward of their block are lost": Bug(
+        "finish_backward", never("group.has_gradients"), f"{GROUPS}::test_weights_that_other_code_reads"
     ),
-    Bug(
-        "ranks do not agree on which weights of a block get gradients",
-        "_schedule/reduce_gradients.py",
-        "            found = any_rank_has(group.members_with_gradients, group.mesh, group.device)\n",
-        "            found = group.members_with_gradients\n",
-        (GROUPS + "test_ranks_that_use_different_weights_of_a_block",),
+    "ranks do not agree on which weights of a block get gradients": Bug(
+        "Gradients.reduce_group",
+        assign("found", "group.members_with_gradients"),
+        f"{GROUPS}::test_ranks_that_use_different_weights_of_a_block",
     ),
-    Bug(
-        "a recomputation within a block reads shards",
-        "_schedule/block_uses.py",
-        "            group.show(is_compiled=group.is_compiled, is_in_pass=False)",
-        "            group.hide()",
-        (GROUPS + "test_blocks_that_checkpoint_their_own_forward",),
+    "a recomputation within a block reads shards": Bug(
+        "WeightGroup.hide",
+        replace("self.is_pinned or self.reader.is_in_backward", "self.is_pinned"),
+        f"{GROUPS}::test_checkpointed_children_of_blocks",
     ),
-    Bug(
-        "a pass without uses is guessed again",
-        "_schedule/order_of_uses.py",
-        "        self.may_guess, self._guessed = False, None\n",
-        "        self._guessed = None\n",
-        ("test_guesses.py::test_only_a_first_pass_is_guessed",),
+    "a pass without uses is guessed again": Bug(
+        "Chain.end",
+        replace("self.may_guess, self._guessed = (False, None)", "self._guessed = None"),
+        f"{GUESSES}::test_only_a_first_pass_is_guessed",
     ),
-    Bug(
-        "a wrong guess is followed to its end",
-        "_schedule/order_of_uses.py",
-        "elif self._guessed and use in uses:",
-        "elif False:",
-        ("test_guesses.py::test_a_use_behind_its_block_ends_the_guess",),
+    "a wrong guess is followed to its end": Bug(
+        "Chain._advance_in_lane",
+        never("self._guessed and use in uses"),
+        f"{GUESSES}::test_a_use_behind_its_block_ends_the_guess",
     ),
-    Bug(
-        "the first pass guesses experts",
-        "_schedule/guesses.py",
-        "target.lane == 0 and target.nbytes <= most_nbytes",
-        "target.nbytes <= most_nbytes",
-        ("test_gtp_shard_lanes.py::TestLanes::test_first_passes_that_leave_out_experts",),
+    "the first pass guesses experts": Bug(
+        "Guesses.__init__",
+        without("target.lane == 0"),
+        "test_gtp_shard_lanes.py::TestLanes::test_first_passes_that_leave_out_experts",
     ),
-    Bug(
-        "the first pass guesses what is larger than the window",
-        "_schedule/guesses.py",
-        "target.lane == 0 and target.nbytes <= most_nbytes",
-        "target.lane == 0",
-        ("test_gtp_shard_guesses.py::TestGuesses::test_what_may_never_be_gathered_is_not_guessed",),
+    "the first pass guesses what is larger than the window": Bug(
+        "Guesses.__init__",
+        without("target.nbytes <= most_nbytes"),
+        f"{GTP_SHARD_GUESSES}::test_what_may_never_be_gathered_is_not_guessed",
     ),
-    Bug(
-        "gathers for nothing outlive the block of their weight",
-        "_schedule/gathering.py",
-        "                self._drop_pending(target, expected[target.index])",
-        "                pass",
-        ("test_gtp_shard_guesses.py::TestGuesses::test_an_unused_weight_leaves_when_its_block_is_passed",),
+    "gathers for nothing outlive the block of their weight": Bug(
+        "Gathering._drop_unexpected",
+        drop("_drop_pending"),
+        f"{GTP_SHARD_GUESSES}::test_an_unused_weight_leaves_when_its_block_is_passed",
     ),
-    Bug(
-        "prefetch of freed shards",
-        "_modules/torch_patches.py",
-        "                runtime.drop_prefetched_of(managed)",
-        "                pass",
-        ("test_gtp_shard_fsdp.py::TestOrder::test_gathers_read_only_what_fully_shard_has_gathered",),
+    "prefetch of freed shards": Bug(
+        "_wrap_fully_shard.to_sharded",
+        drop("drop_prefetched_of"),
+        "test_gtp_shard_fsdp.py::TestOrder::test_gathers_read_only_what_fully_shard_has_gathered",
     ),
-    Bug(
-        "gradient late for fully_shard",
-        "_modules/torch_patches.py",
-        "            runtime.publish(managed)",
-        "            pass",
-        ("test_gtp_shard_fsdp.py::TestFullyShardOutside::test_per_block_and_root",),
+    "gradient late for fully_shard": Bug(
+        "_wrap_fully_shard.post_backward",
+        drop("publish"),
+        "test_gtp_shard_fsdp.py::TestFullyShardOutside::test_per_block_and_root",
     ),
-    Bug(
-        "freed buffer is not poisoned",
-        "_schedule/keep_and_free.py",
-        "                    poison(gathered.buffer)",
-        "                    pass",
-        ("test_gtp_shard_overlap.py::TestPoison::test_poison_fills_a_freed_buffer_but_no_escaped_reference",),
+    "freed buffer is not poisoned": Bug(
+        "KeepAndFree._free",
+        drop("poison(gathered.buffer)"),
+        "test_gtp_shard_overlap.py::TestPoison::test_poison_fills_a_freed_buffer_but_no_escaped_reference",
     ),
-    Bug(
-        "plan is never observed again",
-        "_schedule/order_of_uses.py",
-        "        if observed != self.plan.uses:",
-        "        if not self.plan.uses:",
-        ("test_schedule.py::TestChain::test_pass_that_ends_early_shortens_the_plan",),
+    "plan is never observed again": Bug(
+        "Chain.end",
+        replace("observed != self.plan.uses", "not self.plan.uses"),
+        f"{CHAIN}::test_pass_that_ends_early_shortens_the_plan",
     ),
-    Bug(
-        "window is one use short",
-        "_schedule/order_of_gathers.py",
-        "max(position - window.depth + 1, 0)",
-        "max(position - window.depth + 2, 0)",
-        ("test_schedule.py::TestChain::test_window_slides_by_one_use",),
+    "window is one use short": Bug(
+        "_steps_by_size",
+        replace("position - window.depth + 1", "position - window.depth + 2"),
+        f"{CHAIN}::test_window_slides_by_one_use",
     ),
-    Bug(
-        "plan does not move on after a deviation",
-        "_schedule/order_of_uses.py",
-        "                cursors[lane] = position + 1",
-        "                cursors[lane] = cursor",
-        ("test_schedule.py::TestChain::test_skipped_uses_move_the_window_ahead",),
+    "plan does not move on after a deviation": Bug(
+        "Chain._advance_in_lane", replace("position + 1", "cursor"), f"{CHAIN}::test_skipped_uses_move_the_window_ahead"
     ),
-    Bug(
-        "launch is never full",
-        "_schedule/order_of_gathers.py",
-        "total <= min(limit, max(before, _QUICK_NBYTES))",
-        "total <= limit",
-        ("test_schedule.py::TestTogether",),
+    "launch is never full": Bug("_put_together", replace("min(limit, ...)", "limit"), "test_schedule.py::TestTogether"),
+    "budget of kept weights is not spent": Bug("choose_kept.choose", drop("left -= ..."), "test_schedule.py::TestKept"),
+    "sum in the place of the mean": Bug(
+        "reduce_scale",
+        replace("dist.ReduceOp.AVG", "dist.ReduceOp.SUM"),
+        f"{GRADIENTS}::test_all_ones_gradient_on_one_axis_meshes",
     ),
-    Bug(
-        "budget of kept weights is not spent",
-        "_schedule/order_of_gathers.py",
-        "                left -= sizes[use]",
-        "                pass",
-        ("test_schedule.py::TestKept",),
+    "float16 is divided twice": Bug(
+        "reduce_scale",
+        replace("ReduceScale(..., predivide, ...)", "ReduceScale(dist.ReduceOp.SUM, predivide, factor)"),
+        f"{GRADIENTS}::test_all_ones_gradient_with_a_reduction_in_float16",
     ),
-    Bug(
-        "sum in the place of the mean",
-        "_comm/collectives.py",
-        "            return ReduceScale(dist.ReduceOp.AVG, None, None)",
-        "            return ReduceScale(dist.ReduceOp.SUM, None, None)",
-        ("test_gtp_shard_gradients.py::TestGradients::test_all_ones_gradient_on_one_axis_meshes",),
+    "divisor without the replicas": Bug(
+        "ManagedParam.__init__",
+        assign("self.num_ranks", "mesh.size(mesh.ndim - 1)"),
+        f"{GRADIENTS}::test_all_ones_gradient_with_a_reduction_in_float16",
     ),
-    Bug(
-        "float16 is divided twice",
-        "_comm/collectives.py",
-        "return ReduceScale(dist.ReduceOp.SUM, predivide, factor / predivide)",
-        "return ReduceScale(dist.ReduceOp.SUM, predivide, factor)",
-        ("test_gtp_shard_gradients.py::TestGradients::test_all_ones_gradient_with_a_reduction_in_float16",),
+    "no all-reduce over replicas": Bug(
+        "Gradients._complete",
+        drop("all_reduce_in_order"),
+        f"{GRADIENTS}::test_r20_rank_distinct_gradients_are_averaged_through_every_gather",
     ),
-    Bug(
-        "divisor without the replicas",
-        "_params/managed_param.py",
-        "self.num_ranks = mesh.size()",
-        "self.num_ranks = mesh.size(mesh.ndim - 1)",
-        ("test_gtp_shard_gradients.py::TestGradients::test_all_ones_gradient_with_a_reduction_in_float16",),
+    "whole gradients skip the replicas": Bug(
+        "_reduce_bucket.complete",
+        replace("active[1:]", "active[2:]"),
+        f"{GRADIENTS}::test_r20_rank_distinct_gradients_are_averaged_through_every_gather",
     ),
-    Bug(
-        "no all-reduce over replicas",
-        "_schedule/reduce_gradients.py",
-        "            all_reduce_in_order(slot, scale, replicate, self._comm)",
-        "            pass",
-        (
-            "test_gtp_shard_gradients.py::TestGradients::test_r20_rank_distinct_gradients_are_averaged_through_every_gather",
+    "second use replaces the first gradient": Bug(
+        "ManagedParam.accumulate",
+        replace("self.reduced += reduced", "self.reduced = reduced"),
+        f"{OVERLAP}::test_r4_reused_module_gathers_equal_uses_and_gradients_add_up",
+    ),
+    "microbatch replaces the gradient": Bug(
+        "ManagedParam.publish_grad",
+        replace("total += reduced", "total = reduced"),
+        "test_gtp_shard_mixed_precision.py::TestMixedPrecision::test_what_the_user_does_to_grad_between_microbatches_counts",
+    ),
+    "wide sum of microbatches is dropped": Bug(
+        "ManagedParam.publish_grad",
+        drop("self._wide_grad = ..."),
+        f"{GRADIENTS}::test_bf16_parameters_sum_microbatches_in_fp32",
+    ),
+    "unsynced microbatch is overwritten": Bug(
+        "Gradients.target",
+        replace("(weight.unsharded_grad, True)", "(weight.unsharded_grad, False)"),
+        f"{SWITCHES}::test_microbatches_without_sync_communicate_nothing",
+    ),
+    "a GEMM forgets the unsynced microbatch": Bug(
+        "Gradients.takes_new",
+        without("weight.unsharded_grad is not None"),
+        f"{GRADIENTS}::test_r27_first_and_last_use_in_different_microbatches",
+    ),
+    "weight unused in the last microbatch": Bug(
+        "Gradients.complete", drop("submit"), f"{GRADIENTS}::test_r27_first_and_last_use_in_different_microbatches"
+    ),
+    "rows before the last all-reduce are lost": Bug(
+        "Gradients._complete",
+        drop("slot += ..."),
+        f"{SWITCHES}::test_replicas_are_reduced_in_the_last_microbatch_alone",
+    ),
+    "whole unsynced gradient is lost": Bug(
+        "WholeParam._with_unsynced",
+        replace("unsynced.add_(grad)", "grad.to(self.reduce_dtype)"),
+        f"{SWITCHES}::test_microbatches_without_sync_communicate_nothing",
+    ),
+    "whole gradient counts twice": Bug(
+        "WholeParam._take_grad_of_leaf",
+        replace("grad, leaf.grad = (leaf.grad, None)", "grad = leaf.grad"),
+        f"{GRADIENTS}::test_r20_rank_distinct_gradients_are_averaged_through_every_gather",
+    ),
+    "reduce_dtype is ignored": Bug(
+        "ManagedParam._set_param",
+        without("policy.reduce_dtype"),
+        f"{GRADIENTS}::test_fp32_reduction_of_bf16_compute_is_exact",
+    ),
+    "sum in the dtype of the wire": Bug(
+        "sum_dtype",
+        replace("torch.promote_types(...)", "wire_dtype"),
+        f"{REDUCTIONS}::test_error_does_not_see_what_rounding_in_the_ring_loses",
+    ),
+    "exchange sums where it should average": Bug(
+        "Scattering.finish",
+        replace("scale.op == dist.ReduceOp.AVG", "False"),
+        f"{REDUCTIONS}::test_bf16_parameters_accumulate_in_fp32",
+    ),
+    "rows of the wrong rank are sent": Bug(
+        "SendRing.exchange",
+        replace("place.begin + self.rank * nbytes", "place.begin"),
+        f"{COPY_ENGINE}::test_gradients_in_the_ring",
+    ),
+    "a later round of a large gather writes over the first": Bug(
+        "_rounds",
+        replace("part.target + begin * row_nbytes", "part.target"),
+        f"{COPY_ENGINE}::test_large_gathers_take_rounds",
+    ),
+    "rounds of a large gather do not take turns in the stage": Bug(
+        "CopyEngine._gather",
+        replace("self._num_rounds % 2", "self._num_rounds // 2 % 2"),
+        "test_copy_engine_streams.py::test_gathers_of_ranks_that_get_on_in_any_order",
+    ),
+    "more reductions in flight than allowed": Bug(
+        "ReductionsInFlight.reducing",
+        flip("... >= self._max_inflight", ">"),
+        "test_gtp_shard_memory.py::TestMemory::test_reductions_in_flight_are_bounded",
+    ),
+    "rows of a short shard lie at its end": Bug(
+        "WeightLayout.filled",
+        argument("narrow", 1, "self.chunk_rows - self.local_rows"),
+        f"{GRADIENTS}::test_tied_uneven_vocabulary_updates_every_row",
+    ),
+    "freezing is not followed": Bug(
+        "ManagedParam._follow_frozen",
+        argument("requires_grad_", 0, "True"),
+        f"{GRADIENTS}::test_a_weight_that_is_frozen_between_steps_is_reduced_no_more",
+    ),
+    "hook after the accumulation is not run": Bug(
+        "ManagedParam.publish_grad", drop("post_hook"), f"{SWITCHES}::test_hooks_fire_once_with_the_right_values"
+    ),
+    "what a gradient hook returns is dropped": Bug(
+        "ManagedParam.publish_grad",
+        replace("reduced = _run_tensor_hooks(...)", "_run_tensor_hooks(hooks, param, reduced, spec)"),
+        "test_gtp_shard_hooks.py::TestHooks::test_parameter_hooks_may_replace_the_gradient",
+    ),
+    "saved view begins at the wrong element": Bug(
+        "SavedWeights._unpack", replace("begin + packed.offset", "begin"), f"{READS}::test_slices_of_a_weight"
+    ),
+    "write before backward is not seen": Bug(
+        "check_unmodified",
+        flip("weight.version != version", "<"),
+        "test_gtp_shard_runtime.py::TestPasses::test_weight_modified_between_forward_and_backward_raises",
+    ),
+    "digest does not see the order": Bug(
+        "_mixed", replace("piece + places * _STRIDE", "piece"), "test_digest.py::test_the_order_of_elements_counts"
+    ),
+    "replicas are not compared": Bug(
+        "agree_to_begin",
+        negate("has_replicas(param.mesh)"),
+        f"{READS}::test_ranks_that_begin_with_other_values_are_refused",
+    ),
+    "gather backend that one rank lacks": Bug(
+        "_make_on_all_ranks",
+        assign("reasons", "[reason] if reason else []"),
+        "test_gather_backends.py::TestGatherBackends::test_automatic_choice_is_the_same_on_all_ranks_and_told",
+    ),
+    "last weight gradients of a split backward": Bug(
+        "_replace_backward.run_part",
+        drop("complete_gradients"),
+        "test_gtp_shard_pipeline.py::TestPipeline::test_zero_bubble",
+    ),
+    "graph reads the inputs of its recording": Bug(
+        "RecordedStep.replay", drop("copy_"), f"{CAPTURE_STEP}::test_each_call_is_one_step"
+    ),
+    "replay is no step to the runtime": Bug(
+        "RecordedStep.replay", drop("note_step"), f"{CAPTURE_STEP}::test_eager_steps_between_replays_see_new_weights"
+    ),
+    "changed shape is not seen": Bug(
+        "signature",
+        replace(
+            "(..., leaf.shape, leaf.stride(), leaf.dtype, leaf.device)",
+            "(type(leaf), leaf.stride(), leaf.dtype, leaf.device)",
         ),
+        f"{CAPTURE_STEP}::test_other_shapes_and_values_get_graphs_of_their_own",
     ),
-    Bug(
-        "whole gradients skip the replicas",
-        "_schedule/whole_gradients.py",
-        "        for group in active[1:]:",
-        "        for group in active[2:]:",
-        (
-            "test_gtp_shard_gradients.py::TestGradients::test_r20_rank_distinct_gradients_are_averaged_through_every_gather",
-        ),
+    "changed hyperparameter is not seen": Bug(
+        "RecordedStep._check_constant",
+        replace("before.get(key) != now.get(key)", "key not in before"),
+        f"{CAPTURE_STEP}::test_baked_in_hyperparameters_must_stay",
     ),
-    Bug(
-        "second use replaces the first gradient",
-        "_params/managed_param.py",
-        "            self.reduced += reduced",
-        "            self.reduced = reduced",
-        ("test_gtp_shard_overlap.py::TestOverlap::test_r4_reused_module_gathers_equal_uses_and_gradients_add_up",),
+    "switch of training is not seen": Bug(
+        "Surroundings._describe",
+        replace("[module.training for module in modules]", "[]"),
+        f"{CAPTURE_STEP}::test_changes_that_graphs_do_not_know_start_anew",
     ),
-    Bug(
-        "microbatch replaces the gradient",
-        "_params/managed_param.py",
-        "            total += reduced",
-        "            total = reduced",
-        (
-            "test_gtp_shard_mixed_precision.py::TestMixedPrecision::test_what_the_user_does_to_grad_between_microbatches_counts",
-        ),
+    "second use in a recorded block": Bug(
+        "Recording.target", without("any(...)"), f"{CAPTURE_BLOCKS}::test_replays_are_eager_steps"
     ),
-    Bug(
-        "wide sum of microbatches is dropped",
-        "_params/managed_param.py",
-        "            self._wide_grad = reduced",
-        "            pass",
-        ("test_gtp_shard_gradients.py::TestGradients::test_bf16_parameters_sum_microbatches_in_fp32",),
+    "graph is replayed before its backward": Bug(
+        "_CapturedBlock.__call__", never("graph.awaits_backward"), f"{CAPTURE_BLOCKS}::test_microbatches"
     ),
-    Bug(
-        "unsynced microbatch is overwritten",
-        "_schedule/reduce_gradients.py",
-        "            return weight.unsharded_grad, True",
-        "            return weight.unsharded_grad, False",
-        ("test_gtp_shard_switches.py::TestSwitches::test_microbatches_without_sync_communicate_nothing",),
+    "all-reduce hook changes a copy": Bug(
+        "ManagedParam.publish_grad",
+        argument("hook", 0, "reduced.clone()"),
+        "test_gtp_shard_from_fully_shard.py::TestAllReduceHook::test_replicas_of_ones_own",
     ),
-    Bug(
-        "a GEMM forgets the unsynced microbatch",
-        "_schedule/reduce_gradients.py",
-        " or weight.ring is not None or weight.unsharded_grad is not None:",
-        " or weight.ring is not None:",
-        ("test_gtp_shard_gradients.py::TestGradients::test_r27_first_and_last_use_in_different_microbatches",),
+    "padding of a hook's tensor becomes rows": Bug(
+        "_without_padding",
+        returns("tensor"),
+        "test_gtp_shard_extensions.py::TestHooks::test_sixteen_bits_cross_the_wire",
     ),
-    Bug(
-        "weight unused in the last microbatch",
-        "_schedule/reduce_gradients.py",
-        "                self.submit(weight, weight.unsharded_grad)",
-        "                pass",
-        ("test_gtp_shard_gradients.py::TestGradients::test_r27_first_and_last_use_in_different_microbatches",),
-    ),
-    Bug(
-        "rows before the last all-reduce are lost",
-        "_schedule/reduce_gradients.py",
-        "            slot += weight.unreplicated_grad",
-        "            pass",
-        ("test_gtp_shard_switches.py::TestSwitches::test_replicas_are_reduced_in_the_last_microbatch_alone",),
-    ),
-    Bug(
-        "whole unsynced gradient is lost",
-        "_params/whole_param.py",
-        "        return unsynced.add_(grad)  # rounded once, after the addition",
-        "        return grad.to(self.reduce_dtype)",
-        ("test_gtp_shard_switches.py::TestSwitches::test_microbatches_without_sync_communicate_nothing",),
-    ),
-    Bug(
-        "whole gradient counts twice",
-        "_params/whole_param.py",
-        "        grad, leaf.grad = leaf.grad, None",
-        "        grad = leaf.grad",
-        (
-            "test_gtp_shard_gradients.py::TestGradients::test_r20_rank_distinct_gradients_are_averaged_through_every_gather",
-        ),
-    ),
-    Bug(
-        "reduce_dtype is ignored",
-        "_params/managed_param.py",
-        "= policy.reduce_dtype or self.compute_dtype",
-        "= self.compute_dtype",
-        ("test_gtp_shard_gradients.py::TestGradients::test_fp32_reduction_of_bf16_compute_is_exact",),
-    ),
-    Bug(
-        "sum in the dtype of the wire",
-        "_comm/reduce_scatter.py",
-        "else torch.promote_types(wire_dtype, torch.float32)",
-        "else wire_dtype",
-        ("test_gtp_shard_reductions.py::TestReductions::test_error_does_not_see_what_rounding_in_the_ring_loses",),
-    ),
-    Bug(
-        "exchange sums where it should average",
-        "_comm/reduce_scatter.py",
-        "        is_mean, own, rank = scale.op == dist.ReduceOp.AVG, [], 0",
-        "        is_mean, own, rank = False, [], 0",
-        ("test_gtp_shard_reductions.py::TestReductions::test_bf16_parameters_accumulate_in_fp32",),
-    ),
-    Bug(
-        "rows of the wrong rank are sent",
-        "_comm/send_ring.py",
-        "place.begin + self.rank * nbytes",
-        "place.begin",
-        ("test_copy_engine.py::test_gradients_in_the_ring",),
-    ),
-    Bug(
-        "a later round of a large gather writes over the first",
-        "_comm/copy_engine.py",
-        "part.target + begin * row_nbytes",
-        "part.target",
-        ("test_copy_engine.py::test_large_gathers_take_rounds",),
-    ),
-    Bug(
-        "rounds of a large gather do not take turns in the stage",
-        "_comm/copy_engine.py",
-        "half = self._num_rounds % 2",
-        "half = self._num_rounds // 2 % 2",
-        ("test_copy_engine_streams.py::test_gathers_of_ranks_that_get_on_in_any_order",),
-    ),
-    Bug(
-        "more reductions in flight than allowed",
-        "_comm/reductions_in_flight.py",
-        "len(self._reductions) >= self._max_inflight",
-        "len(self._reductions) > self._max_inflight",
-        ("test_gtp_shard_memory.py::TestMemory::test_reductions_in_flight_are_bounded",),
-    ),
-    Bug(
-        "rows of a short shard lie at its end",
-        "_params/layout.py",
-        "slot.narrow(0, 0, self.local_rows)",
-        "slot.narrow(0, self.chunk_rows - self.local_rows, self.local_rows)",
-        ("test_gtp_shard_gradients.py::TestGradients::test_tied_uneven_vocabulary_updates_every_row",),
-    ),
-    Bug(
-        "freezing is not followed",
-        "_params/managed_param.py",
-        "self.leaf.requires_grad_(self.param.requires_grad)",
-        "self.leaf.requires_grad_(True)",
-        ("test_gtp_shard_gradients.py::TestGradients::test_a_weight_that_is_frozen_between_steps_is_reduced_no_more",),
-    ),
-    Bug(
-        "hook after the accumulation is not run",
-        "_params/managed_param.py",
-        "            post_hook(param)",
-        "            pass",
-        ("test_gtp_shard_switches.py::TestSwitches::test_hooks_fire_once_with_the_right_values",),
-    ),
-    Bug(
-        "what a gradient hook returns is dropped",
-        "_params/managed_param.py",
-        "            reduced = _run_tensor_hooks(",
-        "            _run_tensor_hooks(",
-        ("test_gtp_shard_hooks.py::TestHooks::test_parameter_hooks_may_replace_the_gradient",),
-    ),
-    Bug(
-        "saved view begins at the wrong element",
-        "_params/saved_for_backward.py",
-        "begin + packed.offset",
-        "begin",
-        ("test_gtp_shard_reads.py::TestReads::test_slices_of_a_weight",),
-    ),
-    Bug(
-        "write before backward is not seen",
-        "_params/saved_for_backward.py",
-        "    if weight.version != version:",
-        "    if weight.version < version:",
-        ("test_gtp_shard_runtime.py::TestPasses::test_weight_modified_between_forward_and_backward_raises",),
-    ),
-    Bug(
-        "digest does not see the order",
-        "_comm/agreement.py",
-        "mixed = piece + places * _STRIDE",
-        "mixed = piece",
-        ("test_digest.py::test_the_order_of_elements_counts",),
-    ),
-    Bug(
-        "replicas are not compared",
-        "_schedule/first_forward.py",
-        "isinstance(param, WholeParam) or has_replicas(param.mesh)",
-        "isinstance(param, WholeParam) or not has_replicas(param.mesh)",
-        ("test_gtp_shard_reads.py::TestReads::test_ranks_that_begin_with_other_values_are_refused",),
-    ),
-    Bug(
-        "gather backend that one rank lacks",
-        "_comm/gather_backends.py",
-        "    if reasons:\n        ranks",
-        "    if reason:\n        ranks",
-        ("test_gather_backends.py::TestGatherBackends::test_automatic_choice_is_the_same_on_all_ranks_and_told",),
-    ),
-    Bug(
-        "last weight gradients of a split backward",
-        "_modules/torch_patches.py",
-        "                runtime.complete_gradients()",
-        "                pass",
-        ("test_gtp_shard_pipeline.py::TestPipeline::test_zero_bubble",),
-    ),
-    Bug(
-        "graph reads the inputs of its recording",
-        "graphs/record_step.py",
-        "            target.copy_(source, non_blocking=True)",
-        "            pass",
-        ("test_capture_step.py::TestCaptureStep::test_each_call_is_one_step",),
-    ),
-    Bug(
-        "replay is no step to the runtime",
-        "graphs/record_step.py",
-        "            runtime.note_step(self._written)",
-        "            pass",
-        ("test_capture_step.py::TestCaptureStep::test_eager_steps_between_replays_see_new_weights",),
-    ),
-    Bug(
-        "changed shape is not seen",
-        "graphs/record_again.py",
-        "return type(leaf), leaf.shape, leaf.stride(), leaf.dtype, leaf.device",
-        "return type(leaf), leaf.stride(), leaf.dtype, leaf.device",
-        ("test_capture_step.py::TestCaptureStep::test_other_shapes_and_values_get_graphs_of_their_own",),
-    ),
-    Bug(
-        "changed hyperparameter is not seen",
-        "graphs/record_step.py",
-        "            if before.get(key) != now.get(key):",
-        "            if key not in before:",
-        ("test_capture_step.py::TestCaptureStep::test_baked_in_hyperparameters_must_stay",),
-    ),
-    Bug(
-        "switch of training is not seen",
-        "graphs/record_again.py",
-        "            [module.training for module in modules],",
-        "            [],",
-        ("test_capture_step.py::TestCaptureStep::test_changes_that_graphs_do_not_know_start_anew",),
-    ),
-    Bug(
-        "second use in a recorded block",
-        "graphs/record_block.py",
-        " or any(weight is other.weight for other in self.written):",
-        ":",
-        ("test_capture_blocks.py::TestCaptureBlocks::test_replays_are_eager_steps",),
-    ),
-    Bug(
-        "graph is replayed before its backward",
-        "graphs/capture_blocks.py",
-        "        if graph.awaits_backward:",
-        "        if False:",
-        ("test_capture_blocks.py::TestCaptureBlocks::test_microbatches",),
-    ),
-    Bug(
-        "all-reduce hook changes a copy",
-        "_params/managed_param.py",
-        "            hook(reduced)\n",
-        "            hook(reduced.clone())\n",
-        ("test_gtp_shard_from_fully_shard.py::TestAllReduceHook::test_replicas_of_ones_own",),
-    ),
-    Bug(
-        "padding of a hook's tensor becomes rows",
-        "_params/pack_planes.py",
-        "    return layout.filled(tensor) if is_padded else tensor",
-        "    return tensor",
-        ("test_gtp_shard_extensions.py::TestHooks::test_sixteen_bits_cross_the_wire",),
-    ),
-]
+}

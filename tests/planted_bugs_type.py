@@ -1,32 +1,47 @@
-"""What a planted bug is: plain data, and how it changes the text of a file."""
+"""What a planted bug is: a function, and a change of its syntax tree."""
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+
+from planted_bugs_changes import Change
 
 PACKAGE = Path(__file__).parents[1] / "dtensor_gtp"
 TESTS = Path(__file__).parent
 
 
-class Bug(NamedTuple):
-    """A plausible mistake in one line of the package.
+class Planted(NamedTuple):
+    """A file of the package with a bug in it.
 
     Args:
-        name: What goes wrong, for people and for ``--only``.
-        file: Path below ``dtensor_gtp/``.
-        before: Text that stands exactly once in the file: a line, or the part of it that tells it from all others.
-        after: What the bug makes of it.
-        tests: The tests that should fail, the fewest and quickest of the module concerned, as ``file.py::name``: a file
-            may move to another folder.
+        file: Path below the package.
+        before: Its code without the bug. Like ``text``, it is written from the tree: it has no comments.
+        text: Its code with the bug.
     """
 
-    name: str
     file: str
     before: str
-    after: str
-    tests: tuple[str, ...]
+    text: str
+
+
+class Bug(NamedTuple):
+    """A plausible mistake in one function of the package.
+
+    Args:
+        function: Its qualified name, in whichever file: ``Class.method``, ``function.inner``. Or the name of a class or
+            of a value of a module. ``module:name`` if several modules have the name.
+        change: What the bug makes of it.
+        tests: The tests that should fail, the fewest and quickest of the module concerned, as ``file.py::name``, in
+            whichever folder. Several are separated by spaces.
+    """
+
+    function: str
+    change: Change
+    tests: str
 
     def node_ids(self) -> list[str]:
         """For pytest.
@@ -35,33 +50,54 @@ class Bug(NamedTuple):
             ValueError: There is no such file of tests, or there are several.
         """
         found = []
-        for test in self.tests:
+        for test in self.tests.split():
             file, *inner = test.split("::")
             paths = _files_of_tests(file)
             if len(paths) != 1:
-                raise ValueError(f"Bug '{self.name}': {len(paths)} files below tests/ have the name of {file}.")
+                raise ValueError(f"{len(paths)} files below tests/ have the name of {file}")
             found.append("::".join([paths[0].relative_to(TESTS.parent).as_posix(), *inner]))
         return found
 
-    def text(self, package: Path = PACKAGE) -> str:
-        """The file with the bug in it.
-
-        Raises:
-            ValueError: There is no such file, or the text before the bug does not stand in it exactly once.
+    def plant(self, package: Path = PACKAGE) -> Planted:
+        """Raises:
+        ValueError: Not exactly one file has such a function, or the function does not have what the bug changes
+            exactly once.
         """
-        path = package / self.file
-        if not path.is_file():
-            raise ValueError(
-                f"Bug '{self.name}': {self.file} is not a file of the package. Change its path in the list."
-            )
-        source = path.read_text()
-        count = source.count(self.before)
-        if count != 1:
-            raise ValueError(
-                f"Bug '{self.name}' expects its text to stand once in {self.file}, but it stands there {count} times: "
-                f"{self.before!r}. Change the text in the list, or take out the bug if no line can have it any more."
-            )
-        return source.replace(self.before, self.after)
+        module, _, name = self.function.rpartition(":")
+        files = [file for file in _files_with(package).get(name, ()) if module in ("", file.stem)]
+        if len(files) != 1:
+            where = f" ({', '.join(file.stem for file in files)}): name one, as 'module:{name}'" if files else ""
+            raise ValueError(f"{len(files)} files of the package have {self.function}{where}")
+        tree = ast.parse(files[0].read_text())
+        before = ast.unparse(tree)
+        functions = [node for found, node in _definitions(tree) if found == name]
+        try:
+            self.change.apply(tree, functions)
+        except ValueError as error:
+            raise ValueError(f"{error} in {self.function} of {files[0].name}") from None
+        return Planted(files[0].relative_to(package).as_posix(), before, ast.unparse(tree))
+
+
+@cache
+def _files_with(package: Path) -> dict[str, list[Path]]:
+    """By the qualified name of what is defined in them."""
+    found: dict[str, list[Path]] = {}
+    for file in sorted(package.rglob("*.py")):
+        for name in {name for name, _ in _definitions(ast.parse(file.read_text()))}:
+            found.setdefault(name, []).append(file)
+    return found
+
+
+def _definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """With their qualified names. A property and its setter have the same one."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
+            yield prefix + child.name, child
+            yield from _definitions(child, f"{prefix}{child.name}.")
+        elif isinstance(child, ast.Assign) and isinstance(node, ast.Module):
+            yield from ((target.id, child) for target in child.targets if isinstance(target, ast.Name))
+        else:
+            yield from _definitions(child, prefix)
 
 
 @cache

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # torch splits more addends of one element among threads.
 _MOST_RANKS = 63
-# Of gradients that travel together. Aligned addends have a kernel of their own.
+# Of gradients that are sent together. Aligned addends have a separate kernel.
 _TRIED = ([1040, 16], [1001, 8])
 # ``triton_addends.add``
 Sum = Callable[[Tensor, Tensor, Sequence[Tensor], int, int, float], None]
@@ -87,7 +87,7 @@ def fused_sum(like: Tensor, num_ranks: int) -> Sum | None:
 def _decided(key: _Key) -> tuple[Sum | None, str]:
     def warn(reason: str) -> None:
         what = f"{key.dtype} of {key.num_ranks} ranks on cuda:{key.device}"
-        logger.warning("Gradients that were exchanged are added by torch, not by one kernel (%s): %s", what, reason)
+        logger.warning("torch adds the gradients of all ranks, not the fused kernel (%s): %s", what, reason)
 
     return decided(_verdicts(), key, None, lambda: _try(torch.device("cuda", key.device), key), warn)
 
@@ -104,7 +104,7 @@ def _try(device: torch.device, key: _Key) -> tuple[Sum | None, str]:
         with waiting_allowed(device), Progress(logger, f"compiling the sum of gradients for {device}"):
             for sizes in _TRIED:
                 if not all(has_same_bits(*pair) for pair in _probe(add, sizes, device, key)):
-                    return None, "the sum by Triton has other bits than torch's"
+                    return None, "Triton's sum differs from torch's"
     except Exception as error:
         return None, failure(error)
     return add, ""

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._howto import see
 from .collectives import as_integers
+from .values import all_gather_values
 
 T = TypeVar("T")
 
@@ -33,12 +34,11 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def by_rank(own: T, groups: Sequence[dist.ProcessGroup]) -> dict[int, T]:
-    """The value of each rank of a mesh, sorted by global rank: any object that can be pickled. Collective over
-    ``groups``, one for each axis of the mesh."""
+    """The value of each rank of a mesh, sorted by global rank: what ``values`` sends. Collective over ``groups``, one
+    for each axis of the mesh."""
     known = {dist.get_rank(): own}
     for group in groups:
-        parts: list[dict[int, T]] = [{}] * group.size()
-        dist.all_gather_object(parts, known, group=group)
+        parts: list[dict[int, T]] = all_gather_values(known, group)
         known = {rank: value for part in parts for rank, value in part.items()}
     return dict(sorted(known.items()))
 

@@ -179,8 +179,9 @@ class CommContext(ReductionsInFlight):
             return
         with self._fork(stream := casting.cast_stream):
             # A collective in this context follows the stream of casts, and that stream waits for it.
-            outside, self._computing = self._computing, [] if stream is None else [stream]
+            outside = self._computing
             try:
+                self._computing = [] if stream is None else [stream]
                 self.delay()
                 yield
             finally:
@@ -229,7 +230,7 @@ class CommContext(ReductionsInFlight):
                 self._wait_for(self._reductions.popleft())
             except RuntimeError as error:
                 # As text: a handler that keeps the error would keep its frames, and so the gradients.
-                logger.warning("a reduction of the backward that is dropped has failed: %s", str(error))
+                logger.warning("a reduction failed in a backward that was dropped: %s", str(error))
         self._rewind_rings()
 
     def _rewind_rings(self) -> None:

@@ -105,8 +105,8 @@ class PeerCopies:
         """Replace the stage by a larger one. Collective; waits for the current stream."""
         if self._is_capturing():
             raise RuntimeError(
-                f"Copy engines need a stage of {nbytes} bytes, which cannot be allocated while a CUDA graph is "
-                "captured. Run the step eagerly before it is captured; capture_step does."
+                f"Copy engines need a staging buffer of {nbytes} bytes, but cannot allocate it during the capture of "
+                "a CUDA graph. Run the step eagerly before the capture; capture_step does."
             )
         with waiting_allowed(self._device):
             self._wait_on_host()

@@ -109,9 +109,9 @@ def _not_finite(name: str, value: Tensor) -> str:
     return f"'{name}' has {num_nan} NaN and {num_infinite} infinite of {value.numel()} elements"
 
 
-def profiler_range(name: str, detail: str) -> AbstractContextManager[Any]:
+def profiler_range(name: str, *details: str) -> AbstractContextManager[Any]:
     """A named range in the profiler's trace; free while no profiler records."""
-    return torch.profiler.record_function(f"{name} ({detail})") if compat.is_profiling() else _NOTHING
+    return torch.profiler.record_function(f"{name} ({', '.join(details)})") if compat.is_profiling() else _NOTHING
 
 
 def poison(buffer: Tensor) -> None:

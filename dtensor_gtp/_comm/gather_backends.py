@@ -66,7 +66,7 @@ def refuse_unavailable(policy: SchedulePolicy, device_type: str) -> None:
         if getattr(policy, name) == "copy_engine" and device_type != "cuda":
             raise ValueError(
                 f"gtp_shard expects a mesh of GPUs with SchedulePolicy({name}='copy_engine'), but got one of "
-                f"'{device_type}', which has no copy engines. Leave it at its default there."
+                f"'{device_type}', which has no copy engines. Leave out {name}."
             )
 
 

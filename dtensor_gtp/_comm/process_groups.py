@@ -37,6 +37,18 @@ def world_size() -> int:
     return int(os.environ["WORLD_SIZE"])
 
 
+def default_device_type() -> str:
+    """The accelerator of this process; "cpu" if there is none, or if the process group that exists uses gloo on it."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return "cpu"
+    if dist.is_initialized():
+        backends = dict(part.split(":") for part in dist.get_backend_config().split(","))
+        if backends.get(accelerator.type, "gloo") == "gloo":
+            return "cpu"
+    return str(accelerator.type)
+
+
 def has_device(device_type: str) -> bool:
     """Whether this process has a device of that type."""
     if device_type == "cpu":
@@ -71,8 +83,8 @@ def set_device(device_type: str) -> None:
     num_devices = module.device_count()
     if not 0 <= int(local_rank) < num_devices:
         raise ValueError(
-            f"init_weight_mesh expects a device of its own for each process, but LOCAL_RANK is {local_rank} and there "
-            f"are {num_devices} '{device_type}' devices. Start at most {num_devices} processes on a host (torchrun "
+            f"init_weight_mesh expects one device for each process, but LOCAL_RANK is {local_rank} and there are "
+            f"{num_devices} '{device_type}' devices. Start at most {num_devices} processes on a host (torchrun "
             "--nproc-per-node), or set LOCAL_RANK=0 where each process sees only its own device."
         )
     module.set_device(int(local_rank))

@@ -1,13 +1,13 @@
 """Kinds of reduce-scatter: how the full gradients of all ranks become the reduced rows of each.
 
-A *scattering* reduces one gradient, or several that travel together. It allocates its buffers on the compute stream, is
-launched on the scatter stream, and is finished after the collective (without streams: after the background work).
+A *scattering* reduces one gradient, or several that are sent together. It allocates its buffers on the compute stream,
+is launched on the scatter stream, and is finished after the collective (without streams: after the background work).
 
 [Note: error of a reduction]
-A ring adds in the dtype of the wire, one rank after the other: with bf16, whose rounding is 2^-9, the error grows with
+A ring adds in the dtype that is sent, one rank after the other: with bf16, whose rounding is 2^-9, the error grows with
 the number of ranks. ``all_to_all`` sends the same bytes, but every rank receives the addends of its rows from all ranks
 and adds them in float32. ``copy_engine`` does the same by copies. The error that is left is the rounding of each addend
-to the dtype of the wire, which does not grow with the axis. It costs a buffer as large as the gradient.
+to the dtype that is sent, which does not grow with the axis. It costs a buffer as large as the gradient.
 """
 
 from __future__ import annotations

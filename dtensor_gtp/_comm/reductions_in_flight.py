@@ -70,8 +70,8 @@ class ReductionsInFlight(HostCopies):
     @contextmanager
     def unbounded(self) -> Iterator[None]:
         """Launch any number of reductions in this context: a recorded block launches all of its own together."""
-        self._is_bounded = False
         try:
+            self._is_bounded = False
             yield
         finally:
             self._is_bounded = True

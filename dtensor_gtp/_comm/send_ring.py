@@ -1,11 +1,11 @@
 """Gradients that peers fetch by copy engines, from where the GEMM has written them.
 
 [Note: places in the ring]
-Gradients are sent from the *ring*, symmetric memory of this rank. The place of a gradient follows from the sizes of
-those that were submitted before it in this backward. These are the same on all ranks, so peers find it without a
-message. A GEMM is *offered* the next place, to write its gradient there, if nobody uses the place any more. Otherwise,
-and if a gradient was made elsewhere (added to those of earlier microbatches, say), the scatter stream copies it into
-its place. Ranks may differ in this, because they may differ in which places are in use.
+Gradients are sent from the *ring*, symmetric memory of this rank. The place (slot) of a gradient follows from the sizes
+of those that were submitted before it in this backward. These are the same on all ranks, so peers find it without a
+message. A GEMM is *offered* the next place, to write its gradient there, if the place is free. Otherwise, and if a
+gradient was made elsewhere (added to those of earlier microbatches, say), the scatter stream copies it into its place.
+Ranks may differ in this, because they may differ in which places are in use.
 
 A place is in use at least until compute has waited for the exchange that reads it (``CommContext`` retires it). An
 exchange ends with a barrier, so by then all peers have read it. It is, in the order of the scatter stream:
@@ -14,13 +14,13 @@ exchange ends with a barrier, so by then all peers have read it. It is, in the o
 2. a copy of every peer's addend for this rank;
 3. a barrier: all ranks have read.
 
-The kernel that adds reads this rank's own addend in its place (see [Note: kernels after an exchange]).
+The kernel that adds reads this rank's own addend where it is (see [Note: kernels after an exchange]).
 
-Waiting gradients that cannot travel with the next one are launched before that one gets a place. If a gradient has no
-room beside those that it travels with, all of them get new places at the launch, in a ring that grows if it must: the
-first time to what the sizes of all weights ask for. After each backward the ring grows to the size that would have
-avoided that, up to ``enough_nbytes``. [Note: rules of the copy engine] holds for growth and CUDA graphs. Each
-backward starts at the first place, so addresses repeat from step to step.
+Waiting gradients that cannot be sent with the next one are launched before that one gets a place. If a gradient does
+not fit beside those that it is sent with, all of them get new places at the launch, in a ring that grows if it must:
+the first time to what the sizes of all weights ask for. After each backward the ring grows to the size that would have
+avoided that, up to ``enough_nbytes``. [Note: rules of the copy engine] holds for growth and CUDA graphs. Each backward
+starts at the first place, so addresses repeat from step to step.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class SendRing(PeerCopies):
         """
         offered, self._offered = self._offered, None
         if offered is not None and offered is not buffer:
-            raise RuntimeError("a place of the send ring was offered to a gradient, but another one was submitted")
+            raise RuntimeError("the send ring reserved memory for another gradient than the one submitted")
         begin, end = self._next(buffer.numel(), dtype)
         self._submitted_nbytes += end - begin
         self._largest_nbytes = max(self._largest_nbytes, end - begin)
@@ -175,7 +175,7 @@ class SendRing(PeerCopies):
             sizes: Elements of a row of each gradient; their sum is ``numel``.
             places: Of all gradients that wait, each of shape ``(world, size)``; row i is for rank i.
         """
-        assert places == self._waiting, "gradients are launched in the order in which they were submitted"
+        assert places == self._waiting, "gradients must be launched in the order of submission"
         self._waiting = []
         stage = self._used_stage()
         stage.barrier(0)

@@ -115,7 +115,7 @@ class TokenExchange:
             logger.info("%s of %s: %s", self.purpose, self._fqn, self.describe())
 
     def _complaint(self, got: str) -> str:
-        source = "the most of the first use, because capture_step replays without the host"
+        source = "the most of the first use, because the host does not take part in a replay of capture_step"
         if self._is_declared:
             source = "as SchedulePolicy(exchange_tokens=...) says"
         return (

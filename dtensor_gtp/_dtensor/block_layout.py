@@ -145,8 +145,8 @@ def check_placements(spec: DTensorSpec) -> None:
             others = [(i, p) for i, p in enumerate(spec.placements) if i != axis and _shards(p, placement.dim)]
             if any(i > axis or isinstance(p, StridedShard | _BlockGTPShard) for i, p in others):
                 raise NotImplementedError(
-                    f"GTPShard with block_size > 1 must be the last to cut its tensor dim, but got placements "
-                    f"{spec.placements}. Put its mesh axis to the right of the other axes that shard dim "
+                    "GTPShard with block_size > 1 must be the last placement that shards its tensor dim, but got "
+                    f"placements {spec.placements}. Put its mesh axis to the right of the other axes that shard dim "
                     f"{placement.dim}, or use block_size=1."
                 )
         elif isinstance(placement, _StridedGTPShard) and spec.tensor_meta is not None:
@@ -163,8 +163,8 @@ def _check_strided(placement: _StridedGTPShard, axis: int, spec: DTensorSpec, sh
     if has_own_chunks or (rest != 0 and (is_cut_again or placement.block_size > 1)):
         raise ValueError(
             f"{placement!r} on mesh axis {axis} of size {num_chunks} cannot shard dim {dim} of shape {tuple(shape)}: "
-            f"DTensor reads it as {placement.split_factor} equal slices, each cut as by torch.chunk. Put the axis that "
-            f"cuts first to the left: (Shard({dim}), GTPShard({dim}, block_size={placement.block_size}))."
+            f"DTensor reads it as {placement.split_factor} equal slices, each split as by torch.chunk. Put the axis "
+            f"that splits first to the left: (Shard({dim}), GTPShard({dim}, block_size={placement.block_size}))."
         )
 
 

@@ -30,7 +30,7 @@ def _set(stock: Any, param: DTensor, value: Any) -> None:
     # Another library may have cut parameters over the same mesh, and may hold their local tensors.
     if not whole_draws().is_on_our_mesh(param) or not (has_shard or spec.placements[-1].is_replicate()):
         if has_shard:
-            raise _refusal(param, "a parameter that fully_shard has not cut again", value)
+            raise _refusal(param, "a parameter that no outer fully_shard has sharded", value)
         stock(param, value)
         return
     if not isinstance(value, Tensor):

@@ -156,7 +156,9 @@ def _aligned(op: Any, operand: Operand, leader: DTensorSpec) -> DTensorSpec:
     if placements == list(spec.placements):
         return spec
     if operand.is_mutated:
-        raise unsupported(op, [operand, operand._replace(spec=leader)], "it writes to tensors with unlike placements")
+        raise unsupported(
+            op, [operand, operand._replace(spec=leader)], ("it writes to tensors with different placements")
+        )
     return _with_placements(spec, placements, spec.tensor_meta)
 
 

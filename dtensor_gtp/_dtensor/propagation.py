@@ -111,7 +111,7 @@ def propagate_block_op(stock: Propagate, schema: OpSchema, operands: Sequence[Op
     # torch's own handlers ask for the sharding, but do not move data as it says.
     handler = dispatcher._custom_op_handlers.get(op)
     if handler is not None and handler.__module__.startswith("torch."):
-        raise unsupported(op, operands, "it has a handler of its own in DTensor")
+        raise unsupported(op, operands, "DTensor has a special handler for it")
     is_known = op in propagator.op_strategy_funcs or op in propagator.op_single_dim_strategy_funcs
     if is_known and elementwise.is_elementwise(op):
         if (sharding := propagate_alike(schema, operands)) is not None:

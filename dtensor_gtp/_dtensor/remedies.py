@@ -1,4 +1,4 @@
-"""What to write where torch refuses a sharded tensor: one line, in the error or below its traceback.
+"""What to write instead where torch refuses a sharded tensor: one line, in the error or below its traceback.
 
 DTensor refuses ops that mix it with plain tensors. Its C++ code raises that error, so the line is added where Python
 prints an exception that nobody has caught.
@@ -12,6 +12,7 @@ import sys
 from types import TracebackType
 from typing import Any, NoReturn
 
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 _WHOLE = "param.full_tensor() on all ranks gives the whole tensor, param.to_local() this rank's rows"
@@ -20,13 +21,13 @@ _WHOLE = "param.full_tensor() on all ranks gives the whole tensor, param.to_loca
 _REMEDIES = (
     (
         ("_foreach_", "_fused_", "_amp_"),
-        "Plain tensors stand beside sharded ones, e.g. ignored_params. Give them a param group of their own (an "
-        "optimizer takes each group by itself), and a call of clip_grad_norm_ of their own.",
+        "This call mixes plain parameters, e.g. ignored_params, with sharded ones. Put the plain ones into a "
+        "separate param group, and clip them by a separate clip_grad_norm_.",
     ),
     (
         ("index", "embedding", "gather", "mm", "addmm", "bmm", "matmul", "linear", "convolution"),
-        "Outside of a forward a weight is a sharded tensor. Call the module, e.g. model.embedding(ids); name your "
-        f"method to register_gtp_forward_method; or convert: {_WHOLE}.",
+        "Outside of a forward a weight is a sharded tensor. Call the module, e.g. model.embedding(ids); or register "
+        f"your method: register_gtp_forward_method(model, 'name'); or convert: {_WHOLE}.",
     ),
     (
         ("copy_", "fill_", "index_put_", "lerp_"),
@@ -35,8 +36,8 @@ _REMEDIES = (
     ),
     (
         ("",),
-        f"A sharded tensor met a plain one. {_WHOLE}. A penalty on parameters becomes a plain number by "
-        "penalty.full_tensor(), on all ranks, before it is added to the loss.",
+        f"This op mixes a sharded tensor with a plain one. {_WHOLE}. Before you add a penalty on parameters to the "
+        "loss, call penalty.full_tensor() on all ranks.",
     ),
 )
 _REFUSED = re.compile(r"aten\.(\w+)\.\w+:? (?:got mixed torch\.Tensor and DTensor|does not have a sharding strategy)")
@@ -52,15 +53,37 @@ def install() -> None:
 
 
 def remedy_for(error: BaseException) -> str | None:
-    """What to write in the place of code that mixes tensors; None for other errors."""
+    """What to write instead of code that mixes tensors; None for other errors."""
     if not isinstance(error, RuntimeError) or (found := _REFUSED.search(str(error))) is None:
         return None
-    return next(text for starts, text in _REMEDIES if found[1].startswith(starts))
+    text = next(text for starts, text in _REMEDIES if found[1].startswith(starts))
+    method = _unregistered_method(error.__traceback__)
+    return text if method is None else f"{method} is not the forward of a module, so its weights are sharded. {text}"
+
+
+def _unregistered_method(traceback: TracebackType | None) -> str | None:
+    """The innermost method of a module with sharded parameters and the call that registers it; None for a forward."""
+    found = None
+    while traceback is not None:
+        frame = traceback.tb_frame
+        module, name = frame.f_locals.get("self"), frame.f_code.co_name
+        is_torchs = frame.f_globals.get("__name__", "").startswith("torch.")
+        if isinstance(module, nn.Module) and not is_torchs and _has_shards(module):
+            found = None if name == "forward" else f"{name}() (register_gtp_forward_method(module, '{name}'))"
+        traceback = traceback.tb_next
+    return found
+
+
+def _has_shards(module: nn.Module) -> bool:
+    return any(isinstance(param, DTensor) for param in module.parameters())
 
 
 def _show(stock: Any, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    if (text := remedy_for(error)) is not None:
-        error.add_note(f"dtensor_gtp: {text}")
+    shown: BaseException | None = error
+    while shown is not None:  # the errors that it was raised from are printed, too
+        if (text := remedy_for(shown)) is not None:
+            shown.add_note(f"dtensor_gtp: {text}")
+        shown = shown.__cause__ or shown.__context__
     stock(kind, error, traceback)
 
 

@@ -68,9 +68,9 @@ def _with_leaves(
         elif any(id(leaf) in reached for leaf in leaves):
             raise NotImplementedError(
                 f"torch.autograd.grad cannot return the gradient of parameter '{managed.fqn}' of shape "
-                f"{tuple(param.shape)}, which is reduced over mesh axes {managed.mesh.mesh_dim_names} behind backward "
-                f"(rank {dist.get_rank()}). Call loss.backward(inputs=[...]) with the same parameters, and read their "
-                ".grad."
+                f"{tuple(param.shape)}, which gtp_shard reduces over mesh axes {managed.mesh.mesh_dim_names} outside "
+                f"of autograd (rank {dist.get_rank()}). Call loss.backward(inputs=[...]) with the same parameters, "
+                "and read their .grad."
             )
     return tuple(found)
 
@@ -83,10 +83,10 @@ def _tensor_of(given: Tensor | GradientEdge) -> Any:
 def _leaves_of(managed: ManagedParam) -> list[Tensor]:
     if isinstance(managed, WholeParam) and managed.is_widened:
         raise NotImplementedError(
-            f"backward(inputs=...) cannot name parameter '{managed.fqn}' of shape {tuple(managed.param.shape)}, which "
-            f"is {managed.param.dtype} and computes in {managed.compute_dtype}: its gradient is taken before autograd "
-            f"rounds it (rank {dist.get_rank()}). Freeze the other parameters with requires_grad_(False), and call "
-            "backward() without inputs."
+            f"backward(inputs=...) cannot name parameter '{managed.fqn}' of shape {tuple(managed.param.shape)}, "
+            f"which is {managed.param.dtype} and computes in {managed.compute_dtype} (rank {dist.get_rank()}): "
+            "gtp_shard reads its gradient before autograd rounds it. Freeze the other parameters with "
+            "requires_grad_(False), and call backward() without inputs."
         )
     return managed.leaves if managed.group is None else [*managed.leaves, managed.group.leaf_of(managed)]
 
@@ -107,7 +107,8 @@ def _refuse_cut_again(param: DTensor) -> None:
     """A parameter with a shard of ours that no runtime registers is one that ``fully_shard`` has cut again."""
     if isinstance(param, torch.nn.Parameter) and any(isinstance(each, GTPShard) for each in param.placements):
         raise NotImplementedError(
-            f"backward(inputs=...) and torch.autograd.grad cannot name a parameter of shape {tuple(param.shape)} with "
-            f"placements {param.placements}, which an outer fully_shard has cut again (rank {dist.get_rank()}). Freeze "
-            "the other parameters with requires_grad_(False), and call backward() without inputs."
+            f"backward(inputs=...) and torch.autograd.grad cannot name a parameter of shape {tuple(param.shape)} "
+            f"with placements {param.placements}, which an outer fully_shard has sharded, too (rank "
+            f"{dist.get_rank()}). Freeze the other parameters with requires_grad_(False), and call backward() "
+            "without inputs."
         )

@@ -54,8 +54,8 @@ class Arguments(NamedTuple):
 def validate_kinds(module: Any, arguments: Arguments) -> None:
     if isinstance(module, list | tuple):
         raise TypeError(
-            f"gtp_shard expects an nn.Module as module, but got a {type(module).__name__}. Call it once on the module "
-            "that contains them all: what is gathered together is chosen, not given."
+            f"gtp_shard expects an nn.Module as module, but got a {type(module).__name__}. Call it once on the "
+            "module that contains them all: gtp_shard chooses which weights to gather together."
         )
     reshard = arguments.reshard_after_forward
     if not isinstance(reshard, bool):
@@ -138,23 +138,23 @@ def validate_module(module: nn.Module, mesh: DeviceMesh, ignored: Set[nn.Paramet
         # A submodule without parameters of ours may be wrapped in any way.
         if any(param not in ignored for param in submodule.parameters()):
             raise ValueError(
-                f"gtp_shard expects modules that no other data parallelism has wrapped yet, but "
+                "gtp_shard expects modules without another data parallelism around them, but "
                 f"'{name or type(module).__name__}' is a {type(submodule).__name__}. Call gtp_shard first, then "
-                "fully_shard; or use a (replicate, gtp) mesh instead of DistributedDataParallel; or leave the module "
-                "out by passing all its parameters in ignored_params."
+                "fully_shard; or use a (replicate, gtp) mesh instead of DistributedDataParallel; or leave the "
+                "module out by passing all its parameters in ignored_params."
             )
     if (sharded := binding_of(module)) is not None:
         raise ValueError(
-            f"gtp_shard was called on a {type(module).__name__} that an earlier call on it or on a module that "
-            f"contains it has sharded already over mesh axes {sharded.group.mesh.mesh_dim_names} (rank "
+            f"gtp_shard was called on a {type(module).__name__} that an earlier call has sharded already, on it or "
+            f"on a module that contains it, over mesh axes {sharded.group.mesh.mesh_dim_names} (rank "
             f"{dist.get_rank()}). Call it on submodules first, on the root last, and once on each."
         )
     bindings = [b for m in module.modules() if (b := binding_of(m)) is not None]
     if any(b.group.runtime.grads.replicas is not None for b in bindings):
         raise ValueError(
-            f"gtp_shard was called on a {type(module).__name__}, but a part sums its gradients with other replicas "
-            "already. Call gtp_shard on the submodules and the root first, then elastic.synchronize_replicas on the "
-            "root."
+            f"gtp_shard was called on a {type(module).__name__}, but elastic.synchronize_replicas was already called "
+            "on a part of it. Call gtp_shard on the submodules and the root first, then "
+            "elastic.synchronize_replicas on the root."
         )
     managed = {id(p.param) for b in bindings for p in b.params.values()}
     replaced = {n: p for n, p in module.named_parameters() if p not in ignored and id(p) not in managed}
@@ -176,8 +176,8 @@ def _refuse_params_of(wrapper: str, held: Iterable[Tensor], params: dict[str, nn
     for param in held:
         if id(param) in names:
             raise ValueError(
-                f"gtp_shard expects parameters that no other data parallelism manages yet, but {wrapper} on a module "
-                f"around has taken parameter '{names[id(param)]}' of shape {tuple(param.shape)} (rank "
+                f"gtp_shard expects parameters that no other data parallelism manages yet, but {wrapper} on an outer "
+                f"module manages parameter '{names[id(param)]}' of shape {tuple(param.shape)} (rank "
                 f"{dist.get_rank()}). Call gtp_shard first, then {wrapper}."
             )
 
@@ -214,8 +214,8 @@ def _refuse_holders(params: dict[str, nn.Parameter], mesh: DeviceMesh) -> None:
         optimizer, name = early
         raise ValueError(
             f"gtp_shard replaces parameters, but a {optimizer} optimizer already holds parameter '{name}' of shape "
-            f"{tuple(params[name].shape)}, to be sharded over mesh axes {mesh.mesh_dim_names}, and would update it to "
-            f"no effect (rank {dist.get_rank()}). Create the optimizer after gtp_shard."
+            f"{tuple(params[name].shape)}, to be sharded over mesh axes {mesh.mesh_dim_names}, and its updates would "
+            f"be lost (rank {dist.get_rank()}). Create the optimizer after gtp_shard."
         )
 
 

@@ -76,6 +76,10 @@ class BoundModule(nn.Module):
 
     _gtp_binding: Binding
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Classes that ``bind`` makes are no classes of the user: a base that keeps a list of its subclasses, or wants
+        arguments for them, is not asked."""
+
 
 def binding_of(module: nn.Module) -> Binding | None:
     return cast("Binding | None", module.__dict__.get(BINDING))

@@ -94,33 +94,38 @@ def _call_in_frame(
     if not runtime.is_initialized:
         runtime.num_tokens = _num_tokens((args, kwargs))
     reads = binding.reads if reads is None else reads
-    frame = runtime.enter(module, reads.may_read, method)
-    is_complete = False
+    depth = runtime.depth_of_call()
+    frame, is_complete = None, False
     try:
-        if group.module is module:
-            if runtime.device.type != "cpu" and len(runtime.reads.frames) == 1:
-                args, kwargs = to_device((args, kwargs), runtime.device)
-            args, kwargs = _cast_inputs(group, args, kwargs)
-        if compiler is not None or module._compiled_call_impl is not None:
-            args, kwargs = compat.complete_collectives((args, kwargs))
-        if compiler is None:
-            output = call(*args, **kwargs)
-        else:  # the call itself runs again under the compiler that was active around the frame
-            compat.set_eval_frame(compiler)
-            try:
+        try:
+            frame = runtime.enter(module, reads.may_read, method)
+            if group.module is module:
+                if runtime.device.type != "cpu" and len(runtime.reads.frames) == 1:
+                    args, kwargs = to_device((args, kwargs), runtime.device)
+                args, kwargs = _cast_inputs(group, args, kwargs)
+            if compiler is not None or module._compiled_call_impl is not None:
+                args, kwargs = compat.complete_collectives((args, kwargs))
+            if compiler is None:
                 output = call(*args, **kwargs)
-            finally:
-                compat.set_eval_frame(None)
-        if group.module is module:
-            output = _cast_outputs(group, output)
-        is_complete = True
-        reads.learn(frame.reads_weights, runtime.num_steps)
-    except torch.OutOfMemoryError as error:
-        if len(runtime.reads.frames) == 1:
-            error.add_note(see("memory_too_high"))
-        raise
+            else:  # the call itself runs again under the compiler that was active around the frame
+                compat.set_eval_frame(compiler)
+                try:
+                    output = call(*args, **kwargs)
+                finally:
+                    compat.set_eval_frame(None)
+            if group.module is module:
+                output = _cast_outputs(group, output)
+            is_complete = True
+            reads.learn(frame.reads_weights, runtime.num_steps)
+        except torch.OutOfMemoryError as error:
+            if len(runtime.reads.frames) == 1:
+                error.add_note(see("memory_too_high"))
+            raise
+        finally:
+            if frame is not None:
+                runtime.exit(frame, is_complete)
     finally:
-        runtime.exit(frame, is_complete)
+        runtime.leave(depth)
     if not runtime.is_materializing and torch.is_grad_enabled():
         follow_pipelining()
         # Tell the runtime when a backward through the output begins, so that its first gathers start at once.
@@ -141,10 +146,10 @@ def _refuse_added_params(group: ShardGroup) -> None:
     for fqn, site, param in unmanaged_params(group.module):
         if param.requires_grad and site not in group.unmanaged:
             raise RuntimeError(
-                f"Parameter '{fqn}' of shape {tuple(param.shape)} was added after gtp_shard, so nobody reduces its "
-                f"gradient over mesh axes {group.mesh.mesh_dim_names} (rank {dist.get_rank()}). Change the module "
-                f"before gtp_shard, or call shard_added(model) before the optimizer is made; pass the parameter in "
-                f"ignored_params if it is to stay local. {see('lora')}"
+                f"Parameter '{fqn}' of shape {tuple(param.shape)} was added after gtp_shard, so its gradient is not "
+                f"reduced over mesh axes {group.mesh.mesh_dim_names} (rank {dist.get_rank()}). Change the module "
+                "before gtp_shard, or call shard_added(model) before you create the optimizer. If the parameter "
+                f"must stay local, pass it in ignored_params. {see('lora')}"
             )
 
 

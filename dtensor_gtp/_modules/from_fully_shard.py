@@ -15,7 +15,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _PLANNED = (
-    "Gathers are planned by the order of uses. Leave it out; SchedulePolicy(prefetch_nbytes=...) says how far ahead"
+    "gtp_shard plans gathers by the order of uses. Leave it out; SchedulePolicy(prefetch_nbytes=...) sets how far ahead"
 )
 _SYMMETRIC = "SchedulePolicy(gather_backend='copy_engine') gathers through symmetric memory"
 
@@ -35,24 +35,24 @@ METHODS = MappingProxyType(
         "set_custom_all_gather": "Pass a class to SchedulePolicy(gather_backend=...)",
         "set_custom_reduce_scatter": "Choose a kind by SchedulePolicy(reduce_scatter=...)",
         "set_post_optim_event": (
-            "A gather takes memory of the compute stream, so it waits for that stream. Launch what is independent of "
-            "the optimizer's step before it, or on another stream"
+            "A gather allocates memory on the compute stream, so it waits for that stream. Launch other work before "
+            "the optimizer's step, or on another stream"
         ),
         "set_force_sum_reduction_for_comms": (
             "SchedulePolicy(reduce_scatter='all_to_all') or 'copy_engine' sends without a reduction; "
             "set_gradient_divide_factor(1) sums"
         ),
         "set_reduce_scatter_unused_params": (
-            "All ranks must use the same weights. Run a module that a rank has no data for on an empty input, which "
-            "gives zero gradients"
+            "All ranks must use the same weights. Where a rank has no data for a module, run it on an empty input, "
+            "which gives zero gradients"
         ),
         "set_reduce_scatter_max_input_buffers": (
-            "How many are in flight is chosen. Leave it out; SchedulePolicy(memory='least') takes less memory"
+            "gtp_shard chooses how many are in flight. Leave it out; SchedulePolicy(memory='least') takes less memory"
         ),
-        "set_separate_reduce_scatter_group": "Reductions always have a communicator of their own. Leave it out",
+        "set_separate_reduce_scatter_group": "Reductions always have a separate communicator. Leave it out",
         "set_unshard_in_backward": (
-            "Backward gathers no weight that it does not read (an embedding; a layer whose input needs no gradient). "
-            "Leave it out"
+            "Backward gathers only the weights that it reads (no embedding, no layer whose input needs no "
+            "gradient). Leave it out"
         ),
         "set_allocate_memory_from_process_group_for_comm": _SYMMETRIC,
         "set_symm_mem_for_comm": _SYMMETRIC,

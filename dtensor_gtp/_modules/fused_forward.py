@@ -34,16 +34,16 @@ class GTPLinear(GTPFused):
     def forward(self, input: Tensor) -> Tensor:
         binding = self._gtp_binding
         if torch.compiler.is_compiling():
-            if torch.is_autocast_enabled(input.device.type) or self._parameters["weight"] is None:
+            if torch.is_autocast_enabled(input.device.type) or is_parametrized(self):
                 return cast("Tensor", super().forward(input))
             compiled = binding.compiled["weight"]
             op = compiled_linear if compiled.weight.tp_spec is None else compiled_parallel_linear
             output = op(input, self.bias, compiled)  # reads the bias as an attribute: the graph gets its value
             return super().forward(input) if output is None else output
         params, runtime = binding.params, binding.group.runtime
-        value: Tensor | None = self._parameters["bias"]
-        if torch.is_autocast_enabled(runtime.device_type) or self._parameters["weight"] is None:
+        if torch.is_autocast_enabled(runtime.device_type) or is_parametrized(self):
             return forward_in_frame(self, GTPLinear, input)
+        value: Tensor | None = self._parameters["bias"]
         weight: ShardedWeight = params["weight"]  # type: ignore[assignment]
         weight.follow(binding.sites["weight"])
         if "bias" in params:
@@ -70,21 +70,34 @@ class GTPEmbedding(GTPFused):
         assert isinstance(weight, ShardedWeight)
         if torch.compiler.is_compiling():
             return compiled_embedding(input, self.padding_idx, binding.compiled["weight"])
+        if is_parametrized(self):
+            return forward_in_frame(self, GTPEmbedding, input)
         weight.follow(binding.sites["weight"])
         return embedding(input, self.padding_idx, binding.group.runtime, weight)
+
+
+def is_parametrized(module: nn.Module) -> bool:
+    """Whether a parametrization has taken a parameter in this forward, as PEFT's of parameters, or it was set to
+    None."""
+    return module._parameters.get("weight") is None or ("bias" not in module._parameters and hasattr(module, "bias"))
 
 
 def forward_in_frame(module: BoundModule, mixin: type[BoundModule], *args: Tensor | None) -> Tensor:
     """The stock forward behind ``mixin``, which reads the weight as an attribute, in a frame of its own."""
     runtime = module._gtp_binding.group.runtime
-    frame = runtime.enter(module, lambda num_steps: True)
-    is_complete = False
+    depth = runtime.depth_of_call()
+    frame, is_complete = None, False
     try:
-        output: Tensor = super(mixin, module).forward(*args)
-        is_complete = True
-        return output
+        try:
+            frame = runtime.enter(module, lambda num_steps: True)
+            output: Tensor = super(mixin, module).forward(*args)
+            is_complete = True
+            return output
+        finally:
+            if frame is not None:
+                runtime.exit(frame, is_complete)
     finally:
-        runtime.exit(frame, is_complete)
+        runtime.leave(depth)
 
 
 def fused_mixin(module: nn.Module, params: dict[str, ManagedParam]) -> type[GTPFused] | None:

@@ -52,32 +52,40 @@ compat.skip_code(GTPBlock.__call__.__code__)
 
 def _call_block(block: GTPBlock, call: Any, args: Any, kwargs: Any, compiler: Any) -> Any:
     group, runtime = block._gtp_group, block._gtp_binding.group.runtime
-    frame = runtime.enter(block, _needs_no_hooks)
-    group.is_compiled = compiler is not None or block._compiled_call_impl is not None
-    was_in_pass = group.is_in_pass
-    is_complete = False
-    gathered = None
+    depth = runtime.depth_of_call()
+    frame = gathered = None
+    was_in_pass = is_complete = False
     try:
-        gathered = runtime.acquire(group)
-        use = BlockUse(runtime, group) if torch.is_grad_enabled() else None
-        if group.is_compiled or not was_in_pass:
-            group.show(is_compiled=group.is_compiled)
-        inputs = [*_tensors((args, kwargs))] if use is not None else []
-        if compiler is None:
-            output = call(*args, **kwargs)
-        else:
-            compat.set_eval_frame(compiler)
-            try:
+        try:
+            frame = runtime.enter(block, _needs_no_hooks)
+            group.is_compiled = compiler is not None or block._compiled_call_impl is not None
+            was_in_pass = group.is_in_pass
+            gathered = runtime.acquire(group)
+            seen = group.seen() if runtime.reads.looks_at_bits else None
+            use = BlockUse(runtime, group) if torch.is_grad_enabled() else None
+            if group.is_compiled or not was_in_pass:
+                group.show(is_compiled=group.is_compiled)
+            inputs = [*_tensors((args, kwargs))] if use is not None else []
+            if compiler is None:
                 output = call(*args, **kwargs)
-            finally:
-                compat.set_eval_frame(None)
-        is_complete = True
+            else:
+                compat.set_eval_frame(compiler)
+                try:
+                    output = call(*args, **kwargs)
+                finally:
+                    compat.set_eval_frame(None)
+            if seen is not None:
+                group.check_traces(seen)
+            is_complete = True
+        finally:
+            if frame is not None:
+                if group.is_compiled or not was_in_pass:
+                    group.show(is_in_pass=was_in_pass)
+                if gathered is not None:
+                    runtime.release(group, gathered)
+                runtime.exit(frame, is_complete)
     finally:
-        if group.is_compiled or not was_in_pass:
-            group.show(is_in_pass=was_in_pass)
-        if gathered is not None:
-            runtime.release(group, gathered)
-        runtime.exit(frame, is_complete)
+        runtime.leave(depth)
     if use is not None:
         use.watch(inputs, _tensors(output))
     return output
@@ -127,7 +135,7 @@ def make_groups(runtime: Runtime, bind: Callable[[nn.Module, bool], None], num_t
     if groups:
         runtime.add_groups(groups)
     sizes = f"{groups[0].fqn} to {groups[-1].fqn}" if groups else ""
-    chosen = [f"groups: the weights of {len(groups)} blocks each travel together ({sizes})"] if groups else []
+    chosen = [f"groups: {len(groups)} blocks, each gathered as a whole ({sizes})"] if groups else []
     return (*chosen, *(f"no group: {_named(names)}, because {why}" for why, names in reasons.items()))
 
 
@@ -169,9 +177,9 @@ def _why_single(modules: list[nn.Module], params: list[ManagedParam], num_tokens
         if any(site.module not in inside for site in param.sites):
             return f"'{param.fqn}' is shared with other modules"
         if param.mesh != first.mesh or param.flags != first.flags or param.is_pinned:
-            return f"'{param.fqn}' has a mesh or settings of its own"
+            return f"'{param.fqn}' has another mesh or other settings"
         if param.is_cut_again or param.param is not param.sites[0].module._parameters.get(param.sites[0].name):
-            return f"'{param.fqn}' was cut again or replaced"
+            return f"'{param.fqn}' was sharded again or replaced"
         if param.offload is not None or getattr(param, "tp_spec", None) is not None:
             return f"'{param.fqn}' is offloaded or tensor-parallel"
         if (param.compute_dtype, param.reduce_dtype) != (first.compute_dtype, first.reduce_dtype):
@@ -179,7 +187,7 @@ def _why_single(modules: list[nn.Module], params: list[ManagedParam], num_tokens
     for weight in weights:
         layout = weight.layout
         if weight.wire is not None or layout.dim != 0 or layout.block_size != 1 or layout.world == 1:
-            return f"'{weight.fqn}' is quantized or cut in another way"
+            return f"'{weight.fqn}' is quantized or sharded in another way"
         if weight.companions:
             return f"'{weight.fqn}' travels with others"
     if any(isinstance(module, nn.RNNBase) for module in modules):

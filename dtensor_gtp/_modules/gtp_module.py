@@ -125,7 +125,8 @@ class GTPModule(RefusedMethods, BoundModule):
 
         Args:
             requires_gradient_sync: False sums full gradients on each rank, in ``reduce_dtype``, until a backward with
-                True. That saves communication and costs the memory of a full gradient for each weight.
+                True. That saves communication and costs the memory of a full gradient for each weight. These sums are
+                not in ``.grad`` yet: ``zero_grad()`` does not drop them, as under ``fully_shard``.
             recurse: Also for submodules that were passed to :func:`gtp_shard` themselves.
 
         Example:
@@ -145,6 +146,7 @@ class GTPModule(RefusedMethods, BoundModule):
         Args:
             requires_all_reduce: False sums gradients that are reduce-scattered over gtp, until a backward with True.
                 It takes less memory than :meth:`set_requires_gradient_sync`, which sums gradients in full size.
+                ``zero_grad()`` does not drop these sums either.
             recurse: Also for submodules that were passed to :func:`gtp_shard` themselves.
 
         Example:
@@ -237,7 +239,7 @@ class GTPModule(RefusedMethods, BoundModule):
         if stream is not None:
             raise NotImplementedError(
                 "set_all_reduce_hook expects no stream, because the hook runs on the stream that called backward. "
-                "Leave it out; in the hook, switch to a stream of your own and wait for it."
+                "Leave it out; in the hook, switch to your own stream and wait for it."
             )
         for param in self._params():
             param.flags.all_reduce_hook = hook

@@ -27,7 +27,7 @@ from .frames import ADVICE_FOR_JIT, GTPFrame
 from .fused_forward import fused_mixin
 from .group_blocks import GTPBlock
 from .other_libraries import SEEN_BY_TRANSFORMERS, PreparedByAccelerate, resize_or_refuse
-from .untraced_writes import noting
+from .untraced_writes import as_users_see
 
 
 class GTPManaged(BoundModule):
@@ -41,8 +41,8 @@ class GTPManaged(BoundModule):
     def _distribute_module_applied(self) -> _Refusal:
         """``torch.distributed.tensor.distribute_module``, which ``parallelize_module`` calls, asks for this first."""
         return _Refusal(
-            f"parallelize_module expects modules that gtp_shard has not sharded yet, but got a "
-            f"{self._gtp_original.__name__}: tensor parallelism would cut again what gtp_shard has cut. Call "
+            "parallelize_module expects modules that gtp_shard has not sharded yet, but got a "
+            f"{self._gtp_original.__name__}: tensor parallelism would split the shards of gtp_shard. Call "
             "parallelize_module first, then gtp_shard, then fully_shard."
         )
 
@@ -60,7 +60,7 @@ class GTPManaged(BoundModule):
     def _named_members(self, *args: Any, **kwargs: Any) -> Any:
         """Behind ``parameters()`` and the like."""
         members = super()._named_members(*args, **kwargs)
-        return members if torch.compiler.is_compiling() else noting(self._gtp_binding.group.runtime, members)
+        return members if torch.compiler.is_compiling() else as_users_see(self._gtp_binding.group.runtime, members)
 
     def __delattr__(self, name: str) -> None:
         """A parametrization that comes and goes within a forward, as PEFT's of experts, takes the full weight and, when
@@ -68,6 +68,7 @@ class GTPManaged(BoundModule):
         binding = self._gtp_binding
         if name in binding.params and name in self._parameters and binding.group.runtime.is_materializing:
             binding.set_aside[name] = self._parameters[name]
+            binding.group.runtime.reads.note_parametrized(binding.params[name])
         super().__delattr__(name)
 
     def _put_back(self, name: str) -> bool:

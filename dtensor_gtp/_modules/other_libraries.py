@@ -15,11 +15,11 @@ import torch.nn as nn
 logger = logging.getLogger(__name__)
 
 INSTEAD_OF_DDP = (
-    "gtp_shard averages its gradients already. Call the module as gtp_shard returned it. With accelerate write 'from "
+    "gtp_shard averages its gradients already. Call the module itself. With accelerate write 'from "
     "dtensor_gtp.integrations.accelerate import GTPAccelerator as Accelerator', with transformers 'from "
     "dtensor_gtp.integrations.transformers import GTPTrainer as Trainer', with Lightning 'from "
-    "dtensor_gtp.integrations.lightning import GTPStrategy', 'Trainer(strategy=GTPStrategy())', and call gtp_shard in "
-    "configure_model."
+    "dtensor_gtp.integrations.lightning import GTPStrategy', 'Trainer(strategy=GTPStrategy())', and call gtp_shard "
+    "in configure_model."
 )
 
 
@@ -85,8 +85,8 @@ def resize_or_refuse(stock: Callable[..., nn.Module]) -> Callable[..., nn.Module
             wanted = -(-wanted // pad_to_multiple_of) * pad_to_multiple_of
         if wanted != num_rows:
             raise RuntimeError(
-                f"resize_token_embeddings cannot change {num_rows} rows to {wanted} after gtp_shard, which has cut "
-                "them into shards. Call it before gtp_shard, and make the optimizer afterwards."
+                f"resize_token_embeddings cannot change {num_rows} rows to {wanted} after gtp_shard, which has split "
+                "them into shards. Call it before gtp_shard, and create the optimizer afterwards."
             )
         return stock(self, new_num_tokens, pad_to_multiple_of, **options)
 

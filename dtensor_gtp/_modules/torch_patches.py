@@ -109,25 +109,26 @@ def _check_cuts(params: Sequence[nn.Parameter], modules: Sequence[nn.Module], cu
         what = f"parameter '{managed.fqn}' of shape {tuple(param.shape)} (rank {dist.get_rank()})"
         if managed.offload is not None:
             raise NotImplementedError(
-                f"fully_shard cannot go around gtp_shard with offload_policy, which keeps {what} on the host. Pass a "
+                f"fully_shard cannot wrap gtp_shard with offload_policy, which keeps {what} on the host. Pass a "
                 f"(replicate, gtp) mesh to gtp_shard instead, or leave out offload_policy. {see('offload')}"
             )
         if len(outer & set(managed.mesh.mesh.flatten().tolist())) > 1:
             raise ValueError(
-                f"fully_shard expects a mesh of other axes than gtp_shard, but mesh axes {cut.mesh.mesh_dim_names} and "
-                f"{managed.mesh.mesh_dim_names} share ranks for {what}, whose gradient is averaged over the latter "
-                "already. Pass a mesh of other axes of the same root, e.g. mesh['dp'] beside mesh['gtp']; or, if "
-                "fully_shard is for other modules, pass the parameters of gtp_shard in ignored_params."
+                f"fully_shard expects a mesh of other axes than gtp_shard, but mesh axes {cut.mesh.mesh_dim_names} "
+                f"and {managed.mesh.mesh_dim_names} share ranks for {what}, whose gradient gtp_shard averages over "
+                "the latter already. Pass a mesh of other axes of the same root, e.g. mesh['dp'] beside "
+                "mesh['gtp']; or, if fully_shard is for other modules, pass the parameters of gtp_shard in "
+                "ignored_params."
             )
         placement, dim = param.placements[-1], cut.dim_of(param)
         is_same_dim = isinstance(placement, GTPShard) and placement.dim == dim and cut.num_shards > 1
         if is_same_dim and not has_torch_chunks(compat.dtensor_spec(param), param.device_mesh.ndim - 1):
             raise NotImplementedError(
-                f"fully_shard over mesh axes {cut.mesh.mesh_dim_names} cannot cut dim {dim} of {what} with placements "
-                f"{param.placements}: its shards hold whole blocks, which torch.chunk would not give, and DTensor has "
-                "no placement for the result. Let fully_shard cut another dim, with shard_placement_fn=lambda param: "
-                f"Shard({1 if dim == 0 else 0}) for this parameter; or choose sizes so that each rank of the gtp axis "
-                "gets equally many whole blocks; or use block_size=1."
+                f"fully_shard over mesh axes {cut.mesh.mesh_dim_names} cannot shard dim {dim} of {what} with "
+                f"placements {param.placements}: its shards hold whole blocks, which torch.chunk would split, and "
+                "DTensor has no placement for the result. Let fully_shard shard another dim, with "
+                f"shard_placement_fn=lambda param: Shard({1 if dim == 0 else 0}) for this parameter; or choose sizes "
+                "so that each rank of the gtp axis gets the same number of blocks; or use block_size=1."
             )
 
 
@@ -157,9 +158,9 @@ def _refuse_wrappers() -> None:
             for name, _ in _managed(module) if isinstance(module, nn.Module) else ():
                 raise RuntimeError(
                     f"torch.cuda.make_graphed_callables does not support a {type(module).__name__} after gtp_shard: "
-                    f"the gradient of '{name}' is reduced over ranks and does not pass through autograd, so the graph "
-                    "would leave it out. Use dtensor_gtp.capture_step for whole steps, dtensor_gtp.capture_blocks for "
-                    "single modules."
+                    f"the gradient of '{name}' is reduced over ranks outside of autograd, so the graph would not "
+                    "have it. Use dtensor_gtp.capture_step for whole steps, dtensor_gtp.capture_blocks for single "
+                    "modules."
                 )
         return make_graphed(callables, *args, **kwargs)
 
@@ -190,10 +191,10 @@ def _managed(module: nn.Module, ignored: Collection[nn.Parameter] = ()) -> list[
 
 def _refusal(what: str, name: str, param: ManagedParam) -> ValueError:
     return ValueError(
-        f"{what} cannot go around a module after gtp_shard: parameter '{name}' of shape {tuple(param.param.shape)} is "
-        f"sharded, and its gradient averaged, over mesh axes {param.mesh.mesh_dim_names} alone (rank "
+        f"{what} cannot wrap a module after gtp_shard: parameter '{name}' of shape {tuple(param.param.shape)} is "
+        f"sharded, and its gradient averaged, over mesh axes {param.mesh.mesh_dim_names} only (rank "
         f"{dist.get_rank()}). Pass a 2-D (replicate, gtp) mesh to gtp_shard instead, or call fully_shard over the "
-        "outer mesh axis after it. To reduce other parameters alone, pass the sharded modules to replicate as "
+        "outer mesh axis after it. To reduce only other parameters, pass the sharded modules to replicate as "
         "ignored_modules, or process_group=mesh.get_group() of their mesh to DistributedDataParallel."
     )
 
@@ -235,7 +236,8 @@ def follow_pipelining() -> None:
 
     torch splits the autograd graph at ``stage.submod.parameters()``, through which our gradients do not pass. Instead,
     the first part is a whole backward in which the fused ops postpone their weight gradients; the second part computes
-    and reduces those. Weights that are read as attributes, and whole parameters, are done in the first part.
+    and reduces those. Weights that are read as attributes, whole parameters, and compiled layers, whose graph frees or
+    reuses the operands, are done in the first part.
     """
     if (stage_class := compat.pipeline_stage_class()) is not None:
         _replace_backward(stage_class)
@@ -247,7 +249,14 @@ def _replace_backward(stage_class: Any) -> None:
 
     @functools.wraps(run)
     def run_part(stage: Any, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> Any:
-        runtimes = runtimes_below(stage.submod) if backward_type in ("input", "weight") else []
+        runtimes = runtimes_below(stage.submod) if last_backward or backward_type in ("input", "weight") else []
+        if any(runtime.grads.replicas is not None for runtime in runtimes):
+            raise NotImplementedError(
+                "Pipelines do not support elastic.synchronize_replicas: its replicas span all ranks of the job, a "
+                "stage only some. Use a mesh of init_weight_mesh with pp."
+            )
+        if backward_type == "full":
+            runtimes = []
         if not runtimes:
             return run(stage, backward_type, bwd_kwargs, last_backward)
         if backward_type == "input":
@@ -258,8 +267,10 @@ def _replace_backward(stage_class: Any) -> None:
                 postponed = [(runtime, stack.enter_context(runtime.grads.postponing())) for runtime in runtimes]
                 grads, _ = run(stage, "full", {**bwd_kwargs, "stage_output": outputs}, last_backward)
             return grads, postponed  # the stage passes the list to the second part as param_groups
-        # Without parameters, torch computes no gradient here, but still sets the flags of an outer fully_shard.
-        result = run(stage, backward_type, {**bwd_kwargs, "param_groups": []}, last_backward)
+        # A backward of nothing, in which torch sets the flags of an outer fully_shard. As "weight" it would make a view
+        # of each parameter, which is slow, and which placements with a block size do not have.
+        nothing = torch.zeros((), requires_grad=True)
+        result = run(stage, "full", {"stage_output": nothing, "output_grads": None, "input_values": ()}, last_backward)
         with torch.no_grad():
             for runtime, jobs in bwd_kwargs["param_groups"]:
                 for job in jobs:

@@ -33,9 +33,13 @@ def _note(param: DTensor) -> None:
                 watcher.note_handed_out(param)
 
 
-def noting(runtime: Runtime, members: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """``members`` of ``named_parameters()``. Whoever takes several while no gradients are computed may write to them.
-    To look at the first alone (``.dtype``, ``.device``) is common and harmless."""
+def as_users_see(runtime: Runtime, members: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """``members`` of ``named_parameters()``: the full weights in a forward, else the shards. Whoever takes several
+    shards while no gradients are computed may write to them. To look at the first alone (``.dtype``, ``.device``) is
+    common and harmless."""
+    if runtime.gives_full_params:
+        yield from runtime.full_params(members)
+        return
     before: list[Any] = []
     for name, member in members:
         if not torch.is_grad_enabled():

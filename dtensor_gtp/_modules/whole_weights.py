@@ -42,12 +42,14 @@ def whole_weights(module: nn.Module, *, trained_only: bool = False) -> Iterator[
         torch.Size([16, 64])
     """
     if any(runtime.is_materializing for runtime in runtimes_below(module)):
-        raise RuntimeError("whole_weights expects no forward or backward to run. In those, module.weight is whole.")
+        raise RuntimeError(
+            "whole_weights cannot be called during a forward or backward. There, module.weight is whole already."
+        )
     managed = [(name, param) for name, param in managed_params(module) if param.param.requires_grad or not trained_only]
     for name, param in managed:
         if native_of(param.param) is not None:
             raise NotImplementedError(
-                f"whole_weights cannot write values of high precision to parameter '{name}' of shape "
+                f"whole_weights cannot write high-precision values to parameter '{name}' of shape "
                 f"{tuple(param.param.shape)} with native storage. Use storage='master', or trained_only=True."
             )
     pinned = [param for _, param in managed if param.is_pinned]

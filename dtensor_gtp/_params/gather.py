@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .. import _torch_compat as compat
 from .._comm.collectives import as_sendable
 from .._comm.context import CommContext
 from .._comm.debug import profiler_range
@@ -32,13 +31,14 @@ def launch(targets: Sequence[Gatherable], comm: CommContext) -> None:
         # A tensor of another library may have no isfinite.
         values = [(n, s) for n, s in shards.items() if type(s) is Tensor or isinstance(s, WeightWithRecipe)]
         comm.check_finite("the all_gather of weights", values, weight.groups)
-    if weight.is_plain and len(targets) == 1 and not compat.is_profiling():
-        _launch_plain(weight, comm)
+    if weight.is_plain and len(targets) == 1:
+        with profiler_range("GTP::all_gather", weight.fqn):
+            _launch_plain(weight, comm)
     elif weight.layout.world == 1:
         for target in targets:
             target.add(_alone(target, comm))
     else:
-        with profiler_range("GTP::all_gather", ", ".join(target.weight.fqn for target in targets)):
+        with profiler_range("GTP::all_gather", *[target.weight.fqn for target in targets]):
             _launch_together(targets, comm)
 
 

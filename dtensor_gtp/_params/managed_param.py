@@ -124,9 +124,9 @@ class ManagedParam:
         if isinstance(current, DTensor) and self._is_cut_by_fully_shard(current):
             if not self.is_cut_again:
                 raise NotImplementedError(
-                    f"Parameter '{self.fqn}' was cut again by the fully_shard of torch {torch.__version__}, which is "
-                    "unknown to this package. Use a torch release that it was tested with, or shard the parameter over "
-                    "one mesh: pass a (replicate, gtp) mesh to gtp_shard."
+                    f"Parameter '{self.fqn}' was sharded again by the fully_shard of torch {torch.__version__}, "
+                    "which this package does not know. Use a torch release that it was tested with, or shard the "
+                    "parameter over one mesh: pass a (replicate, gtp) mesh to gtp_shard."
                 )
             return
         # functional_call registers a tensor that is no parameter. Such a tensor would never get its gradient.
@@ -160,8 +160,9 @@ class ManagedParam:
 
         def refuse(_: object) -> None:
             raise RuntimeError(
-                f"{what} backward (rank {dist.get_rank()}), by load_state_dict(assign=True), param.data = ..., a cast "
-                "of the module or functional_call with other parameters. Run each backward before the next parameters."
+                f"{what} backward (rank {dist.get_rank()}), by load_state_dict(assign=True), param.data = ..., a "
+                "cast of the module or functional_call with other parameters. Run each backward before you replace "
+                "parameters."
             )
 
         compat.accumulate_node(leaf).register_prehook(refuse)
@@ -195,7 +196,7 @@ class ManagedParam:
         if isinstance(current, DTensor):
             found += f" with placements {current.placements}"
         return RuntimeError(
-            f"Parameter '{self.fqn}' was replaced behind gtp_shard by {found}, but {self._expected}. Load values with "
+            f"Parameter '{self.fqn}' was replaced after gtp_shard by {found}, but {self._expected}. Load values with "
             "load_state_dict or copy_ into the DTensor, change the module before gtp_shard, and call it without "
             "functional_call."
         )
@@ -333,7 +334,7 @@ class ManagedParam:
         found = f"it is of shape {tuple(param.shape)} and {param.dtype}, its shard of shape {tuple(shard.shape)}"
         _, dtype, local_shape = self._extent
         raise RuntimeError(
-            f"Parameter '{self.fqn}' was resized or cast in place behind gtp_shard: "
+            f"Parameter '{self.fqn}' was resized or cast in place after gtp_shard: "
             f"{found if has_memory else 'its shard has no memory'}, but {self._expected}, a shard of shape "
             f"{tuple(local_shape)} and {dtype}. Load values with load_state_dict or copy_ into the DTensor, cast the "
             "module with module.to(dtype), and change shapes before gtp_shard."

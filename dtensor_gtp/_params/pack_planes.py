@@ -209,7 +209,7 @@ class HookWire(Wire):
         return Packed(planes, unpack)
 
     def describe(self, not_fused: str) -> str:
-        return "gathered and used by its own hooks"
+        return "its own hooks gather and use it"
 
 
 def _without_padding(tensor: Tensor, layout: WeightLayout) -> Tensor:

@@ -114,7 +114,9 @@ class SavedWeights:
         compat.push_saved_tensors_hooks(self._pack, self._unpack)
 
     def pop(self) -> None:
-        compat.pop_saved_tensors_hooks()
+        hooks = compat.top_saved_tensors_hooks()
+        if hooks is not None and self.is_packing(hooks):  # or ``push`` was interrupted
+            compat.pop_saved_tensors_hooks()
         # After the frame has released the weights, other tensors may get their addresses.
         self._watched = {}
 
@@ -274,7 +276,7 @@ def refuse_partial_recording(weight: ShardedWeight, is_capturing: bool) -> None:
     if is_capturing:
         raise RuntimeError(
             f"A CUDA graph records a backward without the gradient of '{weight.fqn}', which is trained: "
-            "torch.autograd.grad, as torch.cuda.make_graphed_callables calls it, does not know gradients of sharded "
-            "weights. Use dtensor_gtp.capture_step for whole steps and dtensor_gtp.capture_blocks for single modules. "
-            "If you do not need the gradient, freeze the parameter with requires_grad_(False)."
+            "torch.cuda.make_graphed_callables calls torch.autograd.grad, which does not return gradients of "
+            "sharded weights. Use dtensor_gtp.capture_step for whole steps and dtensor_gtp.capture_blocks for "
+            "single modules. If you do not need the gradient, freeze the parameter with requires_grad_(False)."
         )

@@ -41,11 +41,11 @@ def check_tie(fqn: str, existing: ManagedParam, mesh: DeviceMesh) -> None:
     before, now = (sorted(m.mesh.flatten().tolist()) for m in (existing.mesh, mesh))
     if before != now:
         raise ValueError(
-            f"gtp_shard expects a parameter that modules of two calls share to have the same ranks in both, but "
-            f"parameter '{fqn}' of shape {tuple(existing.param.shape)} is '{existing.fqn}' of an earlier call on ranks "
-            f"{before} of mesh axes {existing.mesh.mesh_dim_names}, and this call's mesh axes {mesh.mesh_dim_names} "
-            f"have ranks {now} (rank {dist.get_rank()}). Shard both modules over the same mesh, put tied weights on "
-            "one pipeline stage, or untie them and add up their gradients."
+            "gtp_shard expects the same ranks in both calls for a parameter that modules of two calls share, but "
+            f"parameter '{fqn}' of shape {tuple(existing.param.shape)} is '{existing.fqn}' of an earlier call on "
+            f"ranks {before} of mesh axes {existing.mesh.mesh_dim_names}, and this call's mesh axes "
+            f"{mesh.mesh_dim_names} have ranks {now} (rank {dist.get_rank()}). Shard both modules over the same "
+            "mesh, put tied weights on one pipeline stage, or untie them and add up their gradients."
         )
 
 
@@ -54,10 +54,10 @@ def refuse_gradient_of_replaced(replaced: ReplacedParam, _: object) -> None:
     param, managed = replaced(), replaced.manager
     holders = _holders_of([param])
     raise RuntimeError(
-        f"A gradient has arrived at the parameter that gtp_shard replaced by '{managed.fqn}' of shape "
+        f"A gradient was computed for the old parameter, which gtp_shard replaced by '{managed.fqn}' of shape "
         f"{tuple(managed.param.shape)} on mesh axes {managed.mesh.mesh_dim_names} (rank {dist.get_rank()}): "
-        f"{' and '.join(holders) or 'something'} still holds it, and the sharded one would lose this part of its "
-        f"gradient. {_REMEDY}"
+        f"{' and '.join(holders) or 'something'} still uses the old one, so the sharded one would lose this part of "
+        f"its gradient. {_REMEDY}"
     )
 
 
@@ -68,8 +68,8 @@ def warn_of_holders(params: Iterable[ManagedParam]) -> None:
     if held and (holders := _holders_of(replaced)):
         names = ", ".join(f"'{managed.fqn}'" for managed in held[:8])
         text = (
-            "%s still holds parameters that gtp_shard has replaced, among them those of %s: they keep memory, and are "
-            "not trained (rank %d). %s"
+            "%s still holds old parameters that gtp_shard has replaced, such as those of %s: they take memory and "
+            "are not trained (rank %d). %s"
         )
         logger.warning(text, " and ".join(holders), names, dist.get_rank(), _REMEDY)
 

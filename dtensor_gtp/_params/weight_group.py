@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
@@ -36,6 +37,16 @@ from .whole_param import WholeParam
 _ALIGNMENT = 128  # bytes: GEMMs and copies are fastest on aligned rows
 
 
+class ReadsWeights(Protocol):
+    """The runtime, for code outside of a use that reads weights."""
+
+    @property
+    def gives_full_params(self) -> bool: ...
+    @property
+    def is_in_backward(self) -> bool: ...
+    def hold_until_end(self, group: WeightGroup) -> None: ...
+
+
 class FullParams(dict[str, Any]):
     """``nn.Module._parameters`` of a module during a pass: the full weights, which are gathered if they are not."""
 
@@ -47,7 +58,7 @@ class FullParams(dict[str, Any]):
         value = super().__getitem__(name)
         group = self._group
         if group.live is None and name in self._grouped:
-            group.read_outside(group)
+            group.reader.hold_until_end(group)
         return value
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -56,7 +67,8 @@ class FullParams(dict[str, Any]):
         return self[name]
 
     def items(self) -> Any:
-        if not self._group.is_in_pass:  # after ``unshard``: optimizers and state dicts get the sharded parameters
+        # After ``unshard``, optimizers and state dicts get the sharded parameters.
+        if not (self._group.is_in_pass and self._group.reader.gives_full_params):
             return self._sharded.items()
         return ((name, self[name]) for name in self)
 
@@ -101,7 +113,7 @@ class WeightGroup(Gatherable):
         self.held: Gathered | None = None  # for them
         self.is_compiled = False  # whether the block is, in its last forward
         self.has_second_backward = False  # whether the running backward creates a graph that needs the weights
-        self.read_outside: Callable[[WeightGroup], None]  # called when code outside of a use reads a leaf
+        self.reader: ReadsWeights
         for member in self.members:
             member.flags, member.group = self.flags, self
         self._shards = self._find_shards()
@@ -153,6 +165,8 @@ class WeightGroup(Gatherable):
             fulls += views[num_weights:]
             self.leaves = [_leaf_of(member, full) for member, full in zip(self.members, fulls, strict=True)]
         self._leaf_by_member = dict(zip(self.members, self.leaves, strict=True))
+        words = torch.empty(0, dtype=torch.int64, device=self.device)
+        self._bits = words.set_(self.storage, 0, (self._nbytes // 8,), (1,))
         self.storage.resize_(0)
         self._version_of_leaves: Version | None = None
         self._written = self._versions()
@@ -176,10 +190,10 @@ class WeightGroup(Gatherable):
             module.__dict__["_parameters"] = plain if is_compiled else full
 
     def hide(self) -> None:
-        """Let the modules have the sharded parameters again. After ``pin``, and while a backward holds the weights,
-        they still read the full ones."""
+        """Let the modules have the sharded parameters again. After ``pin``, and in a backward, where activation
+        checkpointing calls modules, they still read the full ones."""
         self.is_in_pass = False
-        reads_full = self.is_pinned or self.held is not None
+        reads_full = self.is_pinned or self.reader.is_in_backward
         for module, sharded, _, full in self._views:
             module.__dict__["_parameters"] = full if reads_full else sharded
 
@@ -237,6 +251,21 @@ class WeightGroup(Gatherable):
             module.__class__ = cls
         for member in self.members:
             member.group = None
+
+    def seen(self) -> tuple[list[int], Tensor]:
+        """The versions of the leaves, and a sum of their bits, for ``check_traces``. They have memory."""
+        with compat.unseen_by_checkpoint_policies():
+            return self._versions(), self._bits.sum()
+
+    def check_traces(self, seen: tuple[list[int], Tensor]) -> None:
+        """Raise a RuntimeError if a forward has written to leaves, and has left no version. The host waits."""
+        versions, bits = self.seen()
+        if versions == seen[0] and not torch.equal(bits, seen[1]):
+            raise RuntimeError(
+                f"A forward of block '{self.fqn}' has written to its weights through .data, but the shards keep their "
+                f"values (rank {dist.get_rank()}). Write to the weight itself under torch.no_grad(), or outside of "
+                "forwards to the parameter."
+            )
 
     def _versions(self) -> list[int]:
         return [leaf._version for leaf in self.leaves]
@@ -396,8 +425,8 @@ class WeightGroup(Gatherable):
         dtypes = {(member.compute_dtype, member.reduce_dtype) for member in self.members}
         if len(dtypes) > 1:
             raise RuntimeError(
-                f"gtp_shard expects one dtype for all parameters of block '{self.fqn}', which travel together, but got "
-                f"{sorted(str(member.param.dtype) for member in self.members)}. Cast the whole module with "
+                f"gtp_shard expects one dtype for all parameters of block '{self.fqn}', which are gathered together, "
+                f"but got {sorted(str(member.param.dtype) for member in self.members)}. Cast the whole module with "
                 "module.to(dtype)."
             )
         ((self.compute_dtype, self.reduce_dtype),) = dtypes

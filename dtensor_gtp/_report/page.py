@@ -59,7 +59,8 @@ _STYLE = """
 .gtp-report .bytes rect { fill: var(--bytes); }
 .gtp-report .gap { fill: var(--panel); stroke: var(--line); stroke-dasharray: 3 3; }
 .gtp-report .key { display: inline-block; width: 22px; height: 11px; border-radius: 3px; margin: 0 4px 0 0; }
-.gtp-report dl { margin: 0; display: grid; grid-template-columns: max-content auto; gap: 2px 18px; }
+.gtp-report dl { margin: 0; display: grid; grid-template-columns: fit-content(45%) minmax(0, 1fr); gap: 2px 18px; }
+.gtp-report dt, .gtp-report dd { overflow-wrap: anywhere; }
 .gtp-report dt { font-weight: 600; } .gtp-report dd { margin: 0; color: var(--faint); }
 """
 

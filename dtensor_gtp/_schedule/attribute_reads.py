@@ -8,13 +8,14 @@ Autograd saves a handle that gathers again in backward. A reference that lives l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
 from .._comm.collectives import as_integers
@@ -80,6 +81,7 @@ class AttributeReads:
         self.frames: list[Frame] = []
         self.in_backward = Frame()
         self.saved_in_backward: list[SavedWeights] = []
+        self.is_differentiated = False  # whether the outermost forward began with gradients enabled
         # Whether reads of this forward sum up bits, to find writes that leave no version. It costs time.
         self.looks_at_bits = False
 
@@ -91,24 +93,26 @@ class AttributeReads:
             frame.saved.push()
         return frame
 
-    def pop(self, frame: Frame) -> None:
-        """End a frame, and release what it holds."""
+    def end(self, frame: Frame) -> None:
+        """Release what the last frame holds; it stays in ``frames``. A second call does nothing."""
+        assert self.frames[-1] is frame, "frames must end in the order in which they began, last first"
         if frame.saved is not None:
             frame.saved.pop()
-        popped = self.frames.pop()
-        assert popped is frame, "frames must end in the order in which they began, last first"
         self._close(frame)
 
     @contextmanager
     def apart(self, *, is_forward: bool) -> Iterator[None]:
         """A frame for a pass of a block that is recorded. It shares no reads with code outside, because a recording
         reads fixed buffers instead of gathers. Only the forward saves handles, which the recorded backward asks for."""
-        frame = self.push(is_forward)
-        outside, self.saved_in_backward = self.saved_in_backward, []
+        depth, outside = len(self.frames), self.saved_in_backward
         try:
+            self.push(is_forward)
+            self.saved_in_backward = []
             yield
         finally:
-            self.pop(frame)
+            while len(self.frames) > depth:
+                self.end(self.frames[-1])
+                self.frames.pop()
             self._release_saved()
             self.saved_in_backward = outside
 
@@ -133,8 +137,7 @@ class AttributeReads:
                 self._runtime.note_backward()
             if is_differentiable:
                 check_differentiable(param)
-            gathered = self._runtime.acquire(param)
-            self._runtime.leave_fixed(param, gathered)
+            gathered = self._acquire(param)
             frame.held.append((param, gathered))
             frame.reads_weights = True
             if frame.saved is not None:
@@ -145,11 +148,27 @@ class AttributeReads:
                 frame.seen.append((param, Seen.of(value, self.looks_at_bits)))
         return value
 
+    @property
+    def gives_full_params(self) -> bool:
+        """Whether ``parameters()`` yields gathered weights: in a forward. Where a forward with gradients has disabled
+        them, it yields shards. Code that writes to parameters does so there (momentum encoders)."""
+        return bool(self.frames) and (torch.is_grad_enabled() or not self.is_differentiated)
+
     def forget(self, weight: ShardedWeight) -> None:
         """The shard may change: the next read in a running frame gathers it anew."""
         for frame in self.frames:
             for is_differentiable in (False, True):
                 frame.values.pop((weight, is_differentiable), None)
+
+    def note_parametrized(self, weight: ManagedParam) -> None:
+        """A parametrization has taken the full weight. Torch has called ``value.set_(value)``, unless there was a
+        ``right_inverse``: that counts as a write and is none."""
+        for frame in (*self.frames, self.in_backward):
+            values = [gathered.contiguous() for held, gathered in frame.held if held is weight]
+            for i, (other, seen) in enumerate(frame.seen):
+                is_itself = other is weight and any(map(seen.value.is_set_to, values))
+                if is_itself and seen.value._version == seen.version + 1:
+                    frame.seen[i] = other, seen._replace(version=seen.version + 1)
 
     def misuse_in(self, frame: Frame) -> RuntimeError | None:
         """What the code of a frame did to weights that it has read, to no effect."""
@@ -158,7 +177,7 @@ class AttributeReads:
                 return written_to_no_effect(weight, "in a forward")
             if weight.is_fused and seen.value.requires_grad and compat.tensor_hooks(seen.value):
                 return RuntimeError(
-                    f"A forward has registered a hook on what it read as parameter '{weight.fqn}' of shape "
+                    f"A forward registered a hook on the gathered parameter '{weight.fqn}' of shape "
                     f"{tuple(weight.layout.shape)}, but the layer does not read its weight, so the hook would never "
                     f"run (rank {dist.get_rank()}). Register it once, outside of forward, on the parameter that "
                     "named_parameters() yields: it gets the averaged gradient."
@@ -167,14 +186,47 @@ class AttributeReads:
 
     def read_pinned(self, weight: ShardedWeight) -> Tensor:
         """The value of a weight that the user has unsharded, outside of any forward."""
-        gathered = self._runtime.acquire(weight)
+        gathered = self._acquire(weight)
         try:
-            self._runtime.leave_fixed(weight, gathered)
             if gathered.seen is None and not gathered.is_alias:
                 gathered.seen = Seen.of(weight.for_modules(gathered), looks_at_bits=True)
             return self._value(weight, gathered, torch.is_grad_enabled() and weight.param.requires_grad)
         finally:
             self._runtime.release(weight, gathered)
+
+    def full_params(self, members: Iterator[tuple[str, Any]], managed: Mapping[int, ManagedParam]) -> Iterator[Any]:
+        """``members`` of ``named_parameters()`` with the full weights of those in ``managed``, by id. They are held as
+        long as the caller holds them: one who goes over a model needs memory for one at a time."""
+        for name, member in members:
+            param = managed.get(id(member))
+            if param is None or not isinstance(member, DTensor) or param.is_cut_again:
+                yield name, member
+            elif isinstance(param, WholeParam):
+                yield name, param.value()
+            else:
+                assert isinstance(param, ShardedWeight)
+                value, is_alias = self._value_in_passing(param)
+                seen = Seen.of(value, looks_at_bits=False)
+                yield name, value
+                if seen.is_written and not is_alias:
+                    raise written_to_no_effect(param, "in a forward")
+
+    def _value_in_passing(self, weight: ShardedWeight) -> tuple[Tensor, bool]:
+        """The full weight, which no frame holds, and whether it is the shard itself."""
+        is_differentiable = torch.is_grad_enabled() and weight.param.requires_grad
+        if is_differentiable:
+            check_differentiable(weight)
+        gathered = self._acquire(weight)
+        try:
+            return self._value(weight, gathered, is_differentiable), gathered.is_alias
+        finally:
+            self._runtime.release(weight, gathered)
+
+    def _acquire(self, weight: ShardedWeight) -> Gathered:
+        """Gather a weight for code that may keep it as long as it likes."""
+        gathered = self._runtime.acquire(weight)
+        self._runtime.leave_fixed(weight, gathered)
+        return gathered
 
     def is_written_outside(self, weight: ShardedWeight) -> bool:
         """Whether somebody has written to what ``read_pinned`` gave."""
@@ -200,17 +252,16 @@ class AttributeReads:
     def _close(self, frame: Frame) -> None:
         frame.values.clear()
         frame.seen.clear()
-        for weight, gathered in frame.held:
-            self._runtime.release(weight, gathered)
-        frame.held.clear()
+        while frame.held:
+            self._runtime.release(*frame.held.pop())
 
 
 def written_to_no_effect(weight: ShardedWeight, where: str) -> RuntimeError:
     return RuntimeError(
-        f"What is read as parameter '{weight.fqn}' of shape {tuple(weight.layout.shape)} was written {where}, but it "
-        f"is a copy of the shards, which keep their values (rank {dist.get_rank()}). Write to the parameter itself, "
-        "outside of forwards: 'for param in module.parameters(): param.clamp_(...)' under torch.no_grad(); or compute "
-        "the new weight from the old one in each forward."
+        f"A write {where} changed only the gathered copy of parameter '{weight.fqn}' of shape "
+        f"{tuple(weight.layout.shape)}, not its shards (rank {dist.get_rank()}). Write to the parameter itself, "
+        "outside of forwards: 'for param in module.parameters(): param.clamp_(...)' under torch.no_grad(); or "
+        "compute the new weight from the old one in each forward."
     )
 
 

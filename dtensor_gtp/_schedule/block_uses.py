@@ -70,8 +70,6 @@ class BlockUse:
             group.has_second_backward = True
         if group.held is None:
             group.held = self._runtime.acquire(group)
-            # A recomputation (activation checkpointing) within the block reads its weights.
-            group.show(is_compiled=group.is_compiled, is_in_pass=False)
 
     def end(self, grads: object = None) -> None:
         """All gradients of this forward have arrived: free the weights and reduce the gradients."""
@@ -87,7 +85,6 @@ def _release(runtime: RunsBlocks, group: WeightGroup) -> None:
     """End the hold of the backward."""
     held, group.held = group.held, None
     if held is not None:
-        group.hide()
         runtime.release(group, held)
 
 

@@ -56,7 +56,7 @@ def choose(policy: SchedulePolicy, facts: Facts) -> tuple[Schedule, tuple[str, .
     if len(given) == len(fields(Schedule)):
         fixed = Schedule(**given)
         return fixed, (
-            "all numbers: the policy has them, as one of SchedulePolicy.chosen",
+            "all numbers: the policy is one of SchedulePolicy.chosen, which has them",
             f"gathers by {_word(fixed.gather_backend)}, reduce-scatters by {_word(fixed.reduce_scatter)}: the same",
         )
     is_least = policy.memory == "least"
@@ -163,7 +163,7 @@ def no_copy_engines(device: torch.device, groups: list[dist.ProcessGroup], has_u
     if device.type != "cuda":
         return f"a mesh of '{device.type}' has no copy engines"
     if has_unequal_replicas:
-        return "replicas of unequal sizes: streams would wait for copy engines of a lost rank without a limit"
+        return "replicas of unequal sizes: streams would wait forever for copy engines of a lost rank"
     if any(dist.get_backend(group) == "fake" for group in groups):
         return _FAKE
     return None

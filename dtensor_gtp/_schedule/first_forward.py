@@ -79,10 +79,11 @@ def agree_on_order(uses: Sequence[ShardedWeight], weights: Sequence[ShardedWeigh
         highest, lowest = extremes.tolist()
         if highest != -lowest:
             raise RuntimeError(
-                f"gtp_shard expects that all ranks of mesh axes {mesh.mesh_dim_names} use the same weights in the same "
-                f"order, because each use is a collective, but in {what} {first_difference(by_rank(names, [group]))}: "
-                "they got parts of each other's weights. Run the same modules in the same order on all ranks, those "
-                f"without data on an empty input. {see('ranks_diverge')}"
+                f"gtp_shard expects that all ranks of mesh axes {mesh.mesh_dim_names} use the same weights in the "
+                f"same order, because each use is a collective, but in {what} "
+                f"{first_difference(by_rank(names, [group]))}: ranks received parts of different weights. Run the "
+                "same modules in the same order on all ranks; a rank without data runs on an empty input. "
+                f"{see('ranks_diverge')}"
             )
 
 
@@ -130,11 +131,11 @@ def _refusal(unequal: Sequence[ManagedParam]) -> RuntimeError:
     param, *others = unequal
     more = f" and {len(others)} more" if others else ""
     return RuntimeError(
-        f"Parameter '{param.fqn}' of shape {tuple(param.param.shape)}{more} has other values on some ranks of mesh "
-        f"axes {param.mesh.mesh_dim_names} than on others, with placements {param.placements} (rank "
-        f"{dist.get_rank()}): each would train another model. Seed all ranks alike before the model is built or "
-        "initialized (torch.manual_seed), initialize all that to_empty() has made, load the same state dict on all "
-        f"ranks, or pass a parameter that is to be each rank's own in ignored_params. {see('ranks_diverge')}"
+        f"Parameter '{param.fqn}' of shape {tuple(param.param.shape)}{more} has different values on ranks of mesh "
+        f"axes {param.mesh.mesh_dim_names}, with placements {param.placements} (rank {dist.get_rank()}), so each "
+        "rank would train another model. Call torch.manual_seed with the same seed on all ranks before you build or "
+        "initialize the model, initialize all parameters after to_empty(), or load the same state dict on all "
+        f"ranks. If a parameter must differ, pass it in ignored_params. {see('ranks_diverge')}"
     )
 
 
@@ -151,9 +152,9 @@ def _check_materialized(params: Sequence[ManagedParam], device: torch.device) ->
             param.check_memory()
             if isinstance(param, ShardedWeight) and param.wire is None and has_hooks(param.shard):
                 raise RuntimeError(
-                    f"gtp_shard expects the hooks of a parameter before it is sharded, but parameter '{param.fqn}' of "
-                    f"shape {tuple(param.param.shape)} got fsdp_pre_all_gather later (rank {dist.get_rank()}). Put the "
-                    "hooks into a tensor subclass, and make the parameter of it before gtp_shard."
+                    "gtp_shard expects fsdp_pre_all_gather on a parameter before the call, but parameter "
+                    f"'{param.fqn}' of shape {tuple(param.param.shape)} got it later (rank {dist.get_rank()}). "
+                    "Define the hooks in a tensor subclass, and create the parameter from it before gtp_shard."
                 )
         return
     named = [f"'{param.fqn}' of shape {tuple(param.param.shape)}" for param in meta[:_MAX_NAMED]]

@@ -94,13 +94,11 @@ class Gathering(KeepAndFree):
         return self._backward_chain if self._is_in_backward else self._forward_chain
 
     def compute(self, op: Callable[..., Tensor], input: Tensor, target: Gatherable, *rest: Any) -> Tensor:
-        """``op(input, full, *rest)`` with the full weight: a use without the cost of a context."""
-        if compat.is_profiling():
-            with self.using(target) as full:
-                return op(input, full, *rest)
+        """``op(input, full, *rest)`` with the full weight: a use without the cost of a context of ours."""
         gathered = self.acquire(target)
         try:
-            return op(input, gathered.value if gathered.unpack is None else gathered.full, *rest)
+            with profiler_range("GTP::compute", target.weight.fqn):
+                return op(input, gathered.value if gathered.unpack is None else gathered.full, *rest)
         finally:
             self.release(target, gathered)
 

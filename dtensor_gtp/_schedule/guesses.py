@@ -7,7 +7,7 @@ its first uses in blocks say which, or that neither is right. If a block uses it
 those behind it. If a weight is used behind its block, the guess is wrong, and the pass goes on without a plan: that
 costs a window of gathers.
 
-No guess takes more memory than the plan of later passes. So it leaves out what may never be gathered, or is larger
+No guess takes more memory than the plan of later passes. So it omits weights that may never be gathered or are larger
 than the window: embeddings, heads, weights outside of blocks. It has no weights of other meshes than lane 0: ranks of
 lane 0 would disagree on which of them were used behind their blocks.
 """

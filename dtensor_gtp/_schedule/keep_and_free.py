@@ -106,8 +106,8 @@ class KeepAndFree:
             no_copies = "offload_policy keeps shards on the host"
             if self.policy.gather_backend == "copy_engine":
                 raise ValueError(
-                    "gtp_shard does not support SchedulePolicy(gather_backend='copy_engine') with offload_policy: copy "
-                    "engines send what is on the device. Leave gather_backend at its default."
+                    "gtp_shard does not support SchedulePolicy(gather_backend='copy_engine') with offload_policy: "
+                    "copy engines send only from the device. Leave gather_backend at its default."
                 )
         with compat.unseen_by_checkpoint_policies():
             free_nbytes, num_tokens = agree_to_begin(self.params, self.device, self.num_tokens)

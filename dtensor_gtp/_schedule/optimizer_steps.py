@@ -36,9 +36,9 @@ class OptimizerSteps:
             param, fqn = self._replaced[key]
             if (shape := getattr(param(), "shape", None)) is not None:
                 raise RuntimeError(
-                    f"A {type(optimizer).__name__} optimizer has stepped parameter '{fqn}' of shape {tuple(shape)} to "
-                    "no effect, because fully_shard has put another one in its place. Create the optimizer after "
-                    "fully_shard."
+                    f"The step of a {type(optimizer).__name__} optimizer on parameter '{fqn}' of shape "
+                    f"{tuple(shape)} had no effect, because fully_shard has replaced this parameter. Create the "
+                    "optimizer after fully_shard."
                 )
         for watcher in self.watchers:
             watcher.note_step(updated)

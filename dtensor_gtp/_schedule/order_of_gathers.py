@@ -5,8 +5,8 @@ next pass of the same kind. A pass that deviates from its plan is slower, but ri
 
 [Note: what is gathered when]
 The uses of a plan are divided into *lanes*, one for each mesh. Lane 0 is the mesh of the outermost call. The ranks of a
-mesh use its weights and those of lane 0 alike, but each rank may use other weights of other meshes (experts). So what
-is launched, dropped or kept in a lane may depend on uses of that lane and of lane 0 only. Each lane has a cursor.
+mesh use its weights and those of lane 0 in the same order, but may use different weights of other meshes (experts). So
+launches, drops and keeps in a lane may depend only on uses of that lane and of lane 0. Each lane has a cursor.
 
 In lane 0 a use is gathered ahead if it is one of the next ``depth`` uses, or if the weights used before it are smaller
 than ``nbytes`` or than its own weight. Compute and gathers both take time in proportion to bytes. So a large weight (a
@@ -15,9 +15,9 @@ consecutive uses of one ``gtp_shard`` call. A use is gathered when the use at th
 happens; in the first block, as many uses ahead as blocks are apart. If there is only one block, its uses are planned by
 the rule of lane 0, which then counts the uses of both lanes.
 
-Consecutive uses of a lane that weigh at most ``together_nbytes`` are one launch, when the first is due. Nothing hides
-gathers at the begin of a pass. So a launch is at most as large as all launches before it, or as large as what is
-gathered in less time than a collective takes to start.
+Consecutive uses of a lane with at most ``together_nbytes`` are one launch, when the first is due. Nothing hides gathers
+at the begin of a pass. So a launch is at most as large as all launches before it, or as large as what is gathered in
+less time than a collective takes to start.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _plan_launches(
     launches: list[Launch] = []
     used = [traits[use] for use in uses]
     for lane, positions in lanes.items():
-        # Positions that all ranks of the lane's mesh have in common. Blocks of the lane, as indices of ``alike``.
+        # Positions that all ranks of the lane's mesh share. Blocks of the lane, as indices of ``alike``.
         alike = positions if lane == 0 else sorted([*lanes.get(0, ()), *positions])
         blocks = [[bisect_left(alike, p) for p in block] for _, block in groupby(positions, lambda p: used[p].call)]
         own = [index for block in blocks for index in block]
@@ -218,8 +218,9 @@ def choose_kept(
     """Which weights stay gathered from a forward to its backward, in the order in which backward uses them.
 
     Those that backward uses first are kept, up to ``budget`` bytes: at its begin the least compute hides a gather, and
-    they are kept for the shortest time. The ranks of a mesh must choose alike, so lane 0 chooses first, and the other
-    lanes share the rest in equal parts. ``sizes`` and ``lanes`` are by weight index; a size of 0 is never kept."""
+    they are kept for the shortest time. The ranks of a mesh must make the same choice, so lane 0 chooses first, and the
+    other lanes share the rest in equal parts. ``sizes`` and ``lanes`` are by weight index; a size of 0 is never
+    kept."""
     candidates = set(forward.uses)
     order = [use for use in dict.fromkeys(backward.uses) if use in candidates]
     kept = set()

@@ -91,8 +91,8 @@ class PartedRanks:
         parted = self._find()
         if parted is None:
             error.add_note(
-                "A collective of weights or gradients has failed. If no other rank has ended with an error of its own, "
-                f"the ranks use different weights: DTENSOR_GTP_DEBUG=order names them. {see('ranks_diverge')}"
+                "A collective of weights or gradients failed. If no other rank raised another error, the ranks use "
+                f"different weights: DTENSOR_GTP_DEBUG=order names them. {see('ranks_diverge')}"
             )
             return error
         return RuntimeError(

@@ -96,9 +96,10 @@ class Gradients:
     @contextmanager
     def postponing(self) -> Iterator[list[Callable[[], None]]]:
         """Collect the jobs of a backward in this context in a list, instead of running them."""
-        self._postponed = []
+        jobs: list[Callable[[], None]] = []
         try:
-            yield self._postponed
+            self._postponed = jobs
+            yield jobs
         finally:
             self._postponed = None
 
@@ -109,8 +110,9 @@ class Gradients:
             with self.recording.together():
                 yield
             return
-        self._bundle = bundle = object()
+        bundle = object()
         try:
+            self._bundle = bundle
             yield
         finally:
             self._bundle = None
@@ -264,12 +266,9 @@ class Gradients:
             self._launch(self._waiting.pop(name))
 
     def _launch(self, together: list[_Gradient]) -> None:
-        if not compat.is_profiling():
+        with profiler_range("GTP::reduce_scatter", *[each.weight.fqn for each in together]):
             if len(together) > 1 or not self._launch_plain(together[0]):
                 self._reduce_scatter(together)
-            return
-        with profiler_range("GTP::reduce_scatter", ", ".join(each.weight.fqn for each in together)):
-            self._reduce_scatter(together)
 
     def _launch_plain(self, gradient: _Gradient) -> bool:
         """As ``_reduce_scatter``, but for one gradient that a ring sends as it is: the most frequent case, so it is

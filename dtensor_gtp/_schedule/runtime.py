@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,6 +61,8 @@ class Runtime(Gathering):
         self.asked_for: set[int] | None = None  # ids of the tensors to which the running backward is confined
         self._outdated: set[ShardedWeight] = set()  # unsharded, and perhaps written since without a trace
         self.num_trained = 0  # backwards that gave gradients, and optimizer steps
+        self._thread = 0  # that is in a frame
+        self._thread_of_forward = self._thread_of_backward = 0  # of the last one
         optimizer_steps().watchers.add(self)
 
     def _known(self) -> dict[int, ManagedParam]:
@@ -74,7 +78,11 @@ class Runtime(Gathering):
         weight = self._known().get(id(param))
         if not isinstance(weight, ShardedWeight) or weight.param is not param:
             return
-        if self.reads.frames:
+        if self.reads.frames and weight.group is not None:
+            self._handed_out.add(weight.group.weight)
+            self._drop_pending(weight.group, 0)
+            self._drop_kept(weight.group)
+        elif self.reads.frames:
             self._handed_out.add(weight)
             self.drop_prefetched_of([weight])
             for target in weight.gatherables:
@@ -133,41 +141,103 @@ class Runtime(Gathering):
         """Whether module attributes are full weights now, as in a forward or backward."""
         return bool(self.reads.frames) or compat.current_graph_task_id() != -1
 
+    def depth_of_call(self) -> int:
+        """How many frames run. Call it before ``enter``, and ``leave`` with the result after ``exit``, whatever happens
+        in between: a KeyboardInterrupt may be raised between any two lines."""
+        thread = threading.get_ident()
+        # In a backward, the threads of autograd recompute forwards for the one that waits for them.
+        if self._thread != thread and compat.current_graph_task_id() == -1:
+            if self._thread:
+                self._refuse_thread("forward")
+            self._thread = thread
+        return len(self.reads.frames)
+
+    def _refuse_thread(self, what: str) -> None:
+        """Two passes at a time would take each other's weights and gradients."""
+        raise RuntimeError(
+            f"Thread '{threading.current_thread().name}' began a {what} of a module that gtp_shard has sharded while "
+            f"another thread is in a forward or backward of it (rank {dist.get_rank()}). Run one pass at a time: let "
+            "one thread train the module, or give each a module of its own."
+        )
+
     def enter(self, module: nn.Module, needs_hooks: Callable[[int], bool], method: str = "forward") -> Frame:
         """Begin a forward. ``needs_hooks`` of the number of optimizer steps: whether saved weights become handles."""
         if not self.is_materializing:
             self._begin_forward(Entry(module, method))
-        if not self.reads.frames:
+        needs_handles = torch.is_grad_enabled() and needs_hooks(self.num_steps) and compat.saved_tensors_hooks_enabled()
+        frame = self.reads.push(needs_handles)
+        if len(self.reads.frames) == 1:
             for group in self.groups:
                 group.show()
-        needs_handles = torch.is_grad_enabled() and needs_hooks(self.num_steps) and compat.saved_tensors_hooks_enabled()
-        return self.reads.push(needs_handles)
+        return frame
 
     def exit(self, frame: Frame, is_complete: bool) -> None:
         """End a forward; ``is_complete`` is False if it raised."""
-        try:
-            misuse = self.reads.misuse_in(frame) if is_complete and frame.seen else None
-        finally:
-            self.reads.pop(frame)
-        if not self.reads.frames:
+        misuse = self.reads.misuse_in(frame) if is_complete and frame.seen else None
+        self.reads.end(frame)
+        if len(self.reads.frames) == 1:
             for group in self.groups:
                 group.hide()
             if not torch.is_grad_enabled():
                 self._release_read_outside()
-        if not self.reads.frames and self._forward_chain is not None:
-            self._drop_prefetched()
-            self.comm.finish_uploads()
-            chain, self._forward_chain = self._forward_chain, None
-            if is_complete:
-                uses = chain.observed
-                chain.end()
-                if not (chain.is_compared or self.comm.is_capturing):
-                    self._compare_order(chain, uses)
-            else:
-                chain.begin()
-                self._end_keeps()
+            if self._forward_chain is not None:
+                self._end_forward(self._forward_chain, is_complete)
+        self.reads.frames.pop()  # last: ``leave`` takes a frame that is left for one that has not ended
         if misuse is not None:
             raise misuse
+
+    def _end_forward(self, chain: Chain, is_complete: bool) -> None:
+        if not is_complete:
+            self._drop_broken_forward()
+            return
+        self._drop_prefetched()
+        self.comm.finish_uploads()
+        uses = chain.observed
+        chain.end()
+        if not (chain.is_compared or self.comm.is_capturing):
+            self._compare_order(chain, uses)
+        self._forward_chain = None
+
+    def leave(self, depth: int) -> None:
+        """After ``exit``. If that has not run to its end, or ``enter`` has not, end the frames behind ``depth``."""
+        while len(self.reads.frames) > depth:
+            self.reads.end(self.reads.frames[-1])
+            self.reads.frames.pop()
+            if not self.reads.frames:
+                for group in self.groups:
+                    group.hide()
+        if depth == 0:
+            if self._forward_chain is not None:
+                self._drop_broken_forward()
+            self._thread = 0
+
+    def _drop_broken_forward(self) -> None:
+        """After a forward that did not complete: nothing uses a weight any more. Gradients are not touched."""
+        self._drop_gathers()
+        self.comm.finish_uploads()
+        for group in self.groups:
+            group.hide()
+        if self._forward_chain is not None:
+            self._forward_chain.begin()
+        self._forward_chain = None
+
+    def _drop_gathers(self) -> None:
+        """Nobody uses a weight any more, though uses may not have ended: free all but what the user asks to keep."""
+        self._read_outside.clear()
+        for group in self.groups:
+            group.uses_in_backward.clear()
+            group.has_second_backward = False
+            group.held = None
+        self._drop_prefetched()
+        for target in self.gatherables:
+            live, target.live = target.live, None
+            if live is not None:
+                live.holds = 0
+                self._drop_kept(target)
+                target.kept = live
+            if target.kept is not None and not target.weight.is_fresh(target.kept):
+                self._drop_kept(target)
+        self._end_keeps()
 
     def _compare_order(self, chain: Chain, uses: Sequence[int]) -> None:
         """After a first forward, raise on all ranks if they have used other weights, or in another order."""
@@ -177,6 +247,9 @@ class Runtime(Gathering):
         agree_on_order([self.gatherables[use].weight for use in uses], self.weights, what)
 
     def _begin_forward(self, entry: Entry) -> None:
+        if self._is_backward_running and self._thread_of_forward != threading.get_ident():
+            self._refuse_thread("forward")
+        self._thread_of_forward = threading.get_ident()
         self.drop_broken_backward()
         self.ensure_initialized()
         self._release_read_outside()  # of a forward without a backward
@@ -189,6 +262,7 @@ class Runtime(Gathering):
         self._num_forwards += 1
         # In the forwards of number 1, 2, 4, 8 and so on, which costs nothing in the long run.
         is_power = self._num_forwards & (self._num_forwards - 1) == 0
+        self.reads.is_differentiated = torch.is_grad_enabled()
         self.reads.looks_at_bits = is_power and self.comm.may_wait_on_host
         is_captured = self.comm.is_capturing
         for param in self.params:
@@ -213,8 +287,14 @@ class Runtime(Gathering):
         """Begin a backward, unless it has begun: e.g. the output of an ``entry`` gets its gradient."""
         if self.recording is not None:
             return  # the backward of a block that is recorded is not one of this runtime
-        if self._is_in_backward and self._end_of_backward is not None and self._end_of_backward() is not None:
+        thread, is_running = threading.get_ident(), self._is_backward_running
+        # On a CPU autograd runs in the thread that calls it; elsewhere in threads of its own.
+        is_other = self._thread not in (0, thread) or (is_running and self._thread_of_backward != thread)
+        if is_other and self.device.type == "cpu":
+            self._refuse_thread("backward")
+        if is_running:
             return
+        self._thread_of_backward = thread
         self.drop_broken_backward()  # if the last one raised, and no forward came in between
         self._is_in_backward = True
         asked = self.asked_for
@@ -224,17 +304,21 @@ class Runtime(Gathering):
         self._records_graph = torch.is_grad_enabled()
         self.comm.begin_pass()
         end = partial(self._finish_backward)
-        self._end_of_backward = weakref.ref(end)
-        compat.queue_backward_callback(end)
+        try:
+            self._end_of_backward = weakref.ref(end)
+            compat.queue_backward_callback(end)
+        finally:
+            del end  # a traceback would keep it
         self._backward_chain = self._chain(entry, is_backward=True)
         self._forward_of_backward = None if entry is None else self._chain(entry, is_backward=False)
         self._begin(self._backward_chain)
+        self._show_or_hide()
 
     def add_groups(self, groups: Sequence[WeightGroup]) -> None:
         """Gather and reduce the members of ``groups`` together from now on. No gather may be in memory or in flight."""
         self.groups = list(groups)
         for group in groups:
-            group.read_outside = self.hold_until_end
+            group.reader = self
         self._plan_anew([*(target for target in self.gatherables if target.weight.group is None), *groups])
 
     def _plan_anew(self, gatherables: list[Gatherable]) -> None:
@@ -268,7 +352,17 @@ class Runtime(Gathering):
             self.comm.begin_pass(group.groups)
             group.kept = self._take(group) or self._gather_now(group)
 
+    @property
+    def gives_full_params(self) -> bool:
+        """Whether ``parameters()`` of a module yields gathered weights now."""
+        return self.reads.gives_full_params
+
+    def full_params(self, members: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        """``members`` of ``named_parameters()``, with full weights instead of shards."""
+        return self.reads.full_params(members, self._known())
+
     def hold_until_end(self, group: WeightGroup) -> None:
+        """Code outside of a use reads a weight of ``group``: gather it until the pass ends."""
         if group.is_pinned and group.kept is not None and group.is_fresh(group.kept):
             self.comm.wait(group.kept.done)
         else:
@@ -282,20 +376,37 @@ class Runtime(Gathering):
         """Release the gathered weights that ``saved`` holds at the end of this backward at the latest."""
         self.reads.saved_in_backward.append(saved)
 
+    @property
+    def _is_backward_running(self) -> bool:
+        return self._is_in_backward and self._end_of_backward is not None and self._end_of_backward() is not None
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward has begun and not ended."""
+        return self._is_in_backward
+
+    def _show_or_hide(self) -> None:
+        """A backward begins or ends. A forward around it has shown the weights of groups already."""
+        if not self.reads.frames:
+            for group in self.groups:
+                group.hide()
+
     def _finish_backward(self) -> None:
         """End a backward, on the caller's stream. When this returns, all gradients are in ``.grad``."""
-        self.reads.release_read_in_backward()
-        finish_backward(self, self.groups)
-        self._release_read_outside()
-        self._drop_prefetched()
-        self._end_keeps()
-        self.comm.finish_uploads()
-        self._is_in_backward = False
-        self._backward_chain.end()
-        self.complete_gradients()
-        if self._records_graph:
-            for param in self.params:
-                param.mark_undifferentiable()
+        with self._forgetting_on_failure():
+            self.reads.release_read_in_backward()
+            finish_backward(self, self.groups)
+            self._release_read_outside()
+            self._drop_prefetched()
+            self._end_keeps()
+            self.comm.finish_uploads()
+            self._backward_chain.end()
+            self._is_in_backward = False
+            self._show_or_hide()
+            self.complete_gradients()
+            if self._records_graph:
+                for param in self.params:
+                    param.mark_undifferentiable()
 
     def complete_gradients(self) -> None:
         """Reduce all remaining gradients. After the last backward, all are in ``.grad`` when this returns."""
@@ -347,14 +458,12 @@ class Runtime(Gathering):
         others = ", with those of earlier microbatches that were not synced" if self._has_unsynced else ""
         text = "the last backward did not complete; its gradients are dropped%s (rank %d)"
         logger.warning(text, others, dist.get_rank())
-        self._is_in_backward = False
         self._forget_gradients()
         self.reads.release_read_in_backward()
-        finish_backward(self, self.groups)
-        self._release_read_outside()
+        self._drop_gathers()
         self._backward_chain.begin()
-        self._drop_prefetched()
-        self._end_keeps()
+        self._is_in_backward = False  # late, so that nothing is left if this is interrupted
+        self._show_or_hide()
 
     def abandon(self) -> None:
         """After an exception: drop a backward that did not complete, and gradients in flight."""
@@ -375,6 +484,7 @@ class Runtime(Gathering):
             weight.num_updates += 1  # so that nobody reuses a gather of the recording
             self.drop_kept(weight)
         self._is_in_backward = False
+        self._show_or_hide()
         self.reads.release_read_in_backward()
         self._backward_chain.begin()
         self.abandon()

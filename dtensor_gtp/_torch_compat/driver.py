@@ -1,6 +1,6 @@
 """Operations of streams (CUDA driver API): signals between GPUs, and copies.
 
-A kernel that waits for a peer would wait for a place on an SM beside a GEMM that fills the GPU. Signals take no SM: the
+A kernel that waits for a peer would first wait for a free SM beside a GEMM that fills the GPU. Signals take no SM: the
 front end of the GPU executes them in the order of the stream. CUDA graphs can record them.
 """
 

@@ -89,6 +89,11 @@ def named_group(
         return cast("dist.ProcessGroup", group)
 
 
+def device_of_objects(group: dist.ProcessGroup) -> torch.device:
+    """On which device ``group`` sends objects: the host if it can."""
+    return torch.device(distributed_c10d._get_object_coll_device(group))
+
+
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """How long a collective of ``group`` may take; None without a limit, as in a fake group."""
     limits = []

@@ -21,10 +21,9 @@ POLICY_MODES: tuple[Any, ...] = (checkpoint._CachingTorchDispatchMode, checkpoin
 _NOTHING = nullcontext()
 
 _ONCE = (
-    "gtp_shard does not compute the gradient of a gradient that passed a fused op or is a sharded weight's own "
-    "(once_differentiable). Where you need it of an nn.Linear or nn.Embedding, use the weight by name in a forward of "
-    "the module around it, e.g. F.linear(x, self.layer.weight, self.layer.bias), and differentiate the gradient of an "
-    "input."
+    "gtp_shard does not compute second derivatives through a fused op or with respect to a sharded weight "
+    "(once_differentiable). For an nn.Linear or nn.Embedding, read the weight in the forward of the module around "
+    "it, e.g. F.linear(x, self.layer.weight, self.layer.bias), and differentiate the gradient of an input."
 )
 
 # Of this thread; 0 almost always, and quick to ask.

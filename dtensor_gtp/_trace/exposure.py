@@ -1,4 +1,4 @@
-"""How long communication was *exposed*: while it runs and no lane computes.
+"""How long communication was *exposed*: it runs while no stream (or thread) computes.
 
 A GPU is *host-bound* while it has ended what it was to compute and the host has not yet launched what comes next.
 """

@@ -1,4 +1,5 @@
-"""A timeline as an SVG picture: a row for each lane, exposed communication in red, in light or dark as the page is."""
+"""A timeline as an SVG picture: a row for each stream or thread, exposed communication in red, in light or dark as the
+page is."""
 
 from __future__ import annotations
 

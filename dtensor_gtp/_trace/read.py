@@ -1,4 +1,4 @@
-"""What the lanes of a trace did: streams and their kernels on a GPU, threads and operators that call no other on a CPU.
+"""Reads a trace into *lanes*: a stream with its kernels on a GPU, a thread with its innermost operators on a CPU.
 
 Communication is what NCCL or gloo do and what was launched inside of a range that gathers or reduces
 (``GTP::all_gather (layers.0.wq.weight)``, or ``fully_shard``'s own).
@@ -27,7 +27,7 @@ _COMMUNICATES = {
 
 
 class Span(NamedTuple):
-    """What one lane did in one go.
+    """One kernel or operator of a lane.
 
     Args:
         begin: Microseconds, as ``end``.

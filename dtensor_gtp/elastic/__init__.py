@@ -1,4 +1,4 @@
-"""Non-uniform replicas: training goes on when a data-parallel replica has lost some of its ranks."""
+"""Non-uniform replicas: training continues when a data-parallel replica has lost some of its ranks."""
 
 from .attach import synchronize_replicas
 from .handover import handover_path, leave_state, take_state

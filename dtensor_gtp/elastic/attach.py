@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import astuple, replace
 
 import torch.distributed as dist
 import torch.nn as nn
@@ -12,6 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from .. import _torch_compat as compat
 from .._comm.agreement import agree_on_all_ranks
+from .._comm.values import all_gather_values
 from .._modules.binding import binding_of
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import ShardedWeight
@@ -26,9 +26,9 @@ from .sync import ReplicaSync
 def synchronize_replicas(module: nn.Module, mesh: ElasticMesh, *, bucket_nbytes: int = 32 << 20) -> ReplicaSync:
     """Sum the gradients of ``module`` over all replicas of ``mesh``, from the next backward on.
 
-    Call it once on the root after ``gtp_shard(module, mesh.weights)``, on all ranks. Then ``backward()`` leaves in
-    ``.grad`` the mean over the whole batch, as on a (replicate, gtp) mesh: each rank sums its rows with the ranks of
-    other replicas that hold them, in buckets, behind backward. Replicas must hold equal values (one seed, or one
+    Call it once on the root after ``gtp_shard(module, mesh.weights)``, on all ranks. Then ``backward()`` writes the
+    mean over the whole batch to ``.grad``, as on a (replicate, gtp) mesh: each rank sums its rows with the ranks of
+    other replicas that hold them, in buckets, during backward. Replicas must hold equal values (one seed, or one
     checkpoint): :meth:`ReplicaSync.check_values` of the handle that is returned compares them, and
     :meth:`ReplicaSync.set_batch` takes the number of samples of each rank.
 
@@ -91,8 +91,8 @@ def _checked_runtime(module: nn.Module, mesh: ElasticMesh) -> Runtime:
     binding = binding_of(module)
     if binding is None or binding.group.module is not module:
         raise ValueError(
-            f"synchronize_replicas expects the module that gtp_shard was called on, but got a "
-            f"{type(module).__name__} that it was not called on. Call gtp_shard(module, mesh.weights) first."
+            "synchronize_replicas expects the module that was passed to gtp_shard, but got another "
+            f"{type(module).__name__}. Call gtp_shard(module, mesh.weights) first."
         )
     runtime = binding.group.runtime
     if runtime.grads.replicas is not None:
@@ -100,9 +100,8 @@ def _checked_runtime(module: nn.Module, mesh: ElasticMesh) -> Runtime:
     for name in ("gather_backend", "reduce_scatter"):
         if getattr(runtime.policy, name) == "copy_engine":
             raise NotImplementedError(
-                f"synchronize_replicas does not support SchedulePolicy({name}='copy_engine'): streams wait for the "
-                "copy engines of other ranks without a limit, and nothing ends that when a rank is lost. Leave "
-                "it at its default."
+                f"synchronize_replicas does not support SchedulePolicy({name}='copy_engine'): streams would wait "
+                f"forever for the copy engines of a lost rank. Leave out {name}."
             )
     for name, submodule in module.named_modules():
         if isinstance(submodule, FSDPModule):
@@ -120,7 +119,7 @@ def _checked_runtime(module: nn.Module, mesh: ElasticMesh) -> Runtime:
                 f"synchronize_replicas expects parameters that are sharded over mesh.weights (ranks {expected}), but "
                 f"parameter '{param.fqn}' of shape {tuple(param.param.shape)} is on mesh axes "
                 f"{param.mesh.mesh_dim_names} of ranks {ranks} (rank {dist.get_rank()}). Pass mesh.weights to "
-                "every gtp_shard call."
+                "every gtp_shard call, for experts too: replicas of unequal sizes have no expert axes in common."
             )
     return runtime
 
@@ -138,8 +137,9 @@ def _tensor_parallel_cut(param: ManagedParam) -> tuple[int | None, int]:
     before = spec.placements[:-1]
     if before and (len(before) > 1 or spec.mesh.mesh_dim_names != ("tp", "gtp")):
         raise NotImplementedError(
-            f"synchronize_replicas supports parameters that are cut over the gtp and tp axes of the elastic mesh, but "
-            f"'{param.fqn}' has placements {spec.placements} on mesh axes {spec.mesh.mesh_dim_names}."
+            "synchronize_replicas supports parameters that are sharded over the gtp and tp axes of the elastic "
+            f"mesh, but '{param.fqn}' has placements {spec.placements} on mesh axes {spec.mesh.mesh_dim_names}. Keep "
+            "experts whole on each rank (no ep): replicas of unequal sizes cut them at other places."
         )
     if not before or before[0].is_replicate():
         return None, 1
@@ -156,9 +156,8 @@ def _specs_with_cuts(specs: list[WeightSpec], mesh: ElasticMesh) -> list[list[We
     large = [rank for replica in mesh.layout.replicas if replica.tp > 1 for rank in replica.ranks]
     if not large:
         return [specs]
-    gathered: list[Any] = [None] * mesh.layout.num_ranks
-    dist.all_gather_object(gathered, specs, group=mesh.world.get_group())
-    return [gathered[rank] for rank in large]
+    gathered = all_gather_values([astuple(spec) for spec in specs], mesh.world.get_group())
+    return [[WeightSpec(*fields) for fields in gathered[rank]] for rank in large]
 
 
 def _merged(param: ManagedParam, specs: set[WeightSpec], mesh: ElasticMesh) -> WeightSpec:
@@ -166,8 +165,9 @@ def _merged(param: ManagedParam, specs: set[WeightSpec], mesh: ElasticMesh) -> W
     if others:
         cuts = sorted(str((spec.tp_dim, spec.tp_block_size)) for spec in specs)
         raise ValueError(
-            f"synchronize_replicas expects the same tensor-parallel cuts in all replicas that have tp, but parameter "
-            f"'{spec.name}' of shape {spec.shape} is cut by (dim, block_size) {cuts}. Use one parallelize plan for all."
+            "synchronize_replicas expects the same tensor-parallel split in all replicas that have tp, but "
+            f"parameter '{spec.name}' of shape {spec.shape} is split by (dim, block_size) {cuts}. Use one "
+            "parallelize plan for all."
         )
     box = box_of_rank(spec, mesh.layout, dist.get_rank())
     assert box.size == param.shard.shape, f"'{spec.name}': planned {box.size}, but the shard is {param.shard.shape}"

@@ -1,8 +1,8 @@
-"""State that one process leaves in the memory of its host for the process that takes its place.
+"""State that one process stores in host memory for the process that replaces it.
 
-The folder of these files is shared by all users of a host, perhaps by several containers. So each user has a directory
-there that no other user may enter. The name of a file, which also stands in it, says which job left it. Owner and kind
-are asked of the open file, before anything of it is read. What is read are tensors and plain values, never code.
+All users of a host, and perhaps several containers, share the folder of these files. So each user has a directory there
+that no other user may enter. The name of a file identifies its job, and is also stored in the file. Owner and kind of
+the open file are checked before it is read. Only tensors and plain values are read, never code.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _OTHERS = 0o077  # rights of group and others
 
 
 def handover_path(environment: Mapping[str, str] | None = None, directory: Path | None = None) -> Path | None:
-    """Where a worker of ``torchrun`` leaves its state for the worker that takes its place on this host.
+    """The file in which a worker of ``torchrun`` leaves its state for the worker that replaces it on this host.
 
-    ``torchrun`` ends all workers when one fails, with a signal first and by force some seconds later: time enough to
-    write what a rank holds to a file in host memory. The file lies in a directory that only this user may enter. Its
-    name holds the run id, the local rank, and a digest of the launcher, which stays when workers are started again.
+    When one worker fails, ``torchrun`` sends a signal to all, and ends them by force some seconds later: enough time to
+    write a rank's state to a file in host memory. The file lies in a directory that only this user may enter. Its name
+    holds the run id, the local rank, and a digest of the launcher, which stays when workers are started again.
 
     Args:
         environment: By default ``os.environ``.
@@ -75,7 +75,7 @@ def _own_directory(shared: Path) -> Path | None:
         return None
     found = own.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & _OTHERS:
-        _LOG.warning("%s is not a directory that only this user may enter: no state is left or taken there", own)
+        _LOG.warning("%s is not a directory of this user alone, so no state is written or read there", own)
         return None
     return own
 
@@ -138,13 +138,13 @@ def _check_is_plain(keys: Keys, value: Any) -> None:
     except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
         name = ".".join(map(str, keys))
         raise TypeError(
-            f"leave_state expects tensors and plain values, but '{name}' is a {type(value).__name__}. Keep it out of "
-            "the state, or put what it consists of there: numbers, strings, tuples, dicts, lists."
+            f"leave_state expects tensors and plain values, but '{name}' is a {type(value).__name__}. Leave it out "
+            "of the state, or store its parts: numbers, strings, tuples, dicts, lists."
         ) from error
 
 
 def take_state(path: Path) -> HeldState | None:
-    """What a former process of this job has left, which is removed.
+    """Read and remove what an earlier process of this job has left.
 
     A file that another user owns or may read, or that another job left, is not read: a warning names it, and it stays.
 
@@ -199,6 +199,6 @@ def _read(file: BinaryIO, path: Path) -> HeldState | None:
         _LOG.warning("%s is ignored, because it cannot be read: %s", path, str(error).partition("\n")[0])
         return None
     if name != path.name:
-        _LOG.warning("%s is ignored, because the job '%s' left it", path, name)
+        _LOG.warning("%s is ignored: it is from job '%s'", path, name)
         return None
     return HeldState(step, parts, plain)

@@ -1,4 +1,4 @@
-"""``nonuniform_mesh``: replicas of unequal sizes, each with a (gtp, tp) mesh of its own, over all ranks of the job."""
+"""``nonuniform_mesh``: replicas of unequal sizes, each with its own (gtp, tp) mesh, over all ranks of the job."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def nonuniform_mesh(
     backend: str | None = None,
     timeout: timedelta | None = None,
 ) -> ElasticMesh:
-    """Build a mesh for each of several replicas that may have unequal sizes. Call it on all ranks that are left.
+    """Build a mesh for each replica; replicas may have unequal sizes. Call it on all remaining ranks.
 
     The default process group, of these ranks, is initialized if there is none, as
     :func:`~dtensor_gtp.init_weight_mesh` does it.
@@ -112,11 +112,11 @@ def nonuniform_mesh(
     Args:
         device_type: ``"cuda"``, ``"cpu"`` or another device type of torch.
         replicate, gtp, tp: Sizes before the failure.
-        failed: Coordinates (replica, gtp, tp) of ranks that are gone. A replica that lost all is dropped; the ranks
-            that are left are counted in the order of their coordinates.
+        failed: Coordinates (replica, gtp, tp) of lost ranks. A replica that lost all ranks is dropped; the remaining
+            ranks are numbered in the order of their coordinates.
         replicas: The ranks of each replica, e.g. ``[[0, 1], [2, 3, 4, 5]]``, instead of ``replicate``, ``gtp`` and
             ``failed``; ``tp`` is then the largest size of that axis.
-        weights: What will be sharded; tells where tensor parallelism may cut when it has to shrink.
+        weights: Weights to be sharded, with the block sizes at which a smaller tensor parallelism may split them.
         memory: Refuse replicas whose ranks do not have room for their part of ``weights``.
         backend, timeout: For ``init_process_group``, if there is no process group.
 
@@ -264,10 +264,10 @@ def check_memory(layout: ReplicaLayout, weights: Sequence[WeightSpec], model: Me
     for index, (replica, memory) in enumerate(zip(layout.replicas, found, strict=True)):
         if memory.total > model.budget:
             raise ValueError(
-                f"nonuniform_mesh expects replicas whose ranks have memory for their part of the model, but replica "
-                f"{index} of {len(replica.ranks)} ranks (gtp {replica.gtp}, tp {replica.tp}) is too small: rank "
-                f"{replica.ranks[0]} needs {memory}, and has {format_nbytes(model.budget)}. Leave this replica out, or "
-                "shard over fewer, larger replicas."
+                f"nonuniform_mesh expects replicas with enough memory for the model, but replica {index} of "
+                f"{len(replica.ranks)} ranks (gtp {replica.gtp}, tp {replica.tp}) is too small: rank "
+                f"{replica.ranks[0]} needs {memory}, and has {format_nbytes(model.budget)}. Leave this replica out, "
+                "or shard over fewer, larger replicas."
             )
     return found
 
@@ -293,9 +293,9 @@ def _memory(layout: ReplicaLayout, replica: Replica, weights: Sequence[WeightSpe
 class ReplicaSavePlanner(DefaultSavePlanner):
     """Lets ``dcp.save`` and ``dcp.async_save`` write what replicas of unequal sizes hold. Pass it on all ranks.
 
-    Such replicas cut a weight at different rows, and ``torch.distributed.checkpoint`` (DCP) refuses chunks that
-    overlap. So only the ranks of the largest replica, which have least to write, write sharded tensors. All else is
-    written once for each key, as always. A load needs no planner.
+    Such replicas split a weight at different rows, and ``torch.distributed.checkpoint`` (DCP) refuses chunks that
+    overlap. So only the ranks of the largest replica write sharded tensors, because their shards are the smallest.
+    Everything else is written once for each key, as usual. A load needs no planner.
 
     Args:
         mesh: The mesh of the job.

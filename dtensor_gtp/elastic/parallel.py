@@ -1,7 +1,7 @@
-"""Tensor-parallel styles that cut at block boundaries: heads stay whole on any number of ranks.
+"""Tensor-parallel styles that split at block boundaries: heads stay whole on any number of ranks.
 
-torch's styles would cut 8 heads on 3 ranks within a head. These give each rank ``ceil(blocks / tp)`` whole blocks, and
-the last ranks what is left.
+torch's styles would split 8 heads on 3 ranks within a head. These give each rank ``ceil(blocks / tp)`` whole blocks,
+and the last ranks the rest.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class _BlockParallel(ParallelStyle):
         features: int = getattr(module, name)
         if features % self.block_size or features // self.block_size < device_mesh.size():
             raise ValueError(
-                f"{style} expects blocks of {self.block_size} that fill {name}={features} and are at least as many as "
-                f"the {device_mesh.size()} ranks of tp, but they are {features / self.block_size:g}: no cut fits. Use "
-                "a smaller tp or another block_size."
+                f"{style} expects blocks of {self.block_size} that fill {name}={features} and are at least as many "
+                f"as the {device_mesh.size()} ranks of tp, but there are {features / self.block_size:g}. Use a "
+                "smaller tp or another block_size."
             )
 
         cut = GTPShard(self._dim, block_size=self.block_size)

@@ -1,9 +1,10 @@
 """Which rank holds which part of a tensor, and which ranks sum or send parts of it. Pure functions of sizes.
 
-Every rank of a replica holds a box of each weight: the rows (or columns) that tensor parallelism and gtp leave it. The
-edges of all boxes cut the weight into *segments*. Each segment has one owner in each replica, and its owners sum its
-gradient. Segments with the same owners travel in one flat bucket. Where tensor parallelism does not cut a weight, each
-rank of a tp axis holds a copy. Replicas with equally many copies sum them copy by copy; else all holders sum together.
+Every rank of a replica holds a box of each weight: its rows (or columns) after the split by tensor parallelism and gtp.
+The edges of all boxes split the weight into *segments*. Each segment has one owner in each replica, and its owners sum
+its gradient. Segments with the same owners are sent in one flat bucket. Where tensor parallelism does not split a
+weight, each rank of a tp axis holds a copy. Replicas with the same number of copies sum them copy by copy; otherwise
+all holders sum together.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def box_of_rank(weight: WeightSpec, layout: ReplicaLayout, rank: int) -> Box:
 def segments_of(weight: WeightSpec, layout: ReplicaLayout) -> Iterator[Segment]:
     """The segments of a weight that gtp cuts, in the order of their offsets; ValueError if the weight stays whole."""
     if weight.dim is None:
-        raise ValueError(f"segments_of expects a weight that gtp cuts, but '{weight.name}' stays whole.")
+        raise ValueError(f"segments_of expects a weight that is sharded over gtp, but '{weight.name}' stays whole.")
     boxes = {rank: box_of_rank(weight, layout, rank) for rank in layout.places}
     edges = []
     for dim in range(len(weight.shape)):

@@ -1,7 +1,7 @@
-"""The state of a job goes from the memory of the ranks that are left to a new layout, without a checkpoint on disk.
+"""Moves the state of a job from the memory of the remaining ranks to a new layout, without a checkpoint on disk.
 
-``hold_state`` keeps what a rank has, and where it belongs in the logical tensors. When the ranks that are left (and
-new ones) have built their new mesh and model, ``recover_state`` fills it, as ``dcp.load`` would from disk: each missing
+``hold_state`` keeps a rank's state with its position in the logical tensors. When the remaining ranks (and new ones)
+have built their new mesh and model, ``recover_state`` fills the model, as ``dcp.load`` would from disk: each missing
 part is sent once. ``handover.py`` hands the state over to a new process.
 """
 
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
 from .._comm.agreement import device_of
+from .._comm.values import all_gather_values, broadcast_value
 from .._progress import Progress
 from .mesh import ElasticMesh
 from .plan import Box, Move, plan_moves
@@ -33,7 +34,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class StateLostError(RuntimeError):
-    """A part of the state is on none of the ranks that are left: a checkpoint has to be loaded.
+    """No remaining rank holds a part of the state: load a checkpoint.
 
     Example:
         >>> mesh = nonuniform_mesh("cpu", replicas=[[0, 1, 2, 3]])
@@ -90,7 +91,7 @@ def hold_state(state: dict[str, Any], *, step: int) -> HeldState:
         if isinstance(value, DTensor):
             held.tensors[keys] = (_box_of(value), compat.local_tensor(value).detach())
         elif isinstance(value, Tensor) and value.device.type != "cpu":
-            held.plain[keys] = value.detach().cpu()  # unpickling might put it on the device of another rank
+            held.plain[keys] = value.detach().cpu()  # each rank brings it to its own device
         else:
             held.plain[keys] = copy.deepcopy(value)
     return held
@@ -109,14 +110,27 @@ class _Report(NamedTuple):
     held: dict[Keys, tuple[Box, torch.dtype]]
     wanted: dict[Keys, _Part]
 
+    def as_sent(self) -> tuple[Any, ...]:
+        held = {keys: (tuple(box), dtype) for keys, (box, dtype) in self.held.items()}
+        return self.step, held, {keys: (tuple(part.box), *part[1:]) for keys, part in self.wanted.items()}
+
+    @classmethod
+    def of_sent(cls, sent: tuple[Any, ...]) -> _Report:
+        step, held, wanted = sent
+        return cls(
+            step,
+            {keys: (Box(*box), dtype) for keys, (box, dtype) in held.items()},
+            {keys: _Part(Box(*box), *rest) for keys, (box, *rest) in wanted.items()},
+        )
+
 
 def recover_state(
     held: HeldState | None, state: dict[str, Any], mesh: ElasticMesh, *, chunk_nbytes: int = 256 << 20
 ) -> int:
     """Fill ``state`` from what the ranks of ``mesh``, the new one, hold. Collective over all of them.
 
-    A failure may catch some ranks before the last optimizer step and some after it. The latest step of which nothing is
-    missing is taken, whole, and returned: replicas that did not complete it get it from those that did.
+    At a failure, some ranks may be before the last optimizer step and some after it. The latest step that is complete
+    is used and returned: replicas that did not complete it get it from those that did.
 
     Args:
         held: What this rank has, None if it is new.
@@ -131,7 +145,8 @@ def recover_state(
 
     Raises:
         ValueError: The held state is that of another model.
-        StateLostError: A part of the state is on none of the ranks. Both are raised on all ranks.
+        TypeError: A rank needs a value that is neither a tensor nor a plain one: numbers, strings, tuples.
+        StateLostError: A part of the state is on none of the ranks. All three are raised on all ranks.
 
     Example:
         >>> old = nonuniform_mesh("cpu", replicas=[[0, 1], [2, 3]])
@@ -149,8 +164,8 @@ def recover_state(
         {keys: (box, part.dtype) for keys, (box, part) in held.tensors.items()},
         {keys: _Part(_box_of(value), tuple(value.shape), value.dtype) for keys, value in wanted.items()},
     )
-    reports: list[Any] = [None] * mesh.layout.num_ranks
-    dist.all_gather_object(reports, own, group=mesh.world.get_group())  # then all ranks compute the same plan
+    # Then all ranks compute the same plan.
+    reports = list(map(_Report.of_sent, all_gather_values(own.as_sent(), mesh.world.get_group())))
     step, moves = _latest_complete_step(reports, {rank: place.replica for rank, place in mesh.layout.places.items()})
     if held.step != step:
         held = HeldState(_NEW, {}, {})
@@ -159,7 +174,7 @@ def recover_state(
     with torch.no_grad(), Progress(_LOG, f"recovery of the state after step {step}", len(chunks)) as progress:
         for chunk in progress.over(chunks):
             _exchange(chunk, held.tensors, targets, mesh)
-        _fill_plain(state, held.plain, [report.step for report in reports].index(step), mesh)
+        _fill_plain(state, held.plain, [report.step == step for report in reports], mesh)
     return step
 
 
@@ -188,7 +203,7 @@ def _latest_complete_step(reports: Sequence[_Report], replica_of: Mapping[int, i
         else:
             return step, moves
     raise StateLostError(
-        f"recover_state expects each part of the state on a rank that is left, but {lost} is on none of the ranks "
+        f"recover_state expects each part of the state on some remaining rank, but {lost} is on none of the ranks "
         f"{list(steps)}. Load a checkpoint."
     )
 
@@ -203,8 +218,9 @@ def _check_same_model(keys: Keys, part: _Part, held: Sequence[tuple[Box, torch.d
         boxes = sorted({box for box, _ in held})
         got = f"parts {boxes} of {sorted(map(str, dtypes))}" if held else "nothing of it"
         raise ValueError(
-            f"recover_state expects the state of the same model, but the model on the new mesh has "
-            f"'{'.'.join(map(str, keys))}' of shape {part.shape} and {part.dtype}, and the ranks left hold {got}."
+            "recover_state expects the state of the same model, but the model on the new mesh has "
+            f"'{'.'.join(map(str, keys))}' of shape {part.shape} and {part.dtype}, and the remaining ranks hold "
+            f"{got}."
         )
 
 
@@ -250,14 +266,13 @@ def _exchange(chunk: Moves, sources: Parts, targets: Parts, mesh: ElasticMesh) -
         part.copy_(values.view(part.shape))
 
 
-def _fill_plain(state: dict[str, Any], own: dict[Keys, Any], first: int, mesh: ElasticMesh) -> None:
-    """Values that are no DTensors: this rank's own, else those of rank ``first``."""
-    shared = [own]
-    dist.broadcast_object_list(shared, group=mesh.world.get_group(), group_src=first)
+def _fill_plain(state: dict[str, Any], own: dict[Keys, Any], has_own: Sequence[bool], mesh: ElasticMesh) -> None:
+    """Values that are no DTensors: this rank's own, else those of the first rank that has some."""
+    shared = own if all(has_own) else broadcast_value(own, mesh.world.get_group(), has_own.index(True))
     for keys, container, value in list(_leaves(state)):
         if isinstance(value, DTensor):
             continue
-        found = own.get(keys, shared[0].get(keys, value))
+        found = own.get(keys, shared.get(keys, value))
         are_tensors = isinstance(value, Tensor) and isinstance(found, Tensor)
         if are_tensors and value.shape == found.shape:
             with torch.no_grad():

@@ -1,8 +1,8 @@
-"""The ranks that are left find each other again, in the same processes, and take in processes that wait to join.
+"""The remaining ranks find each other again, in the same processes, and admit processes that wait to join.
 
 Each rank that noticed a failure writes its name into a store that no rank hosts. The first rank that sees the names of
-all that are alive writes a list of those that go on, and all follow it. A rank that hangs is left behind: when it wakes
-up, it is not on the list. A :class:`RankWatch` tells who is alive; without it, ranks have a time of grace to come.
+all living ranks writes the list of ranks that continue, and all follow it. A rank that hangs is not on the list when it
+wakes up. A :class:`RankWatch` tells which ranks are alive; without it, ranks have a grace time to arrive.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ def regroup(
     num_replicas: int = 1,
     watch: Watch | None = None,
 ) -> Survivors:
-    """Leave the process groups of a job that lost ranks, and make one of those that are left and of those that join.
+    """Destroy the process groups of a job that lost ranks, and create one of the remaining ranks and of those that
+    join.
 
     Call it on each rank on which a collective raised, after :func:`hold_state`; or on all ranks between two steps, to
     take in those that wait (:func:`num_waiting`). It destroys all process groups, so build meshes and sharded modules
@@ -140,8 +141,8 @@ def regroup(
             members = agree_on_survivors(layout, rank, store, grace, generation, num_replicas, is_alive)
             if rank not in members.alive:
                 raise RuntimeError(
-                    f"rank {rank} came to regroup when ranks {list(members.alive)} had gone on without it, after "
-                    f"{grace.total_seconds():g} seconds of grace or because it was silent for too long. End this "
+                    f"rank {rank} regrouped too late: ranks {list(members.alive)} have continued without it, after "
+                    f"{grace.total_seconds():g} seconds of grace or because it sent no sign of life. End this "
                     "process; it may join again as a new one."
                 )
             for ticket in members.tickets:  # on all members alike: the rank that decided may be gone

@@ -1,5 +1,5 @@
 """Which ranks form which replica, and as what (gtp, tp) grid: plain arithmetic. Failed ranks are left out and the
-others move up. Every rank that is left works: no replica is cut down to the size of another.
+others move up. All remaining ranks work: no replica is reduced to the size of another.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Replica:
 
 
 class Place(NamedTuple):
-    """Where a rank stands.
+    """Coordinates of a rank.
 
     Args:
         replica: Index of its replica.
@@ -203,8 +203,8 @@ class ReplicaLayout:
         check_size("rebalance_batch", "global_batch", global_batch)
         if global_batch < self.num_data_ranks:
             raise ValueError(
-                f"rebalance_batch expects a sample for each of the {self.num_data_ranks} ranks that see different "
-                f"data, but got global_batch={global_batch}. Use a larger batch or fewer ranks."
+                f"rebalance_batch expects at least one sample for each of the {self.num_data_ranks} data ranks, but "
+                f"got global_batch={global_batch}. Use a larger batch or fewer ranks."
             )
         divided = [divmod(global_batch * len(replica.ranks), self.num_ranks) for replica in self.replicas]
         surplus = [count - replica.gtp for (count, _), replica in zip(divided, self.replicas, strict=True)]
@@ -252,7 +252,7 @@ def plan_replicas(
     failed: Collection[tuple[int, int, int]] = (),
     weights: Sequence[WeightSpec] = (),
 ) -> ReplicaLayout:
-    """The replicas that remain of ``replicate`` replicas of ``gtp * tp`` ranks when some ranks have failed.
+    """The remaining replicas of ``replicate`` replicas of ``gtp * tp`` ranks after some ranks have failed.
 
     The ranks that are left are counted anew, in the order of their coordinates, as a launcher starts them. A replica
     that lost all ranks is dropped.
@@ -293,7 +293,7 @@ def plan_replicas(
         if num
     ]
     if not replicas:
-        raise ValueError(f"nonuniform_mesh expects ranks that did not fail, but all {len(lost)} of {sizes} did.")
+        raise ValueError(f"nonuniform_mesh expects a rank that did not fail, but all {len(lost)} of {sizes} failed.")
     return ReplicaLayout(tuple(replicas))
 
 
@@ -332,8 +332,8 @@ def replicas_of(ranks: Sequence[Sequence[int]], *, tp: int = 1, weights: Sequenc
     missing = sorted(set(range(max(replica_of, default=-1) + 1)) - set(replica_of))
     if missing or not replica_of or min(replica_of) < 0:
         raise ValueError(
-            f"nonuniform_mesh expects replicas that hold the ranks 0 to N-1, but got {lists}"
-            f"{f', which leaves out {missing}' if missing else ''}. Add what is missing to a replica: every rank works."
+            "nonuniform_mesh expects replicas that hold the ranks 0 to N-1, but got "
+            f"{lists}{f', which leaves out {missing}' if missing else ''}. Add the missing ranks to a replica."
         )
     gtp = -(-max(map(len, lists)) // tp)
     return ReplicaLayout(
@@ -381,7 +381,7 @@ def _why_tp_shrinks(num_ranks: int, tp: int, best: int, cut: list[WeightSpec]) -
     size = max(size for size in range(best, tp + 1) if num_ranks % size == 0)
     if size == best:
         tried = f"{tp} does" if best + 1 == tp else f"{best + 1} to {tp} do"
-        return f"{tried} not divide {num_ranks}, and no rank is parked"
+        return f"{tried} not divide {num_ranks}, and no rank may be idle"
     worst = max(cut, key=lambda weight: size * -(-weight.num_tp_blocks // size) / weight.num_tp_blocks)
     most = -(-worst.num_tp_blocks // size)
     return (
@@ -404,9 +404,9 @@ def _check_blocks(cut: Sequence[WeightSpec], tp: int) -> None:
         rows = weight.shape[weight.tp_dim]
         if rows % weight.tp_block_size or weight.num_tp_blocks < tp:
             raise ValueError(
-                f"nonuniform_mesh expects blocks of {weight.tp_block_size} rows (heads) to fill dim {weight.tp_dim} of "
-                f"weight '{weight.name}' of shape {weight.shape} and to number at least tp={tp}, but {rows} rows make "
-                f"{rows / weight.tp_block_size:g} blocks: no cut fits. Use a smaller tp or another block size."
+                f"nonuniform_mesh expects blocks of {weight.tp_block_size} rows (heads) to fill dim {weight.tp_dim} "
+                f"of weight '{weight.name}' of shape {weight.shape} and to number at least tp={tp}, but {rows} rows "
+                f"make {rows / weight.tp_block_size:g} blocks. Use a smaller tp or another block size."
             )
 
 

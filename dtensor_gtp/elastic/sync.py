@@ -1,4 +1,4 @@
-"""Gradients of replicas of unequal sizes are summed segment by segment, behind backward.
+"""Sums gradients of replicas of unequal sizes segment by segment, during backward.
 
 A reduce-scatter leaves each rank the average of its replica for the rows that it holds. Every set of owners of their
 segments (see ``plan``) has a *channel*, which collects segments until they fill a bucket that one all-reduce sums.
@@ -139,7 +139,7 @@ class ReplicaSync:
         counts = share.counts if isinstance(share, BatchShare) else self._exchange(share)
         layout = self.mesh.layout
         if tuple(map(len, counts)) != tuple(replica.gtp for replica in layout.replicas):
-            raise ValueError(f"set_batch expects a share of a batch over {layout}, but got {counts} of another mesh.")
+            raise ValueError(f"set_batch expects a share of this mesh, {layout}, but got {counts} of another one.")
         if counts == self._counts:
             return
         waiting = [param.fqn for param in self._params if _has_unreduced_grad(param)]
@@ -334,8 +334,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """``torch.nn.utils.clip_grad_norm_`` with the same bits in all replicas. Collective over all ranks.
 
-    Each replica can compute the norm of the whole model, but in another order of sums. So all replicas take the norm of
-    the first one: else parameters would drift apart in the last bits.
+    Each replica can compute the norm of the whole model, but in another order of sums. So all replicas use the norm of
+    the first one: otherwise parameters would differ in the last bits.
 
     Args:
         parameters: Those of the model, or one.

@@ -1,8 +1,8 @@
-"""Who is alive: every rank beats, its neighbours listen, and an error names the ranks that are gone.
+"""Detects lost ranks: every rank sends heartbeats, its neighbours read them, and an error names the lost ranks.
 
-The error of a collective does not say who is gone, and a process that is stopped breaks no connection. So a thread of
-each rank counts up a number in a store and reads the numbers of the next ranks in a ring. A rank whose number stands
-still for longer than the limit, by the reader's clock, is lost: the reader writes it into the store, and all read it.
+The error of a collective does not name the lost rank, and a stopped process breaks no connection. So a thread of each
+rank counts up a number in a store and reads the numbers of the next ranks in a ring. A rank whose number stands still
+for longer than the limit, by the reader's clock, is lost: the reader writes it into the store, and all read it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RanksLostError(RuntimeError):
     def __init__(self, lost: Mapping[int, Place], reasons: Mapping[int, str]) -> None:
         self.lost = dict(lost)
         named = [f"rank {rank} ({place}) {reasons[rank]}" for rank, place in lost.items()]
-        remedy = "Hold the state and regroup without what is gone, or start again from a checkpoint."
+        remedy = "Hold the state and regroup without the lost ranks, or restart from a checkpoint."
         super().__init__(f"{'; '.join(named)}. {remedy}")
 
 
@@ -99,8 +99,8 @@ class RankWatch:
         missing = [f"{name}=0" for name in _WATCHDOG if os.environ.get(name) != "0"]
         if missing and dist.is_initialized() and "nccl" in dist.get_backend_config():
             logger.warning(
-                "RankWatch expects %s in the environment before NCCL's process group is made: torch's own watchdog may "
-                "end this process, or hold it for minutes, when a peer is gone.",
+                "RankWatch expects %s in the environment before NCCL's process group is created. Otherwise torch's "
+                "watchdog may end this process, or block it for minutes, when a peer is lost.",
                 ", ".join(missing),
             )
         self._interval = self.limit / _BEATS_PER_LIMIT
@@ -284,7 +284,7 @@ def join(
     limit: timedelta | None = None,
     num_replicas: int = 1,
 ) -> tuple[Survivors, RankWatch | None]:
-    """Wait until the ranks of a job take this process in, e.g. that of a repaired GPU. They do when they regroup.
+    """Wait until the ranks of a job admit this process, e.g. that of a repaired GPU. They do so when they regroup.
 
     Args:
         store, backend, timeout, num_replicas: As for :func:`regroup`, which the others call.
@@ -295,7 +295,7 @@ def join(
         Who is in the job now, with this process's rank; and the watch, None without ``limit``.
 
     Raises:
-        TimeoutError: Nobody took this process in within ``grace``.
+        TimeoutError: The job did not admit this process within ``grace``.
 
     Example:
         >>> from datetime import timedelta
@@ -311,7 +311,7 @@ def join(
     while not waiting.check([name]):
         if clock.now() > end:
             waiting.set(name, "gave up")
-            raise TimeoutError(f"no rank of the job took this process in within {grace.total_seconds():g} seconds.")
+            raise TimeoutError(f"no rank of the job admitted this process within {grace.total_seconds():g} seconds.")
         clock.sleep(POLL_SECONDS)
     members = Membership(*json.loads(waiting.get(name)))
     rank, layout, generation = len(members.alive) + members.tickets.index(ticket), members.layout, members.generation

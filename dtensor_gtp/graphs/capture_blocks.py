@@ -1,4 +1,4 @@
-"""Blocks of a model as CUDA graphs of their own: ``capture_blocks``.
+"""``capture_blocks``: each block of a model as a CUDA graph.
 
 The compute of a block's forward and of its backward is recorded, a graph each, without communication. Around a replay,
 eager code gathers the weights into buffers at fixed addresses and reduces the gradients that the graph has left in
@@ -47,8 +47,8 @@ def capture_blocks(
     allocated between steps. ``prefetch_nbytes`` should be at least the bytes of a block's weights, because a graph
     waits for all of them. Prefer ``capture_step`` where the whole step can be recorded. Needs a GPU.
 
-    Copied are inputs, outputs and their gradients, and gradients that wait for others of a microbatch or a launch.
-    Where a step does not wait for the host, that costs more than launches. ``torch.autograd.grad`` and
+    It copies inputs, outputs and their gradients, and gradients that wait for others of a microbatch or a launch. Where
+    a step does not wait for the host, these copies cost more than launches. ``torch.autograd.grad`` and
     ``backward(inputs=...)`` leave no other gradients, and ``torch.cuda.make_graphed_callables`` raises on modules with
     sharded parameters.
 
@@ -56,7 +56,7 @@ def capture_blocks(
         module: What ``gtp_shard`` was called on, or a module that contains such modules.
         blocks: Modules below it that do not contain each other. Arguments: any tree of tensors, which are copied, and
             other values, which are compared. Outputs are copies; backward must come to the same ones as in the eager
-            calls. Tensors that are attributes (a cache) must stay where they are: nobody watches them.
+            calls. Tensors that are attributes (a cache) must keep their address: this is not checked.
         warmup_calls: Eager calls of each block before its first recording, at least 2.
         max_graphs: Beyond so many combinations of inputs for one block, further ones run eagerly.
 
@@ -246,4 +246,4 @@ class _CapturedBlock:
             fixed = weight.fixed
             if fixed is None or (fixed.gathered.dtype, fixed.grad.dtype) != (weight.compute_dtype, weight.reduce_dtype):
                 what = f"The dtype of '{weight.fqn}' has changed since capture_blocks"
-                raise RuntimeError(f"{what}: call remove() on what it has returned, then capture_blocks again.")
+                raise RuntimeError(f"{what}: call remove() on its result, then capture_blocks again.")

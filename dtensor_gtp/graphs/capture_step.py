@@ -3,7 +3,7 @@
 A recording computes nothing, so the call that records replays, too: n calls leave what n eager steps leave.
 
 [Note: what a graph has baked in]
-A graph has baked in addresses, shapes, and every number that Python knew. Inputs are copied to where the graph reads
+A graph keeps the addresses, shapes and Python numbers of its recording. Inputs are copied to where the graph reads
 them. Each call compares the rest:
 
 * Shapes, dtypes, other arguments, autocast, which gradients exist: another combination gets another graph.
@@ -60,29 +60,30 @@ def capture_step(
 ) -> CapturedStep[P, R]:
     """Make a function that runs a whole training step as one CUDA graph.
 
-    ``fn`` is a step as it is: forward, backward, any number of microbatches, clipping, the optimizer, ``zero_grad``.
+    ``fn`` is an ordinary step: forward, backward, any number of microbatches, clipping, the optimizer, ``zero_grad``.
     Every call does one step. The first ``warmup_steps`` run eagerly, the next is recorded and replayed, all later ones
-    are replayed. Inputs of another shape run eagerly once, and get a graph of their own when they come again.
+    are replayed. Inputs of another shape run eagerly once, and get a new graph the second time.
 
     A step must not wait for the GPU (``item()``, ``print`` of a tensor, ``GradScaler``, data-dependent branches). Other
     work of Python in it (counting, ``LRScheduler.step``) happens only when it is recorded: keep it outside. A learning
-    rate that changes must be a tensor on the GPU. Call ``zero_grad`` at the end of the step, or outside: if at its
-    begin, each call finds other gradients, and none is recorded. All ranks must call with inputs of the same shapes.
-    Needs a GPU.
+    rate that changes must be a tensor on the GPU. Call ``zero_grad`` at the end of the step, or outside: at the
+    beginning, each call finds other gradients, and none is recorded. All ranks must call with inputs of the same
+    shapes. Needs a GPU.
 
-    Gradients that a call leaves in ``.grad`` are added to by the next, so calls may be microbatches; copy one that is
-    to outlive the next call. A step that waits raises before the recording, where it waits: experts with
+    A call adds to the gradients that the last one left in ``.grad``, so calls may be microbatches. Copy a gradient that
+    you need after the next call. A step that waits raises before the recording, where it waits: experts with
     ``method="all_to_all"`` do, and activation checkpointing with ``preserve_rng_state=True``. So does a step that
-    writes to its inputs, or puts a new tensor instead of a buffer or of an optimizer's state. After a recording
-    that failed eager training goes on.
+    writes to its inputs, or puts a new tensor instead of a buffer or of an optimizer's state. After a recording that
+    failed eager training goes on.
 
-    Eager steps, evaluation and loading in between are seen. Freezing, switches such as ``train()``, other parameters,
-    states or places of them start anew with eager steps: do it on all ranks. Call :meth:`CapturedStep.reset` after a
-    change of anything else that Python reads. Gradients left by ``set_is_last_backward(False)`` belong to the step that
-    completes them: no call with some in flight is recorded or replayed.
+    Eager steps, evaluation and loading in between work. After freezing, switches such as ``train()``, or a change of
+    parameters, states or their addresses, the next calls are eager and record again: do it on all ranks. Call
+    :meth:`CapturedStep.reset` after a change of anything else that Python reads. Gradients left by
+    ``set_is_last_backward(False)`` belong to the step that completes them: no call with some in flight is recorded or
+    replayed.
 
     Graphs that ``torch.cuda.graph`` records have to consist of whole passes, after eager ones of the same kind, with
-    nothing kept or in flight; nobody checks that.
+    nothing kept or in flight; this is not checked.
 
     Args:
         fn: Arguments: any tree of tensors on the GPU, which are copied and only read, and other values, which are
@@ -199,7 +200,7 @@ class CapturedStep(Generic[P, R]):
         is_warm, is_new = calls.num_eager + 1 >= calls.num_warmup, kind not in calls.seen
         is_full = len(calls.graphs) >= calls.max_graphs
         if is_warm and is_new and is_full:
-            logger.warning("capture_step runs eagerly: there are %d graphs already, the most allowed", calls.max_graphs)
+            logger.warning("capture_step runs eagerly: it has reached the limit of %d graphs", calls.max_graphs)
         # So that this step gathers what a recording, and other ranks that record or replay meanwhile, gather.
         drop_kept(around.runtimes)
         with self._recorder.eager(is_last=is_warm and not is_new and not is_full):

@@ -56,8 +56,8 @@ def check_blocks(blocks: Sequence[nn.Module], names: dict[nn.Module, str]) -> No
     nbytes = max(sum(weight.kept_nbytes for weight in weights_of(block)) for block in blocks)
     if asked and asked < nbytes:
         logger.warning(
-            "capture_blocks: SchedulePolicy(prefetch_nbytes=%d) begins to gather the rest of the %d bytes of a block "
-            "when the one before is complete; let it be as many",
+            "capture_blocks: SchedulePolicy(prefetch_nbytes=%d) gathers the rest of the %d bytes of a block only "
+            "after the block before has ended; raise it to this number",
             asked,
             nbytes,
         )
@@ -74,7 +74,9 @@ def _check_block(name: str, block: nn.Module, owners: dict[ManagedParam, str]) -
         raise NotImplementedError(f"{where}: it is compiled. Compile it, or record it, or record the whole step.")
     for fqn, _, param in unmanaged_params(block):
         if param.requires_grad:
-            raise NotImplementedError(f"{where}: nobody manages its parameter '{fqn}', whose gradient would be lost.")
+            raise NotImplementedError(
+                f"{where}: gtp_shard does not manage its parameter '{fqn}', so the gradient would be lost."
+            )
     check_buffers(f"capture_blocks, of block '{name}',", block, runtimes[0].device)
     for managed in params_of(block):
         weight = managed if isinstance(managed, ShardedWeight) else None
@@ -121,8 +123,8 @@ def check_step(fn: Any, module: Any, optimizers: list[Any], warmup_steps: Any, m
     for aid in ("order", "finite"):
         if any(getattr(runtime.comm.debug, aid) for runtime in runtimes):
             raise RuntimeError(
-                f"capture_step cannot record a step with DTENSOR_GTP_DEBUG={aid}, by which the host waits at each "
-                f"collective. Train without capture_step while you look. {see('capture_a_step')}"
+                f"capture_step cannot record a step with DTENSOR_GTP_DEBUG={aid}, because the host waits at each "
+                f"collective. Train without capture_step while you debug. {see('capture_a_step')}"
             )
     check_on_gpu("capture_step", module, runtimes[0].device)
     check_buffers("capture_step", module, runtimes[0].device)
@@ -164,8 +166,8 @@ def check_none_pinned(runtimes: Sequence[Runtime]) -> None:
     pinned = [weight.fqn for runtime in runtimes for weight in runtime.weights if weight.is_pinned]
     if pinned:
         raise RuntimeError(
-            f"capture_step expects weights that are gathered in the step, but unshard() keeps {len(pinned)} of "
-            f"them ('{pinned[0]}', ...), which a graph would use unchanged for ever. Call reshard() before."
+            f"capture_step expects weights that are gathered in the step, but unshard() keeps {len(pinned)} of them "
+            f"('{pinned[0]}', ...), whose old values a graph would always use. Call reshard() before."
         )
 
 
@@ -205,7 +207,8 @@ def _check_hides_none(leaf: Any, what: str) -> None:
         if any(True for _ in tensors_in(value)):
             raise ValueError(
                 f"{what} expects tensors in lists, tuples, dicts, or what torch.utils._pytree knows, but got a "
-                f"{type(leaf).__name__} with one as '{name}', where nobody would see that it changes. Pass its tensors."
+                f"{type(leaf).__name__} with one as '{name}', where capture_step cannot see changes. Pass its "
+                "tensors."
             )
 
 
@@ -213,6 +216,6 @@ def check_buffers(caller: str, module: nn.Module, device: torch.device) -> None:
     for name, buffer in module.named_buffers():
         if buffer.device.type != device.type:
             raise ValueError(
-                f"{caller} expects buffers on '{device.type}', but '{name}' is on '{buffer.device.type}', whose value a"
-                " graph would not read again. Move it, or let it be a Python number."
+                f"{caller} expects buffers on '{device.type}', but '{name}' is on '{buffer.device.type}', whose "
+                "value a graph would never read again. Move it, or make it a Python number."
             )

@@ -165,8 +165,8 @@ class BlockGraph:
             self.replay_backward, self.grads = block.recorder.record(self._run_backward)
         except Exception as error:
             raise RuntimeError(
-                f"capture_blocks could not record block '{block.name}': {type(error).__name__}: {error}. A block that "
-                "is recorded must not wait for the GPU, draw from generators of its own, or communicate. "
+                f"capture_blocks could not record block '{block.name}': {type(error).__name__}: {error}. A recorded "
+                "block must not wait for the GPU, use its own random generators, or communicate. "
                 + see("capture_a_step")
             ) from error
         written = [each.weight for each in self.backward_pass.written]
@@ -183,7 +183,7 @@ class BlockGraph:
         for index, (before, now) in enumerate(zip(versions, versions_of(self.inputs), strict=True)):
             if before != now:
                 what = f"its input {index}, of shape {tuple(self.inputs[index].shape)}"
-                raise ValueError(f"it writes to {what}, of which a graph has a copy, so nobody would see it; return it")
+                raise ValueError(f"it writes to {what}, but a graph writes to its own copy; return it instead")
         tensors = [leaf for leaf in outputs if isinstance(leaf, Tensor)]
         # Keeps alive what autograd has saved, see [Note: memory of a recorded block].
         self._differentiable = [tensor for tensor in tensors if tensor.requires_grad]
@@ -264,16 +264,16 @@ class _Replay(torch.autograd.Function):
         name, runtime, written = graph.block.name, graph.block.runtime, graph.backward_pass.written
         if graph.num_calls != ctx.number:
             raise RuntimeError(
-                f"The backward of block '{name}' comes after a later forward of it, whose graph has overwritten what "
-                "the first one saved. Run it before, or call remove() on what capture_blocks has returned."
+                f"The backward of block '{name}' runs after a later forward of it, whose graph overwrote the saved "
+                "tensors. Run the backward first, or call remove() on the result of capture_blocks."
             )
         differentiable = [grad for grad, is_one in zip(grads, graph.is_differentiable, strict=True) if is_one]
         given = {index: grad for index, grad in enumerate(differentiable) if grad is not None}
         if given.keys() != graph.grad_outputs.keys():
             raise RuntimeError(
-                f"The backward of block '{name}' comes to its differentiable outputs {sorted(given)}, but was recorded "
-                f"for {sorted(graph.grad_outputs)}. What only another output depends on gets no gradient from eager "
-                "code, but zeros from the graph. Use the same outputs in every loss, or leave this block out."
+                f"The backward of block '{name}' starts at its differentiable outputs {sorted(given)}, but was "
+                f"recorded for {sorted(graph.grad_outputs)}. Where eager code gives no gradient, the graph gives "
+                "zeros. Use the same outputs in every loss, or leave this block out."
             )
         num_inputs = len(graph.inputs)
         leaves = enumerate(graph.trained, start=1 + num_inputs)  # behind the anchor and the inputs

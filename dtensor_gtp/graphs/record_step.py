@@ -48,10 +48,9 @@ class RecordedStep:
             self._replay, self._outputs = recorder.record(lambda: self._run(step))
         except Exception as error:
             raise RuntimeError(
-                f"capture_step could not record the step: {type(error).__name__}: {error}. A step that is recorded "
-                "must not wait for the GPU (item(), print of a tensor, GradScaler, copies from the host), draw from "
-                "generators of its own, or leave gradients in flight (set_is_last_backward(False)). "
-                + see("capture_a_step")
+                f"capture_step could not record the step: {type(error).__name__}: {error}. A recorded step must not "
+                "wait for the GPU (item(), print of a tensor, GradScaler, copies from the host), use its own random "
+                "generators, or leave gradients in flight (set_is_last_backward(False)). " + see("capture_a_step")
             ) from error
         finally:
             optimizer_steps().watchers.discard(self)
@@ -80,18 +79,20 @@ class RecordedStep:
         """Refuse a step that a replay would not repeat; its inputs had these versions before."""
         trained = {id(param) for param in self._around.module.parameters()}
         if self._stepped & trained - stepped_params(self._around.optimizers).keys():
-            raise ValueError("capture_step expects the optimizers that the step steps: pass them as optimizer.")
+            raise ValueError("capture_step expects all optimizers that the step uses. Pass them as optimizer.")
         self._check_constant("within the step")
         if (moved := self._around.moved()) is not None:
             raise RuntimeError(
-                f"capture_step expects a step that writes to the tensors that are there, but this one has put {moved} "
-                "to another place, which no replay would do, and each would find the old one. Write to it in place, "
-                "as copy_() does."
+                f"capture_step expects a step that keeps tensors where they are, but this one replaced {moved}. A "
+                "replay would still use the old one. Write in place, e.g. with copy_()."
             )
         for before, now, given in zip(versions, versions_of(self._inputs), self._inputs, strict=True):
             if before != now:
                 what = f"a step that only reads its inputs, but this one writes to one of shape {tuple(given.shape)}"
-                raise ValueError(f"capture_step expects {what}: graphs read copies, so nobody would see it. Return it.")
+                raise ValueError(
+                    f"capture_step expects {what}: a graph works on copies, so the write would be lost. "
+                    "Return the value."
+                )
 
     def _check_constant(self, when: str) -> None:
         before, now = self._hyperparameters, hyperparameters(self._around.optimizers)
@@ -101,9 +102,9 @@ class RecordedStep:
                 optimizer = self._around.optimizers[number]
                 group = f" of group {index}" if len(optimizer.param_groups) > 1 else ""
                 raise RuntimeError(
-                    f"{type(optimizer).__name__}'s {name}{group} has changed from {before.get(key)} to {now.get(key)} "
-                    f"{when}, but the graph has the first of these baked in. Make it a tensor on the GPU that is "
-                    "filled in place, change it outside of the step, or call reset() on the captured step. "
+                    f"{type(optimizer).__name__}'s {name}{group} has changed from {before.get(key)} to "
+                    f"{now.get(key)} {when}, but the graph always uses the first value. Make it a tensor on the GPU "
+                    "and fill it in place, change it outside of the step, or call reset() on the captured step. "
                     + see("capture_a_step")
                 )
 

@@ -18,8 +18,8 @@ from .._modules.gtp_module import GTPModule
 def without_gradient_sync(model: nn.Module) -> Iterator[None]:
     """Backward within sums gradients on each rank, until a backward outside of this reduces them."""
     modules = [group.module for group in outermost_calls(model)]
-    _set_requires_gradient_sync(modules, False)
     try:
+        _set_requires_gradient_sync(modules, False)
         yield
     finally:
         _set_requires_gradient_sync(modules, True)

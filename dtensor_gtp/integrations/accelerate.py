@@ -42,8 +42,8 @@ STATE_FOLDER = "sharded_state"  # below a checkpoint, what torch.distributed.che
 class GTPAccelerator(Accelerator):
     """An ``Accelerator`` whose ``prepare`` does not wrap models after ``gtp_shard``. Needs ``accelerate``.
 
-    Use it instead of the stock one; it treats models that are not sharded as that does. Shard the model first,
-    over all processes, and make the optimizer afterwards.
+    Use it instead of the stock one; models that are not sharded are treated as there. Shard the model first, over all
+    processes, and make the optimizer afterwards.
 
     - ``accumulate`` and ``no_sync`` communicate no gradients until the last microbatch.
     - With a ``param_dtype`` in the ``mp_policy`` of ``gtp_shard``, ``mixed_precision`` adds no autocast.
@@ -87,8 +87,8 @@ class GTPAccelerator(Accelerator):
         for group in groups:
             if group.mesh.size() != self.num_processes:
                 raise NotImplementedError(
-                    f"GTPAccelerator expects models sharded over all {self.num_processes} processes, because each gets "
-                    f"data of its own, but got a {type(group.module).__name__} on mesh axes "
+                    f"GTPAccelerator expects models sharded over all {self.num_processes} processes, because each "
+                    f"gets different data, but got a {type(group.module).__name__} on mesh axes "
                     f"{group.mesh.mesh_dim_names} of {group.mesh.size()} ranks. Pass a 1-D (gtp) or 2-D (replicate, "
                     "gtp) mesh of all processes to gtp_shard."
                 )
@@ -101,6 +101,7 @@ class GTPAccelerator(Accelerator):
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Backward communicates no gradients of ``model``: they are summed locally until a backward outside of this.
+        ``zero_grad()`` does not drop these sums, unlike those of DistributedDataParallel, which are in ``.grad``.
 
         Args:
             model: What ``prepare`` has returned.

@@ -36,7 +36,7 @@ class GTPTrainer(Trainer):
 
     - ``save_model`` writes whole safetensors, of a PEFT model its adapters. Call it on all ranks.
     - A checkpoint holds them, too, and model, optimizer and scheduler by ``torch.distributed.checkpoint``. Any number
-      of ranks resumes from it, at the same place of the data if a step has as many samples as before.
+      of ranks resumes from it, at the same position in the data if a step has as many samples as before.
     - Else as :class:`dtensor_gtp.integrations.accelerate.GTPAccelerator`.
 
     Example:
@@ -103,7 +103,7 @@ class GTPTrainer(Trainer):
         """Load all that a checkpoint has in shards.
 
         Raises:
-            ValueError: A step has another number of samples than before, so the place in the data would be another; or
+            ValueError: A step has another number of samples than before, so the position in the data would differ; or
                 the checkpoint is of another trainer and has its optimizer in whole.
         """
         if checkpoint is None:
@@ -112,19 +112,19 @@ class GTPTrainer(Trainer):
         if not folder.is_dir():
             if (Path(checkpoint) / "optimizer.pt").exists():
                 raise ValueError(
-                    f"GTPTrainer expects a checkpoint of its own to resume from, but {checkpoint} has an optimizer.pt "
-                    "of another trainer. To begin with its weights and a new optimizer, load the model by "
-                    "from_pretrained and do not resume."
+                    f"GTPTrainer expects to resume from a checkpoint of a GTPTrainer, but {checkpoint} has an "
+                    "optimizer.pt of another trainer. To start from its weights with a new optimizer, load the "
+                    "model by from_pretrained and do not resume."
                 )
             return
         state = self._job_state()
         load(state, checkpoint_id=folder)
         if state["samples_per_step"] != self._samples_per_step() and not self.args.ignore_data_skip:
             raise ValueError(
-                f"GTPTrainer expects steps of {state['samples_per_step']} samples, as those of {checkpoint}, but they "
-                f"have {self._samples_per_step()} on {self.args.world_size} processes: training would go on at another "
-                "place of the data. Change per_device_train_batch_size or gradient_accumulation_steps, or pass "
-                "ignore_data_skip=True to begin with the first sample."
+                f"GTPTrainer expects steps of {state['samples_per_step']} samples, as in {checkpoint}, but they have "
+                f"{self._samples_per_step()} on {self.args.world_size} processes, so training would continue at "
+                "another position in the data. Change per_device_train_batch_size or gradient_accumulation_steps, "
+                "or pass ignore_data_skip=True to begin with the first sample."
             )
         model, optimizer = self.model, self.optimizer.optimizer
         options = options_of(model)

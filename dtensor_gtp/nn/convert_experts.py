@@ -1,4 +1,4 @@
-"""From the experts that models come with to grouped layers, and their state dicts there and back.
+"""Converts a model's experts to grouped layers, and state dicts in both directions.
 
 Models store experts *fused*, in one module with ``gate_up_proj`` ``(num_experts, 2 * hidden, dim)`` and ``down_proj``
 ``(num_experts, dim, hidden)``, as ``transformers`` 5 and :class:`GroupedExperts`; or as *modules*, a ``ModuleList`` of
@@ -31,7 +31,7 @@ _LINEAR_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
 
 def group_experts(experts: nn.Module, *, is_fused: bool = True) -> GroupedExperts:
-    """Grouped layers with the weights of ``experts``, which stay as they are.
+    """Grouped layers with copies of the weights of ``experts``, which do not change.
 
     Args:
         experts: Fused, or a ``ModuleList`` of MLPs; see above. Their activation is taken over.
@@ -112,9 +112,9 @@ def group_experts_(
                     classes[parent] = type(cls.__name__, (cls,), body)
     if not replaced:
         raise ValueError(
-            f"group_experts_ found no experts in {type(module).__name__}. Fused ones have gate_up_proj and down_proj "
-            "and are called with (hidden_states, top_k_index, top_k_weights); for blocks with a list of experts pass "
-            "forwards."
+            f"group_experts_ found no experts in {type(module).__name__}. It knows fused experts with gate_up_proj "
+            "and down_proj that take (hidden_states, top_k_index, top_k_weights). For blocks with a list of experts "
+            "pass forwards."
         )
     for parent, name, experts in replaced:
         setattr(parent, name, experts)
@@ -124,7 +124,7 @@ def group_experts_(
 
 
 def convert_experts_state_dict(state_dict: Mapping[str, Tensor], form: str) -> dict[str, Tensor]:
-    """The state dict of a model with all its experts stored in another way; the values are the same bits.
+    """Convert a model's state dict to another form of its experts, bit for bit.
 
     Args:
         state_dict: Plain tensors. Keys that belong to no experts are passed on.

@@ -1,4 +1,5 @@
-"""Tokens to their experts and back: sorted by expert on one rank, exchanged where experts are distributed over ``ep``.
+"""Sends tokens to their experts and back: sorts by expert on one rank, exchanges where experts are distributed over
+``ep``.
 
 All exchanges are differentiable, and gradients are deterministic.
 
@@ -18,8 +19,9 @@ collectives.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,7 +33,7 @@ from ..ops.exchange import padded
 
 
 class DispatchMethod(enum.Enum):
-    """How rows come to the ranks of their experts: what :class:`TokenDispatcher` takes as ``method``.
+    """How rows are sent to the ranks of their experts: ``method`` of :class:`TokenDispatcher`.
 
     ``ALL_TO_ALL`` sends each row to one rank; the counts go through the host. ``ALL_GATHER`` sends each token to all
     ranks of ``ep``; nothing goes through the host, so a CUDA graph can be replayed with other routing.
@@ -43,6 +45,43 @@ class DispatchMethod(enum.Enum):
 
     ALL_TO_ALL = "all_to_all"  # each row to one rank; the counts go through the host
     ALL_GATHER = "all_gather"  # each token to all ranks of ep; nothing goes through the host
+
+
+class Dispatcher(Protocol):
+    """What brings tokens to experts and results back: assign your own to ``GroupedExperts.dispatcher``, after
+    :func:`parallelize_experts`. :class:`TokenDispatcher` is one.
+
+    It is one call around the experts, so it may multiply by the weights before or after rows travel (DeepEP and
+    HybridEP sum up on the way), and keep sizes on the device (torch's ``symm_mem.all_to_all_vdev``). All ranks must
+    run the experts as often as each other: each use of a weight is a collective.
+
+    Example:
+        >>> class Everyone:  # each expert sees each token
+        ...     def __call__(self, run_experts, tokens, experts, weights):
+        ...         split_sizes = torch.tensor([len(tokens)] * 2)
+        ...         results = run_experts(tokens.repeat(2, 1), split_sizes).chunk(2)
+        ...         shares = [((experts == i) * weights).sum(1, keepdim=True) for i in range(2)]
+        ...         return sum(y * share for y, share in zip(results, shares))
+        >>> experts = GroupedExperts(GroupedMLP(num_groups=2, dim=16, hidden_dim=32))
+        >>> experts.dispatcher = Everyone()
+        >>> tokens, weights = torch.randn(6, 16), torch.ones(6, 1)
+        >>> experts(tokens, torch.zeros(6, 1, dtype=torch.int64), weights).shape
+        torch.Size([6, 16])
+    """
+
+    def __call__(
+        self, run_experts: Callable[[Tensor, Tensor], Tensor], tokens: Tensor, experts: Tensor, weights: Tensor
+    ) -> Tensor:
+        """The weighted sums of the experts' results, shape ``(num_tokens, dim)``.
+
+        Args:
+            run_experts: Takes rows, sorted by expert of this rank, and the number of rows of each, int32 or int64 on
+                the device of the rows. Rows beyond their sum are padding. Returns what the experts make of each row.
+            tokens: Of this rank, shape ``(num_tokens, dim)``.
+            experts: Chosen by each token, shape ``(num_tokens, k)``, int64, counted over all ranks.
+            weights: Their weights, same shape.
+        """
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +155,13 @@ class TokenDispatcher:
         self._is_declared = max_tokens is not None
         self._capacity = max_tokens or 0  # 0 until it is known, see [Note: unequal numbers of tokens]
         self.num_local = experts_per_rank(num_experts, mesh)
+
+    def __call__(
+        self, run_experts: Callable[[Tensor, Tensor], Tensor], tokens: Tensor, experts: Tensor, weights: Tensor
+    ) -> Tensor:
+        """:meth:`dispatch`, the experts, :meth:`combine`: what a :class:`Dispatcher` does."""
+        dispatched = self.dispatch(tokens, experts)
+        return self.combine(run_experts(dispatched.rows, dispatched.split_sizes), dispatched, weights)
 
     @property
     def _group(self) -> dist.ProcessGroup:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .. import _torch_compat as compat
-from .dispatch import DispatchMethod, TokenDispatcher, experts_per_rank
+from .dispatch import Dispatcher, DispatchMethod, TokenDispatcher, experts_per_rank
 from .grouped_linear import GroupedLinear
 
 Activation = Callable[[Tensor], Tensor]
@@ -110,10 +110,10 @@ class GroupedExperts(nn.Module):
         torch.Size([6, 16])
     """
 
-    def __init__(self, mlp: GroupedMLP, dispatcher: TokenDispatcher | None = None) -> None:
+    def __init__(self, mlp: GroupedMLP, dispatcher: Dispatcher | None = None) -> None:
         super().__init__()
         self.mlp = mlp
-        self.dispatcher = TokenDispatcher(mlp.num_groups) if dispatcher is None else dispatcher
+        self.dispatcher: Dispatcher = TokenDispatcher(mlp.num_groups) if dispatcher is None else dispatcher
 
     @property
     def num_experts(self) -> int:
@@ -131,8 +131,7 @@ class GroupedExperts(nn.Module):
         Returns:
             The weighted sums of the experts' results, shape ``(num_tokens, dim)``.
         """
-        dispatched = self.dispatcher.dispatch(hidden_states, top_k_index)
-        return self.dispatcher.combine(self.mlp(dispatched.rows, dispatched.split_sizes), dispatched, top_k_weights)
+        return self.dispatcher(self.mlp, hidden_states, top_k_index, top_k_weights)
 
 
 def parallelize_experts(

@@ -39,7 +39,7 @@ def linear_cross_entropy(
 
     Exchanges carry as many tokens as with ``SchedulePolicy(embedding="exchange")``. ``SchedulePolicy(head=...)`` can
     choose to gather the weight instead. Without gradients it is gathered in any case, and ranks may have any numbers of
-    tokens. A ``linear`` that nobody shards, or that ``gtp_shard`` left whole, is computed on each rank by itself.
+    tokens. A ``linear`` that is not sharded is computed on each rank alone.
 
     Args:
         input: Hidden states, shape ``(*, in_features)``, in the dtype in which ``linear`` computes.

@@ -28,7 +28,7 @@ class GroupedLinear(nn.Module):
     The rows of the input are sorted by group; how many belong to each is a tensor on the device. Where torch has a
     grouped kernel (bfloat16 on Hopper and newer), the host does not wait for it, and a CUDA graph can be replayed with
     other groups; elsewhere torch's own loop over the groups reads the counts. Initialized as ``nn.Linear``.
-    ``gtp_shard`` cuts the grouped weight on ``out_features``; biases stay whole.
+    ``gtp_shard`` shards the grouped weight on ``out_features``; biases stay whole.
 
     Args:
         num_groups: Groups (experts).
@@ -50,7 +50,7 @@ class GroupedLinear(nn.Module):
     group are copied together at each use without ``gtp_shard``, on a mesh of one rank, with a recipe, in compiled code
     and under autocast.
 
-    ``gtp_shard`` sends gradients rank by rank, so those of weights cut on dim 1 are copied first. Whole experts
+    ``gtp_shard`` sends gradients rank by rank, so those of weights sharded on dim 1 are copied first. Whole experts
     need no copy: ``shard_placement_fn=lambda param: GTPShard(0) if param.ndim == 3 else None``.
 
     Example:
@@ -140,7 +140,9 @@ class GroupedLinear(nn.Module):
             what = f"parameter '{fqn}' of shape {tuple(param.shape)}, which mesh axis '{name}' of size {size} cuts"
             if dim == 0 and self.single_grouped_weight and shape[0] % size:
                 what = f"{what}. Choose an axis whose size divides the {self.num_groups} groups."
-                raise ValueError(f"gtp_shard expects as many groups on each rank of a GroupedLinear, but got {what}")
+                raise ValueError(
+                    f"gtp_shard expects the same number of groups on each rank of a GroupedLinear, but got {what}"
+                )
             rows = -(-shape[dim] // size)
             if dim == placement.dim and size > 1 and rows % placement.block_size:
                 what = f"{what} into slices of {rows}. Choose a block size that divides {rows}"
@@ -180,7 +182,7 @@ class GroupedLinear(nn.Module):
             raise ValueError(f"GroupedLinear expects x of shape (num_rows, {in_features}), but got {tuple(x.shape)}.")
         if self.has_bias and in_features != self.in_features:
             raise NotImplementedError(
-                f"GroupedLinear does not support a bias where tensor parallelism has cut its {self.in_features} "
+                f"GroupedLinear does not support a bias where tensor parallelism splits its {self.in_features} "
                 f"in_features into {in_features}, because each rank would add the bias to its part of the sum. Build "
                 "it with bias=False."
             )
@@ -190,7 +192,7 @@ class GroupedLinear(nn.Module):
         if split_sizes.device != x.device:
             raise ValueError(
                 f"GroupedLinear expects split_sizes on {x.device}, as x is, but got {split_sizes.device}: moving it "
-                "would make the host wait. Keep the counts where the router computes them."
+                "would make the host wait. Compute the counts on that device."
             )
         if split_sizes.shape != (num_groups,):
             what = f"shape ({num_groups},), a count for each group of this rank, but got {tuple(split_sizes.shape)}"

@@ -76,8 +76,8 @@ class CompiledWeight:
         if not is_traced_alike:
             # The frame of a compiled module follows such a change, but a compiled function has no frame around it.
             raise RuntimeError(
-                f"Parameter '{weight.fqn}' was frozen or unfrozen after the function that calls its module was "
-                "compiled. Compile the module instead, with module.compile() or torch.compile(module)."
+                f"Parameter '{weight.fqn}' was frozen or unfrozen after the compilation of a function that calls its "
+                "module. Compile the module instead, with module.compile() or torch.compile(module)."
             )
         if compat.current_graph_task_id() != -1:
             runtime.note_backward()

@@ -1,4 +1,4 @@
-"""Grouped matrix products: rows of one input, sorted by group, each group with a weight of its own.
+"""Grouped matrix products: rows of one input, sorted by group, each group with its own weight.
 
 Group sizes stay on the device, so the host never waits for them. Rows beyond the last group, which ``F.grouped_mm``
 leaves uninitialized, are zeros in the output and in the input's gradient. A sharded layer has one weight of logical
@@ -193,7 +193,9 @@ class _ShardedGroupedMM(torch.autograd.Function):
                 awaited[index] = compat.is_awaited(ctx, 2 + index)  # counts tensors only: x, ends, leaves
                 if not awaited[index]:
                     refuse_partial_recording(weight, runtime.comm.is_capturing)
-        job = partial(reduce_wgrad, runtime, weights, awaited, grad_TN, x_TK, ends_G) if any(awaited) else None
+        job = None
+        if any(awaited):  # a stage of a pipeline may put it off
+            job = partial(runtime.grads.compute, reduce_wgrad, runtime, weights, awaited, grad_TN, x_TK, ends_G)
         dgrad = None
         if ctx.needs_input_grad[0]:
             for weight, version in zip(weights, ctx.versions, strict=True):

@@ -126,10 +126,7 @@ def float8_dgrad(runtime: Runtime, weight: ShardedWeight, gemms: Float8GEMMs, ca
 
 def wgrad(runtime: Runtime, weight: ShardedWeight, grad_MN: Tensor, input_MK: Tensor) -> None:
     """Compute the weight's gradient, written by the GEMM into the buffer that the reduce-scatter sends."""
-    if compat.is_profiling():
-        with profiler_range("GTP::wgrad", weight.fqn):
-            buffer = _multiply_to_send(runtime.grads, weight, grad_MN.t(), input_MK)
-    else:
+    with profiler_range("GTP::wgrad", weight.fqn):
         buffer = _multiply_to_send(runtime.grads, weight, grad_MN.t(), input_MK)
     runtime.grads.submit(weight, buffer)
 
@@ -181,7 +178,7 @@ def float8_wgrad(runtime: Runtime, weight: ShardedWeight, gemms: Float8GEMMs, ca
 
 
 class TPPlan(NamedTuple):
-    """How a linear layer whose weight is cut over tp runs on local tensors."""
+    """How a linear layer whose weight is sharded over tp runs on local tensors."""
 
     output: Placement
     grad_input: Placement

@@ -347,13 +347,13 @@ def _backward(
             continue
         parts = ("wgrad", "dgrad") if schedule.wgrad_first else ("dgrad", "wgrad")
         for part in parts:
-            if part == "dgrad" and item.weight.has_dgrad:
-                tasks.spend(tasks.host.use_us / 2)
+            if part == "dgrad" and not item.weight.has_dgrad:
+                continue
+            tasks.spend(tasks.host.use_us / 2)
+            if part == "dgrad":
                 _wait_for(tasks, gathers, number, is_kept=False)
-                tasks.compute(product(tasks, item, "dgrad"), f"dgrad {item.name}")
+            tasks.compute(product(tasks, item, part), f"{part} {item.name}")
             if part == "wgrad":
-                tasks.spend(tasks.host.use_us / 2)
-                tasks.compute(product(tasks, item, "wgrad"), f"wgrad {item.name}")
                 reductions.submit(item)
 
 

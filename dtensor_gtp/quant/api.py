@@ -26,10 +26,10 @@ def quantize_(
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     storage: str | Mapping[str, str] = "master",
 ) -> nn.Module:
-    """Let linear layers compute with, and ``gtp_shard`` and ``fully_shard`` gather, quantized weights. In place.
+    """Quantize the weights of linear layers, for their GEMMs and for gathers of ``gtp_shard`` and ``fully_shard``.
 
     With *master* storage the parameters keep their values, dtype and names, for optimizers and checkpoints. They are
-    quantized when they are used; under sharding, each rank's shard before it is gathered. With *native* storage the
+    quantized at each use; under sharding, each rank quantizes its shard before the gather. With *native* storage the
     parameters become the quantized (rowwise) data, and nothing is left in high precision: for frozen weights,
     inference, and training with :class:`dtensor_gtp.optim.MasterOptimizer`.
 
@@ -37,10 +37,11 @@ def quantize_(
     hardware have them (``compute`` of the recipe). The weight gets its gradient in high precision, as if it had not
     been quantized (straight-through). ``python -m dtensor_gtp.help low_precision`` has the formats.
 
-    A shard is quantized once for each optimizer step and direction; microbatches reuse it. Writes that leave no trace
-    (``param.data``, foreach functions outside of ``torch.optim``) are seen by the first forward after ``zero_grad()``
-    has set gradients to None; else write by ``copy_`` under ``no_grad``. ``copy_`` into a native weight quantizes;
-    other writes to it raise. On the meta device native parameters have no values until a state dict fills them.
+    A shard is quantized once for each optimizer step and direction; microbatches reuse it. Writes that torch does not
+    count (``param.data``, foreach functions outside of ``torch.optim``) take effect in the first forward after
+    ``zero_grad()`` has set gradients to None; otherwise write by ``copy_`` under ``no_grad``. ``copy_`` into a native
+    weight quantizes; other writes to it raise. On the meta device native parameters have no values until a state dict
+    fills them.
 
     Call it before :func:`gtp_shard` or ``fully_shard`` and before the optimizer is created; with tensor parallelism,
     after ``parallelize_module``. A second call replaces recipes. Tied weights stay tied, quantized in all their uses.

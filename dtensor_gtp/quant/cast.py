@@ -1,7 +1,7 @@
 """The arithmetic of every cast, in plain torch: any faster path must equal it bit for bit.
 
-A cast reads the weight in float32, divides by a scale in float32 and rounds to nearest, ties to even. What lies beyond
-the largest finite value saturates to it. A value is ``element * scale``.
+A cast reads the weight in float32, divides by a scale in float32 and rounds to nearest, ties to even. Values beyond the
+largest finite value saturate to it. A value is ``element * scale``.
 
 - *Zero*: a block of zeros gets the smallest scale and elements of zero; signs of zeros are kept.
 - *NaN and Inf* make their scale NaN, hence all its values: diverged weights must not come back as plausible numbers.

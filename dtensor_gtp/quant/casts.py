@@ -1,8 +1,8 @@
-"""Which casts run: ``Casts``, the reference in plain torch, or ``TritonCasts``, which does the same bit for bit.
+"""Chooses the casts: ``Casts``, the reference in plain torch, or ``TritonCasts``, which equals it bit for bit.
 
 ``TritonCasts`` needs one or two kernels a cast: two where a scale of the whole matrix comes first, and a copy more for
-columns of odd strides. It runs on CUDA, outside of compilers: these trace the reference and fuse it with what is before
-it. Before the first cast each kernel is tried on a small matrix; where one has other bits, the reference takes over.
+columns of odd strides. It runs on CUDA, outside of compilers, which trace the reference and fuse it with the ops before
+it. Before the first cast each kernel is tried on a small matrix. If it differs, the reference is used.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _is_wanted() -> bool:
 
 def _on_device(device: torch.device) -> tuple[Casts, str]:
     index = torch.cuda.current_device() if device.index is None else device.index
-    warn = partial(logger.warning, "Casts of low precision run op by op on %s, several kernels each: %s", device)
+    warn = partial(logger.warning, "Low-precision casts run op by op on %s, with several kernels each: %s", device)
     return decided(_verdicts(), index, _REFERENCE, lambda: _try(torch.device("cuda", index)), warn)
 
 
@@ -80,7 +80,7 @@ def _try(device: torch.device) -> tuple[Casts, str]:
         with Progress(logger, f"compiling the fused casts for {device}") as progress:
             for (name, actual), (_, expected) in zip(_probe(casts, matrix), _probe(_REFERENCE, matrix), strict=True):
                 if not all(map(has_same_bits, actual, expected)):
-                    return _REFERENCE, f"{name} by Triton has other bits than the reference"
+                    return _REFERENCE, f"{name} by Triton differs from the reference"
                 progress.advance(name)
     except Exception as error:
         return _REFERENCE, failure(error)

@@ -44,9 +44,8 @@ def choose_path(recipe: Recipe, device: torch.device, shape: torch.Size, dtype: 
     if device.type == "cpu" and is_known:
         if not is_grouped:
             warn_once(
-                f"The recipe {recipe} asks for float8 GEMMs, which torch does not have on cpu devices with this "
-                "arithmetic: operands are quantized as asked for and multiplied in float32. It is slower than "
-                "compute='dequantize'."
+                f"The recipe {recipe} asks for float8 GEMMs, which torch lacks on CPUs: operands are quantized and "
+                "multiplied in float32. This is slower than compute='dequantize'."
             )
         return ComputePath(gemms(on_hardware=False), missing)
     if is_grouped:
@@ -54,8 +53,8 @@ def choose_path(recipe: Recipe, device: torch.device, shape: torch.Size, dtype: 
             warn_dequantized(recipe, fqn, missing)
         return ComputePath(None, missing)
     raise ValueError(
-        f"Float8 GEMMs are asked for by the recipe {recipe} of '{fqn}' of shape {tuple(shape)} on {device}, but: "
-        f"{missing}. Choose compute='auto' or 'dequantize', or leave the weight out of quantize_."
+        f"The recipe {recipe} of '{fqn}' of shape {tuple(shape)} on {device} asks for float8 GEMMs, but: {missing}. "
+        "Choose compute='auto' or 'dequantize', or leave the weight out of quantize_."
     )
 
 
@@ -67,7 +66,7 @@ def _missing(recipe: Recipe, device: torch.device, shape: torch.Size, dtype: tor
     if not recipe.is_capable(capability):
         return f"no {recipe.name} GEMMs on compute capability {'.'.join(map(str, capability))}"
     if len(shape) == 3 and capability[0] != 9:
-        return f"no grouped GEMMs of {recipe.name} but on Hopper"
+        return f"grouped GEMMs of {recipe.name} need Hopper"
     matrix = tuple(shape[-2:])
     if any(size % ALIGNMENT for size in matrix):
         fits = tuple(-(-size // ALIGNMENT) * ALIGNMENT for size in matrix)

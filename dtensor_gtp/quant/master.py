@@ -68,8 +68,8 @@ class MasterWeight(StoredWeight):
 
         if func in _PRODUCTS:
             raise NotImplementedError(
-                f"A weight with a recipe is used by {func}, which knows nothing of quantization. Use F.linear or "
-                "F.embedding. Under tensor parallelism, call gtp_shard on the module; else leave it out with filter_fn."
+                f"{func} does not support a weight with a quantization recipe. Use F.linear or F.embedding. Under "
+                "tensor parallelism, call gtp_shard on the module; else leave it out with filter_fn."
             )
         inner, options = compat.tree_map_only(MasterWeight, unwrap, (args, kwargs or {}))
         result = func(*inner, **options)
@@ -170,7 +170,8 @@ def check_slices(caller: str, fqn: str, param: DTensor, recipe: Recipe, *, is_na
             name = mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else str(axis)
             raise ValueError(
                 f"{caller} expects slices of whole {recipe.name} blocks of {block} along dim {dim}, but mesh axis "
-                f"'{name}' of size {size} cuts parameter '{fqn}' of shape {tuple(param.shape)} into slices of {rows}. "
-                f"Choose a size that is a multiple of {block * size}, another recipe, or leave it out of quantize_."
+                f"'{name}' of size {size} splits parameter '{fqn}' of shape {tuple(param.shape)} into slices of "
+                f"{rows}. Choose a size that is a multiple of {block * size}, another recipe, or leave it out of "
+                "quantize_."
             )
         shape[dim] = rows

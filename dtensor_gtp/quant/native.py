@@ -66,8 +66,8 @@ def quantize_parts(values: Sequence[Tensor], infos: Sequence[NativeInfo]) -> lis
         if info.groups is None:
             raise NotImplementedError(
                 f"Native parameter '{info.name}' of shape {tuple(info.whole)} cannot be written by copy_ under "
-                f"fully_shard, because {info.recipe.name} has a scale of the whole weight and a shard does not know "
-                "who has the others. Use load_state_dict or dtensor_gtp.optim.MasterOptimizer."
+                f"fully_shard, because {info.recipe.name} has one scale for the whole weight, and fully_shard does "
+                "not pass the group of its shards. Use load_state_dict or dtensor_gtp.optim.MasterOptimizer."
             )
         by_groups.setdefault(info.groups, []).append(amax)
     for names, members in by_groups.items():
@@ -284,10 +284,10 @@ def _split(func: Any, args: Any, kwargs: Any) -> Any:
     if any(part is None for part in parts):
         # fully_shard would keep a shard in high precision, without a word.
         raise NotImplementedError(
-            f"Native parameter '{weight.info.name}' of shape {tuple(weight.shape)} is to be split along dim {dim} into "
-            f"{sizes}, which cuts {weight.recipe.name} blocks of "
-            f"{weight.recipe.block_of(dim - weight.ndim, is_native=True)}. Under fully_shard choose a size whose parts "
-            "are whole blocks, or use gtp_shard, which cuts between blocks; elsewhere split weight.dense()."
+            f"Native parameter '{weight.info.name}' of shape {tuple(weight.shape)} cannot be split along dim {dim} "
+            f"into {sizes}, because that splits {weight.recipe.name} blocks of "
+            f"{weight.recipe.block_of(dim - weight.ndim, is_native=True)}. Under fully_shard choose a size whose "
+            "parts are whole blocks, or use gtp_shard, which splits between blocks; elsewhere split weight.dense()."
         )
     return parts
 

@@ -1,7 +1,7 @@
 """The random parts of the NVFP4 casts of gradients, in plain torch: random bits, stochastic rounding, rotation.
 
 *Stochastic rounding* of a value between two neighbours of e2m1 takes the upper one with the probability that makes the
-mean right. The 16 random bits of a value follow from a seed and its place in the matrix (Philox-4x32-10, as Triton's
+mean right. The 16 random bits of a value follow from a seed and its position in the matrix (Philox-4x32-10, as Triton's
 ``tl.philox``), so the result depends on no tile and no device. A value that e2m1 has stays as it is. Probabilities are
 multiples of 2^-16, rounded up. What lies beyond 6 saturates, as in all casts.
 

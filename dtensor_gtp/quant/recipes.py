@@ -68,7 +68,7 @@ class Recipe(ABC):
         if self.compute == "float8" and not self.has_gemms:
             raise ValueError(
                 f"{cls} expects compute 'auto' or 'dequantize', but got 'float8': GEMMs of {self.name} need a "
-                "Blackwell GPU, and this package has none for it; the weight is dequantized for the GEMM."
+                "Blackwell GPU, and this package does not have them; it dequantizes the weight for the GEMM."
             )
 
     @property
@@ -85,7 +85,7 @@ class Recipe(ABC):
         Raises:
             NotImplementedError: The format has none.
         """
-        raise NotImplementedError(f"{self.name} has no GEMMs of its own.")
+        raise NotImplementedError(f"{self.name} has no low-precision GEMMs.")
 
     def grouped_gemms(self, *, on_hardware: bool) -> Float8GEMMs | None:
         """The GEMMs of a grouped layer; None if there are none. Called by ``GroupedLinear``.

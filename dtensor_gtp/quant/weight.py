@@ -202,9 +202,9 @@ def _problem_of_shards(shard: StoredWeight, outer_size: torch.Size, world: int) 
     if world == 1 or (rows % world == 0 and rows // world % block == 0 and shard.shape[1:] == outer_size[1:]):
         return ""
     return (
-        f"fully_shard cuts a weight of shape {tuple(outer_size)} over {world} ranks into shards that are not alike and "
-        f"whole {shard.recipe.name} blocks of {block} rows. Let it cut dim 0, with a number of rows that is a multiple "
-        f"of {block * world}, use gtp_shard, which cuts between blocks, or leave the weight out of quantize_."
+        f"fully_shard splits a weight of shape {tuple(outer_size)} over {world} ranks into shards that are unequal "
+        f"or not whole {shard.recipe.name} blocks of {block} rows. Let it shard dim 0 with a multiple of "
+        f"{block * world} rows, use gtp_shard, which splits between blocks, or leave the weight out of quantize_."
     )
 
 

@@ -10,9 +10,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from dtensor_gtp import gtp_shard, init_weight_mesh
 
 model, folder, hosts, gpus = torch.nn.Linear(64, 64), "run", 1, 1  # yours: 4, 8
-device = "cuda" if torch.cuda.is_available() else "cpu"
-mesh = init_weight_mesh(device, replicate=hosts, gtp=gpus)
-gtp_shard(model.to(device), mesh.weights)
+mesh = init_weight_mesh(replicate=hosts, gtp=gpus)
+gtp_shard(model, mesh.weights)
 optimizer = torch.optim.AdamW(model.parameters())
 
 states = get_state_dict(model, optimizer)

@@ -35,15 +35,16 @@ assert losses[-1] < losses[0]
 text = model.generate(tokens[:1, :4], do_sample=False, min_new_tokens=8, max_new_tokens=8)
 
 from dtensor_gtp import checkpoint
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 model_state, optimizer_state = get_state_dict(model, optimizer)
 checkpoint.save({"model": model_state, "optimizer": optimizer_state}, "checkpoint")
 
-options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-whole = get_model_state_dict(model, options=options)  # on all ranks
-if dist.get_rank() == 0:  # the others got {}
-    model.save_pretrained("model", state_dict=whole)
+from dtensor_gtp.pretrained import save_pretrained
+
+save_pretrained(model, "model")  # on all ranks
+if dist.get_rank() == 0:
+    model.config.save_pretrained("model")
 
 if dist.get_rank() == 0:
     published = AutoModelForCausalLM.from_pretrained("model")

@@ -8,8 +8,8 @@ from torch import nn
 
 from dtensor_gtp import MixedPrecisionPolicy, gtp_shard, init_weight_mesh, quantize_, sharding_report
 
-device = "cuda" if torch.cuda.is_available() else "cpu"
-mesh = init_weight_mesh(device, gtp=2)
+mesh = init_weight_mesh(gtp=2)
+device = mesh.weights.device_type
 
 
 def make_model():
@@ -26,7 +26,7 @@ def build(recipe=None):
     if recipe:
         quantize_(model[1:-1], recipe)  # the linear layers of the blocks; embedding and head stay
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return gtp_shard(model.to(device), mesh.weights, mp_policy=policy)
+    return gtp_shard(model, mesh.weights, mp_policy=policy)
 
 def train(model, steps=20):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

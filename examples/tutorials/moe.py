@@ -25,8 +25,8 @@ class MoE(nn.Module):
         weights, chosen = self.router(rows).softmax(-1).topk(self.top_k)
         return x + self.experts(rows, chosen, weights).view_as(x)
 
-device = "cuda" if torch.cuda.is_available() else "cpu"
-mesh = init_weight_mesh(device, gtp=4, ep=2, expert_gtp=2)
+mesh = init_weight_mesh(gtp=4, ep=2, expert_gtp=2)
+device = mesh.weights.device_type
 with mesh.fork_rng("params"):  # all ranks draw the same weights
     model = nn.Sequential(nn.Embedding(64, 32), MoE(), MoE(), nn.Linear(32, 64)).to(device)
 whole = copy.deepcopy(model)  # only to compare

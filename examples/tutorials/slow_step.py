@@ -12,18 +12,17 @@ from torch.profiler import profile, record_function
 
 from dtensor_gtp import gtp_shard, init_weight_mesh, sharding_report
 
-device = "cuda" if torch.cuda.is_available() else "cpu"
-mesh = init_weight_mesh(device, gtp=2)
+mesh = init_weight_mesh(gtp=2)
 with mesh.fork_rng("params"):
     layers = ((nn.Linear(256, 1024), nn.SiLU(), nn.Linear(1024, 256)) for _ in range(3))
     model = nn.Sequential(*(nn.Sequential(*block) for block in layers))
-gtp_shard(model.to(device), mesh.weights)
+gtp_shard(model, mesh.weights)
 optimizer = torch.optim.AdamW(model.parameters())
 
 
 def train_step():
     time.sleep(0.03 * dist.get_rank())  # the cause that the page finds
-    model(torch.randn(512, 256).to(device)).square().mean().backward()
+    model(torch.randn(512, 256)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from common import GlooTest, shared_directory
+from script_jobs import run_forked
 from torch.testing._internal.common_utils import run_tests
 
 from dtensor_gtp import checkpoint, gtp_shard
@@ -95,6 +97,54 @@ class TestSave(GlooTest):
                 path.rename(path.with_name("last.replaced"))
             dist.barrier()
             self.assertEqual(self.values(checkpoint.latest(directory)), {1.0})
+
+
+_KILLED = """
+import os, signal, sys, pathlib
+import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp, torch.nn as nn
+from dtensor_gtp import checkpoint, gtp_shard, init_weight_mesh
+
+point, path = sys.argv[1], sys.argv[2]
+dist.init_process_group("gloo")
+model = gtp_shard(nn.Linear(6, 6, bias=False), init_weight_mesh("cpu", gtp=2).weights)
+
+def fill(value):
+    with torch.no_grad():
+        model.weight.fill_(value)
+    return model.state_dict()
+
+def struck(owner, name, rank, number=1):
+    stock, left = getattr(owner, name), [number]
+    def call(*args, **kwargs):
+        left[0] -= 1
+        if dist.get_rank() == rank and not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return stock(*args, **kwargs)
+    setattr(owner, name, call)
+
+checkpoint.save(fill(1.0), path)
+if point == "data":
+    struck(os, "fsync", 1)
+elif point == "metadata":
+    struck(os, "fsync", 0, 2)
+else:  # the first rename is that of the metadata
+    struck(pathlib.Path, "rename", 0, {"old folder": 2, "new folder": 3}[point])
+checkpoint.save(fill(2.0), path)
+"""
+
+
+@pytest.mark.parametrize("point", ["data", "metadata", "old folder", "new folder"])
+def test_a_rank_is_killed(point: str, tmp_path: Path) -> None:
+    """Within a save over a checkpoint: that one is found, whole."""
+    script = tmp_path / "job.py"
+    script.write_text(_KILLED)
+    result = run_forked([script, point, tmp_path / "run" / "last"], 2)
+    assert result.status == -9, result.output
+    found = checkpoint.latest(tmp_path / "run")
+    assert found is not None
+    state = {"weight": torch.zeros(6, 6)}
+    dcp.load(state, checkpoint_id=found, no_dist=True)
+    assert set(state["weight"].flatten().tolist()) == {1.0}
 
 
 if __name__ == "__main__":

@@ -220,7 +220,7 @@ class TestStateDict(GlooTest):
         model = make_sharded(0, mesh)
         params = dict(model.named_parameters())
         other = make_sharded(1, self.hsdp_mesh()).state_dict()
-        with self.assertRaisesRegex(RuntimeError, r"'columns' was replaced behind gtp_shard by a DTensor"):
+        with self.assertRaisesRegex(RuntimeError, r"'columns' was replaced after gtp_shard by a DTensor"):
             model.load_state_dict(other, assign=True)
         self.assertEqual(dict(model.named_parameters()).keys(), params.keys())
         for name, param in model.named_parameters():

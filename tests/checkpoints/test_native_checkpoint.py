@@ -312,7 +312,7 @@ class TestNativeCheckpoint(GlooTest):
 
     def test_blocks_that_a_topology_cuts(self) -> None:
         mesh = self.gtp_mesh()
-        message = r"'layers.0.up.weight' of shape \(256, 40\) is to be split .* cuts float8_blockwise blocks of 128"
+        message = r"'layers.0.up.weight' of shape \(256, 40\) cannot be split .* splits float8_blockwise blocks of 128"
         with self.assertRaisesRegex(NotImplementedError, message):
             on_fsdp(Float8Blockwise(), mesh)(net(1))
 

@@ -135,7 +135,7 @@ class TestLoadPretrained(GlooTest):
                     self.assertEqual(model[1].inverse, torch.arange(4) * 2.0)
                     self.assertEqual(model.given, torch.arange(3.0))
                 else:
-                    with self.assertRaisesRegex(ValueError, r"cannot compute the buffers of '1' \(Module\) anew"):
+                    with self.assertRaisesRegex(ValueError, r"cannot recompute the buffers of '1' \(Module\)"):
                         load_pretrained(model, folder)
 
     def test_refusals(self) -> None:

@@ -438,7 +438,7 @@ class TestCaptureBlocks:
         output.sum().backward(retain_graph=True)
         output.sum().backward(retain_graph=True)
         block(x, 1.0, mask=None)
-        with pytest.raises(RuntimeError, match=r"backward of block 'blocks.0' comes after a later forward"):
+        with pytest.raises(RuntimeError, match=r"backward of block 'blocks.0' runs after a later forward"):
             output.sum().backward()
 
     def test_weights_that_are_written_before_backward_raise(self, pair: Pair) -> None:

@@ -69,7 +69,7 @@ class TestWhatBackwardComesTo:
         for model in pair.models:
             model.uses_other = True
         with pytest.raises(
-            RuntimeError, match=r"block 'blocks.2' comes to its .* outputs \[0, 1\], but was recorded for \[0\]"
+            RuntimeError, match=r"block 'blocks.2' starts at its .* outputs \[0, 1\], but was recorded for \[0\]"
         ):
             train(5)(pair.models[1])
         pair.captured.reset()
@@ -139,7 +139,7 @@ class TestWhatBackwardComesTo:
             pair.models[1].blocks[0](x, torch.ones((), device="meta"))
         context = type("Context", (), {})()
         context.cache = x
-        with pytest.raises(ValueError, match=r"got a Context with one as 'cache', where nobody would see"):
+        with pytest.raises(ValueError, match=r"got a Context with one as 'cache', where capture_step cannot see"):
             pair.models[1].blocks[0](x, context)
         pair.captured.remove()
         pair.models[1].blocks[1].register_buffer("limit", torch.ones((), device="meta"))

@@ -64,7 +64,7 @@ class TestRefusals:
         for index, match in enumerate(
             (
                 "'blocks.0.up.weight' is quantized for its gather",
-                r"nobody manages its parameter 'up\.bias'",
+                r"does not manage its parameter 'up\.bias'",
                 "it is compiled",
             )
         ):

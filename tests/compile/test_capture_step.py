@@ -208,7 +208,7 @@ class TestCaptureStep:
         )
         for _ in range(2):
             captured(rows(0))
-        with pytest.raises(ValueError, match=r"expects the optimizers that the step steps"):
+        with pytest.raises(ValueError, match=r"expects all optimizers that the step uses"):
             captured(rows(0))
 
     def test_weights_that_stay_gathered_are_refused(self) -> None:
@@ -304,7 +304,7 @@ class TestCaptureStep:
     def test_aids_that_wait_are_refused(self, aid: str) -> None:
         with environment(DTENSOR_GTP_DEBUG=aid):
             setting = Setting()
-        with pytest.raises(RuntimeError, match=f"DTENSOR_GTP_DEBUG={aid}, by which the host waits"):
+        with pytest.raises(RuntimeError, match=f"DTENSOR_GTP_DEBUG={aid}, because the host waits"):
             capture_step(print, setting.model)
 
 

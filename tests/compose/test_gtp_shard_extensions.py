@@ -103,7 +103,7 @@ class TestHooks(GlooTest):
         model = gtp_shard(nn.Sequential(nn.Linear(16, 16)), self.gtp_mesh(), schedule=ALL)
         local = runtime_of(model).weights[0].shard
         local.fsdp_pre_all_gather = local.fsdp_post_all_gather = lambda *args: None  # type: ignore[attr-defined]
-        with self.assertRaisesRegex(RuntimeError, "'0.weight' of shape .* got fsdp_pre_all_gather later"):
+        with self.assertRaisesRegex(RuntimeError, "'0.weight' of shape .* got it later"):
             model(torch.ones(1, 16))
 
     def test_inside_of_fully_shard_the_same(self) -> None:

@@ -6,15 +6,20 @@ In compiled code a weight that tp has cut is an opaque op's result, wrapped as a
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn as nn
-from common import GlooTest, check_training
+from common import ALL, GlooTest, check_training
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.common_utils import run_tests
 from tp_common import GTP_TP, TP_GTP, Cell, embedding_cell, gtp_axes, llama_cell, norms_cell, root_mesh, uneven_cell
+
+from dtensor_gtp import gtp_shard
 
 
 class TestTensorParallelCompile(GlooTest):
@@ -75,6 +80,28 @@ class TestTensorParallelCompile(GlooTest):
     def test_embedding(self) -> None:
         for style in (RowwiseParallel(input_layouts=Replicate()), ColwiseParallel(output_layouts=Replicate())):
             self.check(embedding_cell(style), GTP_TP, lambda model: [model])
+
+    def test_async_tensor_parallelism_finds_no_product(self) -> None:
+        """Torch's ``_micro_pipeline_tp`` joins an all-gather with the ``aten.mm`` behind it. Ours is an op that gathers
+        the weight, too: compiled code keeps the all-gather and stays right."""
+        root = root_mesh(*GTP_TP)
+        ops: list[str] = []
+
+        def note(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+            ops.extend(str(node.target) for node in graph.graph.nodes)
+            return make_boxed_func(graph.forward)
+
+        plan = {"0": ColwiseParallel(input_layouts=Shard(0), use_local_output=False)}
+        for is_sharded, num_products in ((False, 1), (True, 0)):
+            torch._dynamo.reset()
+            ops.clear()
+            model = parallelize_module(nn.Sequential(nn.Linear(8, 8, bias=False)), root["tp"], plan)
+            if is_sharded:
+                gtp_shard(model, root["gtp"], schedule=ALL)
+            model.compile(backend=aot_autograd(fw_compiler=note), fullgraph=True)
+            model(torch.randn(4, 8))
+            self.assertEqual(ops.count("aten.mm.default"), num_products, ops)
+            self.assertTrue(any("all_gather" in op for op in ops), ops)
 
 
 if __name__ == "__main__":

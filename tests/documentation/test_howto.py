@@ -59,6 +59,7 @@ def test_help_lists_finds_and_suggests(capsys: pytest.CaptureFixture[str]) -> No
     text = capsys.readouterr().out
     assert text.startswith("# ")
     assert "<!--" not in text
+    assert "<details>" not in text
     assert "](" not in text.replace("](http", "")
     assert main(["emma"]) == 2
     assert "Did you mean ema?" in capsys.readouterr().err

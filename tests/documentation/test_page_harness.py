@@ -12,8 +12,8 @@ import pytest
 PAGE = """\
 # A page
 
-<!-- setup
-ran = ["setup"]
+<!-- check
+ran = ["check"]
 -->
 
 Some text.
@@ -64,7 +64,7 @@ def run(tmp_path: Path) -> object:
 
 
 def test_runs_each_block_once_in_order(run) -> None:
-    ran = ["setup", "first", "second", "one", "two"]
+    ran = ["check", "first", "second", "one", "two"]
     assert run(PAGE) == repr((ran, ("cpu", "cpu:1", "cudaMalloc")))
 
 
@@ -114,7 +114,8 @@ def test_a_class_of_a_page_can_be_pickled(run) -> None:
         ("<!-- ranks -->", r":1: 'ranks' needs a word more"),
         ("text\n\n```py\n1 / 0\n```", r":3: no block is of language 'py'"),
         ("text\n```python\n1 / 0\n", r":2: the block does not end"),
-        ("<!-- setup\n1 / 0\n", r":1: the setup does not end"),
+        ("<!-- check\n1 / 0\n", r":1: the check does not end"),
+        ("<!-- setup\nx = 1\n-->", r":1: no such mark"),
     ],
 )
 def test_refuses_what_would_hide_a_block(tmp_path: Path, text: str, why: str) -> None:

@@ -76,7 +76,7 @@ def test_other_pages_have_no_figures_of_their_own(script: ModuleType) -> None:
 
 
 def test_a_table_that_is_not_drawn_is_noticed(script: ModuleType) -> None:
-    text = "<!-- table: cpu -->\nwhen\n|a|\n|---|\n|1.5|\n\n|b|\n|---|\n|2.5 (1.2)|x|\n"
+    text = "<!-- table: casts -->\nwhen\n|a|\n|---|\n|1.5|\n\n|b|\n|---|\n|2.5 (1.2)|x|\n"
     assert table_lines(script, text) == ["|b|", "|---|", "|2.5 (1.2)|x|"]
     assert figures("|2.5 (1.2)|x|") == ["2.5 (1.2)"]
 

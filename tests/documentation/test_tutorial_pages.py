@@ -33,12 +33,5 @@ def test_the_shipped_file_is_what_readers_see(page: Path) -> None:
     assert f"examples/tutorials/{page.stem}.py" in page.read_text(), "the page names its file"
 
 
-@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
-def test_nothing_that_is_needed_is_hidden(page: Path) -> None:
-    """What is hidden checks, and defines nothing that a later block reads: test_pages runs a page with its checks,
-    test_tutorials beside this file runs the file without them."""
-    assert "<!-- setup" not in page.read_text()
-
-
 def test_no_other_file_is_there() -> None:
     assert {path.stem for path in (ROOT / "examples" / "tutorials").glob("*.py")} == {page.stem for page in TUTORIALS}

@@ -1,4 +1,4 @@
-"""The files of the tutorials run by the commands that their pages give."""
+"""Programs of pages run as readers copy them, by the commands that the pages give."""
 
 from __future__ import annotations
 
@@ -16,6 +16,17 @@ from timing import HANG_S
 FILES = sorted((pages.ROOT / "examples" / "tutorials").glob("*.py"))
 
 
+COPIED = [page for page in map(pages.read, pages.all_paths()) if page.ranks and "tutorials" not in page.name]
+
+
+def _run(words: list[str], launcher: list[str], folder: Path) -> None:
+    env = os.environ | {"PYTHONPATH": str(pages.ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, *launcher, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=HANG_S
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_runs_as_it_stands(path: Path, tmp_path: Path) -> None:
@@ -23,9 +34,14 @@ def test_runs_as_it_stands(path: Path, tmp_path: Path) -> None:
         pytest.skip("needs transformers")
     (command,) = re.findall(r"^ +((?:torchrun|python) .*)$", path.read_text().split('"""')[1], re.M)
     program, *words = command.replace("examples/tutorials", str(path.parent)).split()
-    launcher = ["-m", "torch.distributed.run", "--standalone"] if program == "torchrun" else []
-    env = os.environ | {"PYTHONPATH": str(pages.ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, *launcher, *words], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=HANG_S
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    _run(words, ["-m", "torch.distributed.run", "--standalone"] if program == "torchrun" else [], tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page", COPIED, ids=lambda page: page.name)
+def test_copied_blocks_run(page: pages.Page, tmp_path: Path) -> None:
+    if page.extra and find_spec(page.extra) is None:
+        pytest.skip(f"needs {page.extra}")
+    (tmp_path / "page.py").write_text(pages.shown_program(page))
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={page.ranks}"]
+    _run(["page.py"], launcher, tmp_path)

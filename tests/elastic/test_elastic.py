@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import test_gtp_shard_data_axes as data_axes
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -20,6 +21,7 @@ from checkpoint_common import make, shard
 from common import ALL, GlooTest, assert_same_params
 from runtime_common import local
 from schedules import explicit
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.common_utils import run_tests
 
@@ -38,6 +40,7 @@ from dtensor_gtp.elastic import (
     synchronize_replicas,
 )
 from dtensor_gtp.elastic.sync import Channel
+from dtensor_gtp.nn import GroupedExperts, GroupedMLP, parallelize_experts
 
 # Small enough that a bucket is sent within backward, large enough that it holds several segments.
 BUCKET_NBYTES = 300
@@ -150,6 +153,17 @@ class Elastic:
             self.step(**tolerance)
 
 
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = GroupedExperts(GroupedMLP(6, 8, 12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = x[:, :6].topk(2).indices
+        y: torch.Tensor = self.experts(x, chosen, torch.full(chosen.shape, 0.5))
+        return y
+
+
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -256,6 +270,49 @@ class TestSixRanks(GlooTest):
         own = batch[rows]
         (token_loss(elastic.model, own) * len(own) / 13).backward()
         elastic.step()
+
+    def test_context_parallel_along_gtp(self) -> None:
+        """The ranks of a replica share its sequences: in each replica they have parts of another length."""
+        mesh, num_samples, length = self.unequal(), 12, 6
+        elastic = Elastic(mesh, data_axes.make_model(), make_optimizer=sgd)
+        cp = mesh["gtp"]
+        data_axes.along(elastic.model, cp)
+        before, own = sum(sum(counts) for counts in mesh.rebalance_batch(num_samples).counts[: mesh.place.replica]), 0
+        for step in range(2):
+            share = mesh.rebalance_batch(num_samples)
+            elastic.sync.set_batch(share)  # as many tokens as this many samples have
+            own = sum(share.counts[mesh.place.replica])
+            tokens, targets = (part[:, :length] for part in data_axes.make_batch(step, num_samples))
+            positions = torch.arange(length)
+            data_axes.sum_loss(elastic.reference, tokens, targets, positions).div(targets.numel()).backward()
+            mine = positions.chunk(cp.size())[cp.get_local_rank()]
+            tokens, targets = (part[before : before + own, mine] for part in (tokens, targets))
+            data_axes.sum_loss(elastic.model, tokens, targets, mine).div(targets.numel()).backward()
+            elastic.step()
+
+    def test_experts_without_an_axis_of_their_own(self) -> None:
+        """Each rank runs all experts; their weights are cut over gtp as others. Expert parallelism is refused."""
+        mesh = self.unequal()
+        elastic = Elastic(mesh, Experts(), make_optimizer=sgd)
+        for step in range(2):
+            batch = torch.randn(13, 8, generator=torch.Generator().manual_seed(step))
+            share = mesh.rebalance_batch(len(batch))
+            elastic.sync.set_batch(share)
+            elastic.reference(batch).square().mean().backward()
+            elastic.model(batch[share.rows]).square().mean().backward()
+            elastic.step()
+        folded = parallelize_experts(Experts(), mesh["gtp"])
+        gtp_shard(folded, mesh["tp"], schedule=ALL)
+        with self.assertRaisesRegex(ValueError, "every gtp_shard call, for experts too: replicas of unequal sizes"):
+            synchronize_replicas(folded, mesh)
+
+    def test_pipelines_are_refused(self) -> None:
+        mesh = self.unequal()
+        elastic = Elastic(mesh, Experts())
+        stage = PipelineStage(elastic.model, 0, 1, torch.device("cpu"), group=mesh["tp"].get_group())
+        schedule = ScheduleGPipe(stage, n_microbatches=1, loss_fn=F.mse_loss)
+        with self.assertRaisesRegex(NotImplementedError, "Pipelines do not support elastic.*span all ranks of the job"):
+            schedule.step(torch.randn(4, 8), target=torch.randn(4, 8))
 
     def test_mixed_precision(self) -> None:
         for policy in (
@@ -398,7 +455,7 @@ class TestSixRanks(GlooTest):
     def test_synchronize_replicas_refuses(self) -> None:
         mesh = self.unequal()
         plain = make(0)
-        with self.assertRaisesRegex(ValueError, "that it was not called on"):
+        with self.assertRaisesRegex(ValueError, "was passed to gtp_shard, but got another"):
             synchronize_replicas(plain, mesh)
         with self.assertRaisesRegex(TypeError, "an ElasticMesh as mesh"):
             synchronize_replicas(plain, mesh.world)  # type: ignore[arg-type]
@@ -408,14 +465,16 @@ class TestSixRanks(GlooTest):
         model = gtp_shard(make(0), mesh.weights, schedule=ALL)
         with mock.patch.object(api, "refuse_unavailable"):  # a CPU has no copy engines
             copying = gtp_shard(nn.Linear(8, 8), mesh.weights, schedule=explicit(gather_backend="copy_engine"))
-        with self.assertRaisesRegex(NotImplementedError, "gather_backend='copy_engine'.: streams wait .* Leave it at"):
+        with self.assertRaisesRegex(
+            NotImplementedError, "gather_backend='copy_engine'.: streams would wait forever .* Leave out gather_backend"
+        ):
             synchronize_replicas(copying, mesh)
         with self.assertRaisesRegex(ValueError, "bucket_nbytes to be at least 1"):
             synchronize_replicas(model, mesh, bucket_nbytes=0)
         synchronize_replicas(model, mesh)
         with self.assertRaisesRegex(ValueError, "was called on this .* already"):
             synchronize_replicas(model, mesh)
-        with self.assertRaisesRegex(ValueError, "a part sums its gradients with other replicas already"):
+        with self.assertRaisesRegex(ValueError, "synchronize_replicas was already called on a part of it"):
             gtp_shard(nn.Sequential(model), mesh.weights)
 
     def test_set_batch_refuses(self) -> None:
@@ -424,7 +483,7 @@ class TestSixRanks(GlooTest):
         for count, message in ((-1 if is_first else 2, "numbers of samples >= 0"), (0, "not all 0")):
             with self.assertRaisesRegex(ValueError, message):
                 elastic.sync.set_batch(count)
-        with self.assertRaisesRegex(ValueError, "a share of a batch over"):
+        with self.assertRaisesRegex(ValueError, "a share of this mesh"):
             elastic.sync.set_batch(BatchShare(0, 1, ((1, 1), (1,))))
         parallel = self.replicas([0, 1, 2, 3], [4, 5], tp=2)
         sync = Elastic(parallel, TensorParallel(), shard_tensor_parallel).sync

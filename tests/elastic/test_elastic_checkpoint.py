@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.distributed.distributed_c10d as distributed_c10d
 import torch.nn as nn
 from checkpoint_common import adamw, job_state, make, shard
 from common import GlooTest, assert_same_params, full, shared_directory
@@ -279,7 +280,8 @@ class TestElasticCheckpoint(GlooTest):
         )
         new = state(1, {"rng": torch.Generator().get_state(), "data": {"sample": 0}, "losses": [0, 0.0]})
         with self.assertLogs("dtensor_gtp.elastic.recovery", "INFO") as logged:
-            recover_state(held if rank != 2 else None, new, mesh)
+            with mock.patch.object(distributed_c10d, "_tensor_to_object", side_effect=AssertionError("unpickles")):
+                recover_state(held if rank != 2 else None, new, mesh)
         begin, end = (record.getMessage() for record in logged.records)
         self.assertEqual(begin, "recovery of the state after step 1: begins, 1 in all")
         self.assertRegex(end, r"^recovery of the state after step 1: done after .* \(1 of 1\)$")
@@ -354,6 +356,12 @@ class TestElasticCheckpoint(GlooTest):
         ):
             with self.assertRaisesRegex(RuntimeError, message):
                 recover_state(held if rank in alive else None, state, mesh)
+        held.plain["hook",] = print
+        hooked = {"hook": None, **state}
+        recover_state(held, hooked, mesh)
+        self.assertIs(hooked["hook"], print)
+        with self.assertRaisesRegex(TypeError, r"the value\[\('hook',\)\] is a builtin"):
+            recover_state(held if rank != 2 else None, hooked, mesh)
         for name, other in (
             ("extra", {"model": {"extra": job.model.norm.weight.detach()}}),
             ("norm.bias", {"model": {"norm.bias": job.model.norm.bias.detach().double()}}),

@@ -32,7 +32,7 @@ class TestStyles(TestCase):
             mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
             for style in (BlockColwiseParallel(4), BlockRowwiseParallel(4)):
                 for features, blocks in ((10, "2.5"), (8, "2")):
-                    with self.assertRaisesRegex(ValueError, f"the 3 ranks of tp, but they are {blocks}: no cut fits"):
+                    with self.assertRaisesRegex(ValueError, f"the 3 ranks of tp, but there are {blocks}"):
                         parallelize_module(nn.Linear(features, features), mesh, style)
                 with self.assertRaisesRegex(TypeError, "expects an nn.Linear, but got Embedding"):
                     parallelize_module(nn.Embedding(12, 12), mesh, style)

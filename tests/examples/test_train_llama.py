@@ -174,7 +174,7 @@ class TestTraining:
         assert "not observed yet" in report
         schedule, rest = after_report.split("1/6 [", maxsplit=1)
         assert "backward of " in schedule
-        assert "the weights of 2 blocks each travel together (layers.0 to layers.1)" in schedule
+        assert "2 blocks, each gathered as a whole (layers.0 to layers.1)" in schedule
         assert "  order: embedding.weight, layers.0, layers.1, output.weight\n" in schedule
         assert "order: " not in rest
 

@@ -501,6 +501,8 @@ class TestGradients(GlooTest):
             assert counts().reduce_scatters == num_reduced, is_trained
             assert (model.linear.weight.grad is not None) == is_trained
             model.zero_grad()
+        model.requires_grad_(False)
+        assert not model(1.0).requires_grad
         assert_idle(model)
 
 

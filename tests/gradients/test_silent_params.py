@@ -254,7 +254,7 @@ class TestEscapedParameters(GlooTest):
             with self.assertLogs("dtensor_gtp", "WARNING") as logs:
                 loss = square_loss(model, x)
             self.assertRegex(logs.output[0], f"{holder} still holds parameters .*'layer.weight'")
-            with self.assertRaisesRegex(RuntimeError, f"replaced by 'layer.weight'.*{holder} still holds it"):
+            with self.assertRaisesRegex(RuntimeError, f"replaced by 'layer.weight'.*{holder} still uses the old one"):
                 loss.backward()
 
     def test_tied_outside_of_the_root(self) -> None:

@@ -70,6 +70,36 @@ class Writes(nn.Module):
         return result
 
 
+class Doubled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 2
+
+
+class Inverted(Doubled):
+    def right_inverse(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight / 2
+
+
+class Parametrizes(nn.Module):
+    """Reads the weight of its layer, and uses the layer with a parametrization."""
+
+    def __init__(self, parametrization: nn.Module, write: Callable[[Any], object] = lambda weight: None) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.write, self.parametrizations_in_forward = write, [parametrization]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            norm = self.layer.weight.norm()
+            self.write(self.layer.weight)
+        nn.utils.parametrize.register_parametrization(self.layer, "weight", self.parametrizations_in_forward[0])
+        try:
+            result: torch.Tensor = self.layer(x) / norm
+            return result
+        finally:
+            nn.utils.parametrize.remove_parametrizations(self.layer, "weight", leave_parametrized=False)
+
+
 class TestWritesInForward(GlooTest):
     world_size = 2
 
@@ -103,7 +133,7 @@ class TestWritesInForward(GlooTest):
             for is_layer in (False, True):
                 model = gtp_shard(Writes(write, is_layer), self.gtp_mesh(), schedule=ALL)
                 name = "layer.weight" if is_layer else "weight"
-                with self.assertRaisesRegex(RuntimeError, f"read as parameter '{name}' .* was written in a forward"):
+                with self.assertRaisesRegex(RuntimeError, f"A write in a forward changed only .* parameter '{name}' "):
                     model(make_rows(0))
                 model.write = lambda weight: None
                 square_loss(model, make_rows(0)).backward()
@@ -117,6 +147,25 @@ class TestWritesInForward(GlooTest):
                 param.clamp_(-0.1, 0.1)  # the remedy
         assert full(model.weight).abs().max() <= 0.1
 
+    def test_a_parametrization_that_comes_and_goes_is_no_write(self) -> None:
+        """As PEFT's of experts. One whose ``right_inverse`` changes the weight is a write."""
+        mesh, x = self.gtp_mesh(), make_rows(0)
+        reference = Parametrizes(Doubled())
+        model = shard_copy(reference, mesh)
+        for _ in range(2):
+            square_loss(model, rows_of_rank(x, mesh)).backward()
+            square_loss(reference, x).backward()
+        assert_same_params(model, reference, "grad")
+        wrong = [
+            Parametrizes(Doubled(), lambda weight: weight.mul_(0.5)),
+            Parametrizes(Doubled(), lambda weight: weight.set_(weight * 0.5)),
+            Parametrizes(Inverted()),
+        ]
+        for module in wrong:
+            model = gtp_shard(module, mesh, schedule=ALL)
+            with self.assertRaisesRegex(RuntimeError, "read as parameter 'layer.weight' .* was written in a forward"):
+                model(x)
+
 
 class TestWritesOutside(GlooTest):
     world_size = 2
@@ -128,7 +177,8 @@ class TestWritesOutside(GlooTest):
             with torch.no_grad():
                 write(model[0].weight)
                 write(model[0].bias)
-            with self.assertRaisesRegex(RuntimeError, r"'0.weight' .* was written between unshard\(\) and reshard\(\)"):
+            message = r"A write between unshard\(\) and reshard\(\) changed only .* '0.weight' "
+            with self.assertRaisesRegex(RuntimeError, message):
                 model.reshard()
             square_loss(model, make_rows(0)).backward()
             model.unshard()

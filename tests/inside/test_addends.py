@@ -75,12 +75,12 @@ def triton(kernel: Callable[..., None] | None) -> Any:
     [
         (None, r"Triton does not work \((ModuleNotFound|Import)Error: "),
         (broken, r"Triton does not work \(RuntimeError: Failed to find C compiler\)"),
-        (wrong(lambda numel, has_own, factor: numel % 16 == 0), "the sum by Triton has other bits than torch's"),
-        (wrong(lambda numel, has_own, factor: numel % 16 > 0), "the sum by Triton has other bits than torch's"),
-        (wrong(lambda numel, has_own, factor: has_own), "the sum by Triton has other bits than torch's"),
-        (wrong(lambda numel, has_own, factor: not has_own), "the sum by Triton has other bits than torch's"),
-        (wrong(lambda numel, has_own, factor: factor == 1), "the sum by Triton has other bits than torch's"),
-        (wrong(lambda numel, has_own, factor: factor < 1), "the sum by Triton has other bits than torch's"),
+        (wrong(lambda numel, has_own, factor: numel % 16 == 0), "Triton's sum differs from torch's"),
+        (wrong(lambda numel, has_own, factor: numel % 16 > 0), "Triton's sum differs from torch's"),
+        (wrong(lambda numel, has_own, factor: has_own), "Triton's sum differs from torch's"),
+        (wrong(lambda numel, has_own, factor: not has_own), "Triton's sum differs from torch's"),
+        (wrong(lambda numel, has_own, factor: factor == 1), "Triton's sum differs from torch's"),
+        (wrong(lambda numel, has_own, factor: factor < 1), "Triton's sum differs from torch's"),
     ],
 )
 def test_torch_adds_and_the_reason_is_logged_once(

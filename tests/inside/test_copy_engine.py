@@ -398,7 +398,7 @@ def test_another_gradient_than_the_one_that_a_place_was_offered_to() -> None:
         exchange(ring, [other], [ring.take(other, torch.bfloat16)], torch.distributed.ReduceOp.SUM)
         ring.end_backward()
         assert ring.offer(shape, torch.bfloat16) is not None
-        with pytest.raises(RuntimeError, match="another one was submitted"):
+        with pytest.raises(RuntimeError, match="another gradient than the one submitted"):
             ring.take(other, torch.bfloat16)
 
     Ranks().run(job)
@@ -510,7 +510,7 @@ def test_a_stage_does_not_grow_within_a_graph_and_outlives_it() -> None:
         engine._is_capturing = lambda: True  # type: ignore[method-assign]
         engine.all_gather([output], [shard])
         with pytest.raises(
-            RuntimeError, match="need a stage of 256 bytes, which cannot be allocated while a CUDA graph"
+            RuntimeError, match="need a staging buffer of 256 bytes, but cannot allocate it during the capture"
         ):
             engine.all_gather([torch.empty(NUM_RANKS * 32)], [torch.ones(32)])
         engine._is_capturing = lambda: False  # type: ignore[method-assign]

@@ -8,9 +8,12 @@ import pytest
 import torch
 from test_train_llama import EXAMPLES, launch, saved_tensors
 
-pytestmark = pytest.mark.skipif(
-    find_spec("transformers") is None, reason="needs transformers: pip install 'dtensor-gtp[transformers]'"
-)
+pytestmark = [
+    pytest.mark.library,
+    pytest.mark.skipif(
+        find_spec("transformers") is None, reason="needs transformers: pip install 'dtensor-gtp[transformers]'"
+    ),
+]
 SCRIPT = EXAMPLES / "finetune_transformers.py"
 STEPS = 12
 

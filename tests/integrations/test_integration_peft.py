@@ -26,6 +26,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "head": ("LoraConfig", {**LORA, "modules_to_save": ["lm_head"]}),
     "tokens": ("LoraConfig", {**LORA, "trainable_token_indices": [1, 2, 3]}),
     "experts": ("LoraConfig", {"r": 4, "target_modules": [], "target_parameters": ["experts.gate_up_proj"]}),
+    "weights": ("LoraConfig", {"r": 4, "target_modules": [], "target_parameters": ["q_proj.weight"]}),
     "IA3": ("IA3Config", {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
     "prompt": ("PromptTuningConfig", {"num_virtual_tokens": 4}),
     "p-tuning": ("PromptEncoderConfig", {"num_virtual_tokens": 4, "encoder_hidden_size": 16}),

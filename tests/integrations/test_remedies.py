@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.testing._internal.common_utils import run_tests
 
-from dtensor_gtp import SchedulePolicy, gtp_shard
+from dtensor_gtp import SchedulePolicy, gtp_shard, register_gtp_forward_method
 from dtensor_gtp._dtensor.remedies import remedy_for
 
 PROGRAM = """
@@ -31,7 +31,10 @@ from dtensor_gtp import gtp_shard
 
 dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
 model = gtp_shard(nn.Sequential(nn.Embedding(1024, 64)), init_device_mesh("cpu", (2,)))
-model[0].weight[torch.tensor([1, 2])]
+try:
+    model[0].weight[torch.tensor([1, 2])]
+except RuntimeError as error:
+    raise ValueError("the step failed") from error
 """
 
 
@@ -42,9 +45,12 @@ class TestRemedies(unittest.TestCase):
         return gtp_shard(model, mesh, schedule=ALL, ignored_params={model.get_parameter(name) for name in ignored})
 
     def check(self, remedy: str, call: Any) -> None:
-        with self.assertRaises(RuntimeError) as raised:
+        try:  # not assertRaises, which clears the frames
             call()
-        self.assertRegex(remedy_for(raised.exception) or "", remedy)
+        except RuntimeError as error:
+            self.assertRegex(remedy_for(error) or "", remedy)
+        else:
+            self.fail("nothing was refused")
 
     def test_each_kind_of_mixture_has_a_remedy(self) -> None:
         with fake_world(0, 2):
@@ -61,9 +67,29 @@ class TestRemedies(unittest.TestCase):
             self.check("penalty.full_tensor", loss.backward)
             model = self.model(("1.weight",))
             model(ids).sum().backward()
-            self.check("param group of their own", torch.optim.AdamW(model.parameters(), foreach=True).step)
-            self.check("clip_grad_norm_ of their own", lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+            self.check("a separate param group", torch.optim.AdamW(model.parameters(), foreach=True).step)
+            self.check("a separate clip_grad_norm_", lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
             self.assertIsNone(remedy_for(RuntimeError("aten.mm.default: no")))
+
+    def test_a_method_that_is_not_registered_is_named(self) -> None:
+        class Encoder(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer, self.norm, self.scale = nn.Linear(8, 8), nn.LayerNorm(8), nn.Parameter(torch.ones(8, 8))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.encode(x)
+
+            def encode(self, x: torch.Tensor) -> torch.Tensor:
+                return nn.functional.layer_norm(self.layer(x) * self.scale, (8,), self.norm.weight)
+
+        with fake_world(0, 2):
+            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("gtp",))
+            model, x = gtp_shard(Encoder(), mesh, schedule=ALL), torch.ones(8, 8)
+            self.check(r"encode\(\) \(register_gtp_forward_method\(module, 'encode'\)\)", lambda: model.encode(x))
+            register_gtp_forward_method(model, "encode")
+            self.assertEqual(model.encode(x), model(x))
+            self.check("^This op mixes", lambda: model.scale + x)
 
     def test_formats_and_numpy(self) -> None:
         with fake_world(0, 2):

@@ -14,8 +14,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from common import ALL, GlooTest, assert_same_params
 from runtime_common import counted
+from torch import Tensor
+from torch.distributed._functional_collectives import (
+    all_gather_tensor,
+    all_gather_tensor_autograd,
+    reduce_scatter_tensor_autograd,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.common_utils import run_tests
@@ -122,7 +129,8 @@ class TestMixtureOfExperts(GlooTest):
     def test_r1_gradients_are_right_with_expert_parallelism(self) -> None:
         for sizes in ({"ep": 2, "expert_gtp": 2}, {"ep": 4, "expert_gtp": 1}):
             self.check_folding(f"{sizes}", meshes_of(**sizes))
-        self.check_folding("all_gather", meshes_of(ep=2, expert_gtp=2), "all_gather")
+        for method in ("all_gather", "own"):
+            self.check_folding(method, meshes_of(ep=2, expert_gtp=2), method)
 
     def test_r1_gradients_are_right_with_tensor_parallel_experts(self) -> None:
         sizes = {"gtp": 2, "tp": 2, "ep": 2, "expert_tp": 2}
@@ -268,7 +276,7 @@ class TestMixtureOfExperts(GlooTest):
     def test_cuts_that_break_groups_or_blocks_are_refused_on_all_ranks(self) -> None:
         by_ep, by_tp = weight_mesh(ep=4, expert_gtp=1), weight_mesh(gtp=2, tp=2, ep=2, expert_tp=2)
         layer = cut(GroupedLinear(6, WIDTH, HIDDEN, bias=False), by_ep["ep"], 0)
-        match = r"as many groups on each rank .* 'weight' of shape \(6, 8, 6\), .* 'ep' of size 4"
+        match = r"the same number of groups on each rank .* 'weight' of shape \(6, 8, 6\), .* 'ep' of size 4"
         with self.assertRaisesRegex(ValueError, match):
             gtp_shard(layer, by_ep["expert_gtp"], schedule=ALL)
         layer = cut(GroupedLinear(4, WIDTH, HIDDEN, bias=False), by_tp["expert_tp"], 1)
@@ -332,6 +340,24 @@ class TestMixtureOfExperts(GlooTest):
             raise AssertionError(f"{what}: {error}") from None
 
 
+class SumOnTheWay:
+    """A dispatcher of a user, in DeepEP's order: weights go with the tokens, results are summed up on the way back."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.group, self.num_local = mesh.get_group(), EXPERTS // mesh.size()
+
+    def __call__(self, run_experts: Any, tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        pad = (0, 0, 0, TOKENS - len(tokens))
+        x, w = (all_gather_tensor_autograd(F.pad(t, pad), 0, self.group) for t in (tokens, weights))
+        chosen = all_gather_tensor(F.pad(experts, pad), 0, self.group)
+        first = self.group.rank() * self.num_local
+        found = [(chosen == expert).nonzero() for expert in range(first, first + self.num_local)]
+        token, slot = torch.cat(found).unbind(1)
+        y = run_experts(x[token], torch.tensor([len(rows) for rows in found])) * w[token, slot, None]
+        sums = x.new_zeros(x.shape).index_add(0, token, y)
+        return reduce_scatter_tensor_autograd(sums, "sum", 0, self.group)[: len(tokens)]
+
+
 class Meshes(NamedTuple):
     """Where dense layers and experts are sharded, which of the streams of tokens is this rank's, and the axes along
     which experts are cut before."""
@@ -358,7 +384,11 @@ def meshes_of(**sizes: int) -> Meshes:
 def shard(model: Block, meshes: Meshes, method: str = "all_to_all") -> Any:
     """Experts on their own mesh first, then the rest; gradients of both are the mean over ranks with different data."""
     experts: Any = model.experts
-    parallelize_experts(experts, meshes.ep, meshes.tp, method=method)
+    if method == "own":
+        parallelize_experts(experts, meshes.ep)
+        experts.dispatcher = SumOnTheWay(meshes.ep)
+    else:
+        parallelize_experts(experts, meshes.ep, meshes.tp, method=method)
     gtp_shard(experts, meshes.experts, schedule=ALL)
     experts.set_gradient_divide_factor(meshes.num_streams)
     return gtp_shard(model, meshes.dense, schedule=ALL)

@@ -145,7 +145,7 @@ def test_split_factor_takes_block_sizes_that_torch_cuts_too(meshes: Meshes) -> N
 def test_split_factor_refuses_what_dtensor_misreads(
     meshes: Meshes, shape: tuple[int, ...], placements: tuple[Placement, ...]
 ) -> None:
-    with pytest.raises(ValueError, match=r"cannot shard dim . of shape .* Put the axis that cuts first to the left"):
+    with pytest.raises(ValueError, match=r"cannot shard dim . of shape .* Put the axis that splits first to the left"):
         shard(coded(shape), meshes.gtp_tp, placements)
 
 
@@ -159,7 +159,7 @@ def test_split_factor_refuses_what_dtensor_misreads(
     ids=str,
 )
 def test_block_placement_must_cut_last(meshes: Meshes, placements: tuple[Placement, ...]) -> None:
-    with pytest.raises(NotImplementedError, match="must be the last to cut its tensor dim"):
+    with pytest.raises(NotImplementedError, match="must be the last placement that shards its tensor dim"):
         shard(coded((16, 3)), meshes.gtp_tp, placements)
 
 
@@ -177,7 +177,9 @@ def test_fully_shard_over_a_dim_in_blocks_is_refused(meshes: Meshes) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "gtp"))
     module = nn.Linear(3, 10, bias=False)
     module.weight = nn.Parameter(shard(coded((10, 3)), mesh["gtp"], [GTPShard(0, block_size=4)]))
-    with pytest.raises(NotImplementedError, match="must be the last to cut its tensor dim, but got placements"):
+    with pytest.raises(
+        NotImplementedError, match="must be the last placement that shards its tensor dim, but got placements"
+    ):
         fully_shard(module, mesh=mesh["dp"])
 
 

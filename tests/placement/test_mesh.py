@@ -140,15 +140,16 @@ def test_documented_code_names_what_exists() -> None:
 @pytest.mark.parametrize("world_size", [1, 4, 6, 8])
 def test_every_factorization_is_row_major(world_size: int) -> None:
     with fake_world(world_size):
-        for shape in factorizations(world_size, 5):
+        for shape in factorizations(world_size, 6):
             mesh = init_weight_mesh("cpu", **dict(zip(DENSE_AXES, shape, strict=True)))
             assert mesh.dense.mesh_dim_names == DENSE_AXES
             assert mesh.dense.mesh.tolist() == torch.arange(world_size).view(shape).tolist()
-            assert tuple(mesh.expert.shape) == (shape[0], world_size // shape[0], 1, 1, 1)
-            assert mesh.data.size() == math.prod(shape[:4])
-            assert mesh.batch.size() == shape[0] * shape[1] * shape[3]
-            copies = math.prod(shape[:3])
-            assert tuple(mesh.weights.shape) == ((shape[3],) if copies == 1 else (copies, shape[3]))
+            pp, replicate, dp, cp, gtp, _ = shape
+            assert tuple(mesh.expert.shape) == (pp, replicate, world_size // (pp * replicate), 1, 1, 1)
+            assert mesh.data.size() == replicate * dp * cp * gtp
+            assert mesh.batch.size() == replicate * dp * gtp
+            copies = replicate * dp * cp
+            assert tuple(mesh.weights.shape) == ((gtp,) if copies == 1 else (copies, gtp))
             for axis in DENSE_AXES:
                 assert mesh[axis].mesh_dim_names == (axis,)
                 assert mesh[axis].size() == mesh.dense.size(DENSE_AXES.index(axis))
@@ -156,12 +157,12 @@ def test_every_factorization_is_row_major(world_size: int) -> None:
 
 def test_every_expert_factorization_is_row_major() -> None:
     with fake_world(8):
-        for replicate in (1, 2):
-            for expert_dp, ep, expert_gtp, expert_tp in factorizations(8 // replicate, 4):
+        for pp, replicate in ((1, 1), (1, 2), (2, 1), (2, 2)):
+            for expert_dp, ep, expert_gtp, expert_tp in factorizations(8 // pp // replicate, 4):
                 sizes = {"ep": ep, "expert_gtp": expert_gtp, "expert_tp": expert_tp}
-                mesh = init_weight_mesh("cpu", replicate=replicate, tp=8 // replicate, **sizes)
+                mesh = init_weight_mesh("cpu", pp=pp, replicate=replicate, tp=8 // pp // replicate, **sizes)
                 assert mesh.expert.mesh_dim_names == EXPERT_AXES
-                shape = (replicate, expert_dp, ep, expert_gtp, expert_tp)
+                shape = (pp, replicate, expert_dp, ep, expert_gtp, expert_tp)
                 assert mesh.expert.mesh.tolist() == torch.arange(8).view(shape).tolist()
                 copies = replicate * expert_dp
                 assert tuple(mesh.expert_weights.shape) == ((expert_gtp,) if copies == 1 else (copies, expert_gtp))
@@ -184,6 +185,11 @@ def test_meshes_hold_what_they_should_on_every_rank() -> None:
         mesh = init_weight_mesh("cpu", dp=2, gtp=2, tp=2)
         assert mesh.weights.mesh.tolist() == [[1, 3], [5, 7]]
         assert mesh.weights.mesh_dim_names == ("dp", "gtp")
+        stages = init_weight_mesh("cpu", pp=2, gtp=2, tp=2, ep=2)
+        assert stages.weights.mesh.tolist() == [5, 7]
+        assert stages["pp"].mesh.tolist() == [1, 5]
+        assert stages.expert_weights.mesh.tolist() == [[5], [7]]
+        assert stages.expert_weights == stages["expert_dp", "expert_gtp"]
 
 
 def test_flattening_makes_no_group_that_exists() -> None:
@@ -203,7 +209,7 @@ def test_unknown_axes() -> None:
         assert mesh["ep"].mesh_dim_names == ("ep",)
         for axes in ("gpt", ("dp", "ep"), ("gtp", "dp"), ("gtp", "gtp"), ()):
             with pytest.raises(
-                KeyError, match=r"axes of one view in its order, \('replicate', 'dp', 'cp', 'gtp', 'tp'"
+                KeyError, match=r"axes of one view in its order, \('pp', 'replicate', 'dp', 'cp', 'gtp', 'tp'"
             ):
                 mesh[axes]
         with pytest.raises(KeyError, match="axes of one view in its order"):
@@ -221,12 +227,14 @@ def test_repr_shows_the_groups() -> None:
         assert str(mesh).splitlines() == [
             "WeightMesh of 8 cpu ranks (this is rank 3)",
             "  dense",
+            "    pp            1",
             "    replicate     1",
             "    dp            1",
             "    cp            1",
             "    gtp           2  [0,4] [1,5] [2,6] [3,7]",
             "    tp            4  [0-3] [4-7]",
             "  expert",
+            "    pp            1",
             "    replicate     1",
             "    expert_dp     4  [0,2,4,6] [1,3,5,7]",
             "    ep            2  [0,1] [2,3] [4,5] [6,7]",
@@ -441,11 +449,11 @@ def test_each_wrong_order_is_refused_on_each_rank_with_the_order_to_use(rank: in
     [
         (
             {"gtp": 3, "tp": 4},
-            r"replicate \* dp \* cp \* gtp \* tp to be the number of ranks, 8 \(WORLD_SIZE\), but got "
-            r"1 \* 1 \* 1 \* 3 \* 4 = 12. gtp=3 does not divide 8. Change one size: gtp=2. Or start 12 "
+            r"pp \* replicate \* dp \* cp \* gtp \* tp to be the number of ranks, 8 \(WORLD_SIZE\), but got "
+            r"1 \* 1 \* 1 \* 1 \* 3 \* 4 = 12. gtp=3 does not divide 8. Change one size: gtp=2. Or start 12 "
             r"processes \(torchrun --nproc-per-node\)",
         ),
-        ({"tp": 4}, r"= 4. Change one size: replicate=2, dp=2, cp=2, gtp=2, tp=8. Or start 4 processes"),
+        ({"tp": 4}, r"= 4. Change one size: pp=2, replicate=2, dp=2, cp=2, gtp=2, tp=8. Or start 4 processes"),
         ({"dp": 2, "gtp": 2, "tp": 4}, r"= 16. Change one size: dp=1, gtp=1, tp=2. Or start 16"),
         ({"gtp": 3, "tp": 3}, "gtp=3 and tp=3 do not divide 8. No change of a single size would fit. Or start 9"),
         ({"gtp": 16}, "gtp=16 does not divide 8. Change one size: gtp=8."),
@@ -465,7 +473,7 @@ def test_each_wrong_order_is_refused_on_each_rank_with_the_order_to_use(rank: in
         ({"gtp": 8, "rank_order": [0, 1, 2, 3, 4, 5, 6, 6]}, "a permutation of the ranks 0 to 7"),
         (
             {"gtp": 8, "rank_order": [1, 0, 2, 3, 4, 5, 6, 7]},
-            r"cannot put the ranks of the process group that exists in the order \[1, 0, .*Leave init_process_group to",
+            r"cannot reorder the ranks of an existing process group to \[1, 0, .*Do not call init_process_group",
         ),
         ({"gtp": 8, "device_type": "cuda:1"}, "a device type without an index, e.g. 'cuda', but got 'cuda:1'. LOCAL_R"),
     ],

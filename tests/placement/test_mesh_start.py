@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from dtensor_gtp import init_weight_mesh
+from dtensor_gtp._comm.process_groups import default_device_type
 
 
 @pytest.fixture
@@ -46,6 +47,26 @@ def test_process_group_is_initialized_from_the_environment(job: pytest.MonkeyPat
         assert tuple(mesh.weights.shape) == (1,)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "backends", "device_type"),
+    [
+        (None, None, "cpu"),
+        ("cuda", None, "cuda"),
+        ("cuda", "cpu:gloo,cuda:nccl", "cuda"),
+        ("cuda", "cpu:gloo,cuda:gloo", "cpu"),
+        ("xpu", "cpu:gloo", "cpu"),
+    ],
+)
+def test_the_device_type_is_the_accelerator_if_ranks_can_communicate_on_it(
+    monkeypatch: pytest.MonkeyPatch, accelerator: str | None, backends: str | None, device_type: str
+) -> None:
+    found = None if accelerator is None else torch.device(accelerator)
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available: found)
+    monkeypatch.setattr(dist, "is_initialized", lambda: backends is not None)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
+    assert default_device_type() == device_type
 
 
 @pytest.mark.parametrize("place", range(4))
@@ -118,7 +139,9 @@ def test_local_rank_chooses_the_device(job: pytest.MonkeyPatch) -> None:
 def test_process_group_for_another_device(job: pytest.MonkeyPatch) -> None:
     dist.init_process_group("cpu:gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
-        with pytest.raises(ValueError, match=r"communicates 'cuda' tensors, but .* has the backends 'cpu:gloo'. Leave"):
+        with pytest.raises(
+            ValueError, match=r"communicates 'cuda' tensors, but .* has the backends 'cpu:gloo'. Do not call"
+        ):
             init_weight_mesh("cuda")
     finally:
         dist.destroy_process_group()

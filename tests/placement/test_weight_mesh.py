@@ -183,7 +183,7 @@ class TestModels(GlooTest):
             other = init_weight_mesh("cpu", gtp=2, tp=2)
             before = other.rng.state_dict()
             with self.assertRaisesRegex(
-                CheckpointException, r"Missing key in checkpoint state_dict: rng.replicate=1,.*gtp=2,tp=2"
+                CheckpointException, r"Missing key in checkpoint state_dict: rng.pp=1,.*gtp=2,tp=2"
             ):
                 dcp.load({"rng": other.rng}, checkpoint_id=directory)
             self.assertEqual(other.rng.state_dict(), before)
@@ -271,7 +271,7 @@ def permuted_job(folder: Path, device_type: str) -> None:
     place = order.index(rank)
     assert dist.get_backend() == ("gloo" if device_type == "cpu" else "nccl")
     assert dist.get_rank() == place
-    assert mesh.dense.get_coordinate() == (0, 0, 0, *divmod(place, sizes["tp"]))
+    assert mesh.dense.get_coordinate() == (0, 0, 0, 0, *divmod(place, sizes["tp"]))
     assert dist.get_process_group_ranks(mesh["gtp"].get_group()) == [
         place % sizes["tp"],
         place % sizes["tp"] + sizes["tp"],

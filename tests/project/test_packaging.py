@@ -173,7 +173,7 @@ def test_ci_runs_the_commands_of_the_contributor_guide() -> None:
     *lint, tests, install, long_tests, planted_bugs, docs, site = run(ROOT / ".ci" / "run", "--print").splitlines()
     assert "mypy --strict dtensor_gtp" in lint
     assert tests.endswith("pytest tests")
-    assert (long_tests, planted_bugs) == ("pytest tests -m long", "python tests/planted_bugs.py")
+    assert (long_tests, planted_bugs) == ("pytest tests -m 'long or library'", "python tests/planted_bugs.py")
     assert install.startswith("pip install '.[test,")
     assert docs == "pip install '.[docs]'"
     assert "/tmp/site" in site  # which .ci/run replaces by a folder of its own

@@ -100,8 +100,8 @@ def triton(kind: type[Casts] | None) -> Any:
     [
         (None, r"Triton does not work \((ModuleNotFound|Import)Error: "),
         (Broken, r"Triton does not work \(RuntimeError: Failed to find C compiler\)"),
-        (Inexact, "cast_rows by Triton has other bits than the reference"),
-        *((wrong(name), f"{name} by Triton has other bits than the reference") for name in PROBED),
+        (Inexact, "cast_rows by Triton differs from the reference"),
+        *((wrong(name), f"{name} by Triton differs from the reference") for name in PROBED),
     ],
 )
 def test_the_reference_is_taken_and_the_reason_is_logged_once(

@@ -426,7 +426,7 @@ class TestChoice(unittest.TestCase):
             described, "float8 GEMMs by reference arithmetic (no float8 GEMMs on cpu), wgrad not quantized"
         )
         self.assertEqual(len(caught), 2, [str(w.message) for w in caught])
-        self.assertRegex(str(caught[0].message), "asks for float8 GEMMs, which torch does not have on cpu .*in float32")
+        self.assertRegex(str(caught[0].message), "asks for float8 GEMMs, which torch lacks on CPUs .*in float32")
         self.assertRegex(str(caught[1].message), "'layer.weight' is dequantized: it is read as an attribute")
 
 

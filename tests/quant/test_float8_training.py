@@ -35,7 +35,7 @@ RECIPES = (
     BLOCKWISE,
 )
 
-warnings.filterwarnings("ignore", "The recipe .* asks for float8 GEMMs, which torch does not have on cpu")
+warnings.filterwarnings("ignore", "The recipe .* asks for float8 GEMMs, which torch lacks on CPUs")
 
 
 def check_float8(

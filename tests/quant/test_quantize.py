@@ -353,10 +353,10 @@ class TestSharded(unittest.TestCase):
                 model = fully_shard(quantize_(nn.Linear(16, rows), name), mesh=mesh)
                 model(torch.zeros(1, 16))
                 model(torch.zeros(1, 16))
-                texts = [str(warning.message) for warning in said if "fully_shard cuts" in str(warning.message)]
+                texts = [str(warning.message) for warning in said if "fully_shard splits" in str(warning.message)]
                 self.assertEqual(len(texts), int(fits is not None))
                 for text in texts:
-                    self.assertRegex(text, f"rows that is a multiple of {fits}, .*quantizes the whole weight")
+                    self.assertRegex(text, f"a multiple of {fits} rows, .*quantizes the whole weight")
             native = fully_shard(quantize_(nn.Linear(16, 66), "float8_tensorwise", storage="native"), mesh=mesh)
             with self.assertRaisesRegex(NotImplementedError, "rows that is a multiple of 4, use gtp_shard"):
                 native(torch.zeros(1, 16))

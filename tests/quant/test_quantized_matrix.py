@@ -28,7 +28,7 @@ from torch.testing._internal.common_utils import run_tests
 from dtensor_gtp import quantize_
 from dtensor_gtp.quant import MXFP8, NVFP4, Float8Blockwise, Float8Rowwise, Float8Tensorwise, Recipe
 
-warnings.filterwarnings("ignore", "The recipe .* asks for float8 GEMMs, which torch does not have on cpu")
+warnings.filterwarnings("ignore", "The recipe .* asks for float8 GEMMs, which torch lacks on CPUs")
 
 FLOAT8 = (
     Float8Tensorwise(compute="float8"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -52,6 +54,16 @@ class Model(nn.Module):
         return self.last(x)
 
 
+class DataSGD(torch.optim.SGD):
+    """Writes through ``.data``, as optimizers of others do."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data.add_(param.grad, alpha=-group["lr"])
+
+
 def square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return model(batch).float().square().mean()
 
@@ -89,7 +101,7 @@ class TestGroups(GlooTest):
     def test_steps_equal_one_process(self) -> None:
         model = self.check(seeded(Model))
         report = str(sharding_report(model, verbose=True))
-        self.assertIn("the weights of 3 blocks each travel together", report)
+        self.assertIn("3 blocks, each gathered as a whole", report)
 
     def test_replicas(self) -> None:
         self.check(seeded(Model), self.hsdp_mesh())
@@ -141,6 +153,20 @@ class TestGroups(GlooTest):
                 return y
 
         self.check(seeded(lambda: Model(block=Recomputed)), steps=2)
+
+    def test_checkpointed_children_of_blocks(self) -> None:
+        """timm's ``checkpoint_seq`` calls the layers of all blocks, and no block: backward calls them alone."""
+
+        class Flat(Model):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                for layer in chain.from_iterable(self.layers):
+                    x = checkpoint(layer, x, use_reentrant=False)
+                return x
+
+        def block() -> nn.Module:
+            return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+        self.check(seeded(partial(Flat, block=block)))
 
     def test_compiled_blocks(self) -> None:
         reference = seeded(Model)
@@ -274,16 +300,46 @@ class TestGroups(GlooTest):
 
         self.check(seeded(lambda: Model(block=Clipped)))
 
+    def test_writes_without_a_version_are_refused(self) -> None:
+        """In forwards 1, 2, 4 and so on, as for single weights."""
+
+        class Decayed(Block):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                if self.written is not None:
+                    self.get_parameter(self.written).data.mul_(0.5)
+                return super().forward(x)
+
+        for name in ("up.weight", "norm.bias", "up.bias"):
+            Decayed.written = None
+            reference = seeded(lambda: Model(block=Decayed))
+            model = gtp_shard(copy.deepcopy(reference), self.gtp_mesh(), schedule=CHOSEN)
+            with torch.no_grad():
+                for module in (model, reference):
+                    for param in module.parameters():
+                        param.fill_(0.25)
+            x = torch.randn(2, WIDTH)
+            square(model, x).backward()
+            self.assertTrue(runtime_of(model).groups)
+            Decayed.written = name
+            with self.assertRaisesRegex(RuntimeError, "block 'layers.0' has written to its weights through .data"):
+                model(x)
+            Decayed.written = None
+            torch.testing.assert_close(model(x), reference(x), rtol=1e-4, atol=1e-4)
+
     def test_a_backward_through_weights_of_an_earlier_step_is_refused(self) -> None:
-        model = gtp_shard(seeded(Model), self.gtp_mesh(), schedule=CHOSEN)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        x = torch.randn(2, WIDTH)
-        loss = square(model, x)
-        loss.backward(retain_graph=True)
-        optimizer.step()
-        square(model, x)
-        with self.assertRaisesRegex(RuntimeError, "modified by an inplace operation"):
-            loss.backward()
+        """Also after a step that leaves no version behind."""
+        for optimizer_type in (torch.optim.SGD, DataSGD):
+            model = seeded(Model)
+            model.first = model.last = nn.Identity()  # single weights would be refused first
+            model = gtp_shard(model, self.gtp_mesh(), schedule=CHOSEN)
+            optimizer = optimizer_type(model.parameters(), lr=0.1)
+            x = torch.randn(2, WIDTH)
+            loss = square(model, x)
+            loss.backward(retain_graph=True)
+            optimizer.step()
+            square(model, x)
+            with self.assertRaisesRegex(RuntimeError, "modified by an inplace operation"):
+                loss.backward()
 
     def test_after_an_exception_in_a_block(self) -> None:
         reference = seeded(Model)

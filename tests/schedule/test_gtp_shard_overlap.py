@@ -204,14 +204,19 @@ class TestOverlap(GlooTest):
             for param in model.parameters():
                 param.data.add_(0.125)
 
+        def write_held_data(model: nn.Module) -> None:
+            for data in held[model]:
+                data.add_(0.25)
+
         x = make_rows(1)
         for reshard, is_pinned in ((True, False), (False, False), (True, True)):
             twin = copy.deepcopy(reference)
             model = shard_copy(reference, mesh, reshard_after_forward=reshard)
+            held = {each: [param.data for param in each.parameters()] for each in (model, twin)}
             if is_pinned:
                 model.unshard()
             # What writes through .data leaves no trace; after unshard(), only reshard() can make it seen.
-            for change in (load, copy_in_place, write_local, *(() if is_pinned else (write_data,))):
+            for change in (load, copy_in_place, write_local, *(() if is_pinned else (write_data, write_held_data))):
                 for grad_mode in (torch.no_grad(), torch.enable_grad()):
                     with grad_mode:
                         torch.testing.assert_close(model(x), twin(x))

@@ -18,13 +18,14 @@ NUM_SAMPLES = 48
 VOCABULARY = 35
 
 
-def needs(*packages: str, extra: str) -> Any:
-    """Skips a class of tests where a package is missing, and marks it ``long``: it imports large libraries."""
+def needs(*packages: str, extra: str, is_long: bool = True) -> Any:
+    """Skips a class of tests where a package is missing, and marks it ``library``."""
     missing = [name for name in packages if find_spec(name) is None]
 
     def mark(cls: type) -> type:
         skip = pytest.mark.skipif(bool(missing), reason=f"needs {missing}: pip install 'dtensor-gtp[{extra}]'")
-        return pytest.mark.long(skip(cls))
+        marked = pytest.mark.library(skip(cls))
+        return pytest.mark.long(marked) if is_long else marked
 
     return mark
 

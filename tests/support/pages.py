@@ -5,8 +5,8 @@ run in between, where they stand; one that is a call of gtp-plan alone runs in t
 become "cpu"; else the text runs as it is. HTML comments direct it:
 
 - ``<!-- ranks: 4 -->``: so many processes run the program; their process group exists. Rank 0 alone runs bash blocks.
-- ``<!-- setup``, lines of python, ``-->``: code that readers do not see, run in place. Tutorials have none.
-- ``<!-- check``, lines of python, ``-->``: the same, of which nothing that readers see needs a name.
+- ``<!-- check``, lines of python, ``-->``: checks that readers do not see, run in place. What readers see needs none of
+  their names. A setup that readers need stands in a block that folds (``<details>``).
 - ``<!-- not run: REASON -->`` on the line above a block: the block does not run.
 - ``<!-- extra: LIBRARY -->``: the page is skipped where the library is missing, and is in the long tier.
 - ``<!-- long -->``: the page is in the long tier.
@@ -41,7 +41,7 @@ _BASH_LIMIT_S = 300  # it only ends what hangs
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block, or the hidden code of a setup comment.
+    """A fenced block, or the hidden code of a check.
 
     Attributes:
         line: Of its first line of code, from 1.
@@ -107,10 +107,10 @@ def read(path: Path) -> Page:
             not_run, at = "", end
         elif not_run:
             raise refuse("'not run' stands on the line above a block, but there is none")
-        elif line in ("<!-- setup", "<!-- check"):
+        elif line == "<!-- check":
             end = _find(lines, at + 1, "-->")
             if end is None:
-                raise refuse("the setup does not end")
+                raise refuse("the check does not end")
             blocks.append(replace(_block(lines, at + 1, end, "python"), is_shown=False))
             at = end
         elif mark := re.match(r" *<!-- *(ranks|extra|long|not run)\b:? *(.*?) *-->$", line):
@@ -125,6 +125,12 @@ def read(path: Path) -> Page:
         at += 1
     is_long = bool(marks["long"] or marks["extra"])
     return Page(path, tuple(blocks), int(marks["ranks"]), marks["extra"], is_long)
+
+
+def shown_program(page: Page) -> str:
+    """The program of readers, who copy each block that they see."""
+    shown = (block for block in page.blocks if block.language == "python" and block.runs and block.is_shown)
+    return "\n".join(block.text for block in shown)
 
 
 def _find(lines: list[str], begin: int, end: str) -> int | None:

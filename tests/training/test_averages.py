@@ -127,7 +127,7 @@ class TestShardedEMAAlone(TestCase):
         with self.assertRaisesRegex(ValueError, r"average of '0.bias' of shape \(33,\), but got \(2,\)"):
             ema.load_state_dict(state)
         del state["averages"]["0.bias"]
-        with self.assertRaisesRegex(ValueError, r"but \['0.bias'\] are in one alone"):
+        with self.assertRaisesRegex(ValueError, r"but only one of the two has \['0.bias'\]"):
             ema.load_state_dict(state)
 
     def test_quantized_weights(self) -> None:

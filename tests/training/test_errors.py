@@ -471,7 +471,7 @@ class TestOneRankFails(GlooTest):
         x = torch.randn(2, 6)
         net(x).sum().backward()
         net.inner[0].weight = nn.Parameter(torch.randn(8, 6))
-        with self.assertRaisesRegex(RuntimeError, "'inner.0.weight' was replaced behind gtp_shard"), at_once():
+        with self.assertRaisesRegex(RuntimeError, "'inner.0.weight' was replaced after gtp_shard"), at_once():
             net(x)
 
 

@@ -72,7 +72,7 @@ class TestRefusalsLater(unittest.TestCase):
             for _ in range(2):
                 head._parameters["weight"] = param
                 message = (
-                    rf"'head.weight' was replaced behind gtp_shard by {described}.*of shape \(6, 8\) .* \('gtp',\) "
+                    rf"'head.weight' was replaced after gtp_shard by {described}.*of shape \(6, 8\) .* \('gtp',\) "
                 )
                 with self.assertRaisesRegex(RuntimeError, message + r"\(rank 1\). Load values"):
                     self.net(self.x)
@@ -81,7 +81,7 @@ class TestRefusalsLater(unittest.TestCase):
 
     def test_removed_parameter(self) -> None:
         del self.net.inner[0].bias
-        with self.assertRaisesRegex(RuntimeError, "'inner.0.bias' was replaced behind gtp_shard by None"):
+        with self.assertRaisesRegex(RuntimeError, "'inner.0.bias' was replaced after gtp_shard by None"):
             self.net(self.x)
 
     def test_added_parameters(self) -> None:
@@ -123,7 +123,7 @@ class TestRefusalsLater(unittest.TestCase):
         local = self.net.head.weight.to_local()
         with torch.no_grad():
             self.net.head.weight._local_tensor = torch.cat([local, local]).detach()
-        with self.assertRaisesRegex(RuntimeError, "'head.weight' was replaced behind gtp_shard"):
+        with self.assertRaisesRegex(RuntimeError, "'head.weight' was replaced after gtp_shard"):
             self.net(self.x)
 
     def test_resized_or_cast_in_place(self) -> None:

@@ -383,7 +383,7 @@ class TestHooks(GlooTest):
     def test_func_derivatives_of_parameters_are_refused(self) -> None:
         model = gtp_shard(small_model(), self.gtp_mesh(), schedule=ALL)
         values = {name: param.detach() for name, param in model.named_parameters()}
-        with self.assertRaisesRegex(RuntimeError, "was replaced behind gtp_shard by .* without functional_call"):
+        with self.assertRaisesRegex(RuntimeError, "was replaced after gtp_shard by .* without functional_call"):
             torch.func.grad(lambda v: torch.func.functional_call(model, v, (make_rows(0),)).sum())(values)
 
 

@@ -401,7 +401,7 @@ class TestModels(GlooTest):
             dict(reference.named_parameters()),
         )
         for tensors in others:
-            message = r"Parameter '0\.weight' was replaced behind gtp_shard by a .* without functional_call"
+            message = r"Parameter '0\.weight' was replaced after gtp_shard by a .* without functional_call"
             with self.assertRaisesRegex(RuntimeError, message):
                 torch.func.functional_call(model, tensors, (rows,))
         model.zero_grad()

@@ -171,7 +171,7 @@ class TestReads(GlooTest):
 
     def test_ranks_that_begin_with_other_values_are_refused(self) -> None:
         """On all ranks, by name: a bias that one rank has drawn alone, and a weight along replicas."""
-        told = "'{}' of shape .* has other values on some ranks .* Seed all ranks alike"
+        told = "'{}' of shape .* has different values on ranks .* with the same seed on all ranks"
         for mesh, name in ((self.gtp_mesh(), "1.bias"), (self.hsdp_mesh(), "1.bias"), (self.hsdp_mesh(), "0.weight")):
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))

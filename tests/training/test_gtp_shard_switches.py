@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.testing._internal.common_utils import run_tests
 
-from dtensor_gtp import GTPModule, MixedPrecisionPolicy, gtp_shard
+from dtensor_gtp import GTPModule, MixedPrecisionPolicy, SchedulePolicy, gtp_shard
 
 
 class TestSwitches(GlooTest):
@@ -73,6 +73,25 @@ class TestSwitches(GlooTest):
             assert_idle(model)
             for module in (model, reference):
                 module.zero_grad()
+
+    def test_zero_grad_keeps_sums_that_were_not_synced(self) -> None:
+        """As under ``fully_shard``; single weights, groups, whole parameters."""
+        mesh = self.hsdp_mesh()
+        for schedule in (ALL, SchedulePolicy(min_shard_numel=0)):
+            for name in ("set_requires_gradient_sync", "set_requires_all_reduce"):
+                reference = nn.ModuleList(small_model() for _ in range(4)).append(nn.Linear(WIDTH, WIDTH))
+                reference = nn.Sequential(*reference)
+                model = shard_copy(reference, mesh, schedule=schedule)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                for seed, is_last in ((0, False), (1, True)):
+                    getattr(model, name)(is_last)
+                    square_step(model, rows_of_rank(make_rows(seed), mesh))
+                    square_step(reference, make_rows(seed))
+                    if not is_last:
+                        optimizer.zero_grad()
+                        model.zero_grad()
+                self.assertEqual(bool(runtime_of(model).groups), schedule is not ALL)
+                assert_same_params(model, reference, "grad", rtol=1e-4, atol=1e-5)
 
     def test_replicas_are_reduced_in_the_last_microbatch_alone(self) -> None:
         mesh = self.hsdp_mesh()

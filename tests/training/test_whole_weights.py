@@ -68,7 +68,7 @@ class TestWholeWeights(GlooTest):
                     return super().forward(x)
 
         model = gtp_shard(nn.Sequential(Reads(8, 8)), self.gtp_mesh(), schedule=ALL)
-        with self.assertRaisesRegex(RuntimeError, "whole_weights expects no forward or backward to run"):
+        with self.assertRaisesRegex(RuntimeError, "whole_weights cannot be called during a forward or backward"):
             model(torch.ones(2, 8))
 
     def test_an_uneven_shard_of_another_dim_and_blocks(self) -> None:

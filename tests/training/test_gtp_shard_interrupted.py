@@ -1,0 +1,205 @@
+"""KeyboardInterrupt between any two lines of the package, on all ranks; a second thread: no step has numbers of two."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from common import ALL, GlooTest, assert_same_params, full, rows_of_rank
+from runtime_common import Raw, assert_idle
+from torch.testing._internal.common_utils import run_tests
+from torch.utils.checkpoint import checkpoint
+
+import dtensor_gtp
+from dtensor_gtp import GTPModule, SchedulePolicy, gtp_shard
+
+WIDTH = 16
+PACKAGE = str(Path(dtensor_gtp.__file__).parent)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.raw = Raw(WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.raw(self.down(self.up(self.norm(x)).relu()))
+
+
+class Model(nn.Module):
+    """The last block is recomputed in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](self.first(x))
+        return self.last(checkpoint(self.layers[1], x, use_reentrant=False))
+
+
+def interrupted_at(line: int, run: Callable[[], None]) -> tuple[int, str]:
+    """Run ``run``, and raise KeyboardInterrupt before the ``line``-th line that it executes of the package. Returns how
+    many lines it has executed, and where it was interrupted."""
+    count, place = 0, ""
+
+    def trace(frame: Any, event: str, arg: object) -> Any:
+        nonlocal count, place
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        if event == "line":
+            count += 1
+            if count == line:
+                place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        run()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return count, place
+
+
+class TestInterrupted(GlooTest):
+    world_size = 2
+
+    def sweep(self, schedule: SchedulePolicy, num: int, *, is_new: bool = False, num_microbatches: int = 1) -> None:
+        """Interrupt steps of one model, or first steps of new models, at ``num`` lines (0: at all)."""
+        torch.manual_seed(0)
+        plain = Model()
+        batches = torch.randn(num_microbatches, 8, WIDTH)
+        mesh = self.gtp_mesh()
+
+        def build() -> tuple[Any, torch.optim.Optimizer]:
+            model = gtp_shard(copy.deepcopy(plain), mesh, schedule=schedule)
+            return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(model: nn.Module, optimizer: torch.optim.Optimizer, *, is_sharded: bool = True) -> None:
+            for index, batch in enumerate(batches):
+                if is_sharded:
+                    GTPModule.set_requires_gradient_sync(model, index == len(batches) - 1)
+                model(rows_of_rank(batch, mesh) if is_sharded else batch).square().mean().backward()
+            optimizer.step()
+
+        model, optimizer = build()
+        if not is_new:
+            for _ in range(2):
+                step(model, optimizer)
+                optimizer.zero_grad()
+        total, _ = interrupted_at(0, lambda: step(model, optimizer))
+        optimizer.zero_grad()
+        for line in range(1, total + 1, max(1, total // num) if num else 1):
+            if is_new:
+                model, optimizer = build()
+            _, place = interrupted_at(line, lambda: step(model, optimizer))  # noqa: B023
+            optimizer.zero_grad()
+            reference = copy.deepcopy(plain)
+            with torch.no_grad():
+                for param, own in zip(reference.parameters(), model.parameters(), strict=True):
+                    param.copy_(full(own))
+            own_optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+            try:
+                step(model, optimizer)
+                step(reference, own_optimizer, is_sharded=False)
+                assert_same_params(model, reference, "grad", rtol=1e-4, atol=1e-5)
+                assert_same_params(model, reference, rtol=1e-4, atol=1e-5)
+                optimizer.zero_grad()
+                assert_idle(model)
+            except BaseException as error:
+                raise AssertionError(f"after an interrupt at line {line} of {total}, {place}: {error!r}") from error
+
+    def test_a_second_thread_is_refused(self) -> None:
+        """It would take weights and gradients of the pass that runs. One after the other, threads may train."""
+        for schedule in (ALL, SchedulePolicy(min_shard_numel=0)):
+            torch.manual_seed(0)
+            reference, mesh = Model(), self.gtp_mesh()
+            model = gtp_shard(copy.deepcopy(reference), mesh, schedule=schedule)
+            batch = torch.randn(8, WIDTH)
+            mine = rows_of_rank(batch, mesh)
+            errors: list[str] = []
+
+            def in_thread(run: Callable[[], Any]) -> None:
+                with ThreadPoolExecutor(1, "second") as pool:
+                    error = pool.submit(run).exception()
+                errors.append(str(error))  # noqa: B023
+
+            def loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+                return model(rows).square().mean()
+
+            earlier = loss(model, mine)
+            train = lambda: loss(model, mine)  # noqa: B023, E731
+            evaluate = lambda: torch.no_grad()(model)(mine)  # noqa: B023, E731
+            for place, run in (
+                ("forward", train),
+                ("forward", evaluate),
+                ("backward", train),
+                ("backward", evaluate),
+                ("backward", earlier.backward),
+            ):
+
+                def begin(_: object, args: object, output: torch.Tensor) -> None:
+                    if place == "forward":  # noqa: B023
+                        in_thread(run)  # noqa: B023
+                    else:
+                        output.register_hook(lambda _: in_thread(run))  # noqa: B023
+
+                hook = model.layers[0].register_forward_hook(begin)
+                loss(model, mine).backward()
+                hook.remove()
+                reference.zero_grad()
+                loss(reference, batch).backward()
+                assert_same_params(model, reference, "grad", rtol=1e-4, atol=1e-5)
+                model.zero_grad()
+                (error,) = errors
+                self.assertRegex(error, "Thread 'second_0' began a (forward|backward) .* while another thread")
+                errors.clear()
+            in_thread(lambda: loss(model, mine).backward())  # noqa: B023
+            self.assertEqual(errors[-1], "None")
+            assert_same_params(model, reference, "grad", rtol=1e-4, atol=1e-5)
+
+    def test_single_weights(self) -> None:
+        self.sweep(ALL, 20)
+
+    def test_groups(self) -> None:
+        self.sweep(SchedulePolicy(min_shard_numel=0), 20)
+
+    # All lines: with ``num=0``, in several minutes. A worker may take five for a test.
+
+    @pytest.mark.long
+    def test_many_lines_of_single_weights(self) -> None:
+        self.sweep(ALL, 600)
+
+    @pytest.mark.long
+    def test_many_lines_of_groups(self) -> None:
+        self.sweep(SchedulePolicy(min_shard_numel=0), 600)
+
+    @pytest.mark.long
+    def test_many_lines_of_microbatches(self) -> None:
+        for schedule in (ALL, SchedulePolicy(min_shard_numel=0)):
+            self.sweep(schedule, 150, num_microbatches=2)
+
+    @pytest.mark.long
+    def test_many_lines_of_first_steps(self) -> None:
+        for schedule in (ALL, SchedulePolicy(min_shard_numel=0)):
+            self.sweep(schedule, 100, is_new=True)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,126 @@
+"""``parameters()`` within a forward: the gathered weights, as the module's own code expects them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn as nn
+from common import GlooTest, check_training
+from runtime_common import ALL
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.common_utils import run_tests
+
+from dtensor_gtp import SchedulePolicy, gtp_shard
+
+WIDTH = 16
+SCHEDULES = {"groups": SchedulePolicy(min_shard_numel=0), "single weights": ALL}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH + 1)
+        self.down = nn.Linear(2 * WIDTH + 1, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Penalized(nn.Module):
+    """Adds a penalty on all of its parameters to each output, as AdaLoRA does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.seen: set[tuple[type, torch.dtype, bool]] = set()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for param in self.parameters():
+            self.seen.add((type(param), param.dtype, isinstance(param, DTensor)))
+        x = self.first(x.to(next(self.parameters()).dtype))
+        for layer in self.layers:
+            x = layer(x.to(next(layer.parameters()).dtype))
+        penalty = sum((name.count(".") * param.float().square()).sum() for name, param in self.named_parameters())
+        return x + penalty
+
+
+class Momentum(nn.Module):
+    """As MoCo and BYOL: the forward moves the weights of blocks towards those of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = nn.ModuleList(Block() for _ in range(2))
+        self.keys = nn.ModuleList(Block() for _ in range(2)).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x
+        for layer in self.queries:
+            y = layer(y)
+        with torch.no_grad():
+            for key, query in zip(self.keys.parameters(), self.queries.parameters(), strict=True):
+                key.data.mul_(0.9).add_(query.data, alpha=0.1)
+            for layer in self.keys:
+                x = layer(x)
+        return y - x
+
+
+def rows(generator: torch.Generator) -> torch.Tensor:
+    return torch.randn(8, WIDTH, generator=generator)
+
+
+def square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(batch).float().square().mean()
+    return loss
+
+
+class TestParametersInForward(GlooTest):
+    world_size = 2
+
+    def test_a_penalty_on_all_parameters(self) -> None:
+        for name, schedule in SCHEDULES.items():
+            with self.subTest(name):
+                torch.manual_seed(7)
+                mesh = self.gtp_mesh()
+                check_training(Penalized(), partial(gtp_shard, mesh=mesh, schedule=schedule), mesh, rows, square)
+
+    def test_they_have_the_compute_dtype(self) -> None:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        for name, schedule in SCHEDULES.items():
+            for is_training in (True, False):
+                with self.subTest(name, is_training=is_training), torch.set_grad_enabled(is_training):
+                    model = gtp_shard(Penalized(), self.gtp_mesh(), mp_policy=policy, schedule=schedule)
+                    for _ in range(2):
+                        model(torch.randn(4, WIDTH))
+                    assert {(dtype, is_sharded) for _, dtype, is_sharded in model.seen} == {(torch.bfloat16, False)}
+                    assert all(isinstance(param, DTensor) for param in model.parameters())
+
+    def test_a_forward_that_writes_to_them_writes_to_the_shards(self) -> None:
+        for name, schedule in SCHEDULES.items():
+            with self.subTest(name):
+                torch.manual_seed(7)
+                mesh = self.gtp_mesh()
+                check_training(Momentum(), partial(gtp_shard, mesh=mesh, schedule=schedule), mesh, rows, square)
+
+    def test_a_list_of_subclasses_has_those_of_the_user_alone(self) -> None:
+        known: list[type] = []
+
+        class Listed(nn.Linear):
+            def __init_subclass__(cls, kind: str) -> None:  # an argument that a class made on the fly has not
+                known.append(cls)
+
+        class Used(Listed, kind="used"):
+            pass
+
+        for schedule in SCHEDULES.values():
+            blocks = nn.ModuleList(nn.Sequential(Used(WIDTH, WIDTH), Used(WIDTH, WIDTH)) for _ in range(2))
+            model = gtp_shard(nn.Sequential(*blocks, Used(WIDTH, WIDTH)), self.gtp_mesh(), schedule=schedule)
+            model(torch.randn(4, WIDTH))
+            assert known == [Used]
+
+
+if __name__ == "__main__":
+    run_tests()
