@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -119,11 +118,10 @@ def test_bounds_are_below_what_is_simulated(config: ModelConfig) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", PRESETS)
-def test_16384_gpus_are_searched_in_seconds(name: str) -> None:
-    begin = time.process_time()
+def test_16384_gpus_are_searched_with_few_simulations(name: str) -> None:
     found = search(Problem(Job(16384), PRESETS[name], load_machine("h100")))
-    assert time.process_time() - begin < 30  # 10 to 17 on a core of its own; a full machine is slower
-    assert found.num_simulated < found.num_layouts
+    # This bounds its time, 4 to 17 s on a core of its own.
+    assert found.num_simulated <= 200 < found.num_layouts
     for fixed in ({"pp": 32, "tp": 1}, {"pp": 4, "tp": 1}, {"pp": 16, "tp": 8}):
         part = search(Problem(Job(16384, fixed=fixed), PRESETS[name], load_machine("h100")), top=1)
         assert found.answers[0].step_ms <= 1.05 * part.answers[0].step_ms, fixed
