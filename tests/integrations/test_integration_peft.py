@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -41,6 +42,10 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "HRA": ("HRAConfig", LORA),
     "VB-LoRA": ("VBLoRAConfig", {"num_vectors": 16, "vector_length": 4, "topk": 2, **LORA}),
     "SHiRA": ("ShiraConfig", LORA),
+    "AdaLoRA": (
+        "AdaLoraConfig",
+        {"init_r": 4, "target_r": 2, "tinit": 1, "tfinal": 1, "total_step": 10, "deltaT": 1, **ATTENTION},
+    ),
 }
 
 
@@ -98,6 +103,17 @@ class TestPeft(GlooTest):
                 self.train((reference, model))
                 assert_same_params(model, reference, "grad", atol=1e-5, rtol=1e-3)
                 assert_same_params(model, reference, atol=1e-5, rtol=1e-3)
+
+    def test_ranks_that_are_allocated_between_steps(self) -> None:
+        reference = adapted("AdaLoRA")
+        model = self.shard(copy.deepcopy(reference))
+
+        def allocate(each: nn.Module, step: int) -> None:
+            with whole_weights(each, trained_only=True) if each is model else nullcontext():
+                each.base_model.update_and_allocate(step)
+
+        self.train((reference, model), allocate)
+        assert_same_params(model, reference, atol=1e-5, rtol=1e-3)
 
     def test_adapters_take_turns(self) -> None:
         import peft
