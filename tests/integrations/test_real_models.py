@@ -92,8 +92,6 @@ VARIANTS: dict[str, Variant] = {
     "lora_checkpointed": (with_adapters, lambda model: adapters_checkpointed(model, False), GROUPS),
     "lora_reentrant": (with_adapters, lambda model: adapters_checkpointed(model, True), SINGLE),
 }
-# timm checkpoints children of its blocks, outside of which weights of a group are not at hand in backward.
-UNSUPPORTED = {("timm_efficientnet", "checkpointed"), ("timm_efficientnet", "lora_checkpointed")}
 # Variants of which one model of a family says what the others would.
 OF_FAMILIES = {"single", "frozen_matrices", "lora_reentrant"}
 
@@ -106,7 +104,7 @@ def _has(name: str, variant: str) -> bool:
         return False
     if name in FAMILIES:
         return variant != "groups" and (name, variant) != ("llama", "lora")  # of the default tier
-    return variant not in OF_FAMILIES and (name, variant) not in UNSUPPORTED
+    return variant not in OF_FAMILIES
 
 
 MORE = [(name, variant) for name in CASES for variant in VARIANTS if _has(name, variant)]
