@@ -199,6 +199,6 @@ def _read(file: BinaryIO, path: Path) -> HeldState | None:
         _LOG.warning("%s is ignored, because it cannot be read: %s", path, str(error).partition("\n")[0])
         return None
     if name != path.name:
-        _LOG.warning("%s is ignored: it is from job '%s'", path, name)
+        _LOG.warning("%s is ignored, because it is from job '%s'", path, name)
         return None
     return HeldState(step, parts, plain)

@@ -89,7 +89,7 @@ class TestHandover(TestCase):
         path.chmod(0o600)
         other = self.folder / "other.pt"
         path.rename(other)
-        self.ignored(other, "job 'state.pt' left it")
+        self.ignored(other, "it is from job 'state.pt'")
         link = self.folder / "link.pt"
         link.symlink_to(other)
         self.ignored(link, "cannot be opened")

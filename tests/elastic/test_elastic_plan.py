@@ -229,7 +229,7 @@ class TestReplicas(TestCase):
             WeightSpec("wq", (10, 4), tp_dim=0, tp_block_size=4),
             WeightSpec("wk", (8, 4), tp_dim=0, tp_block_size=4),
         ):
-            with self.assertRaisesRegex(ValueError, f"weight '{weight.name}' of shape .* no cut fits"):
+            with self.assertRaisesRegex(ValueError, f"weight '{weight.name}' of shape .* blocks"):
                 plan_replicas(replicate=2, gtp=1, tp=3, failed={(0, 0, 0)}, weights=[weight])
             self.assertEqual(choose_sizes(3, 3, 1, [weight])[:2], (3, 1))
 
