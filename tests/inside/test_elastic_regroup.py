@@ -297,7 +297,7 @@ class TestWatch(ClockTestCase):
     def test_refuses(self) -> None:
         with self.assertRaisesRegex(ValueError, "RankWatch expects a positive limit"):
             RankWatch(self.LAYOUT, 0, dist.HashStore(), limit=timedelta(0))
-        with self.assertRaisesRegex(TimeoutError, "no rank of the job took this process in within 0.1 seconds"):
+        with self.assertRaisesRegex(TimeoutError, "no rank of the job admitted this process within 0.1 seconds"):
             join(dist.HashStore(), grace=timedelta(seconds=0.1), backend="gloo")
 
     def test_a_watchdog_that_would_be_in_the_way_is_told(self) -> None:
