@@ -302,7 +302,7 @@ def join(
         >>> store = torch.distributed.TCPStore("localhost", 0, is_master=True)
         >>> join(store, grace=timedelta(seconds=0.1), backend="gloo")
         Traceback (most recent call last):
-        TimeoutError: no rank of the job took this process in within 0.1 seconds.
+        TimeoutError: no rank of the job admitted this process within 0.1 seconds.
     """
     waiting = waiting_store(store)
     ticket = waiting.add("tickets", 1)
