@@ -60,7 +60,11 @@ class GTPManaged(BoundModule):
     def _named_members(self, *args: Any, **kwargs: Any) -> Any:
         """Behind ``parameters()`` and the like."""
         members = super()._named_members(*args, **kwargs)
-        return members if torch.compiler.is_compiling() else as_users_see(self._gtp_binding.group.runtime, members)
+        if torch.compiler.is_compiling():
+            return members
+        # Without children it is mostly asked by hooks of tools (CommDebugMode), which must not launch a gather.
+        may_gather = kwargs.get("recurse", True)
+        return as_users_see(self._gtp_binding.group.runtime, members, may_gather)
 
     def __delattr__(self, name: str) -> None:
         """A parametrization that comes and goes within a forward, as PEFT's of experts, takes the full weight and, when

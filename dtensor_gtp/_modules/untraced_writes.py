@@ -33,11 +33,11 @@ def _note(param: DTensor) -> None:
                 watcher.note_handed_out(param)
 
 
-def as_users_see(runtime: Runtime, members: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+def as_users_see(runtime: Runtime, members: Iterator[tuple[str, Any]], may_gather: bool) -> Iterator[tuple[str, Any]]:
     """``members`` of ``named_parameters()``: the full weights in a forward, else the shards. Whoever takes several
     shards while no gradients are computed may write to them. To look at the first alone (``.dtype``, ``.device``) is
     common and harmless."""
-    if runtime.gives_full_params:
+    if may_gather and runtime.gives_full_params:
         yield from runtime.full_params(members)
         return
     before: list[Any] = []

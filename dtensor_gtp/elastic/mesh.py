@@ -258,7 +258,7 @@ def check_memory(layout: ReplicaLayout, weights: Sequence[WeightSpec], model: Me
         >>> weights = [WeightSpec("w", (4096, 4096))]
         >>> check_memory(layout, weights, MemoryModel(budget=256 << 20))
         Traceback (most recent call last):
-        ValueError: nonuniform_mesh expects replicas whose ranks have memory ...
+        ValueError: nonuniform_mesh expects replicas with enough memory ...
     """
     found = [_memory(layout, replica, weights, model) for replica in layout.replicas]
     for index, (replica, memory) in enumerate(zip(layout.replicas, found, strict=True)):

@@ -307,7 +307,7 @@ class TestSixRanks(GlooTest):
             elastic.step()
         folded = parallelize_experts(Experts(), mesh["gtp"])
         gtp_shard(folded, mesh["tp"], schedule=ALL)
-        why = "for experts too: replicas of unequal sizes|Keep experts whole on each rank .* cut them at other places"
+        why = "for experts too: replicas of unequal sizes|Keep experts whole on each rank .* split them at other rows"
         with self.assertRaisesRegex(ValueError if mesh["gtp"].size() > 1 else NotImplementedError, why):
             synchronize_replicas(folded, mesh)
 

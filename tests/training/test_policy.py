@@ -42,7 +42,7 @@ def test_schedule_policy_refuses_what_is_not_an_int(name: str, value: object) ->
         ("coalesce_nbytes", "memory='least'"),
         ("coalesce_grad_nbytes", "memory='least'"),
         ("max_inflight_reduce_scatters", "memory='least'"),
-        ("expert_blocks_ahead", "is chosen"),
+        ("expert_blocks_ahead", "the library chooses"),
         ("wgrad_first", "memory='least'"),
         ("keep_last", "memory='least'"),
     ],
