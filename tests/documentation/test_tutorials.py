@@ -37,7 +37,7 @@ def test_runs_as_it_stands(path: Path, tmp_path: Path) -> None:
     _run(words, ["-m", "torch.distributed.run", "--standalone"] if program == "torchrun" else [], tmp_path)
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.parametrize("page", COPIED, ids=lambda page: page.name)
 def test_copied_blocks_run(page: pages.Page, tmp_path: Path) -> None:
     if page.extra and find_spec(page.extra) is None:

@@ -241,20 +241,20 @@ class TestInterrupted(GlooTest):
 
     # All lines: with ``num=0``, in several minutes. A worker may take five for a test.
 
-    @pytest.mark.long
+    @pytest.mark.soak  # minutes
     def test_many_lines_of_single_weights(self) -> None:
         self.sweep(ALL, 300)
 
-    @pytest.mark.long
+    @pytest.mark.soak  # minutes
     def test_many_lines_of_groups(self) -> None:
         self.sweep(SchedulePolicy(min_shard_numel=0), 300)
 
-    @pytest.mark.long
+    @pytest.mark.soak  # minutes
     def test_many_lines_of_microbatches(self) -> None:
         for schedule in (ALL, SchedulePolicy(min_shard_numel=0)):
             self.sweep(schedule, 80, num_microbatches=2)
 
-    @pytest.mark.long
+    @pytest.mark.soak  # minutes
     def test_many_lines_of_first_steps(self) -> None:
         for schedule in (ALL, SchedulePolicy(min_shard_numel=0)):
             self.sweep(schedule, 60, is_new=True)
