@@ -116,8 +116,10 @@ def test_bounds_are_below_what_is_simulated(config: ModelConfig) -> None:
         assert bounds.nbytes(layout) <= 1.15 * memory_of(one, layout).total, layout
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.long if name == "llama3-8b" else pytest.mark.soak) for name in PRESETS],
+)
 def test_16384_gpus_are_searched_with_few_simulations(name: str) -> None:
     found = search(Problem(Job(16384), PRESETS[name], load_machine("h100")))
     # This bounds its time, 4 to 17 s on a core of its own.
