@@ -54,17 +54,17 @@ def _call_block(block: GTPBlock, call: Any, args: Any, kwargs: Any, compiler: An
     group, runtime = block._gtp_group, block._gtp_binding.group.runtime
     depth = runtime.depth_of_call()
     frame = gathered = None
+    is_compiled = compiler is not None or block._compiled_call_impl is not None
     was_in_pass = is_complete = False
     try:
         try:
             frame = runtime.enter(block, _needs_no_hooks)
-            group.is_compiled = compiler is not None or block._compiled_call_impl is not None
             was_in_pass = group.is_in_pass
             gathered = runtime.acquire(group)
             seen = group.seen() if runtime.reads.looks_at_bits else None
             use = BlockUse(runtime, group) if torch.is_grad_enabled() else None
-            if group.is_compiled or not was_in_pass:
-                group.show(is_compiled=group.is_compiled)
+            if is_compiled or not was_in_pass:
+                group.show(is_compiled=is_compiled)
             inputs = [*_tensors((args, kwargs))] if use is not None else []
             if compiler is None:
                 output = call(*args, **kwargs)
@@ -79,7 +79,7 @@ def _call_block(block: GTPBlock, call: Any, args: Any, kwargs: Any, compiler: An
             is_complete = True
         finally:
             if frame is not None:
-                if group.is_compiled or not was_in_pass:
+                if is_compiled or not was_in_pass:
                     group.show(is_in_pass=was_in_pass)
                 if gathered is not None:
                     runtime.release(group, gathered)

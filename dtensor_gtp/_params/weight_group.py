@@ -111,7 +111,6 @@ class WeightGroup(Gatherable):
         self.unreplicated_grad: Tensor | None = None
         self.uses_in_backward: set[object] = set()  # forwards of the module whose backward runs
         self.held: Gathered | None = None  # for them
-        self.is_compiled = False  # whether the block is, in its last forward
         self.has_second_backward = False  # whether the running backward creates a graph that needs the weights
         self.reader: ReadsWeights
         for member in self.members:

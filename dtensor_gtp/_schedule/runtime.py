@@ -188,9 +188,7 @@ class Runtime(Gathering):
         while len(self.reads.frames) > depth:
             self.reads.end(self.reads.frames[-1])
             self.reads.frames.pop()
-            if not self.reads.frames:
-                for group in self.groups:
-                    group.hide()
+            self._hide_groups()
         if depth == 0:
             if self._forward_chain is not None:
                 self._drop_broken_forward()
@@ -295,7 +293,7 @@ class Runtime(Gathering):
         self._backward_chain = self._chain(entry, is_backward=True)
         self._forward_of_backward = None if entry is None else self._chain(entry, is_backward=False)
         self._begin(self._backward_chain)
-        self._show_or_hide()
+        self._hide_groups()
 
     def add_groups(self, groups: Sequence[WeightGroup]) -> None:
         """Gather and reduce the members of ``groups`` together from now on. No gather may be in memory or in flight."""
@@ -339,8 +337,8 @@ class Runtime(Gathering):
         """Whether a backward has begun and not ended."""
         return self._is_in_backward
 
-    def _show_or_hide(self) -> None:
-        """A backward begins or ends. A forward around it has shown the weights of groups already."""
+    def _hide_groups(self) -> None:
+        """Let modules have what they have outside of forwards, unless one runs."""
         if not self.reads.frames:
             for group in self.groups:
                 group.hide()
@@ -356,7 +354,7 @@ class Runtime(Gathering):
             self.comm.finish_uploads()
             self._backward_chain.end()
             self._is_in_backward = False
-            self._show_or_hide()
+            self._hide_groups()
             self.complete_gradients()
             if self._records_graph:
                 for param in self.params:
@@ -417,7 +415,7 @@ class Runtime(Gathering):
         self._drop_gathers(is_in_forward=bool(self.reads.frames))
         self._backward_chain.begin()
         self._is_in_backward = False  # late, so that nothing is left if this is interrupted
-        self._show_or_hide()
+        self._hide_groups()
 
     def abandon(self) -> None:
         """After an exception: drop a backward that did not complete, and gradients in flight."""
@@ -438,7 +436,7 @@ class Runtime(Gathering):
             weight.num_updates += 1  # so that nothing reuses a gather of the recording
             self.drop_kept(weight)
         self._is_in_backward = False
-        self._show_or_hide()
+        self._hide_groups()
         self.reads.release_read_in_backward()
         self._backward_chain.begin()
         self.abandon()

@@ -8,24 +8,13 @@ import torch
 import torch.nn as nn
 from common import GlooTest, check_training
 from runtime_common import ALL
+from test_gtp_shard_groups import CHOSEN, WIDTH, Block, rows, square
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from dtensor_gtp import SchedulePolicy, gtp_shard
+from dtensor_gtp import gtp_shard
 
-WIDTH = 16
-SCHEDULES = {"groups": SchedulePolicy(min_shard_numel=0), "single weights": ALL}
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH + 1)
-        self.down = nn.Linear(2 * WIDTH + 1, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(self.norm(x)).relu())
+SCHEDULES = {"groups": CHOSEN, "single weights": ALL}
 
 
 class Penalized(nn.Module):
@@ -65,15 +54,6 @@ class Momentum(nn.Module):
             for layer in self.keys:
                 x = layer(x)
         return y - x
-
-
-def rows(generator: torch.Generator) -> torch.Tensor:
-    return torch.randn(8, WIDTH, generator=generator)
-
-
-def square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(batch).float().square().mean()
-    return loss
 
 
 class TestParametersInForward(GlooTest):
