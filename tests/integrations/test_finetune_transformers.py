@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def output(folder: Path) -> str:
-    result = launch([SCRIPT, "--steps", str(STEPS), "--folder", folder], 2)
+    result = launch([SCRIPT, "--steps", str(STEPS), "--folder", folder], 2, forked=True)
     assert result.status == 0, result.output
     return result.output
 
@@ -69,7 +69,7 @@ def test_checkpoint_holds_what_is_exported(output: str, folder: Path) -> None:
 def test_goes_on_from_an_exported_model(output: str, folder: Path) -> None:
     """On one process, by ``--model``: with the loss that two processes had, and with lower ones."""
     options = ["--model", folder / "model", "--steps", "4", "--folder", folder / "again"]
-    result = launch([SCRIPT, *options], None)
+    result = launch([SCRIPT, *options], None, forked=True)
     assert result.status == 0, result.output
     (_, before), (_, after) = validation_losses(result.output)
     assert before == pytest.approx(validation_losses(output)[-1][1], abs=2e-4)

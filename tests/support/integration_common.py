@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 from unittest import mock
@@ -15,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torchvision_ops import define_missing
 
 NUM_SAMPLES = 48
 VOCABULARY = 35
@@ -24,7 +23,7 @@ def needs(*packages: str, extra: str, is_long: bool = True) -> Any:
     """Skips a class of tests where a package is missing, and marks it ``library``."""
     missing = [name for name in packages if find_spec(name) is None]
     if not missing:
-        _import_torchvision()
+        define_missing()
 
     def mark(cls: type) -> type:
         skip = pytest.mark.skipif(bool(missing), reason=f"needs {missing}: pip install 'dtensor-gtp[{extra}]'")
@@ -32,22 +31,6 @@ def needs(*packages: str, extra: str, is_long: bool = True) -> Any:
         return pytest.mark.long(marked) if is_long else marked
 
     return mark
-
-
-@cache
-def _import_torchvision() -> None:
-    """timm and transformers import it where it is installed, and the tests use none of its operators.
-
-    Its wheels have them for one build of torch alone. Beside another its import fails at two that are not there.
-    """
-    try:
-        import_module("torchvision")
-    except ModuleNotFoundError:
-        return
-    except RuntimeError:
-        for name in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        import_module("torchvision")
 
 
 @contextmanager

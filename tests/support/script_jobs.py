@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from timing import HANG_S
+from torchvision_ops import define_missing
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ def _be_script(arguments: list[str], environment: dict[str, str], cwd: str, prin
     os.chdir(cwd)
     torch.set_num_threads(1)
     gc.freeze()  # what the server has imported is no garbage, and no optimizer that gtp_shard would have to look for
+    define_missing()
     sys.argv = arguments
     sys.path.insert(0, str(Path(arguments[0]).parent))
     runpy.run_path(arguments[0], run_name="__main__")
