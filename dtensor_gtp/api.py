@@ -200,7 +200,7 @@ def _shard_added_adapters(module: nn.Module) -> None:
 
 def _shard_added(group: ShardGroup) -> None:
     arguments: Arguments = group.arguments
-    ignored = {site.module._parameters[site.name] for site in group.unmanaged if site.name in site.module._parameters}
+    ignored = {site.module._parameters.get(site.name) for site in group.unmanaged}
     arguments = arguments._replace(ignored_params={param for param in ignored if param is not None})
 
     def check() -> tuple[list[Decision], set[Site]]:

@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from ._comm.debug import format_nbytes
-from ._modules.binding import binding_of, join_name, unmanaged_params
-from ._modules.fused_forward import GTPFused
+from ._modules.binding import Fused, binding_of, join_name, unmanaged_params
 from ._params.managed_param import ManagedParam
 from ._params.pack_planes import QuantizedWire
 from ._params.sharded_weight import ShardedWeight
@@ -243,6 +242,11 @@ def _prediction(runtime: Runtime, mesh: DeviceMesh, machine: str | Machine) -> t
     return describe_traffic(gpus, traffic), describe_measured(tuple(runtime.step_begins), peak)
 
 
+def _fused_of(module: nn.Module) -> Fused | None:
+    binding = binding_of(module)
+    return None if binding is None else binding.fused
+
+
 def _row(managed: ManagedParam, modules: dict[str, nn.Module]) -> ReportRow:
     """The row of a parameter; ``modules`` has the one module of each of its names."""
     param, shard = managed.param, managed.shard
@@ -255,7 +259,7 @@ def _row(managed: ManagedParam, modules: dict[str, nn.Module]) -> ReportRow:
     if isinstance(managed, WholeParam):
         use = f"whole ({managed.reason})"
     if isinstance(managed, ShardedWeight):
-        if isinstance(next(iter(modules.values())), GTPFused):
+        if _fused_of(next(iter(modules.values()))) is not None:
             exchanges = [f"{e.purpose}: {e.describe()}" for e in (managed.lookups, managed.losses) if e is not None]
             use = ", ".join(("fused op", *exchanges))
         gathered = managed.layout.shape.numel() * managed.compute_dtype.itemsize
@@ -263,7 +267,7 @@ def _row(managed: ManagedParam, modules: dict[str, nn.Module]) -> ReportRow:
             storage = f"{managed.wire.recipe.name} from master"
         if managed.wire is not None:
             gathered = managed.wire.num_bytes() or gathered
-            in_gemm = any(isinstance(module, GTPFused) and module.multiplies for module in modules.values())
+            in_gemm = any(fused is not None and fused.multiplies for fused in map(_fused_of, modules.values()))
             use = f"{use}, {managed.wire.describe('' if in_gemm else 'no fused nn.Linear')}"
     shape, name = tuple(param.shape), " = ".join(modules)
     return ReportRow(name, shape, param.dtype, placements, local_nbytes, gathered, use, storage, _cuts(managed))

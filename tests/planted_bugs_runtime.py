@@ -36,7 +36,7 @@ RUNTIME = {
         f"{OVERLAP}::test_values_written_between_forwards_are_used_at_once",
     ),
     "kept weight survives a state dict": Bug(
-        "GTPManaged._save_to_state_dict",
+        "_save_to_state_dict",
         drop("drop_kept"),
         "test_gtp_shard_state_dict.py::TestStateDict::test_r13_a_load_counts_in_the_next_forward",
     ),

@@ -95,7 +95,7 @@ SILENT = {
         f"{PARAMETERS_IN_FORWARD}::test_a_forward_that_writes_to_them_writes_to_the_shards",
     ),
     "a forward that was interrupted leaves its frames": Bug(
-        "_call_block", drop("runtime.leave(depth)"), "test_gtp_shard_interrupted.py::TestInterrupted::test_groups"
+        "call_block", drop("runtime.leave(depth)"), "test_gtp_shard_interrupted.py::TestInterrupted::test_groups"
     ),
     "a second thread joins the pass of another one": Bug(
         "OneThread.enter",
@@ -103,7 +103,7 @@ SILENT = {
         "test_gtp_shard_interrupted.py::TestInterrupted::test_a_second_thread_is_refused",
     ),
     "a write through .data to a weight of a group is lost": Bug(
-        "_call_block",
+        "call_block",
         never("seen is not None"),
         "test_gtp_shard_groups.py::TestGroups::test_writes_without_a_version_are_refused",
     ),

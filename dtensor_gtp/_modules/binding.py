@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
+import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .._params.managed_param import ManagedParam, Site
 from .._params.sharded_weight import ShardedWeight
+from .._params.whole_param import WholeParam
 from .._schedule.runtime import Runtime
+from ..ops.compiled_lookup import materialize
 from ..ops.compiled_weight import CompiledWeight
 
 BINDING = "_gtp_binding"
@@ -57,6 +60,13 @@ class ShardGroup:
     arguments: Any = None  # of the call, a ``bad_arguments.Arguments``
 
 
+class Fused(NamedTuple):
+    """What runs in place of the stock forward of a layer."""
+
+    forward: Callable[..., Any]  # of the module and its inputs
+    multiplies: bool  # with the weight, in a GEMM
+
+
 class Binding:
     """What ``gtp_shard`` attaches to ``module``; ``params`` are those that are registered on this very module."""
 
@@ -69,6 +79,44 @@ class Binding:
             for name, param in params.items()
             if isinstance(param, ShardedWeight)
         }
+        self.fused: Fused | None = None
+        self.is_frame = False  # whether a call of the module is a frame
+        self.is_grouped = self.is_block = False  # whether a ``WeightGroup`` has its parameters, and is of this module
+        self.call_impl: Callable[..., Any]  # what a call runs within its frame
+        self.compiled_call = module._compiled_call_impl  # the same, of a module that was compiled before
+        self.classes: dict[tuple[Any, ...], type]  # that this call of ``gtp_shard`` has made
+        self.dressed: dict[str, Any] = {}  # attributes that the module has from us now
+        self.untraced: type[nn.Module] | None = None  # its class, before the compiler traced modules
+
+    def read(self, name: str, registered: Any) -> Any:
+        """What code reads as attribute ``name`` of the module, where ``registered`` is registered as that parameter."""
+        managed = self.params[name]
+        if torch.compiler.is_compiling():
+            return managed.value() if isinstance(managed, WholeParam) else materialize(self.compiled[name])
+        runtime = self.group.runtime
+        if runtime.is_materializing:
+            managed.follow(self.sites[name])
+            if managed.is_cut_again and not managed.is_readable:
+                return registered  # an outer fully_shard, which has not gathered it yet, reads it
+            return runtime.reads.read(managed)
+        if not managed.is_pinned:
+            return registered
+        managed.follow(self.sites[name])
+        return runtime.reads.read_pinned(managed) if isinstance(managed, ShardedWeight) else runtime.reads.read(managed)
+
+    def put_aside(self, params: dict[str, Any], name: str) -> None:
+        """A parametrization that comes and goes within a forward, as PEFT's of experts, takes the full weight and, when
+        it goes, registers that. So the parameter of ``params`` is set aside here, and ``put_back`` then."""
+        if name in self.params and name in params and self.group.runtime.is_materializing:
+            self.set_aside[name] = params.get(name)
+            self.group.runtime.reads.note_parametrized(self.params[name])
+
+    def put_back(self, params: dict[str, Any], name: str) -> bool:
+        """Register again what was set aside, if something was."""
+        if name not in self.set_aside:
+            return False
+        params[name] = self.set_aside.pop(name)
+        return True
 
 
 class BoundModule(nn.Module):

@@ -20,6 +20,7 @@ from .._howto import see
 from .._params.saved_for_backward import refuse_recording
 from .._schedule.order_of_uses import Entry
 from .binding import BoundModule, Reads, ShardGroup, trains_unmanaged, unmanaged_params
+from .block_calls import call_block
 from .torch_patches import follow_pipelining
 
 ADVICE_FOR_JIT = (
@@ -28,21 +29,31 @@ ADVICE_FOR_JIT = (
 )
 
 
-class GTPFrame(BoundModule):
-    """Mixin of modules whose call is a frame: all but those with a fused op."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return _call_in_graph(self, super().__call__, args, kwargs)
-        # torch.compile(module) compiles what is called from here, but neither this frame (see below) nor the runtime.
-        compiler = compat.set_eval_frame(None)
-        try:
-            return _call_in_frame(self, super().__call__, args, kwargs, compiler)
-        finally:
-            compat.set_eval_frame(compiler)
+def call_in_frame(self: BoundModule, *args: Any, **kwargs: Any) -> Any:
+    """``nn.Module._call_impl`` of modules whose call is a frame: all but those with a fused op."""
+    binding = self._gtp_binding
+    return _call(self, partial(binding.call_impl, self), args, kwargs)
 
 
-compat.skip_code(GTPFrame.__call__.__code__)
+def call_compiled_in_frame(self: BoundModule, *args: Any, **kwargs: Any) -> Any:
+    """The same for ``_compiled_call_impl`` of those that were compiled before ``gtp_shard``."""
+    return _call(self, self._gtp_binding.compiled_call, args, kwargs)
+
+
+def _call(module: BoundModule, call: Any, args: Any, kwargs: Any) -> Any:
+    is_block = module._gtp_binding.is_block
+    if torch.compiler.is_compiling() and not is_block:
+        return _call_in_graph(module, call, args, kwargs)
+    # torch.compile(module) compiles what is called from here, but neither this frame (see below) nor the runtime.
+    compiler = compat.set_eval_frame(None)
+    try:
+        return (call_block if is_block else _call_in_frame)(module, call, args, kwargs, compiler)
+    finally:
+        compat.set_eval_frame(compiler)
+
+
+for _code in (call_in_frame.__code__, call_compiled_in_frame.__code__, _call.__code__):
+    compat.skip_code(_code)
 
 
 def as_forward(stock: Callable[..., Any], method: str) -> Callable[..., Any]:

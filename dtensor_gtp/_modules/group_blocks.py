@@ -1,4 +1,4 @@
-"""Which blocks of a model gather and reduce their weights as groups, and how a block is called then.
+"""Which blocks of a model gather and reduce their weights as groups.
 
 A *block* is a module whose class stands at least twice in a container. In the first forward its weights become a group,
 if they are small: the host would need longer for each of them than its GEMM lasts. A block keeps single weights if one
@@ -8,22 +8,19 @@ is shared with other blocks, lies on another mesh, is quantized, offloaded, tens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from functools import partial
 
-import torch
 import torch.nn as nn
-from torch import Tensor
 
-from .. import _torch_compat as compat
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import ShardedWeight
 from .._params.weight_group import WeightGroup
 from .._params.whole_param import WholeParam
-from .._schedule.block_uses import BlockUse
 from .._schedule.guesses import blocks_in
 from .._schedule.runtime import Runtime
-from .binding import BoundModule, ShardGroup, binding_of, join_name
+from .binding import ShardGroup, binding_of, join_name
+from .dress import dress
 
 # A block that has more than this share of a model is no unit of gathering if it has blocks inside.
 _MOST_OF_MODEL = 0.3
@@ -34,77 +31,8 @@ _SMALL_GEMM = 50e9
 _SMALL_NUMEL = 16 << 20
 
 
-class GTPBlock(BoundModule):
-    """Mixin of a block whose weights are a group."""
-
-    _gtp_group: WeightGroup
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        compiler = compat.set_eval_frame(None)
-        try:
-            return _call_block(self, super().__call__, args, kwargs, compiler)
-        finally:
-            compat.set_eval_frame(compiler)
-
-
-compat.skip_code(GTPBlock.__call__.__code__)
-
-
-def _call_block(block: GTPBlock, call: Any, args: Any, kwargs: Any, compiler: Any) -> Any:
-    group, runtime = block._gtp_group, block._gtp_binding.group.runtime
-    depth = runtime.depth_of_call()
-    frame = gathered = None
-    is_compiled = compiler is not None or block._compiled_call_impl is not None
-    was_in_pass = is_complete = False
-    try:
-        try:
-            frame = runtime.enter(block, _needs_no_hooks)
-            was_in_pass = group.is_in_pass
-            gathered = runtime.acquire(group)
-            seen = group.seen() if runtime.reads.looks_at_bits else None
-            use = BlockUse(runtime, group) if torch.is_grad_enabled() else None
-            if is_compiled or not was_in_pass:
-                group.show(is_compiled=is_compiled)
-            inputs = [*_tensors((args, kwargs))] if use is not None else []
-            if compiler is None:
-                output = call(*args, **kwargs)
-            else:
-                compat.set_eval_frame(compiler)
-                try:
-                    output = call(*args, **kwargs)
-                finally:
-                    compat.set_eval_frame(None)
-            if seen is not None:
-                group.check_traces(seen)
-            is_complete = True
-        finally:
-            if frame is not None:
-                if is_compiled or not was_in_pass:
-                    group.show(is_in_pass=was_in_pass)
-                if gathered is not None:
-                    runtime.release(group, gathered)
-                runtime.exit(frame, is_complete)
-    finally:
-        runtime.leave(depth)
-    if use is not None:
-        use.watch(inputs, _tensors(output))
-    return output
-
-
-def _needs_no_hooks(num_steps: int) -> bool:
-    """Autograd saves leaves of a group as they are: their memory is refilled for its backward."""
-    return False
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    for leaf in compat.tree_leaves(tree):
-        if isinstance(leaf, Tensor):
-            yield leaf
-
-
-def make_groups(runtime: Runtime, bind: Callable[[nn.Module, bool], None], num_tokens: int) -> tuple[str, ...]:
-    """Turn blocks of the outermost call into groups. ``bind(module, is_block)`` swaps the class of a module. Returns
-    what was chosen and why."""
+def make_groups(runtime: Runtime, num_tokens: int) -> tuple[str, ...]:
+    """Turn blocks of the outermost call into groups. Returns what was chosen and why."""
     call = runtime.calls[-1]
     assert isinstance(call, ShardGroup)
     if runtime.policy._numbers or runtime.grads.replicas is not None or len(runtime.calls) > 1:
@@ -123,12 +51,10 @@ def make_groups(runtime: Runtime, bind: Callable[[nn.Module, bool], None], num_t
         if (why := _why_single(modules, list(params), num_tokens)) is None:
             weights = [param for param in params if isinstance(param, ShardedWeight)]
             whole = [param for param in params if isinstance(param, WholeParam)]
+            _dress_as_group(modules, block)
             group = WeightGroup(name, block, weights, whole)
-            group.call = weights[0].call
+            group.call, group.on_dissolved = weights[0].call, partial(_dress_as_group, modules, None)
             groups.append(group)
-            group.single_classes = [(module, type(module)) for module in modules]
-            for module in modules:
-                bind(module, module is block)
             block.__dict__["_gtp_group"] = group
         else:
             reasons.setdefault(why, []).append(name)
@@ -137,6 +63,15 @@ def make_groups(runtime: Runtime, bind: Callable[[nn.Module, bool], None], num_t
     sizes = f"{groups[0].fqn} to {groups[-1].fqn}" if groups else ""
     chosen = [f"groups: {len(groups)} blocks, each gathered as a whole ({sizes})"] if groups else []
     return (*chosen, *(f"no group: {_named(names)}, because {why}" for why, names in reasons.items()))
+
+
+def _dress_as_group(modules: list[nn.Module], block: nn.Module | None) -> None:
+    """Reads of these modules are those of ``nn.Module`` from now on, and calls but for those of ``block``; None: they
+    are modules of single weights again."""
+    for module in modules:
+        if (binding := binding_of(module)) is not None:
+            binding.is_grouped, binding.is_block = block is not None, module is block
+            dress(module)
 
 
 def _named(names: list[str]) -> str:

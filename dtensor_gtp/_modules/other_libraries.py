@@ -23,23 +23,6 @@ INSTEAD_OF_DDP = (
 )
 
 
-class PreparedByAccelerate:
-    """Class attribute ``_is_accelerate_prepared``, which accelerate reads before it wraps a module.
-
-    Without a value of the module's own, which ``GTPAccelerator`` sets, the module would end in DDP: refuse. The error
-    comes before accelerate's own on GPUs, which takes the DTensors for tensor parallelism. For others who read all
-    attributes, as debuggers do, there is none.
-    """
-
-    def __get__(self, module: nn.Module | None, owner: type | None = None) -> PreparedByAccelerate:
-        if module is None:
-            return self
-        reader = sys._getframe(1).f_globals.get("__name__", "")
-        if reader.partition(".")[0] != "accelerate":
-            raise AttributeError(f"'{type(module).__name__}' object has no attribute '_is_accelerate_prepared'")
-        raise RuntimeError(f"accelerate cannot prepare a {type(module).__name__} after gtp_shard: {INSTEAD_OF_DDP}")
-
-
 class SeenByTransformers:
     """Value of ``_is_fsdp_managed_module`` of a module whose ranks must run the same layers: true for transformers.
 
@@ -79,7 +62,7 @@ def resize_or_refuse(stock: Callable[..., nn.Module]) -> Callable[..., nn.Module
     def resize(
         self: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, **options: Any
     ) -> Any:
-        num_rows: int = self.get_input_embeddings()._parameters["weight"].shape[0]
+        num_rows: int = self.get_input_embeddings()._parameters.get("weight").shape[0]
         wanted = num_rows if new_num_tokens is None else new_num_tokens
         if pad_to_multiple_of is not None:
             wanted = -(-wanted // pad_to_multiple_of) * pad_to_multiple_of

@@ -25,8 +25,8 @@ from . import backward_inputs, torch_patches, untraced_writes
 from .bad_arguments import Arguments
 from .binding import Binding, ShardGroup, binding_of, managed_params
 from .decide import Decision
+from .dress import bind, trace_when_compiled
 from .group_blocks import make_groups
-from .managed_module import bind, bind_grouped
 from .other_libraries import run_all_layers
 
 
@@ -62,13 +62,14 @@ def shard_module(
             bind(submodule, binding, base if submodule is module else None, classes)
     runtime.add(group.params)
     runtime.calls.append(group)
-    runtime.make_groups = partial(make_groups, runtime, partial(bind_grouped, classes={}))
+    runtime.make_groups = partial(make_groups, runtime)
     gradients.install()
     data_setter.install()
     remedies.install()
     torch_patches.install()
     backward_inputs.install()
     untraced_writes.install()
+    trace_when_compiled()
     for mesh_of_param in {param.spec.mesh for param in group.params}:
         random_init.whole_draws().add_mesh(mesh_of_param)
 

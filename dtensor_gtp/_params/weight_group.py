@@ -100,7 +100,7 @@ class WeightGroup(Gatherable):
         self.compute_dtype, self.reduce_dtype = first.compute_dtype, first.reduce_dtype
         self.flags = first.flags
         self.is_pinned = self.is_in_pass = False
-        self.single_classes: list[tuple[nn.Module, type]] = []  # of the modules, as modules of single weights
+        self.on_dissolved: Callable[[], None]  # makes modules of single weights of the modules again
         self._hooks: list[Any] = []
         self.ring: SendRing | None = None
         self.num_updates = 0  # writes to members that leave no version behind
@@ -243,11 +243,10 @@ class WeightGroup(Gatherable):
         return list(zip(self.whole, self.outputs[len(self.weights) :], strict=True))
 
     def dissolve(self) -> None:
-        """Give the modules the classes back that they have as modules of single weights."""
+        """Let each member be gathered by itself again."""
         self.is_pinned = False
         self.hide()
-        for module, cls in self.single_classes:
-            module.__class__ = cls
+        self.on_dissolved()
         for member in self.members:
             member.group = None
 

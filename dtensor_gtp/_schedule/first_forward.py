@@ -144,7 +144,7 @@ def _check_materialized(params: Sequence[ManagedParam], device: torch.device) ->
     meta = []
     for param in params:
         param.follow(param.sites[0])
-        registered = param.sites[0].module._parameters[param.sites[0].name]
+        registered = param.sites[0].module._parameters.get(param.sites[0].name)
         if registered is not None and compat.local_tensor(registered).is_meta:  # type: ignore[arg-type]
             meta.append(param)
     if not meta:

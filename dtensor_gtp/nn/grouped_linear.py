@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .. import _torch_compat as compat
 from .._comm.debug import DebugFlags
-from .._modules.fused_forward import GTPFused, forward_in_frame
+from .._modules.binding import BoundModule, Fused
+from .._modules.fused_forward import forward_in_frame
 from .._params.managed_param import ManagedParam, Site
 from .._params.sharded_weight import ShardedWeight
 from .._params.whole_param import WholeParam
@@ -119,13 +120,13 @@ class GroupedLinear(nn.Module):
             return Replicate()
         return GTPShard(1 if self.single_grouped_weight else 0)
 
-    def gtp_fused_mixin(self, params: Mapping[str, ManagedParam]) -> type[GTPFused] | None:
+    def gtp_fused(self, params: Mapping[str, ManagedParam]) -> Fused | None:
         """The fused op, if the forward is the stock one and each rank computes with groups or slices of groups."""
         is_stock = type(self).forward is GroupedLinear.forward and "forward" not in self.__dict__
         weights = [params.get(name) for name in self.names_of("weight")]
         specs = [weight.tp_spec for weight in weights if isinstance(weight, ShardedWeight)]
         is_cut = all(isinstance(p, Shard) for spec in specs if spec is not None for p in spec.placements)
-        return GTPGroupedLinear if is_stock and is_cut and len(specs) == len(weights) else None
+        return Fused(_fused_forward, multiplies=True) if is_stock and is_cut and len(specs) == len(weights) else None
 
     def check_gtp_placement(self, fqn: str, param: Tensor, placement: GTPShard) -> None:
         """Refuse what expert or tensor parallelism has cut over an axis that does not divide the groups or blocks."""
@@ -264,32 +265,28 @@ def _local(value: Tensor) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-class GTPGroupedLinear(GTPFused):
-    """Mixin of ``GroupedLinear``."""
-
-    def forward(self, x: Tensor, split_sizes: Tensor, scales: Tensor | None = None) -> Tensor:
-        module = cast(GroupedLinear, self)
-        binding = self._gtp_binding
-        if torch.compiler.is_compiling():
-            if torch.is_autocast_enabled(x.device.type) or not module.single_grouped_weight:
-                return cast(Tensor, super().forward(x, split_sizes, scales))
-            compiled = binding.compiled["weight"]
-            module.check_input(x, split_sizes, scales, compiled.weight.layout.shape)
-            value = None if module.bias is None else _local(module.bias)  # read as an attribute: the graph gets it
-            return compiled_grouped_linear(x, value, split_sizes, scales, compiled)
-        get, names_of = binding.params.get, module.names_of
-        weights = {name: param for name in names_of("weight") if isinstance(param := get(name), ShardedWeight)}
-        biases = {name: param for name in names_of("bias") if isinstance(param := get(name), WholeParam)}
-        num_params = 1 if module.single_grouped_weight else module.num_groups
-        is_plain = len(weights) == num_params and len(biases) == num_params * module.has_bias
-        if not is_plain or torch.is_autocast_enabled(x.device.type):
-            return forward_in_frame(self, GTPGroupedLinear, x, split_sizes, scales)
-        for name, param in (*weights.items(), *biases.items()):
-            param.follow(Site(module, name))
-        values, runtime = [_local(bias.value()) for bias in biases.values()], binding.group.runtime
-        sharded = tuple(weights.values())
-        shape, value = sharded[0].layout.shape, values[0] if values else None
-        if not module.single_grouped_weight:
-            shape, value = torch.Size((num_params, *shape)), torch.stack(values) if values else None
-        module.check_input(x, split_sizes, scales, shape)
-        return sharded_grouped_linear(x, value, split_sizes, scales, runtime, sharded)
+def _fused_forward(bound: BoundModule, x: Tensor, split_sizes: Tensor, scales: Tensor | None = None) -> Tensor:
+    module, binding = cast(GroupedLinear, bound), bound._gtp_binding
+    if torch.compiler.is_compiling():
+        if torch.is_autocast_enabled(x.device.type) or not module.single_grouped_weight:
+            return GroupedLinear.forward(module, x, split_sizes, scales)
+        compiled = binding.compiled["weight"]
+        module.check_input(x, split_sizes, scales, compiled.weight.layout.shape)
+        value = None if module.bias is None else _local(module.bias)  # read as an attribute: the graph gets it
+        return compiled_grouped_linear(x, value, split_sizes, scales, compiled)
+    get, names_of = binding.params.get, module.names_of
+    weights = {name: param for name in names_of("weight") if isinstance(param := get(name), ShardedWeight)}
+    biases = {name: param for name in names_of("bias") if isinstance(param := get(name), WholeParam)}
+    num_params = 1 if module.single_grouped_weight else module.num_groups
+    is_plain = len(weights) == num_params and len(biases) == num_params * module.has_bias
+    if not is_plain or torch.is_autocast_enabled(x.device.type):
+        return forward_in_frame(bound, GroupedLinear.forward, x, split_sizes, scales)
+    for name, param in (*weights.items(), *biases.items()):
+        param.follow(Site(module, name))
+    values, runtime = [_local(bias.value()) for bias in biases.values()], binding.group.runtime
+    sharded = tuple(weights.values())
+    shape, value = sharded[0].layout.shape, values[0] if values else None
+    if not module.single_grouped_weight:
+        shape, value = torch.Size((num_params, *shape)), torch.stack(values) if values else None
+    module.check_input(x, split_sizes, scales, shape)
+    return sharded_grouped_linear(x, value, split_sizes, scales, runtime, sharded)

@@ -129,19 +129,19 @@ next
                 repr(model),
                 """\
 GTPSequential(
-  (0): GTPEmbedding(9, 8, gtp=[weight: G(0)])
-  (1): GTPLSTM(8, 2, gtp=[weight_ih_l0: G(0), weight_hh_l0: G(0), bias_ih_l0: R, bias_hh_l0: R])
+  (0): Embedding(9, 8, gtp=[weight: G(0)])
+  (1): LSTM(8, 2, gtp=[weight_ih_l0: G(0), weight_hh_l0: G(0), bias_ih_l0: R, bias_hh_l0: R])
   (2): Sequential(
-    (0): GTPConv1d(4, 4, kernel_size=(3,), stride=(1,), gtp=[weight: G(1, b=2), bias: R])
+    (0): Conv1d(4, 4, kernel_size=(3,), stride=(1,), gtp=[weight: G(1, b=2), bias: R])
     (1): ReLU()
-    (2): GTPPReLU(num_parameters=4, gtp=[weight: R])
+    (2): PReLU(num_parameters=4, gtp=[weight: R])
   )
-  (3): GTPParameterList(
+  (3): ParameterList(
       (0): Parameter containing: [torch.float32 of size 4x4]
       (1): Parameter containing: [torch.float32 of size 3]
       gtp=[0: G(0), 1: R]
   )
-  (4): GTPLinear(in_features=4, out_features=4, bias=False, gtp=[weight: G(0)])
+  (4): Linear(in_features=4, out_features=4, bias=False, gtp=[weight: G(0)])
   (5): Dropout(p=0.5, inplace=False)
 )""",
             )

@@ -1,0 +1,162 @@
+"""Methods of ``nn.Module`` that modules with managed parameters have from us, as attributes of the instance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType, MethodType
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed.tensor as distributed_tensor
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .. import _torch_compat as compat
+from .._dtensor.random_init import zero_row
+from .._howto import see
+from .._params.sharded_weight import ShardedWeight
+from .binding import BoundModule
+from .frames import ADVICE_FOR_JIT
+from .other_libraries import INSTEAD_OF_DDP, resize_or_refuse
+from .untraced_writes import as_users_see
+
+
+def _apply(self: BoundModule, *args: Any, **kwargs: Any) -> Any:
+    """``to``, ``to_empty`` and the like may register new parameter objects: follow them, and keep ties tied."""
+    result = type(self)._apply(self, *args, **kwargs)  # type: ignore[no-untyped-call]
+    binding = self._gtp_binding
+    for name, managed in binding.params.items():
+        managed.follow(binding.sites[name])
+    return result
+
+
+def _named_members(self: BoundModule, *args: Any, **kwargs: Any) -> Any:
+    """Behind ``parameters()`` and the like."""
+    members = type(self)._named_members(self, *args, **kwargs)
+    if torch.compiler.is_compiling():
+        return members
+    # Without children it is mostly asked by hooks of tools (CommDebugMode), which must not launch a gather.
+    may_gather = kwargs.get("recurse", True)
+    return as_users_see(self._gtp_binding.group.runtime, members, may_gather)
+
+
+def register_buffer(self: BoundModule, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+    """As in ``nn.Module``, or ``remove_parametrizations`` registers the full weight again."""
+    if not self._gtp_binding.put_back(self._parameters, name):
+        type(self).register_buffer(self, name, tensor, persistent)
+
+
+def register_parameter(self: BoundModule, name: str, param: nn.Parameter | None) -> None:
+    """As in ``nn.Module``, or ``remove_parametrizations`` registers a full parameter again."""
+    if not self._gtp_binding.put_back(self._parameters, name):
+        type(self).register_parameter(self, name, param)
+
+
+def _save_to_state_dict(self: BoundModule, *args: Any, **kwargs: Any) -> None:
+    """Free gathered weights: whoever gets the shard may write to it without a trace, as ``dcp.load`` does."""
+    type(self)._save_to_state_dict(self, *args, **kwargs)
+    for managed in self._gtp_binding.params.values():
+        if isinstance(managed, ShardedWeight):
+            self._gtp_binding.group.runtime.drop_kept(managed)
+
+
+def _load_from_state_dict(self: BoundModule, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    """Each rank takes its part of whole tensors. ``assign=True`` registers other objects: follow them, and report an
+    error for what is no shard."""
+    before = dict(self._parameters.items())
+    parts = {prefix + name: _part_of(state_dict.get(prefix + name), param) for name, param in before.items()}
+    # In place, as hooks of torch rename keys: the caller looks for missing ones in this very dict.
+    state_dict.update((key, part) for key, part in parts.items() if part is not None)
+    type(self)._load_from_state_dict(self, state_dict, prefix, *args)
+    binding = self._gtp_binding
+    for name, managed in binding.params.items():
+        try:
+            managed.follow_assigned(binding.sites[name], before[name])
+        except RuntimeError as error:
+            args[-1].append(str(error))  # the list of error messages
+
+
+def _part_of(value: Any, param: nn.Parameter | None) -> Tensor | None:
+    """This rank's part of a whole tensor for a sharded ``param``; None for all that is loaded as it is."""
+    if not isinstance(param, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return None
+    if value.shape != param.shape or type(compat.local_tensor(param)) not in (Tensor, nn.Parameter):
+        return None
+    return distributed_tensor.distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
+
+
+def _refuse_copy(self: nn.Module, memo: dict[int, Any]) -> NoReturn:
+    why = "because the copy would share its runtime"
+    advice = (
+        "Copy the module before gtp_shard, or build it again and load the state dict; for averages of weights use "
+        "dtensor_gtp.optim.ShardedEMA"
+    )
+    raise RuntimeError(f"{type(self).__name__} cannot be copied after gtp_shard, {why}. {advice}. {see('ema')}")
+
+
+def _refuse_pickle(self: nn.Module) -> NoReturn:
+    why = "after gtp_shard, because it holds process groups. Save its state_dict() and load it into a new module"
+    raise RuntimeError(f"{type(self).__name__} cannot be pickled or copied {why}. {see('export')}")
+
+
+def _refuse_script(self: nn.Module) -> NoReturn:
+    raise RuntimeError(f"torch.jit.script cannot compile a {type(self).__name__} after gtp_shard. {ADVICE_FOR_JIT}")
+
+
+def extra_repr(self: BoundModule) -> str:
+    own = type(self).extra_repr(self)
+    shown = ", ".join(f"{name}: {param.placements[-1]}" for name, param in self._gtp_binding.params.items())
+    separator = "\n  " if "\n" in own else ", "  # lists of parameters have one line for each
+    return separator.join(filter(None, (own, f"gtp=[{shown}]" if shown else "")))
+
+
+def _zero_padding_row(self: Any) -> None:
+    """Replaces torch's method with which ``reset_parameters`` zeros the row of ``padding_idx``."""
+    weight = self._parameters.get("weight")
+    if self.padding_idx is not None and isinstance(weight, DTensor):
+        zero_row(weight, self.padding_idx)
+
+
+class Refusal(str):
+    """An error message; code that asks whether it is true raises it."""
+
+    def __bool__(self) -> bool:
+        raise RuntimeError(self)
+
+
+_OF_ALL: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        **{
+            function.__name__: function
+            for function in (
+                *(_apply, _named_members, register_buffer, register_parameter),
+                *(_save_to_state_dict, _load_from_state_dict, extra_repr),
+            )
+        },
+        "__deepcopy__": _refuse_copy,
+        "__getstate__": _refuse_pickle,  # also asked by copy.copy
+        "__prepare_scriptable__": _refuse_script,  # by ``torch.jit.script``
+    }
+)
+
+
+def override(module: nn.Module) -> None:
+    """Give ``module``, which has a binding, these methods."""
+    cls, attributes = type(module), module.__dict__
+    for name, function in _OF_ALL.items():
+        attributes[name] = MethodType(function, module)
+    if callable(resize := getattr(cls, "resize_token_embeddings", None)):
+        attributes["resize_token_embeddings"] = MethodType(resize_or_refuse(resize), module)
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        attributes["_fill_padding_idx_with_zero"] = MethodType(_zero_padding_row, module)
+    # ``torch.distributed.tensor.distribute_module``, which ``parallelize_module`` calls, asks for this first.
+    attributes["_distribute_module_applied"] = Refusal(
+        f"parallelize_module expects modules that gtp_shard has not sharded yet, but got a {cls.__name__}: tensor "
+        "parallelism would split the shards of gtp_shard. Call parallelize_module first, then gtp_shard, then "
+        "fully_shard."
+    )
+    # accelerate asks before it wraps a module, which would end in DDP. ``GTPAccelerator`` sets another value.
+    attributes["_is_accelerate_prepared"] = Refusal(
+        f"accelerate cannot prepare a {cls.__name__} after gtp_shard: {INSTEAD_OF_DDP}"
+    )

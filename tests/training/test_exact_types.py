@@ -1,0 +1,145 @@
+"""``gtp_shard`` changes the class of the module that it gets, as ``fully_shard`` does, and of no other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from common import GlooTest, check_training
+from runtime_common import ALL
+from test_gtp_shard_groups import CHOSEN, WIDTH, rows, square
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from dtensor_gtp import gtp_shard
+from dtensor_gtp.nn import GroupedLinear
+
+SCHEDULES = {"groups": CHOSEN, "single weights": ALL}
+KINDS = (nn.Linear, nn.LayerNorm, nn.GRU, nn.Conv1d, nn.ParameterList, nn.ModuleList, GroupedLinear, nn.Sequential)
+
+
+class Layer(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+
+
+class Mixture(nn.Module):
+    """Of modules whose calls and reads reach the runtime in different ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.recurrent = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 1)
+        self.scales = nn.ParameterList([torch.ones(WIDTH), torch.full((WIDTH, WIDTH), 0.1)])
+        self.experts = GroupedLinear(2, WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        x = self.recurrent(x.unsqueeze(1))[0].squeeze(1)
+        x = self.conv(x.unsqueeze(-1)).squeeze(-1) * self.scales[0] + x @ self.scales[1]
+        return self.experts(x, torch.tensor([x.shape[0], 0]))
+
+
+def check_types(model: nn.Module) -> None:
+    below = [module for module in model.modules() if module is not model]
+    assert {type(module) for module in below} <= {*KINDS, Layer}, [type(module) for module in below]
+    assert type(model) is not Mixture
+    assert isinstance(model, Mixture)
+
+
+def by_schedule(test: GlooTest) -> Iterator[Mixture]:
+    for name, schedule in SCHEDULES.items():
+        with test.subTest(name):
+            torch.manual_seed(3)
+            model = Mixture()
+            yield gtp_shard(model, test.gtp_mesh(), schedule=schedule)
+
+
+class TestExactTypes(GlooTest):
+    world_size = 2
+
+    def test_always(self) -> None:
+        """Before and after the first forward, within one, in a backward, and with weights that stay gathered."""
+        for model in by_schedule(self):
+            check_types(model)
+            for module in model.modules():
+                module.register_forward_hook(lambda *_, model=model: check_types(model))
+            for _ in range(2):
+                output = model(torch.randn(4, WIDTH))
+                output.register_hook(lambda _, model=model: check_types(model))
+                output.square().mean().backward()
+                check_types(model)
+            model.unshard()
+            check_types(model)
+            model.reshard()
+
+    def test_they_train_as_in_one_process(self) -> None:
+        for name, schedule in SCHEDULES.items():
+            with self.subTest(name):
+                torch.manual_seed(3)
+                mesh = self.gtp_mesh()
+                check_training(Mixture(), partial(gtp_shard, mesh=mesh, schedule=schedule), mesh, rows, square)
+
+    def test_initialization_and_groups_of_parameters_by_type(self) -> None:
+        def init(module: nn.Module) -> None:
+            if type(module) is nn.Linear:
+                nn.init.constant_(module.weight, 0.5)
+            elif type(module) is nn.LayerNorm:
+                nn.init.constant_(module.weight, 2.0)
+
+        for model in by_schedule(self):
+            model.apply(init)
+            layer = model.layers[0]
+            assert torch.equal(layer[0].weight.full_tensor(), torch.full((WIDTH, WIDTH), 0.5))
+            assert torch.equal(layer[1].weight.full_tensor(), torch.full((WIDTH,), 2.0))
+            decayed = {m.weight for m in model.modules() if type(m) is nn.Linear}
+            assert decayed == {model.layers[i][j].weight for i in range(2) for j in (0, 2)}
+
+    def test_every_way_to_ask_for_a_parameter(self) -> None:
+        """In a forward it is the gathered one in the compute dtype; outside it is the sharded one."""
+
+        class Asks(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layers = nn.ModuleList(Layer() for _ in range(2))
+                self.conv = nn.Conv1d(WIDTH, WIDTH, 1)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                for layer in (*self.layers, self.conv):
+                    owner = layer[0] if isinstance(layer, Layer) else layer
+                    found = [owner.weight, owner._parameters["weight"], owner.get_parameter("weight")]
+                    found += [next(owner.parameters()), dict(owner.named_parameters())["weight"]]
+                    for weight in found:
+                        assert not isinstance(weight, DTensor)
+                        assert weight.dtype == torch.bfloat16
+                        assert weight.shape[:2] == (WIDTH, WIDTH)
+                return F.linear(self.layers[0](x), self.conv._parameters["weight"].squeeze(-1))
+
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        for name, schedule in SCHEDULES.items():
+            with self.subTest(name):
+                model = gtp_shard(Asks(), self.gtp_mesh(), mp_policy=policy, schedule=schedule)
+                for _ in range(2):
+                    model(torch.randn(4, WIDTH)).sum().backward()
+                    for owner in (model.layers[0][0], model.conv):
+                        assert isinstance(owner._parameters["weight"], DTensor)
+                        assert isinstance(owner.weight, DTensor)
+
+    def test_a_forward_that_the_user_puts_in_place_runs(self) -> None:
+        for model in by_schedule(self):
+            layer = model.layers[1]
+            layer[2].forward = lambda x, linear=layer[2]: 2 * F.linear(x, linear.weight, linear.bias)
+            x = torch.randn(4, WIDTH)
+            for _ in range(2):
+                seen: list[torch.Tensor] = []
+                handle = layer[2].register_forward_hook(lambda m, args, out, seen=seen: seen.extend((args[0], out)))
+                model(x)
+                handle.remove()
+                with torch.no_grad():
+                    weight, bias = layer[2].weight.full_tensor(), layer[2].bias.full_tensor()
+                torch.testing.assert_close(seen[1], 2 * F.linear(seen[0], weight, bias))
