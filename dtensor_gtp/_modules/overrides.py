@@ -41,6 +41,16 @@ def _named_members(self: BoundModule, *args: Any, **kwargs: Any) -> Any:
     return as_users_see(self._gtp_binding.group.runtime, members, may_gather)
 
 
+def get_parameter(self: BoundModule, target: str) -> Any:
+    """In a forward the full weight, which is no ``nn.Parameter``, as torch's method demands."""
+    if self._gtp_binding.group.runtime.is_materializing:
+        path, _, name = target.rpartition(".")
+        params = self.get_submodule(path)._parameters
+        if name in params:
+            return params[name]
+    return type(self).get_parameter(self, target)
+
+
 def register_buffer(self: BoundModule, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
     """As in ``nn.Module``, or ``remove_parametrizations`` registers the full weight again."""
     if not self._gtp_binding.put_back(self._parameters, name):
@@ -130,7 +140,7 @@ _OF_ALL: Mapping[str, Callable[..., Any]] = MappingProxyType(
         **{
             function.__name__: function
             for function in (
-                *(_apply, _named_members, register_buffer, register_parameter),
+                *(_apply, _named_members, get_parameter, register_buffer, register_parameter),
                 *(_save_to_state_dict, _load_from_state_dict, extra_repr),
             )
         },
