@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from planted_bugs_changes import argument, assign, drop, never, replace
+from planted_bugs_changes import argument, assign, drop, negate, never, replace
 from planted_bugs_type import Bug
 
 ESCAPED_PARAMETERS = "test_silent_params.py::TestEscapedParameters"
+EXACT_TYPES = "test_exact_types.py::TestExactTypes"
 PARAMETERS_IN_FORWARD = "test_gtp_shard_parameters.py::TestParametersInForward"
 PARAMETER_HOOKS = "test_silent_params.py::TestParameterHooks"
 WRITES_IN_FORWARD = "test_silent_writes.py::TestWritesInForward"
@@ -106,5 +107,20 @@ SILENT = {
         "call_block",
         never("seen is not None"),
         "test_gtp_shard_groups.py::TestGroups::test_writes_without_a_version_are_refused",
+    ),
+    "items of a module's parameters are shards in a forward": Bug(
+        "ReadParams.__getitem__",
+        replace("self._binding.read(name, registered)", "registered"),
+        f"{EXACT_TYPES}::test_every_way_to_ask_for_a_parameter",
+    ),
+    "a forward that the user has put in place is lost": Bug(
+        "dress",
+        negate("attributes.get(name) is value"),
+        f"{EXACT_TYPES}::test_a_forward_that_the_user_puts_in_place_runs",
+    ),
+    "the compiler traces modules that hide their weights from it": Bug(
+        "before_compiling.clear_others",
+        drop("register()"),
+        "test_gtp_shard_compile.py::TestCompile::test_compiled_function_of_parts_of_the_model",
     ),
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -218,6 +219,19 @@ class TestCompile(GlooTest):
             param.requires_grad_(False)
         with self.assertRaisesRegex(RuntimeError, r"'embedding.weight' was frozen or unfrozen .* Compile the module"):
             torch.compile(lambda tokens: model(tokens), backend="aot_eager")(torch.zeros(1, 2, dtype=torch.long))
+
+    def test_compiled_function_of_parts_of_the_model(self) -> None:
+        """The compiler sees none of ours around them. After a reset, too, it traces our classes."""
+
+        def compile_function(model: Any) -> Any:
+            assert type(model.layers[0]) is Block
+            return torch.compile(
+                lambda tokens: model.head(model.layers[0](model.embedding(tokens))), backend="aot_eager", fullgraph=True
+            )
+
+        torch._dynamo.reset()
+        self.train(self.fresh(partial(Model, 1)), compile_function)
+        self.assert_graphs(1)
 
     def test_prefetching_and_gather_counts_of_compiled_blocks(self) -> None:
         for style in (in_place, wrapped):
