@@ -24,7 +24,7 @@ from .._schedule.runtime import Runtime
 from .binding import BINDING, Binding, BoundModule, Fused, binding_of
 from .frames import call_compiled_in_frame, call_in_frame
 from .fused_forward import find_fused
-from .other_libraries import SEEN_BY_TRANSFORMERS
+from .other_libraries import SEEN_BY_TRANSFORMERS, PreparedByAccelerate
 from .overrides import override
 
 
@@ -66,6 +66,7 @@ class OwnClass(BoundModule):
     """Base of the classes that modules get."""
 
     _gtp_original: type[nn.Module]
+    _is_accelerate_prepared = PreparedByAccelerate()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Containers build slices with their own class (``sequential[:2]``): give them the original one."""

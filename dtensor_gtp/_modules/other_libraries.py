@@ -23,6 +23,23 @@ INSTEAD_OF_DDP = (
 )
 
 
+class PreparedByAccelerate:
+    """Class attribute ``_is_accelerate_prepared``, which accelerate reads before it wraps a module.
+
+    Without a value of the module's own, which ``GTPAccelerator`` sets, the module would end in DDP: refuse. The error
+    comes before accelerate's own on GPUs, which takes the DTensors for tensor parallelism. For others who read all
+    attributes, as debuggers do, there is none.
+    """
+
+    def __get__(self, module: nn.Module | None, owner: type | None = None) -> PreparedByAccelerate:
+        if module is None:
+            return self
+        reader = sys._getframe(1).f_globals.get("__name__", "")
+        if reader.partition(".")[0] != "accelerate":
+            raise AttributeError(f"'{type(module).__name__}' object has no attribute '_is_accelerate_prepared'")
+        raise RuntimeError(f"accelerate cannot prepare a {type(module).__name__} after gtp_shard: {INSTEAD_OF_DDP}")
+
+
 class SeenByTransformers:
     """Value of ``_is_fsdp_managed_module`` of a module whose ranks must run the same layers: true for transformers.
 

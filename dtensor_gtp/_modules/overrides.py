@@ -18,7 +18,7 @@ from .._howto import see
 from .._params.sharded_weight import ShardedWeight
 from .binding import BoundModule
 from .frames import ADVICE_FOR_JIT
-from .other_libraries import INSTEAD_OF_DDP, resize_or_refuse
+from .other_libraries import resize_or_refuse
 from .untraced_writes import as_users_see
 
 
@@ -165,8 +165,4 @@ def override(module: nn.Module) -> None:
         f"parallelize_module expects modules that gtp_shard has not sharded yet, but got a {cls.__name__}: tensor "
         "parallelism would split the shards of gtp_shard. Call parallelize_module first, then gtp_shard, then "
         "fully_shard."
-    )
-    # accelerate asks before it wraps a module, which would end in DDP. ``GTPAccelerator`` sets another value.
-    attributes["_is_accelerate_prepared"] = Refusal(
-        f"accelerate cannot prepare a {cls.__name__} after gtp_shard: {INSTEAD_OF_DDP}"
     )

@@ -225,11 +225,11 @@ class TestCompile(GlooTest):
 
         def compile_function(model: Any) -> Any:
             assert type(model.layers[0]) is Block
+            torch._dynamo.reset()
             return torch.compile(
                 lambda tokens: model.head(model.layers[0](model.embedding(tokens))), backend="aot_eager", fullgraph=True
             )
 
-        torch._dynamo.reset()
         self.train(self.fresh(partial(Model, 1)), compile_function)
         self.assert_graphs(1)
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from common import fake_world
+from torchvision_ops import define_missing
 
 from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp.nn import (
@@ -110,6 +111,7 @@ def test_deepseek_block() -> None:
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "deepseek_v3"])
 def test_blocks_of_transformers(model_type: str) -> None:
     """Version 5 stores experts fused; the whole model runs, its routers and shared experts as they are."""
+    define_missing()
     transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[transformers]'")
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
     heads = {"num_key_value_heads": 2, "vocab_size": 31, "max_position_embeddings": 16}

@@ -226,7 +226,7 @@ class TestGroups(GlooTest):
 
         def call(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
             y = layer(x * 1.5)
-            y *= 2
+            y *= 0.5
             return y
 
         self.check(seeded(lambda: Model(call=call, block=InPlace)))
