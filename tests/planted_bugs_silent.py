@@ -118,9 +118,4 @@ SILENT = {
         negate("attributes.get(name) is value"),
         f"{EXACT_TYPES}::test_a_forward_that_the_user_puts_in_place_runs",
     ),
-    "the compiler traces modules that hide their weights from it": Bug(
-        "before_compiling.clear_others",
-        drop("register()"),
-        "test_gtp_shard_compile.py::TestCompile::test_compiled_function_of_parts_of_the_model",
-    ),
 }

@@ -84,9 +84,7 @@ class Binding:
         self.is_grouped = self.is_block = False  # whether a ``WeightGroup`` has its parameters, and is of this module
         self.call_impl: Callable[..., Any]  # what a call runs within its frame
         self.compiled_call = module._compiled_call_impl  # the same, of a module that was compiled before
-        self.classes: dict[tuple[Any, ...], type]  # that this call of ``gtp_shard`` has made
         self.dressed: dict[str, Any] = {}  # attributes that the module has from us now
-        self.untraced: type[nn.Module] | None = None  # its class, before the compiler traced modules
 
     def read(self, name: str, registered: Any) -> Any:
         """What code reads as attribute ``name`` of the module, where ``registered`` is registered as that parameter."""

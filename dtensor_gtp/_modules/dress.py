@@ -1,27 +1,20 @@
 """How the runtime gets into a module, whose class stays as it is: by attributes of the instance.
 
-``nn.Module`` finds them before those of the class. A call runs ``_call_impl``, which opens a frame (see ``frames``), or
-``forward``, a fused op. Code that reads a parameter gets an item of ``_parameters``: the full parameter while a forward
-or backward runs, otherwise the sharded one.
-
-The compiler looks at classes, and at what a dict stores. So before it traces anything, modules get subclasses made on
-the fly, with the same functions, and plain dicts. Only modules that were passed to ``gtp_shard`` have such a class from
-the start, as under ``fully_shard``.
+``nn.Module`` finds them before those of the class, and so does the compiler. A call runs ``_call_impl``, which opens a
+frame (see ``frames``), or ``forward``, a fused op. Code that reads a parameter gets an item of ``_parameters``: the
+full parameter while a forward or backward runs, otherwise the sharded one. Modules that were passed to ``gtp_shard``
+get a subclass made on the fly, as under ``fully_shard``.
 """
 
 from __future__ import annotations
 
-import functools
 from types import MethodType
 from typing import Any
 
 import torch.nn as nn
 
-from .. import _torch_compat as compat
 from .._params.sharded_weight import ShardedWeight, gather_together
-from .._schedule.optimizer_steps import optimizer_steps
-from .._schedule.runtime import Runtime
-from .binding import BINDING, Binding, BoundModule, Fused, binding_of
+from .binding import BINDING, Binding, BoundModule
 from .frames import call_compiled_in_frame, call_in_frame
 from .fused_forward import find_fused
 from .other_libraries import SEEN_BY_TRANSFORMERS, PreparedByAccelerate
@@ -46,24 +39,8 @@ class ReadParams(dict[str, Any]):
         super().__delitem__(name)
 
 
-class ReadParam:
-    """The same for the compiler: a class attribute in place of a parameter."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, module: nn.Module | None, owner: type | None = None) -> Any:
-        if module is None:
-            return self
-        params = module.__dict__["_parameters"]
-        if self._name not in params:
-            raise AttributeError(f"'{type(module).__name__}' object has no attribute '{self._name}'")
-        registered = params[self._name]
-        return None if registered is None else module.__dict__[BINDING].read(self._name, registered)
-
-
 class OwnClass(BoundModule):
-    """Base of the classes that modules get."""
+    """Base of the classes of modules that were passed to ``gtp_shard``."""
 
     _gtp_original: type[nn.Module]
     _is_accelerate_prepared = PreparedByAccelerate()
@@ -72,17 +49,20 @@ class OwnClass(BoundModule):
         """Containers build slices with their own class (``sequential[:2]``): give them the original one."""
         return cls._gtp_original(*args, **kwargs)
 
-    def __delattr__(self, name: str) -> None:
-        self._gtp_binding.put_aside(self._parameters, name)
-        super().__delattr__(name)
+    def __repr__(self) -> str:
+        """Marks the module. ``_get_name`` keeps the original's answer, as the class keeps its name: libraries go by
+        them, e.g. transformers' ``Trainer`` where it smooths labels."""
+        text, name = super().__repr__(), f"{type(self).__name__}("
+        if not text.startswith(name):
+            return text  # the module has a form of its own
+        prefix = type(self).__name__.removesuffix(self._gtp_original.__name__)
+        return f"{prefix}GTP{self._gtp_original.__name__}({text.removeprefix(name)}"
 
 
-def bind(module: nn.Module, binding: Binding, mixin: type | None, classes: dict[tuple[Any, ...], type]) -> None:
-    """Attach ``binding``. ``mixin`` is a further base of the class of the module that was passed to ``gtp_shard``;
-    ``classes`` are those made so far in this call."""
+def bind(module: nn.Module, binding: Binding, mixin: type | None) -> None:
+    """Attach ``binding``. ``mixin`` is a further base of the class of the module that was passed to ``gtp_shard``."""
     binding.fused = find_fused(module, binding.params)
     binding.is_frame = binding.fused is None or mixin is not None
-    binding.classes = classes
     weights = [param for param in binding.params.values() if isinstance(param, ShardedWeight)]
     if binding.fused is None and weights:
         binding.reads.is_reading = True
@@ -93,7 +73,7 @@ def bind(module: nn.Module, binding: Binding, mixin: type | None, classes: dict[
     attributes = module.__dict__
     attributes[BINDING] = binding
     if mixin is not None:
-        module.__class__ = _own_class(type(module), (mixin, OwnClass), {"__repr__": _repr})
+        module.__class__ = _own_class(type(module), mixin)
     if binding.group.mesh.size() > 1:
         attributes["_is_fsdp_managed_module"] = SEEN_BY_TRANSFORMERS
     override(module)
@@ -107,21 +87,15 @@ def dress(module: nn.Module) -> None:
     for name, value in binding.dressed.items():
         if attributes.get(name) is value:  # or the user has put another one there
             del attributes[name]
-    is_traced = binding.untraced is not None
-    is_frame = binding.is_block or (binding.is_frame and not binding.is_grouped)
     fused = None if binding.is_grouped else binding.fused
-    binding.call_impl = (binding.untraced or type(module))._call_impl
+    binding.call_impl = type(module)._call_impl
     binding.dressed = {}
-    if is_frame:
+    if binding.is_block or (binding.is_frame and not binding.is_grouped):
         call = MethodType(call_in_frame, module)
-        binding.dressed["__call__"] = call  # what ``torch.compile`` takes of a module
+        binding.dressed = {"_call_impl": call, "__call__": call}  # ``torch.compile`` takes the latter
         if binding.compiled_call is not None:
             binding.dressed["_compiled_call_impl"] = MethodType(call_compiled_in_frame, module)
-        if not is_traced:
-            binding.dressed["_call_impl"] = call
-    if is_traced:
-        module.__class__ = _traced_class(binding, is_frame, fused)
-    elif fused is not None:
+    if fused is not None:
         binding.dressed["forward"] = MethodType(fused.forward, module)
     elif isinstance(module, nn.RNNBase) and binding.params:
         binding.call_impl = _call_recurrent
@@ -130,47 +104,14 @@ def dress(module: nn.Module) -> None:
     params = attributes["_parameters"]
     if isinstance(params, ReadParams):
         params = attributes["_parameters"] = dict(dict.items(params))
-    if binding.params and not (is_traced or binding.is_grouped):
+    if binding.params and not binding.is_grouped:
         attributes["_parameters"] = ReadParams(params, binding)
 
 
-def _own_class(cls: type, bases: tuple[type, ...], body: dict[str, Any]) -> type:
-    body |= {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    body["_gtp_original"] = getattr(cls, "_gtp_original", cls)
-    return type(cls.__name__, (*bases, cls), body)
-
-
-def _traced_class(binding: Binding, is_frame: bool, fused: Fused | None) -> type:
-    cls, classes = binding.untraced, binding.classes
-    assert cls is not None
-    names = () if binding.is_grouped else tuple(binding.params)
-    key = (cls, is_frame, fused, names)
-    if key not in classes:
-        body: dict[str, Any] = {name: ReadParam(name) for name in names}
-        if is_frame:
-            body["_call_impl"] = call_in_frame
-        if fused is not None:
-            body["forward"] = fused.forward
-        if names and issubclass(cls, nn.RNNBase):
-            body["_flat_weights"] = property(_flat_weights, lambda *_: None)
-        classes[key] = _own_class(cls, () if issubclass(cls, OwnClass) else (OwnClass,), body)
-    return classes[key]
-
-
-@functools.cache
-def trace_when_compiled() -> None:
-    """Before the compiler traces anything in this process, give modules the classes that it takes."""
-    compat.before_compiling(_trace)
-
-
-def _trace() -> None:
-    for watcher in list(optimizer_steps().watchers):
-        for call in watcher.calls if isinstance(watcher, Runtime) else ():
-            for module in call.module.modules():
-                binding = binding_of(module)
-                if binding is not None and binding.untraced is None:
-                    binding.untraced = type(module)
-                    dress(module)
+def _own_class(cls: type, mixin: type) -> type:
+    body: dict[str, Any] = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    body["_gtp_original"] = cls
+    return type(cls.__name__, (mixin, OwnClass, cls), body)
 
 
 def _flat_weights(module: nn.Module) -> list[Any]:
@@ -189,14 +130,3 @@ def _call_recurrent(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return type(module)._call_impl(module, *args, **kwargs)
     finally:
         _forget_flat_weights(module)
-
-
-def _repr(self: Any) -> str:
-    """Marks the module that was passed to ``gtp_shard``. ``_get_name`` keeps the original's answer, as the class keeps
-    its name: libraries go by them, e.g. transformers' ``Trainer`` where it smooths labels."""
-    original: type[nn.Module] = self._gtp_original
-    text, name = original.__repr__(self), f"{type(self).__name__}("
-    if not text.startswith(name):
-        return text  # the module has a form of its own
-    prefix = type(self).__name__.removesuffix(original.__name__)
-    return f"{prefix}GTP{original.__name__}({text.removeprefix(name)}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn as nn
@@ -25,7 +24,7 @@ from . import backward_inputs, torch_patches, untraced_writes
 from .bad_arguments import Arguments
 from .binding import Binding, ShardGroup, binding_of, managed_params
 from .decide import Decision
-from .dress import bind, trace_when_compiled
+from .dress import bind
 from .group_blocks import make_groups
 from .other_libraries import run_all_layers
 
@@ -54,12 +53,11 @@ def shard_module(
         for site in decision.sites:
             site.module._parameters[site.name] = param.param
             owned.setdefault(site.module, {})[site.name] = param
-    classes: dict[tuple[Any, ...], type] = {}
     for submodule in list(module.modules()):
         is_ours = any(m in owned or m in nested for m in submodule.modules())
         if submodule not in nested and (is_ours or submodule is module):
             binding = Binding(submodule, group, owned.get(submodule, {}))
-            bind(submodule, binding, base if submodule is module else None, classes)
+            bind(submodule, binding, base if submodule is module else None)
     runtime.add(group.params)
     runtime.calls.append(group)
     runtime.make_groups = partial(make_groups, runtime)
@@ -69,7 +67,6 @@ def shard_module(
     torch_patches.install()
     backward_inputs.install()
     untraced_writes.install()
-    trace_when_compiled()
     for mesh_of_param in {param.spec.mesh for param in group.params}:
         random_init.whole_draws().add_mesh(mesh_of_param)
 

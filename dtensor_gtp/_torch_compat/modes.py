@@ -96,23 +96,6 @@ def skip_code(code: CodeType, *, recursive: bool = False) -> None:
     eval_frame.set_code_exec_strategy(code, strategy)
 
 
-def before_compiling(callback: Callable[[], None]) -> None:
-    """Call ``callback`` before each function that the compiler traces, as long as this process lives: what is
-    registered is forgotten by ``torch._dynamo.reset``, so this registers it again."""
-    handler = import_module("torch._dynamo.callback").callback_handler
-    clear = handler.clear
-
-    def register() -> None:
-        handler.register_start_callback(lambda _: callback())
-
-    def clear_others() -> None:
-        clear()
-        register()
-
-    register()
-    handler.clear = clear_others
-
-
 def once_differentiable(backward: Callable[..., _T]) -> Callable[..., _T]:
     """As ``torch.autograd.function.once_differentiable``, but what is computed from a weight raises as well when it is
     differentiated: torch returns it as a constant if no argument of ``backward`` needs a gradient."""

@@ -62,9 +62,9 @@ def accumulate_node(leaf: Tensor) -> torch.autograd.graph.Node:
     """The node of autograd's graph that takes the gradient of ``leaf``, which needs one."""
     with torch.inference_mode(False), torch.enable_grad():
         if isinstance(leaf, DTensor):  # torch asks a view of it, which a block placement does not have
-            to_local = leaf.to_local().grad_fn
-            assert to_local is not None
-            return cast("torch.autograd.graph.Node", to_local.next_functions[0][0])
+            local = leaf.to_local()  # the node lives as long as this (torch 2.11)
+            assert local.grad_fn is not None
+            return cast("torch.autograd.graph.Node", local.grad_fn.next_functions[0][0])
         return torch.autograd.graph.get_gradient_edge(leaf).node
 
 
