@@ -34,7 +34,7 @@ def _apply(self: BoundModule, *args: Any, **kwargs: Any) -> Any:
 def _named_members(self: BoundModule, *args: Any, **kwargs: Any) -> Any:
     """Behind ``parameters()`` and the like."""
     members = type(self)._named_members(self, *args, **kwargs)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or compat.is_in_compiler():
         return members
     # Without children it is mostly asked by hooks of tools (CommDebugMode), which must not launch a gather.
     may_gather = kwargs.get("recurse", True)

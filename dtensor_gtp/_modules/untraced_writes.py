@@ -27,7 +27,7 @@ def install() -> None:
 
 
 def _note(param: DTensor) -> None:
-    if isinstance(param, nn.Parameter) and not torch.compiler.is_compiling():
+    if isinstance(param, nn.Parameter) and not (torch.compiler.is_compiling() or compat.is_in_compiler()):
         for watcher in optimizer_steps().watchers:
             if isinstance(watcher, Runtime):
                 watcher.note_handed_out(param)

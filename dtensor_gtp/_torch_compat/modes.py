@@ -10,6 +10,7 @@ from types import CodeType
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import _guards
 from torch.utils import _python_dispatch as python_dispatch
 from torch.utils import checkpoint
 
@@ -94,6 +95,11 @@ def skip_code(code: CodeType, *, recursive: bool = False) -> None:
     action = eval_frame.FrameAction
     strategy = eval_frame.FrameExecStrategy(action.SKIP, action.SKIP if recursive else action.DEFAULT)
     eval_frame.set_code_exec_strategy(code, strategy)
+
+
+def is_in_compiler() -> bool:
+    """Whether the compiler itself runs the caller: it looks at values, to make guards from them."""
+    return _guards.CompileContext.try_get() is not None
 
 
 def once_differentiable(backward: Callable[..., _T]) -> Callable[..., _T]:
