@@ -101,7 +101,7 @@ def enqueue_copies(copies: Sequence[Copy], stream: int) -> None:
             if code := runtime.cudaMemcpyAsync(*addresses, ctypes.c_size_t(nbytes), _DEFAULT_KIND, handle):
                 raise RuntimeError(f"cudaMemcpyAsync failed with error {code}")
         return
-    if len(copies) > 1 and stream and _has_batches() and not torch.cuda.is_current_stream_capturing():
+    if len(copies) > 1 and stream and _has_batches() and not torch.cuda.graphs.is_current_stream_capturing():
         code = driver.cuMemcpyBatchAsync_v2(*_batch(tuple(copies)), handle)
         if not code:
             return

@@ -75,9 +75,11 @@ def _without_collection() -> Iterator[None]:
 
 @contextmanager
 def _refusing_synchronization() -> Iterator[None]:
-    """Waiting for the GPU raises, with the traceback of who waits. In a recording it would only make it fail."""
-    before = torch.cuda.get_sync_debug_mode()
+    """Waiting for the GPU raises, with the traceback of who waits. In a recording it would only make it fail. Code that
+    waits only where nothing is recorded (checks of masks in transformers) finds that something is."""
+    before, is_capturing = torch.cuda.get_sync_debug_mode(), torch.cuda.is_current_stream_capturing
     torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.is_current_stream_capturing = lambda: True  # our own code asks the one of torch.cuda.graphs
     try:
         yield
     except RuntimeError as error:
@@ -87,4 +89,5 @@ def _refusing_synchronization() -> Iterator[None]:
         advice = f"Read tensors outside of the step. {see('capture_a_step')}"
         raise RuntimeError(f"capture_step expects {what}. {advice}") from error
     finally:
+        torch.cuda.is_current_stream_capturing = is_capturing
         torch.cuda.set_sync_debug_mode(before)

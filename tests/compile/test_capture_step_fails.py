@@ -18,6 +18,7 @@ from test_capture_blocks import Wire, Work, one_of
 
 from dtensor_gtp import gtp_shard
 from dtensor_gtp._comm.copy_engine import CopyEngine
+from dtensor_gtp.graphs.recorder import _refusing_synchronization
 
 
 class Breaking(nn.Module):
@@ -191,3 +192,29 @@ class TestGradients:
         with pytest.raises(RuntimeError, match=r"could not record .*: capture_step expects .* in flight when it ends"):
             captured(rows(0))
         assert_idle(setting.model)
+
+
+def test_code_that_waits_only_outside_of_recordings_passes_the_step_before_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers reads masks there. The streams of the package know that nothing is recorded yet."""
+    modes = [0]
+    for module in (torch.cuda, torch.cuda.graphs):
+        monkeypatch.setattr(module, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def waits() -> None:
+        if not torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("called a synchronizing CUDA operation")
+
+    with _refusing_synchronization():
+        waits()
+        assert not torch.cuda.graphs.is_current_stream_capturing()
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        waits()
+    with (
+        pytest.raises(RuntimeError, match="capture_step expects a step that does not wait"),
+        _refusing_synchronization(),
+    ):
+        raise RuntimeError("called a synchronizing CUDA operation")
+    assert not torch.cuda.is_current_stream_capturing()
+    assert modes == [0, "error", 0, "error", 0]

@@ -55,7 +55,7 @@ def broken(*args: Any, **options: Any) -> None:
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The probe runs here, as if it were a GPU."""
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda.graphs, "is_current_stream_capturing", lambda: False)
     attempt = addends._try
     monkeypatch.setattr(addends, "_try", lambda device, key: attempt(torch.device("cpu"), key))
     addends._verdicts.cache_clear()
@@ -138,9 +138,9 @@ def test_nothing_is_decided_while_a_graph_is_recorded(monkeypatch: pytest.Monkey
     """Kernels cannot be loaded then; the next sum outside of it tries."""
     key = _Key(0, BF16, 4)
     with triton(add):
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        monkeypatch.setattr(torch.cuda.graphs, "is_current_stream_capturing", lambda: True)
         assert addends._decided(key) == (None, "first used in a CUDA graph")
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        monkeypatch.setattr(torch.cuda.graphs, "is_current_stream_capturing", lambda: False)
         assert addends._decided(key) == (add, "")
 
 

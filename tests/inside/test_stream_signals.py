@@ -98,7 +98,7 @@ def test_copies_are_one_call_where_that_can_be(
 
     monkeypatch.setattr(driver, "_driver", Driver)
     monkeypatch.setattr(driver, "_has_batches", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
+    monkeypatch.setattr(torch.cuda.graphs, "is_current_stream_capturing", lambda: is_capturing)
     copies = [(1, 11, 5), (2, 12, 0), (3, 13, 6)]
     driver.enqueue_copies(copies, 7)
     assert "".join(name for name, _ in called) == calls

@@ -81,7 +81,7 @@ PROBED = (
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda.graphs, "is_current_stream_capturing", lambda: False)
     monkeypatch.delenv("DTENSOR_GTP_CASTS", raising=False)
     attempt = casts._try
     monkeypatch.setattr(casts, "_try", lambda device: attempt(DEVICE))
@@ -128,7 +128,7 @@ def test_what_works_is_taken(caplog: pytest.LogCaptureFixture) -> None:
 def test_nothing_is_decided_while_a_graph_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels cannot be loaded then; the next cast outside of it tries."""
     with triton(Exact):
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        monkeypatch.setattr(torch.cuda.graphs, "is_current_stream_capturing", lambda: True)
         assert casts._on_device(DEVICE)[1] == "first used in a CUDA graph"
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        monkeypatch.setattr(torch.cuda.graphs, "is_current_stream_capturing", lambda: False)
         assert isinstance(casts._on_device(DEVICE)[0], Exact)
