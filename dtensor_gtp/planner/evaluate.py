@@ -24,19 +24,12 @@ from .user_model import UserModel
 
 @dataclass(frozen=True)
 class Problem:
-    """What is planned.
+    """What is planned."""
 
-    Args:
-        job: What is asked for.
-        config: The sizes of the model; None for a model of the user's own code.
-        machine: The GPUs.
-        user: Such a model.
-    """
-
-    job: Job
-    config: ModelConfig | None
-    machine: Machine
-    user: UserModel | None = None
+    job: Job  # what is asked for
+    config: ModelConfig | None  # the sizes of the model; None for a model of the user's own code
+    machine: Machine  # the GPUs
+    user: UserModel | None = None  # such a model
 
     def flops_per_token(self) -> float:
         if self.config is not None:

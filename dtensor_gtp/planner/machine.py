@@ -25,91 +25,56 @@ _PRESETS = Path(__file__).parent / "machines"
 
 @dataclass(frozen=True)
 class Link:
-    """A link of one GPU.
+    """A link of one GPU."""
 
-    Args:
-        gb_s: What a GPU sends, while it receives as much, in 10^9 bytes a second.
-        share: Of that, what a collective of large messages reaches.
-        start_us: Time before the first byte arrives; of copy engines, for each copy.
-        hop_us: Time for each further step of a ring or a tree; of copy engines, for each peer in a barrier.
-    """
-
-    gb_s: float
-    share: float
-    start_us: float
-    hop_us: float
+    gb_s: float  # what a GPU sends, while it receives as much, in 10^9 bytes a second
+    share: float  # of that, what a collective of large messages reaches
+    start_us: float  # time before the first byte arrives; of copy engines, for each copy
+    hop_us: float  # time for each further step of a ring or a tree; of copy engines, for each peer in a barrier
 
 
 @dataclass(frozen=True)
 class Compute:
-    """What kernels reach of the peaks.
+    """What kernels reach of the peaks."""
 
-    Args:
-        gemm: Pairs of operations of one GEMM and the share of the peak that it reaches; between them the share is
-            interpolated over the logarithm of the operations.
-        float8_gemm: The same for GEMMs of 8 bits and fewer, casts not included; a scale for each matrix.
-        float8_rowwise_gemm: The same with a scale for each row.
-        attention: Share of the bf16 peak that fused attention reaches, without what a causal mask leaves out.
-        hbm: Share of the memory's bandwidth that elementwise kernels reach.
-        cast: The same of casts to formats of 8 bits and fewer, which read their input twice.
-        fused: Share of the bytes of elementwise kernels that is left in compiled blocks.
-        kernel_us: What each kernel takes beside: its begin, its end, and the gap before it.
-        attention_long: As ``attention``, for sequences of 32,768 tokens and more on one rank; 0 if it is the same.
-    """
-
+    # Pairs of operations of one GEMM and the share of the peak that it reaches; between them the share is
+    # interpolated over the logarithm of the operations.
     gemm: tuple[tuple[float, float], ...]
+    # The same for GEMMs of 8 bits and fewer, casts not included; a scale for each matrix.
     float8_gemm: tuple[tuple[float, float], ...]
-    float8_rowwise_gemm: tuple[tuple[float, float], ...]
-    attention: float
-    hbm: float
-    cast: float
-    fused: float
-    kernel_us: float
+    float8_rowwise_gemm: tuple[tuple[float, float], ...]  # the same with a scale for each row
+    attention: float  # share of the bf16 peak that fused attention reaches, without what a causal mask leaves out
+    hbm: float  # share of the memory's bandwidth that elementwise kernels reach
+    cast: float  # the same of casts to formats of 8 bits and fewer, which read their input twice
+    fused: float  # share of the bytes of elementwise kernels that is left in compiled blocks
+    kernel_us: float  # what each kernel takes beside: its begin, its end, and the gap before it
+    # As ``attention``, for sequences of 32,768 tokens and more on one rank; 0 if it is the same.
     attention_long: float = 0.0
 
 
 @dataclass(frozen=True)
 class Host:
-    """What the host takes in eager steps.
+    """What the host takes in eager steps."""
 
-    Args:
-        op_us: For one operation of torch in forward and backward, a view or a kernel.
-        use_us: For one use of a sharded weight, in forward or in backward, without the calls of the process group.
-        fsdp_use_us: The same under ``fully_shard``, for each parameter.
-        collective_us: For one call of the process group.
-        copy_us: For one launch of copy engines.
-        replay_us: Before the replay of a CUDA graph of a whole step.
-    """
-
-    op_us: float
-    use_us: float
-    fsdp_use_us: float
-    collective_us: float
-    copy_us: float
-    replay_us: float
+    op_us: float  # for one operation of torch in forward and backward, a view or a kernel
+    use_us: float  # for one use of a sharded weight, in forward or in backward, without the calls of the process group
+    fsdp_use_us: float  # the same under ``fully_shard``, for each parameter
+    collective_us: float  # for one call of the process group
+    copy_us: float  # for one launch of copy engines
+    replay_us: float  # before the replay of a CUDA graph of a whole step
 
 
 @dataclass(frozen=True)
 class Contention:
-    """How many times as long work takes while other work runs beside it.
+    """How many times as long work takes while other work runs beside it."""
 
-    Args:
-        gemm_beside_nccl: GEMMs beside a collective whose kernels take SMs.
-        gemm_beside_copy: GEMMs beside copy engines.
-        nccl_beside_gemm: Such a collective beside GEMMs.
-        copy_beside_gemm: Copies beside GEMMs.
-        wire: Two collectives over the same link, each of them.
-        kernel: Two kernels on one GPU, each of them: they share SMs and memory.
-        grouped: One collective of NCCL over several tensors, beside one over a single tensor of as many bytes.
-    """
-
-    gemm_beside_nccl: float
-    gemm_beside_copy: float
-    nccl_beside_gemm: float
-    copy_beside_gemm: float
-    wire: float
-    kernel: float
-    grouped: float
+    gemm_beside_nccl: float  # GEMMs beside a collective whose kernels take SMs
+    gemm_beside_copy: float  # GEMMs beside copy engines
+    nccl_beside_gemm: float  # such a collective beside GEMMs
+    copy_beside_gemm: float  # copies beside GEMMs
+    wire: float  # two collectives over the same link, each of them
+    kernel: float  # two kernels on one GPU, each of them: they share SMs and memory
+    grouped: float  # one collective of NCCL over several tensors, beside one over a single tensor of as many bytes
 
 
 @dataclass(frozen=True)

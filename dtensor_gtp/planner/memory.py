@@ -23,17 +23,11 @@ _LEAN, _LEAN_LOGITS = 0.35, 0.25
 
 
 class Reducing(NamedTuple):
-    """How gradients are reduced.
+    """How gradients are reduced."""
 
-    Args:
-        nbytes: Of an element on the wire.
-        kind: ``SchedulePolicy.reduce_scatter``.
-        num_ranks: Size of the axis.
-    """
-
-    nbytes: int
-    kind: str
-    num_ranks: int
+    nbytes: int  # of an element on the wire
+    kind: str  # ``SchedulePolicy.reduce_scatter``
+    num_ranks: int  # size of the axis
 
 
 class Shard(NamedTuple):
@@ -156,17 +150,11 @@ class Memory(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """What a rank of a pipeline has beside one microbatch.
+    """What a rank of a pipeline has beside one microbatch."""
 
-    Args:
-        num_inflight: Microbatches whose activations it holds at once.
-        num_microbatches: Of a step.
-        keep: Whether weights and full gradients stay for the whole step.
-    """
-
-    num_inflight: int = 1
-    num_microbatches: int = 1
-    keep: bool = False
+    num_inflight: int = 1  # microbatches whose activations it holds at once
+    num_microbatches: int = 1  # of a step
+    keep: bool = False  # whether weights and full gradients stay for the whole step
 
 
 def predict(setting: Setting, schedule: Schedule, stage: Stage, optimizer_nbytes: int) -> Memory:

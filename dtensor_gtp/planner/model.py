@@ -13,51 +13,28 @@ from .errors import PlanError, printable
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The sizes of a decoder with RMSNorm, rotary embeddings and SwiGLU.
+    """The sizes of a decoder with RMSNorm, rotary embeddings and SwiGLU."""
 
-    Args:
-        name: For people.
-        dim: Of the residual stream.
-        layers: Number of blocks.
-        heads: Of queries.
-        kv_heads: Of keys and values.
-        head_dim: Of a head; with latent attention, of its part without rotary embedding.
-        hidden_dim: Of a dense feed-forward.
-        vocab_size: Rows of the embedding and of the head.
-        experts: Of a mixture; 0 for a dense model.
-        experts_per_token: That each token is sent to.
-        expert_hidden_dim: Of one expert.
-        shared_experts: That see all tokens.
-        dense_layers: Blocks before the first mixture.
-        q_rank: Of latent queries; 0 without latent attention.
-        kv_rank: Of latent keys and values.
-        rope_head_dim: Of the rotary part of a head, with latent attention.
-        value_head_dim: Of values, with latent attention.
-        is_tied: Whether embedding and head are one matrix.
-        window: Tokens that attention looks back at; 0 for all.
-        window_every: Of so many blocks one looks at all tokens; 0 if all blocks have the window.
-    """
-
-    name: str
-    dim: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    hidden_dim: int
-    vocab_size: int
-    experts: int = 0
-    experts_per_token: int = 0
-    expert_hidden_dim: int = 0
-    shared_experts: int = 0
-    dense_layers: int = 0
-    q_rank: int = 0
-    kv_rank: int = 0
-    rope_head_dim: int = 0
-    value_head_dim: int = 0
-    is_tied: bool = False
-    window: int = 0
-    window_every: int = 0
+    name: str  # for people
+    dim: int  # of the residual stream
+    layers: int  # number of blocks
+    heads: int  # of queries
+    kv_heads: int  # of keys and values
+    head_dim: int  # of a head; with latent attention, of its part without rotary embedding
+    hidden_dim: int  # of a dense feed-forward
+    vocab_size: int  # rows of the embedding and of the head
+    experts: int = 0  # of a mixture; 0 for a dense model
+    experts_per_token: int = 0  # that each token is sent to
+    expert_hidden_dim: int = 0  # of one expert
+    shared_experts: int = 0  # that see all tokens
+    dense_layers: int = 0  # blocks before the first mixture
+    q_rank: int = 0  # of latent queries; 0 without latent attention
+    kv_rank: int = 0  # of latent keys and values
+    rope_head_dim: int = 0  # of the rotary part of a head, with latent attention
+    value_head_dim: int = 0  # of values, with latent attention
+    is_tied: bool = False  # whether embedding and head are one matrix
+    window: int = 0  # tokens that attention looks back at; 0 for all
+    window_every: int = 0  # of so many blocks one looks at all tokens; 0 if all blocks have the window
 
     def looked_at(self, seq_len: int) -> float:
         """Of all pairs of tokens, the share that a block computes on average: half under a causal mask, less with a

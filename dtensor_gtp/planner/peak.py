@@ -13,46 +13,27 @@ from .._schedule.order_of_reductions import fits, may_wait
 
 
 class Amounts(NamedTuple):
-    """What there is of one kind of memory around one use of a weight, at most, in bytes.
+    """What there is of one kind of memory around one use of a weight, at most, in bytes."""
 
-    Args:
-        forward: While forward uses the weight.
-        after_forward: From there until forward uses the next one, or ends with the loss.
-        before_backward: From the end of the use that backward comes from, or from the loss.
-        wgrad: While backward computes the weight's gradient.
-        dgrad: While it computes that of the input.
-    """
-
-    forward: int
-    after_forward: int
-    before_backward: int
-    wgrad: int
-    dgrad: int
+    forward: int  # while forward uses the weight
+    after_forward: int  # from there until forward uses the next one, or ends with the loss
+    before_backward: int  # from the end of the use that backward comes from, or from the loss
+    wgrad: int  # while backward computes the weight's gradient
+    dgrad: int  # while it computes that of the input
 
 
 class Use(NamedTuple):
-    """One use of a weight in the forward; backward comes by in the reverse order. All in bytes.
-
-    Args:
-        gathered: Gathered weights: the one in use, those kept for backward, and those that are gathered ahead.
-        activations: What is saved for backward and not yet used up, gradients of activations, results.
-        wgrad: The full gradient, in the dtype of its reduction.
-        sent: What the reduction needs beside the full gradient, until it is complete.
-        grad: The shard's gradient, which stays until the optimizer has seen it.
-        unreduced: What computing the full gradient needs beside it.
-        is_in_ring: Whether the full gradient is written to symmetric memory, which is not counted here.
-        is_exchanged: Whether activations are exchanged instead of the weight: there is no full gradient.
-    """
+    """One use of a weight in the forward; backward comes by in the reverse order. All in bytes."""
 
     name: str
-    gathered: Amounts
-    activations: Amounts
-    wgrad: int
-    sent: int
-    grad: int
-    unreduced: int = 0
-    is_in_ring: bool = False
-    is_exchanged: bool = False
+    gathered: Amounts  # gathered weights: the one in use, those kept for backward, and those that are gathered ahead
+    activations: Amounts  # what is saved for backward and not yet used up, gradients of activations, results
+    wgrad: int  # the full gradient, in the dtype of its reduction
+    sent: int  # what the reduction needs beside the full gradient, until it is complete
+    grad: int  # the shard's gradient, which stays until the optimizer has seen it
+    unreduced: int = 0  # what computing the full gradient needs beside it
+    is_in_ring: bool = False  # whether the full gradient is written to symmetric memory, which is not counted here
+    is_exchanged: bool = False  # whether activations are exchanged instead of the weight: there is no full gradient
 
     @property
     def buffer(self) -> int:
@@ -61,23 +42,14 @@ class Use(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """The fullest moment of a step, in bytes.
+    """The fullest moment of a step, in bytes."""
 
-    Args:
-        moment: The pass, and the name of the weight that is in use, or was or will be.
-        state: Parameters, buffers and optimizer state, which are always there.
-        gradients: Of the shards, as far as they have been reduced.
-        gathered: Gathered weights.
-        wgrad: Full gradients that are computed or on their way, and what their reduction needs beside them.
-        activations: What is saved for backward, gradients of activations, logits.
-    """
-
-    moment: str
-    state: int
-    gradients: int
-    gathered: int
-    wgrad: int
-    activations: int
+    moment: str  # the pass, and the name of the weight that is in use, or was or will be
+    state: int  # parameters, buffers and optimizer state, which are always there
+    gradients: int  # of the shards, as far as they have been reduced
+    gathered: int  # gathered weights
+    wgrad: int  # full gradients that are computed or on their way, and what their reduction needs beside them
+    activations: int  # what is saved for backward, gradients of activations, logits
 
     @property
     def total(self) -> int:

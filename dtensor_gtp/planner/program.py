@@ -22,19 +22,12 @@ from .simulate import Load, Stream, Task
 
 
 class Program(NamedTuple):
-    """Tasks in the order of their launches.
+    """Tasks in the order of their launches."""
 
-    Args:
-        tasks: All of them.
-        host_ms: When the host has launched the last one.
-        received: Bytes that a rank receives, by axis.
-        turning: Number of the first task of backward.
-    """
-
-    tasks: list[Task]
-    host_ms: float
-    received: dict[str, float]
-    turning: int
+    tasks: list[Task]  # all of them
+    host_ms: float  # when the host has launched the last one
+    received: dict[str, float]  # bytes that a rank receives, by axis
+    turning: int  # number of the first task of backward
 
 
 class Tasks:

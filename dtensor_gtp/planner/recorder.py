@@ -35,35 +35,21 @@ class Kind(Enum):
 
 
 class Op(NamedTuple):
-    """One operation.
+    """One operation."""
 
-    Args:
-        kind: What it is bound by.
-        flops: Multiplications and additions of GEMMs and attention.
-        nbytes: What elementwise kernels read and write, or the result of a gather on all ranks of its axis.
-    """
-
-    kind: Kind
-    flops: float = 0
-    nbytes: float = 0
+    kind: Kind  # what it is bound by
+    flops: float = 0  # multiplications and additions of GEMMs and attention
+    nbytes: float = 0  # what elementwise kernels read and write, or the result of a gather on all ranks of its axis
 
 
 class Stretch(NamedTuple):
-    """What lies between two marks: see :meth:`Recorder.mark`.
+    """What lies between two marks: see :meth:`Recorder.mark`."""
 
-    Args:
-        mark: The kind of the first mark.
-        name: The weight of the first mark.
-        ops: The operations in order.
-        most: The most bytes of activations at any moment of it.
-        live: The bytes of activations at its begin.
-    """
-
-    mark: str
-    name: str
-    ops: tuple[Op, ...]
-    most: int
-    live: int
+    mark: str  # the kind of the first mark
+    name: str  # the weight of the first mark
+    ops: tuple[Op, ...]  # the operations in order
+    most: int  # the most bytes of activations at any moment of it
+    live: int  # the bytes of activations at its begin
 
 
 class Recorder(compat.TorchDispatchMode):

@@ -31,24 +31,16 @@ class Refused:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found.
+    """What a search found."""
 
-    Args:
-        answers: The fastest of each family, the best first. A family has equal pp, cp, tp and ep. If none fits, those
-            that leaner code could run: see ``Answer.may_fit``.
-        refused: By reason, the most frequent first.
-        closest: Of those that do not fit, the one that lacks least memory; None if one fits.
-        num_layouts: How many were considered.
-        num_simulated: How many were simulated.
-        seconds: How long it took.
-    """
-
+    # The fastest of each family, the best first. A family has equal pp, cp, tp and ep. If none fits, those that
+    # leaner code could run: see ``Answer.may_fit``.
     answers: tuple[Answer, ...]
-    refused: tuple[Refused, ...]
-    closest: Answer | None
-    num_layouts: int
-    num_simulated: int
-    seconds: float
+    refused: tuple[Refused, ...]  # by reason, the most frequent first
+    closest: Answer | None  # of those that do not fit, the one that lacks least memory; None if one fits
+    num_layouts: int  # how many were considered
+    num_simulated: int  # how many were simulated
+    seconds: float  # how long it took
 
 
 Report = Callable[[int, int, int], None]  # simulated, all, seconds

@@ -23,25 +23,15 @@ COMPUTE_NBYTES = 2
 
 
 class Sharded(NamedTuple):
-    """One weight of the plan.
+    """One weight of the plan."""
 
-    Args:
-        weight: The use in the recording.
-        lane: 0, or 1 for experts on their own mesh.
-        axis: Of the ranks that hold its shards.
-        gathered: Bytes of the full weight, in the dtype of compute.
-        wired: Bytes that are gathered: fewer with a recipe.
-        sent: Bytes of the full gradient.
-        shard_numel: Elements that the rank with most rows holds.
-    """
-
-    weight: Weight
-    lane: int
-    axis: Axis
-    gathered: int
-    wired: int
-    sent: int
-    shard_numel: int
+    weight: Weight  # the use in the recording
+    lane: int  # 0, or 1 for experts on their own mesh
+    axis: Axis  # of the ranks that hold its shards
+    gathered: int  # bytes of the full weight, in the dtype of compute
+    wired: int  # bytes that are gathered: fewer with a recipe
+    sent: int  # bytes of the full gradient
+    shard_numel: int  # elements that the rank with most rows holds
 
     @property
     def name(self) -> str:
@@ -66,29 +56,17 @@ class Backends(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """What a rank does in a step.
+    """What a rank does in a step."""
 
-    Args:
-        trace: What it computes.
-        costs: On what machine, over which groups.
-        policy: Of ``gtp_shard``.
-        reduce_nbytes: Of an element of a gradient on the wire.
-        recipe: Of the linear layers of the blocks; None for bf16.
-        checkpoint: "none", "selective" or "full": which activations of a block are computed again.
-        is_captured: Whether the step is replayed as a CUDA graph.
-        reshard: Whether weights are freed after their forward; False keeps them for backward.
-        tokens: Of a rank in one forward.
-    """
-
-    trace: Trace
-    costs: Costs
-    policy: SchedulePolicy
-    reduce_nbytes: int = 2
-    recipe: Recipe | None = None
-    checkpoint: str = "none"
-    is_captured: bool = False
-    reshard: bool = True
-    tokens: int = 0
+    trace: Trace  # what it computes
+    costs: Costs  # on what machine, over which groups
+    policy: SchedulePolicy  # of ``gtp_shard``
+    reduce_nbytes: int = 2  # of an element of a gradient on the wire
+    recipe: Recipe | None = None  # of the linear layers of the blocks; None for bf16
+    checkpoint: str = "none"  # "none", "selective" or "full": which activations of a block are computed again
+    is_captured: bool = False  # whether the step is replayed as a CUDA graph
+    reshard: bool = True  # whether weights are freed after their forward; False keeps them for backward
+    tokens: int = 0  # of a rank in one forward
 
     def axis_of(self, weight: Weight) -> Axis:
         return self.costs.axis("expert_gtp" if weight.is_expert else "gtp")
@@ -155,19 +133,12 @@ class Setting:
 
 
 class Step(NamedTuple):
-    """Uses of a forward and of its backward, as the runtime observes them.
+    """Uses of a forward and of its backward, as the runtime observes them."""
 
-    Args:
-        forward: The plan of the forward.
-        backward: That of backward, recomputation included.
-        kept: Weights that stay from forward to backward.
-        recomputed: By block, the weights that are used again in backward before its gradients.
-    """
-
-    forward: Plan
-    backward: Plan
-    kept: frozenset[int]
-    recomputed: dict[int, tuple[int, ...]]
+    forward: Plan  # the plan of the forward
+    backward: Plan  # that of backward, recomputation included
+    kept: frozenset[int]  # weights that stay from forward to backward
+    recomputed: dict[int, tuple[int, ...]]  # by block, the weights that are used again in backward before its gradients
 
 
 def plan_step(setting: Setting, weights: Sequence[Sharded], schedule: Schedule) -> Step:

@@ -36,25 +36,15 @@ class Load(IntEnum):
 
 
 class Task(NamedTuple):
-    """One task.
+    """One task."""
 
-    Args:
-        stream: Where it runs.
-        load: What it occupies.
-        ms: How long it takes alone.
-        after: Numbers of earlier tasks that it waits for, of any stream.
-        launch_ms: When the host has launched it.
-        label: For people.
-        cause: Under what its time counts if compute waits for it.
-    """
-
-    stream: Stream
-    load: Load
-    ms: float
-    after: tuple[int, ...] = ()
-    launch_ms: float = 0.0
-    label: str = ""
-    cause: str = ""
+    stream: Stream  # where it runs
+    load: Load  # what it occupies
+    ms: float  # how long it takes alone
+    after: tuple[int, ...] = ()  # numbers of earlier tasks that it waits for, of any stream
+    launch_ms: float = 0.0  # when the host has launched it
+    label: str = ""  # for people
+    cause: str = ""  # under what its time counts if compute waits for it
 
 
 class Span(NamedTuple):

@@ -29,35 +29,20 @@ _BLOCK = re.compile(r"(?:^|\.)(\d+)\.")
 
 
 class Weight(NamedTuple):
-    """One use of a weight in the forward, and what surrounds it there and in backward.
+    """One use of a weight in the forward, and what surrounds it there and in backward."""
 
-    Args:
-        name: Of the weight.
-        shape: On one rank, before gtp cuts it.
-        is_table: Whether it is looked up.
-        is_expert: Whether it is of experts, which have their own mesh.
-        has_dgrad: Whether backward computes the gradient of the input.
-        is_tied: Whether another use is of the same matrix and counts its state.
-        block: Number of its block; -1 if it is in none.
-        before: Operations of forward since the use before it.
-        use: Those of the use itself.
-        backward: Operations of backward between the use that backward comes from and this one.
-        amounts: Bytes of activations around it.
-        live: Bytes of activations at the begin of its use in forward.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    is_table: bool
-    is_expert: bool
-    has_dgrad: bool
-    block: int
-    before: tuple[Op, ...]
-    use: tuple[Op, ...]
-    backward: tuple[Op, ...]
-    amounts: Amounts
-    live: int
-    is_tied: bool = False
+    name: str  # of the weight
+    shape: tuple[int, ...]  # on one rank, before gtp cuts it
+    is_table: bool  # whether it is looked up
+    is_expert: bool  # whether it is of experts, which have their own mesh
+    has_dgrad: bool  # whether backward computes the gradient of the input
+    block: int  # number of its block; -1 if it is in none
+    before: tuple[Op, ...]  # operations of forward since the use before it
+    use: tuple[Op, ...]  # those of the use itself
+    backward: tuple[Op, ...]  # operations of backward between the use that backward comes from and this one
+    amounts: Amounts  # bytes of activations around it
+    live: int  # bytes of activations at the begin of its use in forward
+    is_tied: bool = False  # whether another use is of the same matrix and counts its state
 
     @property
     def numel(self) -> int:
@@ -71,23 +56,14 @@ class Weight(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """One step.
+    """One step."""
 
-    Args:
-        weights: In the order of the forward.
-        loss: Operations of forward after the last use.
-        tail: Operations of backward after the last use.
-        input_nbytes: Bytes of what is passed from block to block.
-        small_numel: Parameters with less than two dims, which stay whole.
-        end: Bytes of activations behind the last block; 0 if it is not known.
-    """
-
-    weights: tuple[Weight, ...]
-    loss: tuple[Op, ...]
-    tail: tuple[Op, ...]
-    input_nbytes: int
-    small_numel: int
-    end: int = 0
+    weights: tuple[Weight, ...]  # in the order of the forward
+    loss: tuple[Op, ...]  # operations of forward after the last use
+    tail: tuple[Op, ...]  # operations of backward after the last use
+    input_nbytes: int  # bytes of what is passed from block to block
+    small_numel: int  # parameters with less than two dims, which stay whole
+    end: int = 0  # bytes of activations behind the last block; 0 if it is not known
 
     @property
     def activations(self) -> int:
@@ -266,17 +242,11 @@ def with_loss(trace: Trace, loss: str) -> Trace:
 
 
 class Part(NamedTuple):
-    """The blocks of one rank of a pipeline.
+    """The blocks of one rank of a pipeline."""
 
-    Args:
-        kinds: Of each block, whether it is a mixture.
-        is_first: Whether the embedding is here.
-        is_last: Whether the head and the loss are here.
-    """
-
-    kinds: tuple[bool, ...]
-    is_first: bool = True
-    is_last: bool = True
+    kinds: tuple[bool, ...]  # of each block, whether it is a mixture
+    is_first: bool = True  # whether the embedding is here
+    is_last: bool = True  # whether the head and the loss are here
 
 
 def repeated(trace: Trace, config: ModelConfig, part: Part) -> Trace:
