@@ -10,7 +10,7 @@ from .errors import PlanError
 from .evaluate import Problem
 from .job import Job
 from .machine import Machine, load_machine
-from .search import Found, Report, search
+from .search import Report, search
 from .text import PlanResult
 from .user_model import load_model
 
@@ -63,21 +63,5 @@ def plan(
         asked = replace(asked, seq_len=user.seq_len)
     problem = Problem(asked, config, gpus, user)
     found = search(problem, top=top, report=report)
-    return _result(name, problem, found)
-
-
-def _result(name: str, problem: Problem, found: Found) -> PlanResult:
-    advice = tuple(advise(problem, found.closest)) if found.closest is not None else ()
-    return PlanResult(
-        name,
-        problem.machine,
-        problem.job,
-        found.answers,
-        found.refused,
-        found.closest,
-        advice,
-        found.num_layouts,
-        found.num_simulated,
-        found.seconds,
-        problem,
-    )
+    advice = () if found.closest is None else tuple(advise(problem, found.closest))
+    return PlanResult(**vars(found), model=name, problem=problem, advice=advice)

@@ -18,7 +18,7 @@ from ..quant.float8_gemms import Granularity, Operand, product
 from .clock import Clock
 from .machine import Machine
 from .model import ModelConfig
-from .peers import build_compute
+from .program import build_compute
 from .recorder import Recorder
 from .reference import Reference
 from .samples import Samples

@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 
 from ..policy import Schedule
 from .costs import Axis, Costs
+from .fully_shard import build_fully_shard
 from .ground import Ground, ground_of
 from .job import OPTIMIZERS, Job, Layout
 from .machine import GIB, Machine
 from .memory import Memory, Stage, predict
 from .model import ModelConfig
 from .peak import Amounts
-from .peers import build_fully_shard
 from .recorder import Op
 from .setting import PARAM_NBYTES, Setting
-from .timing import FEW, MORE, Parts, is_long, measure, timeline_of, with_blocks
+from .timing import Parts, few_and_more, measure, timeline_of
 from .trace import Part, Trace, Weight, record_reference, repeated, with_loss
 from .user_model import UserModel
 
@@ -31,21 +31,16 @@ class Problem:
     machine: Machine  # the GPUs
     user: UserModel | None = None  # such a model
 
+    @functools.cached_property
+    def whole(self) -> Trace:
+        """What a rank alone would compute of one sequence."""
+        return trace_of(self, Layout(), parts_of(self, Layout())[0])
+
     def flops_per_token(self) -> float:
-        if self.config is not None:
-            return self.config.flops_per_token(self.job.seq_len)
-        assert self.user is not None
-        weights = self.user.trace().weights
-        ops = [op for weight in weights for op in (*weight.before, *weight.backward)]
-        products = sum(3 * weight.flops if weight.has_dgrad else 2 * weight.flops for weight in weights)
-        return (products + sum(op.flops for op in ops)) / self.job.seq_len
+        return self.whole.model_flops / self.job.seq_len
 
     def numel(self) -> int:
-        if self.config is not None:
-            return self.config.numel
-        assert self.user is not None
-        whole = self.user.trace()
-        return sum(weight.numel for weight in whole.weights if not weight.is_tied) + whole.small_numel
+        return self.whole.numel
 
 
 @dataclass(frozen=True)
@@ -218,18 +213,17 @@ def memory_of(problem: Problem, layout: Layout) -> Memory:
 
 def _memory_of_stage(setting: Setting, schedule: Schedule, stage: Stage, optimizer_nbytes: int) -> Memory:
     """For many blocks by the difference that three of them make, see :func:`measure`."""
-    if not is_long(setting.trace):
-        return predict(setting, schedule, stage, optimizer_nbytes)
-    few, more = (
-        predict(replace(setting, trace=with_blocks(setting.trace, number)), schedule, stage, optimizer_nbytes)
-        for number in (FEW, MORE)
-    )
-    times = (setting.trace.num_blocks - MORE) // (MORE - FEW)
-    rest = (setting.trace.num_blocks - MORE) % (MORE - FEW)
-    grown = [
-        large + (large - small) * times + (large - small) * rest // (MORE - FEW)
+
+    def of(one: Setting) -> Memory:
+        return predict(one, schedule, stage, optimizer_nbytes)
+
+    if (shorter := few_and_more(setting)) is None:
+        return of(setting)
+    few, more = of(shorter.few), of(shorter.more)
+    grown = (
+        large + int((large - small) * shorter.left) // shorter.grown
         for small, large in zip(few[:-1], more[:-1], strict=True)
-    ]
+    )
     return Memory._make((*grown, more.moment))
 
 

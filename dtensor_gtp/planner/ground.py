@@ -8,11 +8,10 @@ range and no time.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from .job import Job, Layout
-    from .machine import Machine
+from .job import Job, Layout
+from .machine import Machine
 
 
 class Ground(NamedTuple):

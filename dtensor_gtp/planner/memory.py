@@ -144,6 +144,10 @@ class Memory(NamedTuple):
         state = self.parameters + self.gradients + self.optimizer
         return int(state + self.gathered + self.reductions + _LEAN * self.activations + _LEAN_LOGITS * self.logits)
 
+    def parts(self) -> dict[str, int]:
+        """Bytes by kind."""
+        return dict(zip(self._fields[:-1], self[:-1], strict=True))
+
     def as_record(self) -> dict[str, int | str]:
         """All of it as plain data, for JSON."""
         return self._asdict() | {"total": self.total, "least": self.least}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .._schedule.order_of_reductions import fits, may_wait
+from .._schedule.order_of_reductions import Together
 
 
 class Amounts(NamedTuple):
@@ -68,40 +68,25 @@ class Peak(NamedTuple):
         return f"{text}; measured {measured / 2**20:.1f} MiB ({(measured / self.total - 1) * 100:+.1f}%)"
 
 
-class Reductions:
+class _Reductions:
     """The gradients that wait to be sent together, and those on their way."""
 
     def __init__(self, max_inflight: int, together: int) -> None:
         self._max_inflight = max_inflight
-        self._together = together
-        self._waiting: list[Use] = []
+        self._together = Together[Use](together)
         self._inflight: list[list[Use]] = []
 
     @property
     def nbytes(self) -> int:
         on_the_way = sum(use.buffer + use.sent for launch in self._inflight for use in launch)
-        return on_the_way + sum(use.buffer for use in self._waiting)
+        return on_the_way + sum(use.buffer for use in self._together.waiting)
 
     def submit(self, use: Use) -> list[list[Use]]:
         """Takes a gradient; returns what is launched by it."""
-        if use.is_exchanged:
-            return []
-        launches = []
-        is_alone = not may_wait(use.wgrad, self._together)
-        waiting = sum(other.wgrad for other in self._waiting)
-        if self._waiting and (is_alone or not fits(waiting, use.wgrad, self._together)):
-            launches.append(self._waiting)
-            self._waiting = []
-        if is_alone:
-            launches.append([use])
-        else:
-            self._waiting = [*self._waiting, use]
-        return launches
+        return [] if use.is_exchanged else self._together.submit(use, use.wgrad)
 
     def flush(self) -> list[list[Use]]:
-        """What waits is launched: backward ends."""
-        waiting, self._waiting = self._waiting, []
-        return [waiting] if waiting else []
+        return self._together.flush()
 
     def launch(self, launches: list[list[Use]]) -> None:
         """They are on their way, and the oldest have been waited for."""
@@ -118,7 +103,7 @@ def moments(
             amounts = getattr(use.gathered, moment), 0, getattr(use.activations, moment)
             found.append(Peak(f"{_WORDS[moment]} of {use.name}", state, 0, *amounts))
     grads = 0
-    reductions = Reductions(max_inflight, together)
+    reductions = _Reductions(max_inflight, together)
 
     def add(moment: str, use: Use, gathered: int, activations: int, wgrad: int) -> None:
         found.append(Peak(f"{moment} of {use.name}", state, grads, gathered, wgrad, activations))

@@ -12,11 +12,10 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from .._schedule.order_of_gathers import Plan, Window
-from .._schedule.order_of_reductions import fits, may_wait
+from .._schedule.order_of_reductions import Together
 from .._schedule.order_of_uses import Chain
 from ..policy import Schedule
 from .costs import Work
-from .recorder import Op
 from .setting import COMPUTE_NBYTES, PARAM_NBYTES, Setting, Sharded, Step, plan_step
 from .simulate import Load, Stream, Task
 
@@ -78,11 +77,41 @@ class Tasks:
             self.receive(work.axis, work.nbytes)
             self.add(Stream.COMPUTE, load, work.ms, label=f"{label}: {work.axis}", cause=work.axis)
 
-    def ops(self, ops: Sequence[Op], label: str, *, is_block: bool = True) -> None:
-        self.compute(self.costs.works(ops, is_block=is_block), label)
+    def before(self, item: Sharded, label: str = "before") -> None:
+        """What forward computes before a use."""
+        self.compute(self.costs.works(item.weight.before, is_block=item.is_in_block), f"{label} {item.name}")
+
+    def before_backward(self, item: Sharded) -> None:
+        works = self.costs.works(item.weight.backward, is_block=item.is_in_block)
+        self.compute(works, f"before backward of {item.name}")
+
+    def multiply(self, item: Sharded, part: str) -> None:
+        """The GEMM of a use: "forward", "wgrad" or "dgrad"."""
+        self.compute(product(self.setting, item, part), f"{'use' if part == 'forward' else part} {item.name}")
+
+    def loss(self) -> None:
+        """The end of forward; backward begins."""
+        self.compute(self.costs.works(self.setting.trace.loss, is_block=False), "loss")
+        self.turning = len(self.tasks)
+
+    def tail(self) -> None:
+        """What backward computes after the last weight."""
+        self.compute(self.costs.works(self.setting.trace.tail, is_block=False), "backward of the input")
 
     def receive(self, axis: str, nbytes: float) -> None:
         self.received[axis] = self.received.get(axis, 0) + nbytes
+
+    def reduce(self, stream: Stream, axis: str, nbytes: float, after: Iterable[int], label: str, cause: str) -> int:
+        """An all-reduce."""
+        ranks = self.costs.axis(axis)
+        self.spend(self.host.collective_us)
+        load = self.costs.load(ranks, is_copy=False)
+        return self.add(stream, load, self.costs.reduce_ms(nbytes, ranks), after, label, cause)
+
+    def end(self) -> Program:
+        """Compute waits for what it was told to."""
+        self.add(Stream.COMPUTE, Load.COMPUTE, 0.0, label="end", cause="reductions")
+        return self.done()
 
     def done(self) -> Program:
         return Program(self.tasks, self.host_ms, self.received, self.turning)
@@ -105,8 +134,8 @@ class Gathers:
         for positions in chain.expected():
             self._prefetch(plan, positions)
 
-    def use(self, number: int, *, is_kept: bool) -> int | None:
-        """A use begins: the gather that compute waits for, None if the weight is there. Launches what follows."""
+    def use(self, number: int, *, is_kept: bool) -> int:
+        """A use begins: the gather that compute waits for. Launches what follows."""
         chain = self._chain
         assert chain is not None
         done = self._take(number)
@@ -158,20 +187,14 @@ class Reductions:
 
     def __init__(self, tasks: Tasks, schedule: Schedule, *, is_last: bool) -> None:
         self._tasks, self._schedule, self._is_last = tasks, schedule, is_last
-        self._waiting: dict[int, list[Sharded]] = {}
+        self._together: dict[int, Together[Sharded]] = {}  # by lane
         self._inflight: deque[int] = deque()
 
     def submit(self, weight: Sharded) -> None:
         """A gradient has been computed."""
-        limit = self._schedule.coalesce_grad_nbytes
-        waiting = self._waiting.get(weight.lane, [])
-        is_small = may_wait(weight.sent, limit)
-        if waiting and not (is_small and fits(sum(other.sent for other in waiting), weight.sent, limit)):
-            self._launch(self._waiting.pop(weight.lane))
-        if is_small:
-            self._waiting.setdefault(weight.lane, []).append(weight)
-        else:
-            self._launch([weight])
+        together = self._together.setdefault(weight.lane, Together(self._schedule.coalesce_grad_nbytes))
+        for launch in together.submit(weight, weight.sent):
+            self._launch(launch)
 
     def submit_rows(self, weight: Sharded, nbytes: float) -> None:
         """A gradient of rows, which an exchange of activations has summed up: only what follows a reduce-scatter."""
@@ -179,8 +202,8 @@ class Reductions:
 
     def finish(self) -> None:
         """Backward ends: compute waits for all of them."""
-        for lane in list(self._waiting):
-            self._launch(self._waiting.pop(lane))
+        for launch in [launch for together in self._together.values() for launch in together.flush()]:
+            self._launch(launch)
         while self._inflight:
             self._tasks.wait(self._inflight.popleft())
 
@@ -213,11 +236,23 @@ class Reductions:
         if self._is_last and replicas.size > 1:
             shard = sum(weight.shard_numel for weight in weights) * tasks.setting.reduce_nbytes
             tasks.receive(name, 2 * shard * (replicas.size - 1) / replicas.size)
-            tasks.spend(tasks.host.collective_us)
-            ms = tasks.costs.reduce_ms(shard, replicas)
-            label = f"all-reduce {_names(weights)}"
-            done = tasks.add(stream, tasks.costs.load(replicas, is_copy=False), ms, [done], label, "replicas")
+            done = tasks.reduce(stream, name, shard, [done], f"all-reduce {_names(weights)}", "replicas")
         self._inflight.append(done)
+
+
+def build_compute(setting: Setting) -> Program:
+    """Whole bf16 weights and no communication: a step without ``gtp_shard``."""
+    weights, tasks = setting.sharded(), Tasks(setting)
+    for item in weights:
+        tasks.before(item)
+        tasks.multiply(item, "forward")
+    tasks.loss()
+    for item in reversed(weights):
+        tasks.before_backward(item)
+        for part in item.gradients():
+            tasks.multiply(item, part)
+    tasks.tail()
+    return tasks.done()
 
 
 def build(setting: Setting, schedule: Schedule, *, is_last: bool = True) -> Program:
@@ -226,60 +261,35 @@ def build(setting: Setting, schedule: Schedule, *, is_last: bool = True) -> Prog
     step = plan_step(setting, weights, schedule)
     tasks = Tasks(setting)
     gathers = Gathers(tasks, weights, schedule)
-    _forward(tasks, gathers, weights, step)
-    tasks.ops(setting.trace.loss, "loss", is_block=False)
-    tasks.turning = len(tasks.tasks)
-    reductions = Reductions(tasks, schedule, is_last=is_last)
-    _backward(tasks, gathers, reductions, weights, step, schedule)
-    tasks.ops(setting.trace.tail, "backward of the input", is_block=False)
-    reductions.finish()
-    small = setting.trace.small_numel * setting.reduce_nbytes
-    if small:
-        axis = setting.costs.axis("gtp")
-        tasks.spend(tasks.host.collective_us)
-        ms = setting.costs.reduce_ms(small, axis)
-        tasks.wait(
-            tasks.add(
-                Stream.SCATTER,
-                tasks.costs.load(axis, is_copy=False),
-                ms,
-                tasks.fork(),
-                "whole parameters",
-                "reductions",
-            )
-        )
-    tasks.add(Stream.COMPUTE, Load.COMPUTE, 0.0, label="end", cause="reductions")
-    return tasks.done()
-
-
-def _forward(tasks: Tasks, gathers: Gathers, weights: Sequence[Sharded], step: Step) -> None:
     gathers.begin(step.forward)
     used = set(step.forward.uses)
     for number, item in enumerate(weights):
-        tasks.ops(item.weight.before, f"before {item.name}", is_block=item.weight.block >= 0)
+        tasks.before(item)
         if number in used:
             _use(tasks, gathers, number, item, is_kept=number in step.kept)
         else:
             _exchange_rows(tasks, item)
+    tasks.loss()
+    reductions = Reductions(tasks, schedule, is_last=is_last)
+    _backward(tasks, gathers, reductions, weights, step, schedule)
+    tasks.tail()
+    reductions.finish()
+    small = setting.trace.small_numel * setting.reduce_nbytes
+    if small:
+        tasks.wait(tasks.reduce(Stream.SCATTER, "gtp", small, tasks.fork(), "whole parameters", "reductions"))
+    return tasks.end()
 
 
 def _use(tasks: Tasks, gathers: Gathers, number: int, item: Sharded, *, is_kept: bool) -> None:
     """A use in forward, or in a forward that backward computes again."""
     tasks.spend(tasks.host.use_us)
-    _wait_for(tasks, gathers, number, is_kept=is_kept)
-    tasks.compute(product(tasks, item, "forward"), f"use {item.name}")
+    tasks.wait(gathers.use(number, is_kept=is_kept))
+    tasks.multiply(item, "forward")
 
 
-def _wait_for(tasks: Tasks, gathers: Gathers, number: int, *, is_kept: bool) -> None:
-    """Compute waits until the weight is gathered."""
-    done = gathers.use(number, is_kept=is_kept)
-    if done is not None:
-        tasks.wait(done)
-
-
-def product(tasks: Tasks, item: Sharded, part: str) -> list[Work]:
+def product(setting: Setting, item: Sharded, part: str) -> list[Work]:
     """A GEMM of a weight and the casts around it; of a table, the lookup or the sum of its gradient."""
-    costs, setting, weight = tasks.costs, tasks.setting, item.weight
+    costs, weight = setting.costs, item.weight
     host = costs.machine.host.op_us / 1e3
     if weight.is_table:
         nbytes = 2 * item.gathered if part == "wgrad" else sum(op.nbytes for op in weight.use)
@@ -291,15 +301,15 @@ def product(tasks: Tasks, item: Sharded, part: str) -> list[Work]:
         unpacked = 0 if part == "wgrad" else costs.memory_ms(item.wired + item.gathered)
         return [Work(costs.gemm_ms(flops) + unpacked, "", host)]
     rows = flops / (2 * weight.numel) * (weight.shape[0] if len(weight.shape) > 2 else 1)
-    cast = _operand_nbytes(tasks, part, rows, weight.shape)
+    cast = _operand_nbytes(setting, part, rows, weight.shape)
     return [Work(costs.gemm_ms(flops, costs.precision) + costs.cast_ms(cast), "", 3 * host)]
 
 
-def _operand_nbytes(tasks: Tasks, part: str, rows: float, shape: Sequence[int]) -> float:
+def _operand_nbytes(setting: Setting, part: str, rows: float, shape: Sequence[int]) -> float:
     """Bytes that casts of a GEMM's operands read and write. Op by op they read for the magnitude and for the cast, and
     write. Compiled, the kernel before finds the magnitude of the matrix, so one kernel reads and writes; it has that of
     a row at once, and only writes. The layout for wgrad is made of the bytes, but rows then have other scales."""
-    costs, setting = tasks.costs, tasks.setting
+    costs = setting.costs
     inputs, outputs = rows * shape[-1], rows * shape[-2]
     if not costs.is_compiled:
         return 5 * {"forward": inputs, "dgrad": outputs, "wgrad": inputs + outputs}[part]
@@ -331,21 +341,17 @@ def _backward(
     gathers.begin(step.backward)
     for number in reversed(range(len(weights))):
         item = weights[number]
-        block = item.weight.block
-        if number + 1 == len(weights) or weights[number + 1].weight.block != block:
-            _recompute(tasks, gathers, weights, step, block)
-        tasks.ops(item.weight.backward, f"before backward of {item.name}", is_block=block >= 0)
+        if number + 1 == len(weights) or weights[number + 1].weight.block != item.weight.block:
+            _recompute(tasks, gathers, weights, step, item.weight.block)
+        tasks.before_backward(item)
         if number not in step.forward.uses:
             _exchanged_grad(tasks, reductions, item)
             continue
-        parts = ("wgrad", "dgrad") if schedule.wgrad_first else ("dgrad", "wgrad")
-        for part in parts:
-            if part == "dgrad" and not item.weight.has_dgrad:
-                continue
+        for part in item.gradients()[:: 1 if schedule.wgrad_first else -1]:
             tasks.spend(tasks.host.use_us / 2)
             if part == "dgrad":
-                _wait_for(tasks, gathers, number, is_kept=False)
-            tasks.compute(product(tasks, item, part), f"{part} {item.name}")
+                tasks.wait(gathers.use(number, is_kept=False))
+            tasks.multiply(item, part)
             if part == "wgrad":
                 reductions.submit(item)
 
@@ -356,7 +362,7 @@ def _recompute(tasks: Tasks, gathers: Gathers, weights: Sequence[Sharded], step:
         return
     for number, item in enumerate(weights):
         if item.weight.block == block:
-            tasks.ops(item.weight.before, f"again before {item.name}")
+            tasks.before(item, "again before")
             if number in uses:
                 _use(tasks, gathers, number, item, is_kept=False)
 

@@ -61,9 +61,7 @@ class Recorder(compat.TorchDispatchMode):
         self.stretches: list[Stretch] = []
         self._mark = ("", "")
         self._ops: list[Op] = []
-        self._is_muted = False
         self._live = self._most = self._begin = 0
-        self.looked_up = False  # what a boolean of a tensor is taken for
         self._known = weakref.WeakSet(tensor.untyped_storage() for tensor in others)
 
     def mark(self, kind: str, name: str = "") -> None:
@@ -75,10 +73,6 @@ class Recorder(compat.TorchDispatchMode):
         """A stand-in says what the kernel in its place would do."""
         self._ops.append(op)
 
-    def muted(self) -> _Muted:
-        """In the context, operations are not recorded (memory is): they are part of a stand-in."""
-        return _Muted(self)
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -88,18 +82,15 @@ class Recorder(compat.TorchDispatchMode):
         results = [t for t in compat.tree_leaves(result) if isinstance(t, torch.Tensor)]
         for tensor in results:
             self._count(tensor.untyped_storage())
-        if not self._is_muted:
-            given = [t for t in compat.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-            op = _op_of(func, given, results)
-            if op is not None:
-                self._ops.append(op)
+        given = [t for t in compat.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        op = _op_of(func, given, results)
+        if op is not None:
+            self._ops.append(op)
         return result
 
     def _answer(self, tensor: torch.Tensor) -> bool | int | float:
         """What code that looks at a number of a tensor gets: there is none."""
-        return (
-            self.looked_up if tensor.dtype is torch.bool else torch.zeros((), dtype=tensor.dtype, device="cpu").item()
-        )
+        return torch.zeros((), dtype=tensor.dtype, device="cpu").item()
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         if storage in self._known:
@@ -112,17 +103,6 @@ class Recorder(compat.TorchDispatchMode):
 
     def _free(self, nbytes: int) -> None:
         self._live -= nbytes
-
-
-class _Muted:
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-
-    def __enter__(self) -> None:
-        self._was, self._recorder._is_muted = self._recorder._is_muted, True
-
-    def __exit__(self, *exception: Any) -> None:
-        self._recorder._is_muted = self._was
 
 
 _GEMMS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm"}

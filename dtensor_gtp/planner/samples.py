@@ -136,7 +136,7 @@ def _host(samples: Samples, together: int) -> dict[str, Any]:
     if (copied := samples.seconds("host: copied layer")) is not None:
         put("copy_us", (copied - plain - uses) * together / 3)
     if (fully := samples.seconds("host: fully_shard layer")) is not None:
-        # Per parameter, a gather and a wait in each pass and a reduction of two quarters: see ``peers``.
+        # Per parameter, a gather and a wait in each pass and a reduction of two quarters: see ``fully_shard``.
         put("fsdp_use_us", (fully - plain - 3 * call / together) / 1.5)
     return found
 

@@ -33,14 +33,14 @@ class Refused:
 class Found:
     """What a search found."""
 
-    # The fastest of each family, the best first. A family has equal pp, cp, tp and ep. If none fits, those that
-    # leaner code could run: see ``Answer.may_fit``.
+    # The fastest of each family, the best first. A family has equal pp, cp, tp and ep. If none fits, those that leaner
+    # code could run: see ``Answer.may_fit``.
     answers: tuple[Answer, ...]
     refused: tuple[Refused, ...]  # by reason, the most frequent first
     closest: Answer | None  # of those that do not fit, the one that lacks least memory; None if one fits
     num_layouts: int  # how many were considered
-    num_simulated: int  # how many were simulated
-    seconds: float  # how long it took
+    num_simulated: int
+    seconds: float
 
 
 Report = Callable[[int, int, int], None]  # simulated, all, seconds
@@ -48,27 +48,23 @@ Report = Callable[[int, int, int], None]  # simulated, all, seconds
 
 def layouts_of(problem: Problem) -> Iterator[Layout]:
     """All layouts with the axes that the user fixed."""
-    job, fixed = problem.job, problem.job.fixed
-    is_known = problem.config is not None
-
-    def sizes(name: str, most: int) -> list[int]:
-        if name in fixed:
-            return [fixed[name]]
-        return [size for size in _divisors(job.gpus) if size <= most]
-
-    config = problem.config
-    most_pp = min(config.layers, 64) if config is not None else 1
-    can_be_cut = problem.user is None or not problem.user.plan.refusal
-    most_tp = min(problem.machine.gpus_per_domain, 16) if can_be_cut else 1
-    most_cp = 16 if is_known and job.seq_len >= 16384 else 1
-    most_ep = config.experts if config is not None else 1
-    for tp, pp, cp in itertools.product(sizes("tp", most_tp), sizes("pp", most_pp), sizes("cp", most_cp)):
-        rest = job.gpus // (tp * pp * cp)
-        if rest * tp * pp * cp != job.gpus:
-            continue
-        for gtp in _gtp_sizes(problem, rest):
-            dense = Layout(pp=pp, replicate=rest // gtp, cp=cp, gtp=gtp, tp=tp)
-            for experts in _expert_axes(problem, dense, most_ep):
+    job, config = problem.job, problem.config
+    fixed, can_be_cut = job.fixed, problem.user is None or not problem.user.plan.refusal
+    most = {
+        "tp": min(problem.machine.gpus_per_domain, 16) if can_be_cut else 1,
+        "pp": min(config.layers, 64) if config is not None else 1,
+        "cp": 16 if config is not None and job.seq_len >= 16384 else 1,
+    }
+    divisors = _divisors(job.gpus)
+    sizes = ([fixed[name]] if name in fixed else [size for size in divisors if size <= most[name]] for name in most)
+    for tp, pp, cp in itertools.product(*sizes):
+        rest, remainder = divmod(job.gpus, tp * pp * cp)
+        for gtp in _divisors(rest) if not remainder else ():
+            replicate = rest // gtp
+            if (fixed.get("gtp", gtp), fixed.get("replicate", replicate)) != (gtp, replicate):
+                continue
+            dense = Layout(pp=pp, replicate=replicate, cp=cp, gtp=gtp, tp=tp)
+            for experts in _expert_axes(problem, dense):
                 yield from _batches(problem, experts)
 
 
@@ -77,24 +73,13 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // size for size in small)})
 
 
-def _gtp_sizes(problem: Problem, rest: int) -> list[int]:
-    fixed = problem.job.fixed
-    if "replicate" in fixed and "gtp" in fixed:
-        return [fixed["gtp"]] if fixed["replicate"] * fixed["gtp"] == rest else []
-    if "replicate" in fixed:
-        return [rest // fixed["replicate"]] if rest % fixed["replicate"] == 0 else []
-    if "gtp" in fixed:
-        return [fixed["gtp"]] if rest % fixed["gtp"] == 0 else []
-    return _divisors(rest)
-
-
-def _expert_axes(problem: Problem, layout: Layout, most_ep: int) -> Iterator[Layout]:
+def _expert_axes(problem: Problem, layout: Layout) -> Iterator[Layout]:
     config, fixed = problem.config, problem.job.fixed
     if config is None or not config.experts:
         yield replace(layout, ep=fixed.get("ep", 1), expert_gtp=fixed.get("expert_gtp", 1))
         return
     stage = layout.ranks // layout.pp
-    divisors = [size for size in _divisors(stage) if size <= most_ep and config.experts % size == 0]
+    divisors = [size for size in _divisors(stage) if config.experts % size == 0]
     for ep in [fixed["ep"]] if "ep" in fixed else divisors:
         # As many ranks of experts as of dense weights, or all ranks of a stage.
         wanted = {max(layout.gtp * layout.tp // ep, 1), max(stage // ep, 1)}

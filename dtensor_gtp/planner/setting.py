@@ -43,6 +43,14 @@ class Sharded(NamedTuple):
         return 0 if self.weight.is_tied else self.shard_numel
 
     @property
+    def is_in_block(self) -> bool:
+        return self.weight.block >= 0
+
+    def gradients(self) -> tuple[str, ...]:
+        """What backward computes of it."""
+        return ("wgrad", "dgrad") if self.weight.has_dgrad else ("wgrad",)
+
+    @property
     def is_quantized(self) -> bool:
         return self.wired != self.gathered
 
@@ -65,7 +73,6 @@ class Setting:
     recipe: Recipe | None = None  # of the linear layers of the blocks; None for bf16
     checkpoint: str = "none"  # "none", "selective" or "full": which activations of a block are computed again
     is_captured: bool = False  # whether the step is replayed as a CUDA graph
-    reshard: bool = True  # whether weights are freed after their forward; False keeps them for backward
     tokens: int = 0  # of a rank in one forward
 
     def axis_of(self, weight: Weight) -> Axis:
@@ -160,14 +167,10 @@ def plan_step(setting: Setting, weights: Sequence[Sharded], schedule: Schedule) 
         if weight.has_dgrad:
             backward.append(number)
     plans = Plan(gathered, traits, window), Plan(backward, traits, window)
-    return Step(*plans, _kept(setting, weights, schedule, *plans), recomputed)
+    return Step(*plans, _kept(weights, schedule, *plans), recomputed)
 
 
-def _kept(
-    setting: Setting, weights: Sequence[Sharded], schedule: Schedule, forward: Plan, backward: Plan
-) -> frozenset[int]:
-    if not setting.reshard:
-        return frozenset(forward.uses)
+def _kept(weights: Sequence[Sharded], schedule: Schedule, forward: Plan, backward: Plan) -> frozenset[int]:
     turning = turning_point(forward, backward)
     sizes = [0 if number in turning else item.gathered for number, item in enumerate(weights)]
     lanes = [item.lane for item in weights]

@@ -66,6 +66,20 @@ class Trace:
     end: int = 0  # bytes of activations behind the last block; 0 if it is not known
 
     @property
+    def numel(self) -> int:
+        """Parameters; those of a matrix with several uses once."""
+        return sum(weight.numel for weight in self.weights if not weight.is_tied) + self.small_numel
+
+    @property
+    def model_flops(self) -> float:
+        """What forward and backward multiply, each GEMM three times, without what is computed again."""
+        flops = sum(weight.flops * (3 if weight.has_dgrad else 2) for weight in self.weights)
+        for weight in self.weights:
+            flops += sum(op.flops for op in (*weight.before, *weight.backward) if op.kind is Kind.GEMM)
+            flops += 3 * sum(op.flops for op in weight.before if op.kind is Kind.ATTENTION)
+        return flops
+
+    @property
     def activations(self) -> int:
         """The most bytes of activations at any moment."""
         return max(max(weight.amounts) for weight in self.weights)

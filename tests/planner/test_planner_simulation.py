@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from dtensor_gtp.planner.costs import Axis, Costs
+from dtensor_gtp.planner.fully_shard import build_fully_shard
 from dtensor_gtp.planner.machine import Contention, load_machine
 from dtensor_gtp.planner.model import ModelConfig
-from dtensor_gtp.planner.peers import build_compute, build_fully_shard
-from dtensor_gtp.planner.program import build
+from dtensor_gtp.planner.program import build, build_compute
 from dtensor_gtp.planner.setting import Setting, plan_step
 from dtensor_gtp.planner.simulate import Load, Stream, Task, simulate
 from dtensor_gtp.planner.timing import exposed, measure, run

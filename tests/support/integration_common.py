@@ -24,7 +24,7 @@ def needs(*packages: str, extra: str, is_long: bool = True) -> Any:
     """Skips a class of tests where a package is missing, and marks it ``library``."""
     missing = [name for name in packages if find_spec(name) is None]
     if not missing:
-        _import_torchvision()
+        import_torchvision()
 
     def mark(cls: type) -> type:
         skip = pytest.mark.skipif(bool(missing), reason=f"needs {missing}: pip install 'dtensor-gtp[{extra}]'")
@@ -35,7 +35,7 @@ def needs(*packages: str, extra: str, is_long: bool = True) -> Any:
 
 
 @cache
-def _import_torchvision() -> None:
+def import_torchvision() -> None:
     """timm and transformers import it where it is installed, and the tests use none of its operators.
 
     Its wheels have them for one build of torch alone. Beside another its import fails at two that are not there.
