@@ -64,6 +64,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--memory", default="balanced", help=f"{', '.join(get_args(Memory))}: as in SchedulePolicy")
     add("--reduce-dtype", default="bf16", help="bf16 or fp32: of gradients on the wire")
     add("--loss", default="fp32", help=f"{', '.join(LOSSES)}: how logits and loss are computed; default: fp32")
+    add("--virtual-stages", type=int, metavar="N", help="chunks of a rank of a pipeline; default: a block each")
+    add("--zero1", action="store_true", dest="shards_optimizer", help="optimizer states are divided over replicas too")
     add("--compile", action="store_true", dest="is_compiled", help="blocks are compiled")
     add("--capture", action="store_true", dest="is_captured", help="the step is one CUDA graph")
     axes = parser.add_argument_group("axes that are not searched")

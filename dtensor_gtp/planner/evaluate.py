@@ -187,6 +187,7 @@ def setting_of(problem: Problem, layout: Layout, part: Part | None) -> Setting:
         job.quantization,
         layout.checkpoint,
         job.is_captured,
+        job.shards_optimizer,
         tokens=layout.micro_batch * job.seq_len // layout.cp,
     )
 
@@ -201,12 +202,12 @@ def full_stages(parts: list[Part] | list[None]) -> set[int]:
 def memory_of(problem: Problem, layout: Layout) -> Memory:
     """Of the fullest rank."""
     parts = parts_of(problem, layout)
-    num = layout.num_microbatches(problem.job)
     found = []
     for number in full_stages(parts):
         setting = setting_of(problem, layout, parts[number])
         schedule, _ = setting.choice(problem.machine.memory_nbytes)
-        stage = Stage(min(len(parts) - number, num), num, layout.keep)
+        num = layout.num_microbatches(problem.job)
+        stage = Stage(inflight(problem, layout, number, num), num, layout.keep)
         found.append(_memory_of_stage(setting, schedule, stage, OPTIMIZERS[problem.job.optimizer]))
     return max(found, key=lambda memory: memory.total)
 
@@ -246,6 +247,8 @@ def evaluate(problem: Problem, layout: Layout, memory: Memory | None = None) -> 
     total = _with_bubble(total, other, problem, layout)
     optimizer = _optimizer_ms(setting, OPTIMIZERS[job.optimizer])
     total.exposed["optimizer"] = optimizer
+    if job.shards_optimizer:
+        optimizer += _gather_parameters(setting, total)
     straggling = (total.ms + optimizer) * machine.straggling(job.gpus)
     if straggling:
         total.exposed["stragglers"] = straggling
@@ -312,7 +315,7 @@ def _with_bubble(total: Parts, one: Parts, problem: Problem, layout: Layout) -> 
     costs = Costs(problem.machine, tuple(layout.axes().items()))
     nbytes = layout.micro_batch * job.seq_len // (layout.cp * layout.tp) * problem.config.dim * 2
     send = 2 * costs.send_ms(nbytes, layout.axes()["pp"])
-    chunks = virtual_stages(problem.config, layout)
+    chunks = virtual_stages(problem, layout)
     bubble = (layout.pp - 1) / chunks * one.ms
     # A message hides behind the other microbatches, but where the pipeline fills and drains.
     bubble += 2 * (layout.pp - 1) * send
@@ -321,20 +324,47 @@ def _with_bubble(total: Parts, one: Parts, problem: Problem, layout: Layout) -> 
     return Parts(total.ms + bubble, exposed_ms, received)
 
 
-def virtual_stages(config: ModelConfig, layout: Layout) -> int:
-    """Chunks of a stage in an interleaved schedule: a block each, where there are as many microbatches as stages."""
-    return max((config.layers + 2) // layout.pp, 1)
+def virtual_stages(problem: Problem, layout: Layout) -> int:
+    """Chunks of a stage in an interleaved schedule: by default a block each."""
+    if problem.config is None:
+        return 1
+    most = max((problem.config.layers + 2) // layout.pp, 1)
+    return min(problem.job.virtual_stages or most, most)
+
+
+def inflight(problem: Problem, layout: Layout, number: int, num_microbatches: int) -> float:
+    """Microbatches whose activations a stage holds: as many as there are stages from it on, as 1F1B and DualPipe do.
+    Where chunks were asked for, those of Megatron's interleaved schedule, which begins backward later (arXiv
+    2104.04473, section 2.2)."""
+    chunks, after = problem.job.virtual_stages, layout.pp - 1 - number
+    held = after + 1.0
+    if chunks > 1 and layout.pp > 1:
+        chunks = virtual_stages(problem, layout)
+        held = ((chunks - 1) * layout.pp + 2 * after + 1) / chunks
+    return min(held, num_microbatches)
 
 
 def _optimizer_ms(setting: Setting, state_nbytes: int) -> float:
-    numel = sum(item.state_numel for item in setting.sharded())
+    numel = sum(map(setting.optimizer_numel, setting.sharded()))
     nbytes = numel * (3 * PARAM_NBYTES + 2 * state_nbytes)  # parameter and state read and written, gradient read
     return setting.costs.memory_ms(nbytes)
+
+
+def _gather_parameters(setting: Setting, total: Parts) -> float:
+    """Replicas get from each other the parameters that each has updated; adds it to ``total``."""
+    spent = 0.0
+    for name in dict.fromkeys(item.replicas for item in setting.sharded()):
+        axis = setting.costs.axis(name)
+        nbytes = sum(item.state_numel for item in setting.sharded() if item.replicas == name) * PARAM_NBYTES
+        spent += setting.costs.gather_ms(nbytes, axis)
+        total.received[name] = total.received.get(name, 0.0) + nbytes * (axis.size - 1) / axis.size
+    total.exposed["replicas"] = total.exposed.get("replicas", 0.0) + spent
+    return spent
 
 
 def lower_bound_ms(problem: Problem, layout: Layout, one_ms: float) -> float:
     """What a step takes at least, if a microbatch takes ``one_ms`` at least."""
     num = layout.num_microbatches(problem.job)
-    chunks = virtual_stages(problem.config, layout) if problem.config is not None else 1
+    chunks = virtual_stages(problem, layout)
     straggling = problem.machine.straggling(problem.job.gpus)
     return one_ms * (num + (layout.pp - 1) / chunks) * (1 + straggling)

@@ -156,7 +156,7 @@ class Memory(NamedTuple):
 class Stage(NamedTuple):
     """What a rank of a pipeline has beside one microbatch."""
 
-    num_inflight: int = 1  # microbatches whose activations it holds at once
+    num_inflight: float = 1  # microbatches whose activations it holds at once
     num_microbatches: int = 1  # of a step
     keep: bool = False  # whether weights and full gradients stay for the whole step
 
@@ -174,11 +174,12 @@ def predict(setting: Setting, schedule: Schedule, stage: Stage, optimizer_nbytes
     together = schedule.coalesce_grad_nbytes if reduces != "all_to_all" else 0
     inflight, order = schedule.max_inflight_reduce_scatters, schedule.wgrad_first
     peak = predict_peak(uses, 0, inflight, together, wgrad_first=order)
-    return _memory(setting, schedule, stage, (numel, optimizer_nbytes), peak)
+    states = sum(map(setting.optimizer_numel, weights)) + setting.trace.small_numel
+    return _memory(setting, schedule, stage, (numel, states * optimizer_nbytes), peak)
 
 
 def _memory(setting: Setting, schedule: Schedule, stage: Stage, state: tuple[int, int], peak: Peak) -> Memory:
-    numel, optimizer_nbytes = state
+    numel, optimizer = state
     trace = setting.trace
     saved = saved_nbytes(trace)
     before_loss = min(peak.activations, max(trace.weights[-1].live, 0))
@@ -188,14 +189,16 @@ def _memory(setting: Setting, schedule: Schedule, stage: Stage, state: tuple[int
     if stage.num_microbatches > 1:
         gradients = numel * PARAM_NBYTES
     if stage.keep:
-        full = sum(item.gathered for item in setting.sharded())
-        gathered, reductions = full, sum(item.sent for item in setting.sharded())
-    activations = peak.activations - logits + max(saved, 0) * (stage.num_inflight - 1)
-    passing = gathered + reductions + activations + logits
+        gathered = sum(setting.held(item) for item in setting.sharded())
+        reductions = sum(item.sent for item in setting.sharded())
+    activations = peak.activations - logits + int(max(saved, 0) * (stage.num_inflight - 1))
+    passing = activations + logits
+    if not stage.keep:
+        passing += gathered + reductions
     return Memory(
         numel * PARAM_NBYTES,
         gradients,
-        numel * optimizer_nbytes,
+        optimizer,
         gathered,
         reductions,
         activations,
@@ -213,7 +216,7 @@ def saved_nbytes(trace: Trace) -> int:
 
 
 def _uses(setting: Setting, weights: Sequence[Sharded], step: Step, schedule: Schedule) -> list[Use]:
-    nbytes = [item.gathered for item in weights]
+    nbytes = [setting.held(item) for item in weights]
     held = (
         held_nbytes(step.forward, step.kept, nbytes, is_backward=False),
         held_nbytes(step.backward, step.kept, nbytes, is_backward=True),

@@ -101,12 +101,23 @@ class Tasks:
     def receive(self, axis: str, nbytes: float) -> None:
         self.received[axis] = self.received.get(axis, 0) + nbytes
 
-    def reduce(self, stream: Stream, axis: str, nbytes: float, after: Iterable[int], label: str, cause: str) -> int:
-        """An all-reduce."""
+    def reduce(
+        self,
+        stream: Stream,
+        axis: str,
+        nbytes: float,
+        after: Iterable[int],
+        label: str,
+        cause: str,
+        *,
+        is_whole: bool = True,
+    ) -> int:
+        """An all-reduce, or a reduce-scatter."""
         ranks = self.costs.axis(axis)
         self.spend(self.host.collective_us)
         load = self.costs.load(ranks, is_copy=False)
-        return self.add(stream, load, self.costs.reduce_ms(nbytes, ranks), after, label, cause)
+        ms = self.costs.reduce_ms(nbytes, ranks) if is_whole else self.costs.scatter_ms(nbytes, ranks)
+        return self.add(stream, load, ms, after, label, cause)
 
     def end(self) -> Program:
         """Compute waits for what it was told to."""
@@ -231,12 +242,14 @@ class Reductions:
         stream = Stream.FINISH if is_copy else Stream.SCATTER
         label = f"sum {_names(weights)}"
         done = tasks.add(stream, Load.KERNEL, tasks.costs.memory_ms(nbytes), after, label, "reductions")
-        name = "expert_replicate" if lane else "replicate"
+        name = weights[0].replicas
         replicas = tasks.costs.axis(name)
         if self._is_last and replicas.size > 1:
             shard = sum(weight.shard_numel for weight in weights) * tasks.setting.reduce_nbytes
-            tasks.receive(name, 2 * shard * (replicas.size - 1) / replicas.size)
-            done = tasks.reduce(stream, name, shard, [done], f"all-reduce {_names(weights)}", "replicas")
+            is_whole = not tasks.setting.shards_optimizer  # else each replica takes its part of the sum
+            tasks.receive(name, (1 + is_whole) * shard * (replicas.size - 1) / replicas.size)
+            label = f"{'all-reduce' if is_whole else 'reduce-scatter'} {_names(weights)}"
+            done = tasks.reduce(stream, name, shard, [done], label, "replicas", is_whole=is_whole)
         self._inflight.append(done)
 
 

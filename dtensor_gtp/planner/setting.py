@@ -43,6 +43,11 @@ class Sharded(NamedTuple):
         return 0 if self.weight.is_tied else self.shard_numel
 
     @property
+    def replicas(self) -> str:
+        """The axis of the ranks that hold the same shards."""
+        return "expert_replicate" if self.lane else "replicate"
+
+    @property
     def is_in_block(self) -> bool:
         return self.weight.block >= 0
 
@@ -73,10 +78,19 @@ class Setting:
     recipe: Recipe | None = None  # of the linear layers of the blocks; None for bf16
     checkpoint: str = "none"  # "none", "selective" or "full": which activations of a block are computed again
     is_captured: bool = False  # whether the step is replayed as a CUDA graph
+    shards_optimizer: bool = False  # whether optimizer states are divided over replicas
     tokens: int = 0  # of a rank in one forward
 
     def axis_of(self, weight: Weight) -> Axis:
         return self.costs.axis("expert_gtp" if weight.is_expert else "gtp")
+
+    def held(self, item: Sharded) -> int:
+        """Bytes of a gathered weight in memory: GEMMs of its format read what was gathered."""
+        return item.wired if self.costs.precision != "bf16" else item.gathered
+
+    def optimizer_numel(self, item: Sharded) -> int:
+        """Elements whose optimizer state this rank holds."""
+        return -(-item.state_numel // (self.costs.axis(item.replicas).size if self.shards_optimizer else 1))
 
     def sharded(self) -> list[Sharded]:
         """All weights, in the order of the forward."""
