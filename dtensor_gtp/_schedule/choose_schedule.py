@@ -114,6 +114,17 @@ def adds_addends(policy: SchedulePolicy, no_copies: str | None) -> bool:
     return policy.reduce_scatter != "ring"
 
 
+def is_exchange_worth(num_ranks: int, num_tokens: int, token_nbytes: int, weight_nbytes: int) -> bool:
+    """Whether an exchange of activations moves fewer bytes than a gather of the weight and the reduction of its
+    gradient, ``weight_nbytes`` together."""
+    return num_ranks * num_tokens * token_nbytes < weight_nbytes
+
+
+def lookup_nbytes(dim: int, itemsize: int, *, has_gradient: bool = True) -> int:
+    """What an exchange moves for one token and rank: its id, the row, and the gradient of the row."""
+    return (2 if has_gradient else 1) * dim * itemsize + torch.int64.itemsize
+
+
 def _kept(policy: SchedulePolicy, facts: Facts) -> tuple[int, str]:
     """Bytes that stay gathered until backward, and why."""
     if policy.keep_nbytes is not None:

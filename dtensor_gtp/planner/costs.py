@@ -37,7 +37,7 @@ class Work(NamedTuple):
     ms: float  # time
     axis: str  # whose collective it is; empty for compute
     host_ms: float  # time of the host to launch it
-    nbytes: float = 0  # what a collective receives
+    nbytes: float = 0  # what a collective makes on each rank
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,7 @@ class Costs:
             # one more finds the scale.
             op = op._replace(nbytes=op.nbytes * 0.85)
         ms = self.exchange_ms(op.nbytes, axis) if op.kind is Kind.EP else self.gather_ms(op.nbytes, axis)
-        received = op.nbytes * (axis.size - 1) / axis.size
-        return Work(ms, op.kind.value, self.machine.host.collective_us / 1e3, received)
+        return Work(ms, op.kind.value, self.machine.host.collective_us / 1e3, op.nbytes)
 
     def wire(self, axis: Axis) -> Wire:
         """How a group communicates: over the fast link, or in rings through the network, one ring for each of its

@@ -55,9 +55,8 @@ class _Step:
         nbytes = unit.shard_numel * (2 * PARAM_NBYTES + 3 * COMPUTE_NBYTES)
         after = self._copied_out or tasks.fork()
         cast = tasks.add(Stream.GATHER, Load.KERNEL, costs.memory_ms(nbytes), after, f"copy in {unit.name}")
-        tasks.receive("gtp", unit.gathered * (self._axis.size - 1) / self._axis.size)
-        load, ms = costs.load(self._axis, is_copy=False), costs.gather_ms(unit.gathered, self._axis)
-        self._gathers[unit.name] = tasks.add(Stream.GATHER, load, ms, [cast], f"gather {unit.name}", "gathers")
+        ms, label = costs.gather_ms(unit.gathered, self._axis), f"gather {unit.name}"
+        self._gathers[unit.name] = tasks.transfer(Stream.GATHER, "gtp", unit.gathered, ms, [cast], label, "gathers")
 
     def _wait(self, unit: Unit) -> None:
         """The gather is copied to where modules read it."""
@@ -75,9 +74,8 @@ class _Step:
             tasks.wait(self._reducing.pop())
         ms = costs.memory_ms(unit.full + unit.sent)
         copied = tasks.add(Stream.COMPUTE, Load.COMPUTE, ms, label=f"copy in gradients of {unit.name}")
-        tasks.receive("gtp", unit.sent * (self._axis.size - 1) / self._axis.size)
-        load, ms = costs.load(self._axis, is_copy=False), costs.scatter_ms(unit.sent, self._axis)
-        tasks.add(Stream.SCATTER, load, ms, [copied], f"reduce {unit.name}", "reductions")
+        ms = costs.scatter_ms(unit.sent, self._axis)
+        tasks.transfer(Stream.SCATTER, "gtp", unit.sent, ms, [copied], f"reduce {unit.name}", "reductions")
         nbytes = unit.shard_numel * (self._setting.reduce_nbytes + PARAM_NBYTES)
         done = tasks.add(Stream.SCATTER, Load.KERNEL, costs.memory_ms(nbytes), (), f"sum {unit.name}")
         self._reducing.append(done)

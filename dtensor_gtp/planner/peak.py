@@ -55,18 +55,6 @@ class Peak(NamedTuple):
     def total(self) -> int:
         return sum(self[1:])
 
-    def as_record(self) -> dict[str, int | str]:
-        """The parts and their sum by name."""
-        return self._asdict() | {"total": self.total}
-
-    def describe(self, measured: int | None = None) -> str:
-        """The parts in MiB, and beside them what was measured if something was."""
-        parts = ", ".join(f"{name} {value / 2**20:.1f}" for name, value in zip(self._fields[1:], self[1:], strict=True))
-        text = f"peak {self.moment}: {self.total / 2**20:.1f} MiB = {parts}"
-        if measured is None:
-            return f"{text} (predicted for a GPU; there is no counter here)"
-        return f"{text}; measured {measured / 2**20:.1f} MiB ({(measured / self.total - 1) * 100:+.1f}%)"
-
 
 class _Reductions:
     """The gradients that wait to be sent together, and those on their way."""

@@ -73,9 +73,7 @@ class Tasks:
             if not work.axis:
                 self.add(Stream.COMPUTE, Load.COMPUTE, work.ms, label=label)
                 continue
-            load = self.costs.load(self.costs.axis(work.axis), is_copy=False)
-            self.receive(work.axis, work.nbytes)
-            self.add(Stream.COMPUTE, load, work.ms, label=f"{label}: {work.axis}", cause=work.axis)
+            self.transfer(Stream.COMPUTE, work.axis, work.nbytes, work.ms, (), f"{label}: {work.axis}", work.axis)
 
     def before(self, item: Sharded, label: str = "before") -> None:
         """What forward computes before a use."""
@@ -98,26 +96,22 @@ class Tasks:
         """What backward computes after the last weight."""
         self.compute(self.costs.works(self.setting.trace.tail, is_block=False), "backward of the input")
 
-    def receive(self, axis: str, nbytes: float) -> None:
-        self.received[axis] = self.received.get(axis, 0) + nbytes
-
-    def reduce(
+    def transfer(
         self,
         stream: Stream,
-        axis: str,
+        name: str,
         nbytes: float,
+        ms: float,
         after: Iterable[int],
         label: str,
         cause: str,
         *,
-        is_whole: bool = True,
+        is_copy: bool = False,
     ) -> int:
-        """An all-reduce, or a reduce-scatter."""
-        ranks = self.costs.axis(axis)
-        self.spend(self.host.collective_us)
-        load = self.costs.load(ranks, is_copy=False)
-        ms = self.costs.reduce_ms(nbytes, ranks) if is_whole else self.costs.scatter_ms(nbytes, ranks)
-        return self.add(stream, load, ms, after, label, cause)
+        """A collective over an axis, with which each rank gets the parts of ``nbytes`` that the others have."""
+        axis = self.costs.axis(name)
+        self.received[name] = self.received.get(name, 0) + nbytes * (axis.size - 1) / axis.size
+        return self.add(stream, self.costs.load(axis, is_copy=is_copy), ms, after, label, cause)
 
     def end(self) -> Program:
         """Compute waits for what it was told to."""
@@ -174,22 +168,20 @@ class Gathers:
         """One gather of these weights, which are of one lane."""
         tasks, costs = self._tasks, self._tasks.costs
         weights = [self._weights[number] for number in numbers]
-        lane, axis = weights[0].lane, weights[0].axis
-        label = f"gather {_names(weights)}"
-        is_copy = tasks.setting.backends(self._schedule, lane).gathers == "copy_engine"
-        tasks.spend(tasks.host.copy_us if is_copy and axis.size > 1 else tasks.host.collective_us)
-        make_ms = costs.cast_ms if weights[0].is_quantized else costs.memory_ms
+        first, names = weights[0], _names(weights)
+        is_copy = tasks.setting.backends(self._schedule, first.lane).gathers == "copy_engine"
+        tasks.spend(tasks.host.copy_us if is_copy and first.axis.size > 1 else tasks.host.collective_us)
+        make_ms = costs.cast_ms if first.is_quantized else costs.memory_ms
         cast_ms = make_ms(sum(_cast_nbytes(weight) for weight in weights))
-        if axis.size == 1:
-            return [tasks.add(Stream.COMPUTE, Load.COMPUTE, cast_ms, label=f"cast {_names(weights)}")] * len(numbers)
-        stream = Stream.EXPERT_GATHER if lane else Stream.GATHER
-        cast = tasks.add(
-            Stream.CAST if is_copy else stream, Load.KERNEL, cast_ms, tasks.fork(), f"cast {_names(weights)}"
-        )
+        if first.axis.size == 1:
+            return [tasks.add(Stream.COMPUTE, Load.COMPUTE, cast_ms, label=f"cast {names}")] * len(numbers)
+        stream = Stream.EXPERT_GATHER if first.lane else Stream.GATHER
+        cast = tasks.add(Stream.CAST if is_copy else stream, Load.KERNEL, cast_ms, tasks.fork(), f"cast {names}")
         nbytes = sum(weight.wired for weight in weights)
-        tasks.receive("expert_gtp" if lane else "gtp", nbytes * (axis.size - 1) / axis.size)
-        ms = costs.together_ms(nbytes, axis, len(weights), is_copy=is_copy)
-        task = tasks.add(stream, tasks.costs.load(axis, is_copy=is_copy), ms, [cast], label, "gathers")
+        ms = costs.together_ms(nbytes, first.axis, len(weights), is_copy=is_copy)
+        task = tasks.transfer(
+            stream, first.axis_name, nbytes, ms, [cast], f"gather {names}", "gathers", is_copy=is_copy
+        )
         return [task] * len(numbers)
 
 
@@ -225,31 +217,32 @@ class Reductions:
         is_copy = tasks.setting.backends(self._schedule, weights[0].lane).reduces == "copy_engine"
         tasks.spend(tasks.host.copy_us if is_copy else tasks.host.collective_us)
         nbytes = sum(weight.sent for weight in weights)
-        label = f"reduce {_names(weights)}"
+        label, name = f"reduce {_names(weights)}", weights[0].axis_name
         after = tasks.fork()
         if axis.size > 1:
-            tasks.receive("expert_gtp" if weights[0].lane else "gtp", nbytes * (axis.size - 1) / axis.size)
             ms = tasks.costs.together_ms(nbytes, axis, len(weights), is_copy=is_copy, is_reduction=True)
-            after = [tasks.add(Stream.SCATTER, tasks.costs.load(axis, is_copy=is_copy), ms, after, label, "reductions")]
+            after = [tasks.transfer(Stream.SCATTER, name, nbytes, ms, after, label, "reductions", is_copy=is_copy)]
         shard = sum(weight.shard_numel for weight in weights)
         # The sum of what copy engines brought; else the reduced rows are cast to the dtype of the parameter.
         read = nbytes if is_copy else shard * tasks.setting.reduce_nbytes
         self._finish(weights, after, read + shard * PARAM_NBYTES)
 
     def _finish(self, weights: Sequence[Sharded], after: Sequence[int], nbytes: float) -> None:
-        tasks, lane = self._tasks, weights[0].lane
-        is_copy = tasks.setting.backends(self._schedule, lane).reduces == "copy_engine"
+        tasks, costs, names = self._tasks, self._tasks.costs, _names(weights)
+        is_copy = tasks.setting.backends(self._schedule, weights[0].lane).reduces == "copy_engine"
         stream = Stream.FINISH if is_copy else Stream.SCATTER
-        label = f"sum {_names(weights)}"
-        done = tasks.add(stream, Load.KERNEL, tasks.costs.memory_ms(nbytes), after, label, "reductions")
+        done = tasks.add(stream, Load.KERNEL, costs.memory_ms(nbytes), after, f"sum {names}", "reductions")
         name = weights[0].replicas
-        replicas = tasks.costs.axis(name)
+        replicas = costs.axis(name)
         if self._is_last and replicas.size > 1:
             shard = sum(weight.shard_numel for weight in weights) * tasks.setting.reduce_nbytes
-            is_whole = not tasks.setting.shards_optimizer  # else each replica takes its part of the sum
-            tasks.receive(name, (1 + is_whole) * shard * (replicas.size - 1) / replicas.size)
-            label = f"{'all-reduce' if is_whole else 'reduce-scatter'} {_names(weights)}"
-            done = tasks.reduce(stream, name, shard, [done], label, "replicas", is_whole=is_whole)
+            tasks.spend(tasks.host.collective_us)
+            if tasks.setting.shards_optimizer:  # each replica takes its part of the sum
+                ms, label = costs.scatter_ms(shard, replicas), f"reduce-scatter {names}"
+            else:
+                ms, label = costs.reduce_ms(shard, replicas), f"all-reduce {names}"
+                shard *= 2
+            done = tasks.transfer(stream, name, shard, ms, [done], label, "replicas")
         self._inflight.append(done)
 
 
@@ -287,9 +280,11 @@ def build(setting: Setting, schedule: Schedule, *, is_last: bool = True) -> Prog
     _backward(tasks, gathers, reductions, weights, step, schedule)
     tasks.tail()
     reductions.finish()
-    small = setting.trace.small_numel * setting.reduce_nbytes
+    small, axis = setting.trace.small_numel * setting.reduce_nbytes, setting.costs.axis("gtp")
     if small:
-        tasks.wait(tasks.reduce(Stream.SCATTER, "gtp", small, tasks.fork(), "whole parameters", "reductions"))
+        tasks.spend(tasks.host.collective_us)
+        ms, load = setting.costs.reduce_ms(small, axis), setting.costs.load(axis, is_copy=False)
+        tasks.wait(tasks.add(Stream.SCATTER, load, ms, tasks.fork(), "whole parameters", "reductions"))
     return tasks.end()
 
 
@@ -338,14 +333,11 @@ def _operand_nbytes(setting: Setting, part: str, rows: float, shape: Sequence[in
 
 def _exchange_rows(tasks: Tasks, item: Sharded) -> None:
     """A lookup by exchange: ids are gathered, rows are looked up for all ranks and reduce-scattered."""
-    costs, dim = tasks.costs, item.weight.shape[1]
-    nbytes = item.axis.size * tasks.setting.tokens * dim * COMPUTE_NBYTES
+    nbytes = item.axis.size * tasks.setting.tokens * item.weight.shape[1] * COMPUTE_NBYTES
     tasks.spend(tasks.host.use_us + 2 * tasks.host.collective_us)
-    tasks.add(Stream.COMPUTE, Load.COMPUTE, costs.memory_ms(3 * nbytes), label=f"look up {item.name}")
-    tasks.receive("gtp", nbytes * (item.axis.size - 1) / item.axis.size)
-    load = costs.load(item.axis, is_copy=False)
-    ms = costs.gather_ms(nbytes, item.axis)
-    tasks.add(Stream.COMPUTE, load, ms, label=f"exchange {item.name}", cause="lookup")
+    tasks.add(Stream.COMPUTE, Load.COMPUTE, tasks.costs.memory_ms(3 * nbytes), label=f"look up {item.name}")
+    ms = tasks.costs.gather_ms(nbytes, item.axis)
+    tasks.transfer(Stream.COMPUTE, item.axis_name, nbytes, ms, (), f"exchange {item.name}", "lookup")
 
 
 def _backward(
@@ -381,14 +373,11 @@ def _recompute(tasks: Tasks, gathers: Gathers, weights: Sequence[Sharded], step:
 
 
 def _exchanged_grad(tasks: Tasks, reductions: Reductions, item: Sharded) -> None:
-    costs, dim = tasks.costs, item.weight.shape[1]
-    nbytes = item.axis.size * tasks.setting.tokens * dim * COMPUTE_NBYTES
+    nbytes = item.axis.size * tasks.setting.tokens * item.weight.shape[1] * COMPUTE_NBYTES
     tasks.spend(tasks.host.use_us + tasks.host.collective_us)
-    tasks.receive("gtp", nbytes * (item.axis.size - 1) / item.axis.size)
-    load, ms = costs.load(item.axis, is_copy=False), costs.gather_ms(nbytes, item.axis)
-    done = tasks.add(Stream.GATHER, load, ms, tasks.fork(), f"exchange {item.name}", "lookup")
-    tasks.wait(done)
-    sums = costs.memory_ms(3 * nbytes + 2 * item.shard_numel * PARAM_NBYTES)
+    ms, label = tasks.costs.gather_ms(nbytes, item.axis), f"exchange {item.name}"
+    tasks.wait(tasks.transfer(Stream.GATHER, item.axis_name, nbytes, ms, tasks.fork(), label, "lookup"))
+    sums = tasks.costs.memory_ms(3 * nbytes + 2 * item.shard_numel * PARAM_NBYTES)
     tasks.add(Stream.COMPUTE, Load.COMPUTE, sums, label=f"wgrad {item.name}")
     reductions.submit_rows(item, 2 * item.shard_numel * PARAM_NBYTES)
 

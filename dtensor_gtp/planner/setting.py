@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from .._schedule.choose_schedule import Facts, choose
+from .._comm.gather_backends import resolve_reduce_scatter
+from .._schedule.choose_schedule import Facts, choose, is_exchange_worth, lookup_nbytes
 from .._schedule.order_of_gathers import Plan, Traits, Window, choose_kept, turning_point
 from ..placement import chunk_rows
 from ..policy import Schedule, SchedulePolicy
@@ -41,6 +42,10 @@ class Sharded(NamedTuple):
     def state_numel(self) -> int:
         """Elements whose state this use counts: none if another use of the same matrix does."""
         return 0 if self.weight.is_tied else self.shard_numel
+
+    @property
+    def axis_name(self) -> str:
+        return "expert_gtp" if self.lane else "gtp"
 
     @property
     def replicas(self) -> str:
@@ -113,15 +118,15 @@ class Setting:
         return Sharded(weight, int(has_lane), axis, gathered, wired, weight.numel * self.reduce_nbytes, shard)
 
     def exchanges_lookup(self) -> bool:
-        """Whether the embedding exchanges activations, by the rule of ``ops.exchange``: whichever moves fewer bytes."""
+        """Whether the embedding exchanges activations, as ``ops.exchange`` decides."""
         tables = [weight for weight in self.trace.weights if weight.is_table]
         world = self.costs.axis("gtp").size
         if not tables or world == 1 or self.policy.embedding == "gather" or self.costs.axis("tp").size > 1:
             return False
         rows, dim = tables[0].shape
-        token_nbytes = 2 * dim * COMPUTE_NBYTES + 8
         moved = rows * dim * (COMPUTE_NBYTES + self.reduce_nbytes)
-        return self.policy.embedding == "exchange" or world * self.tokens * token_nbytes < moved
+        is_worth = is_exchange_worth(world, self.tokens, lookup_nbytes(dim, COMPUTE_NBYTES), moved)
+        return self.policy.embedding == "exchange" or is_worth
 
     def choice(self, free_nbytes: int) -> tuple[Schedule, tuple[str, ...]]:
         """The schedule that the runtime would choose, and why."""
@@ -137,12 +142,10 @@ class Setting:
     def backends(self, schedule: Schedule, lane: int) -> Backends:
         """What "auto" becomes for a lane."""
         is_near = self.no_copy_engines("expert_gtp" if lane else "gtp") is None
-        gathers, reduces = schedule.gather_backend, schedule.reduce_scatter
+        gathers = schedule.gather_backend
         if gathers == "auto":
             gathers = "copy_engine" if is_near else "process_group"
-        if reduces == "auto":
-            reduces = "copy_engine" if gathers == "copy_engine" else "ring"
-        return Backends(str(gathers), str(reduces))
+        return Backends(str(gathers), resolve_reduce_scatter(schedule.reduce_scatter, str(gathers)))
 
     def block_nbytes(self) -> int:
         """Of the gathered weights of the largest block: what is on the wire, as the runtime counts it."""
