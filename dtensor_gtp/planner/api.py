@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from .advice import advise
 from .errors import PlanError
 from .evaluate import Problem
 from .job import Job
 from .machine import Machine, load_machine
-from .search import Report, search
+from .search import Report, advise, search
 from .text import PlanResult
 from .user_model import load_model
 

@@ -94,7 +94,7 @@ class Bounds:
             # A gradient in fp32 may be the shard's own.
             grads = setting.reduce_nbytes < PARAM_NBYTES and not layout.keep
             for weight, item in zip(trace.weights, setting.sharded(), strict=True):
-                used = 0 if weight.is_table or layout.keep else item.gathered
+                used = 0 if weight.is_table or layout.keep else setting.held(item)
                 amounts = weight.amounts
                 found.append(saved + max(*amounts[:3], amounts.forward + used, amounts.wgrad + used * grads))
         return max(found)

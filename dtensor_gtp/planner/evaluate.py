@@ -160,18 +160,21 @@ def _scaled(trace: Trace, batch: int) -> Trace:
     if batch == 1:
         return trace
 
-    def ops(given: tuple[Op, ...]) -> tuple[Op, ...]:
-        return tuple(Op(op.kind, op.flops * batch, op.nbytes * batch) for op in given)
+    def times(op: Op) -> Op:
+        return Op(op.kind, op.flops * batch, op.nbytes * batch)
 
     def weight(given: Weight) -> Weight:
         amounts = Amounts(*(amount * batch for amount in given.amounts))
-        given = given._replace(before=ops(given.before), use=ops(given.use), backward=ops(given.backward))
-        return given._replace(amounts=amounts, live=given.live * batch)
+        return given.with_ops(times)._replace(amounts=amounts, live=given.live * batch)
 
-    weights = tuple(weight(each) for each in trace.weights)
-    loss, tail = ops(trace.loss), ops(trace.tail)
-    nbytes = {"input_nbytes": trace.input_nbytes * batch, "end": trace.end * batch}
-    return replace(trace, weights=weights, loss=loss, tail=tail, **nbytes)
+    return replace(
+        trace,
+        weights=tuple(map(weight, trace.weights)),
+        loss=tuple(map(times, trace.loss)),
+        tail=tuple(map(times, trace.tail)),
+        input_nbytes=trace.input_nbytes * batch,
+        end=trace.end * batch,
+    )
 
 
 def setting_of(problem: Problem, layout: Layout, part: Part | None) -> Setting:

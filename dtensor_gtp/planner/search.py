@@ -14,6 +14,7 @@ from .errors import PlanError
 from .evaluate import Answer, Problem, evaluate, memory_of
 from .ground import is_too_wide
 from .job import AXES, CHECKPOINTS, Layout, refusal
+from .machine import GIB, load_machine, preset_names
 
 _MAX_TRIED = 100  # simulations of one search
 _MAX_TIGHT = 24  # of those that do not fit, how many are looked at if none does
@@ -282,3 +283,44 @@ def _nothing(problem: Problem, refused: dict[str, list[Layout]]) -> str:
         return f"plan finds no layout of {job.gpus} GPUs with {asked}: they do not multiply to it. Pass other sizes."
     reason = max(refused, key=lambda key: len(refused[key]))
     return f"plan finds no layout of {job.gpus} GPUs with {asked}: {reason}. Pass other sizes."
+
+
+def advise(problem: Problem, closest: Answer) -> list[str]:
+    """Changes that make the closest layout fit, each tried by itself, and what they leave free."""
+    lines: list[str] = []
+    for text, changed, layout in _changes(problem, closest.layout):
+        if text.startswith("--gpus") and any(line.startswith("--gpus") for line in lines):
+            continue  # fewer GPUs are enough
+        free = _free_gib(changed, layout)
+        if free >= 0:
+            lines.append(f"{text}: fits, {free:.1f} GiB are left")
+    return lines or ["no single change is enough: combine more GPUs, --checkpointing full and shorter sequences"]
+
+
+def _changes(problem: Problem, layout: Layout) -> Iterator[tuple[str, Problem, Layout]]:
+    job = problem.job
+    if layout.checkpoint != "full":
+        yield "--checkpointing full", problem, replace(layout, checkpoint="full")
+    if layout.micro_batch > 1:
+        yield "--micro-batch 1", problem, replace(layout, micro_batch=1)
+    if job.memory != "least":
+        yield "--memory least", replace(problem, job=replace(job, memory="least")), layout
+    if job.optimizer == "adamw":
+        yield "--optimizer muon", replace(problem, job=replace(job, optimizer="muon")), layout
+    if layout.replicate > 1 and not job.shards_optimizer:
+        yield "--zero1", replace(problem, job=replace(job, shards_optimizer=True)), layout
+    for factor in (2, 4, 8, 16, 32, 64):
+        larger = replace(job, gpus=job.gpus * factor, global_batch=max(job.batch, layout.data_ranks * factor))
+        more = replace(layout, gtp=layout.gtp * factor)
+        yield f"--gpus {larger.gpus}", replace(problem, job=larger), more
+    for name in preset_names():
+        machine = load_machine(name)
+        if machine.memory_gib > problem.machine.memory_gib:
+            yield f"--machine {name}", replace(problem, machine=machine), layout
+
+
+def _free_gib(problem: Problem, layout: Layout) -> float:
+    """Memory that a layout leaves free; less than 0 if it cannot be."""
+    if problem.config is not None and refusal(layout, problem.job, problem.config, problem.machine) is not None:
+        return -1.0
+    return problem.machine.memory_gib - memory_of(problem, layout).total / GIB

@@ -48,6 +48,16 @@ class Weight(NamedTuple):
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    def with_ops(self, change: Callable[[Op], Op]) -> Weight:
+        """The use with other operations."""
+        before, use, backward = (tuple(map(change, ops)) for ops in (self.before, self.use, self.backward))
+        return self._replace(before=before, use=use, backward=backward)
+
+    def shifted(self, nbytes: int) -> Weight:
+        """The use after so many more bytes of activations."""
+        amounts = Amounts(*(max(amount + nbytes, 0) for amount in self.amounts))
+        return self._replace(amounts=amounts, live=self.live + nbytes)
+
     @property
     def flops(self) -> float:
         """Of its GEMM in forward, of that of the weight's gradient, and of that of the input's."""
@@ -227,7 +237,7 @@ def record_reference(
         trace = _mapped(trace, lambda weight: weight._replace(is_tied=weight.is_table))
     share = config.looked_at(seq_len) / 0.5  # the recording has a causal mask
     if share != 1:
-        trace = _mapped(trace, lambda weight: _with_attention(weight, share))
+        trace = _mapped(trace, lambda weight: weight.with_ops(lambda op: _attending(op, share)))
     return replace(trace, input_nbytes=batch * num_tokens // tp * config.dim * 2)
 
 
@@ -235,11 +245,8 @@ def _mapped(trace: Trace, change: Callable[[Weight], Weight]) -> Trace:
     return replace(trace, weights=tuple(change(weight) for weight in trace.weights))
 
 
-def _with_attention(weight: Weight, share: float) -> Weight:
-    def ops(given: tuple[Op, ...]) -> tuple[Op, ...]:
-        return tuple(op._replace(flops=op.flops * share) if op.kind is Kind.ATTENTION else op for op in given)
-
-    return weight._replace(before=ops(weight.before), backward=ops(weight.backward))
+def _attending(op: Op, share: float) -> Op:
+    return op._replace(flops=op.flops * share) if op.kind is Kind.ATTENTION else op
 
 
 # Of the memory of whole logits: a loss in eight chunks of tokens, and a kernel that makes no logits.
@@ -305,5 +312,4 @@ def repeated(trace: Trace, config: ModelConfig, part: Part) -> Trace:
 
 def _moved(weight: Weight, block: int, shift: int) -> Weight:
     name = weight.name if block < 0 else re.sub(r"layers\.\d+", f"layers.{block}", weight.name)
-    amounts = Amounts(*(max(nbytes + shift, 0) for nbytes in weight.amounts))
-    return weight._replace(name=name, block=block, amounts=amounts, live=weight.live + shift)
+    return weight.shifted(shift)._replace(name=name, block=block)
