@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from .._comm.gather_backends import resolve_reduce_scatter
-from .._schedule.choose_schedule import Facts, choose, is_exchange_worth, lookup_nbytes
+from .._schedule.choose_schedule import Facts, choose, is_exchange_worth, is_worth_a_group, lookup_nbytes
 from .._schedule.order_of_gathers import Plan, Traits, Window, choose_kept, turning_point
 from ..placement import chunk_rows
 from ..policy import Schedule, SchedulePolicy
@@ -130,7 +130,17 @@ class Setting:
 
     def choice(self, free_nbytes: int) -> tuple[Schedule, tuple[str, ...]]:
         """The schedule that the runtime would choose, and why."""
-        return choose(self.policy, Facts(self.no_copy_engines("gtp"), self.block_nbytes(), free_nbytes))
+        schedule, reasons = choose(self.policy, Facts(self.no_copy_engines("gtp"), self.block_nbytes(), free_nbytes))
+        if self.has_groups():
+            reasons += ("small blocks are gathered as groups, simulated here as single weights",)
+        return schedule, reasons
+
+    def has_groups(self) -> bool:
+        """Whether the runtime gathers blocks as groups, which are simulated as single weights."""
+        is_plain = self.recipe is None and self.costs.axis("tp").size == 1 and not self.is_captured
+        numels = [item.weight.numel for item in self.sharded() if item.is_in_block and not item.lane]
+        mean = sum(numels) / max(len(numels), 1)
+        return is_plain and not self.policy._numbers and len(numels) > 1 and is_worth_a_group(mean, self.tokens)
 
     def no_copy_engines(self, name: str) -> str | None:
         """Why the ranks of an axis cannot copy from each other."""
