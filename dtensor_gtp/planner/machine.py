@@ -285,7 +285,7 @@ def machine_of(content: Any, where: str) -> Machine:
             f"machine expects a file of version {VERSION}, but {where} is of version {version!r}. "
             "Write it anew by --calibrate."
         )
-    machine: Machine = _build(Machine, {key: value for key, value in content.items() if key != "version"}, where, "")
+    machine: Machine = _build(Machine, _completed(content, where), where, "")
     if machine.gpus_per_host > machine.gpus_per_domain:
         raise PlanError(
             f"machine expects gpus_per_host of at most gpus_per_domain, but {where} has {machine.gpus_per_host} and "
@@ -294,6 +294,22 @@ def machine_of(content: Any, where: str) -> Machine:
     if "bf16" not in machine.peak_tflops:
         raise PlanError(f"machine expects peak_tflops.bf16, but {where} has no such field. Add it.")
     return machine
+
+
+def _completed(content: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The fields of a file, and those that it leaves to the preset which it is ``like``."""
+    values = {name: value for name, value in content.items() if name not in ("version", "like")}
+    if "like" not in content:
+        return values
+    if content["like"] not in preset_names():
+        wrong = f"{where} has {content['like']!r}"
+        raise PlanError(f"machine expects one of {', '.join(preset_names())} as like, but {wrong}. Name one.")
+    base: dict[str, Any] = json.loads(load_machine(content["like"]).as_json())
+    del base["version"]
+    for name, kind in get_type_hints(Machine).items():
+        if is_dataclass(kind) and isinstance(values.get(name), dict):
+            values[name] = base[name] | values[name]
+    return base | values
 
 
 def _build(kind: Any, values: Any, where: str, prefix: str) -> Any:

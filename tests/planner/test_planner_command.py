@@ -246,6 +246,7 @@ def test_presets_name_their_sources_and_survive_a_round_trip(name: str) -> None:
         ({"gpus_per_host": 9}, "machine expects gpus_per_host of at most gpus_per_domain, but it has 9 and 8"),
         ({"peak_tflops": {"float8": 10}}, "machine expects peak_tflops.bf16, but it has no such field"),
         ({"peak_tflops": {"bf17": 10}}, "machine has no field .*peak_tflops.bf17"),
+        ({"like": "h300"}, "machine expects one of a100, .* as like, but it has 'h300'. Name one."),
     ],
 )
 def test_bad_machines(changes: dict[str, Any], message: str) -> None:
@@ -253,6 +254,14 @@ def test_bad_machines(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message) as caught:
         machine_of(content, "it")
     assert "\n" not in str(caught.value)
+
+
+def test_a_machine_like_a_preset_names_what_is_different() -> None:
+    h100 = load_machine("h100")
+    found = machine_of({"version": 2, "like": "h100", "name": "mine", "network": {"gb_s": 25}}, "it")
+    assert found.network.gb_s == 25
+    assert found.network.share == h100.network.share
+    assert (found.name, found.compute, found.is_calibrated) == ("mine", h100.compute, False)
 
 
 # --- the name ---------------------------------------------------------------------------------------------------------
