@@ -175,11 +175,13 @@ def predict(setting: Setting, schedule: Schedule, stage: Stage, optimizer_nbytes
     inflight, order = schedule.max_inflight_reduce_scatters, schedule.wgrad_first
     peak = predict_peak(uses, 0, inflight, together, wgrad_first=order)
     states = sum(map(setting.optimizer_numel, weights)) + setting.trace.small_numel
-    return _memory(setting, schedule, stage, (numel, states * optimizer_nbytes), peak)
+    # ``fully_shard`` around blocks keeps its part of each shard, beside the shard that is gathered from all parts.
+    parameters = numel + states * setting.shards_optimizer
+    return _memory(setting, schedule, stage, (numel, parameters * PARAM_NBYTES, states * optimizer_nbytes), peak)
 
 
-def _memory(setting: Setting, schedule: Schedule, stage: Stage, state: tuple[int, int], peak: Peak) -> Memory:
-    numel, optimizer = state
+def _memory(setting: Setting, schedule: Schedule, stage: Stage, state: tuple[int, int, int], peak: Peak) -> Memory:
+    numel, parameters, optimizer = state
     trace = setting.trace
     saved = saved_nbytes(trace)
     before_loss = min(peak.activations, max(trace.weights[-1].live, 0))
@@ -196,7 +198,7 @@ def _memory(setting: Setting, schedule: Schedule, stage: Stage, state: tuple[int
     if not stage.keep:
         passing += gathered + reductions
     return Memory(
-        numel * PARAM_NBYTES,
+        parameters,
         gradients,
         optimizer,
         gathered,
