@@ -261,10 +261,7 @@ def checkpointed(setting: Setting) -> Trace:
     trace = setting.trace
     if setting.checkpoint == "none" or not trace.num_blocks:
         return trace
-    blocks: dict[int, list[Weight]] = {}
-    for weight in trace.weights:
-        if weight.block >= 0:
-            blocks.setdefault(weight.block, []).append(weight)
+    blocks = {block: weights for block, weights in trace.by_block.items() if block >= 0}
     again = recomputed_uses(setting, setting.sharded())
     names = [item.name for item in setting.sharded()]
     lives = [weights[0].live for weights in blocks.values()]

@@ -159,11 +159,7 @@ class Setting:
 
     def block_nbytes(self) -> int:
         """Of the gathered weights of the largest block: what is on the wire, as the runtime counts it."""
-        sizes: dict[int, int] = {}
-        for item in self.sharded():
-            sizes[item.weight.block] = sizes.get(item.weight.block, 0) + item.wired
-        blocks = [size for block, size in sizes.items() if block >= 0]
-        return max(blocks) if len(blocks) > 1 else sum(sizes.values())
+        return self.trace.largest_block(item.wired for item in self.sharded())
 
 
 class Step(NamedTuple):
@@ -212,7 +208,7 @@ def recomputed_uses(setting: Setting, weights: Sequence[Sharded]) -> dict[int, t
         return {}
     blocks: dict[int, list[int]] = {}
     for number, item in enumerate(weights):
-        if item.weight.block >= 0:
+        if item.is_in_block:
             blocks.setdefault(item.weight.block, []).append(number)
     step = 2 if setting.checkpoint == "selective" else 1
     return {block: tuple(numbers[:-1][::step]) for block, numbers in blocks.items()}

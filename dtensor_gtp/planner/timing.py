@@ -119,18 +119,16 @@ def _parts(setting: Setting, schedule: Schedule, *, is_last: bool) -> Parts:
 
 def _is_long(trace: Trace) -> bool:
     """Whether it has many blocks, of which those after the first few are of one kind."""
-    if trace.num_blocks <= _MORE + 3 or trace.block_numel() * COMPUTE_NBYTES < _LARGE_BLOCK:
+    block_nbytes = trace.largest_block(weight.numel * COMPUTE_NBYTES for weight in trace.weights)
+    if trace.num_blocks <= _MORE + 3 or block_nbytes < _LARGE_BLOCK:
         return False
-    shapes: dict[int, list[tuple[int, ...]]] = {}
-    for weight in trace.weights:
-        if weight.block >= 0:
-            shapes.setdefault(weight.block, []).append(weight.shape)
-    return len({tuple(shape) for shape in list(shapes.values())[_FEW // 2 :]}) == 1
+    shapes = [tuple(weight.shape for weight in weights) for block, weights in trace.by_block.items() if block >= 0]
+    return len(set(shapes[_FEW // 2 :])) == 1
 
 
 def _with_blocks(trace: Trace, number: int) -> Trace:
     """The same with fewer blocks: the first ones and the last ones, which come after fewer activations then."""
-    blocks = sorted({weight.block for weight in trace.weights if weight.block >= 0})
+    blocks = sorted(trace.by_block.keys() - {-1})
     first, last = blocks[: number - 2], blocks[-2:]
     lives = {weight.block: weight.live for weight in reversed(trace.weights)}
     shift = (lives[last[1]] - lives[last[0]]) * (len(blocks) - number)

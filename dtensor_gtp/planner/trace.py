@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -94,17 +94,25 @@ class Trace:
         """The most bytes of activations at any moment."""
         return max(max(weight.amounts) for weight in self.weights)
 
+    @functools.cached_property
+    def by_block(self) -> Mapping[int, list[Weight]]:
+        """Uses by the number of their block; those outside of blocks are under -1."""
+        found: dict[int, list[Weight]] = {}
+        for weight in self.weights:
+            found.setdefault(weight.block, []).append(weight)
+        return found
+
     @property
     def num_blocks(self) -> int:
-        return len({weight.block for weight in self.weights if weight.block >= 0})
+        return len(self.by_block.keys() - {-1})
 
-    def block_numel(self) -> int:
-        """Parameters of the largest block; of all matrices if there are no blocks."""
-        sizes: dict[int, int] = {}
-        for weight in self.weights:
-            sizes[weight.block] = sizes.get(weight.block, 0) + weight.numel
-        blocks = [size for block, size in sizes.items() if block >= 0]
-        return max(blocks) if len(blocks) > 1 else sum(sizes.values())
+    def largest_block(self, sizes: Iterable[int]) -> int:
+        """The sum of the largest block, where uses have these sizes; of all uses if there are no blocks."""
+        sums: dict[int, int] = {}
+        for weight, size in zip(self.weights, sizes, strict=True):
+            sums[weight.block] = sums.get(weight.block, 0) + size
+        blocks = [amount for block, amount in sums.items() if block >= 0]
+        return max(blocks) if len(blocks) > 1 else sum(sums.values())
 
 
 def record(
@@ -274,9 +282,7 @@ def repeated(trace: Trace, config: ModelConfig, part: Part) -> Trace:
     """The step of ``part`` of the model, from a recording of :func:`record_reference`."""
     recorded = sorted(set(config.kinds))
     begins = {kind: _RECORDED * number for number, kind in enumerate(recorded)}
-    by_block: dict[int, list[Weight]] = {}
-    for weight in trace.weights:
-        by_block.setdefault(weight.block, []).append(weight)
+    by_block = trace.by_block
     saved = {kind: by_block[begin + 1][0].live - by_block[begin][0].live for kind, begin in begins.items()}
     # Before each block of the recording, and at its end.
     saved_before = list(accumulate((saved[kind] for kind in recorded for _ in range(_RECORDED)), initial=0))
