@@ -32,7 +32,8 @@ def plan(
         report: Called after each simulation with the numbers of simulations, of layouts and of seconds.
         job: Fields of :class:`~dtensor_gtp.planner.Job`: ``gpus`` (required), ``seq_len`` in tokens,
             ``global_batch`` in sequences, ``recipe``, ``checkpointing``, ``optimizer``, ``memory``, ``reduce_dtype``,
-            ``is_compiled``, ``is_captured``, and ``fixed``, a dict of axes that are not searched.
+            ``is_compiled``, ``is_captured``, ``loss``, ``virtual_stages``, ``shards_optimizer``, and ``fixed``, a dict
+            of axes that are not searched.
 
     Returns:
         A :class:`PlanResult`; print it.

@@ -206,7 +206,7 @@ def test_names_of_timelines_are_names(config: str, capsys: pytest.CaptureFixture
 
 def test_names_of_others_do_not_reach_the_terminal(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path(config).write_text(json.dumps(CONFIG | {"_name_or_path": "a\x1b[2Jb\nc"}))
-    _, out, err = run(capsys, config, "--gpus", "8", "--seq-len", "1024", "--global-batch", "8")
+    _, out, err = run(capsys, config, "--gpus", "8", "--gtp", "8", "--seq-len", "1024")
     assert "\x1b" not in out + err
     assert "a\\x1b[2Jb\\nc" in out
 
@@ -292,7 +292,8 @@ def test_no_ground_is_no_number(config: str, capsys: pytest.CaptureFixture[str])
 
 
 def test_a_recipe_without_gemms_says_so(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, config, "--gpus", "8", "--seq-len", "512", "--machine", "b200", "--recipe", "mxfp8")
+    arguments = [config, "--gpus", "8", "--gtp", "8", "--seq-len", "512", "--machine", "b200", "--recipe", "mxfp8"]
+    status, out, _ = run(capsys, *arguments)
     assert status == 0
     assert "mxfp8: GEMMs are in bf16" in out
 
