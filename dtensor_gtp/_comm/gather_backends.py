@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -98,14 +98,22 @@ def choose_gather_backend(
         return ProcessGroupBackend(groups[0], device), "process_group", str(error)
 
 
+def resolve_reduce_scatter(asked: ReduceScatterKind | Literal["auto"], gathers: str) -> ReduceScatterKind:
+    """What "auto" becomes: copy engines where ``gathers`` are by them."""
+    if asked != "auto":
+        return asked
+    return "copy_engine" if gathers == "copy_engine" else "ring"
+
+
 def choose_reduce_scatter(
     schedule: Schedule, groups: list[dist.ProcessGroup], device: torch.device, gathers: str
 ) -> tuple[SendRing | None, ReduceScatterKind, str]:
     """The ring that peers fetch gradients from, the kind that ``schedule`` asks for, and why "auto" took it. Collective
-    over all ``groups``, the scatter communicator first. "auto" takes copy engines where ``gathers`` does."""
+    over all ``groups``, the scatter communicator first."""
     asked = schedule.reduce_scatter
-    if asked != "copy_engine" and (asked != "auto" or gathers != "copy_engine"):
-        return (None, "ring", f"gathers by {gathers}") if asked == "auto" else (None, asked, "")
+    kind = resolve_reduce_scatter(asked, gathers)
+    if kind != "copy_engine":
+        return None, kind, f"gathers by {gathers}" if asked == "auto" else ""
     enough = enough_nbytes(schedule)
     if gathers == "copy_engine":  # these ranks map each other's memory already
         why = "one host" if asked == "auto" else ""

@@ -17,6 +17,7 @@ from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import ShardedWeight
 from .._params.weight_group import WeightGroup
 from .._params.whole_param import WholeParam
+from .._schedule.choose_schedule import is_worth_a_group
 from .._schedule.guesses import blocks_in
 from .._schedule.runtime import Runtime
 from .binding import ShardGroup, binding_of, join_name
@@ -24,11 +25,6 @@ from .dress import dress
 
 # A block that has more than this share of a model is no unit of gathering if it has blocks inside.
 _MOST_OF_MODEL = 0.3
-# Elements of a weight times tokens, on average over a block. Below that, its GEMM takes less time than the host needs
-# for the weight by itself: 5e10 multiplications and additions take an H100 0.15 ms, a weight takes a host as long.
-_SMALL_GEMM = 50e9
-# Where the number of tokens is not known (images, sound).
-_SMALL_NUMEL = 16 << 20
 
 
 def make_groups(runtime: Runtime, num_tokens: int) -> tuple[str, ...]:
@@ -105,7 +101,7 @@ def _why_single(modules: list[nn.Module], params: list[ManagedParam], num_tokens
     if len(weights) < 2:
         return "it has fewer than two sharded weights"
     numel = sum(map(_numel, weights)) / len(weights)
-    if numel * num_tokens > _SMALL_GEMM or (not num_tokens and numel > _SMALL_NUMEL):
+    if not is_worth_a_group(numel, num_tokens):
         return f"a GEMM lasts longer than the host needs for a weight ({numel:.3g} elements, {num_tokens} tokens)"
     first, inside = weights[0], set(modules)
     for param in params:

@@ -23,6 +23,11 @@ _REDUCTIONS = (128 << 20, 2)
 # With copy engines half the launches, each of which costs the host more than one of NCCL. As many bytes are in flight.
 _REDUCTIONS_BY_COPIES = (256 << 20, 1)
 _KEPT_OF_FREE = 8
+# Elements of a weight times tokens, on average over a block. Below that, its GEMM takes less time than the host needs
+# for the weight by itself: 5e10 multiplications and additions take an H100 0.15 ms, a weight takes a host as long.
+_SMALL_GEMM = 50e9
+# Where the number of tokens is not known (images, sound).
+_SMALL_NUMEL = 16 << 20
 # Stands for the GPUs of a host, in measurements without a wire: what a rank launches shall be the same.
 _FAKE = "the process group is fake"
 
@@ -112,6 +117,22 @@ def adds_addends(policy: SchedulePolicy, no_copies: str | None) -> bool:
     if policy.reduce_scatter == "auto":
         return no_copies is None and policy.memory != "least" and policy.gather_backend in ("auto", "copy_engine")
     return policy.reduce_scatter != "ring"
+
+
+def is_worth_a_group(mean_numel: float, num_tokens: int) -> bool:
+    """Whether the weights of a block, of so many elements on average, are gathered as a group."""
+    return mean_numel * num_tokens <= _SMALL_GEMM if num_tokens else mean_numel <= _SMALL_NUMEL
+
+
+def is_exchange_worth(num_ranks: int, num_tokens: int, token_nbytes: int, weight_nbytes: int) -> bool:
+    """Whether an exchange of activations moves fewer bytes than a gather of the weight and the reduction of its
+    gradient, ``weight_nbytes`` together."""
+    return num_ranks * num_tokens * token_nbytes < weight_nbytes
+
+
+def lookup_nbytes(dim: int, itemsize: int, *, has_gradient: bool = True) -> int:
+    """What an exchange moves for one token and rank: its id, the row, and the gradient of the row."""
+    return (2 if has_gradient else 1) * dim * itemsize + torch.int64.itemsize
 
 
 def _kept(policy: SchedulePolicy, facts: Facts) -> tuple[int, str]:

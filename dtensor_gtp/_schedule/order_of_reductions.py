@@ -1,10 +1,14 @@
-"""Which gradients travel in one reduce-scatter, as plain arithmetic. No torch in here.
+"""Which gradients travel in one reduce-scatter, as plain data. No torch in here.
 
 A gradient below the limit waits for others. Those that wait are launched when the next one does not fit, or may not
 join them.
 """
 
 from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
 
 
 def may_wait(nbytes: int, limit: int) -> bool:
@@ -15,3 +19,27 @@ def may_wait(nbytes: int, limit: int) -> bool:
 def fits(waiting_nbytes: int, nbytes: int, limit: int) -> bool:
     """Whether a gradient joins those that wait."""
     return waiting_nbytes + nbytes <= limit
+
+
+class Together(Generic[T]):
+    """The gradients of one lane that wait, where all may join each other."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.waiting: list[T] = []
+        self._nbytes = 0
+
+    def submit(self, gradient: T, nbytes: int) -> list[list[T]]:
+        """What a gradient launches: those that wait and do not take it along, and itself if it travels alone."""
+        is_alone = not may_wait(nbytes, self._limit)
+        launches = self.flush() if is_alone or not fits(self._nbytes, nbytes, self._limit) else []
+        if is_alone:
+            return [*launches, [gradient]]
+        self.waiting.append(gradient)
+        self._nbytes += nbytes
+        return launches
+
+    def flush(self) -> list[list[T]]:
+        """What waits is launched: backward ends."""
+        waiting, self.waiting, self._nbytes = self.waiting, [], 0
+        return [waiting] if waiting else []

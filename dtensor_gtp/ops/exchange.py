@@ -22,6 +22,7 @@ from .._comm.streams import Done
 from .._comm.tokens import TokenExchange
 from .._params.layout import WeightLayout
 from .._params.sharded_weight import ShardedWeight
+from .._schedule.choose_schedule import is_exchange_worth, lookup_nbytes
 from .._schedule.runtime import Runtime
 
 
@@ -41,8 +42,8 @@ def new_exchange(
 
     def is_worth(capacity: int) -> bool:
         itemsize = weight.compute_dtype.itemsize + (weight.reduce_dtype.itemsize if weight.param.requires_grad else 0)
-        exchanged_nbytes = weight.layout.world * capacity * token_nbytes()
-        return choice == "exchange" or exchanged_nbytes < weight.layout.shape.numel() * itemsize
+        weight_nbytes = weight.layout.shape.numel() * itemsize
+        return choice == "exchange" or is_exchange_worth(weight.layout.world, capacity, token_nbytes(), weight_nbytes)
 
     return weight.exchange(purpose, runtime.policy.exchange_tokens, is_worth)
 
@@ -55,8 +56,8 @@ def exchanged_ids(indices: Tensor, runtime: Runtime, weight: ShardedWeight) -> T
     if weight.lookups is None:
 
         def token_nbytes() -> int:
-            num_passes = 2 if weight.param.requires_grad else 1  # activations, and their gradient
-            return num_passes * weight.layout.shape[1] * weight.compute_dtype.itemsize + torch.int64.itemsize
+            has_gradient = weight.param.requires_grad
+            return lookup_nbytes(weight.layout.shape[1], weight.compute_dtype.itemsize, has_gradient=has_gradient)
 
         weight.lookups = new_exchange(runtime, weight, "lookup", choice, token_nbytes)
     runtime.ensure_initialized()

@@ -17,7 +17,6 @@ import torch.nn as nn
 from .. import _torch_compat as compat
 from .recorder import Kind, Op, Recorder
 
-Mark = Callable[[str, str], None]
 IsKnown = Callable[[nn.Module], bool]
 
 
@@ -65,57 +64,41 @@ def use_module(name: str, module: nn.Module, recorder: Recorder) -> None:
     if names[1:3] == ["top_k_index", "top_k_weights"]:
         forward = _equal_loads(module, recorder)
 
+    def begin_backward() -> None:
+        recorder.mark("wgrad", name)
+        recorder.mark("dgrad", name)
+
     def run(*args: Any, **kwargs: Any) -> Any:
-        state = _State(name, recorder.mark)
-        args, kwargs = _through(_Enter, state, (args, kwargs))
+        args, kwargs = _through((args, kwargs), lambda: recorder.mark("after_backward", name))
         recorder.mark("forward", name)
         output = forward(*args, **kwargs)
         recorder.mark("after_forward", name)
-        return _through(_Exit, state, output)
+        return _through(output, begin_backward)
 
     module.forward = run
 
 
-class _State:
-    def __init__(self, name: str, mark: Mark) -> None:
-        self.name, self.mark = name, mark
-
-
-class _Enter(torch.autograd.Function):
-    """Identity on what a module gets: its backward is the end of the module's."""
+class _Through(torch.autograd.Function):
+    """Identity on tensors; says when backward comes by."""
 
     @staticmethod
-    def forward(ctx: Any, state: _State, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.state = state
+    def forward(ctx: Any, in_backward: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.in_backward = in_backward
         return tuple(tensor.view_as(tensor) for tensor in inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.state.mark("after_backward", ctx.state.name)
+        ctx.in_backward()
         return None, *grads
 
 
-class _Exit(torch.autograd.Function):
-    """Identity on what a module returns: its backward is the begin of the module's."""
-
-    @staticmethod
-    def forward(ctx: Any, state: _State, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.state = state
-        return tuple(tensor.view_as(tensor) for tensor in inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        for mark in ("wgrad", "dgrad"):
-            ctx.state.mark(mark, ctx.state.name)
-        return None, *grads
-
-
-def _through(function: Any, state: _State, values: Any) -> Any:
-    """The same structure, its tensors that need gradients led through the function together."""
+def _through(values: Any, in_backward: Callable[[], None]) -> Any:
+    """The same structure, its tensors that need gradients led through :class:`_Through` together."""
     leaves, spec = compat.tree_flatten(values)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if places:
-        for place, tensor in zip(places, function.apply(state, *(leaves[p] for p in places)), strict=True):
+        led = _Through.apply(in_backward, *(leaves[place] for place in places))  # type: ignore[no-untyped-call]
+        for place, tensor in zip(places, led, strict=True):
             leaves[place] = tensor
     return compat.tree_unflatten(leaves, spec)
 

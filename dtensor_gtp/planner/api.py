@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from .advice import advise
 from .errors import PlanError
 from .evaluate import Problem
 from .job import Job
 from .machine import Machine, load_machine
-from .search import Found, Report, search
+from .search import Report, advise, search
 from .text import PlanResult
 from .user_model import load_model
 
@@ -33,7 +32,8 @@ def plan(
         report: Called after each simulation with the numbers of simulations, of layouts and of seconds.
         job: Fields of :class:`~dtensor_gtp.planner.Job`: ``gpus`` (required), ``seq_len`` in tokens,
             ``global_batch`` in sequences, ``recipe``, ``checkpointing``, ``optimizer``, ``memory``, ``reduce_dtype``,
-            ``is_compiled``, ``is_captured``, and ``fixed``, a dict of axes that are not searched.
+            ``is_compiled``, ``is_captured``, ``loss``, ``virtual_stages``, ``shards_optimizer``, and ``fixed``, a dict
+            of axes that are not searched.
 
     Returns:
         A :class:`PlanResult`; print it.
@@ -63,21 +63,5 @@ def plan(
         asked = replace(asked, seq_len=user.seq_len)
     problem = Problem(asked, config, gpus, user)
     found = search(problem, top=top, report=report)
-    return _result(name, problem, found)
-
-
-def _result(name: str, problem: Problem, found: Found) -> PlanResult:
-    advice = tuple(advise(problem, found.closest)) if found.closest is not None else ()
-    return PlanResult(
-        name,
-        problem.machine,
-        problem.job,
-        found.answers,
-        found.refused,
-        found.closest,
-        advice,
-        found.num_layouts,
-        found.num_simulated,
-        found.seconds,
-        problem,
-    )
+    advice = () if found.closest is None else tuple(advise(problem, found.closest))
+    return PlanResult(**vars(found), model=name, problem=problem, advice=advice)

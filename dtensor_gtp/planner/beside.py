@@ -12,19 +12,12 @@ from .machine import Machine
 
 
 class Traffic(NamedTuple):
-    """One kind of communication of a step.
+    """One kind of communication of a step."""
 
-    Args:
-        name: For people.
-        nbytes: Of the full weights or gradients.
-        num_tensors: How many.
-        ms: Time on the wire, if nothing else runs and all of it is one launch.
-    """
-
-    name: str
-    nbytes: int
-    num_tensors: int
-    ms: float
+    name: str  # for people
+    nbytes: int  # of the full weights or gradients
+    num_tensors: int  # how many
+    ms: float  # time on the wire, if nothing else runs and all of it is one launch
 
 
 def predict_traffic(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from .costs import Costs
-from .evaluate import Problem, full_stages, lower_bound_ms, parts_of, setting_of, slowest
+from .evaluate import Problem, full_stages, inflight, lower_bound_ms, parts_of, setting_of, slowest
 from .job import OPTIMIZERS, Layout
 from .machine import GIB
 from .memory import FRAGMENTS, checkpointed, saved_nbytes
@@ -19,7 +19,7 @@ _FIRST, _LAST = "embedding", "head and loss"
 
 
 class Amounts(NamedTuple):
-    """Of one block or of several: time of a microbatch, and bytes of gathered weights, of full gradients and of state
+    """Of one block or of several: time of a microbatch, and bytes of gathered weights, of full gradients, and elements
     before they are cut over gtp; those of experts beside."""
 
     ms: float = 0.0
@@ -27,11 +27,11 @@ class Amounts(NamedTuple):
     expert_gathered: float = 0.0
     sent: float = 0.0
     expert_sent: float = 0.0
-    state: float = 0.0
-    expert_state: float = 0.0
+    numel: float = 0.0
+    expert_numel: float = 0.0
 
     def on(self, axis: str) -> tuple[float, float, float]:
-        """Gathered, sent and state of the weights that an axis cuts."""
+        """Gathered, sent and elements of the weights that an axis cuts."""
         return self[2::2] if axis == "expert_gtp" else self[1::2]
 
 
@@ -43,7 +43,6 @@ class Bounds:
         self._kinds: dict[tuple[object, ...], dict[object, Amounts]] = {}
         self._sums: dict[tuple[object, ...], Amounts] = {}
         self._passing: dict[tuple[object, ...], int] = {}
-        self._state_nbytes = PARAM_NBYTES + OPTIMIZERS[problem.job.optimizer]
 
     def ms(self, layout: Layout) -> float:
         """Of a step."""
@@ -59,8 +58,15 @@ class Bounds:
 
     def state_nbytes(self, layout: Layout) -> int:
         """Parameters and optimizer state of a rank."""
-        sums, axes = self._of(layout), layout.axes()
-        return int(sum(sums.on(name)[2] / axes[name].size for name in ("gtp", "expert_gtp")))
+        return self._shards(layout, PARAM_NBYTES, OPTIMIZERS[self._problem.job.optimizer])
+
+    def _shards(self, layout: Layout, nbytes: int, nbytes_of_replicas: int = 0) -> int:
+        """Of all shards, with so many bytes for an element, and so many that replicas may share."""
+        sums, axes, total = self._of(layout), layout.axes(), 0.0
+        for name in ("gtp", "expert_gtp"):
+            replicas = axes[name.replace("gtp", "replicate")].size if self._problem.job.shards_optimizer else 1
+            total += sums.on(name)[2] / axes[name].size * (nbytes + nbytes_of_replicas / replicas)
+        return int(total)
 
     def nbytes(self, layout: Layout) -> int:
         """Of a rank: state, what blocks save, the weight in use and its gradient, and weights that stay."""
@@ -69,13 +75,14 @@ class Bounds:
         if key not in self._passing:
             self._passing[key] = self._passing_nbytes(replace(layout, gtp=1, expert_gtp=1), num)
         passing = self._passing[key]
+        kept = 0
         if layout.keep:
-            passing += int(sum(sum(self._of(layout).on(name)[:2]) for name in ("gtp", "expert_gtp")))
+            kept = int(sum(sum(self._of(layout).on(name)[:2]) for name in ("gtp", "expert_gtp")))
         reserve = int(self._problem.machine.reserve_gib * GIB)
         state = self.state_nbytes(layout)
         if num > 1:  # gradients stay from the first microbatch on
-            state += state * PARAM_NBYTES // self._state_nbytes
-        return state + int(passing * (1 + FRAGMENTS)) + reserve
+            state += self._shards(layout, PARAM_NBYTES)
+        return state + kept + int(passing * (1 + FRAGMENTS)) + reserve
 
     def _passing_nbytes(self, layout: Layout, num: int) -> int:
         """Of the fullest stage, with so many microbatches."""
@@ -83,11 +90,11 @@ class Bounds:
         for number in full_stages(parts):
             setting = setting_of(self._problem, layout, parts[number])
             trace = checkpointed(setting)
-            saved = max(saved_nbytes(trace), 0) * (min(len(parts) - number, num) - 1)
+            saved = int(max(saved_nbytes(trace), 0) * (inflight(self._problem, layout, number, num) - 1))
             # A gradient in fp32 may be the shard's own.
             grads = setting.reduce_nbytes < PARAM_NBYTES and not layout.keep
             for weight, item in zip(trace.weights, setting.sharded(), strict=True):
-                used = 0 if weight.is_table or layout.keep else item.gathered
+                used = 0 if weight.is_table or layout.keep else setting.held(item)
                 amounts = weight.amounts
                 found.append(saved + max(*amounts[:3], amounts.forward + used, amounts.wgrad + used * grads))
         return max(found)
@@ -121,7 +128,7 @@ class Bounds:
 
     def _each(self, setting: Setting, times: Iterable[float]) -> Iterable[Amounts]:
         for ms, item in zip(times, setting.sharded(), strict=True):
-            amounts = item.wired, item.sent, 0 if item.weight.is_tied else item.weight.numel * self._state_nbytes
+            amounts = item.wired, item.sent, 0 if item.weight.is_tied else item.weight.numel
             mine = [part for amount in amounts for part in ((0, amount) if item.weight.is_expert else (amount, 0))]
             yield Amounts(ms, *mine)
 

@@ -16,9 +16,10 @@ from ..policy import fixed_policy
 from ..quant.casts import casts_for
 from ..quant.float8_gemms import Granularity, Operand, product
 from .clock import Clock
-from .machine import Machine
+from .costs import Costs
+from .machine import load_machine
 from .model import ModelConfig
-from .peers import build_compute
+from .program import build_compute
 from .recorder import Recorder
 from .reference import Reference
 from .samples import Samples
@@ -156,11 +157,8 @@ def _operations(clock: Clock, samples: Samples) -> None:
 
 def count_operations(tokens: int) -> float:
     """For how many operations the planner lets the host work, in a step of the small decoder."""
-    from .costs import Costs
-    from .machine import load_machine
-
     trace = repeated(record_reference(_BLOCK, 1, tokens), _BLOCK, Part(tuple(_BLOCK.kinds)))
-    machine: Machine = load_machine("h100")
+    machine = load_machine("h100")
     setting = Setting(trace, Costs(machine), fixed_policy(), tokens=tokens)
     return build_compute(setting).host_ms * 1e3 / machine.host.op_us
 

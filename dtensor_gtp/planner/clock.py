@@ -1,4 +1,4 @@
-"""Times of repeated work on one device: of a GPU by its events, of a CPU by the clock.
+"""Times of repeated work on one device: of a CPU by the clock, of a GPU by its events.
 
 On a GPU the work is queued behind GEMMs that keep it busy. So the host's launches do not count, unless it is the host
 that is timed.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -21,12 +20,12 @@ _MOST_SAMPLES = 2000
 _HEAD_START_DIM = 8192
 
 
-class Clock(ABC):
-    """Seconds of one call, medians of several samples."""
+class Clock:
+    """Seconds of one call, medians of several samples. This one is for CPUs, where nothing runs beside."""
 
-    device: torch.device
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
-    @abstractmethod
     def time(self, work: Work, calls: int = 1, *, is_sustained: bool = False) -> float:
         """Of the device.
 
@@ -36,18 +35,27 @@ class Clock(ABC):
             is_sustained: Whether to go on until clocks have settled, and take the second half. Each rank then has its
                 own number of samples, so ``work`` must not be a collective.
         """
+        work()
+        return statistics.median(self._host_sample(work, calls) for _ in range(_SAMPLES))
 
-    @abstractmethod
     def time_host(self, work: Work) -> float:
         """Until the call returns, while the device is idle."""
+        return self.time(work)
 
-    @abstractmethod
+    def _host_sample(self, work: Work, calls: int) -> float:
+        work()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            work()
+        return (time.perf_counter() - begin) / calls
+
     def time_beside(self, work: Work, calls: int, other: Work, other_calls: int) -> float | None:
         """As :meth:`time`, while ``other`` runs on another stream; None if this device has no streams."""
+        return None
 
-    @abstractmethod
     def time_together(self, work: Work, calls: int, other: Work, other_calls: int) -> float | None:
         """Of all calls of both, which begin together on two streams; None if this device has no streams."""
+        return None
 
     def new_stream(self) -> torch.Stream | None:
         """A further stream of the device; None if it has none."""
@@ -55,37 +63,12 @@ class Clock(ABC):
 
 
 def clock_of(device: torch.device) -> Clock:
-    return _EventClock(device) if device.type == "cuda" else _WallClock(device)
-
-
-class _WallClock(Clock):
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def time(self, work: Work, calls: int = 1, *, is_sustained: bool = False) -> float:
-        work()
-        samples = []
-        for _ in range(_SAMPLES):
-            work()
-            begin = time.perf_counter()
-            for _ in range(calls):
-                work()
-            samples.append((time.perf_counter() - begin) / calls)
-        return statistics.median(samples)
-
-    def time_host(self, work: Work) -> float:
-        return self.time(work)
-
-    def time_beside(self, work: Work, calls: int, other: Work, other_calls: int) -> float | None:
-        return None
-
-    def time_together(self, work: Work, calls: int, other: Work, other_calls: int) -> float | None:
-        return None
+    return _EventClock(device) if device.type == "cuda" else Clock(device)
 
 
 class _EventClock(Clock):
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        super().__init__(device)
         self._stream = torch.cuda.Stream(device)
         shape = (_HEAD_START_DIM, _HEAD_START_DIM)
         self._a, self._out = (torch.randn(shape, device=device).to(torch.bfloat16) for _ in range(2))
@@ -111,13 +94,13 @@ class _EventClock(Clock):
     def time(self, work: Work, calls: int = 1, *, is_sustained: bool = False) -> float:
         work()
         torch.cuda.synchronize(self.device)
+        if not is_sustained:
+            return statistics.median(self._sample(work, calls) for _ in range(_SAMPLES))
         samples: list[float] = []
-        started = time.perf_counter()
-        while len(samples) < _SAMPLES or (
-            is_sustained and len(samples) < _MOST_SAMPLES and time.perf_counter() - started < _SUSTAINED_SECONDS
-        ):
+        stop = time.perf_counter() + _SUSTAINED_SECONDS
+        while len(samples) < _SAMPLES or (len(samples) < _MOST_SAMPLES and time.perf_counter() < stop):
             samples.append(self._sample(work, calls))
-        return statistics.median(samples[len(samples) // 2 :] if is_sustained else samples)
+        return statistics.median(samples[len(samples) // 2 :])
 
     def time_host(self, work: Work) -> float:
         work()

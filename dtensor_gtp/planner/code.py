@@ -59,6 +59,8 @@ def unwritten(problem: Problem, answer: Answer) -> list[str]:
         found.append(
             f"cp {layout.cp}: attention exchanges keys over mesh['cp'] in your code, see {_READ} composability"
         )
+    if problem.job.shards_optimizer and layout.replicate > 1:
+        found.append(f"zero1: fully_shard over mesh['replicate'] goes around your blocks, see {_READ} composability")
     if layout.ep * layout.expert_gtp > 1 or (problem.config is not None and problem.config.experts):
         found.append(f"experts: where they are in the model is yours, see {_READ} moe")
     if layout.checkpoint == "selective" and problem.job.quantization is not None:

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
@@ -16,7 +17,7 @@ from ..policy import Memory
 from ..quant.recipes import RECIPES
 from .api import plan
 from .errors import PlanError
-from .job import AXES, CHECKPOINTS, LOSSES, OPTIMIZERS
+from .job import AXES, CHECKPOINTS, LOSSES, OPTIMIZERS, Job
 from .machine import load_machine, preset_names
 from .model import PRESETS
 from .text import PlanResult, duration
@@ -63,8 +64,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--memory", default="balanced", help=f"{', '.join(get_args(Memory))}: as in SchedulePolicy")
     add("--reduce-dtype", default="bf16", help="bf16 or fp32: of gradients on the wire")
     add("--loss", default="fp32", help=f"{', '.join(LOSSES)}: how logits and loss are computed; default: fp32")
-    add("--compile", action="store_true", help="blocks are compiled")
-    add("--capture", action="store_true", help="the step is one CUDA graph")
+    add("--virtual-stages", type=int, metavar="N", help="chunks of a rank of a pipeline; default: a block each")
+    add("--zero1", action="store_true", dest="shards_optimizer", help="optimizer states are divided over replicas too")
+    add("--compile", action="store_true", dest="is_compiled", help="blocks are compiled")
+    add("--capture", action="store_true", dest="is_captured", help="the step is one CUDA graph")
     axes = parser.add_argument_group("axes that are not searched")
     for name in (*AXES, "micro_batch"):
         axes.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", dest=name)
@@ -131,21 +134,10 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _job_of(options: argparse.Namespace) -> dict[str, Any]:
-    fixed = {name: getattr(options, name) for name in (*AXES, "micro_batch") if getattr(options, name) is not None}
-    given = {} if options.seq_len is None else {"seq_len": options.seq_len}
-    return given | {
-        "gpus": options.gpus,
-        "global_batch": options.global_batch,
-        "recipe": options.recipe,
-        "checkpointing": options.checkpointing,
-        "optimizer": options.optimizer,
-        "memory": options.memory,
-        "reduce_dtype": options.reduce_dtype,
-        "loss": options.loss,
-        "is_compiled": options.compile,
-        "is_captured": options.capture,
-        "fixed": fixed,
-    }
+    """The fields of a job that were given: options have their names."""
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    fixed = {name: given[name] for name in (*AXES, "micro_batch") if name in given}
+    return {item.name: given[item.name] for item in fields(Job) if item.name in given} | {"fixed": fixed}
 
 
 def _explain(result: PlanResult, path: Path) -> None:

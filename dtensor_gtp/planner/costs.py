@@ -24,54 +24,32 @@ class Axis(NamedTuple):
 
 
 class Wire(NamedTuple):
-    """How a group communicates.
+    """How a group communicates."""
 
-    Args:
-        is_fast: Whether all of it is behind the fast link.
-        gb_s: What a rank receives in a second.
-        start_ms: Until the first byte arrives.
-    """
-
-    is_fast: bool
-    gb_s: float
-    start_ms: float
+    is_fast: bool  # whether all of it is behind the fast link
+    gb_s: float  # what a rank receives in a second
+    start_ms: float  # until the first byte arrives
 
 
 class Work(NamedTuple):
-    """What one piece of a pass takes on the compute stream, in order: compute, then a collective, and so on.
+    """What one piece of a pass takes on the compute stream, in order: compute, then a collective, and so on."""
 
-    Args:
-        ms: Time.
-        axis: Whose collective it is; empty for compute.
-        host_ms: Time of the host to launch it.
-        nbytes: What a collective receives.
-    """
-
-    ms: float
-    axis: str
-    host_ms: float
-    nbytes: float = 0
+    ms: float  # time
+    axis: str  # whose collective it is; empty for compute
+    host_ms: float  # time of the host to launch it
+    nbytes: float = 0  # what a collective makes on each rank
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Times on one machine.
+    """Times on one machine."""
 
-    Args:
-        machine: The machine.
-        axes: The groups of a layout by the name of their axis.
-        precision: What GEMMs of the blocks compute in: "bf16", "float8" or "float4".
-        is_compiled: Whether blocks are compiled, so that elementwise kernels are fused.
-        is_rowwise: Whether float8 GEMMs have a scale for each row.
-        seq_len: Tokens of a sequence on one rank: kernels of attention reach less at long ones.
-    """
-
-    machine: Machine
-    axes: tuple[tuple[str, Axis], ...] = ()
-    precision: str = "bf16"
-    is_compiled: bool = False
-    is_rowwise: bool = False
-    seq_len: int = 0
+    machine: Machine  # the machine
+    axes: tuple[tuple[str, Axis], ...] = ()  # the groups of a layout by the name of their axis
+    precision: str = "bf16"  # what GEMMs of the blocks compute in: "bf16", "float8" or "float4"
+    is_compiled: bool = False  # whether blocks are compiled, so that elementwise kernels are fused
+    is_rowwise: bool = False  # whether float8 GEMMs have a scale for each row
+    seq_len: int = 0  # tokens of a sequence on one rank: kernels of attention reach less at long ones
 
     def axis(self, name: str) -> Axis:
         return self._by_name.get(name, Axis(1, 1))
@@ -153,8 +131,7 @@ class Costs:
             # one more finds the scale.
             op = op._replace(nbytes=op.nbytes * 0.85)
         ms = self.exchange_ms(op.nbytes, axis) if op.kind is Kind.EP else self.gather_ms(op.nbytes, axis)
-        received = op.nbytes * (axis.size - 1) / axis.size
-        return Work(ms, op.kind.value, self.machine.host.collective_us / 1e3, received)
+        return Work(ms, op.kind.value, self.machine.host.collective_us / 1e3, op.nbytes)
 
     def wire(self, axis: Axis) -> Wire:
         """How a group communicates: over the fast link, or in rings through the network, one ring for each of its

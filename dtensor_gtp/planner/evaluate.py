@@ -8,51 +8,39 @@ from dataclasses import dataclass, replace
 
 from ..policy import Schedule
 from .costs import Axis, Costs
+from .fully_shard import build_fully_shard
 from .ground import Ground, ground_of
 from .job import OPTIMIZERS, Job, Layout
 from .machine import GIB, Machine
 from .memory import Memory, Stage, predict
 from .model import ModelConfig
 from .peak import Amounts
-from .peers import build_fully_shard
 from .recorder import Op
 from .setting import PARAM_NBYTES, Setting
-from .timing import FEW, MORE, Parts, is_long, measure, timeline_of, with_blocks
+from .timing import Parts, few_and_more, measure, timeline_of
 from .trace import Part, Trace, Weight, record_reference, repeated, with_loss
 from .user_model import UserModel
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is planned.
+    """What is planned."""
 
-    Args:
-        job: What is asked for.
-        config: The sizes of the model; None for a model of the user's own code.
-        machine: The GPUs.
-        user: Such a model.
-    """
+    job: Job  # what is asked for
+    config: ModelConfig | None  # the sizes of the model; None for a model of the user's own code
+    machine: Machine  # the GPUs
+    user: UserModel | None = None  # such a model
 
-    job: Job
-    config: ModelConfig | None
-    machine: Machine
-    user: UserModel | None = None
+    @functools.cached_property
+    def whole(self) -> Trace:
+        """What a rank alone would compute of one sequence."""
+        return trace_of(self, Layout(), parts_of(self, Layout())[0])
 
     def flops_per_token(self) -> float:
-        if self.config is not None:
-            return self.config.flops_per_token(self.job.seq_len)
-        assert self.user is not None
-        weights = self.user.trace().weights
-        ops = [op for weight in weights for op in (*weight.before, *weight.backward)]
-        products = sum(3 * weight.flops if weight.has_dgrad else 2 * weight.flops for weight in weights)
-        return (products + sum(op.flops for op in ops)) / self.job.seq_len
+        return self.whole.model_flops / self.job.seq_len
 
     def numel(self) -> int:
-        if self.config is not None:
-            return self.config.numel
-        assert self.user is not None
-        whole = self.user.trace()
-        return sum(weight.numel for weight in whole.weights if not weight.is_tied) + whole.small_numel
+        return self.whole.numel
 
 
 @dataclass(frozen=True)
@@ -172,18 +160,21 @@ def _scaled(trace: Trace, batch: int) -> Trace:
     if batch == 1:
         return trace
 
-    def ops(given: tuple[Op, ...]) -> tuple[Op, ...]:
-        return tuple(Op(op.kind, op.flops * batch, op.nbytes * batch) for op in given)
+    def times(op: Op) -> Op:
+        return Op(op.kind, op.flops * batch, op.nbytes * batch)
 
     def weight(given: Weight) -> Weight:
         amounts = Amounts(*(amount * batch for amount in given.amounts))
-        given = given._replace(before=ops(given.before), use=ops(given.use), backward=ops(given.backward))
-        return given._replace(amounts=amounts, live=given.live * batch)
+        return given.with_ops(times)._replace(amounts=amounts, live=given.live * batch)
 
-    weights = tuple(weight(each) for each in trace.weights)
-    loss, tail = ops(trace.loss), ops(trace.tail)
-    nbytes = {"input_nbytes": trace.input_nbytes * batch, "end": trace.end * batch}
-    return replace(trace, weights=weights, loss=loss, tail=tail, **nbytes)
+    return replace(
+        trace,
+        weights=tuple(map(weight, trace.weights)),
+        loss=tuple(map(times, trace.loss)),
+        tail=tuple(map(times, trace.tail)),
+        input_nbytes=trace.input_nbytes * batch,
+        end=trace.end * batch,
+    )
 
 
 def setting_of(problem: Problem, layout: Layout, part: Part | None) -> Setting:
@@ -199,6 +190,7 @@ def setting_of(problem: Problem, layout: Layout, part: Part | None) -> Setting:
         job.quantization,
         layout.checkpoint,
         job.is_captured,
+        job.shards_optimizer,
         tokens=layout.micro_batch * job.seq_len // layout.cp,
     )
 
@@ -213,30 +205,29 @@ def full_stages(parts: list[Part] | list[None]) -> set[int]:
 def memory_of(problem: Problem, layout: Layout) -> Memory:
     """Of the fullest rank."""
     parts = parts_of(problem, layout)
-    num = layout.num_microbatches(problem.job)
     found = []
     for number in full_stages(parts):
         setting = setting_of(problem, layout, parts[number])
         schedule, _ = setting.choice(problem.machine.memory_nbytes)
-        stage = Stage(min(len(parts) - number, num), num, layout.keep)
+        num = layout.num_microbatches(problem.job)
+        stage = Stage(inflight(problem, layout, number, num), num, layout.keep)
         found.append(_memory_of_stage(setting, schedule, stage, OPTIMIZERS[problem.job.optimizer]))
     return max(found, key=lambda memory: memory.total)
 
 
 def _memory_of_stage(setting: Setting, schedule: Schedule, stage: Stage, optimizer_nbytes: int) -> Memory:
     """For many blocks by the difference that three of them make, see :func:`measure`."""
-    if not is_long(setting.trace):
-        return predict(setting, schedule, stage, optimizer_nbytes)
-    few, more = (
-        predict(replace(setting, trace=with_blocks(setting.trace, number)), schedule, stage, optimizer_nbytes)
-        for number in (FEW, MORE)
-    )
-    times = (setting.trace.num_blocks - MORE) // (MORE - FEW)
-    rest = (setting.trace.num_blocks - MORE) % (MORE - FEW)
-    grown = [
-        large + (large - small) * times + (large - small) * rest // (MORE - FEW)
+
+    def of(one: Setting) -> Memory:
+        return predict(one, schedule, stage, optimizer_nbytes)
+
+    if (shorter := few_and_more(setting)) is None:
+        return of(setting)
+    few, more = of(shorter.few), of(shorter.more)
+    grown = (
+        large + int((large - small) * shorter.left) // shorter.grown
         for small, large in zip(few[:-1], more[:-1], strict=True)
-    ]
+    )
     return Memory._make((*grown, more.moment))
 
 
@@ -259,6 +250,8 @@ def evaluate(problem: Problem, layout: Layout, memory: Memory | None = None) -> 
     total = _with_bubble(total, other, problem, layout)
     optimizer = _optimizer_ms(setting, OPTIMIZERS[job.optimizer])
     total.exposed["optimizer"] = optimizer
+    if job.shards_optimizer:
+        optimizer += _gather_parameters(setting, total)
     straggling = (total.ms + optimizer) * machine.straggling(job.gpus)
     if straggling:
         total.exposed["stragglers"] = straggling
@@ -325,7 +318,7 @@ def _with_bubble(total: Parts, one: Parts, problem: Problem, layout: Layout) -> 
     costs = Costs(problem.machine, tuple(layout.axes().items()))
     nbytes = layout.micro_batch * job.seq_len // (layout.cp * layout.tp) * problem.config.dim * 2
     send = 2 * costs.send_ms(nbytes, layout.axes()["pp"])
-    chunks = virtual_stages(problem.config, layout)
+    chunks = virtual_stages(problem, layout)
     bubble = (layout.pp - 1) / chunks * one.ms
     # A message hides behind the other microbatches, but where the pipeline fills and drains.
     bubble += 2 * (layout.pp - 1) * send
@@ -334,20 +327,47 @@ def _with_bubble(total: Parts, one: Parts, problem: Problem, layout: Layout) -> 
     return Parts(total.ms + bubble, exposed_ms, received)
 
 
-def virtual_stages(config: ModelConfig, layout: Layout) -> int:
-    """Chunks of a stage in an interleaved schedule: a block each, where there are as many microbatches as stages."""
-    return max((config.layers + 2) // layout.pp, 1)
+def virtual_stages(problem: Problem, layout: Layout) -> int:
+    """Chunks of a stage in an interleaved schedule: by default a block each."""
+    if problem.config is None:
+        return 1
+    most = max((problem.config.layers + 2) // layout.pp, 1)
+    return min(problem.job.virtual_stages or most, most)
+
+
+def inflight(problem: Problem, layout: Layout, number: int, num_microbatches: int) -> float:
+    """Microbatches whose activations a stage holds: as many as there are stages from it on, as 1F1B and DualPipe do.
+    Where chunks were asked for, those of Megatron's interleaved schedule, which begins backward later (arXiv
+    2104.04473, section 2.2)."""
+    chunks, after = problem.job.virtual_stages, layout.pp - 1 - number
+    held = after + 1.0
+    if chunks > 1 and layout.pp > 1:
+        chunks = virtual_stages(problem, layout)
+        held = ((chunks - 1) * layout.pp + 2 * after + 1) / chunks
+    return min(held, num_microbatches)
 
 
 def _optimizer_ms(setting: Setting, state_nbytes: int) -> float:
-    numel = sum(item.state_numel for item in setting.sharded())
+    numel = sum(map(setting.optimizer_numel, setting.sharded()))
     nbytes = numel * (3 * PARAM_NBYTES + 2 * state_nbytes)  # parameter and state read and written, gradient read
     return setting.costs.memory_ms(nbytes)
+
+
+def _gather_parameters(setting: Setting, total: Parts) -> float:
+    """Replicas get from each other the parameters that each has updated; adds it to ``total``."""
+    spent = 0.0
+    for name in dict.fromkeys(item.replicas for item in setting.sharded()):
+        axis = setting.costs.axis(name)
+        nbytes = sum(item.state_numel for item in setting.sharded() if item.replicas == name) * PARAM_NBYTES
+        spent += setting.costs.gather_ms(nbytes, axis)
+        total.received[name] = total.received.get(name, 0.0) + nbytes * (axis.size - 1) / axis.size
+    total.exposed["replicas"] = total.exposed.get("replicas", 0.0) + spent
+    return spent
 
 
 def lower_bound_ms(problem: Problem, layout: Layout, one_ms: float) -> float:
     """What a step takes at least, if a microbatch takes ``one_ms`` at least."""
     num = layout.num_microbatches(problem.job)
-    chunks = virtual_stages(problem.config, layout) if problem.config is not None else 1
+    chunks = virtual_stages(problem, layout)
     straggling = problem.machine.straggling(problem.job.gpus)
     return one_ms * (num + (layout.pp - 1) / chunks) * (1 + straggling)

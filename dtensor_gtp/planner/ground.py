@@ -8,25 +8,18 @@ range and no time.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from .job import Job, Layout
-    from .machine import Machine
+from .job import Job, Layout
+from .machine import Machine
 
 
 class Ground(NamedTuple):
-    """What predictions of one kind rest on.
+    """What predictions of one kind rest on."""
 
-    Args:
-        kind: For people.
-        least: Least time of a step, as a share of the prediction.
-        most: Most time.
-    """
-
-    kind: str
-    least: float
-    most: float
+    kind: str  # for people
+    least: float  # least time of a step, as a share of the prediction
+    most: float  # most time
 
 
 DENSE = Ground("dense, bf16, data parallel", 0.82, 1.27)

@@ -34,6 +34,9 @@ class Job:
         optimizer: "adamw", "sgd", "sgd-momentum" or "muon".
         memory: As in ``SchedulePolicy``.
         reduce_dtype: "bf16" or "fp32".
+        virtual_stages: Chunks of blocks that a rank of a pipeline has in turns; 1 for 1F1B, 0 for a block
+            each with the memory of 1F1B.
+        shards_optimizer: Whether optimizer states are divided over replicas too (ZeRO-1).
         loss: "fp32", "bf16", "chunked" or "fused": what there is of the logits.
         is_compiled: Whether blocks are compiled.
         is_captured: Whether the step is replayed as a CUDA graph.
@@ -59,10 +62,13 @@ class Job:
     loss: str = "fp32"
     is_compiled: bool = False
     is_captured: bool = False
+    virtual_stages: int = 0
+    shards_optimizer: bool = False
     fixed: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, least, most in (("gpus", 1, 1 << 20), ("seq_len", 1, 1 << 24), ("global_batch", 0, 1 << 24)):
+        counts = {"gpus": (1, 1 << 20), "seq_len": (1, 1 << 24), "global_batch": (0, 1 << 24)}
+        for name, (least, most) in (counts | {"virtual_stages": (0, 1 << 14)}).items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
                 raise PlanError(f"plan expects {name} from {least} to {most}, but got {value!r}. Pass another.")

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from .errors import PlanError, printable
 
@@ -25,91 +25,56 @@ _PRESETS = Path(__file__).parent / "machines"
 
 @dataclass(frozen=True)
 class Link:
-    """A link of one GPU.
+    """A link of one GPU."""
 
-    Args:
-        gb_s: What a GPU sends, while it receives as much, in 10^9 bytes a second.
-        share: Of that, what a collective of large messages reaches.
-        start_us: Time before the first byte arrives; of copy engines, for each copy.
-        hop_us: Time for each further step of a ring or a tree; of copy engines, for each peer in a barrier.
-    """
-
-    gb_s: float
-    share: float
-    start_us: float
-    hop_us: float
+    gb_s: float  # what a GPU sends, while it receives as much, in 10^9 bytes a second
+    share: float  # of that, what a collective of large messages reaches
+    start_us: float  # time before the first byte arrives; of copy engines, for each copy
+    hop_us: float  # time for each further step of a ring or a tree; of copy engines, for each peer in a barrier
 
 
 @dataclass(frozen=True)
 class Compute:
-    """What kernels reach of the peaks.
+    """What kernels reach of the peaks."""
 
-    Args:
-        gemm: Pairs of operations of one GEMM and the share of the peak that it reaches; between them the share is
-            interpolated over the logarithm of the operations.
-        float8_gemm: The same for GEMMs of 8 bits and fewer, casts not included; a scale for each matrix.
-        float8_rowwise_gemm: The same with a scale for each row.
-        attention: Share of the bf16 peak that fused attention reaches, without what a causal mask leaves out.
-        hbm: Share of the memory's bandwidth that elementwise kernels reach.
-        cast: The same of casts to formats of 8 bits and fewer, which read their input twice.
-        fused: Share of the bytes of elementwise kernels that is left in compiled blocks.
-        kernel_us: What each kernel takes beside: its begin, its end, and the gap before it.
-        attention_long: As ``attention``, for sequences of 32,768 tokens and more on one rank; 0 if it is the same.
-    """
-
+    # Pairs of operations of one GEMM and the share of the peak that it reaches; between them the share is
+    # interpolated over the logarithm of the operations.
     gemm: tuple[tuple[float, float], ...]
+    # The same for GEMMs of 8 bits and fewer, casts not included; a scale for each matrix.
     float8_gemm: tuple[tuple[float, float], ...]
-    float8_rowwise_gemm: tuple[tuple[float, float], ...]
-    attention: float
-    hbm: float
-    cast: float
-    fused: float
-    kernel_us: float
+    float8_rowwise_gemm: tuple[tuple[float, float], ...]  # the same with a scale for each row
+    attention: float  # share of the bf16 peak that fused attention reaches, without what a causal mask leaves out
+    hbm: float  # share of the memory's bandwidth that elementwise kernels reach
+    cast: float  # the same of casts to formats of 8 bits and fewer, which read their input twice
+    fused: float  # share of the bytes of elementwise kernels that is left in compiled blocks
+    kernel_us: float  # what each kernel takes beside: its begin, its end, and the gap before it
+    # As ``attention``, for sequences of 32,768 tokens and more on one rank; 0 if it is the same.
     attention_long: float = 0.0
 
 
 @dataclass(frozen=True)
 class Host:
-    """What the host takes in eager steps.
+    """What the host takes in eager steps."""
 
-    Args:
-        op_us: For one operation of torch in forward and backward, a view or a kernel.
-        use_us: For one use of a sharded weight, in forward or in backward, without the calls of the process group.
-        fsdp_use_us: The same under ``fully_shard``, for each parameter.
-        collective_us: For one call of the process group.
-        copy_us: For one launch of copy engines.
-        replay_us: Before the replay of a CUDA graph of a whole step.
-    """
-
-    op_us: float
-    use_us: float
-    fsdp_use_us: float
-    collective_us: float
-    copy_us: float
-    replay_us: float
+    op_us: float  # for one operation of torch in forward and backward, a view or a kernel
+    use_us: float  # for one use of a sharded weight, in forward or in backward, without the calls of the process group
+    fsdp_use_us: float  # the same under ``fully_shard``, for each parameter
+    collective_us: float  # for one call of the process group
+    copy_us: float  # for one launch of copy engines
+    replay_us: float  # before the replay of a CUDA graph of a whole step
 
 
 @dataclass(frozen=True)
 class Contention:
-    """How many times as long work takes while other work runs beside it.
+    """How many times as long work takes while other work runs beside it."""
 
-    Args:
-        gemm_beside_nccl: GEMMs beside a collective whose kernels take SMs.
-        gemm_beside_copy: GEMMs beside copy engines.
-        nccl_beside_gemm: Such a collective beside GEMMs.
-        copy_beside_gemm: Copies beside GEMMs.
-        wire: Two collectives over the same link, each of them.
-        kernel: Two kernels on one GPU, each of them: they share SMs and memory.
-        grouped: One collective of NCCL over several tensors, beside one over a single tensor of as many bytes.
-    """
-
-    gemm_beside_nccl: float
-    gemm_beside_copy: float
-    nccl_beside_gemm: float
-    copy_beside_gemm: float
-    wire: float
-    kernel: float
-    grouped: float
+    gemm_beside_nccl: float  # GEMMs beside a collective whose kernels take SMs
+    gemm_beside_copy: float  # GEMMs beside copy engines
+    nccl_beside_gemm: float  # such a collective beside GEMMs
+    copy_beside_gemm: float  # copies beside GEMMs
+    wire: float  # two collectives over the same link, each of them
+    kernel: float  # two kernels on one GPU, each of them: they share SMs and memory
+    grouped: float  # one collective of NCCL over several tensors, beside one over a single tensor of as many bytes
 
 
 @dataclass(frozen=True)
@@ -240,27 +205,19 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "memory_gib": (0.01, 4096),
     "reserve_gib": (0, 512),
     "hbm_gb_s": (0.1, 1e5),
-    "peak_tflops.bf16": (1e-4, 1e5),
-    "peak_tflops.float8": (1e-4, 1e5),
-    "peak_tflops.float4": (1e-4, 1e5),
+    **dict.fromkeys(("peak_tflops.bf16", "peak_tflops.float8", "peak_tflops.float4"), (1e-4, 1e5)),
     "gpus_per_host": (1, 1024),
     "gpus_per_domain": (1, 65536),
     "gb_s": (1e-3, 1e5),
     "share": (0.001, 2),
-    "start_us": (0, 1e5),
-    "hop_us": (0, 1e4),
     "attention": (0.001, 1),
     "attention_long": (0, 1),
     "hbm": (0.001, 1.5),
     "cast": (0.001, 1.5),
     "fused": (0, 1),
-    "kernel_us": (0, 1000),
-    "op_us": (0, 1e4),
-    "use_us": (0, 1e5),
-    "fsdp_use_us": (0, 1e5),
-    "collective_us": (0, 1e5),
-    "copy_us": (0, 1e5),
-    "replay_us": (0, 1e6),
+    **{"kernel_us": (0, 1000), "start_us": (0, 1e5), "hop_us": (0, 1e4)},
+    **{"op_us": (0, 1e4), "use_us": (0, 1e5), "fsdp_use_us": (0, 1e5)},
+    **{"collective_us": (0, 1e5), "copy_us": (0, 1e5), "replay_us": (0, 1e6)},
     "jitter": (0, 0.5),
     "spread": (0, 0.9),
     "watts": (0, 5000),
@@ -322,14 +279,13 @@ def machine_of(content: Any, where: str) -> Machine:
     """The machine of what a file holds; ``where`` it is, for errors."""
     if not isinstance(content, dict) or "version" not in content:
         raise PlanError(f"machine expects a JSON object with a version, but {where} has none. Write it by --calibrate.")
-    values = dict(content)
-    version = values.pop("version")
+    version = content["version"]
     if version != VERSION:
         raise PlanError(
             f"machine expects a file of version {VERSION}, but {where} is of version {version!r}. "
             "Write it anew by --calibrate."
         )
-    machine: Machine = _build(Machine, values, where, "")
+    machine: Machine = _build(Machine, _completed(content, where), where, "")
     if machine.gpus_per_host > machine.gpus_per_domain:
         raise PlanError(
             f"machine expects gpus_per_host of at most gpus_per_domain, but {where} has {machine.gpus_per_host} and "
@@ -340,82 +296,80 @@ def machine_of(content: Any, where: str) -> Machine:
     return machine
 
 
-_PARTS: Mapping[str, type] = {
-    "fast": Link,
-    "copy": Link,
-    "network": Link,
-    "compute": Compute,
-    "host": Host,
-    "contention": Contention,
-}
+def _completed(content: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The fields of a file, and those that it leaves to the preset which it is ``like``."""
+    values = {name: value for name, value in content.items() if name not in ("version", "like")}
+    if "like" not in content:
+        return values
+    if content["like"] not in preset_names():
+        wrong = f"{where} has {content['like']!r}"
+        raise PlanError(f"machine expects one of {', '.join(preset_names())} as like, but {wrong}. Name one.")
+    base: dict[str, Any] = json.loads(load_machine(content["like"]).as_json())
+    del base["version"]
+    for name, kind in get_type_hints(Machine).items():
+        if is_dataclass(kind) and isinstance(values.get(name), dict):
+            values[name] = base[name] | values[name]
+    return base | values
 
 
 def _build(kind: Any, values: Any, where: str, prefix: str) -> Any:
     """A dataclass from a JSON object, each of its fields checked."""
     if not isinstance(values, dict):
         raise PlanError(f"machine expects an object as {prefix or 'file'}, but {where} has {values!r}. Mend the file.")
-    known = {item.name: item for item in fields(kind)}
-    for name in values.keys() - known.keys():
-        raise PlanError(f"machine has no field {prefix}{name}, but {where} does. Known are {', '.join(known)}.")
-    optional = {"sources", "attention_long", "watts"}
-    for name in known.keys() - values.keys() - optional:
+    types = get_type_hints(kind)
+    for name in values.keys() - types.keys():
+        raise PlanError(f"machine has no field {prefix}{name}, but {where} does. Known are {', '.join(types)}.")
+    optional = {item.name for item in fields(kind) if (item.default, item.default_factory) != (MISSING, MISSING)}
+    for name in types.keys() - values.keys() - optional:
         raise PlanError(f"machine expects a field {prefix}{name}, but {where} has none. Add it.")
     made = {}
     for name, value in values.items():
-        if name in _PARTS:
-            made[name] = _build(_PARTS[name], value, where, f"{name}.")
-        else:
-            made[name] = _checked(name, value, where, prefix)
+        if is_dataclass(types[name]):
+            made[name] = _build(types[name], value, where, f"{name}.")
+            continue
+        made[name] = _checked(name, value, where, prefix)
     return kind(**made)
 
 
 def _checked(name: str, value: Any, where: str, prefix: str) -> Any:
-    field_name = f"{prefix}{name}"
-    if name == "name":
-        _expect(isinstance(value, str), "a text", field_name, value, where)
-        return printable(value)
-    elif name == "not_measured":
-        is_names = isinstance(value, list) and all(isinstance(text, str) for text in value)
-        _expect(is_names, "a list of names", field_name, value, where)
-        return tuple(value)
-    elif name == "sources":
-        is_texts = isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
-        _expect(is_texts, "an object of texts", field_name, value, where)
-    elif name == "peak_tflops":
-        _expect(isinstance(value, dict), "an object of numbers", field_name, value, where)
-        for kind, peak in value.items():
-            _check_range(f"{name}.{kind}", peak, where, prefix)
-    elif name in ("gemm", "float8_gemm", "float8_rowwise_gemm"):
-        is_pairs = isinstance(value, list) and value and all(isinstance(p, list) and len(p) == 2 for p in value)
-        _expect(is_pairs, "pairs of numbers", field_name, value, where)
-        for number, share in value:
-            _expect(_is_number(number) and number > 0, "positive operations", field_name, number, where)
-            _expect(_is_number(share) and 0 < share <= 1, "shares above 0 and up to 1", field_name, share, where)
-        return tuple(sorted((float(number), float(share)) for number, share in value))
-    elif prefix == "contention.":
-        is_factor = _is_number(value) and FACTORS[0] <= value <= FACTORS[1]
-        _expect(is_factor, f"a factor from {FACTORS[0]} to {FACTORS[1]}", field_name, value, where)
-    else:
-        _check_range(name, value, where, prefix)
-        if name.startswith("gpus_"):
-            _expect(isinstance(value, int), "an integer", field_name, value, where)
+    """The value of a field, as a dataclass holds it."""
+
+    def expect(is_fine: object, expected: str, given: Any = value) -> None:
+        if not is_fine:
+            raise PlanError(f"machine expects {expected} as {prefix}{name}, but {where} has {given!r}. Mend the file.")
+
+    match name:
+        case "name":
+            expect(isinstance(value, str), "a text")
+            return printable(value)
+        case "not_measured":
+            expect(isinstance(value, list) and _are_texts(value), "a list of names")
+            return tuple(value)
+        case "sources":
+            expect(isinstance(value, dict) and _are_texts(value.values()), "an object of texts")
+            return value
+        case "peak_tflops":
+            expect(isinstance(value, dict), "an object of numbers")
+            return {kind: _checked(f"{name}.{kind}", peak, where, prefix) for kind, peak in value.items()}
+        case "gemm" | "float8_gemm" | "float8_rowwise_gemm":
+            expect(isinstance(value, list) and value, "pairs of numbers")
+            for pair in value:
+                expect(isinstance(pair, list) and len(pair) == 2 and all(map(_is_number, pair)), "pairs of numbers")
+                expect(pair[0] > 0, "positive operations", pair[0])
+                expect(0 < pair[1] <= 1, "shares above 0 and up to 1", pair[1])
+            return tuple(sorted((float(number), float(share)) for number, share in value))
+    if name not in _RANGES and prefix != "contention.":
+        raise PlanError(f"machine has no field {prefix}{name}, but {where} does. Take it out.")
+    least, most = _RANGES.get(name, FACTORS)
+    expect(_is_number(value) and least <= value <= most, f"a number from {least:g} to {most:g}")
+    expect(isinstance(value, int) or not name.startswith("gpus_"), "an integer")
     return value
+
+
+def _are_texts(values: Iterable[Any]) -> bool:
+    return all(isinstance(text, str) for text in values)
 
 
 def _is_number(value: Any) -> bool:
     # An integer of JSON may be larger than any float.
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
-
-
-def _expect(is_fine: Any, expected: str, name: str, value: Any, where: str) -> None:
-    if not is_fine:
-        raise PlanError(f"machine expects {expected} as {name}, but {where} has {value!r}. Mend the file.")
-
-
-def _check_range(name: str, value: Any, where: str, prefix: str) -> None:
-    known = _RANGES.get(name)
-    if known is None:
-        raise PlanError(f"machine has no field {prefix}{name}, but {where} does. Take it out.")
-    least, most = known
-    is_fine = _is_number(value) and least <= value <= most
-    _expect(is_fine, f"a number from {least:g} to {most:g}", f"{prefix}{name}", value, where)

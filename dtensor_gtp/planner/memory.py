@@ -23,17 +23,11 @@ _LEAN, _LEAN_LOGITS = 0.35, 0.25
 
 
 class Reducing(NamedTuple):
-    """How gradients are reduced.
+    """How gradients are reduced."""
 
-    Args:
-        nbytes: Of an element on the wire.
-        kind: ``SchedulePolicy.reduce_scatter``.
-        num_ranks: Size of the axis.
-    """
-
-    nbytes: int
-    kind: str
-    num_ranks: int
+    nbytes: int  # of an element on the wire
+    kind: str  # ``SchedulePolicy.reduce_scatter``
+    num_ranks: int  # size of the axis
 
 
 class Shard(NamedTuple):
@@ -150,23 +144,21 @@ class Memory(NamedTuple):
         state = self.parameters + self.gradients + self.optimizer
         return int(state + self.gathered + self.reductions + _LEAN * self.activations + _LEAN_LOGITS * self.logits)
 
+    def parts(self) -> dict[str, int]:
+        """Bytes by kind."""
+        return dict(zip(self._fields[:-1], self[:-1], strict=True))
+
     def as_record(self) -> dict[str, int | str]:
         """All of it as plain data, for JSON."""
         return self._asdict() | {"total": self.total, "least": self.least}
 
 
 class Stage(NamedTuple):
-    """What a rank of a pipeline has beside one microbatch.
+    """What a rank of a pipeline has beside one microbatch."""
 
-    Args:
-        num_inflight: Microbatches whose activations it holds at once.
-        num_microbatches: Of a step.
-        keep: Whether weights and full gradients stay for the whole step.
-    """
-
-    num_inflight: int = 1
-    num_microbatches: int = 1
-    keep: bool = False
+    num_inflight: float = 1  # microbatches whose activations it holds at once
+    num_microbatches: int = 1  # of a step
+    keep: bool = False  # whether weights and full gradients stay for the whole step
 
 
 def predict(setting: Setting, schedule: Schedule, stage: Stage, optimizer_nbytes: int) -> Memory:
@@ -182,11 +174,14 @@ def predict(setting: Setting, schedule: Schedule, stage: Stage, optimizer_nbytes
     together = schedule.coalesce_grad_nbytes if reduces != "all_to_all" else 0
     inflight, order = schedule.max_inflight_reduce_scatters, schedule.wgrad_first
     peak = predict_peak(uses, 0, inflight, together, wgrad_first=order)
-    return _memory(setting, schedule, stage, (numel, optimizer_nbytes), peak)
+    states = sum(map(setting.optimizer_numel, weights)) + setting.trace.small_numel
+    # ``fully_shard`` around blocks keeps its part of each shard, beside the shard that is gathered from all parts.
+    parameters = numel + states * setting.shards_optimizer
+    return _memory(setting, schedule, stage, (numel, parameters * PARAM_NBYTES, states * optimizer_nbytes), peak)
 
 
-def _memory(setting: Setting, schedule: Schedule, stage: Stage, state: tuple[int, int], peak: Peak) -> Memory:
-    numel, optimizer_nbytes = state
+def _memory(setting: Setting, schedule: Schedule, stage: Stage, state: tuple[int, int, int], peak: Peak) -> Memory:
+    numel, parameters, optimizer = state
     trace = setting.trace
     saved = saved_nbytes(trace)
     before_loss = min(peak.activations, max(trace.weights[-1].live, 0))
@@ -196,14 +191,16 @@ def _memory(setting: Setting, schedule: Schedule, stage: Stage, state: tuple[int
     if stage.num_microbatches > 1:
         gradients = numel * PARAM_NBYTES
     if stage.keep:
-        full = sum(item.gathered for item in setting.sharded())
-        gathered, reductions = full, sum(item.sent for item in setting.sharded())
-    activations = peak.activations - logits + max(saved, 0) * (stage.num_inflight - 1)
-    passing = gathered + reductions + activations + logits
+        gathered = sum(setting.held(item) for item in setting.sharded())
+        reductions = sum(item.sent for item in setting.sharded())
+    activations = peak.activations - logits + int(max(saved, 0) * (stage.num_inflight - 1))
+    passing = activations + logits
+    if not stage.keep:
+        passing += gathered + reductions
     return Memory(
-        numel * PARAM_NBYTES,
+        parameters,
         gradients,
-        numel * optimizer_nbytes,
+        optimizer,
         gathered,
         reductions,
         activations,
@@ -221,7 +218,7 @@ def saved_nbytes(trace: Trace) -> int:
 
 
 def _uses(setting: Setting, weights: Sequence[Sharded], step: Step, schedule: Schedule) -> list[Use]:
-    nbytes = [item.gathered for item in weights]
+    nbytes = [setting.held(item) for item in weights]
     held = (
         held_nbytes(step.forward, step.kept, nbytes, is_backward=False),
         held_nbytes(step.backward, step.kept, nbytes, is_backward=True),
@@ -264,10 +261,7 @@ def checkpointed(setting: Setting) -> Trace:
     trace = setting.trace
     if setting.checkpoint == "none" or not trace.num_blocks:
         return trace
-    blocks: dict[int, list[Weight]] = {}
-    for weight in trace.weights:
-        if weight.block >= 0:
-            blocks.setdefault(weight.block, []).append(weight)
+    blocks = {block: weights for block, weights in trace.by_block.items() if block >= 0}
     again = recomputed_uses(setting, setting.sharded())
     names = [item.name for item in setting.sharded()]
     lives = [weights[0].live for weights in blocks.values()]

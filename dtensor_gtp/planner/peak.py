@@ -9,50 +9,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .._schedule.order_of_reductions import fits, may_wait
+from .._schedule.order_of_reductions import Together
 
 
 class Amounts(NamedTuple):
-    """What there is of one kind of memory around one use of a weight, at most, in bytes.
+    """What there is of one kind of memory around one use of a weight, at most, in bytes."""
 
-    Args:
-        forward: While forward uses the weight.
-        after_forward: From there until forward uses the next one, or ends with the loss.
-        before_backward: From the end of the use that backward comes from, or from the loss.
-        wgrad: While backward computes the weight's gradient.
-        dgrad: While it computes that of the input.
-    """
-
-    forward: int
-    after_forward: int
-    before_backward: int
-    wgrad: int
-    dgrad: int
+    forward: int  # while forward uses the weight
+    after_forward: int  # from there until forward uses the next one, or ends with the loss
+    before_backward: int  # from the end of the use that backward comes from, or from the loss
+    wgrad: int  # while backward computes the weight's gradient
+    dgrad: int  # while it computes that of the input
 
 
 class Use(NamedTuple):
-    """One use of a weight in the forward; backward comes by in the reverse order. All in bytes.
-
-    Args:
-        gathered: Gathered weights: the one in use, those kept for backward, and those that are gathered ahead.
-        activations: What is saved for backward and not yet used up, gradients of activations, results.
-        wgrad: The full gradient, in the dtype of its reduction.
-        sent: What the reduction needs beside the full gradient, until it is complete.
-        grad: The shard's gradient, which stays until the optimizer has seen it.
-        unreduced: What computing the full gradient needs beside it.
-        is_in_ring: Whether the full gradient is written to symmetric memory, which is not counted here.
-        is_exchanged: Whether activations are exchanged instead of the weight: there is no full gradient.
-    """
+    """One use of a weight in the forward; backward comes by in the reverse order. All in bytes."""
 
     name: str
-    gathered: Amounts
-    activations: Amounts
-    wgrad: int
-    sent: int
-    grad: int
-    unreduced: int = 0
-    is_in_ring: bool = False
-    is_exchanged: bool = False
+    gathered: Amounts  # gathered weights: the one in use, those kept for backward, and those that are gathered ahead
+    activations: Amounts  # what is saved for backward and not yet used up, gradients of activations, results
+    wgrad: int  # the full gradient, in the dtype of its reduction
+    sent: int  # what the reduction needs beside the full gradient, until it is complete
+    grad: int  # the shard's gradient, which stays until the optimizer has seen it
+    unreduced: int = 0  # what computing the full gradient needs beside it
+    is_in_ring: bool = False  # whether the full gradient is written to symmetric memory, which is not counted here
+    is_exchanged: bool = False  # whether activations are exchanged instead of the weight: there is no full gradient
 
     @property
     def buffer(self) -> int:
@@ -61,75 +42,39 @@ class Use(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """The fullest moment of a step, in bytes.
+    """The fullest moment of a step, in bytes."""
 
-    Args:
-        moment: The pass, and the name of the weight that is in use, or was or will be.
-        state: Parameters, buffers and optimizer state, which are always there.
-        gradients: Of the shards, as far as they have been reduced.
-        gathered: Gathered weights.
-        wgrad: Full gradients that are computed or on their way, and what their reduction needs beside them.
-        activations: What is saved for backward, gradients of activations, logits.
-    """
-
-    moment: str
-    state: int
-    gradients: int
-    gathered: int
-    wgrad: int
-    activations: int
+    moment: str  # the pass, and the name of the weight that is in use, or was or will be
+    state: int  # parameters, buffers and optimizer state, which are always there
+    gradients: int  # of the shards, as far as they have been reduced
+    gathered: int  # gathered weights
+    wgrad: int  # full gradients that are computed or on their way, and what their reduction needs beside them
+    activations: int  # what is saved for backward, gradients of activations, logits
 
     @property
     def total(self) -> int:
         return sum(self[1:])
 
-    def as_record(self) -> dict[str, int | str]:
-        """The parts and their sum by name."""
-        return self._asdict() | {"total": self.total}
 
-    def describe(self, measured: int | None = None) -> str:
-        """The parts in MiB, and beside them what was measured if something was."""
-        parts = ", ".join(f"{name} {value / 2**20:.1f}" for name, value in zip(self._fields[1:], self[1:], strict=True))
-        text = f"peak {self.moment}: {self.total / 2**20:.1f} MiB = {parts}"
-        if measured is None:
-            return f"{text} (predicted for a GPU; there is no counter here)"
-        return f"{text}; measured {measured / 2**20:.1f} MiB ({(measured / self.total - 1) * 100:+.1f}%)"
-
-
-class Reductions:
+class _Reductions:
     """The gradients that wait to be sent together, and those on their way."""
 
     def __init__(self, max_inflight: int, together: int) -> None:
         self._max_inflight = max_inflight
-        self._together = together
-        self._waiting: list[Use] = []
+        self._together = Together[Use](together)
         self._inflight: list[list[Use]] = []
 
     @property
     def nbytes(self) -> int:
         on_the_way = sum(use.buffer + use.sent for launch in self._inflight for use in launch)
-        return on_the_way + sum(use.buffer for use in self._waiting)
+        return on_the_way + sum(use.buffer for use in self._together.waiting)
 
     def submit(self, use: Use) -> list[list[Use]]:
         """Takes a gradient; returns what is launched by it."""
-        if use.is_exchanged:
-            return []
-        launches = []
-        is_alone = not may_wait(use.wgrad, self._together)
-        waiting = sum(other.wgrad for other in self._waiting)
-        if self._waiting and (is_alone or not fits(waiting, use.wgrad, self._together)):
-            launches.append(self._waiting)
-            self._waiting = []
-        if is_alone:
-            launches.append([use])
-        else:
-            self._waiting = [*self._waiting, use]
-        return launches
+        return [] if use.is_exchanged else self._together.submit(use, use.wgrad)
 
     def flush(self) -> list[list[Use]]:
-        """What waits is launched: backward ends."""
-        waiting, self._waiting = self._waiting, []
-        return [waiting] if waiting else []
+        return self._together.flush()
 
     def launch(self, launches: list[list[Use]]) -> None:
         """They are on their way, and the oldest have been waited for."""
@@ -146,7 +91,7 @@ def moments(
             amounts = getattr(use.gathered, moment), 0, getattr(use.activations, moment)
             found.append(Peak(f"{_WORDS[moment]} of {use.name}", state, 0, *amounts))
     grads = 0
-    reductions = Reductions(max_inflight, together)
+    reductions = _Reductions(max_inflight, together)
 
     def add(moment: str, use: Use, gathered: int, activations: int, wgrad: int) -> None:
         found.append(Peak(f"{moment} of {use.name}", state, grads, gathered, wgrad, activations))

@@ -12,29 +12,21 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from .._schedule.order_of_gathers import Plan, Window
-from .._schedule.order_of_reductions import fits, may_wait
+from .._schedule.order_of_reductions import Together
 from .._schedule.order_of_uses import Chain
 from ..policy import Schedule
 from .costs import Work
-from .recorder import Op
 from .setting import COMPUTE_NBYTES, PARAM_NBYTES, Setting, Sharded, Step, plan_step
 from .simulate import Load, Stream, Task
 
 
 class Program(NamedTuple):
-    """Tasks in the order of their launches.
+    """Tasks in the order of their launches."""
 
-    Args:
-        tasks: All of them.
-        host_ms: When the host has launched the last one.
-        received: Bytes that a rank receives, by axis.
-        turning: Number of the first task of backward.
-    """
-
-    tasks: list[Task]
-    host_ms: float
-    received: dict[str, float]
-    turning: int
+    tasks: list[Task]  # all of them
+    host_ms: float  # when the host has launched the last one
+    received: dict[str, float]  # bytes that a rank receives, by axis
+    turning: int  # number of the first task of backward
 
 
 class Tasks:
@@ -81,15 +73,50 @@ class Tasks:
             if not work.axis:
                 self.add(Stream.COMPUTE, Load.COMPUTE, work.ms, label=label)
                 continue
-            load = self.costs.load(self.costs.axis(work.axis), is_copy=False)
-            self.receive(work.axis, work.nbytes)
-            self.add(Stream.COMPUTE, load, work.ms, label=f"{label}: {work.axis}", cause=work.axis)
+            self.transfer(Stream.COMPUTE, work.axis, work.nbytes, work.ms, (), f"{label}: {work.axis}", work.axis)
 
-    def ops(self, ops: Sequence[Op], label: str, *, is_block: bool = True) -> None:
-        self.compute(self.costs.works(ops, is_block=is_block), label)
+    def before(self, item: Sharded, label: str = "before") -> None:
+        """What forward computes before a use."""
+        self.compute(self.costs.works(item.weight.before, is_block=item.is_in_block), f"{label} {item.name}")
 
-    def receive(self, axis: str, nbytes: float) -> None:
-        self.received[axis] = self.received.get(axis, 0) + nbytes
+    def before_backward(self, item: Sharded) -> None:
+        works = self.costs.works(item.weight.backward, is_block=item.is_in_block)
+        self.compute(works, f"before backward of {item.name}")
+
+    def multiply(self, item: Sharded, part: str) -> None:
+        """The GEMM of a use: "forward", "wgrad" or "dgrad"."""
+        self.compute(product(self.setting, item, part), f"{'use' if part == 'forward' else part} {item.name}")
+
+    def loss(self) -> None:
+        """The end of forward; backward begins."""
+        self.compute(self.costs.works(self.setting.trace.loss, is_block=False), "loss")
+        self.turning = len(self.tasks)
+
+    def tail(self) -> None:
+        """What backward computes after the last weight."""
+        self.compute(self.costs.works(self.setting.trace.tail, is_block=False), "backward of the input")
+
+    def transfer(
+        self,
+        stream: Stream,
+        name: str,
+        nbytes: float,
+        ms: float,
+        after: Iterable[int],
+        label: str,
+        cause: str,
+        *,
+        is_copy: bool = False,
+    ) -> int:
+        """A collective over an axis, with which each rank gets the parts of ``nbytes`` that the others have."""
+        axis = self.costs.axis(name)
+        self.received[name] = self.received.get(name, 0) + nbytes * (axis.size - 1) / axis.size
+        return self.add(stream, self.costs.load(axis, is_copy=is_copy), ms, after, label, cause)
+
+    def end(self) -> Program:
+        """Compute waits for what it was told to."""
+        self.add(Stream.COMPUTE, Load.COMPUTE, 0.0, label="end", cause="reductions")
+        return self.done()
 
     def done(self) -> Program:
         return Program(self.tasks, self.host_ms, self.received, self.turning)
@@ -112,8 +139,8 @@ class Gathers:
         for positions in chain.expected():
             self._prefetch(plan, positions)
 
-    def use(self, number: int, *, is_kept: bool) -> int | None:
-        """A use begins: the gather that compute waits for, None if the weight is there. Launches what follows."""
+    def use(self, number: int, *, is_kept: bool) -> int:
+        """A use begins: the gather that compute waits for. Launches what follows."""
         chain = self._chain
         assert chain is not None
         done = self._take(number)
@@ -141,22 +168,20 @@ class Gathers:
         """One gather of these weights, which are of one lane."""
         tasks, costs = self._tasks, self._tasks.costs
         weights = [self._weights[number] for number in numbers]
-        lane, axis = weights[0].lane, weights[0].axis
-        label = f"gather {_names(weights)}"
-        is_copy = tasks.setting.backends(self._schedule, lane).gathers == "copy_engine"
-        tasks.spend(tasks.host.copy_us if is_copy and axis.size > 1 else tasks.host.collective_us)
-        make_ms = costs.cast_ms if weights[0].is_quantized else costs.memory_ms
+        first, names = weights[0], _names(weights)
+        is_copy = tasks.setting.backends(self._schedule, first.lane).gathers == "copy_engine"
+        tasks.spend(tasks.host.copy_us if is_copy and first.axis.size > 1 else tasks.host.collective_us)
+        make_ms = costs.cast_ms if first.is_quantized else costs.memory_ms
         cast_ms = make_ms(sum(_cast_nbytes(weight) for weight in weights))
-        if axis.size == 1:
-            return [tasks.add(Stream.COMPUTE, Load.COMPUTE, cast_ms, label=f"cast {_names(weights)}")] * len(numbers)
-        stream = Stream.EXPERT_GATHER if lane else Stream.GATHER
-        cast = tasks.add(
-            Stream.CAST if is_copy else stream, Load.KERNEL, cast_ms, tasks.fork(), f"cast {_names(weights)}"
-        )
+        if first.axis.size == 1:
+            return [tasks.add(Stream.COMPUTE, Load.COMPUTE, cast_ms, label=f"cast {names}")] * len(numbers)
+        stream = Stream.EXPERT_GATHER if first.lane else Stream.GATHER
+        cast = tasks.add(Stream.CAST if is_copy else stream, Load.KERNEL, cast_ms, tasks.fork(), f"cast {names}")
         nbytes = sum(weight.wired for weight in weights)
-        tasks.receive("expert_gtp" if lane else "gtp", nbytes * (axis.size - 1) / axis.size)
-        ms = costs.together_ms(nbytes, axis, len(weights), is_copy=is_copy)
-        task = tasks.add(stream, tasks.costs.load(axis, is_copy=is_copy), ms, [cast], label, "gathers")
+        ms = costs.together_ms(nbytes, first.axis, len(weights), is_copy=is_copy)
+        task = tasks.transfer(
+            stream, first.axis_name, nbytes, ms, [cast], f"gather {names}", "gathers", is_copy=is_copy
+        )
         return [task] * len(numbers)
 
 
@@ -165,20 +190,14 @@ class Reductions:
 
     def __init__(self, tasks: Tasks, schedule: Schedule, *, is_last: bool) -> None:
         self._tasks, self._schedule, self._is_last = tasks, schedule, is_last
-        self._waiting: dict[int, list[Sharded]] = {}
+        self._together: dict[int, Together[Sharded]] = {}  # by lane
         self._inflight: deque[int] = deque()
 
     def submit(self, weight: Sharded) -> None:
         """A gradient has been computed."""
-        limit = self._schedule.coalesce_grad_nbytes
-        waiting = self._waiting.get(weight.lane, [])
-        is_small = may_wait(weight.sent, limit)
-        if waiting and not (is_small and fits(sum(other.sent for other in waiting), weight.sent, limit)):
-            self._launch(self._waiting.pop(weight.lane))
-        if is_small:
-            self._waiting.setdefault(weight.lane, []).append(weight)
-        else:
-            self._launch([weight])
+        together = self._together.setdefault(weight.lane, Together(self._schedule.coalesce_grad_nbytes))
+        for launch in together.submit(weight, weight.sent):
+            self._launch(launch)
 
     def submit_rows(self, weight: Sharded, nbytes: float) -> None:
         """A gradient of rows, which an exchange of activations has summed up: only what follows a reduce-scatter."""
@@ -186,8 +205,8 @@ class Reductions:
 
     def finish(self) -> None:
         """Backward ends: compute waits for all of them."""
-        for lane in list(self._waiting):
-            self._launch(self._waiting.pop(lane))
+        for launch in [launch for together in self._together.values() for launch in together.flush()]:
+            self._launch(launch)
         while self._inflight:
             self._tasks.wait(self._inflight.popleft())
 
@@ -198,33 +217,48 @@ class Reductions:
         is_copy = tasks.setting.backends(self._schedule, weights[0].lane).reduces == "copy_engine"
         tasks.spend(tasks.host.copy_us if is_copy else tasks.host.collective_us)
         nbytes = sum(weight.sent for weight in weights)
-        label = f"reduce {_names(weights)}"
+        label, name = f"reduce {_names(weights)}", weights[0].axis_name
         after = tasks.fork()
         if axis.size > 1:
-            tasks.receive("expert_gtp" if weights[0].lane else "gtp", nbytes * (axis.size - 1) / axis.size)
             ms = tasks.costs.together_ms(nbytes, axis, len(weights), is_copy=is_copy, is_reduction=True)
-            after = [tasks.add(Stream.SCATTER, tasks.costs.load(axis, is_copy=is_copy), ms, after, label, "reductions")]
+            after = [tasks.transfer(Stream.SCATTER, name, nbytes, ms, after, label, "reductions", is_copy=is_copy)]
         shard = sum(weight.shard_numel for weight in weights)
         # The sum of what copy engines brought; else the reduced rows are cast to the dtype of the parameter.
         read = nbytes if is_copy else shard * tasks.setting.reduce_nbytes
         self._finish(weights, after, read + shard * PARAM_NBYTES)
 
     def _finish(self, weights: Sequence[Sharded], after: Sequence[int], nbytes: float) -> None:
-        tasks, lane = self._tasks, weights[0].lane
-        is_copy = tasks.setting.backends(self._schedule, lane).reduces == "copy_engine"
+        tasks, costs, names = self._tasks, self._tasks.costs, _names(weights)
+        is_copy = tasks.setting.backends(self._schedule, weights[0].lane).reduces == "copy_engine"
         stream = Stream.FINISH if is_copy else Stream.SCATTER
-        label = f"sum {_names(weights)}"
-        done = tasks.add(stream, Load.KERNEL, tasks.costs.memory_ms(nbytes), after, label, "reductions")
-        name = "expert_replicate" if lane else "replicate"
-        replicas = tasks.costs.axis(name)
+        done = tasks.add(stream, Load.KERNEL, costs.memory_ms(nbytes), after, f"sum {names}", "reductions")
+        name = weights[0].replicas
+        replicas = costs.axis(name)
         if self._is_last and replicas.size > 1:
             shard = sum(weight.shard_numel for weight in weights) * tasks.setting.reduce_nbytes
-            tasks.receive(name, 2 * shard * (replicas.size - 1) / replicas.size)
             tasks.spend(tasks.host.collective_us)
-            ms = tasks.costs.reduce_ms(shard, replicas)
-            label = f"all-reduce {_names(weights)}"
-            done = tasks.add(stream, tasks.costs.load(replicas, is_copy=False), ms, [done], label, "replicas")
+            if tasks.setting.shards_optimizer:  # each replica takes its part of the sum
+                ms, label = costs.scatter_ms(shard, replicas), f"reduce-scatter {names}"
+            else:
+                ms, label = costs.reduce_ms(shard, replicas), f"all-reduce {names}"
+                shard *= 2
+            done = tasks.transfer(stream, name, shard, ms, [done], label, "replicas")
         self._inflight.append(done)
+
+
+def build_compute(setting: Setting) -> Program:
+    """Whole bf16 weights and no communication: a step without ``gtp_shard``."""
+    weights, tasks = setting.sharded(), Tasks(setting)
+    for item in weights:
+        tasks.before(item)
+        tasks.multiply(item, "forward")
+    tasks.loss()
+    for item in reversed(weights):
+        tasks.before_backward(item)
+        for part in item.gradients():
+            tasks.multiply(item, part)
+    tasks.tail()
+    return tasks.done()
 
 
 def build(setting: Setting, schedule: Schedule, *, is_last: bool = True) -> Program:
@@ -233,60 +267,37 @@ def build(setting: Setting, schedule: Schedule, *, is_last: bool = True) -> Prog
     step = plan_step(setting, weights, schedule)
     tasks = Tasks(setting)
     gathers = Gathers(tasks, weights, schedule)
-    _forward(tasks, gathers, weights, step)
-    tasks.ops(setting.trace.loss, "loss", is_block=False)
-    tasks.turning = len(tasks.tasks)
-    reductions = Reductions(tasks, schedule, is_last=is_last)
-    _backward(tasks, gathers, reductions, weights, step, schedule)
-    tasks.ops(setting.trace.tail, "backward of the input", is_block=False)
-    reductions.finish()
-    small = setting.trace.small_numel * setting.reduce_nbytes
-    if small:
-        axis = setting.costs.axis("gtp")
-        tasks.spend(tasks.host.collective_us)
-        ms = setting.costs.reduce_ms(small, axis)
-        tasks.wait(
-            tasks.add(
-                Stream.SCATTER,
-                tasks.costs.load(axis, is_copy=False),
-                ms,
-                tasks.fork(),
-                "whole parameters",
-                "reductions",
-            )
-        )
-    tasks.add(Stream.COMPUTE, Load.COMPUTE, 0.0, label="end", cause="reductions")
-    return tasks.done()
-
-
-def _forward(tasks: Tasks, gathers: Gathers, weights: Sequence[Sharded], step: Step) -> None:
     gathers.begin(step.forward)
     used = set(step.forward.uses)
     for number, item in enumerate(weights):
-        tasks.ops(item.weight.before, f"before {item.name}", is_block=item.weight.block >= 0)
+        tasks.before(item)
         if number in used:
             _use(tasks, gathers, number, item, is_kept=number in step.kept)
         else:
             _exchange_rows(tasks, item)
+    tasks.loss()
+    reductions = Reductions(tasks, schedule, is_last=is_last)
+    _backward(tasks, gathers, reductions, weights, step, schedule)
+    tasks.tail()
+    reductions.finish()
+    small, axis = setting.trace.small_numel * setting.reduce_nbytes, setting.costs.axis("gtp")
+    if small:
+        tasks.spend(tasks.host.collective_us)
+        ms, load = setting.costs.reduce_ms(small, axis), setting.costs.load(axis, is_copy=False)
+        tasks.wait(tasks.add(Stream.SCATTER, load, ms, tasks.fork(), "whole parameters", "reductions"))
+    return tasks.end()
 
 
 def _use(tasks: Tasks, gathers: Gathers, number: int, item: Sharded, *, is_kept: bool) -> None:
     """A use in forward, or in a forward that backward computes again."""
     tasks.spend(tasks.host.use_us)
-    _wait_for(tasks, gathers, number, is_kept=is_kept)
-    tasks.compute(product(tasks, item, "forward"), f"use {item.name}")
+    tasks.wait(gathers.use(number, is_kept=is_kept))
+    tasks.multiply(item, "forward")
 
 
-def _wait_for(tasks: Tasks, gathers: Gathers, number: int, *, is_kept: bool) -> None:
-    """Compute waits until the weight is gathered."""
-    done = gathers.use(number, is_kept=is_kept)
-    if done is not None:
-        tasks.wait(done)
-
-
-def product(tasks: Tasks, item: Sharded, part: str) -> list[Work]:
+def product(setting: Setting, item: Sharded, part: str) -> list[Work]:
     """A GEMM of a weight and the casts around it; of a table, the lookup or the sum of its gradient."""
-    costs, setting, weight = tasks.costs, tasks.setting, item.weight
+    costs, weight = setting.costs, item.weight
     host = costs.machine.host.op_us / 1e3
     if weight.is_table:
         nbytes = 2 * item.gathered if part == "wgrad" else sum(op.nbytes for op in weight.use)
@@ -298,15 +309,15 @@ def product(tasks: Tasks, item: Sharded, part: str) -> list[Work]:
         unpacked = 0 if part == "wgrad" else costs.memory_ms(item.wired + item.gathered)
         return [Work(costs.gemm_ms(flops) + unpacked, "", host)]
     rows = flops / (2 * weight.numel) * (weight.shape[0] if len(weight.shape) > 2 else 1)
-    cast = _operand_nbytes(tasks, part, rows, weight.shape)
+    cast = _operand_nbytes(setting, part, rows, weight.shape)
     return [Work(costs.gemm_ms(flops, costs.precision) + costs.cast_ms(cast), "", 3 * host)]
 
 
-def _operand_nbytes(tasks: Tasks, part: str, rows: float, shape: Sequence[int]) -> float:
+def _operand_nbytes(setting: Setting, part: str, rows: float, shape: Sequence[int]) -> float:
     """Bytes that casts of a GEMM's operands read and write. Op by op they read for the magnitude and for the cast, and
     write. Compiled, the kernel before finds the magnitude of the matrix, so one kernel reads and writes; it has that of
     a row at once, and only writes. The layout for wgrad is made of the bytes, but rows then have other scales."""
-    costs, setting = tasks.costs, tasks.setting
+    costs = setting.costs
     inputs, outputs = rows * shape[-1], rows * shape[-2]
     if not costs.is_compiled:
         return 5 * {"forward": inputs, "dgrad": outputs, "wgrad": inputs + outputs}[part]
@@ -322,14 +333,11 @@ def _operand_nbytes(tasks: Tasks, part: str, rows: float, shape: Sequence[int]) 
 
 def _exchange_rows(tasks: Tasks, item: Sharded) -> None:
     """A lookup by exchange: ids are gathered, rows are looked up for all ranks and reduce-scattered."""
-    costs, dim = tasks.costs, item.weight.shape[1]
-    nbytes = item.axis.size * tasks.setting.tokens * dim * COMPUTE_NBYTES
+    nbytes = item.axis.size * tasks.setting.tokens * item.weight.shape[1] * COMPUTE_NBYTES
     tasks.spend(tasks.host.use_us + 2 * tasks.host.collective_us)
-    tasks.add(Stream.COMPUTE, Load.COMPUTE, costs.memory_ms(3 * nbytes), label=f"look up {item.name}")
-    tasks.receive("gtp", nbytes * (item.axis.size - 1) / item.axis.size)
-    load = costs.load(item.axis, is_copy=False)
-    ms = costs.gather_ms(nbytes, item.axis)
-    tasks.add(Stream.COMPUTE, load, ms, label=f"exchange {item.name}", cause="lookup")
+    tasks.add(Stream.COMPUTE, Load.COMPUTE, tasks.costs.memory_ms(3 * nbytes), label=f"look up {item.name}")
+    ms = tasks.costs.gather_ms(nbytes, item.axis)
+    tasks.transfer(Stream.COMPUTE, item.axis_name, nbytes, ms, (), f"exchange {item.name}", "lookup")
 
 
 def _backward(
@@ -338,21 +346,17 @@ def _backward(
     gathers.begin(step.backward)
     for number in reversed(range(len(weights))):
         item = weights[number]
-        block = item.weight.block
-        if number + 1 == len(weights) or weights[number + 1].weight.block != block:
-            _recompute(tasks, gathers, weights, step, block)
-        tasks.ops(item.weight.backward, f"before backward of {item.name}", is_block=block >= 0)
+        if number + 1 == len(weights) or weights[number + 1].weight.block != item.weight.block:
+            _recompute(tasks, gathers, weights, step, item.weight.block)
+        tasks.before_backward(item)
         if number not in step.forward.uses:
             _exchanged_grad(tasks, reductions, item)
             continue
-        parts = ("wgrad", "dgrad") if schedule.wgrad_first else ("dgrad", "wgrad")
-        for part in parts:
-            if part == "dgrad" and not item.weight.has_dgrad:
-                continue
+        for part in item.gradients()[:: 1 if schedule.wgrad_first else -1]:
             tasks.spend(tasks.host.use_us / 2)
             if part == "dgrad":
-                _wait_for(tasks, gathers, number, is_kept=False)
-            tasks.compute(product(tasks, item, part), f"{part} {item.name}")
+                tasks.wait(gathers.use(number, is_kept=False))
+            tasks.multiply(item, part)
             if part == "wgrad":
                 reductions.submit(item)
 
@@ -363,20 +367,17 @@ def _recompute(tasks: Tasks, gathers: Gathers, weights: Sequence[Sharded], step:
         return
     for number, item in enumerate(weights):
         if item.weight.block == block:
-            tasks.ops(item.weight.before, f"again before {item.name}")
+            tasks.before(item, "again before")
             if number in uses:
                 _use(tasks, gathers, number, item, is_kept=False)
 
 
 def _exchanged_grad(tasks: Tasks, reductions: Reductions, item: Sharded) -> None:
-    costs, dim = tasks.costs, item.weight.shape[1]
-    nbytes = item.axis.size * tasks.setting.tokens * dim * COMPUTE_NBYTES
+    nbytes = item.axis.size * tasks.setting.tokens * item.weight.shape[1] * COMPUTE_NBYTES
     tasks.spend(tasks.host.use_us + tasks.host.collective_us)
-    tasks.receive("gtp", nbytes * (item.axis.size - 1) / item.axis.size)
-    load, ms = costs.load(item.axis, is_copy=False), costs.gather_ms(nbytes, item.axis)
-    done = tasks.add(Stream.GATHER, load, ms, tasks.fork(), f"exchange {item.name}", "lookup")
-    tasks.wait(done)
-    sums = costs.memory_ms(3 * nbytes + 2 * item.shard_numel * PARAM_NBYTES)
+    ms, label = tasks.costs.gather_ms(nbytes, item.axis), f"exchange {item.name}"
+    tasks.wait(tasks.transfer(Stream.GATHER, item.axis_name, nbytes, ms, tasks.fork(), label, "lookup"))
+    sums = tasks.costs.memory_ms(3 * nbytes + 2 * item.shard_numel * PARAM_NBYTES)
     tasks.add(Stream.COMPUTE, Load.COMPUTE, sums, label=f"wgrad {item.name}")
     reductions.submit_rows(item, 2 * item.shard_numel * PARAM_NBYTES)
 

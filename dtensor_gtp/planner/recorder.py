@@ -35,35 +35,21 @@ class Kind(Enum):
 
 
 class Op(NamedTuple):
-    """One operation.
+    """One operation."""
 
-    Args:
-        kind: What it is bound by.
-        flops: Multiplications and additions of GEMMs and attention.
-        nbytes: What elementwise kernels read and write, or the result of a gather on all ranks of its axis.
-    """
-
-    kind: Kind
-    flops: float = 0
-    nbytes: float = 0
+    kind: Kind  # what it is bound by
+    flops: float = 0  # multiplications and additions of GEMMs and attention
+    nbytes: float = 0  # what elementwise kernels read and write, or the result of a gather on all ranks of its axis
 
 
 class Stretch(NamedTuple):
-    """What lies between two marks: see :meth:`Recorder.mark`.
+    """What lies between two marks: see :meth:`Recorder.mark`."""
 
-    Args:
-        mark: The kind of the first mark.
-        name: The weight of the first mark.
-        ops: The operations in order.
-        most: The most bytes of activations at any moment of it.
-        live: The bytes of activations at its begin.
-    """
-
-    mark: str
-    name: str
-    ops: tuple[Op, ...]
-    most: int
-    live: int
+    mark: str  # the kind of the first mark
+    name: str  # the weight of the first mark
+    ops: tuple[Op, ...]  # the operations in order
+    most: int  # the most bytes of activations at any moment of it
+    live: int  # the bytes of activations at its begin
 
 
 class Recorder(compat.TorchDispatchMode):
@@ -75,9 +61,7 @@ class Recorder(compat.TorchDispatchMode):
         self.stretches: list[Stretch] = []
         self._mark = ("", "")
         self._ops: list[Op] = []
-        self._is_muted = False
         self._live = self._most = self._begin = 0
-        self.looked_up = False  # what a boolean of a tensor is taken for
         self._known = weakref.WeakSet(tensor.untyped_storage() for tensor in others)
 
     def mark(self, kind: str, name: str = "") -> None:
@@ -89,10 +73,6 @@ class Recorder(compat.TorchDispatchMode):
         """A stand-in says what the kernel in its place would do."""
         self._ops.append(op)
 
-    def muted(self) -> _Muted:
-        """In the context, operations are not recorded (memory is): they are part of a stand-in."""
-        return _Muted(self)
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -102,18 +82,15 @@ class Recorder(compat.TorchDispatchMode):
         results = [t for t in compat.tree_leaves(result) if isinstance(t, torch.Tensor)]
         for tensor in results:
             self._count(tensor.untyped_storage())
-        if not self._is_muted:
-            given = [t for t in compat.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-            op = _op_of(func, given, results)
-            if op is not None:
-                self._ops.append(op)
+        given = [t for t in compat.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        op = _op_of(func, given, results)
+        if op is not None:
+            self._ops.append(op)
         return result
 
     def _answer(self, tensor: torch.Tensor) -> bool | int | float:
         """What code that looks at a number of a tensor gets: there is none."""
-        return (
-            self.looked_up if tensor.dtype is torch.bool else torch.zeros((), dtype=tensor.dtype, device="cpu").item()
-        )
+        return torch.zeros((), dtype=tensor.dtype, device="cpu").item()
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         if storage in self._known:
@@ -126,17 +103,6 @@ class Recorder(compat.TorchDispatchMode):
 
     def _free(self, nbytes: int) -> None:
         self._live -= nbytes
-
-
-class _Muted:
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-
-    def __enter__(self) -> None:
-        self._was, self._recorder._is_muted = self._recorder._is_muted, True
-
-    def __exit__(self, *exception: Any) -> None:
-        self._recorder._is_muted = self._was
 
 
 _GEMMS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm"}

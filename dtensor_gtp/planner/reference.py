@@ -12,7 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from .model import ModelConfig
-from .stand_ins import Collectives, Experts
+from .stand_ins import Collectives, Experts, vocabulary_loss
 
 
 def _rotated(x_BHTD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
@@ -184,4 +184,5 @@ class Reference(nn.Module):
         logits_BTV = self.output(x_BTC)
         if kind != "bf16":
             logits_BTV = logits_BTV.float()
-        return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+        loss = vocabulary_loss if self.tp > 1 else F.cross_entropy
+        return loss(logits_BTV.flatten(0, 1), targets_BT.flatten())

@@ -69,13 +69,12 @@ def fitted(machine: Machine, samples: Samples, groups: Groups) -> Machine:
 
 
 _NESTED = ("fast", "copy", "network", "compute", "host", "contention")
-_OTHERS = ("reserve_gib", "jitter")
+_NEVER_MEASURED = ("reserve_gib", "jitter")
 _DATA_SHEET = ("gb_s",)  # a peak, of which a share is measured
 
 
 def _with(machine: Machine, found: Mapping[str, Any]) -> Machine:
-    missing = [name for name in _OTHERS if name not in found]
-    changes: dict[str, Any] = {name: found[name] for name in _OTHERS if name in found}
+    missing, changes = list(_NEVER_MEASURED), {}
     for part in _NESTED:
         names = [field.name for field in fields(getattr(machine, part))]
         values = {name: found[f"{part}.{name}"] for name in names if f"{part}.{name}" in found}
@@ -136,7 +135,7 @@ def _host(samples: Samples, together: int) -> dict[str, Any]:
     if (copied := samples.seconds("host: copied layer")) is not None:
         put("copy_us", (copied - plain - uses) * together / 3)
     if (fully := samples.seconds("host: fully_shard layer")) is not None:
-        # Per parameter, a gather and a wait in each pass and a reduction of two quarters: see ``peers``.
+        # Per parameter, a gather and a wait in each pass and a reduction of two quarters: see ``fully_shard``.
         put("fsdp_use_us", (fully - plain - 3 * call / together) / 1.5)
     return found
 

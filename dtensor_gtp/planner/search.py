@@ -14,6 +14,7 @@ from .errors import PlanError
 from .evaluate import Answer, Problem, evaluate, memory_of
 from .ground import is_too_wide
 from .job import AXES, CHECKPOINTS, Layout, refusal
+from .machine import GIB, load_machine, preset_names
 
 _MAX_TRIED = 100  # simulations of one search
 _MAX_TIGHT = 24  # of those that do not fit, how many are looked at if none does
@@ -31,22 +32,14 @@ class Refused:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found.
+    """What a search found."""
 
-    Args:
-        answers: The fastest of each family, the best first. A family has equal pp, cp, tp and ep. If none fits, those
-            that leaner code could run: see ``Answer.may_fit``.
-        refused: By reason, the most frequent first.
-        closest: Of those that do not fit, the one that lacks least memory; None if one fits.
-        num_layouts: How many were considered.
-        num_simulated: How many were simulated.
-        seconds: How long it took.
-    """
-
+    # The fastest of each family, the best first. A family has equal pp, cp, tp and ep. If none fits, those that leaner
+    # code could run: see ``Answer.may_fit``.
     answers: tuple[Answer, ...]
-    refused: tuple[Refused, ...]
-    closest: Answer | None
-    num_layouts: int
+    refused: tuple[Refused, ...]  # by reason, the most frequent first
+    closest: Answer | None  # of those that do not fit, the one that lacks least memory; None if one fits
+    num_layouts: int  # how many were considered
     num_simulated: int
     seconds: float
 
@@ -56,27 +49,23 @@ Report = Callable[[int, int, int], None]  # simulated, all, seconds
 
 def layouts_of(problem: Problem) -> Iterator[Layout]:
     """All layouts with the axes that the user fixed."""
-    job, fixed = problem.job, problem.job.fixed
-    is_known = problem.config is not None
-
-    def sizes(name: str, most: int) -> list[int]:
-        if name in fixed:
-            return [fixed[name]]
-        return [size for size in _divisors(job.gpus) if size <= most]
-
-    config = problem.config
-    most_pp = min(config.layers, 64) if config is not None else 1
-    can_be_cut = problem.user is None or not problem.user.plan.refusal
-    most_tp = min(problem.machine.gpus_per_domain, 16) if can_be_cut else 1
-    most_cp = 16 if is_known and job.seq_len >= 16384 else 1
-    most_ep = config.experts if config is not None else 1
-    for tp, pp, cp in itertools.product(sizes("tp", most_tp), sizes("pp", most_pp), sizes("cp", most_cp)):
-        rest = job.gpus // (tp * pp * cp)
-        if rest * tp * pp * cp != job.gpus:
-            continue
-        for gtp in _gtp_sizes(problem, rest):
-            dense = Layout(pp=pp, replicate=rest // gtp, cp=cp, gtp=gtp, tp=tp)
-            for experts in _expert_axes(problem, dense, most_ep):
+    job, config = problem.job, problem.config
+    fixed, can_be_cut = job.fixed, problem.user is None or not problem.user.plan.refusal
+    most = {
+        "tp": min(problem.machine.gpus_per_domain, 16) if can_be_cut else 1,
+        "pp": min(config.layers, 64) if config is not None else 1,
+        "cp": 16 if config is not None and job.seq_len >= 16384 else 1,
+    }
+    divisors = _divisors(job.gpus)
+    sizes = ([fixed[name]] if name in fixed else [size for size in divisors if size <= most[name]] for name in most)
+    for tp, pp, cp in itertools.product(*sizes):
+        rest, remainder = divmod(job.gpus, tp * pp * cp)
+        for gtp in _divisors(rest) if not remainder else ():
+            replicate = rest // gtp
+            if (fixed.get("gtp", gtp), fixed.get("replicate", replicate)) != (gtp, replicate):
+                continue
+            dense = Layout(pp=pp, replicate=replicate, cp=cp, gtp=gtp, tp=tp)
+            for experts in _expert_axes(problem, dense):
                 yield from _batches(problem, experts)
 
 
@@ -85,24 +74,13 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // size for size in small)})
 
 
-def _gtp_sizes(problem: Problem, rest: int) -> list[int]:
-    fixed = problem.job.fixed
-    if "replicate" in fixed and "gtp" in fixed:
-        return [fixed["gtp"]] if fixed["replicate"] * fixed["gtp"] == rest else []
-    if "replicate" in fixed:
-        return [rest // fixed["replicate"]] if rest % fixed["replicate"] == 0 else []
-    if "gtp" in fixed:
-        return [fixed["gtp"]] if rest % fixed["gtp"] == 0 else []
-    return _divisors(rest)
-
-
-def _expert_axes(problem: Problem, layout: Layout, most_ep: int) -> Iterator[Layout]:
+def _expert_axes(problem: Problem, layout: Layout) -> Iterator[Layout]:
     config, fixed = problem.config, problem.job.fixed
     if config is None or not config.experts:
         yield replace(layout, ep=fixed.get("ep", 1), expert_gtp=fixed.get("expert_gtp", 1))
         return
     stage = layout.ranks // layout.pp
-    divisors = [size for size in _divisors(stage) if size <= most_ep and config.experts % size == 0]
+    divisors = [size for size in _divisors(stage) if config.experts % size == 0]
     for ep in [fixed["ep"]] if "ep" in fixed else divisors:
         # As many ranks of experts as of dense weights, or all ranks of a stage.
         wanted = {max(layout.gtp * layout.tp // ep, 1), max(stage // ep, 1)}
@@ -305,3 +283,44 @@ def _nothing(problem: Problem, refused: dict[str, list[Layout]]) -> str:
         return f"plan finds no layout of {job.gpus} GPUs with {asked}: they do not multiply to it. Pass other sizes."
     reason = max(refused, key=lambda key: len(refused[key]))
     return f"plan finds no layout of {job.gpus} GPUs with {asked}: {reason}. Pass other sizes."
+
+
+def advise(problem: Problem, closest: Answer) -> list[str]:
+    """Changes that make the closest layout fit, each tried by itself, and what they leave free."""
+    lines: list[str] = []
+    for text, changed, layout in _changes(problem, closest.layout):
+        if text.startswith("--gpus") and any(line.startswith("--gpus") for line in lines):
+            continue  # fewer GPUs are enough
+        free = _free_gib(changed, layout)
+        if free >= 0:
+            lines.append(f"{text}: fits, {free:.1f} GiB are left")
+    return lines or ["no single change is enough: combine more GPUs, --checkpointing full and shorter sequences"]
+
+
+def _changes(problem: Problem, layout: Layout) -> Iterator[tuple[str, Problem, Layout]]:
+    job = problem.job
+    if layout.checkpoint != "full":
+        yield "--checkpointing full", problem, replace(layout, checkpoint="full")
+    if layout.micro_batch > 1:
+        yield "--micro-batch 1", problem, replace(layout, micro_batch=1)
+    if job.memory != "least":
+        yield "--memory least", replace(problem, job=replace(job, memory="least")), layout
+    if job.optimizer == "adamw":
+        yield "--optimizer muon", replace(problem, job=replace(job, optimizer="muon")), layout
+    if layout.replicate > 1 and not job.shards_optimizer:
+        yield "--zero1", replace(problem, job=replace(job, shards_optimizer=True)), layout
+    for factor in (2, 4, 8, 16, 32, 64):
+        larger = replace(job, gpus=job.gpus * factor, global_batch=max(job.batch, layout.data_ranks * factor))
+        more = replace(layout, gtp=layout.gtp * factor)
+        yield f"--gpus {larger.gpus}", replace(problem, job=larger), more
+    for name in preset_names():
+        machine = load_machine(name)
+        if machine.memory_gib > problem.machine.memory_gib:
+            yield f"--machine {name}", replace(problem, machine=machine), layout
+
+
+def _free_gib(problem: Problem, layout: Layout) -> float:
+    """Memory that a layout leaves free; less than 0 if it cannot be."""
+    if problem.config is not None and refusal(layout, problem.job, problem.config, problem.machine) is not None:
+        return -1.0
+    return problem.machine.memory_gib - memory_of(problem, layout).total / GIB

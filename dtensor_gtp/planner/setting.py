@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from .._schedule.choose_schedule import Facts, choose
+from .._comm.gather_backends import resolve_reduce_scatter
+from .._schedule.choose_schedule import Facts, choose, is_exchange_worth, is_worth_a_group, lookup_nbytes
 from .._schedule.order_of_gathers import Plan, Traits, Window, choose_kept, turning_point
 from ..placement import chunk_rows
 from ..policy import Schedule, SchedulePolicy
@@ -23,25 +24,15 @@ COMPUTE_NBYTES = 2
 
 
 class Sharded(NamedTuple):
-    """One weight of the plan.
+    """One weight of the plan."""
 
-    Args:
-        weight: The use in the recording.
-        lane: 0, or 1 for experts on their own mesh.
-        axis: Of the ranks that hold its shards.
-        gathered: Bytes of the full weight, in the dtype of compute.
-        wired: Bytes that are gathered: fewer with a recipe.
-        sent: Bytes of the full gradient.
-        shard_numel: Elements that the rank with most rows holds.
-    """
-
-    weight: Weight
-    lane: int
-    axis: Axis
-    gathered: int
-    wired: int
-    sent: int
-    shard_numel: int
+    weight: Weight  # the use in the recording
+    lane: int  # 0, or 1 for experts on their own mesh
+    axis: Axis  # of the ranks that hold its shards
+    gathered: int  # bytes of the full weight, in the dtype of compute
+    wired: int  # bytes that are gathered: fewer with a recipe
+    sent: int  # bytes of the full gradient
+    shard_numel: int  # elements that the rank with most rows holds
 
     @property
     def name(self) -> str:
@@ -51,6 +42,23 @@ class Sharded(NamedTuple):
     def state_numel(self) -> int:
         """Elements whose state this use counts: none if another use of the same matrix does."""
         return 0 if self.weight.is_tied else self.shard_numel
+
+    @property
+    def axis_name(self) -> str:
+        return "expert_gtp" if self.lane else "gtp"
+
+    @property
+    def replicas(self) -> str:
+        """The axis of the ranks that hold the same shards."""
+        return "expert_replicate" if self.lane else "replicate"
+
+    @property
+    def is_in_block(self) -> bool:
+        return self.weight.block >= 0
+
+    def gradients(self) -> tuple[str, ...]:
+        """What backward computes of it."""
+        return ("wgrad", "dgrad") if self.weight.has_dgrad else ("wgrad",)
 
     @property
     def is_quantized(self) -> bool:
@@ -66,32 +74,28 @@ class Backends(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """What a rank does in a step.
+    """What a rank does in a step."""
 
-    Args:
-        trace: What it computes.
-        costs: On what machine, over which groups.
-        policy: Of ``gtp_shard``.
-        reduce_nbytes: Of an element of a gradient on the wire.
-        recipe: Of the linear layers of the blocks; None for bf16.
-        checkpoint: "none", "selective" or "full": which activations of a block are computed again.
-        is_captured: Whether the step is replayed as a CUDA graph.
-        reshard: Whether weights are freed after their forward; False keeps them for backward.
-        tokens: Of a rank in one forward.
-    """
-
-    trace: Trace
-    costs: Costs
-    policy: SchedulePolicy
-    reduce_nbytes: int = 2
-    recipe: Recipe | None = None
-    checkpoint: str = "none"
-    is_captured: bool = False
-    reshard: bool = True
-    tokens: int = 0
+    trace: Trace  # what it computes
+    costs: Costs  # on what machine, over which groups
+    policy: SchedulePolicy  # of ``gtp_shard``
+    reduce_nbytes: int = 2  # of an element of a gradient on the wire
+    recipe: Recipe | None = None  # of the linear layers of the blocks; None for bf16
+    checkpoint: str = "none"  # "none", "selective" or "full": which activations of a block are computed again
+    is_captured: bool = False  # whether the step is replayed as a CUDA graph
+    shards_optimizer: bool = False  # whether optimizer states are divided over replicas
+    tokens: int = 0  # of a rank in one forward
 
     def axis_of(self, weight: Weight) -> Axis:
         return self.costs.axis("expert_gtp" if weight.is_expert else "gtp")
+
+    def held(self, item: Sharded) -> int:
+        """Bytes of a gathered weight in memory: GEMMs of its format read what was gathered."""
+        return item.wired if self.costs.precision != "bf16" else item.gathered
+
+    def optimizer_numel(self, item: Sharded) -> int:
+        """Elements whose optimizer state this rank holds."""
+        return -(-item.state_numel // (self.costs.axis(item.replicas).size if self.shards_optimizer else 1))
 
     def sharded(self) -> list[Sharded]:
         """All weights, in the order of the forward."""
@@ -114,19 +118,29 @@ class Setting:
         return Sharded(weight, int(has_lane), axis, gathered, wired, weight.numel * self.reduce_nbytes, shard)
 
     def exchanges_lookup(self) -> bool:
-        """Whether the embedding exchanges activations, by the rule of ``ops.exchange``: whichever moves fewer bytes."""
+        """Whether the embedding exchanges activations, as ``ops.exchange`` decides."""
         tables = [weight for weight in self.trace.weights if weight.is_table]
         world = self.costs.axis("gtp").size
         if not tables or world == 1 or self.policy.embedding == "gather" or self.costs.axis("tp").size > 1:
             return False
         rows, dim = tables[0].shape
-        token_nbytes = 2 * dim * COMPUTE_NBYTES + 8
         moved = rows * dim * (COMPUTE_NBYTES + self.reduce_nbytes)
-        return self.policy.embedding == "exchange" or world * self.tokens * token_nbytes < moved
+        is_worth = is_exchange_worth(world, self.tokens, lookup_nbytes(dim, COMPUTE_NBYTES), moved)
+        return self.policy.embedding == "exchange" or is_worth
 
     def choice(self, free_nbytes: int) -> tuple[Schedule, tuple[str, ...]]:
         """The schedule that the runtime would choose, and why."""
-        return choose(self.policy, Facts(self.no_copy_engines("gtp"), self.block_nbytes(), free_nbytes))
+        schedule, reasons = choose(self.policy, Facts(self.no_copy_engines("gtp"), self.block_nbytes(), free_nbytes))
+        if self.has_groups():
+            reasons += ("small blocks are gathered as groups, simulated here as single weights",)
+        return schedule, reasons
+
+    def has_groups(self) -> bool:
+        """Whether the runtime gathers blocks as groups, which are simulated as single weights."""
+        is_plain = self.recipe is None and self.costs.axis("tp").size == 1 and not self.is_captured
+        numels = [item.weight.numel for item in self.sharded() if item.is_in_block and not item.lane]
+        mean = sum(numels) / max(len(numels), 1)
+        return is_plain and not self.policy._numbers and len(numels) > 1 and is_worth_a_group(mean, self.tokens)
 
     def no_copy_engines(self, name: str) -> str | None:
         """Why the ranks of an axis cannot copy from each other."""
@@ -138,36 +152,23 @@ class Setting:
     def backends(self, schedule: Schedule, lane: int) -> Backends:
         """What "auto" becomes for a lane."""
         is_near = self.no_copy_engines("expert_gtp" if lane else "gtp") is None
-        gathers, reduces = schedule.gather_backend, schedule.reduce_scatter
+        gathers = schedule.gather_backend
         if gathers == "auto":
             gathers = "copy_engine" if is_near else "process_group"
-        if reduces == "auto":
-            reduces = "copy_engine" if gathers == "copy_engine" else "ring"
-        return Backends(str(gathers), str(reduces))
+        return Backends(str(gathers), resolve_reduce_scatter(schedule.reduce_scatter, str(gathers)))
 
     def block_nbytes(self) -> int:
         """Of the gathered weights of the largest block: what is on the wire, as the runtime counts it."""
-        sizes: dict[int, int] = {}
-        for item in self.sharded():
-            sizes[item.weight.block] = sizes.get(item.weight.block, 0) + item.wired
-        blocks = [size for block, size in sizes.items() if block >= 0]
-        return max(blocks) if len(blocks) > 1 else sum(sizes.values())
+        return self.trace.largest_block(item.wired for item in self.sharded())
 
 
 class Step(NamedTuple):
-    """Uses of a forward and of its backward, as the runtime observes them.
+    """Uses of a forward and of its backward, as the runtime observes them."""
 
-    Args:
-        forward: The plan of the forward.
-        backward: That of backward, recomputation included.
-        kept: Weights that stay from forward to backward.
-        recomputed: By block, the weights that are used again in backward before its gradients.
-    """
-
-    forward: Plan
-    backward: Plan
-    kept: frozenset[int]
-    recomputed: dict[int, tuple[int, ...]]
+    forward: Plan  # the plan of the forward
+    backward: Plan  # that of backward, recomputation included
+    kept: frozenset[int]  # weights that stay from forward to backward
+    recomputed: dict[int, tuple[int, ...]]  # by block, the weights that are used again in backward before its gradients
 
 
 def plan_step(setting: Setting, weights: Sequence[Sharded], schedule: Schedule) -> Step:
@@ -189,14 +190,10 @@ def plan_step(setting: Setting, weights: Sequence[Sharded], schedule: Schedule) 
         if weight.has_dgrad:
             backward.append(number)
     plans = Plan(gathered, traits, window), Plan(backward, traits, window)
-    return Step(*plans, _kept(setting, weights, schedule, *plans), recomputed)
+    return Step(*plans, _kept(weights, schedule, *plans), recomputed)
 
 
-def _kept(
-    setting: Setting, weights: Sequence[Sharded], schedule: Schedule, forward: Plan, backward: Plan
-) -> frozenset[int]:
-    if not setting.reshard:
-        return frozenset(forward.uses)
+def _kept(weights: Sequence[Sharded], schedule: Schedule, forward: Plan, backward: Plan) -> frozenset[int]:
     turning = turning_point(forward, backward)
     sizes = [0 if number in turning else item.gathered for number, item in enumerate(weights)]
     lanes = [item.lane for item in weights]
@@ -211,7 +208,7 @@ def recomputed_uses(setting: Setting, weights: Sequence[Sharded]) -> dict[int, t
         return {}
     blocks: dict[int, list[int]] = {}
     for number, item in enumerate(weights):
-        if item.weight.block >= 0:
+        if item.is_in_block:
             blocks.setdefault(item.weight.block, []).append(number)
     step = 2 if setting.checkpoint == "selective" else 1
     return {block: tuple(numbers[:-1][::step]) for block, numbers in blocks.items()}

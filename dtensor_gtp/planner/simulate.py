@@ -7,6 +7,7 @@ Their rates are constant between two events, so the result is exact.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
@@ -36,25 +37,15 @@ class Load(IntEnum):
 
 
 class Task(NamedTuple):
-    """One task.
+    """One task."""
 
-    Args:
-        stream: Where it runs.
-        load: What it occupies.
-        ms: How long it takes alone.
-        after: Numbers of earlier tasks that it waits for, of any stream.
-        launch_ms: When the host has launched it.
-        label: For people.
-        cause: Under what its time counts if compute waits for it.
-    """
-
-    stream: Stream
-    load: Load
-    ms: float
-    after: tuple[int, ...] = ()
-    launch_ms: float = 0.0
-    label: str = ""
-    cause: str = ""
+    stream: Stream  # where it runs
+    load: Load  # what it occupies
+    ms: float  # how long it takes alone
+    after: tuple[int, ...] = ()  # numbers of earlier tasks that it waits for, of any stream
+    launch_ms: float = 0.0  # when the host has launched it
+    label: str = ""  # for people
+    cause: str = ""  # under what its time counts if compute waits for it
 
 
 class Span(NamedTuple):
@@ -70,75 +61,61 @@ def simulate(tasks: Sequence[Task], contention: Contention) -> list[Span]:
     Raises:
         ValueError: A task waits for one that comes later.
     """
-    queues: dict[Stream, list[int]] = {}
-    for number, task in enumerate(tasks):
-        if any(other >= number for other in task.after):
-            raise ValueError(f"simulate expects tasks that wait for earlier ones, but task {number} does not.")
-        queues.setdefault(task.stream, []).append(number)
-    heads = dict.fromkeys(queues, 0)
-    begins, ends = [0.0] * len(tasks), [-1.0] * len(tasks)
+    waiting, followers = _order(tasks)
+    ready = [number for number, count in enumerate(waiting) if not count]
+    begins, ends = [0.0] * len(tasks), [0.0] * len(tasks)
     left: dict[int, float] = {}  # running tasks, and what is left of them
-    now = 0.0
-    rates = _Rates(contention)
-    while True:
-        next_launch = _begin(tasks, queues, heads, left, begins, ends, now)
+    now, rates = 0.0, _Rates(contention)
+
+    def end(number: int) -> None:
+        ends[number] = now
+        for follower in followers[number]:
+            waiting[follower] -= 1
+            if not waiting[follower]:
+                ready.append(follower)
+
+    while ready or left:
+        not_launched = []
+        while ready:
+            number = ready.pop()
+            begins[number] = now
+            if tasks[number].launch_ms > now + 1e-12:
+                not_launched.append(number)
+            elif tasks[number].ms > 0:
+                left[number] = tasks[number].ms
+            else:
+                end(number)
+        ready += not_launched
+        next_launch = min((tasks[number].launch_ms for number in ready), default=math.inf)
         if not left:
-            if next_launch is None:
-                break
             now = next_launch
             continue
-        loads = [tasks[number].load for number in left]
-        speeds = rates.of(loads)
+        speeds = rates.of([tasks[number].load for number in left])
         first = min(amount / speed for amount, speed in zip(left.values(), speeds, strict=True))
-        if next_launch is not None and now + first > next_launch:
-            first = next_launch - now
+        first = min(first, next_launch - now)
         now += first
         for number, speed in zip(list(left), speeds, strict=True):
-            amount = left[number] - first * speed
-            if amount > 1e-9:
-                left[number] = amount
-                continue
-            del left[number]
-            ends[number] = now
-    assert all(end >= 0 for end in ends)
+            left[number] -= first * speed
+            if left[number] <= 1e-9:
+                del left[number]
+                end(number)
     return [Span(begin, end) for begin, end in zip(begins, ends, strict=True)]
 
 
-def _begin(
-    tasks: Sequence[Task],
-    queues: dict[Stream, list[int]],
-    heads: dict[Stream, int],
-    left: dict[int, float],
-    begins: list[float],
-    ends: list[float],
-    now: float,
-) -> float | None:
-    """Begin all tasks that can; gives the time of the next launch that a stream waits for."""
-    next_launch: float | None = None
-    is_moving = True
-    while is_moving:
-        is_moving = False
-        for stream, queue in queues.items():
-            head = heads[stream]
-            if head == len(queue):
-                continue
-            number = queue[head]
-            if number in left or (head and ends[queue[head - 1]] < 0):
-                continue
-            task = tasks[number]
-            if any(ends[other] < 0 for other in task.after):
-                continue
-            if task.launch_ms > now + 1e-12:
-                next_launch = task.launch_ms if next_launch is None else min(next_launch, task.launch_ms)
-                continue
-            begins[number] = now
-            heads[stream] += 1
-            if task.ms > 0:
-                left[number] = task.ms
-            else:
-                ends[number] = now
-            is_moving = True
-    return next_launch
+def _order(tasks: Sequence[Task]) -> tuple[list[int], list[list[int]]]:
+    """Of each task, how many others it waits for, the one before it in its stream too, and which wait for it."""
+    waiting = [0] * len(tasks)
+    followers: list[list[int]] = [[] for _ in tasks]
+    last: dict[Stream, int] = {}
+    for number, task in enumerate(tasks):
+        if any(other >= number for other in task.after):
+            raise ValueError(f"simulate expects tasks that wait for earlier ones, but task {number} does not.")
+        before = {*task.after, *([last[task.stream]] if task.stream in last else [])}
+        waiting[number] = len(before)
+        for other in before:
+            followers[other].append(number)
+        last[task.stream] = number
+    return waiting, followers
 
 
 class _Rates:

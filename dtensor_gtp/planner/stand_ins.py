@@ -101,6 +101,30 @@ class _Attention(torch.autograd.Function):
         return grad_query, torch.empty_like(key), torch.empty_like(value), None, None
 
 
+class _VocabularyLoss(torch.autograd.Function):
+    """What torch's ``loss_parallel`` computes on this rank's columns of the logits: its kernels are not fused, so
+    backward holds four tensors of their size at once."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
+        shifted = logits_TV - logits_TV.amax(-1, keepdim=True)
+        result = shifted - shifted.exp().sum(-1, keepdim=True).log()
+        ctx.save_for_backward(result)
+        return -result.gather(-1, targets_T.unsqueeze(-1)).mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (result,) = ctx.saved_tensors
+        of_targets = torch.zeros_like(result)
+        return (of_targets + result.exp()) * grad, None
+
+
+def vocabulary_loss(logits_TV: torch.Tensor, targets_T: torch.Tensor) -> torch.Tensor:
+    """The loss of this rank's columns of the logits."""
+    loss: torch.Tensor = _VocabularyLoss.apply(logits_TV, targets_T)  # type: ignore[no-untyped-call]
+    return loss
+
+
 class _Exchange(torch.autograd.Function):
     """A collective that makes a tensor of ``scale`` times as many rows along ``dim``; backward does the opposite."""
 

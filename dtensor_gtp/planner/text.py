@@ -2,51 +2,37 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from .._comm.debug import format_nbytes
-from .._report.columns import in_columns
+from .._report.columns import in_columns, paragraph
 from .code import launch_lines, training_code
 from .errors import PlanError
 from .evaluate import Answer, Problem, fully_shard_ms
 from .job import Job
 from .machine import GIB, VERSION, Machine
-from .search import Refused
+from .search import Found
 
 WIDTH = 100
 _BAR = 40
-_MEMORY = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "gathered",
-    "reductions",
-    "activations",
-    "logits",
-    "symmetric",
-    "reserve",
-)
 
 
 @dataclass(frozen=True)
-class PlanResult:
+class PlanResult(Found):
     """The answers of :func:`plan`. ``str()`` is what the command prints.
 
     Args:
-        model: Name of the model.
-        machine: The GPUs.
-        job: What was asked for.
         answers: Layouts, the fastest first; empty if none fits.
         refused: Why others were refused.
         closest: If none fits, the layout that lacks least memory.
-        advice: If none fits, what to change.
         num_layouts: Layouts that were considered.
         num_simulated: Layouts that were simulated.
         seconds: Time of the search.
-        problem: What a timeline of a layout needs.
+        model: Name of the model.
+        problem: The job, the machine and the sizes of the model.
+        advice: If none fits, what to change.
 
     Example:
         >>> result = plan("llama3-8b", "h100", gpus=8, global_batch=8, fixed={"gtp": 8})
@@ -59,16 +45,18 @@ class PlanResult:
     """
 
     model: str
-    machine: Machine
-    job: Job
-    answers: tuple[Answer, ...]
-    refused: tuple[Refused, ...]
-    closest: Answer | None
-    advice: tuple[str, ...]
-    num_layouts: int
-    num_simulated: int
-    seconds: float
     problem: Problem
+    advice: tuple[str, ...]
+
+    @property
+    def job(self) -> Job:
+        """What was asked for."""
+        return self.problem.job
+
+    @property
+    def machine(self) -> Machine:
+        """The GPUs."""
+        return self.problem.machine
 
     @property
     def best(self) -> Answer:
@@ -97,11 +85,10 @@ class PlanResult:
 def describe(result: PlanResult) -> str:
     """What the command prints."""
     job = result.job
-    tokens = job.batch * job.seq_len
-    numel = result.problem.numel() / 1e9
+    numel, tokens = result.problem.numel() / 1e9, job.batch * job.seq_len / 1e6
     lines = [
         f"{result.model} ({numel:.1f}B) on {job.gpus} x {result.machine.describe()}",
-        f"{job.batch} sequences of {job.seq_len} tokens a step ({tokens / 1e6:.2f}M), {job.recipe}, {job.optimizer}, "
+        f"{job.batch} sequences of {job.seq_len} tokens a step ({tokens:.2f}M), {job.recipe}, {job.optimizer}, "
         f"memory {job.memory}" + ", compiled" * job.is_compiled + ", one CUDA graph" * job.is_captured,
         "",
     ]
@@ -113,35 +100,33 @@ def describe(result: PlanResult) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+_COLUMNS = ("", "layout", "batch", "step", "range", "tok/s/GPU", "MFU", "memory", "waits")
+
+
 def _ranking(answers: Iterable[Answer]) -> list[str]:
-    cells: list[tuple[str, ...]] = [("", "layout", "batch", "step", "range", "tok/s/GPU", "MFU", "memory", "waits")]
-    for number, answer in enumerate(answers, 1):
-        layout = answer.layout
-        found = answer.range_ms
-        step = format_ms(answer.step_ms) if found else "not known"
-        cause, ms = max(answer.exposed_ms.items(), key=lambda item: item[1], default=("", 0.0))
-        checkpoint = {"none": "", "selective": "/sel", "full": "/full"}[layout.checkpoint]
-        keep = " kept" if layout.keep else ""
-        cells.append(
-            (
-                str(number),
-                layout.describe(has_experts=True).replace("replicate", "rep").replace("expert_gtp", "egtp") + keep,
-                f"{layout.micro_batch}{checkpoint}",
-                step,
-                f"{format_ms(found[0])}-{format_ms(found[1])}" if found else "",
-                f"{answer.tokens_per_s:.0f}" if found else "",
-                f"{answer.mfu:.0%}" if found else "",
-                f"{answer.memory.total / GIB:.1f}" + "~" * (not answer.is_fitting),
-                f"{cause} {ms / answer.step_ms:.0%}",
-            )
-        )
-    lines = in_columns(cells)
-    for name in ("waits", "range"):  # long names of layouts leave less room
+    """A table; where names of layouts leave too little room, without the columns that the details repeat."""
+    rows = [_COLUMNS, *(_row(number, answer) for number, answer in enumerate(answers, 1))]
+    lines = in_columns(rows)
+    for name in ("waits", "range"):
         if max(map(len, lines)) > WIDTH:
-            place = cells[0].index(name)
-            cells = [(*row[:place], *row[place + 1 :]) for row in cells]
-            lines = in_columns(cells)
+            place = rows[0].index(name)
+            rows = [(*row[:place], *row[place + 1 :]) for row in rows]
+            lines = in_columns(rows)
     return lines
+
+
+def _row(number: int, answer: Answer) -> tuple[str, ...]:
+    layout, found = answer.layout, answer.range_ms
+    described = layout.describe(has_experts=True).replace("replicate", "rep").replace("expert_gtp", "egtp")
+    batch = f"{layout.micro_batch}" + {"none": "", "selective": "/sel", "full": "/full"}[layout.checkpoint]
+    times = ("not known", "", "", "")
+    if found:
+        spread = f"{format_ms(found[0])}-{format_ms(found[1])}"
+        times = format_ms(answer.step_ms), spread, f"{answer.tokens_per_s:.0f}", f"{answer.mfu:.0%}"
+    memory = f"{answer.memory.total / GIB:.1f}" + "~" * (not answer.is_fitting)
+    cause, ms = max(answer.exposed_ms.items(), key=lambda item: item[1], default=("", 0.0))
+    waits = f"{cause} {ms / answer.step_ms:.0%}"
+    return str(number), described + " kept" * layout.keep, batch, *times, memory, waits
 
 
 def format_ms(ms: float) -> str:
@@ -153,48 +138,36 @@ def format_ms(ms: float) -> str:
 
 def _details(result: PlanResult, answer: Answer) -> list[str]:
     lines = [f"1: {answer.layout.describe(has_experts=True)}"]
-    parts = {"compute": answer.compute_ms, **answer.exposed_ms}
     if isinstance(answer.ground, str):
-        lines += textwrap.wrap(f"time: {answer.ground}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+        lines += paragraph(f"time: {answer.ground}", WIDTH, "  ")
     else:
+        parts = {"compute": answer.compute_ms, **answer.exposed_ms}
         lines += ["  time of a step, and what compute waits for", *_bars(parts, answer.step_ms, format_ms)]
         lines.append(f"  range: from published runs ({answer.ground.kind})")
-    memory = {name: getattr(answer.memory, name) for name in _MEMORY}
     free = answer.capacity - answer.memory.total
     if free < 0:
-        lines += textwrap.wrap(
+        text = (
             f"~ counts {-free / GIB:.1f} GiB more than a GPU has. The leanest code known needs "
             f"{answer.memory.least / GIB:.1f} GiB: fused kernels, a compiler or 8 bits that keep a third of the "
-            "activations, a loss without whole logits. Measure a step, or take --checkpointing full.",
-            WIDTH,
-            initial_indent="  ",
-            subsequent_indent="    ",
+            "activations, a loss without whole logits. Measure a step, or take --checkpointing full."
         )
-    title = f"  memory of the fullest rank, {answer.memory.moment}"
-    lines += [title[:WIDTH], *_bars(memory | {"free": free}, answer.capacity, format_nbytes)]
+        lines += paragraph(text, WIDTH, "  ")
+    lines.append(f"  memory of the fullest rank, {answer.memory.moment}"[:WIDTH])
+    lines += _bars(answer.memory.parts() | {"free": free}, answer.capacity, format_nbytes)
     if answer.received:
-        received = ", ".join(
-            f"{axis} {format_nbytes(int(nbytes))}" for axis, nbytes in answer.received.items() if nbytes
-        )
-        lines.append(f"  into each GPU in a step: {received}"[:WIDTH])
-    lines += textwrap.wrap(
-        "schedule: " + "; ".join(answer.reasons), WIDTH, initial_indent="  ", subsequent_indent="    "
-    )
+        received = [f"{axis} {format_nbytes(int(nbytes))}" for axis, nbytes in answer.received.items() if nbytes]
+        lines.append(f"  into each GPU in a step: {', '.join(received)}"[:WIDTH])
+    lines += paragraph("schedule: " + "; ".join(answer.reasons), WIDTH, "  ")
     if result.job.quantization is not None and result.job.precision == "bf16":
-        lines += textwrap.wrap(
-            f"{result.job.recipe}: GEMMs are in bf16. This package gathers the format and computes in bf16 with it; "
-            "only gathers are smaller.",
-            WIDTH,
-            initial_indent="  ",
-            subsequent_indent="    ",
-        )
+        text = "This package gathers the format and computes in bf16 with it; only gathers are smaller."
+        lines += paragraph(f"{result.job.recipe}: GEMMs are in bf16. {text}", WIDTH, "  ")
     peer = fully_shard_ms(result.problem, answer)
     if peer is not None and answer.range_ms:
         lines.append(f"  fully_shard in the place of gtp_shard: {format_ms(peer)}")
     if not result.machine.is_calibrated:
-        machine = result.machine
-        missing = "measure your machine by --calibrate FILE" if machine.is_preset else ", ".join(machine.not_measured)
-        lines += textwrap.wrap(f"not calibrated: {missing}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+        missing = ", ".join(result.machine.not_measured)
+        text = "measure your machine by --calibrate FILE" if result.machine.is_preset else missing
+        lines += paragraph(f"not calibrated: {text}", WIDTH, "  ")
     return lines
 
 
@@ -224,27 +197,23 @@ def _bars(parts: dict[str, Any], whole: float, format_value: Callable[[Any], str
 
 def _nothing_fits(result: PlanResult) -> list[str]:
     lines = ["No layout fits."]
-    if result.closest is not None:
-        missing = (result.closest.memory.total - result.closest.capacity) / GIB
-        layout = result.closest.layout
-        described = (
-            f"{layout.describe(has_experts=True)}, {layout.micro_batch} sequences, checkpoint {layout.checkpoint}"
-        )
+    if (closest := result.closest) is not None:
+        missing = (closest.memory.total - closest.capacity) / GIB
+        layout = f"{closest.layout.describe(has_experts=True)}, {closest.layout.micro_batch} sequences"
+        described = f"{layout}, checkpoint {closest.layout.checkpoint}"
         lines.append(f"Closest: {described}: does not fit by {missing:.1f} GiB."[:WIDTH])
-        memory = {name: getattr(result.closest.memory, name) for name in _MEMORY}
-        lines += _bars(memory, result.closest.memory.total, format_nbytes)
+        lines += _bars(closest.memory.parts(), closest.memory.total, format_nbytes)
     lines += ["What to change:", *(f"  {line}"[:WIDTH] for line in result.advice)]
     return lines
 
 
 def _refused(result: PlanResult) -> list[str]:
     seconds = f"{result.seconds:.1f} s"
-    lines = [
-        f"{result.num_layouts} layouts, the {result.num_simulated} most promising simulated in {seconds}. Refused:"
-    ]
-    for item in result.refused[:6]:
-        lines.append(f"  {item.count:>5}  {item.reason} (e.g. {item.example.describe()})"[:WIDTH])
-    return lines if result.refused else [lines[0].replace(" Refused:", " None refused.")]
+    head = f"{result.num_layouts} layouts, the {result.num_simulated} most promising simulated in {seconds}."
+    if not result.refused:
+        return [f"{head} None refused."]
+    reasons = (f"  {item.count:>5}  {item.reason} (e.g. {item.example.describe()})" for item in result.refused[:6])
+    return [f"{head} Refused:", *(line[:WIDTH] for line in reasons)]
 
 
 def record_of(result: PlanResult) -> dict[str, Any]:

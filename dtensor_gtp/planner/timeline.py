@@ -36,44 +36,47 @@ def timeline(problem: Problem, answer: Answer) -> Timeline:
 def as_svg(found: Timeline, title: str) -> str:
     """A picture of the streams; a pointer on a box shows its name and its time."""
     streams = sorted({task.stream for task in found.tasks})
-    rows = {stream: number for number, stream in enumerate(streams)}
+    tops = {stream: _TOP + number * _ROW for number, stream in enumerate(streams)}
     height = _TOP + _ROW * (len(streams) + 1) + 50
     scale = (_WIDTH - _LEFT - 20) / max(found.ms, 1e-9)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" font-family="sans-serif" '
         'font-size="12">',
         f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
-        f'<text x="10" y="22" font-size="15">{escape(title)}: {found.ms:.1f} ms</text>',
+        _text(10, 22, f"{escape(title)}: {found.ms:.1f} ms", size=15),
+        *_time_axis(found.ms, scale, height),
     ]
-    parts += _time_axis(found.ms, scale, height)
-    for stream, row in rows.items():
-        y = _TOP + row * _ROW
-        parts.append(f'<text x="10" y="{y + 18}">{stream.name.lower().replace("_", " ")}</text>')
+    for stream, y in tops.items():
+        parts.append(_text(10, y + 18, stream.name.lower().replace("_", " ")))
         parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - 20}" y1="{y + 26}" y2="{y + 26}" stroke="#ddd"/>')
-    y = _TOP + len(rows) * _ROW
-    parts.append(f'<text x="10" y="{y + 18}">host</text>')
-    width = found.host_ms * scale
-    parts.append(f'<rect x="{_LEFT}" y="{y + 4}" width="{width:.2f}" height="20" fill="#bab0ac"><title>')
-    parts.append(f"host: {found.host_ms:.2f} ms</title></rect>")
+    y = _TOP + len(streams) * _ROW
+    parts += [
+        _text(10, y + 18, "host"),
+        _box(_LEFT, y, found.host_ms * scale, "#bab0ac", f"host: {found.host_ms:.2f} ms"),
+    ]
     for task, span in zip(found.tasks, found.spans, strict=True):
-        width = (span.end - span.begin) * scale
-        if width < 0.05:
-            continue
-        x, y = _LEFT + span.begin * scale, _TOP + rows[task.stream] * _ROW
-        label = escape(f"{task.label}: {span.end - span.begin:.3f} ms from {span.begin:.2f}")
-        parts.append(
-            f'<rect x="{x:.2f}" y="{y + 4}" width="{width:.2f}" height="20" fill="{_COLORS[task.load]}">'
-            f"<title>{label}</title></rect>"
-        )
+        ms = span.end - span.begin
+        if ms * scale >= 0.05:
+            label = f"{task.label}: {ms:.3f} ms from {span.begin:.2f}"
+            parts.append(_box(_LEFT + span.begin * scale, tops[task.stream], ms * scale, _COLORS[task.load], label))
     if found.turning < len(found.spans):
         x = _LEFT + found.spans[found.turning].begin * scale
         parts.append(f'<line x1="{x:.2f}" x2="{x:.2f}" y1="{_TOP - 8}" y2="{height - 44}" stroke="black"/>')
-        parts.append(f'<text x="{x + 4:.2f}" y="{_TOP - 2}">backward</text>')
-    for number, load in enumerate(_COLORS):
+        parts.append(_text(x + 4, _TOP - 2, "backward"))
+    for number, (load, color) in enumerate(_COLORS.items()):
         x = _LEFT + number * 170
-        parts.append(f'<rect x="{x}" y="{height - 30}" width="14" height="14" fill="{_COLORS[load]}"/>')
-        parts.append(f'<text x="{x + 20}" y="{height - 18}">{_NAMES[load]}</text>')
+        parts.append(f'<rect x="{x}" y="{height - 30}" width="14" height="14" fill="{color}"/>')
+        parts.append(_text(x + 20, height - 18, _NAMES[load]))
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _text(x: float, y: float, text: str, *, size: int = 12, color: str = "black") -> str:
+    return f'<text x="{x:.2f}" y="{y}" font-size="{size}" fill="{color}">{text}</text>'
+
+
+def _box(x: float, y: float, width: float, color: str, label: str) -> str:
+    title = f"<title>{escape(label)}</title>"
+    return f'<rect x="{x:.2f}" y="{y + 4}" width="{width:.2f}" height="20" fill="{color}">{title}</rect>'
 
 
 def _time_axis(ms: float, scale: float, height: int) -> list[str]:
@@ -84,7 +87,7 @@ def _time_axis(ms: float, scale: float, height: int) -> list[str]:
     for number in range(int(ms / size) + 1):
         x, y = _LEFT + number * size * scale, height - 48
         parts.append(f'<line x1="{x:.2f}" x2="{x:.2f}" y1="{_TOP}" y2="{y}" stroke="#eee"/>')
-        parts.append(f'<text x="{x + 2:.2f}" y="{y + 12}" font-size="10" fill="#666">{number * size:g} ms</text>')
+        parts.append(_text(x + 2, y + 12, f"{number * size:g} ms", size=10, color="#666"))
     return parts
 
 

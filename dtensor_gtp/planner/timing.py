@@ -5,19 +5,21 @@ A step of many alike blocks is simulated with a few of them, twice, and continue
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
 from ..policy import Schedule
+from .costs import Work
 from .machine import Machine
 from .memory import lowered
-from .program import Program, Tasks, build, product
+from .program import Program, build, product
 from .setting import COMPUTE_NBYTES, Setting, recomputed_uses
 from .simulate import Span, Stream, Task, simulate
 from .trace import Trace
 
 # A step of more blocks is simulated with these numbers of them, and continued: blocks in the middle are all alike.
-FEW, MORE = 6, 9
+_FEW, _MORE = 6, 9
 # Of smaller blocks a window of gathers holds several, so few of them are not like many.
 _LARGE_BLOCK = 32 << 20
 
@@ -83,16 +85,30 @@ def exposed(timeline: Timeline) -> dict[str, float]:
     return found
 
 
+class Shorter(NamedTuple):
+    """A step of many blocks with a few of them, twice."""
+
+    few: Setting
+    more: Setting
+    grown: int  # blocks of ``more`` beyond those of ``few``
+    left: int  # blocks of the step beyond those of ``more``
+
+
+def few_and_more(setting: Setting) -> Shorter | None:
+    """What to compute instead of a step of many blocks, and continue; None for one of few."""
+    trace = setting.trace
+    if not _is_long(trace):
+        return None
+    few, more = (replace(setting, trace=_with_blocks(trace, number)) for number in (_FEW, _MORE))
+    return Shorter(few, more, _MORE - _FEW, trace.num_blocks - _MORE)
+
+
 def measure(setting: Setting, schedule: Schedule, *, is_last: bool) -> Parts:
     """As :func:`run`, for many blocks by the difference that three of them make."""
-    trace = setting.trace
-    if not is_long(trace):
+    if (shorter := few_and_more(setting)) is None:
         return _parts(setting, schedule, is_last=is_last)
-    few, more = (
-        _parts(replace(setting, trace=with_blocks(trace, number)), schedule, is_last=is_last) for number in (FEW, MORE)
-    )
-    times = (trace.num_blocks - MORE) / (MORE - FEW)
-    return more.plus(more.plus(few, -1), times)
+    few, more = (_parts(one, schedule, is_last=is_last) for one in (shorter.few, shorter.more))
+    return more.plus(more.plus(few, -1), shorter.left / shorter.grown)
 
 
 def _parts(setting: Setting, schedule: Schedule, *, is_last: bool) -> Parts:
@@ -101,20 +117,18 @@ def _parts(setting: Setting, schedule: Schedule, *, is_last: bool) -> Parts:
     return Parts(timeline.ms, exposed(timeline), program.received)
 
 
-def is_long(trace: Trace) -> bool:
+def _is_long(trace: Trace) -> bool:
     """Whether it has many blocks, of which those after the first few are of one kind."""
-    if trace.num_blocks <= MORE + 3 or trace.block_numel() * COMPUTE_NBYTES < _LARGE_BLOCK:
+    block_nbytes = trace.largest_block(weight.numel * COMPUTE_NBYTES for weight in trace.weights)
+    if trace.num_blocks <= _MORE + 3 or block_nbytes < _LARGE_BLOCK:
         return False
-    shapes: dict[int, list[tuple[int, ...]]] = {}
-    for weight in trace.weights:
-        if weight.block >= 0:
-            shapes.setdefault(weight.block, []).append(weight.shape)
-    return len({tuple(shape) for shape in list(shapes.values())[FEW // 2 :]}) == 1
+    shapes = [tuple(weight.shape for weight in weights) for block, weights in trace.by_block.items() if block >= 0]
+    return len(set(shapes[_FEW // 2 :])) == 1
 
 
-def with_blocks(trace: Trace, number: int) -> Trace:
+def _with_blocks(trace: Trace, number: int) -> Trace:
     """The same with fewer blocks: the first ones and the last ones, which come after fewer activations then."""
-    blocks = sorted({weight.block for weight in trace.weights if weight.block >= 0})
+    blocks = sorted(trace.by_block.keys() - {-1})
     first, last = blocks[: number - 2], blocks[-2:]
     lives = {weight.block: weight.live for weight in reversed(trace.weights)}
     shift = (lives[last[1]] - lives[last[0]]) * (len(blocks) - number)
@@ -130,24 +144,17 @@ def with_blocks(trace: Trace, number: int) -> Trace:
 def compute_ms(setting: Setting) -> list[float]:
     """Times of a forward and backward in which compute waits for no weight, which no schedule can be below: that of the
     loss, then of each weight with what is computed around it."""
-    tasks = Tasks(setting)
-    weights = setting.sharded()
+    costs, weights = setting.costs, setting.sharded()
     again = {number for numbers in recomputed_uses(setting, weights).values() for number in numbers}
 
-    def spent() -> float:
-        ms = sum(task.ms for task in tasks.tasks)
-        tasks.tasks.clear()
-        return ms
+    def ms(works: Iterable[Work]) -> float:
+        return sum(work.ms for work in works)
 
-    tasks.ops(setting.trace.loss, "", is_block=False)
-    times = [spent()]
+    times = [ms(costs.works(setting.trace.loss, is_block=False))]
     for number, item in enumerate(weights):
-        is_block = item.weight.block >= 0
-        is_again = setting.checkpoint != "none" and is_block
-        for ops in (item.weight.before, item.weight.backward, *([item.weight.before] if is_again else ())):
-            tasks.ops(ops, "", is_block=is_block)
-        parts = ["forward"] * (1 + (number in again)) + ["wgrad"] + ["dgrad"] * item.weight.has_dgrad
-        for part in parts:
-            tasks.compute(product(tasks, item, part), "")
-        times.append(spent())
+        is_again = setting.checkpoint != "none" and item.is_in_block
+        around = [item.weight.before] * (1 + is_again) + [item.weight.backward]
+        parts = ["forward"] * (1 + (number in again)) + [*item.gradients()]
+        spent = sum(ms(costs.works(ops, is_block=item.is_in_block)) for ops in around)
+        times.append(spent + sum(ms(product(setting, item, part)) for part in parts))
     return times

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -29,39 +29,34 @@ _BLOCK = re.compile(r"(?:^|\.)(\d+)\.")
 
 
 class Weight(NamedTuple):
-    """One use of a weight in the forward, and what surrounds it there and in backward.
+    """One use of a weight in the forward, and what surrounds it there and in backward."""
 
-    Args:
-        name: Of the weight.
-        shape: On one rank, before gtp cuts it.
-        is_table: Whether it is looked up.
-        is_expert: Whether it is of experts, which have their own mesh.
-        has_dgrad: Whether backward computes the gradient of the input.
-        is_tied: Whether another use is of the same matrix and counts its state.
-        block: Number of its block; -1 if it is in none.
-        before: Operations of forward since the use before it.
-        use: Those of the use itself.
-        backward: Operations of backward between the use that backward comes from and this one.
-        amounts: Bytes of activations around it.
-        live: Bytes of activations at the begin of its use in forward.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    is_table: bool
-    is_expert: bool
-    has_dgrad: bool
-    block: int
-    before: tuple[Op, ...]
-    use: tuple[Op, ...]
-    backward: tuple[Op, ...]
-    amounts: Amounts
-    live: int
-    is_tied: bool = False
+    name: str  # of the weight
+    shape: tuple[int, ...]  # on one rank, before gtp cuts it
+    is_table: bool  # whether it is looked up
+    is_expert: bool  # whether it is of experts, which have their own mesh
+    has_dgrad: bool  # whether backward computes the gradient of the input
+    block: int  # number of its block; -1 if it is in none
+    before: tuple[Op, ...]  # operations of forward since the use before it
+    use: tuple[Op, ...]  # those of the use itself
+    backward: tuple[Op, ...]  # operations of backward between the use that backward comes from and this one
+    amounts: Amounts  # bytes of activations around it
+    live: int  # bytes of activations at the begin of its use in forward
+    is_tied: bool = False  # whether another use is of the same matrix and counts its state
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    def with_ops(self, change: Callable[[Op], Op]) -> Weight:
+        """The use with other operations."""
+        before, use, backward = (tuple(map(change, ops)) for ops in (self.before, self.use, self.backward))
+        return self._replace(before=before, use=use, backward=backward)
+
+    def shifted(self, nbytes: int) -> Weight:
+        """The use after so many more bytes of activations."""
+        amounts = Amounts(*(max(amount + nbytes, 0) for amount in self.amounts))
+        return self._replace(amounts=amounts, live=self.live + nbytes)
 
     @property
     def flops(self) -> float:
@@ -71,40 +66,53 @@ class Weight(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """One step.
+    """One step."""
 
-    Args:
-        weights: In the order of the forward.
-        loss: Operations of forward after the last use.
-        tail: Operations of backward after the last use.
-        input_nbytes: Bytes of what is passed from block to block.
-        small_numel: Parameters with less than two dims, which stay whole.
-        end: Bytes of activations behind the last block; 0 if it is not known.
-    """
+    weights: tuple[Weight, ...]  # in the order of the forward
+    loss: tuple[Op, ...]  # operations of forward after the last use
+    tail: tuple[Op, ...]  # operations of backward after the last use
+    input_nbytes: int  # bytes of what is passed from block to block
+    small_numel: int  # parameters with less than two dims, which stay whole
+    end: int = 0  # bytes of activations behind the last block; 0 if it is not known
 
-    weights: tuple[Weight, ...]
-    loss: tuple[Op, ...]
-    tail: tuple[Op, ...]
-    input_nbytes: int
-    small_numel: int
-    end: int = 0
+    @property
+    def numel(self) -> int:
+        """Parameters; those of a matrix with several uses once."""
+        return sum(weight.numel for weight in self.weights if not weight.is_tied) + self.small_numel
+
+    @property
+    def model_flops(self) -> float:
+        """What forward and backward multiply, each GEMM three times, without what is computed again."""
+        flops = sum(weight.flops * (3 if weight.has_dgrad else 2) for weight in self.weights)
+        for weight in self.weights:
+            flops += sum(op.flops for op in (*weight.before, *weight.backward) if op.kind is Kind.GEMM)
+            flops += 3 * sum(op.flops for op in weight.before if op.kind is Kind.ATTENTION)
+        return flops
 
     @property
     def activations(self) -> int:
         """The most bytes of activations at any moment."""
         return max(max(weight.amounts) for weight in self.weights)
 
+    @functools.cached_property
+    def by_block(self) -> Mapping[int, list[Weight]]:
+        """Uses by the number of their block; those outside of blocks are under -1."""
+        found: dict[int, list[Weight]] = {}
+        for weight in self.weights:
+            found.setdefault(weight.block, []).append(weight)
+        return found
+
     @property
     def num_blocks(self) -> int:
-        return len({weight.block for weight in self.weights if weight.block >= 0})
+        return len(self.by_block.keys() - {-1})
 
-    def block_numel(self) -> int:
-        """Parameters of the largest block; of all matrices if there are no blocks."""
-        sizes: dict[int, int] = {}
-        for weight in self.weights:
-            sizes[weight.block] = sizes.get(weight.block, 0) + weight.numel
-        blocks = [size for block, size in sizes.items() if block >= 0]
-        return max(blocks) if len(blocks) > 1 else sum(sizes.values())
+    def largest_block(self, sizes: Iterable[int]) -> int:
+        """The sum of the largest block, where uses have these sizes; of all uses if there are no blocks."""
+        sums: dict[int, int] = {}
+        for weight, size in zip(self.weights, sizes, strict=True):
+            sums[weight.block] = sums.get(weight.block, 0) + size
+        blocks = [amount for block, amount in sums.items() if block >= 0]
+        return max(blocks) if len(blocks) > 1 else sum(sums.values())
 
 
 def record(
@@ -237,7 +245,7 @@ def record_reference(
         trace = _mapped(trace, lambda weight: weight._replace(is_tied=weight.is_table))
     share = config.looked_at(seq_len) / 0.5  # the recording has a causal mask
     if share != 1:
-        trace = _mapped(trace, lambda weight: _with_attention(weight, share))
+        trace = _mapped(trace, lambda weight: weight.with_ops(lambda op: _attending(op, share)))
     return replace(trace, input_nbytes=batch * num_tokens // tp * config.dim * 2)
 
 
@@ -245,11 +253,8 @@ def _mapped(trace: Trace, change: Callable[[Weight], Weight]) -> Trace:
     return replace(trace, weights=tuple(change(weight) for weight in trace.weights))
 
 
-def _with_attention(weight: Weight, share: float) -> Weight:
-    def ops(given: tuple[Op, ...]) -> tuple[Op, ...]:
-        return tuple(op._replace(flops=op.flops * share) if op.kind is Kind.ATTENTION else op for op in given)
-
-    return weight._replace(before=ops(weight.before), backward=ops(weight.backward))
+def _attending(op: Op, share: float) -> Op:
+    return op._replace(flops=op.flops * share) if op.kind is Kind.ATTENTION else op
 
 
 # Of the memory of whole logits: a loss in eight chunks of tokens, and a kernel that makes no logits.
@@ -266,26 +271,18 @@ def with_loss(trace: Trace, loss: str) -> Trace:
 
 
 class Part(NamedTuple):
-    """The blocks of one rank of a pipeline.
+    """The blocks of one rank of a pipeline."""
 
-    Args:
-        kinds: Of each block, whether it is a mixture.
-        is_first: Whether the embedding is here.
-        is_last: Whether the head and the loss are here.
-    """
-
-    kinds: tuple[bool, ...]
-    is_first: bool = True
-    is_last: bool = True
+    kinds: tuple[bool, ...]  # of each block, whether it is a mixture
+    is_first: bool = True  # whether the embedding is here
+    is_last: bool = True  # whether the head and the loss are here
 
 
 def repeated(trace: Trace, config: ModelConfig, part: Part) -> Trace:
     """The step of ``part`` of the model, from a recording of :func:`record_reference`."""
     recorded = sorted(set(config.kinds))
     begins = {kind: _RECORDED * number for number, kind in enumerate(recorded)}
-    by_block: dict[int, list[Weight]] = {}
-    for weight in trace.weights:
-        by_block.setdefault(weight.block, []).append(weight)
+    by_block = trace.by_block
     saved = {kind: by_block[begin + 1][0].live - by_block[begin][0].live for kind, begin in begins.items()}
     # Before each block of the recording, and at its end.
     saved_before = list(accumulate((saved[kind] for kind in recorded for _ in range(_RECORDED)), initial=0))
@@ -321,5 +318,4 @@ def repeated(trace: Trace, config: ModelConfig, part: Part) -> Trace:
 
 def _moved(weight: Weight, block: int, shift: int) -> Weight:
     name = weight.name if block < 0 else re.sub(r"layers\.\d+", f"layers.{block}", weight.name)
-    amounts = Amounts(*(max(nbytes + shift, 0) for nbytes in weight.amounts))
-    return weight._replace(name=name, block=block, amounts=amounts, live=weight.live + shift)
+    return weight.shifted(shift)._replace(name=name, block=block)

@@ -88,7 +88,8 @@ class UserModel:
                 communicate(module, self.plan, recorder)
             return loss_of(module)
 
-        with _running(self._name, self._remedy):
+        expected = f"a forward and backward that run on the meta device, but {self._name} raised"
+        with _errors_of_others(expected, self._remedy):
             return record(lambda: model, loss, is_meta=True)
 
 
@@ -123,24 +124,26 @@ def _recorded(model: UserModel) -> UserModel:
     return model
 
 
+@contextmanager
+def _errors_of_others(expected: str, remedy: str) -> Iterator[None]:
+    """Within, code of users or of transformers runs, which may raise anything: it becomes an error of one line."""
+    try:
+        yield
+    except PlanError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())[:200]
+        raise PlanError(f"model expects {expected} {type(error).__name__}: {text}. {remedy}") from None
+
+
 def _function(text: str) -> Callable[[], _Built]:
     module_name, _, name = text.partition(":")
-    try:
+    with _errors_of_others(f"module:function, but {text} cannot be imported:", "Mend it."):
         function = getattr(importlib.import_module(module_name), name)
-    except Exception as error:  # of the user's code: any
-        raise PlanError(
-            f"model expects module:function, but {text} cannot be imported ({type(error).__name__}: "
-            f"{_one_line(error)}). Mend it."
-        ) from None
 
     def build() -> _Built:
-        try:
+        with _errors_of_others(f"a function that returns (module, inputs), but {text} raised", "Mend it."):
             model, inputs = function()
-        except Exception as error:  # of the user's code: any
-            raise PlanError(
-                f"model expects a function that returns (module, inputs), but {text} raised "
-                f"{type(error).__name__}: {_one_line(error)}. Mend it."
-            ) from None
         if not isinstance(model, nn.Module) or any(not param.is_meta for param in model.parameters()):
             raise PlanError(
                 f"model expects {text} to return a module on the meta device, but it did not. Build the module under "
@@ -152,20 +155,6 @@ def _function(text: str) -> Callable[[], _Built]:
         return _Built(model, lambda module: _loss_of(module(*cast)), counts[0] if counts else 0)
 
     return build
-
-
-@contextmanager
-def _running(text: str, remedy: str) -> Iterator[None]:
-    """Within, forward and backward of the model run."""
-    try:
-        yield
-    except PlanError:
-        raise
-    except Exception as error:  # of the model's code: any
-        raise PlanError(
-            f"model expects a forward and backward that run on the meta device, but {text} raised "
-            f"{type(error).__name__}: {_one_line(error)}. {remedy}"
-        ) from None
 
 
 def _loss_of(output: Any) -> torch.Tensor:
@@ -188,7 +177,7 @@ def _transformers(text: str, seq_len: int) -> Callable[[], _Built]:
         ) from None
 
     def build() -> _Built:
-        try:
+        with _errors_of_others(f"a model that trains, but transformers cannot build {text}:", "Name another."):
             if text.endswith(".json"):
                 config = transformers.AutoConfig.from_pretrained(text)
             else:
@@ -198,11 +187,6 @@ def _transformers(text: str, seq_len: int) -> Callable[[], _Built]:
             config.use_cache = False
             with torch.device("meta"):
                 model = _class_of(config, text)(config)
-        except Exception as error:  # of transformers: many kinds
-            raise PlanError(
-                f"model expects a model that trains, but transformers cannot build {text} on the meta device "
-                f"({type(error).__name__}: {_one_line(error)}). Name another."
-            ) from None
         # A table of positions ends there.
         most = seq_len if _is_rotary(config) else getattr(config, "max_position_embeddings", None) or seq_len
         if type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
@@ -274,7 +258,3 @@ def _other_model(model: Any, seq_len: int) -> _Built:
     is_text = "decoder_input_ids" in inputs or "input_ids" in inputs
     floats = {name: t.bfloat16() if t.is_floating_point() else t for name, t in inputs.items()}
     return _Built(model, lambda module: _loss_of(module(**floats)), seq_len if is_text else 0)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]

@@ -20,17 +20,12 @@ COLWISE, ROWWISE = "colwise", "rowwise"
 
 
 class TPPlan(NamedTuple):
-    """How a model's linear layers are cut.
+    """How a model's linear layers are cut."""
 
-    Args:
-        styles: "colwise" or "rowwise" by the name of the layer.
-        heads: Numbers that tp must divide: of heads, of those of keys and values, and of rows or columns.
-        refusal: Why the model cannot be cut; empty if it can.
-    """
-
-    styles: Mapping[str, str]
+    styles: Mapping[str, str]  # "colwise" or "rowwise" by the name of the layer
+    # Numbers that tp must divide: of heads, of those of keys and values, and of rows or columns.
     heads: tuple[int, ...] = ()
-    refusal: str = ""
+    refusal: str = ""  # why the model cannot be cut; empty if it can
 
     def refuses(self, tp: int) -> str | None:
         """Why ``tp`` slices cannot be."""

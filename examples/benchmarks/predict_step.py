@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from dtensor_gtp.planner.costs import Axis, Costs
+from dtensor_gtp.planner.fully_shard import build_fully_shard, units_of
 from dtensor_gtp.planner.machine import Machine, load_machine, preset_of
 from dtensor_gtp.planner.model import ModelConfig
-from dtensor_gtp.planner.peers import build_compute, build_fully_shard
-from dtensor_gtp.planner.program import build
-from dtensor_gtp.planner.setting import Setting
+from dtensor_gtp.planner.program import build, build_compute
+from dtensor_gtp.planner.setting import PARAM_NBYTES, Setting
 from dtensor_gtp.planner.simulate import Load
 from dtensor_gtp.planner.timing import Timeline, timeline_of
 from dtensor_gtp.planner.trace import Part, Trace, record_reference, repeated
@@ -106,3 +106,29 @@ def step_ms(setting: Setting, mode: str, ranks: int) -> float | None:
         return None
     is_alone = mode.startswith("compute") or isinstance(setting.costs, FakeCosts)
     return timeline.ms * (1 + setting.costs.machine.straggling(1 if is_alone else ranks))
+
+
+def fully_shard_peak(setting: Setting) -> int:
+    """The most bytes above the state in a step of ``fully_shard`` on each block and on the root.
+
+    The root's parameters stay gathered from the begin to the end, and its gradients wait for the end. In backward of a
+    block there are two blocks gathered, its own gradients so far, the copy of the last block's gradients that is
+    reduced, and the shards' gradients of the blocks before.
+    """
+    root, units = units_of(setting)
+    table, *head = root.weights
+    grads = sum(item.gathered for item in head)
+    peaks = [root.full + max(item.weight.amounts[:2]) for item in setting.sharded()]
+    peaks += [root.full + item.weight.amounts.before_backward for item in head]
+    peaks += [root.full + item.gathered + item.weight.amounts.wgrad for item in head]
+    reduced = reducing = 0
+    for unit in reversed(units):
+        ahead = unit.full if unit is not units[0] else 0
+        computed = 0
+        for item in reversed(unit.weights):
+            computed += item.gathered
+            held = root.full + grads + unit.full + ahead + computed + reducing + reduced
+            peaks.append(held + max(item.weight.amounts[2:]))
+        reduced += unit.shard_numel * PARAM_NBYTES
+        reducing = unit.sent
+    return max(*peaks, root.full + grads + table.gathered + root.sent + reduced)

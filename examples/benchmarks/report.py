@@ -104,7 +104,9 @@ def rows(measurements: Iterable[Measurement]) -> list[dict[str, Any]]:
                 "tokens_per_s_per_gpu": item.tokens_per_step / item.ms * 1e3,
                 **_ratios(item, peers),
                 **_memory(item),
-                "predicted_peak": item.predicted.as_record() if item.predicted else None,
+                "predicted_peak": item.predicted._asdict() | {"total": item.predicted.total}
+                if item.predicted
+                else None,
                 "loss": item.loss,
                 "grad_norm": item.grad_norm,
             }
@@ -152,11 +154,20 @@ def _memory(item: Measurement) -> dict[str, int | None]:
     }
 
 
+def describe_peak(peak: Peak, measured: int | None = None) -> str:
+    """The parts in MiB, and beside them what was measured if something was."""
+    parts = ", ".join(f"{name} {value / 2**20:.1f}" for name, value in zip(peak._fields[1:], peak[1:], strict=True))
+    text = f"peak {peak.moment}: {peak.total / 2**20:.1f} MiB = {parts}"
+    if measured is None:
+        return f"{text} (predicted for a GPU; there is no counter here)"
+    return f"{text}; measured {measured / 2**20:.1f} MiB ({(measured / peak.total - 1) * 100:+.1f}%)"
+
+
 def memory_lines(measurements: Iterable[Measurement]) -> list[str]:
     """For each measurement with a prediction, what its peak memory consists of."""
     return [
         f"{item.mode}, {item.phase}, T={item.seq_len}: "
-        + item.predicted.describe(item.memory.allocated if item.memory else None)
+        + describe_peak(item.predicted, item.memory.allocated if item.memory else None)
         for item in measurements
         if item.predicted is not None
     ]

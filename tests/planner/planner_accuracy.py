@@ -32,12 +32,12 @@ from dtensor_gtp.planner.job import Job, Layout
 from dtensor_gtp.planner.machine import Host, Machine, load_machine
 from dtensor_gtp.planner.memory import Stage, predict
 from dtensor_gtp.planner.model import PRESETS, ModelConfig
-from dtensor_gtp.planner.peers import build_compute, fully_shard_peak
+from dtensor_gtp.planner.program import build_compute
 from dtensor_gtp.planner.setting import Setting
 from dtensor_gtp.planner.timing import timeline_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "benchmarks"))
-from predict_step import setting_of, step_ms
+from predict_step import fully_shard_peak, setting_of, step_ms
 
 DATA = Path(__file__).parent / "planner_data" / "measured_steps.json"
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "planner.md"
@@ -97,7 +97,8 @@ def predicted_ms(setting: Setting, mode: str, ranks: int = 1) -> float:
 
 def predicted_gib(setting: Setting, mode: str, ranks: int) -> float:
     if mode.startswith("fsdp2"):
-        return (config().numel * 4 / ranks + fully_shard_peak(setting)) / _GIB
+        matrices = sum(weight.numel for weight in setting.trace.weights)
+        return (matrices * 4 / ranks + fully_shard_peak(setting)) / _GIB
     memory = predict(setting, setting.choice(0)[0], Stage(), 0)
     return (memory.total - memory.reserve - memory.symmetric) / _GIB
 

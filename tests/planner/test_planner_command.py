@@ -112,6 +112,7 @@ def test_code_to_paste_is_python(config: str, capsys: pytest.CaptureFixture[str]
     [
         (["--pp", "2"], "pp 2: how the model is cut into stages is yours"),
         (["--cp", "2", "--pp", "1"], "cp 2: attention exchanges keys"),
+        (["--zero1", "--replicate", "2", "--gtp", "4"], "zero1: fully_shard over mesh['replicate'] goes around"),
         (
             ["--recipe", "float8_tensorwise", "--checkpointing", "selective", "--pp", "1", "--cp", "1"],
             "selective checkpointing of",
@@ -205,7 +206,7 @@ def test_names_of_timelines_are_names(config: str, capsys: pytest.CaptureFixture
 
 def test_names_of_others_do_not_reach_the_terminal(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path(config).write_text(json.dumps(CONFIG | {"_name_or_path": "a\x1b[2Jb\nc"}))
-    _, out, err = run(capsys, config, "--gpus", "8", "--seq-len", "1024", "--global-batch", "8")
+    _, out, err = run(capsys, config, "--gpus", "8", "--gtp", "8", "--seq-len", "1024")
     assert "\x1b" not in out + err
     assert "a\\x1b[2Jb\\nc" in out
 
@@ -245,6 +246,7 @@ def test_presets_name_their_sources_and_survive_a_round_trip(name: str) -> None:
         ({"gpus_per_host": 9}, "machine expects gpus_per_host of at most gpus_per_domain, but it has 9 and 8"),
         ({"peak_tflops": {"float8": 10}}, "machine expects peak_tflops.bf16, but it has no such field"),
         ({"peak_tflops": {"bf17": 10}}, "machine has no field .*peak_tflops.bf17"),
+        ({"like": "h300"}, "machine expects one of a100, .* as like, but it has 'h300'. Name one."),
     ],
 )
 def test_bad_machines(changes: dict[str, Any], message: str) -> None:
@@ -252,6 +254,14 @@ def test_bad_machines(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message) as caught:
         machine_of(content, "it")
     assert "\n" not in str(caught.value)
+
+
+def test_a_machine_like_a_preset_names_what_is_different() -> None:
+    h100 = load_machine("h100")
+    found = machine_of({"version": 2, "like": "h100", "name": "mine", "network": {"gb_s": 25}}, "it")
+    assert found.network.gb_s == 25
+    assert found.network.share == h100.network.share
+    assert (found.name, found.compute, found.is_calibrated) == ("mine", h100.compute, False)
 
 
 # --- the name ---------------------------------------------------------------------------------------------------------
@@ -282,7 +292,8 @@ def test_no_ground_is_no_number(config: str, capsys: pytest.CaptureFixture[str])
 
 
 def test_a_recipe_without_gemms_says_so(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, config, "--gpus", "8", "--seq-len", "512", "--machine", "b200", "--recipe", "mxfp8")
+    arguments = [config, "--gpus", "8", "--gtp", "8", "--seq-len", "512", "--machine", "b200", "--recipe", "mxfp8"]
+    status, out, _ = run(capsys, *arguments)
     assert status == 0
     assert "mxfp8: GEMMs are in bf16" in out
 

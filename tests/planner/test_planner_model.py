@@ -15,6 +15,9 @@ import torch.nn.functional as F
 
 from dtensor_gtp import plan
 from dtensor_gtp.planner.errors import PlanError
+from dtensor_gtp.planner.evaluate import Problem
+from dtensor_gtp.planner.job import Job
+from dtensor_gtp.planner.machine import load_machine
 from dtensor_gtp.planner.model import PRESETS, ModelConfig, known_model
 from dtensor_gtp.planner.recorder import Kind, Recorder
 from dtensor_gtp.planner.reference import Reference
@@ -38,7 +41,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
     ],
 )
 def test_presets_have_the_published_numbers_of_parameters(name: str, billions: float) -> None:
-    assert PRESETS[name].numel / 1e9 == pytest.approx(billions, abs=0.01)
+    problem = Problem(Job(1, seq_len=256), PRESETS[name], load_machine("h100"))
+    assert problem.numel() / 1e9 == pytest.approx(billions, abs=0.01)
 
 
 def recorded(config: ModelConfig, num_tokens: int = 32) -> Any:
@@ -89,14 +93,17 @@ def test_the_reference_computes_what_the_example_does(monkeypatch: pytest.Monkey
 
 
 def test_operations_are_counted_as_published() -> None:
-    """Six for each parameter and token, and those of causal attention."""
-    trace = recorded(TINY)
+    """Six for each parameter and token, but for those of the table, and half of all scores of attention."""
+    trace, tokens = recorded(TINY), 32
+    matrices = sum(weight.numel for weight in trace.weights if not weight.is_table)
+    scores = TINY.layers * 2 * TINY.heads * TINY.head_dim * tokens / 2
+    assert trace.model_flops == pytest.approx(6 * tokens * (matrices + scores))
     products = sum((3 if weight.has_dgrad else 0) * weight.flops for weight in trace.weights)
     attention = sum(
         op.flops for weight in trace.weights for op in (*weight.before, *weight.backward) if op.kind is Kind.ATTENTION
     )
     # Backward of fused attention computes scores again: 3.5 times forward, not 3.
-    assert products + attention * 3 / 3.5 == pytest.approx(32 * TINY.flops_per_token(32))
+    assert products + attention * 3 / 3.5 == pytest.approx(trace.model_flops)
 
 
 def test_tp_and_cp_divide_what_a_rank_computes() -> None:
@@ -243,9 +250,8 @@ def _small_configs() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", sorted(_small_configs()))
-def test_configurations_of_transformers(kind: str, tmp_path: Path) -> None:
+def test_configurations_of_transformers(kind: str, transformers: Any, tmp_path: Path) -> None:
     """Each is planned over gtp and replicate; its parameters are those that transformers counts."""
-    transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.for_model(kind, **_small_configs()[kind])
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     result = plan(str(tmp_path / "config.json"), "h100", gpus=2, seq_len=64, fixed={"tp": 1})
@@ -256,9 +262,10 @@ def test_configurations_of_transformers(kind: str, tmp_path: Path) -> None:
     assert result.problem.numel() == pytest.approx(sum(param.numel() for param in model.parameters()), rel=0.02)
 
 
-def test_a_model_of_transformers_by_function_and_by_configuration(users_models: ModuleType, tmp_path: Path) -> None:
+def test_a_model_of_transformers_by_function_and_by_configuration(
+    users_models: ModuleType, transformers: Any, tmp_path: Path
+) -> None:
     """Without a mask of ours, its code asks whether positions are packed; tied matrices count once."""
-    transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"intermediate_size": 128, "vocab_size": 256, "head_dim": 16, "tie_word_embeddings": True}
     config = transformers.Qwen3Config(**sizes, use_cache=False)
@@ -295,9 +302,8 @@ def test_functions_that_do_not(users_models: ModuleType, build: Any, message: st
 
 
 @pytest.mark.long
-def test_a_class_of_transformers() -> None:
+def test_a_class_of_transformers(transformers: Any) -> None:
     """With rotary embeddings and masks of its own; the reference computes as much."""
-    transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(**sizes, intermediate_size=128, vocab_size=256)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-
 import planner_ranges as ranges
 
 from dtensor_gtp.planner.evaluate import Problem, evaluate
@@ -39,14 +37,10 @@ def test_a_full_gpu_widens_the_range() -> None:
 
 
 def test_memory_of_published_runs() -> None:
-    """Torchtitan's 18 peaks: within 10% without a pipeline and tp. With them code differs: one keeps all outputs of the
-    last stage, another the activations that tp gathers."""
-    errors = ranges.memory_errors()
-    assert all(abs(error) < 0.1 for table in (1, 2, 3) for error in errors[table])
-    found = [abs(error) for each in errors.values() for error in each]
+    """Torchtitan's 18 peaks, with tp, pp and cp too."""
+    found = [error for each in ranges.memory_errors().values() for error in each]
     assert len(found) == 18
-    assert statistics.median(found) < 0.1
-    assert max(found) < 0.25
+    assert max(map(abs, found)) < 0.1
 
 
 def test_no_published_layout_is_refused() -> None:

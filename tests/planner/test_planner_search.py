@@ -11,7 +11,7 @@ from dtensor_gtp import plan
 from dtensor_gtp.planner.bounds import Bounds
 from dtensor_gtp.planner.costs import Axis, Costs
 from dtensor_gtp.planner.errors import PlanError
-from dtensor_gtp.planner.evaluate import Problem, evaluate, memory_of, stage_parts
+from dtensor_gtp.planner.evaluate import Problem, evaluate, inflight, memory_of, stage_parts
 from dtensor_gtp.planner.job import Job, Layout, refusal
 from dtensor_gtp.planner.machine import Machine, load_machine
 from dtensor_gtp.planner.model import PRESETS, ModelConfig
@@ -269,7 +269,7 @@ def test_memory_by_kind() -> None:
     """A stack of 1 rank against the sums of its parts, then what changes it."""
     one = problem(gpus=1, global_batch=1)
     memory = memory_of(one, Layout())
-    assert memory.parameters == pytest.approx(SMALL.numel * 4, rel=0.001)
+    assert memory.parameters == pytest.approx(one.numel() * 4, rel=0.001)
     assert memory.optimizer == 2 * memory.parameters
     assert memory.total == sum(memory[:-1])
     assert memory_of(problem(), Layout(gtp=8)).parameters == pytest.approx(memory.parameters / 8, rel=0.01)
@@ -287,7 +287,7 @@ def test_memory_of_microbatches() -> None:
     memory = memory_of(one, Layout(gtp=2))
     assert memory.gradients == memory.parameters
     kept = memory_of(one, Layout(gtp=2, keep=True))
-    assert kept.gathered == kept.reductions == pytest.approx(SMALL.numel * 2, rel=0.001)
+    assert kept.gathered == kept.reductions == pytest.approx(one.numel() * 2, rel=0.001)
 
 
 def test_memory_of_many_blocks_is_continued_from_a_few() -> None:
@@ -324,3 +324,27 @@ def test_rings_through_the_network_have_one_link_for_each_member_of_a_host() -> 
     alone, together = costs.wire(Axis(16, 8)).gb_s, costs.wire(Axis(16, 1)).gb_s
     assert alone == pytest.approx(50 * 0.85)
     assert together == pytest.approx(min(8 * alone, 450 * 0.78))
+
+
+def test_chunks_of_a_pipeline_shorten_the_bubble_and_hold_more() -> None:
+    """Of two chunks on the first of two stages 2.5 microbatches wait for their backward, of 1F1B 2."""
+    layout = Layout(pp=2, gtp=2)
+    jobs = [problem(gpus=4, global_batch=16, seq_len=4096, virtual_stages=chunks) for chunks in (1, 2)]
+    plain, chunked = (evaluate(one, layout) for one in jobs)
+    assert chunked.exposed_ms["bubble"] < plain.exposed_ms["bubble"]
+    assert [inflight(one, layout, 0, 8) for one in jobs] == [2, 2.5]
+    assert [inflight(one, layout, 1, 8) for one in jobs] == [1, 1.5]
+    assert chunked.memory.activations > plain.memory.activations
+
+
+def test_optimizer_states_over_replicas() -> None:
+    """A quarter of the states on each of four replicas, which take half of the gradients and send parameters."""
+    layout = Layout(replicate=4, gtp=2)
+    whole, divided = (evaluate(problem(shards_optimizer=shards), layout) for shards in (False, True))
+    assert divided.memory.optimizer == pytest.approx(whole.memory.optimizer / 4, rel=0.01)
+    assert divided.memory.parameters == pytest.approx(whole.memory.parameters * 5 / 4, rel=0.01)  # with its own part
+    assert divided.received["replicate"] == pytest.approx(whole.received["replicate"] * (2 + 4) / (2 * 2))
+    assert divided.exposed_ms["optimizer"] < whole.exposed_ms["optimizer"]
+    bounds = Bounds(problem(shards_optimizer=True))
+    state = divided.memory.optimizer + divided.memory.parameters
+    assert 0.8 * state < bounds.state_nbytes(layout) <= state

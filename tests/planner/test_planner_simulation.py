@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 
 from dtensor_gtp.planner.costs import Axis, Costs
+from dtensor_gtp.planner.fully_shard import build_fully_shard
 from dtensor_gtp.planner.machine import Contention, load_machine
 from dtensor_gtp.planner.model import ModelConfig
-from dtensor_gtp.planner.peers import build_compute, build_fully_shard
-from dtensor_gtp.planner.program import build
+from dtensor_gtp.planner.program import build, build_compute
 from dtensor_gtp.planner.setting import Setting, plan_step
 from dtensor_gtp.planner.simulate import Load, Stream, Task, simulate
 from dtensor_gtp.planner.timing import exposed, measure, run
 from dtensor_gtp.planner.trace import Part, record_reference, repeated
-from dtensor_gtp.policy import fixed_policy
+from dtensor_gtp.policy import SchedulePolicy, fixed_policy
 
 CONTENTION = Contention(1.5, 1.0, 3.0, 1.0, 2.0, 2.0, 1.0)
 TINY = ModelConfig("tiny", 256, 4, 4, 2, 64, 512, 1024)
@@ -173,3 +173,11 @@ def test_a_weight_is_used_in_forward_and_in_backward() -> None:
     tables = len(setting.sharded()) - len(with_both)
     assert tables == 1  # the embedding has no gradient of its input
     assert times[1] - times[0] == pytest.approx(0.1 * (2 * len(with_both) + 1.5 * tables))
+
+
+def test_small_blocks_are_said_to_be_groups() -> None:
+    """Where the runtime would make groups of them; a policy with numbers of its own has none."""
+    policies = SchedulePolicy(), fixed_policy(), SchedulePolicy()
+    settings = [tiny(policy=policies[0]), tiny(policy=policies[1]), replace(tiny(policy=policies[2]), tokens=1 << 20)]
+    said = [any("groups" in reason for reason in setting.choice(0)[1]) for setting in settings]
+    assert said == [True, False, False]

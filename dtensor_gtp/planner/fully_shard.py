@@ -1,0 +1,128 @@
+"""The tasks of a step with ``fully_shard`` on each block and the root, so that users see what they gain.
+
+The order is that of torch's ``_fsdp_param_group.py``: one block is gathered ahead, its shards are copied in and the
+result is copied out on the GPU, one reduce-scatter is in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .program import Program, Tasks
+from .setting import COMPUTE_NBYTES, PARAM_NBYTES, Setting, Sharded
+from .simulate import Load, Stream
+
+
+class Unit:
+    """The parameters of one ``fully_shard`` call."""
+
+    def __init__(self, weights: Sequence[Sharded]) -> None:
+        self.weights = weights
+        self.name = f"block {weights[0].weight.block}" if weights[0].is_in_block else "root"
+        self.gathered = sum(item.wired for item in weights)
+        self.full = sum(item.gathered for item in weights)
+        self.sent = sum(item.sent for item in weights)
+        self.shard_numel = sum(item.shard_numel for item in weights)
+
+
+def units_of(setting: Setting) -> tuple[Unit, list[Unit]]:
+    """The root and the blocks."""
+    by_block: dict[int, list[Sharded]] = {}
+    for item in setting.sharded():
+        by_block.setdefault(item.weight.block, []).append(item)
+    root = Unit(by_block.pop(-1))
+    return root, [Unit(by_block[block]) for block in sorted(by_block)]
+
+
+class _Step:
+    def __init__(self, setting: Setting) -> None:
+        self._setting, self._tasks = setting, Tasks(setting)
+        self._axis = setting.costs.axis("gtp")
+        self._gathers: dict[str, int] = {}
+        self._copied_out: list[int] = []
+        self._reducing: list[int] = []
+
+    def _spend(self, unit: Unit, share: float) -> None:
+        self._tasks.spend(len(unit.weights) * self._tasks.host.fsdp_use_us * share)
+
+    def _gather(self, unit: Unit) -> None:
+        """Shards are cast and copied in, then gathered, after the last gather was copied out."""
+        if unit.name in self._gathers:
+            return
+        tasks, costs = self._tasks, self._setting.costs
+        self._spend(unit, 1 / 4)
+        tasks.spend(tasks.host.collective_us)
+        nbytes = unit.shard_numel * (2 * PARAM_NBYTES + 3 * COMPUTE_NBYTES)
+        after = self._copied_out or tasks.fork()
+        cast = tasks.add(Stream.GATHER, Load.KERNEL, costs.memory_ms(nbytes), after, f"copy in {unit.name}")
+        ms, label = costs.gather_ms(unit.gathered, self._axis), f"gather {unit.name}"
+        self._gathers[unit.name] = tasks.transfer(Stream.GATHER, "gtp", unit.gathered, ms, [cast], label, "gathers")
+
+    def _wait(self, unit: Unit) -> None:
+        """The gather is copied to where modules read it."""
+        self._spend(unit, 1 / 4)
+        self._tasks.wait(self._gathers.pop(unit.name))
+        ms, label = self._setting.costs.memory_ms(2 * unit.full), f"copy out {unit.name}"
+        self._copied_out = [self._tasks.add(Stream.COMPUTE, Load.COMPUTE, ms, label=label, cause="gathers")]
+
+    def _reduce(self, unit: Unit) -> None:
+        """Gradients are copied in, cast if need be, and reduced, after the last reduction."""
+        tasks, costs = self._tasks, self._setting.costs
+        self._spend(unit, 1 / 2)
+        tasks.spend(tasks.host.collective_us)
+        while self._reducing:
+            tasks.wait(self._reducing.pop())
+        ms = costs.memory_ms(unit.full + unit.sent)
+        copied = tasks.add(Stream.COMPUTE, Load.COMPUTE, ms, label=f"copy in gradients of {unit.name}")
+        ms = costs.scatter_ms(unit.sent, self._axis)
+        tasks.transfer(Stream.SCATTER, "gtp", unit.sent, ms, [copied], f"reduce {unit.name}", "reductions")
+        nbytes = unit.shard_numel * (self._setting.reduce_nbytes + PARAM_NBYTES)
+        done = tasks.add(Stream.SCATTER, Load.KERNEL, costs.memory_ms(nbytes), (), f"sum {unit.name}")
+        self._reducing.append(done)
+
+    def run(self, *, keeps: bool) -> Program:
+        tasks, (root, units) = self._tasks, units_of(self._setting)
+        table, *head = root.weights
+        self._gather(root)
+        self._wait(root)
+        self._forward([table])
+        for unit in units:
+            self._gather(unit)
+            self._wait(unit)
+            self._forward(unit.weights)
+        self._forward(head)
+        tasks.loss()
+        self._backward(head)
+        for unit, following in zip(units[::-1], [*units[-2::-1], None], strict=True):
+            if keeps:  # its hooks look for what there is to do
+                self._spend(unit, 1 / 4)
+            else:
+                self._gather(unit)
+                self._wait(unit)
+                if following is not None:
+                    self._gather(following)
+            self._backward(unit.weights)
+            self._reduce(unit)
+        self._backward([table])
+        tasks.tail()
+        self._reduce(root)
+        for task in self._reducing:
+            tasks.wait(task)
+        return tasks.end()
+
+    def _forward(self, weights: Sequence[Sharded]) -> None:
+        for item in weights:
+            self._tasks.before(item)
+            self._tasks.multiply(item, "forward")
+
+    def _backward(self, weights: Sequence[Sharded]) -> None:
+        for item in reversed(weights):
+            self._tasks.before_backward(item)
+            for part in item.gradients():
+                self._tasks.multiply(item, part)
+
+
+def build_fully_shard(setting: Setting, *, keeps: bool = False) -> Program:
+    """``fully_shard`` on each block and on the root; ``keeps`` with ``reshard_after_forward=False``. In forward the
+    host runs ahead, so a block is gathered as soon as the one before it has been copied out."""
+    return _Step(setting).run(keeps=keeps)
