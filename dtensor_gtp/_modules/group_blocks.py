@@ -173,6 +173,8 @@ def _why_single(modules: list[nn.Module], params: list[ManagedParam], num_tokens
     if numel * num_tokens > _SMALL_GEMM or (not num_tokens and numel > _SMALL_NUMEL):
         return f"a GEMM lasts longer than the host needs for a weight ({numel:.3g} elements, {num_tokens} tokens)"
     first, inside = weights[0], set(modules)
+    if first.flags.reduce_scatter_unused_params:
+        return "set_reduce_scatter_unused_params lets ranks use each weight as they like"
     for param in params:
         if any(site.module not in inside for site in param.sites):
             return f"'{param.fqn}' is shared with other modules"

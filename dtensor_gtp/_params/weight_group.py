@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, cast
 
 import torch
@@ -249,7 +250,7 @@ class WeightGroup(Gatherable):
         for module, cls in self.single_classes:
             module.__class__ = cls
         for member in self.members:
-            member.group = None
+            member.group, member.flags = None, replace(member.flags)
 
     def seen(self) -> tuple[list[int], Tensor]:
         """The versions of the leaves, and a sum of their bits, for ``check_traces``. They have memory."""

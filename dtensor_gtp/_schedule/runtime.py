@@ -24,6 +24,7 @@ from .._params.sharded_weight import ShardedWeight
 from .._params.weight_group import WeightGroup
 from .._params.whole_param import WholeParam
 from ..policy import SchedulePolicy
+from .any_use import gather_for_any_use
 from .attribute_reads import AttributeReads, Frame
 from .block_uses import finish_backward, release_all
 from .first_forward import agree_on_order
@@ -257,6 +258,7 @@ class Runtime(Gathering):
         if self._is_offloaded:
             self.comm.note_uploads()
         self._begin_quantized(self.weights)
+        gather_for_any_use(self)
         if torch.is_grad_enabled() and self._num_begun != self.num_steps:
             self._num_begun = self.num_steps
             self.step_begins.append(time.perf_counter())
@@ -279,9 +281,10 @@ class Runtime(Gathering):
         self.drop_broken_backward()  # if the last one raised, and no forward came in between
         self._is_in_backward = True
         asked = self.asked_for
-        for param in self.whole:
+        for param in self.params:
             leaf = param.leaf if param.group is None else param.group.leaf_of(param)
-            param.awaits_reduction = param.param.requires_grad and (asked is None or id(leaf) in asked)
+            if param.param.requires_grad and (asked is None or id(leaf) in asked):
+                param.awaits_reduction = True
         self._records_graph = torch.is_grad_enabled()
         self.comm.begin_pass()
         end = partial(self._finish_backward)
@@ -292,6 +295,7 @@ class Runtime(Gathering):
             del end  # a traceback would keep it
         self._backward_chain = self._chain(entry, is_backward=True)
         self._forward_of_backward = None if entry is None else self._chain(entry, is_backward=False)
+        gather_for_any_use(self)
         self._begin(self._backward_chain)
         self._hide_groups()
 

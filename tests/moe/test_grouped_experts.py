@@ -12,6 +12,8 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from common import fake_world
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp.nn import (
@@ -128,6 +130,16 @@ def test_blocks_of_transformers(model_type: str) -> None:
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     if not any("gate_up_proj" in name for name, _ in model.named_parameters()):
         pytest.skip(f"transformers {transformers.__version__} stores experts one by one")
+    with fake_world(world_size=2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+        message = r"'model.layers.*experts' is a .*Experts, whose 'gate_up_proj' .*Call dtensor_gtp.nn.group_experts_"
+        with pytest.raises(NotImplementedError, match=message):
+            parallelize_experts(model, mesh)
+        with pytest.raises(ValueError, match=r"with GroupedLinear layers, but got a Linear without\. .*group_experts_"):
+            parallelize_experts(nn.Linear(2, 2), mesh)
+        half = parallelize_experts(group_experts_(copy.deepcopy(model)), mesh)
+        held = sum(param.to_local().shape[0] for param in half.parameters() if isinstance(param, DTensor))
+        assert held == 2 * 2 * sum(isinstance(module, GroupedExperts) for module in half.modules())
     converted = group_experts_(copy.deepcopy(model))
     tokens = torch.randint(31, (2, 9))
     outputs = [m(tokens, labels=tokens) for m in (model, converted)]
