@@ -299,8 +299,9 @@ class GTPModule(RefusedMethods, BoundModule):
     def reset_iter_state(self) -> None:
         """Drop a forward or backward that raised, and all gradients that are not in ``.grad`` yet.
 
-        Gradients of microbatches without sync are among them. After a backward that raised, and a forward that was
-        interrupted (KeyboardInterrupt), this happens by itself. Call it where you give up a step between microbatches.
+        Gradients of microbatches without sync are among them. After a backward that raised, a forward that was
+        interrupted (KeyboardInterrupt), and a cell of a notebook that was, this happens by itself. Call it where your
+        program gives up a step between microbatches.
 
         Example:
             >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)

@@ -396,6 +396,8 @@ class WeightGroup(Gatherable):
 
     def begin_forward(self) -> None:
         """Follow parameter objects that were replaced or frozen since the last pass, or raise."""
+        if any(module._parameters is not sharded for module, sharded, *_ in (self._views[0], self._views[-1])):
+            self.hide()  # the last ``show`` or ``hide`` was interrupted
         is_replaced = is_frozen = False
         for index, member in enumerate(self.members):
             param, leaf = member.param, self.leaves[index]

@@ -53,6 +53,7 @@ class Runtime(Gathering):
         self._is_cut_again = False
         self._records_graph = False  # whether the running backward has ``create_graph=True``
         self._has_unsynced = False  # whether the last complete backward has left gradients for the next one to add to
+        self._unhandled_then = 0  # id of the exception that ended the last cell or line of an interactive session
         self._is_offloaded = False  # whether shards are on the host
         # When forwards after an optimizer step began, in seconds on the host's clock: for reports.
         self.step_begins: deque[float] = deque(maxlen=_NUM_BEGINS)
@@ -236,6 +237,7 @@ class Runtime(Gathering):
     def _begin_forward(self, entry: Entry) -> None:
         self._thread.begin_forward(self._is_backward_running)
         self.drop_broken_backward()
+        self._drop_what_was_given_up()
         self.ensure_initialized()
         self._release_read_outside()  # of a forward without a backward
         release_all(self, self.groups)
@@ -375,6 +377,7 @@ class Runtime(Gathering):
         self._has_unsynced = not self.is_last_backward or not all(
             each.requires_gradient_sync and each.requires_all_reduce for each in flags
         )
+        self._unhandled_then = id(getattr(sys, "last_value", None))
 
     def publish(self, params: Sequence[ManagedParam]) -> None:
         """In the last backward, complete the gradients of ``params`` now, e.g. for an outer ``fully_shard``."""
@@ -399,6 +402,15 @@ class Runtime(Gathering):
             param.reset_grads()
         for group in self.groups:
             group.reset_grads()
+
+    def _drop_what_was_given_up(self) -> None:
+        """In a notebook, an interrupt between two microbatches ends the loop, and the process goes on: the next forward
+        is one of a new step. A program that handles the interrupt calls ``reset_iter_state``."""
+        unhandled = getattr(sys, "last_value", None)
+        if self._has_unsynced and isinstance(unhandled, KeyboardInterrupt) and id(unhandled) != self._unhandled_then:
+            text = "a step was interrupted between microbatches; unsynced gradients are dropped (rank %d)"
+            logger.warning(text, dist.get_rank())
+            self._forget_gradients()
 
     @property
     def has_gradients_in_flight(self) -> bool:
