@@ -117,6 +117,11 @@ SILENT = {
     "a forward that was interrupted leaves its frames": Bug(
         "_call_block", drop("runtime.leave(depth)"), "test_gtp_shard_interrupted.py::TestInterrupted::test_groups"
     ),
+    "an interrupt leaves the modules of a block with their full weights": Bug(
+        "WeightGroup.begin_forward",
+        drop('module.__dict__["_parameters"] = sharded'),
+        "test_gtp_shard_groups.py::TestGroups::test_unshard",
+    ),
     "a cell that was interrupted between microbatches leaves gradients": Bug(
         "Runtime._begin_forward",
         drop("_drop_what_was_given_up"),

@@ -67,6 +67,14 @@ class FullParams(dict[str, Any]):
             return default
         return self[name]
 
+    def __setitem__(self, name: str, value: Any) -> None:
+        if self._group.is_pinned and not self._group.is_in_pass and value is not self.get(name):
+            raise RuntimeError(
+                f"Parameter '{name}' of block '{self._group.fqn}' was replaced between unshard() and reshard() (rank "
+                f"{dist.get_rank()}). Call reshard() before you replace parameters."
+            )
+        super().__setitem__(name, value)
+
     def items(self) -> Any:
         # After ``unshard``, optimizers and state dicts get the sharded parameters.
         if not (self._group.is_in_pass and self._group.reader.gives_full_params):
@@ -396,8 +404,9 @@ class WeightGroup(Gatherable):
 
     def begin_forward(self) -> None:
         """Follow parameter objects that were replaced or frozen since the last pass, or raise."""
-        if any(module._parameters is not sharded for module, sharded, *_ in (self._views[0], self._views[-1])):
-            self.hide()  # the last ``show`` or ``hide`` was interrupted
+        # After ``unshard``, or if the last ``show`` or ``hide`` was interrupted, modules have the full weights.
+        for module, sharded, *_ in self._views:
+            module.__dict__["_parameters"] = sharded
         is_replaced = is_frozen = False
         for index, member in enumerate(self.members):
             param, leaf = member.param, self.leaves[index]
@@ -419,6 +428,8 @@ class WeightGroup(Gatherable):
                 leaf.requires_grad_(member.param.requires_grad)
             self.is_agreed = False
             self.reduce_only(weight for weight in self.weights if weight.param.requires_grad)
+        if self.is_pinned:
+            self.hide()
 
     def _follow_replaced(self) -> None:
         """Other objects are registered as parameters, perhaps of another dtype (``to``, ``load_state_dict``)."""
