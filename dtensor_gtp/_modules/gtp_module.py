@@ -263,8 +263,8 @@ class GTPModule(RefusedMethods, BoundModule):
             RuntimeError: Weights that are reduced as a group have gradients that are not in ``.grad`` yet.
 
         Example:
-            >>> mesh = init_weight_mesh("cpu", gtp=4).weights
             >>> model = nn.Sequential(nn.Linear(64, 64), nn.ModuleList([nn.Linear(64, 64) for _ in range(4)]))
+            >>> mesh = init_weight_mesh("cpu", gtp=4).weights
             >>> for head in model[1]:  # one of them for the task of each rank
             ...     _ = gtp_shard(head, mesh)
             >>> model = gtp_shard(model, mesh)
