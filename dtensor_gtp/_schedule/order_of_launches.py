@@ -78,7 +78,8 @@ class OrderOfLaunches:
         code, values = self._values.get(name, (0, None))
         if values is None or code != launches.code or values.dtype != like.dtype or values.device != like.device:
             signs = [1 - 2 * (launches.code >> bit & 1) for bit in range(NUM_MARKS - 1)]
-            values = like.new_tensor([1, *signs])
+            host = torch.tensor([1, *signs], dtype=like.dtype, pin_memory=like.is_cuda)
+            values = host.to(like.device, non_blocking=True)
             self._values[name] = launches.code, values
         return Marks(launches, values)
 
