@@ -19,12 +19,14 @@ again.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -251,8 +253,20 @@ def init_weight_mesh(
         expected="the same arguments",
         remedy="Pass the same everywhere.",
     )
-    with compat.gloo_with_one_thread(world.get_group()):
-        return _build(device_type, layout, seed)
+    group = world.get_group()
+    known = _known_meshes().setdefault(group, {})
+    if (device_type, layout) not in known:
+        with compat.gloo_with_one_thread(group):
+            known[device_type, layout] = _build(device_type, layout)
+    meshes = known[device_type, layout]
+    return WeightMesh(**meshes, rng=MeshRNG(meshes["dense"], meshes["expert"], seed))
+
+
+@functools.cache
+def _known_meshes() -> WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, _Layout], dict[str, DeviceMesh]]]:
+    """Meshes by the group of all ranks: torch keeps the groups of a mesh until the end, so calls that are alike share
+    them. Meshes have only the names of their groups."""
+    return WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -343,21 +357,20 @@ def _check_others(device_type: str, seed: Any, timeout: Any) -> None:
             )
 
 
-def _build(device_type: str, layout: _Layout, seed: int) -> WeightMesh:
+def _build(device_type: str, layout: _Layout) -> dict[str, DeviceMesh]:
     root = world_mesh(device_type)
     dense = compat.unflatten_mesh(root, layout.dense, DENSE_AXES)
     expert = compat.unflatten_mesh(root, layout.expert, EXPERT_AXES)
     copies = _flatten(dense["replicate", "dp", "cp"], "copies")
     expert_copies = _flatten(expert["replicate", "expert_dp"], "expert_copies")
-    return WeightMesh(
-        dense=dense,
-        expert=expert,
-        data=_flatten(dense[DATA_AXES], "data"),
-        batch=_flatten(dense["replicate", "dp", "gtp"], "batch"),
-        weights=_with_copies(copies, dense["gtp"]),
-        expert_weights=_with_copies(expert_copies, expert["expert_gtp"]),
-        rng=MeshRNG(dense, expert, seed),
-    )
+    return {
+        "dense": dense,
+        "expert": expert,
+        "data": _flatten(dense[DATA_AXES], "data"),
+        "batch": _flatten(dense["replicate", "dp", "gtp"], "batch"),
+        "weights": _with_copies(copies, dense["gtp"]),
+        "expert_weights": _with_copies(expert_copies, expert["expert_gtp"]),
+    }
 
 
 def _flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:

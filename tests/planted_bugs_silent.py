@@ -27,6 +27,16 @@ SILENT = {
     "ranks do not compare their orders of uses": Bug(
         "Runtime._end_forward", drop("_compare_order"), "test_silent_programs.py::TestOrderOfUses"
     ),
+    "experts that parallelize_experts does not know stay whole": Bug(
+        "parallelize_experts",
+        drop("_check_is_grouped"),
+        "test_grouped_experts.py::test_experts_that_would_stay_whole_are_refused",
+    ),
+    "ranks do not compare what they launch in later steps": Bug(
+        "Gathering._gather",
+        drop("note"),
+        "test_silent_programs.py::TestOrderOfUses::test_another_order_in_a_later_step_is_refused",
+    ),
     "parameters that are added without a registration escape": Bug(
         "_call_in_frame", replace("runtime.num_trained", "0"), f"{ESCAPED_PARAMETERS}::test_modules_that_come_later"
     ),
@@ -58,6 +68,16 @@ SILENT = {
         "Runtime.note_backward",
         assign("param.awaits_reduction", "False"),
         "test_silent_params.py::TestOtherParametersOnOtherRanks",
+    ),
+    "weights that a rank did not use are left out of the reduction": Bug(
+        "Gradients.complete",
+        never("weight.flags.reduce_scatter_unused_params"),
+        "test_unused_weights.py::TestUnusedWeights::test_gradients_are_those_of_fully_shard",
+    ),
+    "weights that ranks use in different ways are gathered at their use": Bug(
+        "Runtime._begin_forward",
+        drop("gather_for_any_use"),
+        "test_unused_weights.py::TestUnusedWeights::test_one_gather_of_each_weight",
     ),
     "a write in a forward is lost": Bug(
         "AttributeReads.misuse_in",
@@ -97,6 +117,16 @@ SILENT = {
     ),
     "a forward that was interrupted leaves its frames": Bug(
         "call_block", drop("runtime.leave(depth)"), "test_gtp_shard_interrupted.py::TestInterrupted::test_groups"
+    ),
+    "an interrupt leaves the modules of a block with their full weights": Bug(
+        "WeightGroup.begin_forward",
+        drop('module.__dict__["_parameters"] = sharded'),
+        "test_gtp_shard_groups.py::TestGroups::test_unshard",
+    ),
+    "a cell that was interrupted between microbatches leaves gradients": Bug(
+        "Runtime._begin_forward",
+        drop("_drop_what_was_given_up"),
+        "test_gtp_shard_interrupted.py::TestInterrupted::test_between_microbatches_of_a_notebook",
     ),
     "a second thread joins the pass of another one": Bug(
         "OneThread.enter",

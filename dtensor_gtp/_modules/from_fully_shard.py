@@ -42,10 +42,6 @@ METHODS = MappingProxyType(
             "SchedulePolicy(reduce_scatter='all_to_all') or 'copy_engine' sends without a reduction; "
             "set_gradient_divide_factor(1) sums"
         ),
-        "set_reduce_scatter_unused_params": (
-            "All ranks must use the same weights. Where a rank has no data for a module, run it on an empty input, "
-            "which gives zero gradients"
-        ),
         "set_reduce_scatter_max_input_buffers": (
             "gtp_shard chooses how many are in flight. Leave it out; SchedulePolicy(memory='least') takes less memory"
         ),

@@ -104,6 +104,8 @@ def _why_single(modules: list[nn.Module], params: list[ManagedParam], num_tokens
     if not is_worth_a_group(numel, num_tokens):
         return f"a GEMM lasts longer than the host needs for a weight ({numel:.3g} elements, {num_tokens} tokens)"
     first, inside = weights[0], set(modules)
+    if first.flags.reduce_scatter_unused_params:
+        return "set_reduce_scatter_unused_params lets ranks use each weight as they like"
     for param in params:
         if any(site.module not in inside for site in param.sites):
             return f"'{param.fqn}' is shared with other modules"

@@ -245,6 +245,46 @@ class GTPModule(RefusedMethods, BoundModule):
         for param in self._params():
             param.flags.all_reduce_hook = hook
 
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Choose whether ranks may use different weights of this module, e.g. each the head of its task.
+
+        With True, on all ranks, each pass gathers all these weights at its begin, and reduces all their gradients at
+        its end, with zeros where a rank did not use a weight. ``.grad`` is zero for what no rank has used. That takes
+        the memory of the full weights and gradients, and nothing hides it behind compute: call it on the smallest
+        module that needs it, which was passed to :func:`gtp_shard` itself, and before the first forward. Weights of
+        other modules must still be used by all ranks in the same order, and all ranks run the same number of forwards
+        and backwards.
+
+        Args:
+            reduce_scatter_unused_params: False lets all ranks use the same weights, as after :func:`gtp_shard`.
+            recurse: Also for submodules that were passed to :func:`gtp_shard` themselves.
+
+        Raises:
+            RuntimeError: Weights that are reduced as a group have gradients that are not in ``.grad`` yet.
+
+        Example:
+            >>> model = nn.Sequential(nn.Linear(64, 64), nn.ModuleList([nn.Linear(64, 64) for _ in range(4)]))
+            >>> mesh = init_weight_mesh("cpu", gtp=4).weights
+            >>> for head in model[1]:  # one of them for the task of each rank
+            ...     _ = gtp_shard(head, mesh)
+            >>> model = gtp_shard(model, mesh)
+            >>> for head in model[1]:
+            ...     head.set_reduce_scatter_unused_params(True)
+            >>> model[1][mesh.get_local_rank()](model[0](torch.ones(2, 64))).sum().backward()
+            >>> model[1][0].bias.grad.to_local()[0]  # of 2 samples on one of 4 ranks
+            tensor(0.5000)
+        """
+        params, runtime = self._params(recurse), self._gtp_binding.group.runtime
+        if reduce_scatter_unused_params and (groups := {param.group for param in params} - {None}):
+            if any(group.unsharded_grad is not None or group.unreplicated_grad is not None for group in groups):
+                raise RuntimeError(
+                    "set_reduce_scatter_unused_params(True) expects no gradients of microbatches without sync. Call it "
+                    "before the first forward, or after a backward that syncs them."
+                )
+            runtime.split_groups()
+        for param in params:
+            param.flags.reduce_scatter_unused_params = reduce_scatter_unused_params
+
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of :meth:`set_gradient_divide_factor`, which torch deprecates.
 
@@ -259,8 +299,9 @@ class GTPModule(RefusedMethods, BoundModule):
     def reset_iter_state(self) -> None:
         """Drop a forward or backward that raised, and all gradients that are not in ``.grad`` yet.
 
-        Gradients of microbatches without sync are among them. After a backward that raised, and a forward that was
-        interrupted (KeyboardInterrupt), this happens by itself. Call it where you give up a step between microbatches.
+        Gradients of microbatches without sync are among them. After a backward that raised, a forward that was
+        interrupted (KeyboardInterrupt), and a cell of a notebook that was, this happens by itself. Call it where your
+        program gives up a step between microbatches.
 
         Example:
             >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)

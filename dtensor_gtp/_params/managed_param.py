@@ -48,6 +48,12 @@ class SyncFlags:
     reshard_after_backward: bool = True
     gradient_divide_factor: float | None = None
     all_reduce_hook: Callable[[Tensor], None] | None = None
+    reduce_scatter_unused_params: bool = False  # each rank may use it or leave it out, see ``any_use``
+
+    @property
+    def sends_at_once(self) -> bool:
+        """Whether backward reduces each gradient as it comes. Otherwise full ones are summed on this rank."""
+        return self.requires_gradient_sync and not self.reduce_scatter_unused_params
 
 
 class Policies(NamedTuple):
@@ -78,6 +84,7 @@ class ManagedParam:
         self.is_pinned = False  # after ``unshard`` modules see the full parameter outside of forwards, too
         # An outer fully_shard cuts the parameter again. It registers our parameter only while it has gathered it.
         self.is_cut_again = False
+        self.awaits_reduction = False  # trained in a backward since the last reduction
         self.reduced: Tensor | None = None  # reduced gradient of the running backward, rows of this rank
         self._more_reduced: list[Tensor] = []  # those of further uses, with shards on the host
         self._wide_grad: Tensor | None = None  # sum over microbatches, if .grad has a narrower dtype than the sum
@@ -347,6 +354,7 @@ class ManagedParam:
     def reset_grads(self) -> None:
         """Forget gradients of a backward that raised."""
         self.reduced = None
+        self.awaits_reduction = False
         self._more_reduced.clear()
 
 

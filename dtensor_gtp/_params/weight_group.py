@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, cast
 
 import torch
@@ -65,6 +66,14 @@ class FullParams(dict[str, Any]):
         if name not in self:
             return default
         return self[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if self._group.is_pinned and not self._group.is_in_pass and value is not self.get(name):
+            raise RuntimeError(
+                f"Parameter '{name}' of block '{self._group.fqn}' was replaced between unshard() and reshard() (rank "
+                f"{dist.get_rank()}). Call reshard() before you replace parameters."
+            )
+        super().__setitem__(name, value)
 
     def items(self) -> Any:
         # After ``unshard``, optimizers and state dicts get the sharded parameters.
@@ -248,7 +257,7 @@ class WeightGroup(Gatherable):
         self.hide()
         self.on_dissolved()
         for member in self.members:
-            member.group = None
+            member.group, member.flags = None, replace(member.flags)
 
     def seen(self) -> tuple[list[int], Tensor]:
         """The versions of the leaves, and a sum of their bits, for ``check_traces``. They have memory."""
@@ -394,6 +403,9 @@ class WeightGroup(Gatherable):
 
     def begin_forward(self) -> None:
         """Follow parameter objects that were replaced or frozen since the last pass, or raise."""
+        # After ``unshard``, or if the last ``show`` or ``hide`` was interrupted, modules have the full weights.
+        for module, sharded, *_ in self._views:
+            module.__dict__["_parameters"] = sharded
         is_replaced = is_frozen = False
         for index, member in enumerate(self.members):
             param, leaf = member.param, self.leaves[index]
@@ -415,6 +427,8 @@ class WeightGroup(Gatherable):
                 leaf.requires_grad_(member.param.requires_grad)
             self.is_agreed = False
             self.reduce_only(weight for weight in self.weights if weight.param.requires_grad)
+        if self.is_pinned:
+            self.hide()
 
     def _follow_replaced(self) -> None:
         """Other objects are registered as parameters, perhaps of another dtype (``to``, ``load_state_dict``)."""

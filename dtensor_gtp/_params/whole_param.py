@@ -38,7 +38,6 @@ class WholeParam(ManagedParam):
         self.reason = reason  # why the parameter is not sharded, for the report
         self.unsynced_grad: Tensor | None = None  # of microbatches without gradient sync, in reduce_dtype
         self._wide_local_grad: Tensor | None = None  # of uses in a compute dtype that is wider than that of ``leaf``
-        self.awaits_reduction = False  # in this backward, if it is trained
         self.is_used_elsewhere = False  # in the last backward in which this rank did not use it
         self._use_elsewhere: Tensor | None = None  # positive if other ranks have used it in this backward
         self.on_local_grad: Callable[[], None] | None = None

@@ -282,5 +282,5 @@ class _Materialize(torch.autograd.Function):
             grad = compat.local_tensor(grad.redistribute(placements=weight.tp_spec.placements))  # type: ignore[attr-defined]
         # Autograd may give one gradient to several inputs. With more than one rank we only read it.
         is_owned = weight.layout.world > 1 and weight.reduce_dtype != torch.float16
-        ctx.runtime.grads.add_full(weight, grad, is_owned and weight.flags.requires_gradient_sync)
+        ctx.runtime.grads.add_full(weight, grad, is_owned and weight.flags.sends_at_once)
         return None, None, None, None

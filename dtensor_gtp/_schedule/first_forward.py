@@ -78,13 +78,18 @@ def agree_on_order(uses: Sequence[ShardedWeight], weights: Sequence[ShardedWeigh
             return  # a fake one
         highest, lowest = extremes.tolist()
         if highest != -lowest:
-            raise RuntimeError(
-                f"gtp_shard expects that all ranks of mesh axes {mesh.mesh_dim_names} use the same weights in the "
-                f"same order, because each use is a collective, but in {what} "
-                f"{first_difference(by_rank(names, [group]))}: ranks received parts of different weights. Run the "
-                "same modules in the same order on all ranks; a rank without data runs on an empty input. "
-                f"{see('ranks_diverge')}"
-            )
+            raise parted(mesh, what, names, group)
+
+
+def parted(mesh: DeviceMesh, what: str, names: Sequence[str], group: dist.ProcessGroup) -> RuntimeError:
+    """The error for ranks of ``group`` that differ in what they have used or launched. Collective."""
+    return RuntimeError(
+        f"gtp_shard expects that all ranks of mesh axes {mesh.mesh_dim_names} use the same weights in the same order, "
+        f"because each use is a collective, but in {what} {first_difference(by_rank(names, [group]))}: ranks received "
+        "parts of different weights. Run the same modules in the same order on all ranks (a rank without data on an "
+        "empty input), or call set_reduce_scatter_unused_params(True) on modules that may differ. "
+        f"{see('ranks_diverge')}"
+    )
 
 
 def _compare(compared: dict[DeviceMesh, list[ManagedParam]], most: Tensor, digests: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from .._params.sharded_weight import Gatherable, ShardedWeight
 from .._params.weight_group import WeightGroup
 from .._progress import Progress
 from ..policy import SchedulePolicy
+from .any_use import absent_beside, may_be_left_out
 from .guesses import NUM_SEEN
 from .keep_and_free import KeepAndFree
 from .order_of_uses import Chain
@@ -82,7 +83,7 @@ class Gathering(KeepAndFree):
         if target.weight.is_cut_again:
             target.weight.check_readable()
         gathered = target.live = self._take(target) or self._gather_now(target)
-        if (chain := self._running_chain) is not None:
+        if (chain := self._running_chain) is not None and not may_be_left_out(target):
             launches = chain.advance(target.index, target.lane)
             if launches is None or self._gaps:
                 self._catch_up(chain, target, launches is not None)
@@ -150,6 +151,15 @@ class Gathering(KeepAndFree):
                 self._gather([weight])
                 kept = weight.pending.pop()
             weight.kept = kept
+
+    def gather_and_keep(self, targets: Sequence[Gatherable]) -> None:
+        """Gather weights of one mesh ahead of any use, in one launch."""
+        for target in targets:
+            self._drop_kept(target)
+            self._drop_pending(target, 0)
+        self._gather(targets)
+        for target in targets:
+            target.kept = target.pending.pop()
 
     def _plan_anew(self, gatherables: list[Gatherable]) -> None:
         """Plans name gatherables by their index, so none of other gatherables is of use."""
@@ -239,6 +249,7 @@ class Gathering(KeepAndFree):
 
     def _gather(self, targets: Sequence[Gatherable]) -> None:
         """Launch one gather of shards that are present."""
+        self.grads.order.note("all_gather", targets)
         if not (compat.num_dispatch_modes() or self._to_agree):
             gather.launch(targets, self.comm)
             return
@@ -249,6 +260,9 @@ class Gathering(KeepAndFree):
 
     def _gather_now(self, target: Gatherable) -> Gathered:
         """Gather for a use that nothing was launched for, together with its companions."""
+        if may_be_left_out(target):
+            self._gather(absent_beside(target, self.gatherables))
+            return target.pending.pop()
         others = [other for other in target.companions if other is not target and other.is_absent]
         others = [other for other in others if not other.weight.is_cut_again or other.weight.is_readable]
         if (chain := self._running_chain) is not None:

@@ -21,6 +21,7 @@ from itertools import accumulate, count, groupby, pairwise
 import torch.nn as nn
 
 from .._params.sharded_weight import Gatherable
+from .any_use import may_be_left_out
 
 NUM_SEEN = 2  # uses in blocks, by which a backward is guessed
 
@@ -93,6 +94,7 @@ class Guesses:
         by_module: dict[nn.Module, list[Gatherable]] = {}
         for target in gatherables:
             is_forward = target is target.weight and target.lane == 0 and target.nbytes <= most_nbytes
+            is_forward = is_forward and not may_be_left_out(target)
             for site in target.weight.sites if is_forward else ():
                 if not isinstance(site.module, nn.Embedding | nn.EmbeddingBag):
                     by_module.setdefault(site.module, []).append(target)

@@ -24,6 +24,7 @@ from .._params.weight_group import Reducible, WeightGroup
 from .._params.whole_param import WholeParam
 from .._progress import Progress
 from ..policy import Schedule, SchedulePolicy
+from .any_use import may_be_left_out
 from .choose_schedule import Facts, adds_addends, block_nbytes, choose, no_copy_engines
 from .first_forward import agree_to_begin
 from .guesses import Guesses
@@ -206,7 +207,7 @@ class KeepAndFree:
     def _stays(self, target: Gatherable) -> bool:
         """Whether the weight stays gathered after all of its uses in this pass."""
         weight = target.weight
-        if weight.is_pinned:
+        if weight.is_pinned or may_be_left_out(target):
             return True
         if weight.fixed is not None:
             return False  # see [Note: fixed buffers]

@@ -29,6 +29,7 @@ from .._params.sharded_weight import Gatherable, ShardedWeight
 from .._params.weight_group import Reducible, WeightGroup
 from .._params.whole_param import WholeParam
 from ..policy import Schedule
+from .order_of_launches import OrderOfLaunches
 from .order_of_reductions import fits, may_wait
 from .whole_gradients import UnequalReplicas, all_reduce_in_order, reduce_whole
 
@@ -44,6 +45,7 @@ class _Gradient:
     share: float = 1.0  # its factor in the sum over unequal replicas
     place: Place | None = None  # from where copy engines fetch it, if the ring has room
     bundle: object | None = None  # gradients of one bundle are sent together
+    waiting_nbytes: int = 0  # of it and those that wait before it
 
 
 class Written(NamedTuple):
@@ -69,6 +71,7 @@ class Gradients:
 
     def __init__(self, comm: CommContext) -> None:
         self._comm = comm
+        self.order = OrderOfLaunches()
         self.schedule = Schedule()  # until one is chosen
         # By scatter group: ranks of different meshes may use different weights, so each mesh launches its own.
         self._waiting: dict[str, list[_Gradient]] = {}
@@ -128,7 +131,7 @@ class Gradients:
         if weight.unsharded_grad is not None:
             return weight.unsharded_grad, True
         ring, buffer = weight.ring, None
-        if ring is not None and weight.flags.requires_gradient_sync:
+        if ring is not None and weight.flags.sends_at_once:
             self._launch_others(weight, self._scale(weight))
             buffer = ring.offer(weight.layout.buffer_shape, weight.reduce_dtype)
         if buffer is None:
@@ -172,7 +175,7 @@ class Gradients:
             return True
         # Sums of microbatches have the dtype of the reduction. An all-reduce over replicas takes contiguous tensors.
         has_replicas = self.replicas is not None or (layout.world == 1 and weight.groups.replicate is not None)
-        return not has_replicas and (weight.flags.requires_gradient_sync or is_recorded or not is_cast)
+        return not has_replicas and (weight.flags.sends_at_once or is_recorded or not is_cast)
 
     def reduce_group(self, group: WeightGroup) -> None:
         """Reduce the gradients that the leaves of a group have got, on all ranks of its mesh."""
@@ -205,9 +208,13 @@ class Gradients:
             if weight.ring is not None:
                 weight.ring.withdraw()
             return  # autograd, too, skips a leaf that was frozen after its forward
-        if not flags.requires_gradient_sync:
+        if not flags.sends_at_once:
             weight.unsharded_grad = buffer
             return
+        self._send(weight, buffer)
+
+    def _send(self, weight: Reducible, buffer: Tensor) -> None:
+        flags = weight.flags
         weight.unsharded_grad = None
         share = 1.0
         if self.replicas is not None:
@@ -219,7 +226,9 @@ class Gradients:
         place = None if ring is None else ring.take(buffer, weight.reduce_dtype)
         gradient = _Gradient(weight, buffer, scale, flags.requires_all_reduce, share, place, self._bundle)
         if self._may_wait(weight):
-            self._waiting.setdefault(weight.groups.scatter_name, []).append(gradient)
+            waiting = self._waiting.setdefault(weight.groups.scatter_name, [])
+            gradient.waiting_nbytes = weight.sent_nbytes + (waiting[-1].waiting_nbytes if waiting else 0)
+            waiting.append(gradient)
         else:
             self._launch([gradient])
 
@@ -240,8 +249,9 @@ class Gradients:
         first, other = waiting[0], waiting[0].weight
         is_alike = (other.groups, other.reduce_dtype) == (weight.groups, weight.reduce_dtype)
         is_alike = is_alike and (first.scale, first.bundle) == (scale, self._bundle)
-        nbytes = sum(gradient.weight.sent_nbytes for gradient in waiting)
-        may_join = self._bundle is not None or fits(nbytes, weight.sent_nbytes, self.schedule.coalesce_grad_nbytes)
+        may_join = self._bundle is not None or fits(
+            waiting[-1].waiting_nbytes, weight.sent_nbytes, self.schedule.coalesce_grad_nbytes
+        )
         if not (is_alike and may_join and self._may_wait(weight)):
             self._launch(self._waiting.pop(weight.groups.scatter_name))
 
@@ -253,7 +263,7 @@ class Gradients:
                     self._submit_recorded(weight, buffer)
 
     def _submit_recorded(self, weight: Reducible, buffer: Tensor) -> None:
-        if weight.unsharded_grad is not None or not weight.flags.requires_gradient_sync:
+        if weight.unsharded_grad is not None or not weight.flags.sends_at_once:
             self.add_full(weight, weight.layout.full_view(buffer), is_owned=False)
             return
         # The next replay overwrites the buffer. So copy a gradient that waits for others, or that becomes ``.grad``.
@@ -266,6 +276,7 @@ class Gradients:
             self._launch(self._waiting.pop(name))
 
     def _launch(self, together: list[_Gradient]) -> None:
+        self.order.note("reduce_scatter", [gradient.weight for gradient in together])
         with profiler_range("GTP::reduce_scatter", *[each.weight.fqn for each in together]):
             if len(together) > 1 or not self._launch_plain(together[0]):
                 self._reduce_scatter(together)
@@ -378,12 +389,18 @@ class Gradients:
     def complete(self, params: Sequence[ManagedParam], groups: Sequence[WeightGroup] = ()) -> None:
         """Reduce all gradients of ``params`` and ``groups``. Wait for them on the current stream and move them into
         ``.grad``."""
-        # Earlier microbatches left gradients of weights that the last microbatch did not use.
+        # Earlier microbatches left gradients of weights that the last microbatch did not use. What ranks may use in
+        # different ways is reduced here, in the order of registration.
         weights: list[Reducible] = [*(p for p in params if isinstance(p, ShardedWeight)), *groups]
         synced = [weight for weight in weights if weight.flags.requires_gradient_sync]
         for weight in synced:
             if weight.unsharded_grad is not None:
-                self.submit(weight, weight.unsharded_grad)
+                self._send(weight, weight.unsharded_grad)
+            elif weight.flags.reduce_scatter_unused_params and _single(weight).awaits_reduction:
+                self._send(weight, weight.send_buffer().zero_())
+        for param in params:
+            if param.flags.requires_gradient_sync and isinstance(param, ShardedWeight):
+                param.awaits_reduction = False
         self.launch_waiting()
         if not self._comm.has_streams:
             self._comm.retire_all()  # completes reductions, which set and clear ``unreplicated_grad``
@@ -396,8 +413,10 @@ class Gradients:
                 share = 1.0 if self.replicas is None else self.replicas.share(factor)
                 self._complete_later(_Gradient(weight, None, scale, True, share), slot)
         whole = [param for param in params if isinstance(param, WholeParam)]
-        reduce_whole(whole, self._comm, self.replicas)
+        self.order.check(is_next_step=True)
+        reduce_whole(whole, self._comm, self.replicas, self.order)
         self._comm.end_backward()
+        self.order.check(is_next_step=False)
         if self.replicas is not None:
             self.replicas.finish()
         if any(param.offload is not None for param in params):

@@ -24,6 +24,7 @@ from .._params.sharded_weight import ShardedWeight
 from .._params.weight_group import WeightGroup
 from .._params.whole_param import WholeParam
 from ..policy import SchedulePolicy
+from .any_use import gather_for_any_use
 from .attribute_reads import AttributeReads, Frame
 from .block_uses import finish_backward, release_all
 from .first_forward import agree_on_order
@@ -52,6 +53,7 @@ class Runtime(Gathering):
         self._is_cut_again = False
         self._records_graph = False  # whether the running backward has ``create_graph=True``
         self._has_unsynced = False  # whether the last complete backward has left gradients for the next one to add to
+        self._unhandled_then = 0  # id of the exception that ended the last cell or line of an interactive session
         self._is_offloaded = False  # whether shards are on the host
         # When forwards after an optimizer step began, in seconds on the host's clock: for reports.
         self.step_begins: deque[float] = deque(maxlen=_NUM_BEGINS)
@@ -235,6 +237,7 @@ class Runtime(Gathering):
     def _begin_forward(self, entry: Entry) -> None:
         self._thread.begin_forward(self._is_backward_running)
         self.drop_broken_backward()
+        self._drop_what_was_given_up()
         self.ensure_initialized()
         self._release_read_outside()  # of a forward without a backward
         release_all(self, self.groups)
@@ -257,6 +260,7 @@ class Runtime(Gathering):
         if self._is_offloaded:
             self.comm.note_uploads()
         self._begin_quantized(self.weights)
+        gather_for_any_use(self)
         if torch.is_grad_enabled() and self._num_begun != self.num_steps:
             self._num_begun = self.num_steps
             self.step_begins.append(time.perf_counter())
@@ -279,9 +283,10 @@ class Runtime(Gathering):
         self.drop_broken_backward()  # if the last one raised, and no forward came in between
         self._is_in_backward = True
         asked = self.asked_for
-        for param in self.whole:
+        for param in self.params:
             leaf = param.leaf if param.group is None else param.group.leaf_of(param)
-            param.awaits_reduction = param.param.requires_grad and (asked is None or id(leaf) in asked)
+            if param.param.requires_grad and (asked is None or id(leaf) in asked):
+                param.awaits_reduction = True
         self._records_graph = torch.is_grad_enabled()
         self.comm.begin_pass()
         end = partial(self._finish_backward)
@@ -292,6 +297,7 @@ class Runtime(Gathering):
             del end  # a traceback would keep it
         self._backward_chain = self._chain(entry, is_backward=True)
         self._forward_of_backward = None if entry is None else self._chain(entry, is_backward=False)
+        gather_for_any_use(self)
         self._begin(self._backward_chain)
         self._hide_groups()
 
@@ -371,6 +377,7 @@ class Runtime(Gathering):
         self._has_unsynced = not self.is_last_backward or not all(
             each.requires_gradient_sync and each.requires_all_reduce for each in flags
         )
+        self._unhandled_then = id(getattr(sys, "last_value", None))
 
     def publish(self, params: Sequence[ManagedParam]) -> None:
         """In the last backward, complete the gradients of ``params`` now, e.g. for an outer ``fully_shard``."""
@@ -395,6 +402,15 @@ class Runtime(Gathering):
             param.reset_grads()
         for group in self.groups:
             group.reset_grads()
+
+    def _drop_what_was_given_up(self) -> None:
+        """In a notebook, an interrupt between two microbatches ends the loop, and the process goes on: the next forward
+        is one of a new step. A program that handles the interrupt calls ``reset_iter_state``."""
+        unhandled = getattr(sys, "last_value", None)
+        if self._has_unsynced and isinstance(unhandled, KeyboardInterrupt) and id(unhandled) != self._unhandled_then:
+            text = "a step was interrupted between microbatches; unsynced gradients are dropped (rank %d)"
+            logger.warning(text, dist.get_rank())
+            self._forget_gradients()
 
     @property
     def has_gradients_in_flight(self) -> bool:

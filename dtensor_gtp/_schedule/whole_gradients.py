@@ -17,6 +17,7 @@ from .._comm.debug import profiler_range
 from .._comm.reduce_scatter import sum_dtype
 from .._params.sharded_weight import ShardedWeight
 from .._params.whole_param import WholeParam
+from .order_of_launches import OrderOfLaunches
 
 WholeBucket = list[tuple[WholeParam, Tensor]]
 
@@ -32,11 +33,14 @@ class UnequalReplicas(Protocol):
     def reset(self) -> None: ...  # forget gradients that are not summed yet
 
 
-def reduce_whole(params: Iterable[WholeParam], comm: CommContext, replicas: UnequalReplicas | None) -> None:
+def reduce_whole(
+    params: Iterable[WholeParam], comm: CommContext, replicas: UnequalReplicas | None, order: OrderOfLaunches
+) -> None:
     """All-reduce local gradients, in one call for each mesh, dtype and divide factor.
 
     All trained parameters take part, with zeros where this rank has not used them: other ranks may have used others,
-    and nothing else would tell the ranks apart. A parameter that no rank has used gets no gradient.
+    and nothing else would tell the ranks apart. A parameter that no rank has used gets no gradient, or zeros if the
+    user asks for that (``set_reduce_scatter_unused_params``).
     """
     buckets: dict[tuple[Any, ...], list[tuple[WholeParam, Tensor | None]]] = {}
     for param in params:
@@ -48,7 +52,7 @@ def reduce_whole(params: Iterable[WholeParam], comm: CommContext, replicas: Uneq
             buckets.setdefault(key, []).append((param, grad))
     for (_, dtype, factor), bucket in buckets.items():
         if replicas is None:
-            _reduce_bucket(bucket, sum_dtype(bucket[0][0].groups.reduce_scatter, dtype), comm)
+            _reduce_bucket(bucket, sum_dtype(bucket[0][0].groups.reduce_scatter, dtype), comm, order)
         else:
             replicas.reduce_whole(
                 dtype, factor, [(param, grad.to(dtype)) for param, grad in bucket if grad is not None]
@@ -58,7 +62,9 @@ def reduce_whole(params: Iterable[WholeParam], comm: CommContext, replicas: Uneq
             param.awaits_reduction = False
 
 
-def _reduce_bucket(bucket: list[tuple[WholeParam, Tensor | None]], dtype: torch.dtype, comm: CommContext) -> None:
+def _reduce_bucket(
+    bucket: list[tuple[WholeParam, Tensor | None]], dtype: torch.dtype, comm: CommContext, order: OrderOfLaunches
+) -> None:
     first, groups = bucket[0][0], bucket[0][0].groups
     active = [group for group in (groups.scatter, groups.replicate) if group is not None and group.size() > 1]
     if not active:
@@ -71,20 +77,30 @@ def _reduce_bucket(bucket: list[tuple[WholeParam, Tensor | None]], dtype: torch.
     for index, (_, grad) in enumerate(bucket):
         if grad is None:
             used[index].zero_()
-    flat = _flatten([*grads, used], dtype)
+    sent = [*grads, used]
+    marks = None
+    if groups.scatter.size() > 1 and not comm.is_capturing:
+        marks = order.marks(groups, used, dtype)
+        sent += [] if marks is None else [marks.values]
+    flat = _flatten(sent, dtype)
     wire = torch.view_as_real(flat) if flat.is_complex() else flat
 
     def complete() -> None:
+        if marks is not None:  # replicas need not launch alike
+            order.compare(marks, flat[-len(marks.values) :], first.mesh, groups)
         for group in active[1:]:
             all_reduce_in_order(wire, scale, group, comm)
         if scale.postdivide is not None:
             wire.div_(scale.postdivide)
         *parts, used_by_any = compat.unflatten(flat, [*grads, used])
         for (param, grad), part, is_used in zip(bucket, parts, used_by_any, strict=True):
-            if grad is None and comm.is_capturing:  # a graph cannot ask: it does as the last eager step did
+            is_asked_for = param.flags.reduce_scatter_unused_params
+            if (
+                grad is None and comm.is_capturing and not is_asked_for
+            ):  # a graph cannot ask: it does as the last eager step did
                 if not param.is_used_elsewhere:
                     continue
-            elif grad is None:
+            elif grad is None and not is_asked_for:
                 param.note_use_elsewhere(is_used)
             param.accumulate(part)
 

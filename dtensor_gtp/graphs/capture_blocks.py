@@ -224,7 +224,7 @@ class _CapturedBlock:
             and not torch.is_autocast_enabled(runtime.device.type)
             and not runtime.comm.is_capturing
             and not runtime.reads.has_foreign_saved_hooks()
-            and not any(weight.is_pinned for weight in self._weights)
+            and not any(w.is_pinned or w.flags.reduce_scatter_unused_params for w in self._weights)
         )
 
     def _describe(self) -> Hashable:

@@ -163,8 +163,10 @@ def parallelize_experts(
         ``module``.
 
     Raises:
-        ValueError: A mesh does not divide the experts or the inner width, or parameters are DTensors already.
-        NotImplementedError: A grouped layer has a weight for each group, or ``tp_mesh`` meets a fused ``gate_up``.
+        ValueError: A mesh does not divide the experts or the inner width, parameters are DTensors already, or there is
+            no grouped layer.
+        NotImplementedError: A grouped layer has a weight for each group, ``tp_mesh`` meets a fused ``gate_up``, or
+            ``module`` has experts of ``transformers``: call ``dtensor_gtp.nn.group_experts_(module)`` before.
 
     Example:
         >>> experts = GroupedExperts(GroupedMLP(num_groups=8, dim=16, hidden_dim=64))
@@ -175,6 +177,8 @@ def parallelize_experts(
         >>> experts.mlp.down.weight.to_local().shape  # 4 of 8 experts, half of the rows of each
         torch.Size([4, 8, 64])
     """
+    if not (ep_mesh is None and tp_mesh is None):
+        _check_is_grouped(module)
     tp_dims = {} if tp_mesh is None else _tp_dims(module, tp_mesh)
     layers = [layer for layer in module.modules() if isinstance(layer, GroupedLinear)]
     for layer in layers:
@@ -194,6 +198,24 @@ def parallelize_experts(
         elif isinstance(submodule, GroupedExperts):
             submodule.dispatcher = TokenDispatcher(submodule.num_experts, ep_mesh, method=method, max_tokens=max_tokens)
     return module
+
+
+def _check_is_grouped(module: nn.Module) -> None:
+    """Refuse experts that would stay whole, without a word."""
+    for name, submodule in module.named_modules():
+        fused = submodule._parameters.get("gate_up_proj")
+        if fused is not None and fused.ndim == 3:
+            raise NotImplementedError(
+                f"parallelize_experts supports GroupedLinear layers, but '{name}' is a {type(submodule).__name__}, "
+                f"whose 'gate_up_proj' of shape {tuple(fused.shape)} has all experts. Call "
+                "dtensor_gtp.nn.group_experts_(module) before; if that refuses these experts, use gtp_shard alone, "
+                "which shards them over gtp."
+            )
+    if not any(isinstance(submodule, GroupedLinear) for submodule in module.modules()):
+        raise ValueError(
+            f"parallelize_experts expects a module with GroupedLinear layers, but got a {type(module).__name__} "
+            "without. Build its experts of them, or convert them with dtensor_gtp.nn.group_experts_(module)."
+        )
 
 
 def _tp_dims(module: nn.Module, tp_mesh: DeviceMesh) -> dict[int, int]:

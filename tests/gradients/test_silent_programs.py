@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 import torch.nn as nn
 from common import ALL, GlooTest, assert_same_params, full, rows_of_rank
-from runtime_common import VOCABULARY, WIDTH, Raw, make_rows, shard_copy, small_model, square_loss
+from runtime_common import VOCABULARY, WIDTH, Raw, counted, make_rows, shard_copy, small_model, square_loss
+from schedules import explicit
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dtensor_gtp import gtp_shard
@@ -166,9 +168,45 @@ class TestOrderOfUses(GlooTest):
                 with torch.set_grad_enabled(is_grad_enabled), self.assertRaisesRegex(RuntimeError, message):
                     model(x, order[rank])
 
+    def test_another_order_in_a_later_step_is_refused(self) -> None:
+        """Layers of one shape: all collectives fit together. The all-reduce of biases, made anyhow, carries marks."""
+        x, rank = make_rows(0), self.gtp_mesh().get_local_rank()
+        for dtype in (torch.float32, torch.bfloat16):
+            model = gtp_shard(
+                Choice(),
+                self.gtp_mesh(),
+                schedule=explicit(0, min_shard_numel=WIDTH + 1, keep_last=False),
+                mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype),
+            )
+            for orders in (((0, 1), (0, 1)), ((1, 0), (1, 0)), ((2, 1), (2, 1))):  # on both ranks alike
+                with counted() as counts:
+                    model(x, orders[rank]).sum().backward()
+                self.assertEqual(counts()[2], 1)
+            before = {name: full(param.grad) for name, param in model.named_parameters()}
+            loss = model(x, ((1, 2), (2, 1))[rank]).sum()
+            message = (
+                r"in a step rank 0 has all_gather of layers.1.weight where rank 1 has all_gather of layers.2.weight"
+            )
+            with self.assertRaisesRegex(RuntimeError, message):
+                loss.backward()
+            for name, param in model.named_parameters():
+                self.assertEqual(full(param.grad), before[name])
+            model(x, (2, 1)).sum().backward()
+
     def test_weights_that_all_ranks_have_may_be_used_in_any_order(self) -> None:
         rank = self.gtp_mesh().get_local_rank()
         model = gtp_shard(Choice(), self.gtp_mesh(), schedule=ALL)
         model.unshard()
         with torch.no_grad():
             model(make_rows(0), ((0, 1, 2), (2, 1))[rank])
+
+
+class TestOrderOfReplicas(GlooTest):
+    def test_a_replica_may_evaluate_alone(self) -> None:
+        mesh = self.hsdp_mesh()
+        model = gtp_shard(Choice(), mesh, schedule=explicit(0, min_shard_numel=WIDTH + 1))
+        for step in range(3):
+            if step and mesh.get_local_rank("replicate") == 0:
+                with torch.no_grad():
+                    model(make_rows(0), (0, step))
+            model(make_rows(0), (0, 1, 2)).sum().backward()

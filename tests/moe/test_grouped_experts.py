@@ -12,6 +12,8 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from common import fake_world
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torchvision_ops import define_missing
 
 from dtensor_gtp import _torch_compat as compat
@@ -185,6 +187,36 @@ def test_experts_load_what_was_converted() -> None:
 def test_frozen_experts_stay_frozen() -> None:
     experts = nn.ModuleList(Expert() for _ in range(2)).requires_grad_(False)
     assert not any(param.requires_grad for param in group_experts(experts).parameters())
+
+
+class FusedExperts(nn.Module):
+    """As in ``transformers``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(EXPERTS, 2 * HIDDEN, DIM))
+        self.down_proj = nn.Parameter(torch.randn(EXPERTS, DIM, HIDDEN))
+        self.act_fn = nn.SiLU()
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        raise NotImplementedError
+
+
+def test_experts_that_would_stay_whole_are_refused() -> None:
+    with fake_world(world_size=2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+        model = nn.ModuleDict({"experts": FusedExperts()})
+        message = (
+            r"'experts' is a FusedExperts, whose 'gate_up_proj' of shape \(4, 24, 8\) .*nn.group_experts_\(module\)"
+        )
+        with pytest.raises(NotImplementedError, match=message):
+            parallelize_experts(model, mesh)
+        with pytest.raises(ValueError, match=r"with GroupedLinear layers, but got a Linear without\. .*group_experts_"):
+            parallelize_experts(nn.Linear(2, 2), mesh)
+        parallelize_experts(group_experts_(model), mesh)
+        assert [param.to_local().shape[0] for param in model.parameters() if isinstance(param, DTensor)] == [2, 2]
 
 
 def test_what_cannot_be_grouped_is_refused() -> None:

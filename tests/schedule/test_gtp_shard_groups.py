@@ -373,8 +373,14 @@ class TestGroups(GlooTest):
         self.assertTrue(all(hasattr(p, "placements") for p in model.parameters()))
         for one in (model, reference):  # read outside of any forward
             sum(layer.up.weight.square().sum() for layer in one.layers).backward()
+        batch = rows(torch.Generator().manual_seed(0))
+        for one, mine in ((model, rows_of_rank(batch, self.gtp_mesh())), (reference, batch)):
+            for _ in range(2):  # forwards in between
+                square(one, mine).backward()
+        with self.assertRaisesRegex(RuntimeError, r"'weight' of block .* replaced between unshard\(\) and reshard\(\)"):
+            model.layers[1].up.register_parameter("weight", nn.Parameter(torch.zeros(1)))
         model.reshard()
-        torch.testing.assert_close(full(model.layers[1].up.weight.grad), reference.layers[1].up.weight.grad)
+        assert_same_params(model, reference, "grad", rtol=1e-4, atol=1e-5)
         self.assertEqual(runtime_of(model).groups[1].storage.nbytes(), 0)
 
     def test_state_dicts_and_casts_between_steps(self) -> None:

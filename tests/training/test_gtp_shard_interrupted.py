@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -125,6 +126,29 @@ class TestInterrupted(GlooTest):
                 assert_idle(model)
             except BaseException as error:
                 raise AssertionError(f"after an interrupt at line {line} of {total}, {place}: {error!r}") from error
+
+    def test_between_microbatches_of_a_notebook(self) -> None:
+        """There Python keeps what has ended the last cell."""
+        before, now = KeyboardInterrupt(), KeyboardInterrupt()
+        for schedule in (ALL, SchedulePolicy(min_shard_numel=0)):
+            torch.manual_seed(0)
+            mesh, batch = self.gtp_mesh(), torch.randn(8, WIDTH)
+            reference = Model()
+            model = gtp_shard(copy.deepcopy(reference), mesh, schedule=schedule)
+            with mock.patch.object(sys, "last_value", before, create=True):
+                for is_last in (False, True):
+                    model.set_requires_gradient_sync(is_last)
+                    model(rows_of_rank(batch, mesh)).square().mean().backward()
+                    reference(batch).square().mean().backward()
+                assert_same_params(model, reference, "grad", rtol=1e-4, atol=1e-5)
+                model.zero_grad()
+                model.set_requires_gradient_sync(False)
+                model(rows_of_rank(batch, mesh)).square().mean().backward()
+            with mock.patch.object(sys, "last_value", now, create=True):
+                for is_last in (False, True):
+                    model.set_requires_gradient_sync(is_last)
+                    model(rows_of_rank(batch, mesh)).square().mean().backward()
+                assert_same_params(model, reference, "grad", rtol=1e-4, atol=1e-5)
 
     @pytest.mark.long
     def test_hooks_of_users_that_raise(self) -> None:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from common import GlooTest
+from capture_common import Setting, rows
+from common import ALL, GlooTest, fake_world
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_gtp import gtp_shard, sharding_report
-from dtensor_gtp.optim import ShardedEMA
+from dtensor_gtp import gtp_shard, init_weight_mesh, sharding_report, whole_weights
+from dtensor_gtp.graphs.capture_step import CapturedStep
+from dtensor_gtp.optim import Muon, ShardedEMA, gathered
 
 
 def counts() -> tuple[int, int, int, int]:
@@ -30,6 +35,51 @@ def resident_nbytes() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def swap_averages(model: nn.Module) -> None:
+    ema = ShardedEMA(model, decay=0.9)
+    ema.update()
+    with ema.averaged():
+        model(torch.ones(2, 8))
+
+
+def write_report(model: nn.Module) -> None:
+    report = sharding_report(model, verbose=True)
+    with tempfile.TemporaryDirectory() as folder:
+        report.to_html(f"{folder}/report.html")
+    str(report)
+
+
+def read_whole(model: nn.Module) -> None:
+    with whole_weights(model):
+        list(model.parameters())
+
+
+def step_with(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    model(torch.ones(2, 8)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# What is made again and again beside one model, and dropped.
+BESIDE: dict[str, Callable[[nn.Module], object]] = {
+    "optimizers": lambda model: step_with(torch.optim.AdamW(model.parameters()), model),
+    "Muon": lambda model: step_with(Muon([model.get_parameter("0.weight")], lr=0.1), model),
+    "gathered optimizers": lambda model: step_with(gathered(torch.optim.SGD)(model.parameters(), lr=0.1), model),
+    "averages": swap_averages,
+    "reports": write_report,
+    "whole weights": read_whole,
+    "meshes": lambda model: init_weight_mesh("cpu", gtp=2),
+    "models on meshes": lambda model: step_with(
+        torch.optim.SGD((other := one_layer(init_weight_mesh("cpu", gtp=2).weights)).parameters(), lr=0.1), other
+    ),
+}
+
+
+def one_layer(mesh: DeviceMesh) -> nn.Module:
+    torch.manual_seed(0)
+    return gtp_shard(nn.Sequential(nn.Linear(8, 8)), mesh, schedule=ALL)
+
+
 class TestLeaks(GlooTest):
     world_size = 2
 
@@ -39,6 +89,26 @@ class TestLeaks(GlooTest):
     @pytest.mark.long
     def test_many_models_leave_nothing_behind(self) -> None:
         self.make_models(300)
+
+    def test_what_is_made_beside_a_model(self) -> None:
+        self.make_beside(10)
+
+    @pytest.mark.long
+    def test_much_that_is_made_beside_a_model(self) -> None:
+        self.make_beside(300)
+
+    def make_beside(self, number: int) -> None:
+        model = one_layer(self.gtp_mesh())
+        shared = dist.new_group
+        with mock.patch.object(dist, "new_group", getattr(shared, "_make", shared)):
+            for name, make in BESIDE.items():
+                for _ in range(3):
+                    make(model)
+                before, nbytes = counts(), resident_nbytes()
+                for _ in range(number):
+                    make(model)
+                self.assertEqual(counts(), before, name)
+                self.assertLess(resident_nbytes() - nbytes, 32 << 20, name)
 
     def make_models(self, number: int) -> None:
         mesh = self.gtp_mesh()
@@ -63,3 +133,36 @@ class TestLeaks(GlooTest):
                 train_one(is_reported=index % 20 == 0)
             self.assertEqual(counts(), before)
         self.assertLess(resident_nbytes() - nbytes, 32 << 20)
+
+
+class TestLeaksOfCapturedSteps:
+    """With the stand-in for graphs: what the package itself holds."""
+
+    def test_captured_steps_leave_nothing_behind(self) -> None:
+        self.make_captured(5)
+
+    @pytest.mark.long
+    def test_many_captured_steps_leave_nothing_behind(self) -> None:
+        self.make_captured(300)
+
+    def make_captured(self, number: int) -> None:
+        with fake_world(world_size=1):
+            setting = Setting()
+
+            def make() -> None:
+                step = setting.captured()
+                for seed in range(5):
+                    step(rows(seed))
+
+            for _ in range(3):
+                make()
+            before, nbytes = (*counts(), num_alive()), resident_nbytes()
+            for _ in range(number):
+                make()
+            assert (*counts(), num_alive()) == before
+            assert resident_nbytes() - nbytes < 32 << 20
+
+
+def num_alive() -> int:
+    """How many captured steps there are."""
+    return sum(type(thing) is CapturedStep for thing in gc.get_objects())

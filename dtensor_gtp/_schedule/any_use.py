@@ -1,0 +1,60 @@
+"""Weights that each rank may use as it likes, or leave out: ``set_reduce_scatter_unused_params``.
+
+A use of any other weight is a collective, so all ranks must use it. Of these weights, all ranks gather all at the begin
+of a pass, and reduce all at its end, with zeros where a rank has no gradient. In between a use communicates nothing, so
+no plan contains it. They cost the memory of full weights and gradients for a pass, as a module of ``fully_shard`` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch.distributed as dist
+
+from .._comm.collectives import Groups
+from .._params.sharded_weight import Gatherable
+
+
+class GathersAhead(Protocol):
+    """The runtime."""
+
+    gatherables: list[Gatherable]
+
+    @property
+    def is_in_backward(self) -> bool: ...
+    def gather_and_keep(self, targets: Sequence[Gatherable]) -> None: ...
+
+
+def may_be_left_out(target: Gatherable) -> bool:
+    """Whether ranks may use the weight in different ways."""
+    return target.weight.flags.reduce_scatter_unused_params
+
+
+def absent_beside(target: Gatherable, gatherables: Iterable[Gatherable]) -> list[Gatherable]:
+    """What else of the mesh is gathered where a rank needs such a weight outside of a pass: all ranks gather the same,
+    whichever they need."""
+    groups = target.weight.groups
+    others = [each for each in gatherables if may_be_left_out(each) and each.weight.groups == groups]
+    return [each for each in others if each is target or each.is_absent]
+
+
+def gather_for_any_use(runtime: GathersAhead) -> None:
+    """At the begin of a pass, gather what is absent of these weights, in the same order on all ranks."""
+    by_mesh: dict[Groups, list[Gatherable]] = {}
+    for target in runtime.gatherables:
+        weight = target.weight
+        if not may_be_left_out(target):
+            continue
+        weight.follow(weight.sites[0])
+        if weight.is_cut_again:
+            raise NotImplementedError(
+                f"set_reduce_scatter_unused_params does not support parameter '{weight.fqn}', which an outer "
+                f"fully_shard has sharded, too (rank {dist.get_rank()}). Pass a (replicate, gtp) mesh to gtp_shard "
+                "instead of the fully_shard around it."
+            )
+        is_needed = runtime.is_in_backward or target is weight
+        if is_needed and (target.kept is None or not weight.is_fresh(target.kept)) and target.live is None:
+            by_mesh.setdefault(weight.groups, []).append(target)
+    for targets in by_mesh.values():
+        runtime.gather_and_keep(targets)

@@ -1,0 +1,108 @@
+"""Whether the ranks of a mesh launch the same gathers and reductions, compared in each step without a collective.
+
+Ranks that use weights of one shape in different orders get parts of different weights, and no collective fails. So the
+all-reduce of whole parameters carries a few marks: the bits of a digest of what this rank has launched since the last
+one, as 1 and -1. Where ranks differ in a bit, the sum has a smaller absolute value than that of a bit that is always 1.
+The rest of the arithmetic (scales, rounding) is the same for all marks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .._comm.collectives import Groups
+from .._params.sharded_weight import Gatherable
+from .first_forward import parted
+
+NUM_MARKS = 25  # the first one is always 1
+_NUM_NAMED = 4096  # launches that an error can name: more than a step of a large model has
+
+
+@dataclass
+class _Launches:
+    """Of one mesh since the last comparison."""
+
+    code: int = 0
+    last: deque[tuple[str, list[str]]] = field(default_factory=lambda: deque(maxlen=_NUM_NAMED))
+
+
+class Marks(NamedTuple):
+    """Of these launches."""
+
+    launches: _Launches
+    values: Tensor  # shape (NUM_MARKS,)
+
+
+class _Comparison(NamedTuple):
+    """One whose result the host has not read."""
+
+    launches: _Launches
+    mesh: DeviceMesh
+    groups: Groups
+    sums: Tensor  # of the marks, on the host
+    arrived: torch.Event | None
+
+
+class OrderOfLaunches:
+    """What this rank has launched, and comparisons with the others."""
+
+    def __init__(self) -> None:
+        self._launches: dict[str, _Launches] = {}  # by the name of the group along gtp
+        # The last marks, with their code: a step is like the one before.
+        self._values: dict[str, tuple[int, Tensor]] = {}
+        self._running: list[_Comparison] = []
+
+    def note(self, kind: str, targets: Sequence[Gatherable]) -> None:
+        """One collective for these weights or groups of one mesh is launched."""
+        name = targets[0].weight.groups.scatter_name
+        if (launches := self._launches.get(name)) is None:
+            launches = self._launches[name] = _Launches()
+        indices = [target.index for target in targets]
+        launches.code = hash((launches.code, len(kind), *indices))  # of numbers alone: the same in each process
+        launches.last.append((kind, [target.weight.fqn for target in targets]))
+
+    def marks(self, groups: Groups, like: Tensor, dtype: torch.dtype) -> Marks | None:
+        """What to send in an all-reduce in ``dtype`` over the gtp axis, as ``like``: what has been launched since the
+        last call. None if the sums would be too coarse, on all ranks alike."""
+        name, num_ranks = groups.scatter_name, groups.scatter.size()
+        launches = self._launches.pop(name, None) or _Launches()
+        if dtype.is_complex or num_ranks**2 * torch.finfo(dtype).eps > 1:
+            return None
+        code, values = self._values.get(name, (0, None))
+        if values is None or code != launches.code or values.dtype != like.dtype or values.device != like.device:
+            signs = [1 - 2 * (launches.code >> bit & 1) for bit in range(NUM_MARKS - 1)]
+            host = torch.tensor([1, *signs], dtype=like.dtype, pin_memory=like.is_cuda)
+            values = host.to(like.device, non_blocking=True)
+            self._values[name] = launches.code, values
+        return Marks(launches, values)
+
+    def compare(self, marks: Marks, sums: Tensor, mesh: DeviceMesh, groups: Groups) -> None:
+        """Take the sums of ``marks`` over the gtp axis, on the current stream."""
+        if type(sums) is not Tensor:
+            return  # a fake one
+        if sums.is_cuda:
+            host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
+            arrived = torch.cuda.current_stream().record_event()
+            self._running.append(_Comparison(marks.launches, mesh, groups, host, arrived))
+        else:
+            self._running.append(_Comparison(marks.launches, mesh, groups, sums.clone(), None))
+
+    def check(self, *, is_next_step: bool) -> None:
+        """Raise a RuntimeError on all ranks that have launched different collectives. On a GPU in the next step, so
+        that the host does not wait."""
+        while self._running and (is_next_step or self._running[0].arrived is None):
+            compared = self._running.pop(0)
+            if compared.arrived is not None:
+                compared.arrived.synchronize()
+            always, *bits = compared.sums.abs().tolist()
+            # Half a rank, because the sums are rounded. One rank that differs takes away two.
+            if min(bits) < always * (1 - 0.5 / compared.groups.scatter.size()):
+                names = [f"{kind} of {', '.join(names)}" for kind, names in compared.launches.last]
+                raise parted(compared.mesh, "a step", [*names, f"{compared.launches.code:x}"], compared.groups.scatter)

@@ -1,0 +1,229 @@
+"""Sharded weights that each rank uses as it likes: ``set_reduce_scatter_unused_params``."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from common import ALL, GlooTest, assert_same_params
+from runtime_common import WIDTH, Raw, assert_idle, counted, make_rows, num_gathers, runtime_of
+from schedules import explicit
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from dtensor_gtp import GTPModule, SchedulePolicy, gtp_shard
+
+SIZES = 8, 5, 9  # outputs of the heads
+
+
+class Head(nn.Module):
+    """Fused and read weights, and whole parameters."""
+
+    def __init__(self, num_outputs: int) -> None:
+        super().__init__()
+        self.raw, self.norm, self.out = Raw(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, num_outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.out(self.norm(self.raw(x)))
+        return y
+
+
+class Tasks(nn.Module):
+    """A body for all ranks, and heads, of which a forward uses those that it is told."""
+
+    def __init__(self, is_recomputed: bool = False) -> None:
+        super().__init__()
+        self.body = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+        self.heads = nn.ModuleList([Head(size) for size in SIZES])
+        self.is_recomputed = is_recomputed
+
+    def forward(self, x: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
+        for layer in self.body:
+            x = torch.tanh(layer(x))
+        losses = [x.square().mean()]
+        for head in heads:
+            called = self.heads[head]
+            y = checkpoint(called, x, use_reentrant=False) if self.is_recomputed else called(x)
+            losses.append(y.square().mean())
+        return torch.stack(losses).sum()
+
+
+class Choice(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        y: torch.Tensor = self[index](x)
+        return y
+
+
+# In each step the heads that each rank uses: others, one twice, none. No rank uses the last one in the second step.
+STEPS: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((0,), (1, 2)), ((1, 0, 1), ()), ((2, 1), (1, 2)), ((), (0,))]
+
+
+def shard_with_free_heads(model: Tasks, mesh: DeviceMesh, policy: SchedulePolicy) -> None:
+    for head in model.heads:
+        gtp_shard(head, mesh, schedule=policy)
+    gtp_shard(model, mesh, schedule=policy)
+    for head in model.heads:
+        assert isinstance(head, GTPModule)
+        head.set_reduce_scatter_unused_params(True)
+
+
+def zeros_for_unused(reference: nn.Module) -> None:
+    """What ``fully_shard`` gives to weights that no rank has used."""
+    for param in reference.parameters():
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+
+
+class TestUnusedWeights(GlooTest):
+    world_size = 2
+
+    def train(self, model: Any, reference: nn.Module, rank: int) -> None:
+        optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, reference)]
+        for step, heads in enumerate(STEPS):
+            rows = [make_rows(2 * step + number) for number in range(2)]
+            for is_last in (False, True):  # a microbatch without sync, too
+                model.set_requires_gradient_sync(is_last)
+                model(rows[rank], heads[rank]).backward()
+                for number in range(2):
+                    (reference(rows[number], heads[number]) / 2).backward()
+            zeros_for_unused(reference)
+            assert_same_params(model, reference, "grad")
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_same_params(model, reference)
+            with torch.no_grad():  # an evaluation, of other heads
+                self.assertEqual(model(rows[0], heads[1 - rank]), reference(rows[0], heads[1 - rank]))
+
+    def test_ranks_use_different_weights(self) -> None:
+        mesh = self.gtp_mesh()
+        for policy in (ALL, explicit(0, min_shard_numel=0), SchedulePolicy(min_shard_numel=0)):
+            for is_recomputed in (False, True):
+                torch.manual_seed(0)
+                reference = Tasks(is_recomputed)
+                model = copy.deepcopy(reference)
+                shard_with_free_heads(model, mesh, policy)
+                self.train(model, reference, mesh.get_local_rank())
+                runtime_of(model)._end_keeps()  # of the last evaluation
+                assert_idle(model)
+
+    def test_of_the_whole_model_and_after_groups_were_made(self) -> None:
+        mesh = self.gtp_mesh()
+        rank = mesh.get_local_rank()
+        torch.manual_seed(0)
+        reference = Tasks()
+        model = gtp_shard(copy.deepcopy(reference), mesh, schedule=SchedulePolicy(min_shard_numel=0))
+        everything = tuple(range(len(SIZES)))
+        for each in (model, reference):
+            each(make_rows(0), everything).backward()
+        assert runtime_of(model).groups
+        assert_same_params(model, reference, "grad")
+        for each in (model, reference):
+            each.zero_grad()
+        model.set_reduce_scatter_unused_params(True)
+        self.train(model, reference, rank)
+        model.set_reduce_scatter_unused_params(False)
+        for each in (model, reference):
+            each.zero_grad()
+            each(make_rows(0), everything).backward()
+        assert_same_params(model, reference, "grad")
+
+    def test_one_gather_of_each_weight(self) -> None:
+        """However often this rank uses it, if it does."""
+        mesh = self.gtp_mesh()
+        torch.manual_seed(0)
+        model: Any = gtp_shard(Tasks(), mesh, schedule=ALL)
+        model.set_reduce_scatter_unused_params(True)
+        for heads in ((0, 0, 1), (), (2,)):
+            before = num_gathers(model)
+            with counted() as counts:
+                model(make_rows(0), heads).backward()
+            gathered, _, reduced_whole = counts()
+            self.assertEqual((gathered, reduced_whole), (len(before), 1))
+            found = {name: count - before[name] for name, count in num_gathers(model).items()}
+            self.assertEqual(found, dict.fromkeys(before, 1))
+
+    def test_gradients_are_those_of_fully_shard(self) -> None:
+        mesh = self.gtp_mesh()
+        rank = mesh.get_local_rank()
+        torch.manual_seed(0)
+        start = Tasks()
+        for sets_inputs_only in (False, True):
+            ours, theirs = copy.deepcopy(start), copy.deepcopy(start)
+            gtp_shard(ours, mesh, schedule=ALL)
+            fully_shard(theirs, mesh=mesh)
+            for model in (ours, theirs):
+                model.body[0].weight.requires_grad_(not sets_inputs_only)
+                model.set_reduce_scatter_unused_params(True)
+                model(make_rows(rank), ((0,), (1,))[rank]).backward()
+            grads = [
+                {n: None if p.grad is None else p.grad.full_tensor() for n, p in model.named_parameters()}
+                for model in (ours, theirs)
+            ]
+            self.assertEqual(*grads)
+            assert (grads[0]["body.0.weight"] is None) == sets_inputs_only
+            assert grads[0]["heads.2.out.weight"].count_nonzero() == 0
+
+    def test_frozen_before_the_microbatch_that_syncs(self) -> None:
+        """One rank has used the weight in an earlier microbatch, the other one has not."""
+        mesh = self.gtp_mesh()
+        rank = mesh.get_local_rank()
+        torch.manual_seed(0)
+        reference = Tasks()
+        model: Any = gtp_shard(copy.deepcopy(reference), mesh, schedule=ALL)
+        model.set_reduce_scatter_unused_params(True)
+        for is_last in (False, True):
+            model.set_requires_gradient_sync(is_last)
+            heads = [((0,), (1,)), ((), ())][is_last]
+            for each in (model, reference):
+                each.heads.requires_grad_(not is_last)
+            model(make_rows(rank), heads[rank]).backward()
+            for number in range(2):
+                (reference(make_rows(number), heads[number]) / 2).backward()
+        reference.heads.requires_grad_(True)
+        zeros_for_unused(reference)
+        assert_same_params(model, reference, "grad")
+
+
+class TestWhatStaysAnError(GlooTest):
+    world_size = 2
+
+    def test_without_the_switch(self) -> None:
+        model: Any = gtp_shard(Choice(), self.gtp_mesh(), schedule=ALL)
+        message = "same weights in the same order.*'0.weight'.*'1.weight'.*set_reduce_scatter_unused_params"
+        with self.assertRaisesRegex(RuntimeError, message):
+            model(make_rows(0), dist.get_rank())
+
+    def test_weights_outside_of_it(self) -> None:
+        mesh = self.gtp_mesh()
+        model = Tasks()
+        shard_with_free_heads(model, mesh, ALL)
+        rank = mesh.get_local_rank()
+        model.body = nn.ModuleList(reversed(model.body)) if rank else model.body
+        with self.assertRaisesRegex(RuntimeError, "same weights in the same order.*'body.0.*'body.1"):
+            model(make_rows(0), (rank,))
+
+    def test_an_outer_fully_shard(self) -> None:
+        mesh = self.hsdp_mesh(1)
+        model = gtp_shard(Tasks(), mesh["gtp"], schedule=ALL)
+        model.set_reduce_scatter_unused_params(True)
+        fully_shard(model, mesh=mesh["replicate"])
+        GTPModule.set_reduce_scatter_unused_params(model, True)
+        with self.assertRaisesRegex(
+            NotImplementedError, "does not support parameter 'body.0.weight'.*outer fully_shard"
+        ):
+            model(make_rows(0), (0,))
+
+    def test_groups_with_gradients_to_come(self) -> None:
+        model: Any = gtp_shard(Tasks(), self.gtp_mesh(), schedule=SchedulePolicy(min_shard_numel=0))
+        model.set_requires_gradient_sync(False)
+        model(make_rows(0), (0, 1, 2)).backward()
+        with self.assertRaisesRegex(RuntimeError, "expects no gradients of microbatches without sync"):
+            model.set_reduce_scatter_unused_params(True)
