@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--random-order", type=int, metavar="SEED", help=what)
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a worker that crashes says in which line
     if torch.cuda.is_available():
         multiprocessing.set_start_method("spawn", force=True)
@@ -46,6 +46,7 @@ def pytest_configure() -> None:
                 "torch._inductor.compile_fx",  # what any backend of torch.compile imports when it is first called
                 "torch.testing._internal.common_distributed",
                 "dtensor_gtp",
+                *(["library_imports"] if "library" in config.option.markexpr else []),
             ]
         )
 

@@ -108,11 +108,13 @@ def test_deepseek_block() -> None:
     same_gradients(model, converted, torch.randn(3, 5, DIM, dtype=torch.float64), "modules")
 
 
+@pytest.mark.library
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "deepseek_v3"])
 def test_blocks_of_transformers(model_type: str) -> None:
     """Version 5 stores experts fused; the whole model runs, its routers and shared experts as they are."""
     define_missing()
     transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[transformers]'")
+    define_missing()
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
     heads = {"num_key_value_heads": 2, "vocab_size": 31, "max_position_embeddings": 16}
     own = {
