@@ -114,7 +114,6 @@ def test_blocks_of_transformers(model_type: str) -> None:
     """Version 5 stores experts fused; the whole model runs, its routers and shared experts as they are."""
     define_missing()
     transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[transformers]'")
-    define_missing()
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
     heads = {"num_key_value_heads": 2, "vocab_size": 31, "max_position_embeddings": 16}
     own = {

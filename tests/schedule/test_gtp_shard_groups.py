@@ -229,7 +229,7 @@ class TestGroups(GlooTest):
             y *= 0.5
             return y
 
-        self.check(seeded(lambda: Model(call=call, block=InPlace)), tolerance={"rtol": 1e-3, "atol": 1e-4})
+        self.check(seeded(lambda: Model(call=call, block=InPlace)))
 
     def test_frozen_and_unfrozen_weights(self) -> None:
         reference = seeded(Model)
