@@ -10,7 +10,9 @@ import hashlib
 import multiprocessing
 import os
 import sys
+from multiprocessing import forkserver
 from pathlib import Path
+from unittest import mock
 
 # Before torch is imported, for all processes of the suite: the operations of a test are too small for several threads,
 # which would only wait for each other, and burn the cores that other ranks need.
@@ -31,23 +33,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--random-order", type=int, metavar="SEED", help=what)
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # a worker that crashes says in which line
     if torch.cuda.is_available():
         multiprocessing.set_start_method("spawn", force=True)
-    else:
-        multiprocessing.set_start_method("forkserver", force=True)
-        multiprocessing.set_forkserver_preload(
-            [
-                "torch.distributed.checkpoint.state_dict",
-                "torch.distributed.fsdp",
-                "torch.distributed.tensor.experimental",
-                "torch.distributed.tensor.parallel",
-                "torch._inductor.compile_fx",  # what any backend of torch.compile imports when it is first called
-                "torch.testing._internal.common_distributed",
-                "dtensor_gtp",
-            ]
-        )
+        return
+    multiprocessing.set_start_method("forkserver", force=True)
+    names = [
+        "torch.distributed.checkpoint.state_dict",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor.experimental",
+        "torch.distributed.tensor.parallel",
+        "torch._inductor.compile_fx",  # what any backend of torch.compile imports when it is first called
+        "torch.testing._internal.common_distributed",
+        "dtensor_gtp",
+    ]
+    if "library" not in config.option.markexpr:
+        multiprocessing.set_forkserver_preload(names)
+        return
+    multiprocessing.set_forkserver_preload([*names, "library_imports"])
+    # Python 3.11 does not hand sys.path on to the server, which would not find that file.
+    paths = [str(Path(__file__).parent / "support"), os.environ.get("PYTHONPATH", "")]
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, paths))):
+        forkserver.ensure_running()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -198,7 +198,7 @@ class TestResharding(GlooTest):
         last = len(TOPOLOGIES) - 1
         self.check_loads(lambda source, target: abs(places[source] - places[target]) in (1, last))
 
-    @pytest.mark.long
+    @pytest.mark.soak
     def test_r12_every_topology_loads_what_any_other_has_saved(self) -> None:
         self.check_loads(lambda source, target: True)
 

@@ -14,7 +14,8 @@ import pytest
 from timing import HANG_S
 
 FILES = sorted((pages.ROOT / "examples" / "tutorials").glob("*.py"))
-
+# One that CI starts, with several ranks and soon over. The default tier runs all of them as pages.
+STARTED = "slow_step"
 
 COPIED = [page for page in map(pages.read, pages.all_paths()) if page.ranks and "tutorials" not in page.name]
 
@@ -27,8 +28,11 @@ def _run(words: list[str], launcher: list[str], folder: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=pytest.mark.long if path.stem == STARTED else pytest.mark.soak) for path in FILES],
+    ids=lambda path: path.stem,
+)
 def test_runs_as_it_stands(path: Path, tmp_path: Path) -> None:
     if "transformers" in path.stem and find_spec("transformers") is None:
         pytest.skip("needs transformers")

@@ -69,8 +69,7 @@ def with_torchrun(arguments: list[str | Path], num_processes: int) -> Result:
 def cases() -> Iterator[Any]:
     yield pytest.param("memory", "backward", True)
     for path, point in itertools.product(("memory", "checkpoint"), STRIKES):
-        is_quick = (path, point) == ("memory", "backward")
-        yield pytest.param(path, point, False, marks=pytest.mark.long if is_quick else pytest.mark.soak)
+        yield pytest.param(path, point, False, marks=pytest.mark.soak)
 
 
 @pytest.mark.parametrize(("path", "point", "forked"), cases())

@@ -2,7 +2,7 @@
 
 A job of two processes trains without interruption; the same job is killed inside a checkpoint and resumed on two
 processes and on one. Faults are put in by wrapper scripts that patch the example's modules; the example has no hook.
-The default tier forks the processes; the long tier has torchrun start, watch and end them.
+The default tier forks the processes; in the long tier torchrun starts, watches and ends them.
 """
 
 import json
@@ -206,7 +206,7 @@ class TestResume:
         name = f"on_{num_processes}"
         shutil.copytree(folder / "killed", folder / name)
         options = ("--resume", *(("--exchange",) if num_processes else ()), "--json", folder / f"{name}.json")
-        result = launch([SCRIPT, *tiny(folder / name, *options)], num_processes, forked=num_processes is not None)
+        result = launch([SCRIPT, *tiny(folder / name, *options)], num_processes, forked=True)
         assert result.status == 0, result.output
         assert "saved by 2 processes" in result.output
         whole, resumed = metrics(folder / "whole.json"), metrics(folder / f"{name}.json")
@@ -325,7 +325,7 @@ class TestFailure:
         return [int(pid) for pid in pids]
 
 
-@pytest.mark.long
+@pytest.mark.soak  # what torchrun does beyond forked processes, TestFailure has
 class TestTorchrun:
     def test_trains_as_forked_processes_do(self, uninterrupted: Result, folder: Path) -> None:
         result = launch([SCRIPT, *tiny(folder / "torchrun", "--json", folder / "torchrun.json")], 2)

@@ -157,7 +157,7 @@ def compiled_in_one_graph() -> Iterator[None]:
     assert not breaks, breaks
 
 
-@needs("transformers", extra="transformers", is_long=False)
+@needs("transformers", extra="transformers", tier="default")
 class TestTransformers(GlooTest):
     world_size = 2
 

@@ -17,7 +17,7 @@ from common import GlooTest, full
 from integration_common import needs
 from torch.distributed.fsdp import FSDPModule
 
-STEPS = 20
+STEPS = 6
 ROWS, SEQ_LEN = 4, 16  # of all ranks
 
 
@@ -119,7 +119,7 @@ class TestTorchtitan(GlooTest):
         from dtensor_gtp.integrations.torchtitan import with_gtp
 
         expected, reference = train(configuration(tensor_parallel, **parallelism), self.world_size)
-        self.assertLess(expected[-1], expected[0] - 1.0)
+        self.assertLess(expected[-1], expected[0] - 0.3)
         for kind in compiled or ("",):
             losses, model = train(with_gtp(configuration(tensor_parallel, kind, **parallelism)), self.world_size)
             self.assertEqual(losses, expected, atol=2e-4, rtol=1e-4, msg=kind)

@@ -97,7 +97,7 @@ OF_FAMILIES = {"single", "frozen_matrices", "lora_reentrant"}
 
 
 def _has(name: str, variant: str) -> bool:
-    """Whether the long tier trains this variant of this model."""
+    """Whether this variant of this model is trained beyond the default tier."""
     if variant == "tied":
         return CASES[name].is_tied is not None
     if "reentrant" in variant and CASES[name].library != "transformers":  # theirs are torch's own only there
@@ -107,7 +107,11 @@ def _has(name: str, variant: str) -> bool:
     return variant not in OF_FAMILIES
 
 
+# What CI trains: one model of a family in each variant; the others plain, tied, and with adapters and checkpoints.
+OF_ALL = {"groups", "tied", "lora_checkpointed"}
 MORE = [(name, variant) for name in CASES for variant in VARIANTS if _has(name, variant)]
+OFTEN = [(name, variant) for name, variant in MORE if name in FAMILIES or variant in OF_ALL]
+REST = [case for case in MORE if case not in OFTEN]
 
 
 class RealModelTest(GlooTest):
@@ -132,7 +136,7 @@ class RealModelTest(GlooTest):
         )
 
 
-@needs("transformers", "timm", "diffusers", "peft", extra="models", is_long=False)
+@needs("transformers", "timm", "diffusers", "peft", extra="models", tier="default")
 class TestFamilies(RealModelTest):
     @parametrize("name", FAMILIES)
     def test_trains(self, name: str) -> None:
@@ -144,7 +148,7 @@ class TestFamilies(RealModelTest):
 
 @needs("transformers", "timm", "diffusers", "peft", extra="models")
 class TestRealModels(RealModelTest):
-    @parametrize("name,variant", MORE)
+    @parametrize("name,variant", OFTEN)
     def test_trains(self, name: str, variant: str) -> None:
         self.check(name, variant)
 
@@ -172,5 +176,13 @@ class TestRealModels(RealModelTest):
             self.assertEqual(averages[1], averages[0])
 
 
+@needs("transformers", "timm", "diffusers", "peft", extra="models", tier="soak")
+class TestEveryVariant(RealModelTest):
+    @parametrize("name,variant", REST)
+    def test_trains(self, name: str, variant: str) -> None:
+        self.check(name, variant)
+
+
 instantiate_parametrized_tests(TestFamilies)
 instantiate_parametrized_tests(TestRealModels)
+instantiate_parametrized_tests(TestEveryVariant)

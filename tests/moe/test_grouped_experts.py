@@ -110,6 +110,7 @@ def test_deepseek_block() -> None:
     same_gradients(model, converted, torch.randn(3, 5, DIM, dtype=torch.float64), "modules")
 
 
+@pytest.mark.library
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "deepseek_v3"])
 def test_blocks_of_transformers(model_type: str) -> None:
     """Version 5 stores experts fused; the whole model runs, its routers and shared experts as they are."""

@@ -15,7 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import GlooTest
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from workers import Pools
+
+from dtensor_gtp import GTPShard
 
 
 class Deeds(GlooTest):
@@ -56,6 +60,17 @@ class Deeds(GlooTest):
     def leave_a_group(self) -> None:
         dist.destroy_process_group(dist.new_group([0, 1], group_desc="mesh_gtp"))
 
+    def make_block_placements_on_rank_0(self) -> None:
+        for _ in range(1 - self.rank):
+            GTPShard(0, block_size=2)
+
+    def distribute_blocks(self) -> None:
+        """With the function that this file has imported, behind the placements of rank 0."""
+        assert hasattr(distribute_tensor, "__wrapped__"), "DTensor has not known block placements"
+        mesh = init_device_mesh("cpu", (2,))
+        held = distribute_tensor(torch.arange(5), mesh, [GTPShard(0, block_size=2)]).to_local()
+        assert held.tolist() == ([0, 1, 2, 3], [4])[self.rank]
+
     def skip(self) -> None:
         raise unittest.SkipTest("nothing to see")
 
@@ -88,6 +103,11 @@ def test_groups_meet_whatever_each_worker_has_made_before(pools: Pools) -> None:
     _run(pools, "make_groups_of_their_own")
     for deed in ("make_a_group", "make_a_group", "leave_a_group", "make_a_group"):
         _run(pools, deed)
+
+
+def test_ranks_import_the_same_functions_whatever_they_have_made_before(pools: Pools) -> None:
+    _run(pools, "make_block_placements_on_rank_0")
+    _run(pools, "distribute_blocks")
 
 
 def test_a_worker_that_dies_is_named_with_its_stack_and_the_rest_goes_on(pools: Pools) -> None:

@@ -131,7 +131,7 @@ class TestOverlap(GlooTest):
     def test_r25_repeats_under_random_delays_are_bit_equal(self) -> None:
         self.check_repeats(range(4))
 
-    @pytest.mark.long
+    @pytest.mark.soak
     def test_r25_fifty_repeats_under_random_delays_are_bit_equal(self) -> None:
         self.check_repeats(range(50))
 

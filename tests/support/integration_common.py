@@ -19,16 +19,19 @@ NUM_SAMPLES = 48
 VOCABULARY = 35
 
 
-def needs(*packages: str, extra: str, is_long: bool = True) -> Any:
-    """Skips a class of tests where a package is missing, and marks it ``library``."""
+def needs(*packages: str, extra: str, tier: str = "long") -> Any:
+    """Skips a class of tests where a package is missing, and marks it ``library`` and ``long``, in the tier "default"
+    ``library`` alone, or ``soak``."""
     missing = [name for name in packages if find_spec(name) is None]
     if not missing:
         define_missing()
 
     def mark(cls: type) -> type:
         skip = pytest.mark.skipif(bool(missing), reason=f"needs {missing}: pip install 'dtensor-gtp[{extra}]'")
+        if tier == "soak":
+            return pytest.mark.soak(skip(cls))
         marked = pytest.mark.library(skip(cls))
-        return pytest.mark.long(marked) if is_long else marked
+        return pytest.mark.long(marked) if tier == "long" else marked
 
     return mark
 

@@ -38,6 +38,7 @@ import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 from torch.testing._internal import common_utils
 
+from dtensor_gtp import GTPShard
 from dtensor_gtp._torch_compat.gloo import gloo_with_one_thread
 
 # It only ends what hangs: no test comes near it, on a busy machine either.
@@ -251,6 +252,9 @@ def _work(rank: int, num_ranks: int, timeout: timedelta, folder: str, connection
         gc.collect()
         gc.freeze()  # what has been imported is no garbage, and no optimizer that gtp_shard would have to look for
         gc.set_threshold(50_000)  # as in pytest's own process
+        # With the first block placement DTensor changes its functions. A test file has those that were there when it
+        # was imported: on all ranks the same, also where earlier tests made such placements on some ranks alone.
+        GTPShard(0, block_size=2)
         while True:
             try:
                 path, module, cls, method = connection.recv()

@@ -16,8 +16,8 @@ from fuzz_shrink import kind_of, shrink
 
 # What the default tier draws, what the long tier draws after it, and a soak run after that.
 SEEDS = range(24)
-LONG_SEEDS = range(24, 250)
-SOAK_SEEDS = range(1000, 6000)
+LONG_SEEDS = range(24, 80)
+SOAK_SEEDS = range(80, 5000)
 
 
 class TestFuzz(GlooTest):
