@@ -92,7 +92,7 @@ def gtp_shard(
             graphs, an outer ``fully_shard`` and unequal replicas.
 
     Returns:
-        ``module``, whose class is now a subclass of its old class and of :class:`GTPModule`.
+        ``module``, whose class is now a subclass of its old class and of :class:`GTPModule`. Modules below keep theirs.
 
     Raises:
         TypeError, ValueError: An argument is of the wrong kind or out of range.
