@@ -102,8 +102,8 @@ def wrap_spec() -> None:
         spec: Any = SimpleNamespace(placements=_stock_siblings(self.placements)) if has_block(self) else self
         stock_verify(spec, shard_order)
 
-    DTensorSpec.__post_init__ = post_init  # type: ignore[method-assign]
-    DTensorSpec._verify_shard_order = verify  # type: ignore[method-assign]
+    compat.replace("spec", DTensorSpec, "__post_init__", post_init)
+    compat.replace("shard order", DTensorSpec, "_verify_shard_order", verify)
 
 
 def as_torch_chunks(spec: DTensorSpec) -> tuple[Placement, ...]:
@@ -207,8 +207,8 @@ def wrap_planner() -> None:
         plan_cached.cache_clear()
 
     plan_or_stock.cache_clear = clear_caches  # type: ignore[attr-defined]
-    redistribute_module._gen_transform_infos_non_cached = plan  # type: ignore[assignment]
-    redistribute_module._gen_transform_infos = plan_or_stock  # type: ignore[assignment]
+    compat.replace("plan", redistribute_module, "_gen_transform_infos_non_cached", plan)
+    compat.replace("cached plan", redistribute_module, "_gen_transform_infos", plan_or_stock)
 
 
 def plan_block_redistribution(plan_stock: Callable[..., Steps], src: DTensorSpec, dst: DTensorSpec) -> Steps:
@@ -267,4 +267,4 @@ def wrap_distribute_tensor() -> None:
         return cast(DTensor, result.redistribute(placements=targets).requires_grad_(tensor.requires_grad))
 
     for module in modules:
-        module.distribute_tensor = distribute_tensor
+        compat.replace("distribute_tensor", module, "distribute_tensor", distribute_tensor)

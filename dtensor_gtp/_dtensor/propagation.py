@@ -29,7 +29,15 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from .._torch_compat import DTensorSpec, OpSchema, OutputSharding, Propagate, op_dispatcher, wrap_sharding_propagation
+from .._torch_compat import (
+    DTensorSpec,
+    OpSchema,
+    OutputSharding,
+    Propagate,
+    op_dispatcher,
+    replace_item,
+    wrap_sharding_propagation,
+)
 from ..placement import GTPShard, _BlockGTPShard
 from . import block_layout, elementwise
 from .block_layout import gathered, has_block, has_empty_shard, map_specs, on_dim, stock_sibling, with_placements
@@ -72,8 +80,8 @@ def _support_fused() -> None:
         for overload in ("default", "tensor_lr"):
             adamw = getattr(aten._fused_adamw_, overload)
             for op in (aten._fused_sgd_, aten._fused_adagrad_):
-                if adamw in table and hasattr(op, overload):
-                    table.setdefault(getattr(op, overload), table[adamw])
+                if adamw in table and hasattr(op, overload) and getattr(op, overload) not in table:
+                    replace_item("fused optimizers", table, getattr(op, overload), table[adamw])
 
 
 # Reductions without a result for a shard that has no rows.

@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from .. import _torch_compat as compat
+
 _WHOLE = "param.full_tensor() on all ranks gives the whole tensor, param.to_local() this rank's rows"
 
 # The first of these that the name of the op begins with.
@@ -46,10 +48,10 @@ _REFUSED = re.compile(r"aten\.(\w+)\.\w+:? (?:got mixed torch\.Tensor and DTenso
 @functools.cache
 def install() -> None:
     """Say what to write; once in a process."""
-    sys.excepthook = functools.partial(_show, sys.excepthook)
-    DTensor.__format__ = _format  # type: ignore[assignment]
-    DTensor.numpy = functools.partialmethod(_refuse, "numpy")  # type: ignore[assignment, method-assign]
-    DTensor.tolist = functools.partialmethod(_refuse, "tolist")  # type: ignore[assignment, method-assign]
+    compat.replace("excepthook", sys, "excepthook", functools.partial(_show, sys.excepthook))
+    compat.replace("format", DTensor, "__format__", _format)
+    for name in ("numpy", "tolist"):
+        compat.replace(name, DTensor, name, functools.partialmethod(_refuse, name))
 
 
 def remedy_for(error: BaseException) -> str | None:

@@ -79,8 +79,10 @@ def _wrap_fully_shard() -> None:
         for _, managed, site in _managed_in(group):
             managed.follow(site)
 
-    group_class.__init__, group_class.post_backward = init, post_backward
-    group_class._to_sharded, group_class._to_unsharded = to_sharded, to_unsharded
+    compat.replace("fully_shard init", group_class, "__init__", init)
+    compat.replace("fully_shard post_backward", group_class, "post_backward", post_backward)
+    compat.replace("fully_shard to_sharded", group_class, "_to_sharded", to_sharded)
+    compat.replace("fully_shard to_unsharded", group_class, "_to_unsharded", to_unsharded)
 
 
 def _managed_in(group: Any) -> Iterator[tuple[Runtime, ManagedParam, Site]]:
@@ -164,8 +166,9 @@ def _refuse_wrappers() -> None:
                 )
         return make_graphed(callables, *args, **kwargs)
 
-    torch_module._localize_dtensor = localize_or_refuse
-    torch.cuda.make_graphed_callables = torch.cuda.graphs.make_graphed_callables = make_graphed_or_refuse
+    compat.replace("replicate", torch_module, "_localize_dtensor", localize_or_refuse)
+    for module in (torch.cuda, torch.cuda.graphs):
+        compat.replace("graphed callables", module, "make_graphed_callables", make_graphed_or_refuse)
 
 
 def _before_init(cls: type, check: Callable[[type, dict[str, Any]], None]) -> None:
@@ -179,7 +182,7 @@ def _before_init(cls: type, check: Callable[[type, dict[str, Any]], None]) -> No
             check(cls, arguments)
         stock(self, *args, **kwargs)
 
-    cls.__init__ = init  # type: ignore[misc]
+    compat.replace(cls.__name__, cls, "__init__", init)
 
 
 def _managed(module: nn.Module, ignored: Collection[nn.Parameter] = ()) -> list[tuple[str, ManagedParam]]:
@@ -278,4 +281,4 @@ def _replace_backward(stage_class: Any) -> None:
                 runtime.complete_gradients()
         return result
 
-    stage_class.backward_maybe_with_nosync = run_part
+    compat.replace("pipeline", stage_class, "backward_maybe_with_nosync", run_part)

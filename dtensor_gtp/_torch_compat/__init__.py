@@ -38,4 +38,5 @@ from .groups import *
 from .memory import *
 from .modes import *
 from .parallelism import *
+from .patches import *
 from .tensors import *

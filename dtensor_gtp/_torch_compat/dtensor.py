@@ -23,6 +23,8 @@ from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
+from .patches import replace, replace_item
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -57,7 +59,7 @@ def wrap_data_setter(wrapper: Callable[[Callable[[DTensor, Any], None], DTensor,
     """Call ``wrapper(what_was_there, tensor, value)`` for ``tensor.data = value`` on DTensors, from now on."""
     stock: Any = inspect.getattr_static(DTensor, "data")
     setter = functools.partial(wrapper, stock.__set__)
-    DTensor.data = property(stock.__get__, lambda tensor, value: setter(tensor, value))  # type: ignore[assignment]
+    replace("data", DTensor, "data", property(stock.__get__, lambda tensor, value: setter(tensor, value)))
 
 
 def wrap_data_getter(note: Callable[[DTensor], None]) -> None:
@@ -69,7 +71,7 @@ def wrap_data_getter(note: Callable[[DTensor], None]) -> None:
             note(tensor)
         return stock.__get__(tensor)
 
-    DTensor.data = property(get, stock.__set__)  # type: ignore[assignment]
+    replace("data", DTensor, "data", property(get, stock.__set__))
 
 
 def read_items(key: str, metadata: Any, offsets: tuple[int, ...], sizes: torch.Size) -> list[Any]:
@@ -123,9 +125,10 @@ def wrap_sharding_propagation(wrapper: Callable[[Propagate, OpSchema], OutputSha
     """Ask ``wrapper(what_was_there, op_schema)`` how DTensor's ops are sharded, from now on in this process."""
     propagator = op_dispatcher().sharding_propagator
     before = propagator.propagate_op_sharding_non_cached
-    propagator.propagate_op_sharding_non_cached = functools.wraps(before)(functools.partial(wrapper, before))
+    wrapped = functools.wraps(before)(functools.partial(wrapper, before))
     make_cache = type(propagator.propagate_op_sharding)
-    propagator.propagate_op_sharding = make_cache(propagator.propagate_op_sharding_non_cached)
+    replace("propagation", propagator, "propagate_op_sharding_non_cached", wrapped)
+    replace("cached propagation", propagator, "propagate_op_sharding", make_cache(wrapped))
 
 
 class StockRule(Enum):
@@ -183,13 +186,13 @@ class _HandlersOfThread:
 @functools.cache
 def _handlers_of_thread() -> _HandlersOfThread:
     handlers = _HandlersOfThread()
-    type(op_dispatcher())._custom_op_handlers = handlers
+    replace("handlers", type(op_dispatcher()), "_custom_op_handlers", handlers)
     return handlers
 
 
 def set_dtensor_handler(op: Any, handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
     """Let ``handler(op, args, kwargs)`` run ``op`` whenever one of its arguments is a DTensor."""
-    op_dispatcher()._custom_op_handlers[op] = handler
+    replace_item("handler", op_dispatcher()._custom_op_handlers, op, handler)
 
 
 def stock_dtensor_dispatch(op: Any) -> AbstractContextManager[None]:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import _redistribute as redistribute_module
 
 from .dtensor import op_dispatcher
 from .gloo import gloo_with_one_thread
+from .patches import replace
 
 _HOST_BACKENDS = frozenset({"gloo", "fake"})
 
@@ -184,7 +185,7 @@ def _accept_unsorted_axes() -> None:
         except KeyError:
             return None
 
-    redistribute_module._get_flattened_mesh_by_layout = lookup_or_none
+    replace("flattened mesh", redistribute_module, "_get_flattened_mesh_by_layout", lookup_or_none)
 
 
 def unflatten_mesh(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:

@@ -11,6 +11,8 @@ from torch._C import _will_engine_execute_node as is_node_awaited
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 
+from .patches import replace
+
 _T = TypeVar("_T", bound=Tensor)
 PackHook = Callable[[Tensor], Any]
 UnpackHook = Callable[[Any], Tensor]
@@ -43,7 +45,7 @@ def wrap_engine(wrapper: Callable[..., Any]) -> None:
     ) -> Any:
         return wrapper(stock, outputs, grads, retain, create, inputs, allow_unreachable, accumulate_grad)
 
-    cast("Any", torch.autograd)._engine_run_backward = run
+    replace("engine", torch.autograd, "_engine_run_backward", run)
 
 
 def grad_dtype(param: Tensor) -> torch.dtype:
