@@ -151,11 +151,12 @@ def _keeps_wide_sum(dtype: torch.dtype, operand: Tensor) -> bool:
 
 
 def _multiply_into(target: Tensor, left: Tensor, right: Tensor, is_accumulating: bool) -> None:
+    is_wide = _keeps_wide_sum(target.dtype, left)
     if is_accumulating:
-        target += left.mm(right)
+        target += torch.mm(left, right, torch.float32) if is_wide else left.mm(right)
     elif target.dtype == left.dtype:
         torch.mm(left, right, out=target)
-    elif _keeps_wide_sum(target.dtype, left):
+    elif is_wide:
         torch.mm(left, right, torch.float32, out=target)
     else:
         target.copy_(left.mm(right))
