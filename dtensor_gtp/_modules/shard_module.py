@@ -32,7 +32,7 @@ from .other_libraries import run_all_layers
 def shard_module(
     module: nn.Module, arguments: Arguments, decisions: list[Decision], ignored: set[Site], runtime: Runtime, base: type
 ) -> None:
-    """Replace the parameters and swap the classes. Nothing in here may fail on bad input. ``runtime`` also serves
+    """Replace the parameters and bind the modules. Nothing in here may fail on bad input. ``runtime`` also serves
     earlier calls on submodules from now on; ``base`` is a further base of the class of ``module`` alone."""
     for submodule in module.modules():  # buffers stay whole; like ``fully_shard``, move them to the mesh's device
         for name, buffer in submodule._buffers.items():
