@@ -263,15 +263,17 @@ class GTPModule(RefusedMethods, BoundModule):
             RuntimeError: Weights that are reduced as a group have gradients that are not in ``.grad`` yet.
 
         Example:
-            >>> model = nn.Sequential(nn.Linear(64, 64), nn.ModuleList([nn.Linear(64, 64) for _ in range(4)]))
+            >>> heads = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+            >>> model = nn.Sequential(nn.Linear(64, 64), heads)
             >>> mesh = init_weight_mesh("cpu", gtp=4).weights
-            >>> for head in model[1]:  # one of them for the task of each rank
+            >>> for head in heads:  # one of them for the task of each rank
             ...     _ = gtp_shard(head, mesh)
             >>> model = gtp_shard(model, mesh)
-            >>> for head in model[1]:
+            >>> for head in heads:
             ...     head.set_reduce_scatter_unused_params(True)
-            >>> model[1][mesh.get_local_rank()](model[0](torch.ones(2, 64))).sum().backward()
-            >>> model[1][0].bias.grad.to_local()[0]  # of 2 samples on one of 4 ranks
+            >>> own = heads[mesh.get_local_rank()]
+            >>> own(model[0](torch.ones(2, 64))).sum().backward()
+            >>> heads[0].bias.grad.to_local()[0]  # of 2 samples on one of 4 ranks
             tensor(0.5000)
         """
         params, runtime = self._params(recurse), self._gtp_binding.group.runtime

@@ -88,6 +88,7 @@ class Gatherable:
         self.index = -1  # in plans
         self.call = -1  # number of the gtp_shard call
         self.lane = 0  # number of the mesh, see [Note: what is gathered when]
+        self.number = -1  # among those of the mesh: ranks of other meshes may have other weights in between
         # All that is always gathered together, itself included, in order of use; empty if it is gathered alone.
         self.companions: tuple[Gatherable, ...] = ()
         self.num_gathers = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
@@ -140,6 +141,10 @@ class KeepAndFree:
         lanes: dict[Groups, int] = {}
         for target in reversed(self.gatherables):  # the weights of the outermost call come last: they get lane 0
             target.lane = lanes.setdefault(target.weight.groups, len(lanes))
+        numbers: Counter[Groups] = Counter()
+        for target in self.gatherables:
+            target.number = numbers[target.weight.groups]
+            numbers[target.weight.groups] += 1
         roots = (call.module for call in reversed(self.calls))
         self.guesses = Guesses(roots, self.gatherables, self.schedule.prefetch_nbytes)
 

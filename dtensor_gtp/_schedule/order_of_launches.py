@@ -64,8 +64,8 @@ class OrderOfLaunches:
         name = targets[0].weight.groups.scatter_name
         if (launches := self._launches.get(name)) is None:
             launches = self._launches[name] = _Launches()
-        indices = [target.index for target in targets]
-        launches.code = hash((launches.code, len(kind), *indices))  # of numbers alone: the same in each process
+        numbers = [target.number for target in targets]
+        launches.code = hash((launches.code, len(kind), *numbers))  # of numbers alone: the same in each process
         launches.last.append((kind, [target.weight.fqn for target in targets]))
 
     def marks(self, groups: Groups, like: Tensor, dtype: torch.dtype) -> Marks | None:
