@@ -68,7 +68,7 @@ CALLED_BY_OTHERS = {
     "dtensor_gtp.planner.Machine.memory_nbytes": "plan",
     "dtensor_gtp.planner.Machine.straggling": "plan",
     "dtensor_gtp.planner.Memory.as_record": "PlanResult.as_record",
-    "dtensor_gtp.planner.Memory.parts": "PlanResult.as_record",
+    "dtensor_gtp.planner.Memory.parts": "describe",
     "dtensor_gtp.quant.NativeWeight.like": "ops of the weight",
     "dtensor_gtp.quant.NativeWeight.narrowed": "ops of the weight",
     "dtensor_gtp.quant.NativeWeight.write": "ops of the weight",
