@@ -50,9 +50,7 @@ PATCHES = {
         "it refuses norms of several meshes, which clipping takes, and block placements",
     ),
     "cached propagation": Patch(
-        f"{_TENSOR}.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding",
-        _ALL,
-        "it caches the former",
+        f"{_TENSOR}.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding", _ALL, "it caches the former"
     ),
     "handlers": Patch(
         f"{_TENSOR}.DTensor._op_dispatcher._custom_op_handlers",

@@ -14,7 +14,7 @@ from test_gtp_shard_groups import CHOSEN, WIDTH, rows, square
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from dtensor_gtp import gtp_shard
+from dtensor_gtp import SchedulePolicy, gtp_shard
 from dtensor_gtp.nn import GroupedLinear
 
 SCHEDULES = {"groups": CHOSEN, "single weights": ALL}
@@ -129,6 +129,25 @@ class TestExactTypes(GlooTest):
                     for owner in (model.layers[0][0], model.conv):
                         assert isinstance(owner._parameters["weight"], DTensor)
                         assert isinstance(owner.weight, DTensor)
+
+    def test_forwards_that_a_library_has_wrapped(self) -> None:
+        """As hooks of accelerate and diffusers do, before the first forward makes groups."""
+
+        def wrap(module: nn.Module) -> None:
+            old = module.forward
+            module.forward = lambda *args: old(*args)
+
+        def shard(model: Mixture, schedule: SchedulePolicy) -> nn.Module:
+            gtp_shard(model, mesh, schedule=schedule)
+            for module in (*model.layers[0], *model.layers[1], model.conv, model.experts):
+                wrap(module)
+            return model
+
+        for name, schedule in SCHEDULES.items():
+            with self.subTest(name):
+                torch.manual_seed(3)
+                mesh = self.gtp_mesh()
+                check_training(Mixture(), partial(shard, schedule=schedule), mesh, rows, square)
 
     def test_a_forward_that_the_user_puts_in_place_runs(self) -> None:
         for model in by_schedule(self):
