@@ -23,6 +23,7 @@ from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
+from .modes import skip_code
 from .patches import replace, replace_item
 
 _P = ParamSpec("_P")
@@ -124,6 +125,8 @@ def op_dispatcher() -> Any:
 def wrap_sharding_propagation(wrapper: Callable[[Propagate, OpSchema], OutputSharding]) -> None:
     """Ask ``wrapper(what_was_there, op_schema)`` how DTensor's ops are sharded, from now on in this process."""
     propagator = op_dispatcher().sharding_propagator
+    code = wrapper.__code__ if inspect.isfunction(wrapper) else type(wrapper).__call__.__code__
+    skip_code(code, recursive=True)  # the compiler of torch 2.11 would trace it, while it finds shapes
     before = propagator.propagate_op_sharding_non_cached
     wrapped = functools.wraps(before)(functools.partial(wrapper, before))
     make_cache = type(propagator.propagate_op_sharding)
