@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
-from ..placement import GTPShard
+from ..placement import may_be_ours
 from .random_init import whole_draws
 
 
@@ -26,7 +26,7 @@ def install() -> None:
 
 def _set(stock: Any, param: DTensor, value: Any) -> None:
     spec = compat.dtensor_spec(param)
-    has_shard = any(isinstance(placement, GTPShard) for placement in spec.placements)
+    has_shard = any(map(may_be_ours, spec.placements))
     # Another library may have cut parameters over the same mesh, and may hold their local tensors.
     if not whole_draws().is_on_our_mesh(param) or not (has_shard or spec.placements[-1].is_replicate()):
         if has_shard:

@@ -15,7 +15,7 @@ from .._modules.binding import binding_of, unmanaged_params
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import ShardedWeight
 from .._schedule.runtime import Runtime
-from ..placement import GTPShard
+from ..placement import may_be_ours
 from .record_again import params_outside, tensors_in
 
 logger = logging.getLogger("dtensor_gtp")
@@ -141,7 +141,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None
             what = f"optimizers that can be captured, but group {index} of {name} has capturable=False"
             raise ValueError(f"capture_step expects {what}. Create it with capturable=True. {see('capture_a_step')}")
     for param in params_outside(module, [optimizer]):
-        if any(isinstance(placement, GTPShard) for placement in getattr(param, "placements", ())):
+        if any(map(may_be_ours, getattr(param, "placements", ()))):
             raise ValueError(
                 f"capture_step expects a module that contains all sharded parameters of {name}, but one of shape "
                 f"{tuple(param.shape)} is outside. Pass a module around both, such as nn.ModuleList."
