@@ -1,4 +1,4 @@
-"""The only place that imports private torch symbols; tested on torch 2.11 and 2.13.
+"""The only place that imports private torch symbols; tested on torch 2.11 and 2.13, on CPUs also on 2.14.
 
 A replacement for a symbol that a release lacks stands beside the import. The files below hand on all their public
 names. Code and tests call ``compat.name``, so that tests can replace it.
