@@ -126,14 +126,14 @@ class Streams:
     @property
     def is_capturing(self) -> bool:
         """Whether a CUDA graph records what runs now."""
-        return self.device_type == "cuda" and torch.cuda.graphs.is_current_stream_capturing()
+        return self.device_type == "cuda" and compat.is_stream_capturing()
 
     @property
     def may_wait_on_host(self) -> bool:
         """Whether the host may read a value of the device now: in no recording, and where no check forbids it."""
         if self.device_type != "cuda":
             return True
-        return not torch.cuda.graphs.is_current_stream_capturing() and torch.cuda.get_sync_debug_mode() == 0
+        return not self.is_capturing and torch.cuda.get_sync_debug_mode() == 0
 
     def note_compute(self) -> None:
         """Make the current stream a compute stream of this pass. Call it before that stream writes a gradient."""

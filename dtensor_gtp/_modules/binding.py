@@ -79,12 +79,17 @@ class Binding:
             for name, param in params.items()
             if isinstance(param, ShardedWeight)
         }
-        self.fused: Fused | None = None
+        self.fused_alone: Fused | None = None  # where each weight is gathered by itself
         self.is_frame = False  # whether a call of the module is a frame
         self.is_grouped = self.is_block = False  # whether a ``WeightGroup`` has its parameters, and is of this module
         self.call_impl: Callable[..., Any]  # what a call runs within its frame
         self.compiled_call = module._compiled_call_impl  # the same, of a module that was compiled before
         self.dressed: dict[str, Any] = {}  # attributes that the module has from us now
+
+    @property
+    def fused(self) -> Fused | None:
+        """What runs in place of the module's forward; None for the stock one, as in a group."""
+        return None if self.is_grouped else self.fused_alone
 
     def read(self, name: str, registered: Any) -> Any:
         """What code reads as attribute ``name`` of the module, where ``registered`` is registered as that parameter."""

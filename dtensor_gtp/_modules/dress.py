@@ -61,7 +61,7 @@ class OwnClass(BoundModule):
 
 def bind(module: nn.Module, binding: Binding, mixin: type | None) -> None:
     """Attach ``binding``. ``mixin`` is a further base of the class of the module that was passed to ``gtp_shard``."""
-    binding.fused = find_fused(module, binding.params)
+    binding.fused_alone = find_fused(module, binding.params)
     binding.is_frame = binding.fused is None or mixin is not None
     weights = [param for param in binding.params.values() if isinstance(param, ShardedWeight)]
     if binding.fused is None and weights:
@@ -87,7 +87,6 @@ def dress(module: nn.Module) -> None:
     for name, value in binding.dressed.items():
         if attributes.get(name) is value:  # or the user has put another one there
             del attributes[name]
-    fused = None if binding.is_grouped else binding.fused
     binding.call_impl = type(module)._call_impl
     binding.dressed = {}
     if binding.is_block or (binding.is_frame and not binding.is_grouped):
@@ -95,7 +94,7 @@ def dress(module: nn.Module) -> None:
         binding.dressed = {"_call_impl": call, "__call__": call}  # ``torch.compile`` takes the latter
         if binding.compiled_call is not None:
             binding.dressed["_compiled_call_impl"] = MethodType(call_compiled_in_frame, module)
-    if fused is not None:
+    if (fused := binding.fused) is not None:
         binding.dressed["forward"] = MethodType(fused.forward, module)
     elif isinstance(module, nn.RNNBase) and binding.params:
         binding.call_impl = _call_recurrent

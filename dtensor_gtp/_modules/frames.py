@@ -40,14 +40,15 @@ def call_compiled_in_frame(self: BoundModule, *args: Any, **kwargs: Any) -> Any:
     return _call(self, self._gtp_binding.compiled_call, args, kwargs)
 
 
-def _call(module: BoundModule, call: Any, args: Any, kwargs: Any) -> Any:
-    is_block = module._gtp_binding.is_block
+def _call(module: BoundModule, call: Any, args: Any, kwargs: Any, *method: Any) -> Any:
+    """``method`` is its name and its ``Reads``, if it is not the forward."""
+    is_block = module._gtp_binding.is_block and not method
     if torch.compiler.is_compiling() and not is_block:
         return _call_in_graph(module, call, args, kwargs)
     # torch.compile(module) compiles what is called from here, but neither this frame (see below) nor the runtime.
     compiler = compat.set_eval_frame(None)
     try:
-        return (call_block if is_block else _call_in_frame)(module, call, args, kwargs, compiler)
+        return (call_block if is_block else _call_in_frame)(module, call, args, kwargs, compiler, *method)
     finally:
         compat.set_eval_frame(compiler)
 
@@ -61,13 +62,7 @@ def as_forward(stock: Callable[..., Any], method: str) -> Callable[..., Any]:
     reads = Reads()  # of this method alone, not of forward
 
     def call(self: BoundModule, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return _call_in_graph(self, stock, args, kwargs)
-        compiler = compat.set_eval_frame(None)
-        try:
-            return _call_in_frame(self, stock, args, kwargs, compiler, method, reads)
-        finally:
-            compat.set_eval_frame(compiler)
+        return _call(self, stock, args, kwargs, method, reads)
 
     compat.skip_code(call.__code__)
     # The function behind the bound method, so that the signature keeps all arguments when this one is bound.

@@ -30,7 +30,7 @@ class _Launches:
     """Of one mesh since the last comparison."""
 
     code: int = 0
-    last: deque[tuple[str, list[str]]] = field(default_factory=lambda: deque(maxlen=_NUM_NAMED))
+    last: deque[tuple[str, Sequence[Gatherable]]] = field(default_factory=lambda: deque(maxlen=_NUM_NAMED))
 
 
 class Marks(NamedTuple):
@@ -66,7 +66,7 @@ class OrderOfLaunches:
             launches = self._launches[name] = _Launches()
         numbers = [target.number for target in targets]
         launches.code = hash((launches.code, len(kind), *numbers))  # of numbers alone: the same in each process
-        launches.last.append((kind, [target.weight.fqn for target in targets]))
+        launches.last.append((kind, targets))
 
     def marks(self, groups: Groups, like: Tensor, dtype: torch.dtype) -> Marks | None:
         """What to send in an all-reduce in ``dtype`` over the gtp axis, as ``like``: what has been launched since the
@@ -104,5 +104,6 @@ class OrderOfLaunches:
             always, *bits = compared.sums.abs().tolist()
             # Half a rank, because the sums are rounded. One rank that differs takes away two.
             if min(bits) < always * (1 - 0.5 / compared.groups.scatter.size()):
-                names = [f"{kind} of {', '.join(names)}" for kind, names in compared.launches.last]
+                last = compared.launches.last
+                names = [f"{kind} of {', '.join(target.weight.fqn for target in targets)}" for kind, targets in last]
                 raise parted(compared.mesh, "a step", [*names, f"{compared.launches.code:x}"], compared.groups.scatter)

@@ -398,9 +398,8 @@ class Gradients:
                 self._send(weight, weight.unsharded_grad)
             elif weight.flags.reduce_scatter_unused_params and _single(weight).awaits_reduction:
                 self._send(weight, weight.send_buffer().zero_())
-        for param in params:
-            if param.flags.requires_gradient_sync and isinstance(param, ShardedWeight):
-                param.awaits_reduction = False
+            if isinstance(weight, ShardedWeight):
+                weight.awaits_reduction = False
         self.launch_waiting()
         if not self._comm.has_streams:
             self._comm.retire_all()  # completes reductions, which set and clear ``unreplicated_grad``

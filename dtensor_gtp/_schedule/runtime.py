@@ -283,7 +283,8 @@ class Runtime(Gathering):
         self.drop_broken_backward()  # if the last one raised, and no forward came in between
         self._is_in_backward = True
         asked = self.asked_for
-        for param in self.params:
+        free = (weight for weight in self.weights if weight.flags.reduce_scatter_unused_params)
+        for param in (*self.whole, *free):
             leaf = param.leaf if param.group is None else param.group.leaf_of(param)
             if param.param.requires_grad and (asked is None or id(leaf) in asked):
                 param.awaits_reduction = True

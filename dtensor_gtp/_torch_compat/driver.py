@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch._C._autograd import _profiler_enabled
 
+from .modes import is_stream_capturing
+
 _WAIT_VALUE, _WRITE_VALUE = 1, 2  # CUstreamBatchMemOpType, of 32 bits
 _WAIT_EQUAL = 1  # CUstreamWaitValue_flags
 _FLAG_NBYTES = 4
@@ -101,7 +103,7 @@ def enqueue_copies(copies: Sequence[Copy], stream: int) -> None:
             if code := runtime.cudaMemcpyAsync(*addresses, ctypes.c_size_t(nbytes), _DEFAULT_KIND, handle):
                 raise RuntimeError(f"cudaMemcpyAsync failed with error {code}")
         return
-    if len(copies) > 1 and stream and _has_batches() and not torch.cuda.graphs.is_current_stream_capturing():
+    if len(copies) > 1 and stream and _has_batches() and not is_stream_capturing():
         code = driver.cuMemcpyBatchAsync_v2(*_batch(tuple(copies)), handle)
         if not code:
             return

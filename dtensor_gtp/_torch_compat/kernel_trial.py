@@ -23,7 +23,7 @@ def decided(
     compares the kernels, ``otherwise`` does the same without Triton, ``warn`` is called once with the reason."""
     found = verdicts.get(key)
     if found is None:
-        if torch.cuda.graphs.is_current_stream_capturing():
+        if compat.is_stream_capturing():
             # Kernels must be compiled and loaded outside of graphs. A step has run eagerly before it is captured.
             return otherwise, "first used in a CUDA graph"
         with compat.without_dispatch_modes(), torch.no_grad():  # a checkpoint's policy must not count these ops

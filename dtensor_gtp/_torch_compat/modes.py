@@ -97,6 +97,12 @@ def skip_code(code: CodeType, *, recursive: bool = False) -> None:
     eval_frame.set_code_exec_strategy(code, strategy)
 
 
+def is_stream_capturing() -> bool:
+    """Whether a CUDA graph records the current stream. Not by ``torch.cuda.is_current_stream_capturing``: the step
+    before a recording answers yes to code that asks that, see ``graphs.recorder``."""
+    return torch.cuda.graphs.is_current_stream_capturing()
+
+
 def is_in_compiler() -> bool:
     """Whether the compiler itself runs the caller: it looks at values, to make guards from them."""
     return _guards.CompileContext.try_get() is not None

@@ -79,7 +79,7 @@ def _refusing_synchronization() -> Iterator[None]:
     waits only where nothing is recorded (checks of masks in transformers) finds that something is."""
     before, is_capturing = torch.cuda.get_sync_debug_mode(), torch.cuda.is_current_stream_capturing
     torch.cuda.set_sync_debug_mode("error")
-    torch.cuda.is_current_stream_capturing = lambda: True  # our own code asks the one of torch.cuda.graphs
+    torch.cuda.is_current_stream_capturing = lambda: True  # our own code asks ``compat``
     try:
         yield
     except RuntimeError as error:

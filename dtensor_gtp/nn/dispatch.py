@@ -253,7 +253,7 @@ class TokenDispatcher:
     def _gather_experts(self, experts: Tensor) -> Tensor:
         """What the tokens of all ranks chose, shape ``(ranks * capacity, k)``; ``num_experts`` for padding."""
         group, (num_tokens, k), device = self._group, experts.shape, experts.device
-        is_capturing = device.type == "cuda" and torch.cuda.graphs.is_current_stream_capturing()
+        is_capturing = device.type == "cuda" and compat.is_stream_capturing()
         if not self._capacity:
             if is_capturing:
                 raise RuntimeError(f"{self._complaint('an unknown number')} Run one step before the capture.")

@@ -126,7 +126,7 @@ class TestHandover(TestCase):
         others = {handover_path(environment | {"TORCHELASTIC_RUN_ID": "a_b"}, self.folder)}
         with mock.patch.object(os, "readlink", return_value="pid:[another container]"):
             others.add(handover_path(environment, self.folder))
-        with mock.patch.object(os, "getppid", return_value=1):
+        with mock.patch.object(os, "getppid", return_value=os.getppid() + 1):
             others.add(handover_path(environment, self.folder))
         self.assertEqual(len(others | {path}), 4)
         self.assertTrue((path.parent / "of_another_job.pt").exists())

@@ -101,6 +101,8 @@ class TestGroups(GlooTest):
         model = self.check(seeded(Model))
         report = str(sharding_report(model, verbose=True))
         self.assertIn("3 blocks, each gathered as a whole", report)
+        uses = {row.name: row.use for row in sharding_report(model).rows if row.name.endswith("weight")}
+        self.assertEqual((uses["first.weight"], uses["layers.0.up.weight"]), ("fused op", "attribute"))
 
     def test_replicas(self) -> None:
         self.check(seeded(Model), self.hsdp_mesh())

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
+from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import GlooTest, check_training
-from runtime_common import ALL
-from test_gtp_shard_groups import CHOSEN, WIDTH, rows, square
+from common import GlooTest
+from test_gtp_shard_groups import WIDTH
+from test_gtp_shard_parameters import SCHEDULES, check_schedules
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from dtensor_gtp import SchedulePolicy, gtp_shard
+from dtensor_gtp import gtp_shard
 from dtensor_gtp.nn import GroupedLinear
 
-SCHEDULES = {"groups": CHOSEN, "single weights": ALL}
 KINDS = (nn.Linear, nn.LayerNorm, nn.GRU, nn.Conv1d, nn.ParameterList, nn.ModuleList, GroupedLinear, nn.Sequential)
 
 
@@ -79,11 +78,7 @@ class TestExactTypes(GlooTest):
             model.reshard()
 
     def test_they_train_as_in_one_process(self) -> None:
-        for name, schedule in SCHEDULES.items():
-            with self.subTest(name):
-                torch.manual_seed(3)
-                mesh = self.gtp_mesh()
-                check_training(Mixture(), partial(gtp_shard, mesh=mesh, schedule=schedule), mesh, rows, square)
+        check_schedules(self, Mixture, seed=3)
 
     def test_initialization_and_groups_of_parameters_by_type(self) -> None:
         def init(module: nn.Module) -> None:
@@ -137,17 +132,13 @@ class TestExactTypes(GlooTest):
             old = module.forward
             module.forward = lambda *args: old(*args)
 
-        def shard(model: Mixture, schedule: SchedulePolicy) -> nn.Module:
-            gtp_shard(model, mesh, schedule=schedule)
+        def shard(model: Mixture, **options: Any) -> nn.Module:
+            gtp_shard(model, **options)
             for module in (*model.layers[0], *model.layers[1], model.conv, model.experts):
                 wrap(module)
             return model
 
-        for name, schedule in SCHEDULES.items():
-            with self.subTest(name):
-                torch.manual_seed(3)
-                mesh = self.gtp_mesh()
-                check_training(Mixture(), partial(shard, schedule=schedule), mesh, rows, square)
+        check_schedules(self, Mixture, shard, seed=3)
 
     def test_a_forward_that_the_user_puts_in_place_runs(self) -> None:
         for model in by_schedule(self):

@@ -99,16 +99,8 @@ class TestLeaks(GlooTest):
 
     def make_beside(self, number: int) -> None:
         model = one_layer(self.gtp_mesh())
-        shared = dist.new_group
-        with mock.patch.object(dist, "new_group", getattr(shared, "_make", shared)):
-            for name, make in BESIDE.items():
-                for _ in range(3):
-                    make(model)
-                before, nbytes = counts(), resident_nbytes()
-                for _ in range(number):
-                    make(model)
-                self.assertEqual(counts(), before, name)
-                self.assertLess(resident_nbytes() - nbytes, 32 << 20, name)
+        for name, make in BESIDE.items():
+            self.make_many(name, number, lambda _, make=make: make(model))
 
     def make_models(self, number: int) -> None:
         mesh = self.gtp_mesh()
@@ -123,16 +115,19 @@ class TestLeaks(GlooTest):
             if is_reported:
                 str(sharding_report(model))
 
+        self.make_many("models", number, lambda index: train_one(is_reported=index % 20 == 0))
+
+    def make_many(self, name: str, number: int, make: Callable[[int], None]) -> None:
         # The workers of these tests share groups between meshes, which would hide what is looked for here.
         shared = dist.new_group
         with mock.patch.object(dist, "new_group", getattr(shared, "_make", shared)):
             for _ in range(3):
-                train_one(is_reported=True)
+                make(0)
             before, nbytes = counts(), resident_nbytes()
             for index in range(number):
-                train_one(is_reported=index % 20 == 0)
-            self.assertEqual(counts(), before)
-        self.assertLess(resident_nbytes() - nbytes, 32 << 20)
+                make(index)
+            self.assertEqual(counts(), before, name)
+        self.assertLess(resident_nbytes() - nbytes, 32 << 20, name)
 
 
 class TestLeaksOfCapturedSteps:

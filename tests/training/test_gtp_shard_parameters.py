@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -56,15 +58,22 @@ class Momentum(nn.Module):
         return y - x
 
 
+def check_schedules(
+    test: GlooTest, make: Callable[[], nn.Module], shard: Callable[..., Any] = gtp_shard, seed: int = 7
+) -> None:
+    """Train beside one process in groups, and by single weights."""
+    for name, schedule in SCHEDULES.items():
+        with test.subTest(name):
+            torch.manual_seed(seed)
+            mesh = test.gtp_mesh()
+            check_training(make(), partial(shard, mesh=mesh, schedule=schedule), mesh, rows, square)
+
+
 class TestParametersInForward(GlooTest):
     world_size = 2
 
     def test_a_penalty_on_all_parameters(self) -> None:
-        for name, schedule in SCHEDULES.items():
-            with self.subTest(name):
-                torch.manual_seed(7)
-                mesh = self.gtp_mesh()
-                check_training(Penalized(), partial(gtp_shard, mesh=mesh, schedule=schedule), mesh, rows, square)
+        check_schedules(self, Penalized)
 
     def test_they_have_the_compute_dtype(self) -> None:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -78,11 +87,7 @@ class TestParametersInForward(GlooTest):
                     assert all(isinstance(param, DTensor) for param in model.parameters())
 
     def test_a_forward_that_writes_to_them_writes_to_the_shards(self) -> None:
-        for name, schedule in SCHEDULES.items():
-            with self.subTest(name):
-                torch.manual_seed(7)
-                mesh = self.gtp_mesh()
-                check_training(Momentum(), partial(gtp_shard, mesh=mesh, schedule=schedule), mesh, rows, square)
+        check_schedules(self, Momentum)
 
     def test_a_list_of_subclasses_has_those_of_the_user_alone(self) -> None:
         known: list[type] = []
