@@ -68,18 +68,19 @@ class OrderOfLaunches:
         launches.code = hash((launches.code, len(kind), *numbers))  # of numbers alone: the same in each process
         launches.last.append((kind, targets))
 
-    def marks(self, groups: Groups, like: Tensor, dtype: torch.dtype) -> Marks | None:
+    def marks(self, groups: Groups, like: Tensor, dtype: torch.dtype, *, is_recorded: bool) -> Marks | None:
         """What to send in an all-reduce in ``dtype`` over the gtp axis, as ``like``: what has been launched since the
-        last call. None if the sums would be too coarse, on all ranks alike."""
+        last call. None if the sums would be too coarse, on all ranks alike. A graph sends marks, too: its peers may
+        run eagerly."""
         name, num_ranks = groups.scatter_name, groups.scatter.size()
         launches = self._launches.pop(name, None) or _Launches()
         if dtype.is_complex or num_ranks**2 * torch.finfo(dtype).eps > 1:
             return None
         code, values = self._values.get(name, (0, None))
-        if values is None or code != launches.code or values.dtype != like.dtype or values.device != like.device:
-            signs = [1 - 2 * (launches.code >> bit & 1) for bit in range(NUM_MARKS - 1)]
-            host = torch.tensor([1, *signs], dtype=like.dtype, pin_memory=like.is_cuda)
-            values = host.to(like.device, non_blocking=True)
+        if is_recorded:  # a graph keeps addresses: it gets marks of its own
+            values = _signs(launches.code, like)
+        elif values is None or code != launches.code or values.dtype != like.dtype or values.device != like.device:
+            values = _signs(launches.code, like)
             self._values[name] = launches.code, values
         return Marks(launches, values)
 
@@ -96,7 +97,7 @@ class OrderOfLaunches:
 
     def check(self, *, is_next_step: bool) -> None:
         """Raise a RuntimeError on all ranks that have launched different collectives. On a GPU in the next step, so
-        that the host does not wait."""
+        that the host does not wait. Not while a graph is recorded: it may wait for no event, nor free pinned memory."""
         while self._running and (is_next_step or self._running[0].arrived is None):
             compared = self._running.pop(0)
             if compared.arrived is not None:
@@ -107,3 +108,10 @@ class OrderOfLaunches:
                 last = compared.launches.last
                 names = [f"{kind} of {', '.join(target.weight.fqn for target in targets)}" for kind, targets in last]
                 raise parted(compared.mesh, "a step", [*names, f"{compared.launches.code:x}"], compared.groups.scatter)
+
+
+def _signs(code: int, like: Tensor) -> Tensor:
+    """Made on the device, as a graph may record it."""
+    bits = torch.arange(NUM_MARKS, device=like.device)
+    code = (code % 2 ** (NUM_MARKS - 1)) << 1
+    return (1 - 2 * (code >> bits & 1)).to(like.dtype)

@@ -412,7 +412,8 @@ class Gradients:
                 share = 1.0 if self.replicas is None else self.replicas.share(factor)
                 self._complete_later(_Gradient(weight, None, scale, True, share), slot)
         whole = [param for param in params if isinstance(param, WholeParam)]
-        self.order.check(is_next_step=True)
+        if not self._comm.is_capturing:
+            self.order.check(is_next_step=True)
         reduce_whole(whole, self._comm, self.replicas, self.order)
         self._comm.end_backward()
         self.order.check(is_next_step=False)

@@ -79,14 +79,14 @@ def _reduce_bucket(
             used[index].zero_()
     sent = [*grads, used]
     marks = None
-    if groups.scatter.size() > 1 and not comm.is_capturing:
-        marks = order.marks(groups, used, dtype)
+    if groups.scatter.size() > 1:
+        marks = order.marks(groups, used, dtype, is_recorded=comm.is_capturing)
         sent += [] if marks is None else [marks.values]
     flat = _flatten(sent, dtype)
     wire = torch.view_as_real(flat) if flat.is_complex() else flat
 
     def complete() -> None:
-        if marks is not None:  # replicas need not launch alike
+        if marks is not None and not comm.is_capturing:  # replicas need not launch alike
             order.compare(marks, flat[-len(marks.values) :], first.mesh, groups)
         for group in active[1:]:
             all_reduce_in_order(wire, scale, group, comm)

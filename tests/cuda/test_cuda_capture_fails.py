@@ -29,7 +29,8 @@ class Breaking:
         output.register_hook(self.fail)
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        if self.num_failures or not torch.cuda.is_current_stream_capturing():
+        # Not ``torch.cuda.is_current_stream_capturing``, which answers yes in the step before a recording, too.
+        if self.num_failures or not torch.cuda.graphs.is_current_stream_capturing():
             return self.step(tokens)
         handle = self.model.blocks[1].register_forward_hook(self.watch)
         try:

@@ -20,7 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dtensor_gtp import gtp_shard
 
-WIDTH, HEADS, TOKENS = 64, 4, 64
+WIDTH, HEADS = 64, 4
+TOKENS = 64 * NUM_RANKS  # half of a rank's: 32, which the memory-efficient kernel rounds up to
 
 
 class Attention(nn.Module):
@@ -36,7 +37,7 @@ class Attention(nn.Module):
         return output
 
 
-@unittest.skipIf(NUM_RANKS < 2 or TOKENS % (2 * NUM_RANKS) != 0, "needs at least 2 GPUs, a power of two")
+@unittest.skipIf(NUM_RANKS < 2, "needs at least 2 GPUs")
 class TestContextParallel(CudaTest):
     def test_gradients_and_updates(self) -> None:
         mesh = init_device_mesh("cuda", (NUM_RANKS,), mesh_dim_names=("gtp",))

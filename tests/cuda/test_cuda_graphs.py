@@ -175,6 +175,16 @@ class TestCudaGraphs(CudaTest):
         for name, schedule in SCHEDULES.items():
             self.check_disturbed(name, batches, schedule=explicit(**schedule))
 
+    def test_ranks_record_at_different_steps(self) -> None:
+        """What a graph sends has the size of what an eager peer sends: marks of what is launched, too."""
+        captured, eager = self.jobs()
+        step = capture_step(captured.step, captured.model, captured.optimizer, warmup_steps=2 + 2 * self.rank)
+        for index in range(8):
+            batch = self.rows(index)
+            self.assertTrue(torch.equal(step(batch), eager.step(batch)), f"step {index}")
+        self.assert_same(captured, eager, "ranks record at different steps")
+        self.assertEqual(step.num_graphs, 1)
+
     def test_poison_delays_and_late_ranks_in_exchanges_of_activations(self) -> None:
         """Of the embedding and of the head; the other weight is gathered."""
         batches = [make_tokens(100 * index + self.rank, 4) for index in range(8)]
