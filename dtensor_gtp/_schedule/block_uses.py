@@ -42,20 +42,15 @@ class BlockUse:
 
     def watch(self, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
         """Call ``begin`` and ``end`` with the backward of the block, see the note above."""
-        nodes = {output.grad_fn for output in outputs}
-        for node in nodes:
-            if node is not None:
-                node.register_prehook(self.begin)
-        last = None
-        leaves = []
-        for tensor in inputs:
-            if not tensor.requires_grad:
-                continue
-            node = tensor.grad_fn
-            if node is None:
-                leaves.append(tensor)
-            elif last is None or node._sequence_nr() > last._sequence_nr():
-                last = node
+        needed = [tensor for tensor in inputs if tensor.requires_grad]
+        leaves = [tensor for tensor in needed if tensor.grad_fn is None]
+        before = {tensor.grad_fn for tensor in needed}
+        made = {output.grad_fn for output in outputs} - {None}
+        # An input that the block returns as it is, such as T5's position bias, has its gradient after all blocks. If
+        # that is all it returns, its backward may begin there all the same.
+        for node in made - before or made:
+            node.register_prehook(self.begin)
+        last = max(before - {None}, key=lambda node: node._sequence_nr(), default=None)
         if last is not None:
             last.register_prehook(self.end)
         elif leaves:

@@ -36,6 +36,13 @@ class Block(nn.Module):
         return x + self.down(self.up(self.norm(x)).relu())
 
 
+class HandsOn(Block):
+    """Returns an input beside its output."""
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> Any:
+        return super().forward(x + bias), bias
+
+
 class Model(nn.Module):
     """Blocks between a first and a last layer. ``call`` calls a block."""
 
@@ -50,6 +57,18 @@ class Model(nn.Module):
         x = self.first(x)
         for layer in self.layers:
             x = self.call(layer, x)
+        return self.last(x)
+
+
+class WithBias(Model):
+    def __init__(self) -> None:
+        super().__init__(block=HandsOn)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        bias = x * 2
+        for layer in self.layers:
+            x, bias = layer(x, bias)
         return self.last(x)
 
 
@@ -110,6 +129,11 @@ class TestGroups(GlooTest):
     def test_a_block_is_one_gather_in_each_direction(self) -> None:
         model = self.check(seeded(Model), steps=2)
         # The last block of the forward is the first of backward: it stays.
+        self.assertEqual([group.num_gathers for group in runtime_of(model).groups], [4, 4, 4])
+
+    def test_an_input_that_a_block_returns_is_no_use_of_it(self) -> None:
+        """Blocks of T5 hand on the position bias of the first one, whose gradient is complete after all blocks."""
+        model = self.check(seeded(WithBias), steps=2)
         self.assertEqual([group.num_gathers for group in runtime_of(model).groups], [4, 4, 4])
 
     def test_microbatches_without_sync(self) -> None:
