@@ -234,7 +234,11 @@ def _prediction(runtime: Runtime, mesh: DeviceMesh, machine: str | Machine) -> t
         kept += len(uses)
     if not kept:
         return (f"predicted on {gpus.describe()}: no plan yet, run a step",)
-    sent = [weight.sent_nbytes for weight in runtime.weights if weight.mesh == mesh and weight.param.requires_grad]
+    sent = [
+        weight.pending_grad.sent_nbytes
+        for weight in runtime.weights
+        if weight.mesh == mesh and weight.param.requires_grad
+    ]
     amounts.append(("gradients", sum(sent), len(sent)))
     is_copy = runtime.schedule.gather_backend == "copy_engine"
     traffic = predict_traffic(gpus, axis, amounts, is_copy=is_copy)

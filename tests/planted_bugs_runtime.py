@@ -44,7 +44,7 @@ RUNTIME = {
         "Runtime._finish_backward", drop("_drop_prefetched"), f"{OVERLAP}::test_changing_choice_of_layers_stays_right"
     ),
     "a backward takes weights of a later step for those it was computed with": Bug(
-        "WeightGroup.allocate",
+        "GroupLeaves.allocate",
         drop("increment_version"),
         f"{GROUPS}::test_a_backward_through_weights_of_an_earlier_step_is_refused",
     ),
@@ -57,16 +57,16 @@ RUNTIME = {
         "WeightGroup.free", drop("_carry_writes"), f"{GROUPS}::test_writes_in_a_forward_reach_the_shards"
     ),
     "gradients that arrive after the backward of their block are lost": Bug(
-        "finish_backward", never("group.has_gradients"), f"{GROUPS}::test_weights_that_other_code_reads"
+        "finish_backward", never("group.pending_grad.have_arrived"), f"{GROUPS}::test_weights_that_other_code_reads"
     ),
     "ranks do not agree on which weights of a block get gradients": Bug(
         "Gradients.reduce_group",
-        assign("found", "group.members_with_gradients"),
+        assign("found", "grads.known"),
         f"{GROUPS}::test_ranks_that_use_different_weights_of_a_block",
     ),
     "a recomputation within a block reads shards": Bug(
-        "WeightGroup.hide",
-        replace("self.is_pinned or self.reader.is_in_backward", "self.is_pinned"),
+        "GroupViews.hide",
+        replace("self.is_pinned or self._group.reader.is_in_backward", "self.is_pinned"),
         f"{GROUPS}::test_checkpointed_children_of_blocks",
     ),
     "a pass without uses is guessed again": Bug(
@@ -166,17 +166,17 @@ RUNTIME = {
     ),
     "unsynced microbatch is overwritten": Bug(
         "Gradients.target",
-        replace("(weight.unsharded_grad, True)", "(weight.unsharded_grad, False)"),
+        replace("(weight.pending_grad.unsharded, True)", "(weight.pending_grad.unsharded, False)"),
         f"{SWITCHES}::test_microbatches_without_sync_communicate_nothing",
     ),
     "a GEMM forgets the unsynced microbatch": Bug(
         "Gradients.takes_new",
-        without("weight.unsharded_grad is not None"),
+        without("weight.pending_grad.unsharded is not None"),
         f"{GRADIENTS}::test_r27_first_and_last_use_in_different_microbatches",
     ),
     "weight unused in the last microbatch": Bug(
         "Gradients.complete",
-        drop("self._send(weight, weight.unsharded_grad)"),
+        drop("self._send(weight, weight.pending_grad.unsharded)"),
         f"{GRADIENTS}::test_r27_first_and_last_use_in_different_microbatches",
     ),
     "rows before the last all-reduce are lost": Bug(

@@ -119,9 +119,17 @@ SILENT = {
         "call_block", drop("runtime.leave(depth)"), "test_gtp_shard_interrupted.py::TestInterrupted::test_groups"
     ),
     "an interrupt leaves the modules of a block with their full weights": Bug(
-        "WeightGroup.begin_forward",
-        drop('module.__dict__["_parameters"] = sharded'),
-        "test_gtp_shard_groups.py::TestGroups::test_unshard",
+        "WeightGroup.begin_forward", drop("put_back"), "test_gtp_shard_groups.py::TestGroups::test_unshard"
+    ),
+    "a recorded microbatch loses the sums of groups": Bug(
+        "places_of_sums",
+        drop("group.pending_grad"),
+        "test_capture_step.py::test_unsynced_gradients_of_blocks_survive_replays",
+    ),
+    "an input that a block returns begins its backward again": Bug(
+        "BlockUse.watch",
+        replace("made - before or made", "made"),
+        "test_gtp_shard_groups.py::TestGroups::test_an_input_that_a_block_returns_is_no_use_of_it",
     ),
     "a cell that was interrupted between microbatches leaves gradients": Bug(
         "Runtime._begin_forward",

@@ -88,7 +88,7 @@ def _leaves_of(managed: ManagedParam) -> list[Tensor]:
             "gtp_shard reads its gradient before autograd rounds it. Freeze the other parameters with "
             "requires_grad_(False), and call backward() without inputs."
         )
-    return managed.leaves if managed.group is None else [*managed.leaves, managed.group.leaf_of(managed)]
+    return managed.leaves if managed.group is None else [*managed.leaves, managed.group.leaves.by_member[managed]]
 
 
 def _leaves_below(outputs: Any) -> set[int]:

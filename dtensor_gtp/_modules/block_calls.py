@@ -24,12 +24,12 @@ def call_block(block: BoundModule, call: Any, args: Any, kwargs: Any, compiler: 
     try:
         try:
             frame = runtime.enter(block, _needs_no_hooks)
-            was_in_pass = group.is_in_pass
+            was_in_pass = group.views.is_in_pass
             gathered = runtime.acquire(group)
-            seen = group.seen() if runtime.reads.looks_at_bits else None
+            seen = group.leaves.seen() if runtime.reads.looks_at_bits else None
             use = BlockUse(runtime, group) if torch.is_grad_enabled() else None
             if is_compiled or not was_in_pass:
-                group.show(is_compiled=is_compiled)
+                group.views.show(is_compiled=is_compiled)
             inputs = [*_tensors((args, kwargs))] if use is not None else []
             if compiler is None:
                 output = call(*args, **kwargs)
@@ -45,7 +45,7 @@ def call_block(block: BoundModule, call: Any, args: Any, kwargs: Any, compiler: 
         finally:
             if frame is not None:
                 if is_compiled or not was_in_pass:
-                    group.show(is_in_pass=was_in_pass)
+                    group.views.show(is_in_pass=was_in_pass)
                 if gathered is not None:
                     runtime.release(group, gathered)
                 runtime.exit(frame, is_complete)

@@ -115,7 +115,7 @@ class GTPModule(RefusedMethods, BoundModule):
         written = [weight for weight in weights if runtime.reads.is_written_outside(weight)]
         for weight in weights:
             if weight.group is not None:
-                weight.group.unpin()
+                weight.group.views.unpin()
             runtime.drop_kept(weight)
         if written:
             raise written_to_no_effect(written[0], "between unshard() and reshard()")
@@ -278,7 +278,7 @@ class GTPModule(RefusedMethods, BoundModule):
         """
         params, runtime = self._params(recurse), self._gtp_binding.group.runtime
         if reduce_scatter_unused_params and (groups := {param.group for param in params} - {None}):
-            if any(group.unsharded_grad is not None or group.unreplicated_grad is not None for group in groups):
+            if not all(group.pending_grad.is_empty for group in groups):
                 raise RuntimeError(
                     "set_reduce_scatter_unused_params(True) expects no gradients of microbatches without sync. Call it "
                     "before the first forward, or after a backward that syncs them."

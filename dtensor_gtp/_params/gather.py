@@ -115,8 +115,8 @@ def _planes(target: Gatherable, packed: Packed | None, buffer: Tensor | None, co
     """What to gather of a weight: the weight itself in ``buffer``, or the planes that it is packed in; of a group all
     its weights. ``copy`` is that of a shard on the host."""
     if isinstance(target, WeightGroup):
-        target.allocate()
-        return [(w.layout, w.shard, output) for w, output in zip(target.weights, target.outputs, strict=False)]
+        target.leaves.allocate(target.version)
+        return [(w.layout, w.shard, output) for w, output in zip(target.weights, target.leaves.outputs, strict=False)]
     weight = target.weight
     if packed is None:
         shard = weight.shard if copy is None else copy
@@ -139,11 +139,11 @@ def _launch_together(targets: Sequence[Gatherable], comm: CommContext) -> None:
     planes_of = [_planes(target, packed.get(target), buffers.get(target), copies.get(target)) for target in targets]
     outputs, slots, copied, sources = [], [], [], []
     for group in grouped:
-        for param, value in group.values_of_whole:
+        for param, value in group.leaves.values_of_whole:
             copied.append(value)
             sources.append(param.shard)
     for target, planes in zip(targets, planes_of, strict=True):
-        known = target.slots if isinstance(target, WeightGroup) else None
+        known = target.leaves.slots if isinstance(target, WeightGroup) else None
         for index, (layout, part, buffer) in enumerate(planes):
             rows = layout.rows_of(part)
             if not (groups.casts_shards or layout.is_sendable(rows, buffer.dtype)):
@@ -155,9 +155,9 @@ def _launch_together(targets: Sequence[Gatherable], comm: CommContext) -> None:
     done = comm.all_gather(groups, names, outputs, slots, (copied, sources) if copied else None, uploaded)
     for target, planes in zip(targets, planes_of, strict=True):
         if isinstance(target, WeightGroup):
-            gathered = Gathered(
-                target.outputs[0], target.outputs[0], done, target.weights[0].shard, target.gathered_version
-            )
+            output, version = target.leaves.outputs[0], target.leaves.version
+            assert version is not None
+            gathered = Gathered(output, output, done, target.weights[0].shard, version)
         else:
             gathered = _gathered(target.weight, planes, packed.get(target), done, comm)
         gathered.uploaded = copies.get(target)

@@ -128,6 +128,38 @@ def gather_together(weights: Sequence[ShardedWeight]) -> None:
             target.companions = companions
 
 
+class PendingGradient:
+    """What of the gradient of a weight, or of a group of weights, is not reduced yet; and buffers for it."""
+
+    def __init__(self) -> None:
+        self.unsharded: Tensor | None = None  # full gradient of microbatches without gradient sync
+        # Rows reduced over gtp but not yet over the replicas (set_requires_all_reduce(False)).
+        self.unreplicated: Tensor | None = None
+        self.ring: SendRing | None = None  # set where copy engines fetch the gradient, before the first forward
+        self.sent_nbytes = 0  # in a reduce-scatter
+
+    def lay_out(self, layout: WeightLayout, dtype: torch.dtype, device: torch.device) -> None:
+        """The gradient has this layout, and is sent in this dtype."""
+        self.sent_nbytes = math.prod(layout.buffer_shape) * dtype.itemsize
+        self._sent_like = compat.template(layout.buffer_shape, dtype, device)
+        self._slot_like = compat.template(layout.slot_shape, dtype, device)
+
+    @property
+    def is_empty(self) -> bool:
+        return self.unsharded is None and self.unreplicated is None
+
+    def send_buffer(self) -> Tensor:
+        """An uninitialized buffer for the full gradient of this rank. No rank reads its padding."""
+        return torch.empty_like(self._sent_like)
+
+    def new_slot(self) -> Tensor:
+        """An uninitialized buffer for this rank's rows of the gradient, in the dtype in which it is sent."""
+        return torch.empty_like(self._slot_like)
+
+    def forget(self) -> None:
+        self.unsharded = self.unreplicated = None
+
+
 class FixedBuffers(NamedTuple):
     """Where a recorded block reads a full weight and writes its gradient, see [Note: fixed buffers]."""
 
@@ -155,9 +187,7 @@ class ShardedWeight(ManagedParam, Gatherable):
         self.wire: Wire | None = None
         self.is_plain = layout.world > 1 and self.offload is None  # what other ranks have of it is gathered as it is
         self.for_backward: Gatherable = self  # gathered in backward to compute the gradient of the input
-        self.unsharded_grad: Tensor | None = None  # full gradient of microbatches without gradient sync
-        # Rows reduced over gtp but not yet over the replicas (set_requires_all_reduce(False)).
-        self.unreplicated_grad: Tensor | None = None
+        self.pending_grad = PendingGradient()
         self.gemms: Float8GEMMs | None = None  # multiply with the quantized weight; None: with the full weight
         self.fixed: FixedBuffers | None = None  # set for weights of recorded blocks
         # Exchanges of activations, for an embedding and for a head with a vocabulary-parallel loss.
@@ -165,7 +195,6 @@ class ShardedWeight(ManagedParam, Gatherable):
         self.lookups: TokenExchange | None = None
         self.losses: TokenExchange | None = None
         self.is_fused = False  # whether a layer multiplies with it, or looks it up, without reading it as an attribute
-        self.ring: SendRing | None = None  # set where copy engines fetch the gradient, before the first forward
         self.num_updates = 0  # optimizer steps that may have written to the shard
         self.edition = 0  # see [Note: data made from a shard]
         self.compiled_version: Version  # read by the last use in compiled code, which cannot save it for its backward
@@ -188,9 +217,7 @@ class ShardedWeight(ManagedParam, Gatherable):
         self.stand_in = StandIn(self.leaf.requires_grad)
         self.rows = self.layout.rows_of(self.shard)
         self.full_like = compat.template(self.layout.buffer_shape, self.compute_dtype, self.device)
-        self.sent_nbytes = math.prod(self.layout.buffer_shape) * self.reduce_dtype.itemsize  # in a reduce-scatter
-        self._sent_like = compat.template(self.layout.buffer_shape, self.reduce_dtype, self.device)
-        self._slot_like = compat.template(self.layout.slot_shape, self.reduce_dtype, self.device)
+        self.pending_grad.lay_out(self.layout, self.reduce_dtype, self.device)
         self.is_sendable = self.layout.is_sendable(self.rows, self.compute_dtype)
         self.gemms = None if self.wire is None else self.wire.gemms()
         if self.tp_spec is not None:
@@ -204,12 +231,11 @@ class ShardedWeight(ManagedParam, Gatherable):
         # forward makes new data, because writes to ``.data`` do not change the version: it counts up ``edition``. Only
         # quantized data, which are slow to make, serve all microbatches until the optimizer steps. A CUDA graph that
         # records a forward makes them, too, because its replays read other shards.
-        is_made_once = self.wire is not None and self.wire.is_made_once
-        if is_made_once and not is_captured and not self.is_cut_again:
-            grads_of_microbatches = self.reduced, self.unsharded_grad, self.unreplicated_grad, self.param.grad
-            if any(grad is not None for grad in grads_of_microbatches):
-                return
-        self.edition += 1
+        if self.wire is not None and self.wire.is_made_once and not (is_captured or self.is_cut_again):
+            is_first_microbatch = self.pending_grad.is_empty and self.reduced is None and self.param.grad is None
+            self.edition += is_first_microbatch
+        else:
+            self.edition += 1
 
     def _follow_frozen(self) -> None:
         super()._follow_frozen()
@@ -272,14 +298,6 @@ class ShardedWeight(ManagedParam, Gatherable):
                 return buffer.view(buffer.shape)
         return self.new_buffer()
 
-    def send_buffer(self) -> Tensor:
-        """An uninitialized buffer for the full gradient. No rank reads its padding."""
-        return torch.empty_like(self._sent_like)
-
-    def new_slot(self) -> Tensor:
-        """An uninitialized buffer for this rank's rows of the gradient, in the dtype in which it is sent."""
-        return torch.empty_like(self._slot_like)
-
     def reset_grads(self) -> None:
         super().reset_grads()
-        self.unsharded_grad = self.unreplicated_grad = None
+        self.pending_grad.forget()

@@ -141,7 +141,7 @@ class WholeParam(ManagedParam):
         super().publish_grad()
 
     def _take_grad_of_leaf(self) -> Tensor | None:
-        leaf = self.leaf if self.group is None else self.group.leaf_of(self)
+        leaf = self.leaf if self.group is None else self.group.leaves.by_member[self]
         grad, leaf.grad = leaf.grad, None
         wide, self._wide_local_grad = self._wide_local_grad, None
         if wide is not None:

@@ -44,13 +44,13 @@ class BlockUse:
         """Call ``begin`` and ``end`` with the backward of the block, see the note above."""
         needed = [tensor for tensor in inputs if tensor.requires_grad]
         leaves = [tensor for tensor in needed if tensor.grad_fn is None]
-        before = {tensor.grad_fn for tensor in needed}
-        made = {output.grad_fn for output in outputs} - {None}
+        before = {tensor.grad_fn for tensor in needed if tensor.grad_fn is not None}
+        made = {output.grad_fn for output in outputs if output.grad_fn is not None}
         # An input that the block returns as it is, such as T5's position bias, has its gradient after all blocks. If
         # that is all it returns, its backward may begin there all the same.
         for node in made - before or made:
             node.register_prehook(self.begin)
-        last = max(before - {None}, key=lambda node: node._sequence_nr(), default=None)
+        last = max(before, key=lambda node: node._sequence_nr(), default=None)
         if last is not None:
             last.register_prehook(self.end)
         elif leaves:
@@ -100,5 +100,5 @@ def finish_backward(runtime: RunsBlocks, groups: Iterable[WeightGroup]) -> None:
             group.has_second_backward = False
         else:
             _release(runtime, group)
-        if group.has_gradients:
+        if group.pending_grad.have_arrived:
             runtime.grads.reduce_group(group)

@@ -153,8 +153,10 @@ class KeepAndFree:
         reduced: list[Reducible] = [*self.single_weights, *self.groups]
         for weight in reduced:
             if weight.groups.reduce_scatter == "copy_engine" and weight.layout.world > 1:
-                weight.ring = self.comm.send_ring(weight.groups)
-                sizes.setdefault(weight.ring, []).append(weight.sent_nbytes * weight.has_gradient)
+                weight.pending_grad.ring = self.comm.send_ring(weight.groups)
+                sizes.setdefault(weight.pending_grad.ring, []).append(
+                    weight.pending_grad.sent_nbytes * weight.has_gradient
+                )
         for ring, expected in sizes.items():
             ring.expect(expected)
 
@@ -293,7 +295,7 @@ class KeepAndFree:
         if isinstance(target, WeightGroup):
             if self.debug.poison:  # whoever reads the memory before the next gather is complete finds it
                 with compat.unseen_by_checkpoint_policies():
-                    for output in target.outputs:
+                    for output in target.leaves.outputs:
                         poison(output)
             target.free()
         elif self.debug.poison and not gathered.is_alias:

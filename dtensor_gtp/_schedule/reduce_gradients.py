@@ -128,21 +128,25 @@ class Gradients:
         if self.recording is not None:
             return self.recording.target(_single(weight)), False
         self._comm.note_compute()
-        if weight.unsharded_grad is not None:
-            return weight.unsharded_grad, True
-        ring, buffer = weight.ring, None
+        if weight.pending_grad.unsharded is not None:
+            return weight.pending_grad.unsharded, True
+        ring, buffer = weight.pending_grad.ring, None
         if ring is not None and weight.flags.sends_at_once:
             self._launch_others(weight, self._scale(weight))
             buffer = ring.offer(weight.layout.buffer_shape, weight.reduce_dtype)
         if buffer is None:
-            buffer = weight.send_buffer()
+            buffer = weight.pending_grad.send_buffer()
         if self._comm.debug.poison:
             poison(buffer)
         return buffer, False
 
     def takes_new(self, weight: Reducible) -> bool:
         """Whether ``submit`` sends any new tensor that the current stream fills, so that nobody needs a ``target``."""
-        if self.recording is not None or weight.ring is not None or weight.unsharded_grad is not None:
+        if (
+            self.recording is not None
+            or weight.pending_grad.ring is not None
+            or weight.pending_grad.unsharded is not None
+        ):
             return False
         self._comm.note_compute()
         return True
@@ -166,7 +170,7 @@ class Gradients:
     def _can_send(self, weight: Reducible, grad: Tensor) -> bool:
         """Whether a gradient needs no copy now. The scattering can cast it and move the sharded dim to the front."""
         layout, is_recorded = weight.layout, self.recording is not None  # a recording serves all kinds of microbatches
-        if (weight.unsharded_grad is not None and not is_recorded) or not grad.is_contiguous():
+        if (weight.pending_grad.unsharded is not None and not is_recorded) or not grad.is_contiguous():
             return False
         if grad.shape[layout.dim] != layout.buffer_shape[0]:
             return False
@@ -181,17 +185,18 @@ class Gradients:
         """Reduce the gradients that the leaves of a group have got, on all ranks of its mesh."""
         if not group.has_gradient:
             return
-        if not group.is_agreed or group.has_new_gradients:
+        grads = group.pending_grad
+        if not grads.is_agreed or grads.have_new:
             # Once: which weights get gradients on any rank. The others have no gradient, as in one process.
-            found = any_rank_has(group.members_with_gradients, group.mesh, group.device)
+            found = any_rank_has(grads.known, group.mesh, group.device)
             if not any(found):
                 return
-            group.agree(found)
+            grads.agree(found)
         # As ``fully_shard``: the buffers of one group at a time, since that of a block is large.
         self._comm.retire_all()
         buffer, is_accumulating = self.target(group)
-        packed = group.send_buffer() if is_accumulating else buffer
-        group.pack(packed)
+        packed = grads.send_buffer() if is_accumulating else buffer
+        grads.pack(packed)
         if is_accumulating:
             buffer += packed
         self.submit(group, buffer)
@@ -204,30 +209,30 @@ class Gradients:
             return
         flags = weight.flags
         is_frozen = isinstance(weight, ShardedWeight) and not weight.param.requires_grad
-        if is_frozen and weight.unsharded_grad is not buffer:
-            if weight.ring is not None:
-                weight.ring.withdraw()
+        if is_frozen and weight.pending_grad.unsharded is not buffer:
+            if weight.pending_grad.ring is not None:
+                weight.pending_grad.ring.withdraw()
             return  # autograd, too, skips a leaf that was frozen after its forward
         if not flags.sends_at_once:
-            weight.unsharded_grad = buffer
+            weight.pending_grad.unsharded = buffer
             return
         self._send(weight, buffer)
 
     def _send(self, weight: Reducible, buffer: Tensor) -> None:
         flags = weight.flags
-        weight.unsharded_grad = None
+        weight.pending_grad.unsharded = None
         share = 1.0
         if self.replicas is not None:
             share = self.replicas.share(flags.gradient_divide_factor)
             buffer = self.replicas.weigh_full(buffer, flags.gradient_divide_factor)
-        scale, ring = self._scale(weight), weight.ring
+        scale, ring = self._scale(weight), weight.pending_grad.ring
         if self._waiting and (ring is None or not ring.has_offered(buffer)):  # otherwise ``target`` has launched them
             self._launch_others(weight, scale)
         place = None if ring is None else ring.take(buffer, weight.reduce_dtype)
         gradient = _Gradient(weight, buffer, scale, flags.requires_all_reduce, share, place, self._bundle)
         if self._may_wait(weight):
             waiting = self._waiting.setdefault(weight.groups.scatter_name, [])
-            gradient.waiting_nbytes = weight.sent_nbytes + (waiting[-1].waiting_nbytes if waiting else 0)
+            gradient.waiting_nbytes = weight.pending_grad.sent_nbytes + (waiting[-1].waiting_nbytes if waiting else 0)
             waiting.append(gradient)
         else:
             self._launch([gradient])
@@ -238,7 +243,9 @@ class Gradients:
 
     def _may_wait(self, weight: Reducible) -> bool:
         """Whether a gradient may wait for others, to travel with them."""
-        is_small = self._bundle is not None or may_wait(weight.sent_nbytes, self.schedule.coalesce_grad_nbytes)
+        is_small = self._bundle is not None or may_wait(
+            weight.pending_grad.sent_nbytes, self.schedule.coalesce_grad_nbytes
+        )
         return is_small and can_travel_together(weight.groups.reduce_scatter, weight.layout.world)
 
     def _launch_others(self, weight: Reducible, scale: collectives.ReduceScale) -> None:
@@ -250,7 +257,7 @@ class Gradients:
         is_alike = (other.groups, other.reduce_dtype) == (weight.groups, weight.reduce_dtype)
         is_alike = is_alike and (first.scale, first.bundle) == (scale, self._bundle)
         may_join = self._bundle is not None or fits(
-            waiting[-1].waiting_nbytes, weight.sent_nbytes, self.schedule.coalesce_grad_nbytes
+            waiting[-1].waiting_nbytes, weight.pending_grad.sent_nbytes, self.schedule.coalesce_grad_nbytes
         )
         if not (is_alike and may_join and self._may_wait(weight)):
             self._launch(self._waiting.pop(weight.groups.scatter_name))
@@ -263,7 +270,7 @@ class Gradients:
                     self._submit_recorded(weight, buffer)
 
     def _submit_recorded(self, weight: Reducible, buffer: Tensor) -> None:
-        if weight.unsharded_grad is not None or not weight.flags.sends_at_once:
+        if weight.pending_grad.unsharded is not None or not weight.flags.sends_at_once:
             self.add_full(weight, weight.layout.full_view(buffer), is_owned=False)
             return
         # The next replay overwrites the buffer. So copy a gradient that waits for others, or that becomes ``.grad``.
@@ -289,12 +296,12 @@ class Gradients:
         if not is_sent or weight.groups.reduce_scatter != "ring" or weight.layout.world == 1 or scale.predivide:
             return False
         assert buffer is not None
-        slot = weight.new_slot()
+        slot = weight.pending_grad.new_slot()
         with comm.reducing():
             if comm.is_debugged:
                 self._look_at([weight], [buffer])
             work = compat.reduce_scatter_base(slot, buffer, scale.op, weight.groups.scatter, not comm.has_streams)
-            gradient.buffer, earlier = None, weight.unreplicated_grad
+            gradient.buffer, earlier = None, weight.pending_grad.unreplicated
             keep = [buffer, slot] if earlier is None else [buffer, slot, earlier]
             comm.reduction_launched(work, partial(self._complete, gradient, slot), keep)
         return True
@@ -302,7 +309,7 @@ class Gradients:
     def _reduce_scatter(self, together: list[_Gradient]) -> None:
         """Launch one reduce-scatter of these gradients on the scatter stream."""
         comm, weight, scale = self._comm, together[0].weight, together[0].scale
-        fulls, ring = [], weight.ring
+        fulls, ring = [], weight.pending_grad.ring
         for gradient in together:
             assert gradient.buffer is not None
             fulls.append(gradient.buffer)
@@ -317,7 +324,7 @@ class Gradients:
             work = scattering.launch(scale, weight.groups, comm)
             keep = scattering.keep()  # among them the full gradients, while the collective reads them
             for gradient in together:
-                if (earlier := gradient.weight.unreplicated_grad) is not None:
+                if (earlier := gradient.weight.pending_grad.unreplicated) is not None:
                     keep.append(earlier)  # the communication stream adds it to the result
             comm.reduction_launched(work, partial(self._scattered, together, scattering), keep, held)
 
@@ -360,7 +367,7 @@ class Gradients:
     def _complete_later(self, gradient: _Gradient, slot: Tensor) -> None:
         with self._comm.reducing():
             complete = partial(self._complete, gradient, slot)
-            earlier = gradient.weight.unreplicated_grad
+            earlier = gradient.weight.pending_grad.unreplicated
             self._comm.reduction_launched(None, complete, [slot] if earlier is None else [slot, earlier])
 
     def _scattered(self, together: list[_Gradient], scattering: Scattering) -> None:
@@ -371,11 +378,11 @@ class Gradients:
     def _complete(self, gradient: _Gradient, slot: Tensor) -> None:
         """After the reduce-scatter, on its stream: sum over replicas, divide and accumulate."""
         weight, scale = gradient.weight, gradient.scale
-        if weight.unreplicated_grad is not None:
-            slot += weight.unreplicated_grad
-            weight.unreplicated_grad = None
+        if weight.pending_grad.unreplicated is not None:
+            slot += weight.pending_grad.unreplicated
+            weight.pending_grad.unreplicated = None
         if not gradient.requires_all_reduce:
-            weight.unreplicated_grad = slot
+            weight.pending_grad.unreplicated = slot
             return
         if self.replicas is None and (replicate := weight.groups.replicate) is not None:
             all_reduce_in_order(slot, scale, replicate, self._comm)
@@ -394,19 +401,19 @@ class Gradients:
         weights: list[Reducible] = [*(p for p in params if isinstance(p, ShardedWeight)), *groups]
         synced = [weight for weight in weights if weight.flags.requires_gradient_sync]
         for weight in synced:
-            if weight.unsharded_grad is not None:
-                self._send(weight, weight.unsharded_grad)
+            if weight.pending_grad.unsharded is not None:
+                self._send(weight, weight.pending_grad.unsharded)
             elif weight.flags.reduce_scatter_unused_params and _single(weight).awaits_reduction:
-                self._send(weight, weight.send_buffer().zero_())
+                self._send(weight, weight.pending_grad.send_buffer().zero_())
             if isinstance(weight, ShardedWeight):
                 weight.awaits_reduction = False
         self.launch_waiting()
         if not self._comm.has_streams:
             self._comm.retire_all()  # completes reductions, which set and clear ``unreplicated_grad``
         for weight in synced:
-            slot = weight.unreplicated_grad
+            slot = weight.pending_grad.unreplicated
             if slot is not None and weight.flags.requires_all_reduce:
-                weight.unreplicated_grad = None
+                weight.pending_grad.unreplicated = None
                 factor = weight.flags.gradient_divide_factor
                 scale = collectives.reduce_scale(slot.dtype, weight.num_ranks, factor)
                 share = 1.0 if self.replicas is None else self.replicas.share(factor)

@@ -155,7 +155,7 @@ class Runtime(Gathering):
         frame = self.reads.push(needs_handles)
         if len(self.reads.frames) == 1:
             for group in self.groups:
-                group.show()
+                group.views.show()
         return frame
 
     def exit(self, frame: Frame, is_complete: bool) -> None:
@@ -164,7 +164,7 @@ class Runtime(Gathering):
         self.reads.end(frame)
         if len(self.reads.frames) == 1:
             for group in self.groups:
-                group.hide()
+                group.views.hide()
             if not torch.is_grad_enabled():
                 self._release_read_outside()
             if self._forward_chain is not None:
@@ -202,7 +202,7 @@ class Runtime(Gathering):
         self._drop_gathers()
         self.comm.finish_uploads()
         for group in self.groups:
-            group.hide()
+            group.views.hide()
         error = sys.exc_info()[1]
         if self._has_unsynced and error is not None and not isinstance(error, Exception):
             logger.warning("a forward was interrupted; unsynced gradients are dropped (rank %d)", dist.get_rank())
@@ -285,7 +285,7 @@ class Runtime(Gathering):
         asked = self.asked_for
         free = (weight for weight in self.weights if weight.flags.reduce_scatter_unused_params)
         for param in (*self.whole, *free):
-            leaf = param.leaf if param.group is None else param.group.leaf_of(param)
+            leaf = param.leaf if param.group is None else param.group.leaves.by_member[param]
             if param.param.requires_grad and (asked is None or id(leaf) in asked):
                 param.awaits_reduction = True
         self._records_graph = torch.is_grad_enabled()
@@ -316,7 +316,7 @@ class Runtime(Gathering):
         if group is None:
             super().gather_kept(weight)
             return
-        group.pin(self.note_backward)
+        group.views.pin(self.note_backward)
         if group.live is None and (group.kept is None or not group.is_fresh(group.kept)):
             self._drop_kept(group)
             self.comm.begin_pass(group.groups)
@@ -348,7 +348,7 @@ class Runtime(Gathering):
         """Let modules have what they have outside of forwards, unless one runs."""
         if not self.reads.frames:
             for group in self.groups:
-                group.hide()
+                group.views.hide()
 
     def _finish_backward(self) -> None:
         """End a backward, on the caller's stream. When this returns, all gradients are in ``.grad``."""
@@ -402,7 +402,7 @@ class Runtime(Gathering):
         for param in self.params:
             param.reset_grads()
         for group in self.groups:
-            group.reset_grads()
+            group.pending_grad.forget()
 
     def _drop_what_was_given_up(self) -> None:
         """In a notebook, an interrupt between two microbatches ends the loop, and the process goes on: the next forward

@@ -366,7 +366,7 @@ def clip_grad_norm_(
 
 def _has_unreduced_grad(param: ManagedParam) -> bool:
     if isinstance(param, ShardedWeight):
-        return param.unsharded_grad is not None or param.unreplicated_grad is not None
+        return not param.pending_grad.is_empty
     return isinstance(param, WholeParam) and param.unsynced_grad is not None
 
 

@@ -104,7 +104,7 @@ class Rings:
         for position, weight in enumerate(weights):
             key = (kind, turn, position)
             if key not in self._buffers:
-                self._buffers[key] = FixedBuffers(weight.new_buffer(), weight.send_buffer())
+                self._buffers[key] = FixedBuffers(weight.new_buffer(), weight.pending_grad.send_buffer())
             weight.fixed = self._buffers[key]
 
 

@@ -13,13 +13,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .. import _torch_compat as compat
+from .._params.weight_group import WeightGroup
 from .._schedule.runtime import Runtime
 
 Graph = TypeVar("Graph")
 
 Place = tuple[Any, str]  # an object and the name of its attribute that is a gradient or None
-# Attributes of managed parameters with sums over microbatches, beside ``.grad``.
-SUMS = ("_wide_grad", "unsharded_grad", "unreplicated_grad", "unsynced_grad")
 MOST_SEEN = 256  # kinds of calls that are remembered, so that one that comes again is recorded
 PLAIN = (Tensor, nn.Parameter)
 
@@ -68,15 +67,20 @@ class Surroundings:
         self.binding = self._describe()
         # Where a step finds and leaves gradients.
         self.places: list[Place] = [(param, "grad") for param in self._params]
-        for runtime in runtimes:
-            self.places += [(param, name) for param in runtime.params for name in SUMS if hasattr(param, name)]
+        self.places += [place for runtime in runtimes for place in places_of_sums(runtime)]
+        self._groups = self._find_groups()
 
     def has_same_binding(self) -> bool:
         """Whether the same parameters are trained in the same way."""
         return self._describe() == self.binding
 
+    def _find_groups(self) -> list[WeightGroup]:
+        return [group for runtime in self.runtimes for group in runtime.groups]
+
     def is_in_place(self) -> bool:
-        """Whether all tensors that a graph reads are there, at the same addresses."""
+        """Whether all tensors that a graph reads are there, at the same addresses, and weights in the same groups."""
+        if self._find_groups() != self._groups:  # the first forward makes them
+            return False
         now = [address(t) for *_, held in self._dicts() for value in held.values() for t in tensors_in(value)]
         return now == list(self._addresses.values())
 
@@ -139,6 +143,14 @@ class Surroundings:
             [id(param.shard) for param in managed],
             [list(vars(param.flags).values()) for param in managed],
         ]
+
+
+def places_of_sums(runtime: Runtime) -> list[Place]:
+    """Where sums over microbatches are, beside ``.grad``."""
+    owners: list[Any] = [*runtime.params, *(weight.pending_grad for weight in runtime.weights)]
+    owners += [group.pending_grad for group in runtime.groups]
+    names = ("_wide_grad", "unsynced_grad", "unsharded", "unreplicated")
+    return [(owner, name) for owner in owners for name in names if hasattr(owner, name)]
 
 
 def read_values(places: list[Place]) -> list[Tensor | None]:

@@ -17,6 +17,7 @@ from capture_common import OnHost, Setting, captured_step, rows
 from common import ALL, environment, fake_world
 from runtime_common import assert_idle, runtime_of
 from script_jobs import run_forked
+from test_gtp_shard_groups import CHOSEN, WIDTH, Model
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_gtp import MixedPrecisionPolicy, capture_step, gtp_shard
@@ -337,3 +338,35 @@ def test_example_runs() -> None:
     job = run_forked([root / "examples" / "cuda_graph_step.py", "--steps", "2"], None, CUDA_VISIBLE_DEVICES="")
     assert job.status == 0, job.output
     assert "2 steps, eager" in job.output
+
+
+def test_unsynced_gradients_of_blocks_survive_replays() -> None:
+    """A recorded microbatch leaves the sum of each group of weights where its replays find it."""
+    with fake_world(world_size=2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("gtp",))
+        torch.manual_seed(0)
+        plain = Model()
+        captured, eager = (gtp_shard(copy.deepcopy(plain), mesh, schedule=CHOSEN) for _ in range(2))
+
+        def microbatch(model: nn.Module, x: torch.Tensor) -> None:
+            model(x).square().mean().backward()
+
+        recorder = OnHost(captured, [])
+        step = captured_step(lambda x: microbatch(captured, x), captured, [], [runtime_of(captured)], recorder, 2, 8)
+        for outer in range(5):
+            for index in range(3):
+                x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * outer + index))
+                for model in (captured, eager):
+                    model.set_requires_gradient_sync(index == 2)
+                microbatch(eager, x)
+                if index == 2:
+                    microbatch(captured, x)
+                else:
+                    step(x)
+            for (name, a), b in zip(captured.named_parameters(), eager.parameters(), strict=True):
+                assert (a.grad is None) == (b.grad is None), name
+                if a.grad is not None:
+                    torch.testing.assert_close(a.grad.to_local(), b.grad.to_local(), msg=lambda m, n=name: f"{n}: {m}")
+                    a.grad = b.grad = None
+        assert len(runtime_of(captured).groups) == 3
+        assert recorder.events.count("replay") > 2

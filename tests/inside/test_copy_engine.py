@@ -425,8 +425,8 @@ def test_others_are_launched_once_before_a_gradient_in_the_ring() -> None:
         other = torch.zeros(NUM_RANKS, 8, dtype=torch.bfloat16)
         exchange(ring, [other], [ring.take(other, torch.bfloat16)], torch.distributed.ReduceOp.SUM)
         ring.end_backward()
-        comm, weight = mock.MagicMock(), mock.MagicMock(reduce_dtype=torch.bfloat16, unsharded_grad=None, sent_nbytes=0)
-        weight.ring = ring
+        comm, weight = mock.MagicMock(), mock.MagicMock(reduce_dtype=torch.bfloat16)
+        weight.pending_grad = mock.MagicMock(unsharded=None, sent_nbytes=0, ring=ring)
         comm.debug.poison = False
         weight.layout.world, weight.layout.buffer_shape = NUM_RANKS, other.shape
         weight.groups.reduce_scatter = "copy_engine"

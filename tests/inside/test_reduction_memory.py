@@ -24,8 +24,8 @@ def test_rows_that_wait_for_replicas(options: Any) -> None:
         (weight,) = runtime_of(model).weights
         model.set_requires_all_reduce(False)
         model(torch.randn(2, 8)).sum().backward()
-        assert weight.unreplicated_grad is not None
-        left = weight.unreplicated_grad.data_ptr()
+        assert weight.pending_grad.unreplicated is not None
+        left = weight.pending_grad.unreplicated.data_ptr()
         model.set_requires_all_reduce(True)
         kept: list[int] = []
         launched = CommContext.reduction_launched
@@ -37,4 +37,4 @@ def test_rows_that_wait_for_replicas(options: Any) -> None:
         with mock.patch.object(CommContext, "reduction_launched", watched):
             model(torch.randn(2, 8)).sum().backward()
         assert left in kept
-        assert weight.unreplicated_grad is None
+        assert weight.pending_grad.unreplicated is None

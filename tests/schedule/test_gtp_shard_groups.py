@@ -113,7 +113,7 @@ class TestGroups(GlooTest):
         groups = runtime_of(model).groups
         self.assertEqual([group.fqn for group in groups], [f"layers.{n}" for n in range(len(groups))])
         self.assertGreater(len(groups), 0)
-        self.assertEqual([group.storage.nbytes() for group in groups], [0] * len(groups))
+        self.assertEqual([group.leaves.storage.nbytes() for group in groups], [0] * len(groups))
         return model
 
     def test_steps_equal_one_process(self) -> None:

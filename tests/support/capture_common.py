@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from dtensor_gtp import MixedPrecisionPolicy, gtp_shard
 from dtensor_gtp._schedule.runtime import Runtime
 from dtensor_gtp.graphs.capture_step import CapturedStep
-from dtensor_gtp.graphs.record_again import SUMS, Surroundings, read_values, write_values
+from dtensor_gtp.graphs.record_again import Surroundings, places_of_sums, read_values, write_values
 
 
 class OnHost:
@@ -49,9 +49,7 @@ class OnHost:
         ]
 
     def places(self) -> list[Any]:
-        managed = runtime_of(self.sharded).params
-        sums = [(param, name) for param in managed for name in SUMS if hasattr(param, name)]
-        return [*((param, "grad") for param in self.model.parameters()), *sums]
+        return [*((param, "grad") for param in self.model.parameters()), *places_of_sums(runtime_of(self.sharded))]
 
     @contextmanager
     def runtime_unchanged(self) -> Iterator[None]:

@@ -126,8 +126,8 @@ def assert_idle(module: nn.Module) -> None:
     for weight in runtime.weights:
         for target in weight.gatherables:
             left[f"gathered {target.index} {weight.fqn}"] = [*target.pending, *filter(None, (target.live, target.kept))]
-        left[f"unsharded_grad {weight.fqn}"] = weight.unsharded_grad
-        left[f"unreplicated_grad {weight.fqn}"] = weight.unreplicated_grad
+        left[f"unsharded_grad {weight.fqn}"] = weight.pending_grad.unsharded
+        left[f"unreplicated_grad {weight.fqn}"] = weight.pending_grad.unreplicated
         assert weight.is_absent, f"{weight.fqn} is gathered"
     for param in runtime.whole:
         left[f"local gradient {param.fqn}"] = param.leaf.grad

@@ -1,0 +1,177 @@
+"""The memory of a group: full weights that autograd sees as leaves, and packed gradients. See [Note: groups]."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from .. import _torch_compat as compat
+from .gathered import Version
+from .layout import WeightLayout
+from .managed_param import ManagedParam
+from .sharded_weight import PendingGradient, ShardedWeight
+from .whole_param import WholeParam
+
+_ALIGNMENT = 128  # bytes: GEMMs and copies are fastest on aligned rows
+
+
+class GroupLeaves:
+    """The full weights: leaves of autograd in one storage, which gathers fill through views of their own."""
+
+    def __init__(
+        self, weights: Sequence[ShardedWeight], whole: Sequence[WholeParam], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        step = _ALIGNMENT // dtype.itemsize
+        shapes: list[tuple[int, ...]] = [weight.layout.buffer_shape for weight in weights]
+        shapes += [tuple(param.shard.shape) for param in whole]
+        offsets, end = [], 0
+        for shape in shapes:
+            offsets.append(end)
+            end += -(-math.prod(shape) // step) * step
+        with torch.inference_mode(False):
+            all_bytes = torch.empty(end, dtype=dtype, device=device)
+            self.storage = all_bytes.untyped_storage()
+            self.nbytes = self.storage.nbytes()
+            # Gathers write through views with versions of their own: a gather of the same values is no modification.
+            places = list(zip(shapes, offsets, strict=True))
+            self.outputs = [_view(self.storage, all_bytes, *place) for place in places]
+            self.slots = [w.layout.slot(output) for w, output in zip(weights, self.outputs, strict=False)]
+            views = [_view(self.storage, all_bytes, *place) for place in places]
+            fulls = [w.layout.full_view(view) for w, view in zip(weights, views, strict=False)]
+            fulls += views[len(weights) :]
+            members: list[ManagedParam] = [*weights, *whole]
+            self.by_member = {member: _leaf_of(member, full) for member, full in zip(members, fulls, strict=True)}
+        # The whole parameters, and where a gather copies their values.
+        self.values_of_whole = list(zip(whole, self.outputs[len(weights) :], strict=True))
+        words = torch.empty(0, dtype=torch.int64, device=device)
+        self._bits = words.set_(self.storage, 0, (self.nbytes // 8,), (1,))
+        self.storage.resize_(0)
+        self.version: Version | None = None  # of the shards that the leaves have, or are being filled with
+        self.written = self.versions()  # those of the leaves, as far as the shards know
+
+    def versions(self) -> list[int]:
+        """Counts of writes to each leaf."""
+        return [leaf._version for leaf in self.by_member.values()]
+
+    def allocate(self, version: Version) -> None:
+        """Take memory, on the current stream, for a gather of shards of this version."""
+        self.storage.resize_(self.nbytes)
+        if self.version not in (None, version):
+            # Autograd shall refuse a backward through what was computed with the values before.
+            torch.autograd.graph.increment_version(list(self.by_member.values()))
+            self.written = self.versions()
+        self.version = version
+
+    def seen(self) -> tuple[list[int], Tensor]:
+        """The versions of the leaves, and a sum of their bits. They have memory."""
+        with compat.unseen_by_checkpoint_policies():
+            return self.versions(), self._bits.sum()
+
+
+class GroupGradients(PendingGradient):
+    """The gradients of weights of a group, packed rank by rank, so that they are reduce-scattered as one."""
+
+    def __init__(self, leaves: GroupLeaves, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.leaves, self.dtype = leaves, dtype  # the dtype in which they are sent
+        self.weights: list[ShardedWeight] = []  # that get gradients on any rank, or that may get some
+        self.whole: list[WholeParam] = []  # parameters that get gradients, if it is agreed
+        self.is_agreed = False  # whether all ranks know which members get gradients
+        self.layout: WeightLayout  # of the packed gradients
+        self._all = [member for member in leaves.by_member if isinstance(member, ShardedWeight)]
+
+    def reduce_only(self, weights: Iterable[ShardedWeight]) -> None:
+        """Reduce gradients of these weights from now on. Sums of earlier microbatches keep their values."""
+        before, old = self.weights, _slot_numels(self.weights)
+        self.weights = list(weights)
+        first = self._all[0]
+        world, rank = first.layout.world, first.layout.rank
+        shapes = [weight.layout.slot_shape for weight in self.weights]
+        self._slots_like = [compat.template(shape, self.dtype, first.device) for shape in shapes]
+        self.layout = WeightLayout(torch.Size((world * sum(_slot_numels(self.weights)),)), 0, world, rank)
+        self.lay_out(self.layout, self.dtype, first.device)
+        if before:
+            self.unsharded = self._laid_out_anew(self.unsharded, before, old, world)
+            self.unreplicated = self._laid_out_anew(self.unreplicated, before, old, 1)
+
+    def _laid_out_anew(
+        self, total: Tensor | None, weights: list[ShardedWeight], numels: list[int], num_rows: int
+    ) -> Tensor | None:
+        if total is None:
+            return None
+        parts = dict(zip(weights, total.view(num_rows, -1).split(numels, 1), strict=True))
+        new = zip(self.weights, _slot_numels(self.weights), strict=True)
+        rows = [parts[weight] if weight in parts else total.new_zeros(num_rows, numel) for weight, numel in new]
+        return torch.cat(rows, 1).flatten()
+
+    @property
+    def have_arrived(self) -> bool:
+        """Whether gradients of weights have arrived that are not reduced yet."""
+        return any(self.leaves.by_member[weight].grad is not None for weight in self._all)
+
+    @property
+    def have_new(self) -> bool:
+        """Whether a weight got a gradient that is not known to get one."""
+        if len(self.weights) == len(self._all):
+            return False
+        others = set(self._all).difference(self.weights)
+        return any(self.leaves.by_member[weight].grad is not None for weight in others)
+
+    @property
+    def known(self) -> list[bool]:
+        """For each member whether it gets gradients, as far as this rank knows."""
+        known = {*self.weights, *self.whole} if self.is_agreed else set()
+        return [member in known or leaf.grad is not None for member, leaf in self.leaves.by_member.items()]
+
+    def agree(self, found: Sequence[bool]) -> None:
+        """All ranks know which members get gradients."""
+        used = [member for member, is_used in zip(self.leaves.by_member, found, strict=True) if is_used]
+        weights = [member for member in used if isinstance(member, ShardedWeight)]
+        if weights != self.weights:
+            self.reduce_only(weights)
+        self.whole = [member for member in used if isinstance(member, WholeParam)]
+        self.is_agreed = True
+
+    def pack(self, buffer: Tensor) -> None:
+        """Move the gradients of the leaves into ``buffer`` (shape ``layout.buffer_shape``), cast, rank by rank."""
+        grads = []
+        for weight in self.weights:
+            leaf = self.leaves.by_member[weight]
+            grad, leaf.grad = leaf.grad, None
+            grads.append(leaf.new_zeros(leaf.shape) if grad is None else grad.detach())
+        for param in self.whole:  # all ranks reduce the same
+            leaf = self.leaves.by_member[param]
+            if leaf.grad is None and leaf.requires_grad:
+                leaf.grad = leaf.new_zeros(leaf.shape)
+        compat.chunk_cat(grads, self.layout.world, buffer.view(self.layout.world, -1))
+
+    def accumulate(self, slot: Tensor) -> None:
+        """Hand this rank's rows of all reduced gradients to the weights."""
+        for weight, rows in zip(self.weights, compat.unflatten(slot, self._slots_like), strict=True):
+            weight.accumulate(rows if weight.layout.is_as_buffer else weight.layout.shard_of_rows(rows))
+
+    def forget(self) -> None:
+        super().forget()
+        for leaf in self.leaves.by_member.values():
+            leaf.grad = None
+
+
+def _slot_numels(weights: Iterable[ShardedWeight]) -> list[int]:
+    return [math.prod(weight.layout.slot_shape) for weight in weights]
+
+
+def _view(storage: torch.UntypedStorage, like: Tensor, shape: tuple[int, ...], offset: int) -> Tensor:
+    """A contiguous tensor in ``storage`` that shares no version with others."""
+    stride = torch.empty(shape, device="meta").stride()
+    return like.new_empty(0).set_(storage, offset, shape, stride)
+
+
+def _leaf_of(member: ManagedParam, full: Tensor) -> nn.Parameter:
+    leaf = nn.Parameter(full, requires_grad=member.param.requires_grad)
+    own = member.param.detach().__dict__
+    leaf.__dict__.update({key: value for key, value in member.param.__dict__.items() if key not in own})
+    return leaf
