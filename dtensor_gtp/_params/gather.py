@@ -14,6 +14,7 @@ from .._comm.streams import Done
 from ..quant.planes import Direction
 from ..quant.weight import WeightWithRecipe
 from .gathered import Gathered
+from .group_memory import Parts
 from .layout import WeightLayout
 from .sharded_weight import Gatherable, Packed, ShardedWeight
 from .weight_group import WeightGroup
@@ -111,13 +112,9 @@ def _weights_of(target: Gatherable) -> list[ShardedWeight]:
     return target.weights if isinstance(target, WeightGroup) else [target.weight]
 
 
-def _planes(target: Gatherable, packed: Packed | None, buffer: Tensor | None, copy: Tensor | None) -> list[_Plane]:
-    """What to gather of a weight: the weight itself in ``buffer``, or the planes that it is packed in; of a group all
-    its weights. ``copy`` is that of a shard on the host."""
-    if isinstance(target, WeightGroup):
-        target.leaves.allocate(target.version)
-        return [(w.layout, w.shard, output) for w, output in zip(target.weights, target.leaves.outputs, strict=False)]
-    weight = target.weight
+def _planes(weight: ShardedWeight, packed: Packed | None, buffer: Tensor | None, copy: Tensor | None) -> list[_Plane]:
+    """What to gather of a weight: the weight itself in ``buffer``, or the planes that it is packed in. ``copy`` is that
+    of a shard on the host."""
     if packed is None:
         shard = weight.shard if copy is None else copy
         return [(weight.layout, shard, weight.gather_buffer() if buffer is None else buffer)]
@@ -130,36 +127,33 @@ def _planes(target: Gatherable, packed: Packed | None, buffer: Tensor | None, co
 
 def _launch_together(targets: Sequence[Gatherable], comm: CommContext) -> None:
     """Gather several tensors in one launch, each into a buffer of its own, so that each weight is freed by itself."""
-    packed, buffers = _pack(targets, comm), _side_by_side(targets)
     groups, names = targets[0].weight.groups, ", ".join(target.weight.fqn for target in targets)
     grouped = [target for target in targets if isinstance(target, WeightGroup)]
-    hosted = [target for target in targets if target.weight.offload is not None]
+    singles = targets if not grouped else [target for target in targets if not isinstance(target, WeightGroup)]
+    parts = Parts([], [], [], [])
+    for group in grouped:
+        group.leaves.allocate(group.version)
+        for lists, more in zip(parts, group.parts, strict=True):
+            lists += more
+    packed, buffers = _pack(singles, comm), _side_by_side(singles)
+    hosted = [target for target in singles if target.weight.offload is not None]
     uploads, uploaded = comm.upload([target.weight.shard for target in hosted]) if hosted else ([], None)
     copies = dict(zip(hosted, uploads, strict=True))
-    planes_of = [_planes(target, packed.get(target), buffers.get(target), copies.get(target)) for target in targets]
-    outputs, slots, copied, sources = [], [], [], []
+    planes_of = {
+        target: _planes(target.weight, packed.get(target), buffers.get(target), copies.get(target))
+        for target in singles
+    }
+    for planes in planes_of.values():
+        for layout, part, buffer in planes:
+            parts.add(layout, layout.rows_of(part), buffer, groups.casts_shards)
+    copied = (parts.copied, parts.sources) if parts.copied else None
+    done = comm.all_gather(groups, names, parts.outputs, parts.slots, copied, uploaded)
     for group in grouped:
-        for param, value in group.leaves.values_of_whole:
-            copied.append(value)
-            sources.append(param.shard)
-    for target, planes in zip(targets, planes_of, strict=True):
-        known = target.leaves.slots if isinstance(target, WeightGroup) else None
-        for index, (layout, part, buffer) in enumerate(planes):
-            rows = layout.rows_of(part)
-            if not (groups.casts_shards or layout.is_sendable(rows, buffer.dtype)):
-                sources.append(rows)
-                rows = layout.slot(buffer) if known is None else known[index]
-                copied.append(layout.filled(rows))
-            slots.append(rows)
-            outputs.append(buffer)
-    done = comm.all_gather(groups, names, outputs, slots, (copied, sources) if copied else None, uploaded)
-    for target, planes in zip(targets, planes_of, strict=True):
-        if isinstance(target, WeightGroup):
-            output, version = target.leaves.outputs[0], target.leaves.version
-            assert version is not None
-            gathered = Gathered(output, output, done, target.weights[0].shard, version)
-        else:
-            gathered = _gathered(target.weight, planes, packed.get(target), done, comm)
+        assert group.leaves.version is not None
+        first = group.leaves.outputs[0]
+        group.add(Gathered(first, first, done, group.weights[0].shard, group.leaves.version))
+    for target, planes in planes_of.items():
+        gathered = _gathered(target.weight, planes, packed.get(target), done, comm)
         gathered.uploaded = copies.get(target)
         target.add(gathered)
 

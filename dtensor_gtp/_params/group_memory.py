@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -17,6 +18,24 @@ from .sharded_weight import PendingGradient, ShardedWeight
 from .whole_param import WholeParam
 
 _ALIGNMENT = 128  # bytes: GEMMs and copies are fastest on aligned rows
+
+
+class Parts(NamedTuple):
+    """What one launch gathers: slots of this rank into outputs, after sources were copied to where they are sent."""
+
+    outputs: list[Tensor]
+    slots: list[Tensor]
+    copied: list[Tensor]
+    sources: list[Tensor]
+
+    def add(self, layout: WeightLayout, rows: Tensor, output: Tensor, casts_shards: bool) -> None:
+        """``casts_shards``: the backend that gathers copies rows itself."""
+        if not (casts_shards or layout.is_sendable(rows, output.dtype)):
+            self.sources.append(rows)
+            rows = layout.slot(output)
+            self.copied.append(layout.filled(rows))
+        self.slots.append(rows)
+        self.outputs.append(output)
 
 
 class GroupLeaves:
@@ -39,14 +58,11 @@ class GroupLeaves:
             # Gathers write through views with versions of their own: a gather of the same values is no modification.
             places = list(zip(shapes, offsets, strict=True))
             self.outputs = [_view(self.storage, all_bytes, *place) for place in places]
-            self.slots = [w.layout.slot(output) for w, output in zip(weights, self.outputs, strict=False)]
             views = [_view(self.storage, all_bytes, *place) for place in places]
             fulls = [w.layout.full_view(view) for w, view in zip(weights, views, strict=False)]
             fulls += views[len(weights) :]
             members: list[ManagedParam] = [*weights, *whole]
             self.by_member = {member: _leaf_of(member, full) for member, full in zip(members, fulls, strict=True)}
-        # The whole parameters, and where a gather copies their values.
-        self.values_of_whole = list(zip(whole, self.outputs[len(weights) :], strict=True))
         words = torch.empty(0, dtype=torch.int64, device=device)
         self._bits = words.set_(self.storage, 0, (self.nbytes // 8,), (1,))
         self.storage.resize_(0)

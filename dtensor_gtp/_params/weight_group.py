@@ -28,7 +28,7 @@ from torch import Tensor
 
 from .. import _torch_compat as compat
 from .gathered import Gathered, Version
-from .group_memory import GroupGradients, GroupLeaves
+from .group_memory import GroupGradients, GroupLeaves, Parts
 from .layout import WeightLayout
 from .managed_param import ManagedParam, Site
 from .sharded_weight import Gatherable, ShardedWeight
@@ -171,6 +171,7 @@ class WeightGroup(Gatherable):
         for member in self.members:
             member.flags, member.group = self.flags, self
         self._shards = self._find_shards()
+        self._parts: Parts | None = None  # until the first gather of these shards
         self.leaves = GroupLeaves(self.weights, self.whole, first.compute_dtype, self.device)
         self.pending_grad = GroupGradients(self.leaves, first.reduce_dtype)
         self.pending_grad.reduce_only(weight for weight in self.weights if weight.param.requires_grad)
@@ -212,6 +213,21 @@ class WeightGroup(Gatherable):
     def _find_shards(self) -> list[Tensor]:
         """The parameters and their local tensors, whose versions count writes to them."""
         return [tensor for member in self.members for tensor in (member.param, member.shard)]
+
+    @property
+    def parts(self) -> Parts:
+        """What a gather sends and fills, to be read only."""
+        if self._parts is None:
+            parts = self._parts = Parts([], [], [], [])
+            with torch.inference_mode(False):
+                # Whole parameters have a place among the leaves, where their values are copied.
+                for member, output in zip(self.members, self.leaves.outputs, strict=True):
+                    if isinstance(member, ShardedWeight):
+                        parts.add(member.layout, member.rows, output, self.groups.casts_shards)
+                    else:
+                        parts.copied.append(output)
+                        parts.sources.append(member.shard)
+        return self._parts
 
     def free(self) -> None:
         """Free the leaves' memory, and carry what was written to them to the shards."""
@@ -303,7 +319,7 @@ class WeightGroup(Gatherable):
     def _follow_replaced(self) -> None:
         """Other objects are registered as parameters, perhaps of another dtype (``to``, ``load_state_dict``)."""
         self.num_updates += 1
-        self._shards = self._find_shards()
+        self._shards, self._parts = self._find_shards(), None
         dtypes = {(member.compute_dtype, member.reduce_dtype) for member in self.members}
         if len(dtypes) > 1:
             raise RuntimeError(

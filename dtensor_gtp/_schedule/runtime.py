@@ -316,6 +316,8 @@ class Runtime(Gathering):
         if group is None:
             super().gather_kept(weight)
             return
+        if not (group.is_pinned or self.reads.frames):
+            group.begin_forward()  # follows parameters that were replaced
         group.views.pin(self.note_backward)
         if group.live is None and (group.kept is None or not group.is_fresh(group.kept)):
             self._drop_kept(group)

@@ -407,7 +407,18 @@ class TestGroups(GlooTest):
             model.layers[1].up.register_parameter("weight", nn.Parameter(torch.zeros(1)))
         model.reshard()
         assert_same_params(model, reference, "grad", rtol=1e-4, atol=1e-5)
-        self.assertEqual(runtime_of(model).groups[1].storage.nbytes(), 0)
+        self.assertEqual(runtime_of(model).groups[1].leaves.storage.nbytes(), 0)
+
+    def test_unshard_after_parameters_were_replaced(self) -> None:
+        model = gtp_shard(seeded(Model), self.gtp_mesh(), schedule=CHOSEN)
+        square(model, torch.ones(2, WIDTH)).backward()
+        expected = 2 * full(model.layers[0].up.weight)
+        doubled = {name: 2 * value for name, value in model.state_dict().items()}
+        for replaced in (lambda: model.load_state_dict(doubled, assign=True), lambda: model.to(torch.float64)):
+            replaced()
+            model.unshard()
+            self.assertEqual(model.layers[0].up.weight.detach(), expected, exact_dtype=False)
+            model.reshard()
 
     def test_state_dicts_and_casts_between_steps(self) -> None:
         reference = seeded(Model)
