@@ -37,14 +37,17 @@ def make_groups(runtime: Runtime, num_tokens: int) -> tuple[str, ...]:
     reasons: dict[str, list[str]] = {}
     total = sum(_numel(param) for param in call.params)
     for name, block in _blocks(call.module, "", total):
-        modules = list(block.modules())
+        experts = [module for module in block.modules() if _has_large_experts(module, num_tokens)]
+        modules = [module for module in block.modules() if module not in experts]
         params = dict.fromkeys(
             param
             for module in modules
             if (binding := binding_of(module)) is not None
             for param in binding.params.values()
         )
-        if (why := _why_single(modules, list(params), num_tokens)) is None:
+        why = "its own weights are those of experts" if block in experts else None
+        why = why or _why_single(modules, list(params), num_tokens)
+        if why is None:
             weights = [param for param in params if isinstance(param, ShardedWeight)]
             whole = [param for param in params if isinstance(param, WholeParam)]
             _dress_as_group(modules, block)
@@ -52,6 +55,10 @@ def make_groups(runtime: Runtime, num_tokens: int) -> tuple[str, ...]:
             group.call, group.on_dissolved = weights[0].call, partial(_dress_as_group, modules, None)
             groups.append(group)
             block.__dict__["_gtp_group"] = group
+            if experts:
+                reasons.setdefault("products of experts last longer than the host needs for a weight", []).append(
+                    f"experts of {name}"
+                )
         else:
             reasons.setdefault(why, []).append(name)
     if groups:
@@ -93,6 +100,16 @@ def _blocks(module: nn.Module, prefix: str, total: int) -> Iterator[tuple[str, n
             yield from inner
         else:
             yield from _blocks(child, fqn, total)
+
+
+def _has_large_experts(module: nn.Module, num_tokens: int) -> bool:
+    """Whether a module has weights of several experts in one that are too large for a group. The rest of its block may
+    be one."""
+    binding = binding_of(module)
+    return binding is not None and any(
+        isinstance(param, ShardedWeight) and param.param.ndim == 3 and not is_worth_a_group(_numel(param), num_tokens)
+        for param in binding.params.values()
+    )
 
 
 def _why_single(modules: list[nn.Module], params: list[ManagedParam], num_tokens: int) -> str | None:

@@ -18,13 +18,14 @@ weights into the buffer that is reduce-scattered. A rank without a gradient for 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
 from .gathered import Gathered, Version
@@ -141,6 +142,15 @@ class GroupViews:
         self.hide()
 
 
+@dataclass(slots=True)
+class InBackward:
+    """What the running backward of a block needs of its weights, see ``block_uses``."""
+
+    uses: set[object] = field(default_factory=set)  # the forwards of the block whose backward runs
+    held: Gathered | None = None  # for them
+    creates_graph: bool = False  # a second backward will compute with what this one has saved
+
+
 class WeightGroup(Gatherable):
     """The weights and whole parameters of one ``module``, all of one mesh, dtype and ``gtp_shard`` call."""
 
@@ -161,13 +171,11 @@ class WeightGroup(Gatherable):
         self.weights, self.whole = list(weights), list(whole)
         self.members: list[ManagedParam] = [*self.weights, *self.whole]
         first = self.weights[0]
-        self.mesh, self.device, self.flags = first.mesh, first.device, first.flags
+        self.flags = first.flags
         self.on_dissolved: Callable[[], None]  # makes modules of single weights of the modules again
         self.reader: ReadsWeights
         self.num_updates = 0  # writes to members that leave no version behind
-        self.uses_in_backward: set[object] = set()  # forwards of the module whose backward runs
-        self.held: Gathered | None = None  # for them
-        self.has_second_backward = False  # whether the running backward creates a graph that needs the weights
+        self.in_backward = InBackward()
         for member in self.members:
             member.flags, member.group = self.flags, self
         self._shards = self._find_shards()
@@ -180,6 +188,14 @@ class WeightGroup(Gatherable):
     @property
     def groups(self) -> Any:
         return self.weights[0].groups
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self.weights[0].mesh
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights[0].device
 
     @property
     def for_backward(self) -> Gatherable:

@@ -58,27 +58,27 @@ class BlockUse:
 
     def begin(self, grads: object = None) -> None:
         """The backward of this forward begins: hold the weights for it."""
-        group = self._group
+        running = self._group.in_backward
         self._runtime.note_backward()
-        group.uses_in_backward.add(self)
+        running.uses.add(self)
         if torch.is_grad_enabled():
-            group.has_second_backward = True
-        if group.held is None:
-            group.held = self._runtime.acquire(group)
+            running.creates_graph = True
+        if running.held is None:
+            running.held = self._runtime.acquire(self._group)
 
     def end(self, grads: object = None) -> None:
         """All gradients of this forward have arrived: free the weights and reduce the gradients."""
-        group = self._group
+        running = self._group.in_backward
         self._runtime.note_backward()
-        group.uses_in_backward.discard(self)
-        if not (group.uses_in_backward or group.has_second_backward):
-            _release(self._runtime, group)
-        self._runtime.grads.reduce_group(group)
+        running.uses.discard(self)
+        if not (running.uses or running.creates_graph):
+            _release(self._runtime, self._group)
+        self._runtime.grads.reduce_group(self._group)
 
 
 def _release(runtime: RunsBlocks, group: WeightGroup) -> None:
     """End the hold of the backward."""
-    held, group.held = group.held, None
+    held, group.in_backward.held = group.in_backward.held, None
     if held is not None:
         runtime.release(group, held)
 
@@ -86,8 +86,8 @@ def _release(runtime: RunsBlocks, group: WeightGroup) -> None:
 def release_all(runtime: RunsBlocks, groups: Iterable[WeightGroup]) -> None:
     """Before a forward: no backward is left that needs a weight at once."""
     for group in groups:
-        group.uses_in_backward.clear()
-        group.has_second_backward = False
+        group.in_backward.uses.clear()
+        group.in_backward.creates_graph = False
         _release(runtime, group)
 
 
@@ -95,9 +95,9 @@ def finish_backward(runtime: RunsBlocks, groups: Iterable[WeightGroup]) -> None:
     """At the end of a backward: reduce what has arrived late, and hold nothing any more. After a backward with
     ``create_graph=True`` the weights stay for the second one, which computes with what the first one has saved."""
     for group in groups:
-        group.uses_in_backward.clear()
-        if group.has_second_backward:
-            group.has_second_backward = False
+        group.in_backward.uses.clear()
+        if group.in_backward.creates_graph:
+            group.in_backward.creates_graph = False
         else:
             _release(runtime, group)
         if group.pending_grad.have_arrived:

@@ -448,7 +448,7 @@ class Runtime(Gathering):
             target.pending.clear()
             target.live = target.kept = None
         for group in self.groups:
-            group.held = None
+            group.in_backward.held = None
             group.free()
             group.num_updates += 1
         for weight in self.weights:

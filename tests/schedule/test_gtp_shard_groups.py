@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn as nn
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import SchedulePolicy, gtp_shard, sharding_report
+from dtensor_gtp._schedule import choose_schedule
 
 WIDTH = 16
 CHOSEN = SchedulePolicy(min_shard_numel=0)  # as the default, but tiny weights are sharded, too
@@ -58,6 +60,32 @@ class Model(nn.Module):
         for layer in self.layers:
             x = self.call(layer, x)
         return self.last(x)
+
+
+class Experts(nn.Module):
+    """Weights of all experts in one, as in transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, WIDTH, 3 * WIDTH) / 4)
+        self.down = nn.Parameter(torch.randn(4, 3 * WIDTH, WIDTH) / 7)
+
+    def forward(self, x: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        hidden = torch.einsum("rw,ewh->reh", x, self.up).relu()
+        return torch.einsum("reh,ehw,re->rw", hidden, self.down, shares)
+
+
+class Mixture(Block):
+    """A block whose experts are large beside its other weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 4)
+        self.experts = Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        return x + self.experts(x, self.router(x).softmax(-1))
 
 
 class WithBias(Model):
@@ -135,6 +163,22 @@ class TestGroups(GlooTest):
         """Blocks of T5 hand on the position bias of the first one, whose gradient is complete after all blocks."""
         model = self.check(seeded(WithBias), steps=2)
         self.assertEqual([group.num_gathers for group in runtime_of(model).groups], [4, 4, 4])
+
+    def test_large_experts_are_gathered_by_themselves(self) -> None:
+        """The rest of their block is a group; also recomputed, compiled, and over microbatches."""
+        expected = {f"layers.{n}.experts.{part}" for n in range(3) for part in ("up", "down")}
+        with mock.patch.object(choose_schedule, "_SMALL_NUMEL", 4 * WIDTH**2):
+            model = self.check(seeded(lambda: Model(block=Mixture)), num_microbatches=2)
+            self.assertEqual(len(runtime_of(model).groups), 3)
+            single = {weight.fqn for weight in runtime_of(model).weights if weight.group is None}
+            self.assertEqual(single, expected | {"first.weight", "last.weight"})
+            self.check(
+                seeded(lambda: Model(block=Mixture, call=lambda layer, x: checkpoint(layer, x, use_reentrant=False)))
+            )
+            compiled = seeded(lambda: Model(block=Mixture))
+            for layer in compiled.layers:
+                layer.compile(backend="aot_eager")
+            self.check(compiled)
 
     def test_microbatches_without_sync(self) -> None:
         def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
