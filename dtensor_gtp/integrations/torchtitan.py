@@ -112,6 +112,8 @@ class _ChunkedLoss(ChunkedLossWrapper):
     class Config(ChunkedLossWrapper.Config):
         pass
 
+    lm_head: Any
+
     def __call__(
         self, pred: Tensor, labels: Tensor, global_valid_tokens: Tensor | None = None, **loss_inputs: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:

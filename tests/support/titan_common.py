@@ -13,13 +13,15 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
+from common import shared_directory
 from integration_common import torchelastic
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-STEPS = 6
-ROWS, SEQ_LEN = 4, 16  # of all ranks
+STEPS = 4
+SEQ_LEN = 16
 WORDS = [f"w{index}" for index in range(500)]
 
 
@@ -30,32 +32,32 @@ def on_the_host() -> None:
         import torchtitan.tools.utils  # noqa: F401
 
 
-def configuration(folder: Path, registered: str = "llama3_debugmodel_ce_loss", **parallelism: Any) -> Any:
-    """A configuration of torchtitan's registry whose model has two layers, and reads a tokenizer from ``folder``.
-
-    Flex attention is compiled for a GPU, so attention is another one.
-    """
+def configuration(
+    registered: str = "llama3_debugmodel_ce_loss", converters: list[Any] | None = None, **parallelism: Any
+) -> Any:
+    """A configuration of torchtitan's registry, with two layers of another attention: flex attention is compiled."""
     on_the_host()
     from torchtitan.models.common.attention import ScaledDotProductAttention
-    from torchtitan.models.llama3 import config_registry
+    from torchtitan.models.llama3 import config_registry, model_registry
 
     config = getattr(config_registry, registered)()
-    config.model_spec = _summed(config.model_spec)
+    config.model_spec = _summed(model_registry("debugmodel", converters=converters))
     config.model_spec.model.layers = config.model_spec.model.layers[:2]
     for layer in config.model_spec.model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
-    config.hf_assets_path = config.dump_folder = str(folder)
     config.parallelism = replace(config.parallelism, spmd_backend="partial_dtensor", **parallelism)
     config.training = replace(
         config.training,
         steps=STEPS,
         seq_len=SEQ_LEN,
         local_batch_size=1,
-        global_batch_size=ROWS,
+        global_batch_size=dist.get_world_size(),  # with tensor parallelism a step has two microbatches
         mixed_precision_param="float32",
         disable_cuda_graphs=True,
     )
     config.comm.trace_buf_size = 0
+    if registered == "llama3_debugmodel":
+        config.loss.num_chunks = 4
     return config
 
 
@@ -73,7 +75,7 @@ def _summed(spec: Any) -> Any:
     return replace(spec, parallelize_fn=parallelize)
 
 
-def write_tokenizer(folder: Path) -> None:
+def _write_tokenizer(folder: Path) -> None:
     """One token for each of ``WORDS``."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -93,9 +95,9 @@ def _texts(path: str) -> Any:
 
 
 @contextmanager
-def trainer(config: Any, world_size: int) -> Iterator[tuple[Any, dict[int, float]]]:
-    """A ``Trainer`` and the losses that it will log, by step."""
-    from torchtitan import trainer as titan
+def host_alone() -> Iterator[None]:
+    """What the trainer gets from a GPU, from the network and from torchrun; and it does not wait for others by time."""
+    from torchtitan import trainer
     from torchtitan.components import metrics
     from torchtitan.hf_datasets.text_datasets import DATASETS
 
@@ -103,39 +105,43 @@ def trainer(config: Any, world_size: int) -> Iterator[tuple[Any, dict[int, float
     monitor = SimpleNamespace(
         device_name="cpu", get_peak_stats=lambda: no_memory, reset_peak_stats=lambda: None, device_capacity_gib=0
     )
-    clock = SimpleNamespace(perf_counter=titan.time.perf_counter, sleep=lambda seconds: None)
+    clock = SimpleNamespace(perf_counter=trainer.time.perf_counter, sleep=lambda seconds: None)
     with ExitStack() as stack:
-        stack.enter_context(torchelastic(world_size))
-        stack.enter_context(mock.patch.object(metrics, "build_device_memory_monitor", lambda: monitor))
-        stack.enter_context(mock.patch.object(titan, "time", clock))  # it waits for other ranks at the end
-        stack.enter_context(mock.patch.object(titan.dist_utils, "set_pg_timeouts"))  # of the pool's groups
+        stack.enter_context(torchelastic(dist.get_world_size()))
+        stack.enter_context(mock.patch.object(metrics, "build_device_memory_monitor", return_value=monitor))
+        stack.enter_context(mock.patch.object(trainer, "time", clock))
+        stack.enter_context(mock.patch.object(trainer.dist_utils, "set_pg_timeouts"))  # of the pool's groups
         stack.enter_context(mock.patch.dict(DATASETS, c4_test=replace(DATASETS["c4_test"], loader=_texts)))
-        built = config.build()
-        losses: dict[int, float] = {}
-        log = built.metrics_processor.log
+        yield
+
+
+def train(config: Any, same_values: bool = True) -> tuple[dict[int, float], nn.Module]:
+    """Losses by step, and the model, after a run of ``Trainer``.
+
+    Args:
+        same_values: Begin with values that do not depend on how parameters are placed.
+    """
+    losses: dict[int, float] = {}
+    with host_alone(), shared_directory() as folder:
+        config.hf_assets_path = str(folder)
+        if dist.get_rank() == 0:
+            _write_tokenizer(folder)
+        dist.barrier()
+        trainer = config.build()
+        log = trainer.metrics_processor.log
 
         def note(step: int, loss: float, *args: Any, **options: Any) -> None:
             losses[step] = loss
             log(step, loss, *args, **options)
 
-        built.metrics_processor.log = note
-        try:
-            yield built, losses
-        finally:
-            built.close()
-
-
-def train(config: Any, world_size: int, same_values: bool = True) -> tuple[dict[int, float], nn.Module]:
-    """Losses by step, and the model, after a run of a ``Trainer``.
-
-    Args:
-        same_values: Begin with values that do not depend on how parameters are placed.
-    """
-    with trainer(config, world_size) as (built, losses):
-        (model,) = built.model_parts
+        trainer.metrics_processor.log = note
+        (model,) = trainer.model_parts
         if same_values:
             _set_values(model)
-        built.train()
+        try:
+            trainer.train()
+        finally:
+            trainer.close()
     return losses, model
 
 
