@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from common import GlooTest, full, shared_directory
@@ -117,7 +119,8 @@ class TestTorchtitan(TrainerTest):
         from dtensor_gtp.integrations.torchtitan import parallelize_llama
 
         command = "--module torchtitan_llama3 --config llama3_8b_gtp --parallelism.tensor_parallel_degree 2"
-        config = ConfigManager().parse_args(command.split())
+        with mock.patch.object(sys, "path", [str(Path(__file__).parents[2] / "examples"), *sys.path]):
+            config = ConfigManager().parse_args(command.split())
         self.assertIs(config.model_spec.parallelize_fn, parallelize_llama)
         self.assertEqual(config.parallelism.tensor_parallel_degree, 2)
 
