@@ -6,8 +6,6 @@ such as ``--parallelism.tensor_parallel_degree 2``:
 PYTHONPATH=examples torchrun --nproc-per-node 8 -m torchtitan.train --module torchtitan_llama3 --config llama3_8b_gtp
 """
 
-from torchtitan.components.loss import CrossEntropyLoss
-from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.models.llama3.config_registry import llama3_8b, llama3_debugmodel
 from torchtitan.trainer import Trainer
 
@@ -15,14 +13,8 @@ from dtensor_gtp.integrations.torchtitan import with_gtp
 
 
 def llama3_debugmodel_gtp() -> Trainer.Config:
-    return with_gtp(with_plain_loss(llama3_debugmodel()))
+    return with_gtp(llama3_debugmodel())
 
 
 def llama3_8b_gtp() -> Trainer.Config:
-    return with_gtp(with_plain_loss(llama3_8b()))
-
-
-def with_plain_loss(config: Trainer.Config) -> Trainer.Config:
-    """Torchtitan's chunked loss calls the head once for each chunk; then ``gtp_shard`` would gather it for each."""
-    config.loss = CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(config.model_spec))
-    return config
+    return with_gtp(llama3_8b())

@@ -40,6 +40,35 @@ class UnshardHandle:
             self._runtime.wait_kept(weight)
 
 
+def unshard_params(runtime: Runtime, params: list[ManagedParam]) -> UnshardHandle:
+    """Gather the weights among ``params`` until ``reshard_params``."""
+    weights = _weights_among(params)
+    runtime.ensure_initialized()  # decides what is gathered together
+    for param in params:
+        param.is_pinned = True
+    for weight in weights:
+        runtime.gather_kept(weight)
+    return UnshardHandle(runtime, weights)
+
+
+def reshard_params(runtime: Runtime, params: list[ManagedParam]) -> None:
+    """Free what ``unshard_params`` has gathered."""
+    for param in params:
+        param.is_pinned = False
+    weights = _weights_among(params)
+    written = [weight for weight in weights if runtime.reads.is_written_outside(weight)]
+    for weight in weights:
+        if weight.group is not None:
+            weight.group.views.unpin()
+        runtime.drop_kept(weight)
+    if written:
+        raise written_to_no_effect(written[0], "between unshard() and reshard()")
+
+
+def _weights_among(params: list[ManagedParam]) -> list[ShardedWeight]:
+    return [param for param in params if isinstance(param, ShardedWeight)]
+
+
 class GTPModule(RefusedMethods, BoundModule):
     """What ``gtp_shard`` adds to the class of the module that it was given.
 
@@ -70,9 +99,6 @@ class GTPModule(RefusedMethods, BoundModule):
         chosen = [binding for binding in bindings if binding is not None and (recurse or binding.group is group)]
         return list(dict.fromkeys(param for binding in chosen for param in binding.params.values()))
 
-    def _weights(self) -> list[ShardedWeight]:
-        return [param for param in self._params() if isinstance(param, ShardedWeight)]
-
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather all weights below this module and keep them gathered until :meth:`reshard`.
 
@@ -95,13 +121,7 @@ class GTPModule(RefusedMethods, BoundModule):
             >>> model.weight.to_local().shape
             torch.Size([16, 64])
         """
-        runtime, weights = self._gtp_binding.group.runtime, self._weights()
-        runtime.ensure_initialized()  # decides what is gathered together
-        for param in self._params():
-            param.is_pinned = True
-        for weight in weights:
-            runtime.gather_kept(weight)
-        handle = UnshardHandle(runtime, weights)
+        handle = unshard_params(self._gtp_binding.group.runtime, self._params())
         if async_op:
             return handle
         handle.wait()
@@ -109,16 +129,7 @@ class GTPModule(RefusedMethods, BoundModule):
 
     def reshard(self) -> None:
         """Free the gathered weights below this module. The counterpart of :meth:`unshard`, which has the example."""
-        for param in self._params():
-            param.is_pinned = False
-        weights, runtime = self._weights(), self._gtp_binding.group.runtime
-        written = [weight for weight in weights if runtime.reads.is_written_outside(weight)]
-        for weight in weights:
-            if weight.group is not None:
-                weight.group.views.unpin()
-            runtime.drop_kept(weight)
-        if written:
-            raise written_to_no_effect(written[0], "between unshard() and reshard()")
+        reshard_params(self._gtp_binding.group.runtime, self._params())
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Choose whether backward reduces gradients: no for all microbatches of a step but the last.

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import itertools
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from .._modules.gtp_module import GTPModule
+from .._modules.binding import binding_of
+from .._modules.gtp_module import GTPModule, reshard_params, unshard_params
+from .._params.managed_param import ManagedParam
 from ..api import gtp_shard
 from . import needs_extra
 
 with needs_extra("torchtitan"):
+    from torchtitan.components.loss import ChunkedLossWrapper
     from torchtitan.config import TORCH_DTYPE_MAP
     from torchtitan.distributed.compile import apply_compile
     from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
@@ -38,6 +43,8 @@ def with_gtp(config: Any) -> Any:
         True
     """
     config.model_spec = replace(config.model_spec, parallelize_fn=parallelize_llama)
+    if type(config.loss) is ChunkedLossWrapper.Config:
+        config.loss = _ChunkedLoss.Config(num_chunks=config.loss.num_chunks, loss_fn=config.loss.loss_fn)
     config.parallelism.spmd_backend = "partial_dtensor"
     config.training.disable_cuda_graphs = True
     return config
@@ -95,6 +102,45 @@ def parallelize_llama(
     if compile_config.enable and "model" in compile_config.components:
         apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
     return sharded
+
+
+class _ChunkedLoss(ChunkedLossWrapper):
+    """Torchtitan's chunked loss, which gathers the head once for all chunks, and reduces its gradient once, while the
+    decoder runs backward. Torchtitan's own does so for heads of FSDP2 only."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ChunkedLossWrapper.Config):
+        pass
+
+    lm_head: Any
+
+    def __call__(
+        self, pred: Tensor, labels: Tensor, global_valid_tokens: Tensor | None = None, **loss_inputs: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        head, numbers = self.lm_head, itertools.count(1)
+        binding = binding_of(head)
+        assert binding is not None, "parallelize_llama has sharded the head"
+        runtime, params = binding.group.runtime, list(binding.params.values())
+
+        def run_chunk(hidden: Tensor) -> Tensor:
+            _set_sync(params, next(numbers) == self.num_chunks)
+            return head(hidden)
+
+        self.lm_head = run_chunk
+        runtime.is_last_backward = False  # the reduction ends with the decoder's backward
+        unshard_params(runtime, params).wait()
+        try:
+            return super().__call__(pred, labels, global_valid_tokens, **loss_inputs)
+        finally:
+            reshard_params(runtime, params)
+            runtime.is_last_backward = True
+            _set_sync(params, True)
+            self.lm_head = head
+
+
+def _set_sync(params: list[ManagedParam], is_on: bool) -> None:
+    for param in params:
+        param.flags.requires_gradient_sync = is_on
 
 
 def _refuse(parallel_dims: Any, training: Any, parallelism: Any) -> None:

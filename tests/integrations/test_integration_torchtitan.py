@@ -1,160 +1,150 @@
-"""torchtitan's Llama 3, sharded by ``gtp_shard`` and by torchtitan's own FSDP2, on the host.
-
-torchtitan's trainer needs a GPU. So the model of its configuration, its losses, its optimizer and its clipping run here
-in a loop of our own, with another attention, because flex attention is compiled.
-"""
+"""torchtitan's own ``Trainer`` with Llama 3 sharded by ``gtp_shard`` and by torchtitan's FSDP2, on the host."""
 
 from __future__ import annotations
 
 import functools
+import sys
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-import torch.nn as nn
-from common import GlooTest, full
+from common import GlooTest, full, shared_directory
 from integration_common import needs
-from torch.distributed.fsdp import FSDPModule
+from titan_common import STEPS, configuration, named_parameters, on_the_host, train
+from torch.profiler import ProfilerActivity, profile
 
-STEPS = 6
-ROWS, SEQ_LEN = 4, 16  # of all ranks
+CHUNKED_LOSS = "llama3_debugmodel"
+SAVED = STEPS // 2  # the step after which a checkpoint is written
+
+
+class Run(NamedTuple):
+    losses: dict[int, float]  # by step
+    params: dict[str, torch.Tensor]  # whole
+
+
+def run(config: Any, **options: Any) -> Run:
+    losses, model = train(config, **options)
+    return Run(losses, {name: full(param.detach()) for name, param in named_parameters(model).items()})
 
 
 @functools.cache
-def on_the_host() -> None:
-    """torchtitan takes CUDA where there is no accelerator; it decides when it is imported."""
-    with mock.patch("torch._utils._get_available_device_type", return_value="cpu"):
-        import torchtitan.tools.utils  # noqa: F401
+def run_of_fsdp2(**parallelism: int) -> Run:
+    return run(configuration(**parallelism))
 
 
-def configuration(tensor_parallel: int, compiled: str = "", **parallelism: Any) -> Any:
-    """The debug model of torchtitan's registry, smaller. Its blocks are compiled if ``compiled`` is the kind of
-    activation checkpointing to compile them with: "selective", "full" or "none"."""
+def sharded(*registered: str, **parallelism: Any) -> Any:
+    on_the_host()
+    from dtensor_gtp.integrations.torchtitan import with_gtp
+
+    return with_gtp(configuration(*registered, **parallelism))
+
+
+def compiled(checkpointed: str, **parallelism: Any) -> Any:
+    """With compiled blocks, and this kind of activation checkpointing: "selective", "full" or "none"."""
+    config = sharded(**parallelism)
     from torchtitan.distributed.activation_checkpoint import FullAC
-    from torchtitan.models.common.attention import ScaledDotProductAttention
-    from torchtitan.models.llama3.config_registry import llama3_debugmodel_ce_loss
 
-    config = llama3_debugmodel_ce_loss()
-    config.model_spec.model.layers = config.model_spec.model.layers[:2]
-    for layer in config.model_spec.model.layers:
-        layer.attention.inner_attention = ScaledDotProductAttention.Config()
-    config.training.mixed_precision_param = "float32"
-    if compiled:
-        config.compile = replace(config.compile, enable=True, components=["model"], backend="aot_eager")
-    if compiled in ("full", "none"):
-        config.activation_checkpoint = FullAC.Config() if compiled == "full" else None
-    config.parallelism = replace(
-        config.parallelism, spmd_backend="partial_dtensor", tensor_parallel_degree=tensor_parallel, **parallelism
+    config.compile = replace(config.compile, enable=True, components=["model"], backend="aot_eager")
+    if checkpointed != "selective":
+        config.activation_checkpoint = FullAC.Config() if checkpointed == "full" else None
+    return config
+
+
+def checkpointed(config: Any, folder: Path, **options: Any) -> Any:
+    config.checkpoint = replace(
+        config.checkpoint, enable=True, interval=SAVED, last_save_model_only=False, folder=str(folder), **options
     )
     return config
 
 
-def train(config: Any, world_size: int) -> tuple[list[float], nn.Module]:
-    """Losses of the steps, and the model."""
-    from torchtitan.distributed import ParallelDims
-    from torchtitan.distributed import utils as titan
-
-    dims = ParallelDims.from_config(config.parallelism, world_size)
-    dims.build_mesh()
-    titan.set_spmd_backend(config.parallelism.spmd_backend)
-    config.model_spec.model.update_from_config(config=config)
-    with torch.device("meta"):
-        model = config.model_spec.model.build()
-    model = config.model_spec.parallelize_fn(
-        model,
-        parallel_dims=dims,
-        training=config.training,
-        parallelism=config.parallelism,
-        compile_config=config.compile,
-        ac_config=config.activation_checkpoint,
-        dump_folder="",
-    )
-    for module in model.modules():
-        if isinstance(module, FSDPModule):  # gloo has no factor in its sums, which torchtitan sets to 1
-            module.set_force_sum_reduction_for_comms(True)
-    model.to_empty(device="cpu")
-    torch.manual_seed(0)
-    with torch.no_grad():
-        model.init_weights(buffer_device=None)
-        _same_values(model)
-    loss_fn = config.loss.build(compile_config=config.compile)
-    optimizers = config.optimizer.build(model_parts=[model])
-    mesh, losses = dims.get_mesh("batch"), []
-    for step in range(STEPS):
-        tokens = torch.randint(2048, (ROWS, SEQ_LEN + 1), generator=torch.Generator().manual_seed(step % 2))
-        rows = tokens.chunk(mesh.size())[mesh.get_local_rank()]
-        optimizers.zero_grad()
-        total = torch.tensor(ROWS * SEQ_LEN)
-        loss, _ = loss_fn(model(rows[:, :-1]), rows[:, 1:].contiguous(), total)
-        loss.backward()
-        titan.clip_grad_norm_(list(model.parameters()), 1.0, foreach=True)
-        optimizers.step()
-        losses.append(titan.dist_sum(loss.detach(), dims.get_mesh("loss")))
-    return losses, model
-
-
-def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """By the names without activation checkpointing."""
-    return {name.replace("_checkpoint_wrapped_module.", ""): param for name, param in model.named_parameters()}
-
-
-def _same_values(model: nn.Module) -> None:
-    """Values that do not depend on how the parameters are placed."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    for name, param in sorted(_named_parameters(model).items()):
-        generator = torch.Generator().manual_seed(sum(name.encode()))
-        value = torch.randn(param.shape, generator=generator) * 0.05 + (param.ndim == 1)
-        if isinstance(param, DTensor):
-            value = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
-        param.copy_(value)
+class TrainerTest(GlooTest):
+    def check(self, actual: Run, expected: Run, begin: int = 1) -> None:
+        """Losses of all steps from ``begin`` on, and the parameters after the last."""
+        self.assertLess(expected.losses[STEPS], expected.losses[1] - 0.3)
+        steps = {step: expected.losses[step] for step in range(begin, STEPS + 1)}
+        self.assertEqual(actual.losses, steps, atol=2e-4, rtol=1e-4)
+        for name, param in expected.params.items():
+            torch.testing.assert_close(actual.params[name], param, atol=2e-3, rtol=1e-3, msg=name)
 
 
 @needs("torchtitan", extra="torchtitan")
-class TestTorchtitan(GlooTest):
-    def check(self, tensor_parallel: int, *compiled: str, **parallelism: Any) -> None:
-        """Blocks as they are, or compiled in these ways, beside FSDP2 without compile."""
-        on_the_host()
-        from dtensor_gtp.integrations.torchtitan import with_gtp
-
-        expected, reference = train(configuration(tensor_parallel, **parallelism), self.world_size)
-        self.assertLess(expected[-1], expected[0] - 0.3)
-        for kind in compiled or ("",):
-            losses, model = train(with_gtp(configuration(tensor_parallel, kind, **parallelism)), self.world_size)
-            self.assertEqual(losses, expected, atol=2e-4, rtol=1e-4, msg=kind)
-            ours = _named_parameters(model)
-            for name, param in _named_parameters(reference).items():
-                torch.testing.assert_close(full(ours[name]), full(param), atol=2e-3, rtol=1e-3)
-
+class TestTorchtitan(TrainerTest):
     def test_losses_are_those_of_fsdp2(self) -> None:
-        self.check(1)
+        self.check(run(sharded()), run_of_fsdp2())
 
     def test_with_replicas(self) -> None:
-        self.check(1, data_parallel_replicate_degree=2)
+        replicas = {"data_parallel_replicate_degree": 2}
+        self.check(run(sharded(**replicas)), run_of_fsdp2(**replicas))
 
     def test_with_tensor_parallelism(self) -> None:
-        self.check(2)
+        self.check(run(sharded(tensor_parallel_degree=2)), run_of_fsdp2(tensor_parallel_degree=2))
+
+    def test_chunked_loss(self) -> None:
+        """The head is gathered once for all chunks, and its gradient reduced once."""
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            actual = run(sharded(CHUNKED_LOSS))
+        self.check(actual, run_of_fsdp2())
+        counts = {event.key: event.count for event in profiler.key_averages()}
+        for collective in ("all_gather", "reduce_scatter"):
+            self.assertEqual(counts[f"GTP::{collective} (lm_head.weight)"], STEPS)
+        tensor_parallel = {"tensor_parallel_degree": 2}
+        self.check(run(sharded(CHUNKED_LOSS, **tensor_parallel)), run_of_fsdp2(**tensor_parallel))
 
     def test_compiled(self) -> None:
         """With each kind of activation checkpointing."""
-        self.check(1, "selective", "full", "none")
+        for checkpointing in ("selective", "full", "none"):
+            self.check(run(compiled(checkpointing)), run_of_fsdp2())
 
     def test_compiled_with_tensor_parallelism(self) -> None:
         """Without activation checkpointing, with which this fails in torch 2.13, under ``fully_shard`` as well."""
-        self.check(2, "none")
+        tensor_parallel = {"tensor_parallel_degree": 2}
+        self.check(run(compiled("none", **tensor_parallel)), run_of_fsdp2(**tensor_parallel))
+
+    def test_checkpoints(self) -> None:
+        """A new trainer goes on as the one that was not interrupted. FSDP2 reads what ``gtp_shard`` has written, and
+        the reverse."""
+        for write, readers in ((sharded, (sharded, configuration)), (configuration, (sharded,))):
+            with shared_directory() as folder:
+                self.check(run(checkpointed(write(), folder)), run_of_fsdp2())
+                for read in readers:
+                    config = checkpointed(read(), folder, load_step=SAVED, load_only=True)
+                    self.check(run(config, same_values=False), run_of_fsdp2(), begin=SAVED + 1)
+
+    def test_command_line_of_the_example(self) -> None:
+        on_the_host()
+        from torchtitan.config import ConfigManager
+
+        from dtensor_gtp.integrations.torchtitan import parallelize_llama
+
+        command = "--module torchtitan_llama3 --config llama3_8b_gtp --parallelism.tensor_parallel_degree 2"
+        with mock.patch.object(sys, "path", [str(Path(__file__).parents[2] / "examples"), *sys.path]):
+            config = ConfigManager().parse_args(command.split())
+        self.assertIs(config.model_spec.parallelize_fn, parallelize_llama)
+        self.assertEqual(config.parallelism.tensor_parallel_degree, 2)
 
     def test_what_is_not_supported(self) -> None:
-        on_the_host()
-        from dtensor_gtp.integrations.torchtitan import with_gtp
-
         for options, message in (
             ({"pipeline_parallel_degree": 2}, "does not support pipeline parallelism"),
             ({"context_parallel_degree": 2}, "does not support context parallelism"),
         ):
             with self.assertRaisesRegex(NotImplementedError, message):
-                train(with_gtp(configuration(1, **options)), self.world_size)
-        config = with_gtp(configuration(1))
+                train(sharded(**options))
+        config = sharded()
         config.parallelism.spmd_backend = "spmd_types"
         with self.assertRaisesRegex(NotImplementedError, "expects parallelism.spmd_backend='partial_dtensor'"):
-            train(config, self.world_size)
+            train(config)
+
+
+@needs("torchtitan", "torchao", extra="torchtitan,torchao")
+class TestFloat8(TrainerTest):
+    def test_emulated_float8(self) -> None:
+        """torchao's linear layers multiply as they do under FSDP2."""
+        on_the_host()
+        from torchtitan.components.quantization import Float8LinearConverter
+
+        emulated = [Float8LinearConverter.Config(emulate=True, model_compile_enabled=False, filter_fqns=["lm_head"])]
+        expected, actual = run(configuration(converters=emulated)), run(sharded(converters=emulated))
+        self.check(actual, expected)
+        self.assertNotEqual(actual.losses, run_of_fsdp2().losses)
