@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pytest
 import torch
 from common import GlooTest, full, shared_directory
 from integration_common import needs
@@ -92,11 +93,13 @@ class TestTorchtitan(TrainerTest):
         tensor_parallel = {"tensor_parallel_degree": 2}
         self.check(run(sharded(CHUNKED_LOSS, **tensor_parallel)), run_of_fsdp2(**tensor_parallel))
 
+    @pytest.mark.soak
     def test_compiled(self) -> None:
         """With each kind of activation checkpointing."""
         for checkpointing in ("selective", "full", "none"):
             self.check(run(compiled(checkpointing)), run_of_fsdp2())
 
+    @pytest.mark.soak
     def test_compiled_with_tensor_parallelism(self) -> None:
         """Without activation checkpointing, with which this fails in torch 2.13, under ``fully_shard`` as well."""
         tensor_parallel = {"tensor_parallel_degree": 2}
