@@ -211,8 +211,8 @@ class ShardedWeight(ManagedParam, Gatherable):
                 return
         self.edition += 1
 
-    def _follow_frozen(self) -> None:
-        super()._follow_frozen()
+    def follow_frozen(self) -> None:
+        super().follow_frozen()
         self.stand_in = StandIn(self.leaf.requires_grad)
 
     @property

@@ -115,7 +115,9 @@ class WeightGroup(Gatherable):
         self.num_updates = 0  # writes to members that leave no version behind
         # Whether all ranks know which members get gradients. ``reduced_weights`` are those, or all that may get some.
         self.is_agreed = False
-        self._used_whole: list[WholeParam] = []
+        self.asked_for: set[int] | None = None  # ids of the leaves to which the running backward is confined; None: all
+        self._owed: set[ShardedWeight] = set()  # that were trained since gradients moved into ``.grad``
+        self._is_layout_old = False  # from before weights were frozen, for gradients of earlier microbatches
         self.unsharded_grad: Tensor | None = None
         self.unreplicated_grad: Tensor | None = None
         self.uses_in_backward: set[object] = set()  # forwards of the module whose backward runs
@@ -171,6 +173,7 @@ class WeightGroup(Gatherable):
             num_weights = len(self.weights)
             fulls = [w.layout.full_view(v) for w, v in zip(self.weights, views[:num_weights], strict=True)]
             fulls += views[num_weights:]
+            self._fulls = fulls
             self.leaves = [_leaf_of(member, full) for member, full in zip(self.members, fulls, strict=True)]
         self._leaf_by_member = dict(zip(self.members, self.leaves, strict=True))
         words = torch.empty(0, dtype=torch.int64, device=self.device)
@@ -209,19 +212,28 @@ class WeightGroup(Gatherable):
         """Let modules read full weights outside of passes, too. ``note_backward`` is called with each gradient."""
         if not self.is_pinned:
             self.is_pinned = True
+            self.note_gradients(note_backward)
+            self.hide()
+
+    def note_gradients(self, note_backward: Callable[[], None]) -> None:
+        """Call ``note_backward`` with each gradient that comes outside of the backward of a block, until the next
+        forward."""
+        if not self._hooks:
             self._hooks = [
                 leaf.register_post_accumulate_grad_hook(lambda _: note_backward())
                 for leaf in self.leaves
                 if leaf.requires_grad
             ]
-            self.hide()
+
+    def _forget_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def unpin(self) -> None:
         """The counterpart of ``pin``."""
         self.is_pinned = False
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._forget_hooks()
         self.hide()
 
     def allocate(self) -> None:
@@ -260,19 +272,40 @@ class WeightGroup(Gatherable):
             member.group, member.flags = None, replace(member.flags)
 
     def seen(self) -> tuple[list[int], Tensor]:
-        """The versions of the leaves, and a sum of their bits, for ``check_traces``. They have memory."""
+        """The versions of the leaves, and a sum of their bits, for ``untraced_write``. They have memory."""
         with compat.unseen_by_checkpoint_policies():
             return self._versions(), self._bits.sum()
 
-    def check_traces(self, seen: tuple[list[int], Tensor]) -> None:
-        """Raise a RuntimeError if a forward has written to leaves, and has left no version. The host waits."""
+    def untraced_write(self, seen: tuple[list[int], Tensor], where: str = "in a forward") -> RuntimeError | None:
+        """An error if somebody has written to leaves and has left no version. The host waits."""
         versions, bits = self.seen()
-        if versions == seen[0] and not torch.equal(bits, seen[1]):
-            raise RuntimeError(
-                f"A forward of block '{self.fqn}' has written to its weights through .data, but the shards keep their "
-                f"values (rank {dist.get_rank()}). Write to the weight itself under torch.no_grad(), or outside of "
-                "forwards to the parameter."
-            )
+        is_elsewhere = self._put_back()
+        if not is_elsewhere and (versions != seen[0] or torch.equal(bits, seen[1])):
+            return None
+        return RuntimeError(
+            f"A write {where} has changed weights of block '{self.fqn}' through .data, but the shards keep their "
+            f"values (rank {dist.get_rank()}). Write to the weight itself under torch.no_grad(), or outside of "
+            "forwards to the parameter."
+        )
+
+    def _put_back(self) -> bool:
+        """Let leaves be views of the storage again. Returns whether ``set_`` or ``.data = ...`` had changed that."""
+        moved = [pair for pair in zip(self.leaves, self._fulls, strict=True) if not pair[0].is_set_to(pair[1])]
+        for leaf, full in moved:
+            leaf.data = full
+        return bool(moved)
+
+    def note_read_outside(self) -> None:
+        """Code outside of passes reads the weights that ``unshard`` keeps, and may write to them."""
+        if self.kept is not None and self.kept.seen is None:
+            self.kept.seen = self.seen()
+
+    @property
+    def write_outside(self) -> RuntimeError | None:
+        """An error if a write between ``unshard`` and ``reshard`` is lost."""
+        if self.kept is None or self.kept.seen is None:
+            return None
+        return self.untraced_write(self.kept.seen, "between unshard() and reshard()")
 
     def _versions(self) -> list[int]:
         return [leaf._version for leaf in self.leaves]
@@ -289,6 +322,7 @@ class WeightGroup(Gatherable):
                 layout = member.layout
                 part = part.narrow(layout.dim, min(layout.local_offset, layout.num_rows), layout.local_rows)
             member.shard.copy_(part)
+        self._put_back()
         self._written = versions
         self.num_updates += 1
         self._version_of_leaves = self.version  # a gather gives the values that were written
@@ -335,7 +369,7 @@ class WeightGroup(Gatherable):
     @property
     def has_gradient(self) -> bool:
         """Whether a backward may reduce gradients of it."""
-        return bool(self.reduced_weights)
+        return bool(self.reduced_weights) or any(weight.param.requires_grad for weight in self.weights)
 
     @property
     def has_gradients(self) -> bool:
@@ -353,8 +387,19 @@ class WeightGroup(Gatherable):
     @property
     def members_with_gradients(self) -> list[bool]:
         """For each member whether it gets gradients, as far as this rank knows."""
-        known = {*self.reduced_weights, *self._used_whole} if self.is_agreed else set()
+        known = {*self.reduced_weights} if self.is_agreed else self._owed
         return [member in known or self.leaf_of(member).grad is not None for member in self.members]
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether the running backward is confined to other parameters, on all ranks."""
+        asked = self.asked_for
+        return asked is not None and not any(id(leaf) in asked for leaf in self.leaves)
+
+    def settle(self) -> None:
+        """All gradients have moved into ``.grad``."""
+        if self.unsharded_grad is None and self.unreplicated_grad is None:
+            self._owed.clear()
 
     def agree(self, found: Sequence[bool]) -> None:
         """All ranks know which members get gradients."""
@@ -362,28 +407,29 @@ class WeightGroup(Gatherable):
         weights = [member for member in used if isinstance(member, ShardedWeight)]
         if weights != self.reduced_weights:
             self.reduce_only(weights)
-        self._used_whole = [member for member in used if isinstance(member, WholeParam)]
         self.is_agreed = True
 
     def pack(self, buffer: Tensor) -> None:
         """Move the gradients of the leaves into ``buffer`` (shape ``layout.buffer_shape``), cast, rank by rank."""
-        grads = []
+        grads, asked = [], self.asked_for
         for weight in self.reduced_weights:
             leaf = self._leaf_by_member[weight]
             grad, leaf.grad = leaf.grad, None
+            # Autograd, too, skips a leaf that was frozen after its forward.
+            if weight.param.requires_grad and (asked is None or id(leaf) in asked):
+                self._owed.add(weight)
+            else:
+                grad = None
             grads.append(
                 torch.zeros(leaf.shape, dtype=leaf.dtype, device=self.device) if grad is None else grad.detach()
             )
-        for param in self._used_whole:  # all ranks reduce the same
-            leaf = self.leaf_of(param)
-            if leaf.grad is None and leaf.requires_grad:
-                leaf.grad = torch.zeros(leaf.shape, dtype=leaf.dtype, device=self.device)
         compat.chunk_cat(grads, self.layout.world, buffer.view(self.layout.world, -1))
 
     def accumulate(self, slot: Tensor) -> None:
         """Hand this rank's rows of all reduced gradients to the weights."""
         for weight, rows in zip(self.reduced_weights, compat.unflatten(slot, self._slots_like), strict=True):
-            weight.accumulate(rows if weight.layout.is_as_buffer else weight.layout.shard_of_rows(rows))
+            if weight in self._owed:
+                weight.accumulate(rows if weight.layout.is_as_buffer else weight.layout.shard_of_rows(rows))
 
     def send_buffer(self) -> Tensor:
         """An uninitialized buffer for the packed gradients of this rank."""
@@ -396,6 +442,7 @@ class WeightGroup(Gatherable):
     def reset_grads(self) -> None:
         """Forget gradients of a backward that raised."""
         self.unsharded_grad = self.unreplicated_grad = None
+        self._owed.clear()
         for leaf in self.leaves:
             leaf.grad = None
 
@@ -424,9 +471,16 @@ class WeightGroup(Gatherable):
             self._follow_replaced()
         if is_frozen:
             for member, leaf in zip(self.members, self.leaves, strict=True):
-                leaf.requires_grad_(member.param.requires_grad)
+                if leaf.requires_grad is not member.param.requires_grad:
+                    member.follow_frozen()
+                    leaf.requires_grad_(member.param.requires_grad)
             self.is_agreed = False
+        self._is_layout_old = self._is_layout_old or is_frozen
+        if self._is_layout_old and not self._owed:  # otherwise sums and gradients in flight have this layout
+            self.is_agreed = self._is_layout_old = False
             self.reduce_only(weight for weight in self.weights if weight.param.requires_grad)
+        if self._hooks and not self.is_pinned:
+            self._forget_hooks()
         if self.is_pinned:
             self.hide()
 

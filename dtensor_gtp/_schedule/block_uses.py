@@ -63,6 +63,7 @@ class BlockUse:
         group.uses_in_backward.add(self)
         if torch.is_grad_enabled():
             group.has_second_backward = True
+            group.note_gradients(self._runtime.note_backward)  # the second one may come to no op that ``watch`` knows
         if group.held is None:
             group.held = self._runtime.acquire(group)
 

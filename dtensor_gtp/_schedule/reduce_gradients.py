@@ -179,16 +179,20 @@ class Gradients:
 
     def reduce_group(self, group: WeightGroup) -> None:
         """Reduce the gradients that the leaves of a group have got, on all ranks of its mesh."""
-        if not group.has_gradient:
+        if not group.has_gradient or group.is_left_out:
             return
+        # As ``fully_shard``: the buffers of one group at a time, since that of a block is large.
+        self._comm.retire_all()
         if not group.is_agreed or group.has_new_gradients:
             # Once: which weights get gradients on any rank. The others have no gradient, as in one process.
             found = any_rank_has(group.members_with_gradients, group.mesh, group.device)
             if not any(found):
                 return
+            self.launch_waiting()  # in the layout that they have
+            self._comm.retire_all()
             group.agree(found)
-        # As ``fully_shard``: the buffers of one group at a time, since that of a block is large.
-        self._comm.retire_all()
+        if not group.reduced_weights:
+            return  # until now whole parameters alone have gradients
         buffer, is_accumulating = self.target(group)
         packed = group.send_buffer() if is_accumulating else buffer
         group.pack(packed)
@@ -423,6 +427,8 @@ class Gradients:
             self._comm.finish_on_host()
         for param in params:
             param.publish_grad()
+        for group in groups:
+            group.settle()
 
     def abandon(self) -> None:
         """After an exception: wait for the launched reductions and forget their results."""
