@@ -89,7 +89,7 @@ SILENT = {
         "Runtime.note_handed_out", drop("drop_prefetched_of"), f"{WRITES_IN_FORWARD}::test_momentum_encoders"
     ),
     "a write between unshard and reshard is lost": Bug(
-        "GTPModule.reshard", never("written"), f"{WRITES_OUTSIDE}::test_between_unshard_and_reshard"
+        "GTPModule.reshard", never("error is not None"), f"{WRITES_OUTSIDE}::test_between_unshard_and_reshard"
     ),
     "a weight that stays gathered keeps its old values": Bug(
         "Runtime.note_handed_out",
@@ -173,7 +173,9 @@ SILENT = {
         f"{SILENT_GROUPS}::test_writes_without_a_version_are_refused",
     ),
     "other memory behind a whole parameter is not noticed": Bug(
-        "WholeParam.write_elsewhere", never("is_plain"), f"{SILENT_GROUPS}::test_writes_without_a_version_are_refused"
+        "WholeParam.write_elsewhere",
+        replace("leaf.data_ptr() == self.shard.data_ptr()", "True"),
+        f"{SILENT_GROUPS}::test_writes_without_a_version_are_refused",
     ),
     "new data of a parameter of a group comes a forward late": Bug(
         "Runtime.refuse_new_data",
