@@ -83,8 +83,8 @@ class WholeParam(ManagedParam):
     def write_elsewhere(self) -> RuntimeError | None:
         """An error if ``set_`` or ``.data = ...`` has given other memory to what modules see, which no optimizer and no
         checkpoint knows. From then on it is in the parameter's memory again."""
-        leaf = compat.local_part(self.leaf.detach())
-        is_plain = self.group is None and self.offload is None and type(leaf) is Tensor and type(self.shard) is Tensor
+        leaf = compat.local_part(self.leaf)  # no op: torch.func would wrap the result
+        is_plain = self.group is None and self.offload is None and type(self.shard) is Tensor
         if not is_plain or leaf.is_meta or leaf.data_ptr() == self.shard.data_ptr():
             return None
         if self.tp_spec is None:
