@@ -235,7 +235,7 @@ RUNTIME = {
         f"{GRADIENTS}::test_tied_uneven_vocabulary_updates_every_row",
     ),
     "freezing is not followed": Bug(
-        "ManagedParam._follow_frozen",
+        "ManagedParam.follow_frozen",
         argument("requires_grad_", 0, "True"),
         f"{GRADIENTS}::test_a_weight_that_is_frozen_between_steps_is_reduced_no_more",
     ),

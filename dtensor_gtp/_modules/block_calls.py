@@ -39,8 +39,8 @@ def call_block(block: BoundModule, call: Any, args: Any, kwargs: Any, compiler: 
                     output = call(*args, **kwargs)
                 finally:
                     compat.set_eval_frame(None)
-            if seen is not None:
-                group.check_traces(seen)
+            if seen is not None and (misuse := group.untraced_write(seen)) is not None:
+                raise misuse
             is_complete = True
         finally:
             if frame is not None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import ShardedWeight
+from .._params.whole_param import WholeParam
 from .._schedule.attribute_reads import written_to_no_effect
 from .._schedule.runtime import Runtime
 from ..policy import SchedulePolicy
@@ -56,13 +57,20 @@ def reshard_params(runtime: Runtime, params: list[ManagedParam]) -> None:
     for param in params:
         param.is_pinned = False
     weights = _weights_among(params)
-    written = [weight for weight in weights if runtime.reads.is_written_outside(weight)]
+    errors: list[RuntimeError | None] = [
+        written_to_no_effect(weight, "between unshard() and reshard()")
+        for weight in weights
+        if runtime.reads.is_written_outside(weight)
+    ]
+    errors += [param.write_elsewhere for param in params if isinstance(param, WholeParam)]
+    errors += [group.write_outside for group in {weight.group: None for weight in weights if weight.group}]
     for weight in weights:
         if weight.group is not None:
             weight.group.views.unpin()
         runtime.drop_kept(weight)
-    if written:
-        raise written_to_no_effect(written[0], "between unshard() and reshard()")
+    for error in errors:
+        if error is not None:
+            raise error
 
 
 def _weights_among(params: list[ManagedParam]) -> list[ShardedWeight]:

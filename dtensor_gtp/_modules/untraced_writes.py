@@ -24,6 +24,15 @@ from .._schedule.runtime import Runtime
 def install() -> None:
     """Look at each ``param.data``; once in a process."""
     compat.wrap_data_getter(_note)
+    compat.wrap_data_setter(_set_data)
+
+
+def _set_data(stock: Any, param: DTensor, value: Any) -> None:
+    if isinstance(param, nn.Parameter):
+        for watcher in optimizer_steps().watchers:
+            if isinstance(watcher, Runtime):
+                watcher.refuse_new_data(param)
+    stock(param, value)
 
 
 def _note(param: DTensor) -> None:

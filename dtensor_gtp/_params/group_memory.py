@@ -63,6 +63,7 @@ class GroupLeaves:
             fulls += views[len(weights) :]
             members: list[ManagedParam] = [*weights, *whole]
             self.by_member = {member: _leaf_of(member, full) for member, full in zip(members, fulls, strict=True)}
+            self._fulls = fulls  # what the leaves are set to
         words = torch.empty(0, dtype=torch.int64, device=device)
         self._bits = words.set_(self.storage, 0, (self.nbytes // 8,), (1,))
         self.storage.resize_(0)
@@ -82,6 +83,14 @@ class GroupLeaves:
             self.written = self.versions()
         self.version = version
 
+    def put_back(self) -> bool:
+        """Let leaves be views of the storage again. Returns whether ``set_`` or ``.data = ...`` had changed that."""
+        leaves = self.by_member.values()
+        moved = [(leaf, full) for leaf, full in zip(leaves, self._fulls, strict=True) if not leaf.is_set_to(full)]
+        for leaf, full in moved:
+            leaf.data = full
+        return bool(moved)
+
     def seen(self) -> tuple[list[int], Tensor]:
         """The versions of the leaves, and a sum of their bits. They have memory."""
         with compat.unseen_by_checkpoint_policies():
@@ -95,8 +104,10 @@ class GroupGradients(PendingGradient):
         super().__init__()
         self.leaves, self.dtype = leaves, dtype  # the dtype in which they are sent
         self.weights: list[ShardedWeight] = []  # that get gradients on any rank, or that may get some
-        self.whole: list[WholeParam] = []  # parameters that get gradients, if it is agreed
+        self.owed: set[ShardedWeight] = set()  # that were trained since gradients moved into ``.grad``
+        self.asked_for: set[int] | None = None  # ids of the leaves to which the running backward is confined; None: all
         self.is_agreed = False  # whether all ranks know which members get gradients
+        self._is_layout_old = False  # from before weights were frozen, for gradients of earlier microbatches
         self.layout: WeightLayout  # of the packed gradients
         self._all = [member for member in leaves.by_member if isinstance(member, ShardedWeight)]
 
@@ -140,8 +151,14 @@ class GroupGradients(PendingGradient):
     @property
     def known(self) -> list[bool]:
         """For each member whether it gets gradients, as far as this rank knows."""
-        known = {*self.weights, *self.whole} if self.is_agreed else set()
+        known = {*self.weights} if self.is_agreed else self.owed
         return [member in known or leaf.grad is not None for member, leaf in self.leaves.by_member.items()]
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether the running backward is confined to other parameters, on all ranks."""
+        asked = self.asked_for
+        return asked is not None and not any(id(leaf) in asked for leaf in self.leaves.by_member.values())
 
     def agree(self, found: Sequence[bool]) -> None:
         """All ranks know which members get gradients."""
@@ -149,29 +166,43 @@ class GroupGradients(PendingGradient):
         weights = [member for member in used if isinstance(member, ShardedWeight)]
         if weights != self.weights:
             self.reduce_only(weights)
-        self.whole = [member for member in used if isinstance(member, WholeParam)]
         self.is_agreed = True
+
+    def note_frozen(self, is_frozen: bool) -> None:
+        """At the begin of a forward; ``is_frozen`` if members were frozen or unfrozen since the last one."""
+        self.is_agreed = self.is_agreed and not is_frozen
+        self._is_layout_old = self._is_layout_old or is_frozen
+        if self._is_layout_old and not self.owed:  # otherwise sums and gradients in flight have this layout
+            self.is_agreed = self._is_layout_old = False
+            self.reduce_only(weight for weight in self._all if weight.param.requires_grad)
 
     def pack(self, buffer: Tensor) -> None:
         """Move the gradients of the leaves into ``buffer`` (shape ``layout.buffer_shape``), cast, rank by rank."""
-        grads = []
+        grads, asked = [], self.asked_for
         for weight in self.weights:
             leaf = self.leaves.by_member[weight]
             grad, leaf.grad = leaf.grad, None
-            grads.append(leaf.new_zeros(leaf.shape) if grad is None else grad.detach())
-        for param in self.whole:  # all ranks reduce the same
-            leaf = self.leaves.by_member[param]
-            if leaf.grad is None and leaf.requires_grad:
-                leaf.grad = leaf.new_zeros(leaf.shape)
+            # Autograd, too, skips a leaf that was frozen after its forward.
+            is_trained = weight.param.requires_grad and (asked is None or id(leaf) in asked)
+            if is_trained:
+                self.owed.add(weight)
+            grads.append(grad.detach() if is_trained and grad is not None else leaf.new_zeros(leaf.shape))
         compat.chunk_cat(grads, self.layout.world, buffer.view(self.layout.world, -1))
 
     def accumulate(self, slot: Tensor) -> None:
         """Hand this rank's rows of all reduced gradients to the weights."""
         for weight, rows in zip(self.weights, compat.unflatten(slot, self._slots_like), strict=True):
-            weight.accumulate(rows if weight.layout.is_as_buffer else weight.layout.shard_of_rows(rows))
+            if weight in self.owed:
+                weight.accumulate(rows if weight.layout.is_as_buffer else weight.layout.shard_of_rows(rows))
+
+    def settle(self) -> None:
+        """All gradients have moved into ``.grad``."""
+        if self.is_empty:
+            self.owed.clear()
 
     def forget(self) -> None:
         super().forget()
+        self.owed.clear()
         for leaf in self.leaves.by_member.values():
             leaf.grad = None
 

@@ -126,7 +126,7 @@ class ManagedParam:
         current = site.module._parameters.get(site.name)
         if current is self.param and self.shard is compat.local_tensor(current):  # type: ignore[arg-type]
             if self.leaf.requires_grad is not self.param.requires_grad:
-                self._follow_frozen()
+                self.follow_frozen()
             return
         if isinstance(current, DTensor) and self._is_cut_by_fully_shard(current):
             if not self.is_cut_again:
@@ -318,7 +318,7 @@ class ManagedParam:
         if self._wide_grad is not None and param.grad is None:
             self._wide_grad = None
         if self.leaf.requires_grad is not param.requires_grad:
-            self._follow_frozen()
+            self.follow_frozen()
 
     def check_memory(self) -> None:
         """Raise a RuntimeError if the parameter or its shard has another size or dtype than before, or no memory."""
@@ -347,7 +347,7 @@ class ManagedParam:
             "module with module.to(dtype), and change shapes before gtp_shard."
         )
 
-    def _follow_frozen(self) -> None:
+    def follow_frozen(self) -> None:
         """Called after the user has frozen or unfrozen the parameter."""
         self.leaf.requires_grad_(self.param.requires_grad)
 

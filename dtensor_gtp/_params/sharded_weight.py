@@ -237,8 +237,8 @@ class ShardedWeight(ManagedParam, Gatherable):
         else:
             self.edition += 1
 
-    def _follow_frozen(self) -> None:
-        super()._follow_frozen()
+    def follow_frozen(self) -> None:
+        super().follow_frozen()
         self.stand_in = StandIn(self.leaf.requires_grad)
 
     @property

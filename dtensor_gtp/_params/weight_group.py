@@ -126,20 +126,29 @@ class GroupViews:
         """Let modules read full weights outside of passes, too. ``note_backward`` is called with each gradient."""
         if not self.is_pinned:
             self.is_pinned = True
-            self._hooks = [
-                leaf.register_post_accumulate_grad_hook(lambda _: note_backward())
-                for leaf in self._group.leaves.by_member.values()
-                if leaf.requires_grad
-            ]
+            self.note_gradients(note_backward)
             self.hide()
 
     def unpin(self) -> None:
         """The counterpart of ``pin``."""
         self.is_pinned = False
+        self.forget_hooks()
+        self.hide()
+
+    def note_gradients(self, note_backward: Callable[[], None]) -> None:
+        """Call ``note_backward`` with each gradient that comes outside of the backward of a block, until the next
+        forward."""
+        if not self._hooks:
+            self._hooks = [
+                leaf.register_post_accumulate_grad_hook(lambda _: note_backward())
+                for leaf in self._group.leaves.by_member.values()
+                if leaf.requires_grad
+            ]
+
+    def forget_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self.hide()
 
 
 @dataclass(slots=True)
@@ -259,16 +268,30 @@ class WeightGroup(Gatherable):
         for member in self.members:
             member.group, member.flags = None, replace(member.flags)
 
-    def check_traces(self, seen: tuple[list[int], Tensor]) -> None:
-        """Raise a RuntimeError if a forward has written to leaves since they were ``seen``, and has left no version.
-        The host waits."""
+    def untraced_write(self, seen: tuple[list[int], Tensor], where: str = "in a forward") -> RuntimeError | None:
+        """An error if somebody has written to leaves since they were ``seen``, and has left no version. The host
+        waits."""
         versions, bits = self.leaves.seen()
-        if versions == seen[0] and not torch.equal(bits, seen[1]):
-            raise RuntimeError(
-                f"A forward of block '{self.fqn}' has written to its weights through .data, but the shards keep their "
-                f"values (rank {dist.get_rank()}). Write to the weight itself under torch.no_grad(), or outside of "
-                "forwards to the parameter."
-            )
+        is_elsewhere = self.leaves.put_back()
+        if not is_elsewhere and (versions != seen[0] or torch.equal(bits, seen[1])):
+            return None
+        return RuntimeError(
+            f"A write {where} has changed weights of block '{self.fqn}' through .data, but the shards keep their "
+            f"values (rank {dist.get_rank()}). Write to the weight itself under torch.no_grad(), or outside of "
+            "forwards to the parameter."
+        )
+
+    def note_read_outside(self) -> None:
+        """Code outside of passes reads the weights that ``unshard`` keeps, and may write to them."""
+        if self.kept is not None and self.kept.seen is None:
+            self.kept.seen = self.leaves.seen()
+
+    @property
+    def write_outside(self) -> RuntimeError | None:
+        """An error if a write between ``unshard`` and ``reshard`` is lost."""
+        if self.kept is None or self.kept.seen is None:
+            return None
+        return self.untraced_write(self.kept.seen, "between unshard() and reshard()")
 
     @torch.no_grad()
     def _carry_writes(self) -> None:
@@ -283,6 +306,7 @@ class WeightGroup(Gatherable):
                 layout = member.layout
                 part = part.narrow(layout.dim, min(layout.local_offset, layout.num_rows), layout.local_rows)
             member.shard.copy_(part)
+        leaves.put_back()
         leaves.written = versions
         self.num_updates += 1
         leaves.version = self.version  # a gather gives the values that were written
@@ -298,7 +322,7 @@ class WeightGroup(Gatherable):
     @property
     def has_gradient(self) -> bool:
         """Whether a backward may reduce gradients of it."""
-        return bool(self.pending_grad.weights)
+        return bool(self.pending_grad.weights) or any(weight.param.requires_grad for weight in self.weights)
 
     def accumulate(self, slot: Tensor) -> None:
         self.pending_grad.accumulate(slot)
@@ -326,11 +350,14 @@ class WeightGroup(Gatherable):
             self._follow_replaced()
         if is_frozen:
             for member, leaf in self.leaves.by_member.items():
-                leaf.requires_grad_(member.param.requires_grad)
-            self.pending_grad.is_agreed = False
-            self.pending_grad.reduce_only(weight for weight in self.weights if weight.param.requires_grad)
+                if leaf.requires_grad is not member.param.requires_grad:
+                    member.follow_frozen()
+                    leaf.requires_grad_(member.param.requires_grad)
+        self.pending_grad.note_frozen(is_frozen)
         if self.views.is_pinned:
             self.views.hide()
+        else:
+            self.views.forget_hooks()
 
     def _follow_replaced(self) -> None:
         """Other objects are registered as parameters, perhaps of another dtype (``to``, ``load_state_dict``)."""

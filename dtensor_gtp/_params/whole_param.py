@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -61,10 +62,10 @@ class WholeParam(ManagedParam):
             self.leaf.requires_grad_(self.param.requires_grad)
         self._take_direct_grads()
 
-    def _follow_frozen(self) -> None:
+    def follow_frozen(self) -> None:
         # The parameter was trained when these gradients were computed.
         self.unsynced_grad = self._with_unsynced(self._take_grad_of_leaf())
-        super()._follow_frozen()
+        super().follow_frozen()
         self._take_direct_grads()
 
     def _take_direct_grads(self) -> None:
@@ -78,8 +79,28 @@ class WholeParam(ManagedParam):
         this = weakref.ref(self)
         self._node.register_prehook(lambda grads: _take_direct(this(), grads))
 
+    @property
+    def write_elsewhere(self) -> RuntimeError | None:
+        """An error if ``set_`` or ``.data = ...`` has given other memory to what modules see, which no optimizer and no
+        checkpoint knows. From then on it is in the parameter's memory again."""
+        leaf = compat.local_part(self.leaf)  # no op: torch.func would wrap the result
+        is_plain = self.group is None and self.offload is None and type(self.shard) is Tensor
+        if not is_plain or leaf.is_meta or leaf.data_ptr() == self.shard.data_ptr():
+            return None
+        if self.tp_spec is None:
+            self.leaf.data = self.shard.detach()
+        else:
+            compat.set_local(self.leaf, self.shard.detach(), self.tp_spec)  # type: ignore[arg-type]
+        return RuntimeError(
+            f"Code has replaced the data of parameter '{self.fqn}' of shape {tuple(self.param.shape)} where "
+            f"modules see it, in a forward or before reshard(), by .data = ... or set_ (rank {dist.get_rank()}). "
+            "Write to it under torch.no_grad(): module.weight.copy_(value)."
+        )
+
     def begin_forward(self, is_captured: bool) -> None:
         super().begin_forward(is_captured)
+        if (misuse := self.write_elsewhere) is not None:
+            raise misuse
         if self.offload is not None and not self.shard.is_meta:
             # Without a new version: a graph of an earlier forward may have saved the leaf, whose values are the same
             # unless the optimizer has stepped, which changes the version.
@@ -106,12 +127,13 @@ class WholeParam(ManagedParam):
 
     def add_local_grad(self, grad: Tensor) -> None:
         """Accumulate the gradient of one ``value()`` as autograd would. ``grad`` is only read."""
-        if wider(grad.dtype, self.leaf.dtype) != self.leaf.dtype:
+        leaf = self.leaf if self.group is None else self.group.leaves.by_member[self]
+        if wider(grad.dtype, leaf.dtype) != leaf.dtype:
             self._add_wide(grad if self._wide_local_grad is not None else grad.clone())
-        elif self.leaf.grad is None:
-            self.leaf.grad = grad.to(self.leaf.dtype, copy=True)
+        elif leaf.grad is None:
+            leaf.grad = grad.to(leaf.dtype, copy=True)
         else:
-            self.leaf.grad += grad.to(self.leaf.dtype)
+            leaf.grad += grad.to(leaf.dtype)
         _notify(self)
 
     def _add_wide(self, grad: Tensor) -> None:

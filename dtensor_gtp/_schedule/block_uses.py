@@ -63,6 +63,8 @@ class BlockUse:
         running.uses.add(self)
         if torch.is_grad_enabled():
             running.creates_graph = True
+            # The second backward may come to no op that ``watch`` knows.
+            self._group.views.note_gradients(self._runtime.note_backward)
         if running.held is None:
             running.held = self._runtime.acquire(self._group)
 

@@ -183,6 +183,7 @@ class Gathering(KeepAndFree):
         """Code outside of a use reads a weight of ``group``: gather it until the pass ends."""
         if group.is_pinned and group.kept is not None and group.is_fresh(group.kept):
             self.comm.wait(group.kept.done)
+            group.note_read_outside()
         else:
             self._read_outside.append((group, self.acquire(group)))
 

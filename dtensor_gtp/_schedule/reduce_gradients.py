@@ -183,17 +183,21 @@ class Gradients:
 
     def reduce_group(self, group: WeightGroup) -> None:
         """Reduce the gradients that the leaves of a group have got, on all ranks of its mesh."""
-        if not group.has_gradient:
-            return
         grads = group.pending_grad
+        if not group.has_gradient or grads.is_left_out:
+            return
+        # As ``fully_shard``: the buffers of one group at a time, since that of a block is large.
+        self._comm.retire_all()
         if not grads.is_agreed or grads.have_new:
             # Once: which weights get gradients on any rank. The others have no gradient, as in one process.
             found = any_rank_has(grads.known, group.mesh, group.device)
             if not any(found):
                 return
+            self.launch_waiting()  # in the layout that they have
+            self._comm.retire_all()
             grads.agree(found)
-        # As ``fully_shard``: the buffers of one group at a time, since that of a block is large.
-        self._comm.retire_all()
+        if not grads.weights:
+            return  # until now whole parameters alone have gradients
         buffer, is_accumulating = self.target(group)
         packed = grads.send_buffer() if is_accumulating else buffer
         grads.pack(packed)
@@ -430,6 +434,8 @@ class Gradients:
             self._comm.finish_on_host()
         for param in params:
             param.publish_grad()
+        for group in groups:
+            group.pending_grad.settle()
 
     def abandon(self) -> None:
         """After an exception: wait for the launched reductions and forget their results."""

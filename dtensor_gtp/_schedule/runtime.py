@@ -61,6 +61,8 @@ class Runtime(Gathering):
         self._num_forwards = 0
         self.asked_for: set[int] | None = None  # ids of the tensors to which the running backward is confined
         self._outdated: set[ShardedWeight] = set()  # unsharded, and perhaps written since without a trace
+        # Groups that a forward reads outside of their blocks, as they were then; only if ``reads.looks_at_bits``.
+        self._seen_outside: dict[WeightGroup, Any] = {}
         self.num_trained = 0  # backwards that gave gradients, and optimizer steps
         self._thread = OneThread()
         optimizer_steps().watchers.add(self)
@@ -76,24 +78,54 @@ class Runtime(Gathering):
     def note_handed_out(self, param: object) -> None:
         """Somebody has got hold of a parameter in a way in which writes to it leave no version."""
         weight = self._known().get(id(param))
-        if not isinstance(weight, ShardedWeight) or weight.param is not param:
+        if weight is None or weight.param is not param:
+            return
+        if weight.group is None and not isinstance(weight, ShardedWeight):
             return
         if self.reads.frames and weight.group is not None:
             self._handed_out.add(weight.group.weight)
             self._drop_pending(weight.group, 0)
             self._drop_kept(weight.group)
         elif self.reads.frames:
+            assert isinstance(weight, ShardedWeight)
             self._handed_out.add(weight)
             self.drop_prefetched_of([weight])
             for target in weight.gatherables:
                 target.live = None  # whoever uses it keeps it
             self.reads.forget(weight)
             self.drop_kept(weight)
-        elif weight.is_pinned:
-            self._outdated.add(weight)  # until the next forward, as one rank alone may read it until then
+        elif weight.is_pinned:  # until the next forward, as one rank alone may read it until then
+            if isinstance(weight, ShardedWeight):
+                self._outdated.add(weight)
+            elif weight.group is not None:
+                self._outdated.add(weight.group.weights[0])
         else:
-            for target in weight.gatherables if weight.group is None else (weight.group,):
+            for target in (weight.group,) if weight.group is not None else weight.gatherables:  # type: ignore[attr-defined]
                 self._drop_kept(target)
+
+    def refuse_new_data(self, param: object) -> None:
+        """``param.data = ...`` in a forward: the leaves of a group would keep the old values until the next one."""
+        member = self._known().get(id(param)) if self.reads.frames else None
+        if member is not None and member.param is param and member.group is not None:
+            raise RuntimeError(
+                f"A forward replaces the data of parameter '{member.fqn}' of shape {tuple(member.param.shape)}, which "
+                f"is gathered together with block '{member.group.fqn}' (rank {dist.get_rank()}). Write to it under "
+                "torch.no_grad(): param.copy_(value)."
+            )
+
+    def hold_until_end(self, group: WeightGroup) -> None:
+        super().hold_until_end(group)
+        if self.reads.frames and self.reads.looks_at_bits and group not in self._seen_outside:
+            self._seen_outside[group] = group.leaves.seen()
+
+    def _write_to_no_effect(self) -> RuntimeError | None:
+        """What a forward has written to weights, outside of the blocks whose groups they are in, to no effect."""
+        if not self.reads.looks_at_bits:
+            return None
+        found = [group.untraced_write(seen) for group, seen in self._seen_outside.items()]
+        self._seen_outside.clear()
+        found += [param.write_elsewhere for param in self.whole]
+        return next(filter(None, found), None)
 
     def note_step(self, updated: set[int]) -> None:
         """An optimizer has written to the parameters with these ids. There may be very many optimizers."""
@@ -161,6 +193,8 @@ class Runtime(Gathering):
     def exit(self, frame: Frame, is_complete: bool) -> None:
         """End a forward; ``is_complete`` is False if it raised."""
         misuse = self.reads.misuse_in(frame) if is_complete and frame.seen else None
+        if is_complete and len(self.reads.frames) == 1:
+            misuse = misuse or self._write_to_no_effect()
         self.reads.end(frame)
         if len(self.reads.frames) == 1:
             for group in self.groups:
@@ -246,6 +280,7 @@ class Runtime(Gathering):
         for weight in self._outdated:
             self.drop_kept(weight)
         self._outdated.clear()
+        self._seen_outside.clear()
         self._num_forwards += 1
         # In the forwards of number 1, 2, 4, 8 and so on, which costs nothing in the long run.
         is_power = self._num_forwards & (self._num_forwards - 1) == 0
@@ -288,6 +323,8 @@ class Runtime(Gathering):
             leaf = param.leaf if param.group is None else param.group.leaves.by_member[param]
             if param.param.requires_grad and (asked is None or id(leaf) in asked):
                 param.awaits_reduction = True
+        for group in self.groups:
+            group.pending_grad.asked_for = asked
         self._records_graph = torch.is_grad_enabled()
         self.comm.begin_pass()
         end = partial(self._finish_backward)

@@ -119,13 +119,16 @@ def once_differentiable(backward: Callable[..., _T]) -> Callable[..., _T]:
         with torch.no_grad():
             computed: Any = backward(ctx, *grads)
         if isinstance(computed, torch.Tensor):
-            return cast("_T", undifferentiable(computed))
-        return cast("_T", tuple(x if x is None else undifferentiable(x) for x in computed))
+            return cast("_T", undifferentiable(computed, *grads))
+        return cast("_T", tuple(x if x is None else undifferentiable(x, *grads) for x in computed))
 
     return run
 
 
-def undifferentiable(grad: torch.Tensor) -> torch.Tensor:
-    """The values of a gradient. A backward through the result raises a RuntimeError."""
-    refuse: Any = torch._C._functions.DelayedError(_ONCE, 1)
-    return cast("torch.Tensor", refuse(grad.detach().requires_grad_()))
+def undifferentiable(grad: torch.Tensor, *computed_from: Any) -> torch.Tensor:
+    """The values of a gradient. A backward through the result raises a RuntimeError, also one that is confined to what
+    has a part in ``computed_from``: torch would find no way there, and return no gradient, or zeros."""
+    sources = [x for x in computed_from if isinstance(x, torch.Tensor) and x.requires_grad]
+    refuse: Any = torch._C._functions.DelayedError(_ONCE, 1 + len(sources))
+    results = refuse(grad.detach().requires_grad_(), *sources)
+    return cast("torch.Tensor", results[0] if sources else results)

@@ -37,6 +37,8 @@ class RecordedStep:
         with around.put_back_on_error():
             self._record(lambda: fn(*args, **kwargs), recorder)
         self._grads_after = read_values(around.places)
+        pending = [group.pending_grad for runtime in around.runtimes for group in runtime.groups]
+        self._owed_after = [(each, set(each.owed)) for each in pending]
 
     def note_step(self, updated: set[int]) -> None:
         """An optimizer has stepped these parameters during the recording."""
@@ -119,6 +121,8 @@ class RecordedStep:
             target.copy_(source, non_blocking=True)
         self._replay()
         write_values(around.places, self._grads_after)
+        for pending, owed in self._owed_after:
+            pending.owed |= owed  # sums that this microbatch leaves
         for runtime in around.runtimes:
             runtime.note_step(self._written)
         return compat.tree_map_only(Tensor, Tensor.clone, self._outputs)

@@ -390,7 +390,7 @@ class TestGroups(GlooTest):
             square(model, x).backward()
             self.assertTrue(runtime_of(model).groups)
             Decayed.written = name
-            with self.assertRaisesRegex(RuntimeError, "block 'layers.0' has written to its weights through .data"):
+            with self.assertRaisesRegex(RuntimeError, "has changed weights of block 'layers.0' through .data"):
                 model(x)
             Decayed.written = None
             torch.testing.assert_close(model(x), reference(x), rtol=1e-4, atol=1e-4)
