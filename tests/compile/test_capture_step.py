@@ -358,13 +358,15 @@ def test_unsynced_gradients_of_blocks_survive_replays() -> None:
                 x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * outer + index))
                 for model in (captured, eager):
                     model.set_requires_gradient_sync(index == 2)
+                    # In some steps, only recorded microbatches use the blocks.
+                    model.call = (lambda layer, x: x) if index == 2 and outer % 2 else (lambda layer, x: layer(x))
                 microbatch(eager, x)
                 if index == 2:
                     microbatch(captured, x)
                 else:
                     step(x)
             for (name, a), b in zip(captured.named_parameters(), eager.parameters(), strict=True):
-                assert (a.grad is None) == (b.grad is None), name
+                assert (a.grad is None) == (b.grad is None) == ("unused" in name), name
                 if a.grad is not None:
                     torch.testing.assert_close(a.grad.to_local(), b.grad.to_local(), msg=lambda m, n=name: f"{n}: {m}")
                     a.grad = b.grad = None

@@ -56,6 +56,7 @@ class OnHost:
         weights = runtime_of(self.sharded).weights
         kept = [(target, target.kept) for weight in weights for target in weight.gatherables]
         editions = [weight.edition for weight in weights]
+        owed = [(group.pending_grad, set(group.pending_grad.owed)) for group in runtime_of(self.sharded).groups]
         for target, _ in kept:
             target.kept = None
         yield
@@ -63,6 +64,8 @@ class OnHost:
             target.kept = gathered
         for weight, edition in zip(weights, editions, strict=True):
             weight.edition = edition
+        for pending, before in owed:
+            pending.owed = before
 
     def check_nothing_is_kept(self) -> None:
         assert all(weight.kept is None for weight in runtime_of(self.sharded).weights)
