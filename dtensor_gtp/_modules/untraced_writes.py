@@ -22,9 +22,22 @@ from .._schedule.runtime import Runtime
 
 @functools.cache
 def install() -> None:
-    """Look at each ``param.data``; once in a process."""
+    """Look at each ``param.data`` and at foreach functions that write; once in a process."""
     compat.wrap_data_getter(_note)
     compat.wrap_data_setter(_set_data)
+    for op in compat.foreach_writes():
+        compat.set_dtensor_handler(op, _write_foreach)
+
+
+def _write_foreach(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A foreach function writes to the tensors of its first argument. Its caller may have them since long before."""
+    runtimes = [each for each in optimizer_steps().watchers if isinstance(each, Runtime) and each.holds_weights]
+    if runtimes and not (torch.compiler.is_compiling() or compat.is_in_compiler()):
+        for param in args[0]:
+            for runtime in runtimes:
+                runtime.note_handed_out(param)
+    with compat.stock_dtensor_dispatch(op):
+        return op(*args, **kwargs)
 
 
 def _set_data(stock: Any, param: DTensor, value: Any) -> None:

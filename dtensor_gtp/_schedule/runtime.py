@@ -75,6 +75,11 @@ class Runtime(Gathering):
             self._is_cut_again = any(param.is_cut_again for param in self.params)
         return self._by_id
 
+    @property
+    def holds_weights(self) -> bool:
+        """Whether a forward runs, or gathered weights stay for later ones. Steps of optimizers ask, for each op."""
+        return bool(self.reads.frames) or any(target.kept is not None for target in self.gatherables)
+
     def note_handed_out(self, param: object) -> None:
         """Somebody has got hold of a parameter in a way in which writes to it leave no version."""
         weight = self._known().get(id(param))

@@ -203,6 +203,13 @@ def set_dtensor_handler(op: Any, handler: Callable[[Any, tuple[Any, ...], dict[s
     replace_item("handler", op_dispatcher()._custom_op_handlers, op, handler)
 
 
+def foreach_writes() -> list[Any]:
+    """The foreach ops on DTensors that write to their first argument. They change no version of it."""
+    propagator = op_dispatcher().sharding_propagator
+    ops = (*propagator.op_strategy_funcs, *propagator.op_single_dim_strategy_funcs)
+    return [op for op in ops if str(op).startswith("aten._foreach_") and str(op).split(".")[1].endswith("_")]
+
+
 def stock_dtensor_dispatch(op: Any) -> AbstractContextManager[None]:
     """Run ``op`` as DTensor does without the handler that ``set_dtensor_handler`` gave it. Other threads keep it."""
     return _handlers_of_thread().without(op)

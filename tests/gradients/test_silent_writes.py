@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from common import ALL, GlooTest, assert_same_params, full, rows_of_rank
 from runtime_common import WIDTH, Raw, make_rows, shard_copy, small_model, square_loss
 
-from dtensor_gtp import gtp_shard
+from dtensor_gtp import SchedulePolicy, gtp_shard
 
 Update = Callable[[list[nn.Parameter], list[nn.Parameter]], None]
 
@@ -48,6 +48,37 @@ class Momentum(nn.Module):
         queries = self.queries(x)
         with torch.no_grad():
             self.update(list(self.keys.parameters()), list(self.queries.parameters()))
+            keys = self.keys(x)
+        result: torch.Tensor = (queries - keys).square().mean()
+        return result
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class MomentumOfLists(Momentum):
+    """Takes the parameters once, before any forward, as trainers do."""
+
+    def __init__(self) -> None:
+        super().__init__(by_foreach)
+        self.queries = nn.Sequential(Layer(), Layer())
+        self.keys = nn.Sequential(Layer(), Layer()).requires_grad_(False)
+
+    def take(self) -> None:
+        lists = list(self.keys.parameters()), list(self.queries.parameters())
+        self.update = lambda *_: by_foreach(*lists)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        queries = self.queries(x)
+        with torch.no_grad():
+            self.update([], [])
             keys = self.keys(x)
         result: torch.Tensor = (queries - keys).square().mean()
         return result
@@ -108,6 +139,28 @@ class TestWritesInForward(GlooTest):
             torch.manual_seed(0)
             reference = Momentum(update)
             model = shard_copy(reference, mesh)
+            optimizers = [torch.optim.SGD(each.queries.parameters(), lr=0.1) for each in (model, reference)]
+            for step in range(4):
+                x = make_rows(step)
+                loss, want = model(rows_of_rank(x, mesh)), reference(x)
+                loss.backward()
+                want.backward()
+                assert_same_params(model, reference, "grad")
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                assert_same_params(model, reference)
+
+    def test_foreach_on_a_list_made_before_the_forward(self) -> None:
+        """Weights of groups, single ones, and such as stay gathered after backward."""
+        mesh = self.gtp_mesh()
+        for schedule, is_kept in ((SchedulePolicy(min_shard_numel=0), False), (ALL, False), (ALL, True)):
+            torch.manual_seed(0)
+            reference = MomentumOfLists()
+            model = gtp_shard(copy.deepcopy(reference), mesh, schedule=schedule)
+            model.set_reshard_after_backward(not is_kept)
+            for each in (model, reference):
+                each.take()
             optimizers = [torch.optim.SGD(each.queries.parameters(), lr=0.1) for each in (model, reference)]
             for step in range(4):
                 x = make_rows(step)
