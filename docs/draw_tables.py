@@ -108,6 +108,9 @@ class Line(NamedTuple):
     is_kept: bool = False
 
 
+_MEMORY_LENGTHS = (2048, 8192)
+
+
 class Steps(NamedTuple):
     """A table of steps: a column for each length, with ``ms (x)``, and one for memory.
 
@@ -128,7 +131,8 @@ def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 def draw_steps(table: Steps) -> str:
     """One job: the rows that ``x`` is relative to are among the lines."""
-    memory = [f"{table.memory.replace('_gib', ' GiB')}, T=2048, 8192"] if table.memory else []
+    lengths = [str(T) for T in _MEMORY_LENGTHS if any(_memory(line, table, T) is not None for line in table.lines)]
+    memory = [f"{table.memory.replace('_gib', ' GiB')}, T={', '.join(lengths)}"] if table.memory else []
     header = ["ms (x)", *(f"T={seq_len}" for seq_len in table.seq_lens), *memory]
     return markdown(header, (_step_cells(line, table) for line in table.lines))
 
@@ -155,8 +159,12 @@ def _step_cells(line: Line, table: Steps) -> list[str]:
         cells.append("" if ms is None else f"{ms:.1f}" + (f" ({peer / ms:.2f})" if peer is not None else ""))
     if not table.memory:
         return cells
-    memory = [figure(line.job, table.memory, line.is_kept, mode=line.mode, seq_len=T) for T in (2048, 8192)]
+    memory = [_memory(line, table, T) for T in _MEMORY_LENGTHS]
     return [*cells, ", ".join(f"{gib:.2f}" for gib in memory if gib is not None)]
+
+
+def _memory(line: Line, table: Steps, seq_len: int) -> float | None:
+    return figure(line.job, table.memory, line.is_kept, mode=line.mode, seq_len=seq_len)
 
 
 def caption(jobs: Iterable[str]) -> str:
@@ -180,6 +188,7 @@ STEPS = {
     "2xh100": Steps(
         (
             *_HEADLINE,
+            Line("`gtp_shard(model, mesh)`", "2xh100_peers", "gtp"),
             Line("megatron-fsdp", "2xh100_peers", "megatron-bf16"),
             Line('`memory="least"`', "2xh100_memory", "gtp-least"),
             Line('`memory="most_speed"`', "2xh100_memory", "gtp-most_speed"),

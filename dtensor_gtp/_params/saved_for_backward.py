@@ -54,7 +54,7 @@ class _Watched(NamedTuple):
 
 
 class _Handle(NamedTuple):
-    """Replaces a saved view of a full weight, or of one of its tensors. ``offset`` counts from the begin of that."""
+    """Replaces a saved view of a full weight, or of one of its tensors. ``offset`` counts from the start of that."""
 
     use: _WeightUse
     part: str

@@ -316,7 +316,7 @@ class WeightGroup(Gatherable):
         return self.num_updates + sum([tensor._version for tensor in self._shards]), 0, 0
 
     def is_fresh(self, gathered: Gathered) -> bool:
-        """Whether ``gathered`` has the present values of all shards. One in use has those of the begin of its use."""
+        """Whether ``gathered`` has the present values of all shards. One in use has those of the start of its use."""
         return gathered is self.live or gathered.version == self.version
 
     @property

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 # Two alike are soon read, and a range hides that there are only two.
 _FEWEST = 3
-# How many later lines that look alike are tried as the begin of the next block.
+# How many later lines that look alike are tried as the start of the next block.
 _TRIED = 8
 
 
@@ -111,7 +111,7 @@ class _Folding:
         return times
 
     def _step(self, place: int, other: int) -> tuple[int, ...] | None:
-        """How the numbers change from an element to one like it; None if it is not like it."""
+        """How the numbers change from one element to the next; None if the two differ in more than numbers."""
         if other >= len(self._elements) or self._forms[place] != self._forms[other]:
             return None
         return tuple(b - a for a, b in zip(self._numbers[place], self._numbers[other], strict=True))

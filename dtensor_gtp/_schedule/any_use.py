@@ -1,6 +1,6 @@
 """Weights that each rank may use as it likes, or leave out: ``set_reduce_scatter_unused_params``.
 
-A use of any other weight is a collective, so all ranks must use it. Of these weights, all ranks gather all at the begin
+A use of any other weight is a collective, so all ranks must use it. Of these weights, all ranks gather all at the start
 of a pass, and reduce all at its end, with zeros where a rank has no gradient. In between a use communicates nothing, so
 no plan contains it. They cost the memory of full weights and gradients for a pass, as a module of ``fully_shard`` does.
 """
@@ -40,7 +40,7 @@ def absent_beside(target: Gatherable, gatherables: Iterable[Gatherable]) -> list
 
 
 def gather_for_any_use(runtime: GathersAhead) -> None:
-    """At the begin of a pass, gather what is absent of these weights, in the same order on all ranks."""
+    """At the start of a pass, gather what is absent of these weights, in the same order on all ranks."""
     by_mesh: dict[Groups, list[Gatherable]] = {}
     for target in runtime.gatherables:
         weight = target.weight

@@ -223,7 +223,7 @@ class Gathering(KeepAndFree):
             self._prefetch(chain, launch.positions)
 
     def _fill(self, chain: Chain, lanes: Collection[int] | None = None) -> None:
-        """Launch all gathers that the plan expects to be in flight by now, in these lanes or all."""
+        """Launch every gather that should already be in flight, in these lanes or all."""
         self._gaps = set() if lanes is None else self._gaps.difference(lanes)
         for positions in chain.expected(lanes):
             self._prefetch(chain, positions)
@@ -297,7 +297,7 @@ class Gathering(KeepAndFree):
             self._discard(target, target.pending.pop())
 
     def _begin_quantized(self, weights: Sequence[ShardedWeight]) -> None:
-        """At the begin of a forward, let the ranks agree on statistics of quantized shards that changed. Each mesh does
+        """At the start of a forward, let the ranks agree on statistics of quantized shards that changed. Each mesh does
         so in its first gathers, if that runs on streams beside compute. Otherwise all do so at once: later, compute or
         the host would wait for ranks of other meshes, which gather other weights by then."""
         self._to_agree.clear()

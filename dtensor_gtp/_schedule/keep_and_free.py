@@ -224,7 +224,7 @@ class KeepAndFree:
         return is_asked_for or target.index in self._kept_until_backward
 
     def _choose_kept(self, entry: Entry) -> None:
-        """At the begin of a forward, choose the weights that stay for its backward."""
+        """At the start of a forward, choose the weights that stay for its backward."""
         self._kept_until_backward = self._kept_if_last = frozenset()
         if not torch.is_grad_enabled():
             return

@@ -15,8 +15,8 @@ consecutive uses of one ``gtp_shard`` call. A use is gathered when the use at th
 happens; in the first block, as many uses ahead as blocks are apart. If there is only one block, its uses are planned by
 the rule of lane 0, which then counts the uses of both lanes.
 
-Consecutive uses of a lane with at most ``together_nbytes`` are one launch, when the first is due. Nothing hides gathers
-at the begin of a pass. So a launch is at most as large as all launches before it, or as large as what is gathered in
+Consecutive uses of a lane with at most ``together_nbytes`` are one launch, when the first is due. The first gathers of
+a pass overlap with nothing, so launches start small: at most the bytes of all launches before, or what is gathered in
 less time than a collective takes to start.
 """
 

@@ -105,8 +105,8 @@ class Chain:
         return self.plan.uses[: self._num_as_planned] if self._observed is None else self._observed
 
     def expected(self, lanes: Container[int] | None = None) -> list[tuple[int, ...]]:
-        """Positions of the uses to come, in these lanes or all, whose weights should be in memory or in flight by now;
-        one tuple a launch."""
+        """Positions of later uses, in these lanes or all, whose weights should already be in memory or in flight. One
+        tuple a launch."""
         return self.plan.window(self._cursors, lanes)
 
     def num_expected(self, use: int, position: int) -> int:

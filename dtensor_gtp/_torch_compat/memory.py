@@ -27,7 +27,7 @@ def symmetric_memory_backend(device: torch.device) -> str | None:
 class Fetch(NamedTuple):
     """What is copied of the buffer of each of several ranks, to rows of this GPU's memory."""
 
-    offset: int  # bytes from the begin of the buffer
+    offset: int  # bytes from the start of the buffer
     target: int  # address of row 0
     stride: int  # bytes from one row to the next
     nbytes: int

@@ -66,12 +66,12 @@ class Range(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """A trace, between the begin of its first step and the end of its last.
+    """A trace, between the start of its first step and the end of its last.
 
     Args:
         num_steps: 1 if the trace has no ranges that are named as steps.
         window: From when to when.
-        spans: In order of their begins.
+        spans: In order of their starts.
     """
 
     num_steps: int
@@ -111,7 +111,7 @@ def _interval(event: dict[str, Any]) -> Interval:
 
 
 def _ranges(events: list[dict[str, Any]]) -> dict[Any, list[Range]]:
-    """The ranges of each thread of the host, in order of their begins."""
+    """The ranges of each thread of the host, in order of their starts."""
     found: dict[Any, list[Range]] = defaultdict(list)
     for event in events:
         match = _RANGE.match(event["name"])

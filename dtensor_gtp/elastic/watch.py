@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 _WATCHDOG = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "TORCH_NCCL_DUMP_ON_TIMEOUT")
 _BEATS_PER_LIMIT = 6  # and looks at the beats of others
 _NUM_NEIGHBOURS = 2  # that each rank listens to: all ranks are found if at most so many neighbours fail together
-# Values in the store: a last beat, the begin of a reason, and decisions about an update.
+# Values in the store: a last beat, the start of a reason, and decisions about an update.
 _DONE = b"done"
 _SILENT, _CLOSED = "was silent", "has closed its watch"
 _UPDATE, _KEEP = "update", "keep"

@@ -118,7 +118,7 @@ class Surroundings:
             raise
 
     def _dicts(self) -> Iterator[tuple[str, Any, dict[Any, Any]]]:
-        """Where tensors are registered by name: their kind, what tells dicts of a kind apart, and the dict."""
+        """Where tensors are registered by name: their kind, a key of the dict within the kind, and the dict."""
         for prefix, module in self._modules.items():
             yield "parameter", prefix, module._parameters
             yield "buffer", prefix, module._buffers

@@ -38,7 +38,7 @@ def describe_traffic(machine: Machine, traffic: Sequence[Traffic]) -> str:
 
 
 def describe_measured(begins: Sequence[float], peak_nbytes: int | None) -> str:
-    """Time between the begins of steps, in seconds on the host's clock, and what the allocator has counted."""
+    """Time between the starts of steps, in seconds on the host's clock, and what the allocator has counted."""
     intervals = [later - earlier for earlier, later in zip(begins, list(begins)[1:], strict=False)]
     text = "measured: no two steps yet"
     if intervals:

@@ -132,7 +132,7 @@ class Gathers:
         self._chain: Chain | None = None
 
     def begin(self, plan: Plan) -> None:
-        """A pass begins: launch all that its plan expects to be in flight."""
+        """A pass begins: launch its first gathers."""
         chain = self._chain = Chain(Window(0), tuple)  # the plan is given, so neither is used
         chain.plan = plan
         chain.begin()

@@ -41,7 +41,7 @@ class Weight(NamedTuple):
     use: tuple[Op, ...]  # those of the use itself
     backward: tuple[Op, ...]  # operations of backward between the use that backward comes from and this one
     amounts: Amounts  # bytes of activations around it
-    live: int  # bytes of activations at the begin of its use in forward
+    live: int  # bytes of activations at the start of its use in forward
     is_tied: bool = False  # whether another use is of the same matrix and counts its state
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -105,7 +106,8 @@ def host_alone() -> Iterator[None]:
     monitor = SimpleNamespace(
         device_name="cpu", get_peak_stats=lambda: no_memory, reset_peak_stats=lambda: None, device_capacity_gib=0
     )
-    clock = SimpleNamespace(perf_counter=trainer.time.perf_counter, sleep=lambda seconds: None)
+    seconds = itertools.count()  # a clock that goes on by a second whenever it is read
+    clock = SimpleNamespace(perf_counter=lambda: float(next(seconds)), sleep=lambda seconds: None)
     with ExitStack() as stack:
         stack.enter_context(torchelastic(dist.get_world_size()))
         stack.enter_context(mock.patch.object(metrics, "build_device_memory_monitor", return_value=monitor))
