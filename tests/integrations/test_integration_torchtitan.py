@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-import pytest
 import torch
 from common import GlooTest, full, shared_directory
 from integration_common import needs
@@ -93,18 +92,6 @@ class TestTorchtitan(TrainerTest):
         tensor_parallel = {"tensor_parallel_degree": 2}
         self.check(run(sharded(CHUNKED_LOSS, **tensor_parallel)), run_of_fsdp2(**tensor_parallel))
 
-    @pytest.mark.soak
-    def test_compiled(self) -> None:
-        """With each kind of activation checkpointing."""
-        for checkpointing in ("selective", "full", "none"):
-            self.check(run(compiled(checkpointing)), run_of_fsdp2())
-
-    @pytest.mark.soak
-    def test_compiled_with_tensor_parallelism(self) -> None:
-        """Without activation checkpointing, with which this fails in torch 2.13, under ``fully_shard`` as well."""
-        tensor_parallel = {"tensor_parallel_degree": 2}
-        self.check(run(compiled("none", **tensor_parallel)), run_of_fsdp2(**tensor_parallel))
-
     def test_checkpoints(self) -> None:
         """A new trainer goes on as the one that was not interrupted. FSDP2 reads what ``gtp_shard`` has written, and
         the reverse."""
@@ -138,6 +125,19 @@ class TestTorchtitan(TrainerTest):
         config.parallelism.spmd_backend = "spmd_types"
         with self.assertRaisesRegex(NotImplementedError, "expects parallelism.spmd_backend='partial_dtensor'"):
             train(config)
+
+
+@needs("torchtitan", extra="torchtitan", tier="soak")
+class TestCompiled(TrainerTest):
+    def test_compiled(self) -> None:
+        """With each kind of activation checkpointing."""
+        for checkpointing in ("selective", "full", "none"):
+            self.check(run(compiled(checkpointing)), run_of_fsdp2())
+
+    def test_compiled_with_tensor_parallelism(self) -> None:
+        """Without activation checkpointing, with which this fails in torch 2.13, under ``fully_shard`` as well."""
+        tensor_parallel = {"tensor_parallel_degree": 2}
+        self.check(run(compiled("none", **tensor_parallel)), run_of_fsdp2(**tensor_parallel))
 
 
 @needs("torchtitan", "torchao", extra="torchtitan,torchao")
