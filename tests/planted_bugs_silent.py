@@ -191,7 +191,7 @@ SILENT = {
         f"{SILENT_GROUPS}::test_writes_without_a_version_are_refused",
     ),
     "other memory behind a whole parameter is not noticed": Bug(
-        "WholeParam.write_elsewhere",
+        "WholeParam.take_back",
         replace("leaf.data_ptr() == self.shard.data_ptr()", "True"),
         f"{SILENT_GROUPS}::test_writes_without_a_version_are_refused",
     ),

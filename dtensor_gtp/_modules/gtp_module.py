@@ -62,8 +62,8 @@ def reshard_params(runtime: Runtime, params: list[ManagedParam]) -> None:
         for weight in weights
         if runtime.reads.is_written_outside(weight)
     ]
-    errors += [param.write_elsewhere for param in params if isinstance(param, WholeParam)]
-    errors += [group.write_outside for group in {weight.group: None for weight in weights if weight.group}]
+    errors += [param.take_back() for param in params if isinstance(param, WholeParam)]
+    errors += [group.write_outside() for group in {weight.group: None for weight in weights if weight.group}]
     for weight in weights:
         if weight.group is not None:
             weight.group.views.unpin()

@@ -29,9 +29,14 @@ def install() -> None:
         compat.set_dtensor_handler(op, _write_foreach)
 
 
+def _runtimes() -> list[Runtime]:
+    """All of the process."""
+    return [watcher for watcher in optimizer_steps().watchers if isinstance(watcher, Runtime)]
+
+
 def _write_foreach(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A foreach function writes to the tensors of its first argument. Its caller may have them since long before."""
-    runtimes = [each for each in optimizer_steps().watchers if isinstance(each, Runtime) and each.holds_weights]
+    runtimes = [runtime for runtime in _runtimes() if runtime.holds_weights]
     if runtimes and not (torch.compiler.is_compiling() or compat.is_in_compiler()):
         for param in args[0]:
             for runtime in runtimes:
@@ -42,17 +47,15 @@ def _write_foreach(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def _set_data(stock: Any, param: DTensor, value: Any) -> None:
     if isinstance(param, nn.Parameter):
-        for watcher in optimizer_steps().watchers:
-            if isinstance(watcher, Runtime):
-                watcher.refuse_new_data(param)
+        for runtime in _runtimes():
+            runtime.refuse_new_data(param)
     stock(param, value)
 
 
 def _note(param: DTensor) -> None:
     if isinstance(param, nn.Parameter) and not (torch.compiler.is_compiling() or compat.is_in_compiler()):
-        for watcher in optimizer_steps().watchers:
-            if isinstance(watcher, Runtime):
-                watcher.note_handed_out(param)
+        for runtime in _runtimes():
+            runtime.note_handed_out(param)
 
 
 def as_users_see(runtime: Runtime, members: Iterator[tuple[str, Any]], may_gather: bool) -> Iterator[tuple[str, Any]]:

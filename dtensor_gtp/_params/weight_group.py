@@ -286,7 +286,6 @@ class WeightGroup(Gatherable):
         if self.kept is not None and self.kept.seen is None:
             self.kept.seen = self.leaves.seen()
 
-    @property
     def write_outside(self) -> RuntimeError | None:
         """An error if a write between ``unshard`` and ``reshard`` is lost."""
         if self.kept is None or self.kept.seen is None:

@@ -79,10 +79,9 @@ class WholeParam(ManagedParam):
         this = weakref.ref(self)
         self._node.register_prehook(lambda grads: _take_direct(this(), grads))
 
-    @property
-    def write_elsewhere(self) -> RuntimeError | None:
-        """An error if ``set_`` or ``.data = ...`` has given other memory to what modules see, which no optimizer and no
-        checkpoint knows. From then on it is in the parameter's memory again."""
+    def take_back(self) -> RuntimeError | None:
+        """Let modules see the parameter's own memory. Returns an error if ``set_`` or ``.data = ...`` had given them
+        other memory, which no optimizer and no checkpoint knows."""
         leaf = compat.local_part(self.leaf)  # no op: torch.func would wrap the result
         is_plain = self.group is None and self.offload is None and type(self.shard) is Tensor
         if not is_plain or leaf.is_meta or leaf.data_ptr() == self.shard.data_ptr():
@@ -99,7 +98,7 @@ class WholeParam(ManagedParam):
 
     def begin_forward(self, is_captured: bool) -> None:
         super().begin_forward(is_captured)
-        if (misuse := self.write_elsewhere) is not None:
+        if (misuse := self.take_back()) is not None:
             raise misuse
         if self.offload is not None and not self.shard.is_meta:
             # Without a new version: a graph of an earlier forward may have saved the leaf, whose values are the same

@@ -82,30 +82,31 @@ class Runtime(Gathering):
 
     def note_handed_out(self, param: object) -> None:
         """Somebody has got hold of a parameter in a way in which writes to it leave no version."""
-        weight = self._known().get(id(param))
-        if weight is None or weight.param is not param:
+        member = self._known().get(id(param))
+        if member is None or member.param is not param:
             return
-        if weight.group is None and not isinstance(weight, ShardedWeight):
+        group: WeightGroup | None = member.group
+        if isinstance(member, ShardedWeight):
+            weight = member
+        elif group is not None:
+            weight = group.weights[0]  # the values of a whole parameter are gathered with these weights
+        else:
             return
-        if self.reads.frames and weight.group is not None:
-            self._handed_out.add(weight.group.weight)
-            self._drop_pending(weight.group, 0)
-            self._drop_kept(weight.group)
+        if self.reads.frames and group is not None:
+            self._handed_out.add(group.weight)
+            self._drop_pending(group, 0)
+            self._drop_kept(group)
         elif self.reads.frames:
-            assert isinstance(weight, ShardedWeight)
             self._handed_out.add(weight)
             self.drop_prefetched_of([weight])
             for target in weight.gatherables:
                 target.live = None  # whoever uses it keeps it
             self.reads.forget(weight)
             self.drop_kept(weight)
-        elif weight.is_pinned:  # until the next forward, as one rank alone may read it until then
-            if isinstance(weight, ShardedWeight):
-                self._outdated.add(weight)
-            elif weight.group is not None:
-                self._outdated.add(weight.group.weights[0])
+        elif member.is_pinned:
+            self._outdated.add(weight)  # until the next forward, as one rank alone may read it until then
         else:
-            for target in (weight.group,) if weight.group is not None else weight.gatherables:  # type: ignore[attr-defined]
+            for target in weight.gatherables if group is None else (group,):
                 self._drop_kept(target)
 
     def refuse_new_data(self, param: object) -> None:
@@ -129,7 +130,7 @@ class Runtime(Gathering):
             return None
         found = [group.untraced_write(seen) for group, seen in self._seen_outside.items()]
         self._seen_outside.clear()
-        found += [param.write_elsewhere for param in self.whole]
+        found += [param.take_back() for param in self.whole]
         return next(filter(None, found), None)
 
     def note_step(self, updated: set[int]) -> None:

@@ -47,10 +47,13 @@ class Momentum(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         queries = self.queries(x)
         with torch.no_grad():
-            self.update(list(self.keys.parameters()), list(self.queries.parameters()))
+            self.move()
             keys = self.keys(x)
         result: torch.Tensor = (queries - keys).square().mean()
         return result
+
+    def move(self) -> None:
+        self.update(list(self.keys.parameters()), list(self.queries.parameters()))
 
 
 class Layer(nn.Module):
@@ -72,16 +75,10 @@ class MomentumOfLists(Momentum):
         self.keys = nn.Sequential(Layer(), Layer()).requires_grad_(False)
 
     def take(self) -> None:
-        lists = list(self.keys.parameters()), list(self.queries.parameters())
-        self.update = lambda *_: by_foreach(*lists)
+        self.lists = list(self.keys.parameters()), list(self.queries.parameters())
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        queries = self.queries(x)
-        with torch.no_grad():
-            self.update([], [])
-            keys = self.keys(x)
-        result: torch.Tensor = (queries - keys).square().mean()
-        return result
+    def move(self) -> None:
+        self.update(*self.lists)
 
 
 class Writes(nn.Module):
@@ -133,23 +130,27 @@ class Parametrizes(nn.Module):
 class TestWritesInForward(GlooTest):
     world_size = 2
 
+    def check(self, model: Any, reference: Any) -> None:
+        """Train the queries beside one process."""
+        optimizers = [torch.optim.SGD(each.queries.parameters(), lr=0.1) for each in (model, reference)]
+        for step in range(4):
+            x = make_rows(step)
+            loss, want = model(rows_of_rank(x, self.gtp_mesh())), reference(x)
+            loss.backward()
+            want.backward()
+            assert_same_params(model, reference, "grad")
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_same_params(model, reference)
+
     def test_momentum_encoders(self) -> None:
         mesh = self.gtp_mesh()
         for update in (by_data, by_copy, by_foreach):
             torch.manual_seed(0)
             reference = Momentum(update)
             model = shard_copy(reference, mesh)
-            optimizers = [torch.optim.SGD(each.queries.parameters(), lr=0.1) for each in (model, reference)]
-            for step in range(4):
-                x = make_rows(step)
-                loss, want = model(rows_of_rank(x, mesh)), reference(x)
-                loss.backward()
-                want.backward()
-                assert_same_params(model, reference, "grad")
-                for optimizer in optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()
-                assert_same_params(model, reference)
+            self.check(model, reference)
 
     def test_foreach_on_a_list_made_before_the_forward(self) -> None:
         """Weights of groups, single ones, and such as stay gathered after backward."""
@@ -161,17 +162,7 @@ class TestWritesInForward(GlooTest):
             model.set_reshard_after_backward(not is_kept)
             for each in (model, reference):
                 each.take()
-            optimizers = [torch.optim.SGD(each.queries.parameters(), lr=0.1) for each in (model, reference)]
-            for step in range(4):
-                x = make_rows(step)
-                loss, want = model(rows_of_rank(x, mesh)), reference(x)
-                loss.backward()
-                want.backward()
-                assert_same_params(model, reference, "grad")
-                for optimizer in optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()
-                assert_same_params(model, reference)
+            self.check(model, reference)
 
     def test_a_write_to_what_is_read_is_refused(self) -> None:
         writes: list[Callable[[Any], None]] = [
