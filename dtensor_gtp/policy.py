@@ -212,7 +212,8 @@ class SchedulePolicy:
             :class:`~dtensor_gtp.policy.GatherBackend`.
         reduce_scatter: How gradients are summed over the ranks of the axis. ``"auto"``: ``"copy_engine"`` where gathers
             use copy engines, unless memory is to be least, else ``"ring"``. ``"ring"``: the process group sends and
-            adds in ``reduce_dtype``. ``"all_to_all"``: sends in ``reduce_dtype``, adds and accumulates in float32, so
+            adds in ``reduce_dtype``; within a host, gradients of a narrower dtype travel as they are, and receivers add
+            in ``reduce_dtype``. ``"all_to_all"``: sends in ``reduce_dtype``, adds and accumulates in float32, so
             the error of a 16-bit ``reduce_dtype`` does not grow with the axis; takes one more full gradient for each
             reduction in flight. ``"copy_engine"``: the same sum, fetched by the copy engines of GPUs of one host.
         prefetch_nbytes: Bytes of weights that are gathered ahead of the one in use. 0 gathers each weight when it is
@@ -221,8 +222,10 @@ class SchedulePolicy:
             ``memory="most_speed"`` an eighth of the free memory.
         embedding: How ``nn.Embedding`` is looked up where gradients are computed. ``"gather"`` gathers the table.
             ``"exchange"``: each rank looks up its own rows for the tokens of all ranks, and ranks exchange activations.
-            ``"auto"``: whichever moves fewer bytes. Without gradients, and where ranks do not hold whole rows (tensor
-            parallelism, quantized tables), the table is gathered.
+            ``"auto"``: whichever moves fewer bytes, if ranks know each other's numbers of tokens: with
+            ``exchange_tokens`` or ``capture_step``. Otherwise hosts would wait for each other in each lookup, and the
+            table is gathered; so it is without gradients, and where ranks do not hold whole rows (tensor parallelism,
+            quantized tables).
         head: How ``nn.functional.linear_cross_entropy`` computes losses where gradients are computed. ``"exchange"``:
             each rank computes the logits of its own rows of the vocabulary for the tokens of all ranks, and neither
             weight nor logits are ever whole. ``"gather"`` gathers the weight. ``"auto"``: whichever moves fewer bytes.

@@ -112,7 +112,7 @@ LAYOUT = {
     ),
     "ranks compare policies alone": Bug(
         "agree_on_all_ranks",
-        argument("sha256", 0, r"'\n'.join(described[:4]).encode()"),
+        argument("_code_of", 0, r"'\n'.join(described[:4])"),
         "test_errors.py::TestOneRankFails::test_models_that_differ",
     ),
     "replicas in another order": Bug(

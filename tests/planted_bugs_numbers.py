@@ -5,6 +5,7 @@ from __future__ import annotations
 from planted_bugs_changes import argument, assign, drop, flip, replace, returns, without
 from planted_bugs_type import Bug
 
+GROUPS = "test_gtp_shard_groups.py::TestGroups"
 SHARDED_EMA = "test_averages.py::TestShardedEMA"
 RECIPES = "test_quant_cast.py::TestRecipes"
 QUANTIZED_TRAINING = "test_quantized_training.py::TestQuantizedTraining"
@@ -26,6 +27,16 @@ NUMBERS = {
     ),
     "averages are written behind what fully_shard has gathered": Bug(
         "ShardedEMA._write", drop("_reshard"), f"{SHARDED_EMA}::test_same_bits_as_one_process"
+    ),
+    "receivers add 16-bit gradients in 16 bits": Bug(
+        "Gradients._add_up",
+        replace("add(rows, 0, dtype=slot.dtype, out=slot.view(-1))", "slot.view(-1).copy_(add(rows, 0))"),
+        f"{GROUPS}::test_gradients_of_16_bits_travel_as_they_are",
+    ),
+    "sums of microbatches travel in 16 bits": Bug(
+        "Gradients._sends_leaves_dtype",
+        replace("not is_sum", "True"),
+        f"{GROUPS}::test_gradients_of_16_bits_travel_as_they_are",
     ),
     "each mesh of experts takes the whole budget": Bug(
         "choose_kept", replace("left // len(others)", "left"), "test_schedule.py::TestKept"

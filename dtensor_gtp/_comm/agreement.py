@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import socket
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
+from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
@@ -68,7 +70,7 @@ def agree_on_all_ranks(
     except Exception as caught:
         error = caught
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
-    code = int.from_bytes(hashlib.sha256("\n".join(described).encode()).digest()[:7], "big")
+    code = _code_of("\n".join(described))
     status = torch.tensor([error is not None, code, -code], dtype=torch.int64, device=device_of(mesh))
     for group in groups:
         dist.all_reduce(status, dist.ReduceOp.MAX, group=group)
@@ -147,6 +149,27 @@ def _mixed(rows: Tensor) -> Tensor:
             mixed = (mixed ^ without_sign) * factor
         totals += mixed.sum(1)
     return totals
+
+
+def host_name() -> str:
+    """A name of this host that no other host has, even in containers with equal host names."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot_id.read_text().strip() if boot_id.exists() else ''}".strip()
+
+
+def is_one_host(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether all ranks of ``group`` run on one host. Collective; the host waits for the answer."""
+    code = _code_of(host_name())
+    extremes = torch.tensor([code, -code], device=device)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    if type(extremes) is not Tensor:
+        return False  # a fake one
+    highest, lowest = extremes.tolist()
+    return bool(highest == -lowest)
+
+
+def _code_of(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
 def any_rank_has(found: Sequence[bool], mesh: DeviceMesh, device: torch.device) -> list[bool]:

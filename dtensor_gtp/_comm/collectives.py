@@ -37,6 +37,9 @@ class Groups:
     # Whether the gather backend casts shards and fills this rank's part of the output (``CastingBackend``).
     casts_shards: bool = False
     reduce_scatter: ReduceScatterKind = "ring"
+    # Whether a "ring" within a host sends gradients of 16 bits as they are, and receivers add them in ``reduce_dtype``:
+    # the same sum with half the bytes. Between hosts, a ring has fewer bytes to send.
+    sends_narrow: bool = False
 
     @property
     def gather(self) -> dist.ProcessGroup:

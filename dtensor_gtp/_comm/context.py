@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import _torch_compat as compat
 from .._howto import see
 from ..policy import GatherBackend, GatherBackendName, ReduceScatterKind, Schedule, Waitable
+from .agreement import is_one_host
 from .collectives import Groups, has_replicas
 from .copy_engine import CastingBackend, CopyEngine, PeerCopies
 from .debug import DebugFlags, check_finite, check_order
@@ -56,7 +57,7 @@ class CommContext(ReductionsInFlight):
         self._max_inflight = schedule.max_inflight_reduce_scatters
         replicate = [mesh.get_group(0)] if has_replicas(mesh) else []
         gather = mesh.get_group(mesh.ndim - 1)
-        if gather.size() > 1 and compat.has_racing_threads(gather):
+        if not self.has_streams and gather.size() > 1 and compat.has_racing_threads(gather):
             gather = compat.twin_group(gather, self.device, "gtp_gather")
         scatter = gather
         kind: ReduceScatterKind = "ring" if schedule.reduce_scatter == "auto" else schedule.reduce_scatter
@@ -87,7 +88,8 @@ class CommContext(ReductionsInFlight):
             self._gather_streams.setdefault(gather.group_name, stream)
         casts_shards = gather.group_name in self._casting_backends
         replicate_name = names[0] if replicate else None
-        groups = Groups(gather.group_name, scatter.group_name, replicate_name, casts_shards, kind)
+        sends_narrow = kind == "ring" and gather.size() > 1 and is_one_host(gather, self.device)
+        groups = Groups(gather.group_name, scatter.group_name, replicate_name, casts_shards, kind, sends_narrow)
         self._groups[names] = groups
         return groups
 

@@ -37,11 +37,9 @@ multicast is not used. ``send_ring`` exchanges gradients.
 
 from __future__ import annotations
 
-import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -49,7 +47,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch_compat as compat
-from .agreement import by_rank
+from .agreement import by_rank, host_name
 
 ALIGNMENT = 16
 _Pair = tuple[Tensor, Tensor]  # a target, and a source of the same shape
@@ -339,9 +337,3 @@ def refuse_without_symmetric_memory(group: dist.ProcessGroup, device: torch.devi
     hosts = sorted({host for _, host in found})
     if len(hosts) > 1:
         raise RuntimeError(f"the ranks span hosts {hosts}, and copy engines reach GPUs of one host only")
-
-
-def host_name() -> str:
-    """A name of this host that no other host has, even in containers with equal host names."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()} {boot_id.read_text().strip() if boot_id.exists() else ''}".strip()

@@ -44,6 +44,7 @@ class GroupLeaves:
     def __init__(
         self, weights: Sequence[ShardedWeight], whole: Sequence[WholeParam], dtype: torch.dtype, device: torch.device
     ) -> None:
+        self.dtype = dtype
         step = _ALIGNMENT // dtype.itemsize
         shapes: list[tuple[int, ...]] = [weight.layout.buffer_shape for weight in weights]
         shapes += [tuple(param.shard.shape) for param in whole]
@@ -121,6 +122,7 @@ class GroupGradients(PendingGradient):
         self._slots_like = [compat.template(shape, self.dtype, first.device) for shape in shapes]
         self.layout = WeightLayout(torch.Size((world * sum(_slot_numels(self.weights)),)), 0, world, rank)
         self.lay_out(self.layout, self.dtype, first.device)
+        self._narrow_like = compat.template(self.layout.buffer_shape, self.leaves.dtype, first.device)
         if before:
             self.unsharded = self._laid_out_anew(self.unsharded, before, old, world)
             self.unreplicated = self._laid_out_anew(self.unreplicated, before, old, 1)
@@ -134,6 +136,10 @@ class GroupGradients(PendingGradient):
         new = zip(self.weights, _slot_numels(self.weights), strict=True)
         rows = [parts[weight] if weight in parts else total.new_zeros(num_rows, numel) for weight, numel in new]
         return torch.cat(rows, 1).flatten()
+
+    def narrow_buffer(self) -> Tensor:
+        """As ``send_buffer``, in the dtype of the leaves."""
+        return torch.empty_like(self._narrow_like)
 
     @property
     def have_arrived(self) -> bool:

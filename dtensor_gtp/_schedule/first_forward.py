@@ -19,6 +19,7 @@ from .._params.pack_planes import has_hooks
 from .._params.sharded_weight import ShardedWeight
 from .._params.whole_param import WholeParam
 
+_MOST_ON_HOST = 1 << 20  # elements: 30 ms on a CPU
 _MAX_NAMED = 8  # parameters that one message names: a model may have thousands
 
 
@@ -40,7 +41,7 @@ def agree_to_begin(params: Sequence[ManagedParam], device: torch.device, num_tok
     found = torch.zeros(len(everything), dtype=torch.int64, device=device)
     try:
         _check_materialized(params, device)
-        found = digests([_comparable(param) for param in everything], device)
+        found = digests(_on_host([_comparable(param) for param in everything], device), device)
     except RuntimeError as caught:  # raised below, because the other ranks wait in the collectives
         error = caught
     # The largest of all ranks counts, so the complement of the least free memory.
@@ -121,6 +122,15 @@ def _free_nbytes(device: torch.device) -> int:
         return 0
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def _on_host(values: list[Tensor], device: torch.device) -> list[Tensor]:
+    """The bytes of ``values`` on the host if they are few, else ``values``: a GPU would load a dozen kernels for the
+    digests (0.06 s)."""
+    if not 0 < sum(value.numel() for value in values) <= _MOST_ON_HOST:
+        return values
+    parts = [value.to(device).contiguous().flatten().view(torch.uint8) for value in values]
+    return list(torch.cat(parts).cpu().split([part.numel() for part in parts]))
 
 
 def _comparable(param: ManagedParam) -> Tensor:

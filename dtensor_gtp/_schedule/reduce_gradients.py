@@ -13,6 +13,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -198,12 +199,23 @@ class Gradients:
             grads.agree(found)
         if not grads.weights:
             return  # until now whole parameters alone have gradients
-        buffer, is_accumulating = self.target(group)
-        packed = grads.send_buffer() if is_accumulating else buffer
-        grads.pack(packed)
-        if is_accumulating:
-            buffer += packed
+        if self._sends_leaves_dtype(group):
+            self._comm.note_compute()
+            buffer = grads.narrow_buffer()
+            grads.pack(buffer)
+        else:
+            buffer, is_accumulating = self.target(group)
+            packed = grads.send_buffer() if is_accumulating else buffer
+            grads.pack(packed)
+            if is_accumulating:
+                buffer += packed
         self.submit(group, buffer)
+
+    def _sends_leaves_dtype(self, group: WeightGroup) -> bool:
+        """Whether the gradients of a group travel in the dtype in which autograd has made them. Sums of microbatches
+        need a wider one; those that wait for others travel in ``reduce_dtype``."""
+        is_sum = group.pending_grad.unsharded is not None or not group.flags.sends_at_once
+        return not is_sum and not self._may_wait(group) and self.sends_narrow(group, group.leaves.dtype)
 
     def submit(self, weight: Reducible, buffer: Tensor) -> None:
         """Reduce-scatter a gradient behind compute; without gradient sync, keep it for a later microbatch. It has the
@@ -296,19 +308,42 @@ class Gradients:
         """As ``_reduce_scatter``, but for one gradient that a ring sends as it is: the most frequent case, so it is
         short. Returns whether this is one."""
         comm, weight, buffer, scale = self._comm, gradient.weight, gradient.buffer, gradient.scale
-        is_sent = buffer is not None and buffer.dtype == weight.reduce_dtype and buffer.is_contiguous()
-        if not is_sent or weight.groups.reduce_scatter != "ring" or weight.layout.world == 1 or scale.predivide:
+        if buffer is None or weight.groups.reduce_scatter != "ring" or weight.layout.world == 1 or scale.predivide:
             return False
-        assert buffer is not None
+        is_narrow = buffer.dtype != weight.reduce_dtype
+        if not buffer.is_contiguous() or (is_narrow and not self.sends_narrow(weight, buffer.dtype)):
+            return False
         slot = weight.pending_grad.new_slot()
+        addends = torch.empty_like(buffer) if is_narrow else None
         with comm.reducing():
             if comm.is_debugged:
                 self._look_at([weight], [buffer])
-            work = compat.reduce_scatter_base(slot, buffer, scale.op, weight.groups.scatter, not comm.has_streams)
+            group, keep = weight.groups.scatter, [buffer, slot]
+            if addends is None:
+                work = compat.reduce_scatter_base(slot, buffer, scale.op, group, not comm.has_streams)
+                complete = partial(self._complete, gradient, slot)
+            else:
+                work = compat.all_to_all_base(addends, buffer, group, not comm.has_streams)
+                complete = partial(self._add_up, gradient, slot, addends)
+                keep.append(addends)
             gradient.buffer, earlier = None, weight.pending_grad.unreplicated
-            keep = [buffer, slot] if earlier is None else [buffer, slot, earlier]
-            comm.reduction_launched(work, partial(self._complete, gradient, slot), keep)
+            if earlier is not None:
+                keep.append(earlier)
+            comm.reduction_launched(work, complete, keep)
         return True
+
+    def sends_narrow(self, weight: Reducible, dtype: torch.dtype) -> bool:
+        """Whether a gradient of this dtype travels as it is, and its receivers add in ``reduce_dtype``."""
+        wide = weight.reduce_dtype
+        is_exact = dtype.itemsize < wide.itemsize and torch.promote_types(dtype, wide) == wide
+        return weight.groups.sends_narrow and is_exact and self.replicas is None
+
+    def _add_up(self, gradient: _Gradient, slot: Tensor, addends: Tensor) -> None:
+        """After an exchange of addends: ``slot`` becomes their sum or mean, as the reduce-scatter would make it."""
+        add = torch.mean if gradient.scale.op == dist.ReduceOp.AVG else torch.sum
+        rows = addends.view(gradient.weight.layout.world, -1)
+        add(rows, 0, dtype=slot.dtype, out=slot.view(-1))
+        self._complete(gradient, slot)
 
     def _reduce_scatter(self, together: list[_Gradient]) -> None:
         """Launch one reduce-scatter of these gradients on the scatter stream."""

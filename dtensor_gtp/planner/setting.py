@@ -123,6 +123,8 @@ class Setting:
         world = self.costs.axis("gtp").size
         if not tables or world == 1 or self.policy.embedding == "gather" or self.costs.axis("tp").size > 1:
             return False
+        if self.policy.embedding == "auto" and not (self.is_captured or self.policy.exchange_tokens):
+            return False
         rows, dim = tables[0].shape
         moved = rows * dim * (COMPUTE_NBYTES + self.reduce_nbytes)
         is_worth = is_exchange_worth(world, self.tokens, lookup_nbytes(dim, COMPUTE_NBYTES), moved)

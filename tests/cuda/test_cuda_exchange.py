@@ -91,7 +91,7 @@ class TestCudaExchange(CudaTest):
             expected = self._trained(mesh, 0, num_rows, embedding=kind, head=kind)
             for debug in ("", "poison,delay=0"):
                 with environment(DTENSOR_GTP_DEBUG=debug):
-                    actual = self._trained(mesh, 2, num_rows, **auto)
+                    actual = self._trained(mesh, 2, num_rows, exchange_tokens=256 * num_rows, **auto)
                 report = str(sharding_report(actual, verbose=True))
                 for use in ("lookup", "loss"):
                     self.assertIn(f"{use}: {said}", report)

@@ -13,10 +13,13 @@ import torch
 import torch.nn as nn
 from common import GlooTest, assert_same_params, check_training, full, rows_of_rank
 from runtime_common import runtime_of
+from schedules import explicit
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import SchedulePolicy, gtp_shard, sharding_report
+from dtensor_gtp import _torch_compat as compat
+from dtensor_gtp._comm import context
 from dtensor_gtp._schedule import choose_schedule
 
 WIDTH = 16
@@ -207,6 +210,49 @@ class TestGroups(GlooTest):
                 (model(x).float().sum() * (1.0 if number == 0 else 2.0**-10)).backward()
             grads.append(full(model.layers[0].up.weight.grad))
         torch.testing.assert_close(grads[1], grads[0] * (1 + 8 * 2.0**-10), rtol=1e-5, atol=1e-7)
+
+    def test_gradients_of_16_bits_travel_as_they_are(self) -> None:
+        """Within a host, of groups and of weights that are read. Receivers add in float32: the sums of a ring, which
+        sends float32. Also over microbatches, replicas, with a factor, and where a rank has no gradient."""
+        for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
+            for policy in (CHOSEN, explicit(min_shard_numel=0, coalesce_grad_nbytes=0)):
+                by_host = {is_host: self._reduced(mesh, policy, is_host) for is_host in (True, False)}
+                (narrow, dtypes), (wide, no_dtypes) = by_host[True], by_host[False]
+                self.assertEqual(dtypes, {torch.bfloat16})
+                self.assertEqual(no_dtypes, set())
+                self.assertEqual(narrow.keys(), wide.keys())
+                for name, grad in narrow.items():
+                    torch.testing.assert_close(
+                        grad, wide[name], rtol=1e-6, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}"
+                    )
+
+    def _reduced(
+        self, mesh: Any, schedule: SchedulePolicy, is_one_host: bool
+    ) -> tuple[dict[str, torch.Tensor], set[torch.dtype]]:
+        """Gradients of four microbatches, and the dtypes of what ranks have exchanged."""
+        sent: set[torch.dtype] = set()
+        exchange = compat.all_to_all_base
+
+        def noted(output: torch.Tensor, input: torch.Tensor, *args: Any) -> Any:
+            sent.add(input.dtype)
+            return exchange(output, input, *args)
+
+        with (
+            mock.patch.object(choose_schedule, "_LEAST_AHEAD", 0),
+            mock.patch.object(context, "is_one_host", return_value=is_one_host),
+            mock.patch.object(compat, "all_to_all_base", noted),
+        ):
+            reference = seeded(lambda: Model(block=Mixture))
+            model = gtp_shard(
+                reference, mesh, schedule=schedule, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+            )
+            for number, is_synced in enumerate((True, False, True, True)):
+                model.set_requires_gradient_sync(is_synced)
+                batch = rows_of_rank(rows(torch.Generator().manual_seed(number)), mesh)
+                if number == 3:
+                    model.set_gradient_divide_factor(3.0)
+                square(model, batch).backward()
+        return {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}, sent
 
     def test_checkpointed_blocks(self) -> None:
         for reentrant in (False, True):
