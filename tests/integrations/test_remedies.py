@@ -112,7 +112,6 @@ class TestRemedies(unittest.TestCase):
             printed.getvalue(), r"got mixed torch.Tensor and DTensor[^\n]*\n[^\n]*dtensor_gtp: Outside of a"
         )
 
-
     def test_it_is_in_what_a_program_logs_and_stands_there_once(self) -> None:
         with fake_world(0, 2):
             model, printed = self.model(), io.StringIO()
