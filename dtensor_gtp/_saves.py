@@ -47,8 +47,8 @@ def save(
 
     Example:
         >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
-        >>> save(model.state_dict(), "run/step-10", keep=2)
-        >>> load(model.state_dict(), checkpoint_id=latest("run"))
+        >>> save({"model": model.state_dict()}, "run/step-10", keep=2)
+        >>> load({"model": model.state_dict()}, checkpoint_id=latest("run"))
     """
     save_now(
         state_dict, storage_writer=_Writer(path, keep), planner=planner, process_group=process_group, no_dist=no_dist
@@ -75,7 +75,7 @@ def async_save(
     Example:
         >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
         >>> gloo = torch.distributed.new_group(backend="gloo")
-        >>> saving = async_save(model.state_dict(), "run/step-20", process_group=gloo)
+        >>> saving = async_save({"model": model.state_dict()}, "run/step-20", process_group=gloo)
         >>> saved = saving.result()
     """
     writer: Any = _Writer(path, keep)

@@ -194,8 +194,8 @@ class ShardedEMA:
     ``average = average + (1 - decay) * (parameter - average)``, bit for bit as ``torch.optim.swa_utils`` with
     ``get_ema_multi_avg_fn(decay)`` in one process. Each rank averages its shards, without communication.
 
-    It is ``Stateful``: ``dcp.save({"ema": ema})`` and ``dcp.load({"ema": ema})`` keep it, on any topology. Buffers are
-    not averaged.
+    It is ``Stateful``: save and load ``{"model": model.state_dict(), "ema": ema}``, on any topology. Buffers are not
+    averaged.
 
     Args:
         model: A module after ``gtp_shard`` or ``fully_shard``, or a plain one.

@@ -134,6 +134,15 @@ def test_readers_see_all_that_a_program_needs(page: pages.Page) -> None:
     assert set(lines) <= {'device = "cuda" if torch.cuda.is_available() else "cpu"'}, "runs on GPUs and CPUs"
 
 
+@pytest.mark.parametrize("page", map(pages.read, PAGES), ids=lambda page: page.name)
+def test_checkpoints_have_one_shape_and_are_loaded_with_messages(page: pages.Page) -> None:
+    """``{"model": ..., "optimizer": ...}``, by ``checkpoint.load``: torch's own has no word for a missing key."""
+    program = pages.shown_program(page)
+    assert re.findall(r"\bdcp\.(?:load|save)\(", program) == []
+    saved = re.findall(r"checkpoint\.(?:load|save|async_save)\(([^,\n]*)", program)
+    assert [state for state in saved if state.endswith("state_dict()")] == []
+
+
 def test_unbound_names_are_found() -> None:
     assert unbound_names("import a.b, c as d\nfor i in range(3):\n    d(i, j, a, c)") == {"j", "c"}
 
