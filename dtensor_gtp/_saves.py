@@ -75,7 +75,8 @@ def async_save(
     Example:
         >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
         >>> gloo = torch.distributed.new_group(backend="gloo")
-        >>> saving = async_save({"model": model.state_dict()}, "run/step-20", process_group=gloo)
+        >>> state = {"model": model.state_dict()}
+        >>> saving = async_save(state, "run/step-20", process_group=gloo)
         >>> saved = saving.result()
     """
     writer: Any = _Writer(path, keep)
