@@ -40,7 +40,7 @@ def save(
     Args:
         state_dict, planner, process_group, no_dist: As for ``dcp.save``.
         path: The folder of this checkpoint, such as ``run/step-10``, on a file system that all ranks share.
-        keep: Remove older checkpoints of :func:`save` that lie beside ``path``: so many stay, this one included.
+        keep: How many checkpoints of :func:`save` stay in the folder that holds ``path``; older ones are removed.
 
     Raises:
         ValueError: ``keep`` is less than 1.
