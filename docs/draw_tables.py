@@ -171,8 +171,12 @@ def caption(jobs: Iterable[str]) -> str:
     """Date, revision and files of the jobs; the files have the versions and the commands."""
     files: dict[str, list[str]] = {}
     for job in dict.fromkeys(jobs):
-        files.setdefault(f"{date_of(job)}, `{content(job)['revision']}`", []).append(f"[{job}](data/{job}.json)")
+        files.setdefault(f"{date_of(job)}, `{content(job)['revision']}`", []).append(_link(job))
     return "; ".join(f"{when}: {', '.join(names)}" for when, names in files.items()) + "\n"
+
+
+def _link(job: str) -> str:
+    return f"[{job}](data/{job}.json)"
 
 
 _LABELS = {FSDP2: "`fully_shard`", "fsdp2-bf16-compiled": "`fully_shard`, compiled"}
@@ -182,6 +186,8 @@ _HEADLINE = (
     Line("`fully_shard`", "2xh100", FSDP2),
     Line("compute", "2xh100", "compute"),
 )
+# Below the table of a job.
+_NOTES = {"2xh100_memory": "The default was not measured in this job."}
 _C = "fsdp2-bf16-compiled"
 STEPS = {
     HEADLINE: Steps(_HEADLINE, (2048, 8192)),
@@ -242,6 +248,7 @@ STEPS = {
             Line("`gtp_shard(model, mesh)`", "1xh100_newest", "gtp"),
             Line("captured", "1xh100_newest", "gtp-graph"),
             Line("`fully_shard`", "1xh100_newest", FSDP2),
+            Line("compute", "1xh100_newest", "compute"),
         ),
         (2048, 8192),
     ),
@@ -252,15 +259,15 @@ STEPS = {
 
 
 def draw_host_time() -> str:
-    """Ours beside ``fully_shard``; a column for each machine."""
-    machines = list(dict.fromkeys(row["where"] for row in rows("host_time")))
+    """Ours beside ``fully_shard``; a column for each job, which its head names."""
     found = {(row["where"], row["dtype"]): row for row in rows("host_time")}
+    machines = {row["where"]: f"{row['where']}, {row['date']}, `{row['revision']}`" for row in rows("host_time")}
     cells = []
     for dtype in ("fp32", "bf16"):
         pairs = [(found[where, dtype]["gtp"], found[where, dtype].get("fully_shard")) for where in machines]
         texts = [f"{ours:.0f}" + ("" if peer is None else f" ({peer:.0f})") for ours, peer in pairs]
         cells.append([dtype, *texts])
-    return markdown(["us a use (`fully_shard`)", *machines], cells)
+    return f"{_link('host_time')}\n" + markdown(["us a use (`fully_shard`)", *machines.values()], cells)
 
 
 def draw_casts() -> str:
@@ -328,12 +335,13 @@ def draw_elastic() -> str:
 
 
 def draw_aims() -> str:
-    """Aim, goal, what was reached, and why no more. Each value is computed from its job's rows."""
+    """Aim, goal, what was reached in which job, and why no more. Each value is computed from its job's rows."""
     cells = []
     for aim in content("aims")["aims"]:
         reached = ", ".join(f"{value_of(ratio)} ({ratio['where']})" for ratio in aim["reached"])
-        cells.append([aim["aim"], aim["goal"], reached, aim["missing"]])
-    return markdown(["aim", "goal", "reached", "why"], cells)
+        jobs = ", ".join(_link(job) for job in dict.fromkeys(ratio["job"] for ratio in aim["reached"]))
+        cells.append([aim["aim"], aim["goal"], reached, jobs, aim["missing"]])
+    return markdown(["aim", "goal", "reached", "in job", "why"], cells)
 
 
 def value_of(ratio: dict[str, Any]) -> str:
@@ -367,6 +375,9 @@ TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
 }
 
 
+_NAME_JOBS_THEMSELVES = ("aims", "host-time")
+
+
 def draw(name: str) -> str:
     """The table NAME below its jobs, or the headline's without them.
 
@@ -377,12 +388,18 @@ def draw(name: str) -> str:
         (headline,) = jobs_of(STEPS[HEADLINE])
         return draw_steps(headline)
     if name in STEPS:
-        tables = (caption([table.lines[0].job]) + draw_steps(table) for table in jobs_of(STEPS[name]))
+        tables = (_with_caption(table) for table in jobs_of(STEPS[name]))
         return "\n".join(tables) + f"<!-- /table: {name} -->\n"
     if name not in TABLES:
         raise ValueError(f"draw expects one of {', '.join((*STEPS, *TABLES))}, but got {name!r}.")
     drawn, jobs = TABLES[name]
-    return (caption(jobs) if jobs else "") + drawn()
+    return (caption(jobs) if jobs and name not in _NAME_JOBS_THEMSELVES else "") + drawn()
+
+
+def _with_caption(table: Steps) -> str:
+    job = table.lines[0].job
+    note = f"\n{_NOTES[job]}\n" if job in _NOTES else ""
+    return caption([job]) + draw_steps(table) + note
 
 
 # --- pages ------------------------------------------------------------------------------------------------------------

@@ -40,15 +40,15 @@ def save(
     Args:
         state_dict, planner, process_group, no_dist: As for ``dcp.save``.
         path: The folder of this checkpoint, such as ``run/step-10``, on a file system that all ranks share.
-        keep: Remove older checkpoints of :func:`save` that lie beside ``path``: so many stay, this one included.
+        keep: How many checkpoints of :func:`save` stay in the folder that holds ``path``; older ones are removed.
 
     Raises:
         ValueError: ``keep`` is less than 1.
 
     Example:
         >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
-        >>> save(model.state_dict(), "run/step-10", keep=2)
-        >>> load(model.state_dict(), checkpoint_id=latest("run"))
+        >>> save({"model": model.state_dict()}, "run/step-10", keep=2)
+        >>> load({"model": model.state_dict()}, checkpoint_id=latest("run"))
     """
     save_now(
         state_dict, storage_writer=_Writer(path, keep), planner=planner, process_group=process_group, no_dist=no_dist
@@ -75,7 +75,8 @@ def async_save(
     Example:
         >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
         >>> gloo = torch.distributed.new_group(backend="gloo")
-        >>> saving = async_save(model.state_dict(), "run/step-20", process_group=gloo)
+        >>> state = {"model": model.state_dict()}
+        >>> saving = async_save(state, "run/step-20", process_group=gloo)
         >>> saved = saving.result()
     """
     writer: Any = _Writer(path, keep)

@@ -26,15 +26,15 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_as_store
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
+from . import _load_messages as messages
 from . import _torch_compat as compat
-from ._howto import did_you_mean, see
+from ._howto import see
 from ._progress import Progress
 from ._saves import async_save, latest, save
 from .quant.native import PLANE_NAMES, groups_of, native_of, native_planes, quantize_parts
 from .quant.planes import Direction, Quantized
 from .quant.recipes import RECIPES, Recipe
 
-_MOST_NAMED = 5  # in an error
 _LOG = logging.getLogger(__name__)
 
 
@@ -73,8 +73,10 @@ def load(
         recipes: Your own recipes, if the checkpoint uses them for weights that are not native in ``model``.
 
     Raises:
-        ValueError: A native weight must be quantized but ``model`` does not have it, or shapes differ.
+        ValueError: A native weight must be quantized but ``model`` does not have it, or shapes differ. Or
+            ``checkpoint_id`` is None, as :func:`latest` returns it.
         RuntimeError: The checkpoint has no entry for a key, under any recipe.
+        FileNotFoundError: There is no checkpoint.
 
     Example:
         >>> import torch.distributed.checkpoint as dcp
@@ -86,6 +88,8 @@ def load(
         >>> state = {"model": native.state_dict()}
         >>> load(state, model=native, checkpoint_id="step10")  # quantizes
     """
+    if checkpoint_id is None and storage_reader is None:
+        raise ValueError(messages.NO_PATH)
     planner = ConvertingLoadPlanner(model, allow_partial_load, recipes)
     try:
         load_as_stored(
@@ -96,9 +100,11 @@ def load(
             process_group=process_group,
             no_dist=no_dist,
         )
-    except CheckpointException:
-        if planner.missing:  # torch would show the traceback of each rank
-            raise RuntimeError(planner.missing) from None
+    except CheckpointException:  # torch would show the traceback of each rank
+        if planner.refused is not None:
+            raise planner.refused from None
+        if storage_reader is None and messages.is_absent(checkpoint_id):
+            raise FileNotFoundError(messages.absent(checkpoint_id)) from None
         raise
     planner.finish()
 
@@ -160,7 +166,7 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
         self._recipes = _by_name([*recipes, *own])
         self._plane_key = _plane_key(self._recipes)
         self._regions: dict[str, _Region] = {}  # by the key of the weight
-        self.missing = ""  # what the checkpoint has not, and what may have been meant
+        self.refused: Exception | None = None  # why this rank refuses the checkpoint
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -169,7 +175,13 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
         super().set_up_planner(state_dict, metadata, is_coordinator)
         assert metadata is not None
         self._regions.clear()
-        stored = metadata.state_dict_metadata
+        try:
+            self._find_regions(metadata.state_dict_metadata)
+        except (RuntimeError, ValueError) as error:
+            self.refused = error
+            raise
+
+    def _find_regions(self, stored: Mapping[str, Any]) -> None:
         for key, value in list(self.state_dict.items()):
             match = self._plane_key.fullmatch(key)
             weight = match["weight"] if match else key
@@ -188,8 +200,9 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
                 self._regions[weight] = _region(weight, target, source, stored)
         missing = [key for key in self.state_dict if key not in stored]
         if missing and not self.allow_partial_load:
-            self.missing = _missing(missing, stored)
-            raise RuntimeError(self.missing)
+            raise RuntimeError(messages.missing(missing, stored))
+        if differing := messages.differing(self.state_dict, stored):
+            raise ValueError(differing)
 
     def _native(self, weight: str, recipe: str) -> nn.Parameter:
         names = {} if self._model is None else dict(self._model.named_parameters(remove_duplicate=False))
@@ -247,18 +260,6 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
         for (native, target), part in zip(natives, quantize_parts(values, infos), strict=True):
             native.write(part)
             torch.autograd.graph.increment_version(target)
-
-
-def _missing(keys: Sequence[str], stored: Mapping[str, Any]) -> str:
-    named = "; ".join(f"'{key}'{did_you_mean(key, stored)}" for key in keys[:_MOST_NAMED])
-    more = f"; and {len(keys) - _MOST_NAMED} more" if len(keys) > _MOST_NAMED else ""
-    text = f"load expects {len(keys)} keys that the checkpoint lacks: {named}{more}."
-    outer = {name.partition(".")[0] for name in stored if name.partition(".")[2] == keys[0]}
-    if outer:
-        return f'{text} It was saved as {{"{outer.pop()}": ...}}: load a dict with that key.'
-    if keys[0].partition(".")[2] in stored:
-        return f"{text} It was saved without '{keys[0].partition('.')[0]}' around it: load the inner dict."
-    return f"{text} Pass allow_partial_load=True to leave them as they are."
 
 
 def _recipe_of(stored: Mapping[str, Any], weight: str, recipes: Mapping[str, Recipe]) -> Recipe | None:

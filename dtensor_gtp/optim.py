@@ -37,9 +37,9 @@ class Muon(torch.optim.Muon):
 
     If a matrix is sharded over one mesh axis, one rank of that axis orthogonalizes it. A matrix that is sharded over
     several axes (tensor parallelism) is gathered, and each of its ranks orthogonalizes it, as with a whole one. The
-    result has the bits of one process, for two collectives per as many matrices as there are ranks.
-    ``torch.optim.Muon`` takes 11 to 16 collectives per matrix and needs as many rows as ranks, and its bfloat16 sums
-    depend on the mesh. State dicts of the two are interchangeable.
+    result has the bits of one process. Two collectives serve one matrix of each rank. ``torch.optim.Muon`` takes 11 to
+    16 collectives per matrix and needs as many rows as ranks, and its bfloat16 sums depend on the mesh. State dicts of
+    the two are interchangeable.
 
     Args:
         params: 2-D parameters, DTensors or plain ones, or groups of them. Muon is meant for the matrices of hidden
@@ -194,8 +194,8 @@ class ShardedEMA:
     ``average = average + (1 - decay) * (parameter - average)``, bit for bit as ``torch.optim.swa_utils`` with
     ``get_ema_multi_avg_fn(decay)`` in one process. Each rank averages its shards, without communication.
 
-    It is ``Stateful``: ``dcp.save({"ema": ema})`` and ``dcp.load({"ema": ema})`` keep it, on any topology. Buffers are
-    not averaged.
+    It is ``Stateful``: save and load ``{"model": model.state_dict(), "ema": ema}``, on any topology. Buffers are not
+    averaged.
 
     Args:
         model: A module after ``gtp_shard`` or ``fully_shard``, or a plain one.

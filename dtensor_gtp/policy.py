@@ -117,8 +117,8 @@ class Schedule:
     Args:
         prefetch_depth: Number of weights, at least, that are gathered ahead of the one in use. 0 gathers each weight
             when it is used.
-        prefetch_nbytes: Bytes of gathered weights, at least, that are gathered ahead. The gather of a larger weight
-            starts as many bytes ahead as it has. The larger of the two windows is used.
+        prefetch_nbytes: Bytes of gathered weights, at least, that are gathered ahead. For a larger weight its own size
+            counts. The larger of the two windows is used.
         coalesce_nbytes: Weights used one after the other are gathered in one launch up to this size. 0: each alone.
         coalesce_grad_nbytes: The same for the gradients of one launch.
         max_inflight_reduce_scatters: Launches of gradients before compute waits for the oldest.

@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
+from dtensor_gtp import checkpoint
 from launch import Place, UsageError
 
 _RUN_FILE = "run.json"
@@ -106,19 +107,21 @@ class CheckpointDir:
             for leftover in self.path.glob("step-*.tmp"):
                 shutil.rmtree(leftover)
         dist.barrier()  # nobody writes into a leftover that rank 0 is removing
-        dcp.save({"train": state}, checkpoint_id=partial, planner=planner)
+        dcp.save(state.state_dict(), checkpoint_id=partial, planner=planner)
         # dcp.save returns on rank 0 after every rank has flushed its files and the metadata is written.
         if self._place.rank == 0:
             _write_durably(partial / _RUN_FILE, json.dumps({"step": step, **run}, indent=2))
             self._publish(partial, f"step-{step}")
 
-    def read_run(self, checkpoint: Path) -> dict[str, Any]:
-        """The facts that were saved with ``checkpoint``, and its ``step``."""
-        return json.loads((checkpoint / _RUN_FILE).read_text())
+    def read_run(self, path: Path) -> dict[str, Any]:
+        """The facts that were saved with the checkpoint in ``path``, and its ``step``."""
+        return json.loads((path / _RUN_FILE).read_text())
 
-    def load(self, checkpoint: Path, state: Stateful) -> None:
-        """Loads ``checkpoint`` into ``state`` in place, resharding it where the number of processes has changed."""
-        dcp.load({"train": state}, checkpoint_id=checkpoint)
+    def load(self, path: Path, state: Stateful) -> None:
+        """Loads the checkpoint in ``path`` into ``state``, resharding it where the number of processes has changed."""
+        found = state.state_dict()
+        checkpoint.load(found, checkpoint_id=path)  # says what does not fit
+        state.load_state_dict(found)
 
     def _publish(self, partial: Path, name: str) -> None:
         previous = self.latest()

@@ -257,7 +257,8 @@ def check_differentiable(weight: ShardedWeight) -> None:
         raise NotImplementedError(
             f"Transforms of torch.func (grad, vmap, jacrev, jvp) do not see gathers and reductions, so gtp_shard does "
             f"not support them on uses of parameter '{weight.fqn}' of shape {tuple(weight.layout.shape)}. Take "
-            "derivatives with torch.autograd.grad or torch.autograd.functional, and run vmap under torch.no_grad()."
+            "derivatives for inputs with torch.autograd.grad or torch.autograd.functional, those for parameters with "
+            "backward(). Run vmap under torch.no_grad()."
         )
 
 

@@ -3,6 +3,7 @@ page is."""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from xml.sax.saxutils import escape
@@ -15,6 +16,7 @@ _WIDTH, _LEFT, _RIGHT, _LANE, _TOP = 1200, 190, 30, 22, 66
 _COLORS = {COMPUTE: "#8fb3d9", COMMUNICATION: "#e3c98f", "exposed": "#d62f2f"}
 _LEGEND = ((COMPUTE, "compute"), (COMMUNICATION, "communication"), ("exposed", "exposed: nothing computes"))
 _MOST_TICKS = 12
+_NCCL_KERNEL = re.compile(r"ncclDevKernel_([A-Za-z]+)")
 _STYLE = (
     "svg { background: #fff } text { fill: #1f2328 } line { stroke: #d1d9e0; stroke-width: 0.5 } "
     "@media (prefers-color-scheme: dark) { svg { background: #0d1117 } "
@@ -55,8 +57,9 @@ def row_name(lane: str, spans: Sequence[Span]) -> str:
     """What a lane does most of its time, and which one it is: "all_gather (stream 20)"."""
     times: dict[str, float] = defaultdict(float)
     for span in spans:
-        what = "compute" if span.kind == COMPUTE else span.what.partition(" ")[0]
-        times[what] += span.end - span.begin
+        kernel = _NCCL_KERNEL.match(span.what)  # in a CUDA graph nothing else is known of it
+        what = f"NCCL {kernel[1]}" if kernel else span.what.partition(" ")[0]
+        times["compute" if span.kind == COMPUTE else what] += span.end - span.begin
     most = max(times, key=lambda what: (times[what], what))
     return f"{most[:22]} ({lane})"
 

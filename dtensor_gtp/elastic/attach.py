@@ -34,7 +34,7 @@ def synchronize_replicas(module: nn.Module, mesh: ElasticMesh, *, bucket_nbytes:
 
     Args:
         module, mesh: The module that ``gtp_shard`` was called on, and the mesh whose ``weights`` it was sharded over.
-        bucket_nbytes: Gradients of one set of owners are sent when there are as many bytes.
+        bucket_nbytes: Gradients of one set of owners are sent together, when they have this size.
 
     Returns:
         The :class:`ReplicaSync` of this rank.

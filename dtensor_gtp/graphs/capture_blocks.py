@@ -55,10 +55,10 @@ def capture_blocks(
     Args:
         module: What ``gtp_shard`` was called on, or a module that contains such modules.
         blocks: Modules below it that do not contain each other. Arguments: any tree of tensors, which are copied, and
-            other values, which are compared. Outputs are copies; backward must come to the same ones as in the eager
+            other values, which are compared. Outputs are copies; backward must reach the same outputs as in the eager
             calls. Tensors that are attributes (a cache) must keep their address: this is not checked.
         warmup_calls: Eager calls of each block before its first recording, at least 2.
-        max_graphs: Beyond so many combinations of inputs for one block, further ones run eagerly.
+        max_graphs: Combinations of inputs that are recorded for one block; further ones run eagerly.
 
     Returns:
         A :class:`CapturedBlocks`, which can forget the graphs or give the blocks their own ``forward`` back.

@@ -91,7 +91,7 @@ def capture_step(
         module: What ``fn`` trains: a module that ``gtp_shard`` was called on, or that contains such modules.
         optimizer: Those that ``fn`` steps.
         warmup_steps: Eager steps before the first recording, at least 2: the first observes the order of uses.
-        max_graphs: Beyond so many combinations of shapes, further ones run eagerly.
+        max_graphs: Combinations of shapes that are recorded; further ones run eagerly.
 
     Returns:
         A :class:`CapturedStep`, which is called as ``fn`` is.

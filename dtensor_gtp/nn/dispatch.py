@@ -10,10 +10,10 @@ experts are sorted to the front of a buffer for the worst case. The host does no
 with other routing. It moves about ``ep / k`` times as many bytes.
 
 [Note: unequal numbers of tokens]
-By ``all_gather`` all ranks send as many tokens: the capacity, which is declared or agreed on in the first dispatch. A
-rank with fewer adds tokens that choose no expert. If all have more than the capacity, they agree on a larger one. If
-only some do, all raise: at once on a CPU, elsewhere by an assertion on the device. So all ranks always launch the same
-collectives.
+By ``all_gather`` all ranks send the same number of tokens: the capacity, which is declared or agreed on in the first
+dispatch. A rank with fewer adds tokens that choose no expert. If all have more than the capacity, they agree on a
+larger one. If only some do, all raise: at once on a CPU, elsewhere by an assertion on the device. So all ranks always
+launch the same collectives.
 """
 
 from __future__ import annotations

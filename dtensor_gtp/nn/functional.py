@@ -37,9 +37,9 @@ def linear_cross_entropy(
     instead; the logits are computed in forward and again in backward. Sums are of float32. It is a collective: all
     ranks of the axis call it, each with its own tokens and for its own loss.
 
-    Exchanges carry as many tokens as with ``SchedulePolicy(embedding="exchange")``. ``SchedulePolicy(head=...)`` can
-    choose to gather the weight instead. Without gradients it is gathered in any case, and ranks may have any numbers of
-    tokens. A ``linear`` that is not sharded is computed on each rank alone.
+    The limits of ``SchedulePolicy(embedding="exchange")`` on numbers of tokens hold here, too.
+    ``SchedulePolicy(head=...)`` can choose to gather the weight instead. Without gradients it is gathered in any case,
+    and ranks may have any numbers of tokens. A ``linear`` that is not sharded is computed on each rank alone.
 
     Args:
         input: Hidden states, shape ``(*, in_features)``, in the dtype in which ``linear`` computes.

@@ -53,7 +53,7 @@ torch.testing.assert_close(train(model), train(fsdp_model), rtol=1e-3, atol=1e-3
 if dist.get_rank() == 0:
     print(sharding_report(model))
 
-import torch.distributed.checkpoint as dcp
+from dtensor_gtp import checkpoint
 
-dcp.save({"model": model.state_dict()}, checkpoint_id="checkpoint")
-dcp.load({"model": fsdp_model.state_dict()}, checkpoint_id="checkpoint")
+checkpoint.save({"model": model.state_dict()}, "checkpoint")
+checkpoint.load({"model": fsdp_model.state_dict()}, checkpoint_id="checkpoint")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import tempfile
-import unittest
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +14,6 @@ import torch.nn as nn
 from checkpoint_common import RANK0, local
 from common import ALL, GlooTest, _mesh, full, rows_of_rank, shared_directory
 from quant_common import Net, all_recipes, blocks_only, dequantized, fsdp, gtp, loss_of, tokens_of
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -253,7 +250,7 @@ class TestNativeCheckpoint(GlooTest):
         with shared_directory() as path:
             dcp.save(source.state_dict(), checkpoint_id=path)
             target = on_gtp(NVFP4(), mesh)(net(2))
-            with self.assertRaisesRegex(CheckpointException, "load expects the module that has .* must quantize it"):
+            with self.assertRaisesRegex(ValueError, "load expects the module that has .* must quantize it"):
                 checkpoint.load(target.state_dict(), checkpoint_id=path)
             checkpoint.load(target.state_dict(), model=target, checkpoint_id=path)
             values = full(source.layers[1].up.weight.detach())
@@ -314,25 +311,3 @@ class TestNativeCheckpoint(GlooTest):
         message = r"'layers.0.up.weight' of shape \(256, 40\) cannot be split .* splits float8_blockwise blocks of 128"
         with self.assertRaisesRegex(NotImplementedError, message):
             on_fsdp(Float8Blockwise(), mesh)(net(1))
-
-
-class TestMissingKeys(unittest.TestCase):
-    """In one process: the message is short, and says what was meant."""
-
-    def test_messages(self) -> None:
-        model = nn.Sequential(nn.Linear(4, 4))
-        state = model.state_dict()
-        with tempfile.TemporaryDirectory() as folder:
-            dcp.save({"model": state, "step": 3}, checkpoint_id=f"{folder}/nested", no_dist=True)
-            dcp.save(state, checkpoint_id=f"{folder}/bare", no_dist=True)
-            for saved, asked, told in (
-                ("nested", state, r"'0.weight', did you mean 'model.0.weight'\?.*saved as {\"model\": ...}"),
-                ("bare", {"model": state}, r"'model.0.weight', did you mean '0.weight'\?.*load the inner dict"),
-                ("nested", {"model": state, "stepp": 0}, "'stepp', did you mean 'step'.*allow_partial_load=True"),
-            ):
-                with self.assertRaisesRegex(RuntimeError, told) as raised:
-                    checkpoint.load(asked, checkpoint_id=f"{folder}/{saved}", no_dist=True)
-                self.assertLess(len(str(raised.exception)), 400)
-                self.assertNotIn("Traceback", str(raised.exception))
-            asked = {"model": state, "stepp": 0}
-            checkpoint.load(asked, checkpoint_id=f"{folder}/nested", no_dist=True, allow_partial_load=True)

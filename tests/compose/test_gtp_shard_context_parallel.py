@@ -7,15 +7,17 @@ tokens and the merging of partial results are torch's. ``test_gtp_shard_data_axe
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import pages
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import ALL, GlooTest, assert_same_params
+from common import ALL, GlooTest, assert_same_params, full
 from torch import Tensor
 from torch.distributed.tensor.experimental import context_parallel
 
@@ -96,6 +98,22 @@ class TestContextParallel(GlooTest):
             for weights in (mesh.weights, mesh.flatten("cp", "gtp")):
                 self.check(mesh["cp"], weights, mesh.batch)
             self.check(alone["cp"], alone["cp"], alone.batch)
+
+    def test_the_page_splits_sequences_where_torch_can(self) -> None:
+        """What its readers copy, on a CPU as it stands, and as GPUs run it: with the same gradients."""
+        program = pages.shown_program(pages.read(pages.ROOT / "docs/howto/context_parallel.md"))
+        as_on_gpus, num_replaced = re.subn(r'if device != "cpu":', "if True:", program)
+        self.assertEqual(num_replaced, 1)
+        whole: dict[str, Any] = {"__name__": "whole"}
+        exec(program, whole)
+        self.assertEqual(whole["x"].shape[1], 128)
+        lengths: list[int] = []
+        with attention_of_gpus():
+            split: dict[str, Any] = {"__name__": "split", "lengths": lengths}
+            exec(as_on_gpus.replace("    model(x)", "    lengths.append(x.shape[1])\n    model(x)"), split)
+        self.assertEqual(lengths, [64])
+        for mine, other in zip(whole["model"].parameters(), split["model"].parameters(), strict=True):
+            torch.testing.assert_close(full(mine.grad), full(other.grad))
 
     def check(self, cp: Any, weights: Any, samples: Any) -> None:
         torch.manual_seed(0)

@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 from common import GlooTest, shared_directory
 from script_jobs import run_forked
+from torchvision_ops import define_missing
 
 PAGES = [pages.read(path) for path in pages.all_paths()]
 
@@ -40,6 +41,7 @@ def test_page(page: pages.Page, tmp_path: Path) -> None:
 def _on_ranks(page: pages.Page) -> Callable[[GlooTest], None]:
     def test(self: GlooTest) -> None:
         assert self.rank is not None
+        define_missing()
         with shared_directory() as folder, contextlib.chdir(folder), contextlib.ExitStack() as quiet:
             quiet.enter_context(contextlib.redirect_stdout(io.StringIO()))
             quiet.enter_context(contextlib.redirect_stderr(io.StringIO()))

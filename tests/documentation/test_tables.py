@@ -133,6 +133,29 @@ def test_tables_of_steps_have_one_job_and_the_row_that_is_one(script: ModuleType
         assert any(set(re.findall(r"\((\d\.\d\d)\)", line)) == {"1.00"} for line in drawn), drawn
 
 
+def test_tables_of_several_jobs_name_the_job_of_each_figure(script: ModuleType) -> None:
+    for row in script.rows("host_time"):
+        assert f"|{row['where']}, {row['date']}, `{row['revision']}`|" in script.draw("host-time").replace("|", "||")
+    aims = script.content("aims")["aims"]
+    for aim, line in zip(aims, script.draw("aims").splitlines()[2:], strict=True):
+        assert set(re.findall(r"\(data/(\w+)\.json\)", line)) == {ratio["job"] for ratio in aim["reached"]}
+        assert not re.search(r"\d\.\d", aim["missing"]), "figures are computed"
+
+
+def test_memory_says_that_the_default_is_of_another_job(script: ModuleType) -> None:
+    """Beside ``most_speed`` it would look slower: it was measured at another revision."""
+    (table,) = (each for each in script.jobs_of(script.STEPS["2xh100"]) if each.lines[0].job == "2xh100_memory")
+    assert all(row["mode"] != "gtp" for row in script.rows("2xh100_memory"))
+    assert script._with_caption(table).endswith("The default was not measured in this job.\n")
+
+
+@pytest.mark.parametrize("page", [DOCS.parent / "README.md", DOCS / "index.md"], ids=lambda page: page.name)
+def test_the_headline_is_defined_below_it(page: Path) -> None:
+    below = page.read_text().partition("<!-- /headline -->")[2][:150]
+    assert "compute: " in below
+    assert "`capture_step`: " in below
+
+
 def test_each_row_is_defined() -> None:
     """Above the tables, in words."""
     text = (DOCS / "benchmarks.md").read_text()

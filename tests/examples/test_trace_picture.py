@@ -1,6 +1,7 @@
 """What is read from traces, on small ones made here: which lanes, what belongs to which weight, what was exposed."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -12,6 +13,8 @@ from dtensor_gtp._trace.exposure import describe, exposure, host_bound
 from dtensor_gtp._trace.intervals import intersect, length, subtract, union
 from dtensor_gtp._trace.picture import draw
 from dtensor_gtp._trace.read import read_timeline
+
+ROOT = Path(__file__).parents[2]
 
 
 def event(name: str, cat: str, tid: Any, begin: float, end: float, **args: Any) -> dict[str, Any]:
@@ -218,6 +221,32 @@ def test_picture_shows_lanes_and_exposed_parts_in_red() -> None:
     per_us = (1200 - 190 - 30) / 400
     assert float(first.get("x", 0)) == pytest.approx(190 + 100 * per_us)
     assert float(first.get("width", 0)) == pytest.approx(60 * per_us)
+
+
+def test_rows_of_a_graph_are_named_by_their_kernels() -> None:
+    """Nothing belongs to a range there."""
+    events = [
+        event("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(args)", "kernel", 20, 0, 10, stream=20),
+        event("ncclDevKernel_AllGather_RING_LL(args)", "kernel", 21, 0, 10, stream=21),
+        event("Memcpy PtoP (Device -> Device)", "gpu_memcpy", 22, 0, 10, stream=22),
+    ]
+    svg = draw(read_timeline({"traceEvents": events}), "graph")
+    rows = ["Memcpy (stream 22)", "NCCL AllGather (stream 21)", "NCCL ReduceScatter (stream 20)"]
+    assert re.findall(r">([^<]+stream \d+\))</text>", svg) == rows
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs/images").glob("trace_*.svg")), ids=lambda path: path.stem)
+def test_pictures_of_the_pages_are_as_the_command_draws(path: Path) -> None:
+    """Their traces are not kept: a unit, rows that say what they do, ticks that lie within the picture."""
+    space, root = "{http://www.w3.org/2000/svg}", ElementTree.fromstring(path.read_text())
+    texts = list(root.iter(f"{space}text"))
+    rows = [str(text.text) for text in texts if text.get("x") == "4"][2:]
+    assert len(rows) >= 10
+    assert all(re.fullmatch(r"(compute|Memcpy|NCCL \w+) \(stream \d+\)", row) for row in rows), rows
+    assert "milliseconds" in [text.text for text in texts]
+    ticks = [float(text.get("x", "0")) for text in texts if (text.text or "").isdecimal()]
+    assert len(ticks) >= 6
+    assert max(ticks) <= 1200 - 3.2 * 3
 
 
 @pytest.mark.parametrize("microseconds", [400, 999, 1000, 1234.5, 54321])

@@ -26,6 +26,7 @@ from timing import HANG_S
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import dtensor_gtp
+from dtensor_gtp import checkpoint
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPT = EXAMPLES / "train_llama.py"
@@ -484,6 +485,25 @@ class TestCheckpointDir:
         expected = torch.rand(3)
         checkpoints.load(checkpoints.latest(), TrainState(model, optimizer, scheduler, place, with_rng))
         assert torch.equal(torch.rand(3), expected) == with_rng
+
+    def test_it_has_the_shape_of_all_pages_and_names_what_does_not_fit(self, tmp_path: Path) -> None:
+        from checkpoints import TrainState
+        from launch import Place
+
+        place = Place(rank=0, world_size=1, device=torch.device("cpu"))
+
+        def state(width: int) -> TrainState:
+            model = torch.nn.Linear(2, width)
+            optimizer = torch.optim.AdamW(model.parameters())
+            return TrainState(model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0), place)
+
+        checkpoints, saved = self.open(tmp_path), state(2)
+        checkpoints.save(1, saved, {})
+        found = {"model": torch.nn.Linear(2, 2).state_dict()}
+        checkpoint.load(found, checkpoint_id=checkpoints.latest(), no_dist=True)
+        assert torch.equal(found["model"]["weight"], saved.state_dict()["model"]["weight"])
+        with pytest.raises(ValueError, match=r"'model.weight' is \(3, 2\) here and \(2, 2\) there"):
+            checkpoints.load(checkpoints.latest(), state(3))
 
     def test_without_a_checkpoint_there_is_no_latest(self, tmp_path: Path) -> None:
         assert self.open(tmp_path / "missing").latest() is None
