@@ -1,7 +1,7 @@
 """What to write instead where torch refuses a sharded tensor: one line, in the error or below its traceback.
 
 DTensor refuses ops that mix it with plain tensors. Its C++ code raises that error, so the line is added where Python
-prints an exception: one that nobody has caught, or one that a program formats, as ``logging.exception`` does.
+prints an exception that nobody has caught.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import re
 import sys
-import traceback
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -50,8 +49,6 @@ _REFUSED = re.compile(r"aten\.(\w+)\.\w+:? (?:got mixed torch\.Tensor and DTenso
 def install() -> None:
     """Say what to write; once in a process."""
     compat.replace("excepthook", sys, "excepthook", functools.partial(_show, sys.excepthook))
-    stock = traceback.TracebackException.__init__
-    compat.replace("traceback", traceback.TracebackException, "__init__", functools.partialmethod(_formatted, stock))
     compat.replace("format", DTensor, "__format__", _format)
     for name in ("numpy", "tolist"):
         compat.replace(name, DTensor, name, functools.partialmethod(_refuse, name))
@@ -66,16 +63,16 @@ def remedy_for(error: BaseException) -> str | None:
     return text if method is None else f"{method} is not the forward of a module, so its weights are sharded. {text}"
 
 
-def _unregistered_method(calls: TracebackType | None) -> str | None:
+def _unregistered_method(traceback: TracebackType | None) -> str | None:
     """The innermost method of a module with sharded parameters and the call that registers it; None for a forward."""
     found = None
-    while calls is not None:
-        frame = calls.tb_frame
+    while traceback is not None:
+        frame = traceback.tb_frame
         module, name = frame.f_locals.get("self"), frame.f_code.co_name
         is_torchs = frame.f_globals.get("__name__", "").startswith("torch.")
         if isinstance(module, nn.Module) and not is_torchs and _has_shards(module):
             found = None if name == "forward" else f"{name}() (register_gtp_forward_method(module, '{name}'))"
-        calls = calls.tb_next
+        traceback = traceback.tb_next
     return found
 
 
@@ -83,28 +80,13 @@ def _has_shards(module: nn.Module) -> bool:
     return any(isinstance(param, DTensor) for param in module.parameters())
 
 
-def _show(stock: Any, kind: type[BaseException], error: BaseException, calls: TracebackType | None) -> None:
+def _show(stock: Any, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     shown: BaseException | None = error
     while shown is not None:  # the errors that it was raised from are printed, too
-        _add_remedy(shown)
+        if (text := remedy_for(shown)) is not None:
+            shown.add_note(f"dtensor_gtp: {text}")
         shown = shown.__cause__ or shown.__context__
-    stock(kind, error, calls)
-
-
-def _formatted(
-    shown: traceback.TracebackException, stock: Any, kind: Any, error: Any, *args: Any, **options: Any
-) -> None:
-    """In place of ``TracebackException.__init__``, which makes another one for each error that it was raised from."""
-    if error is not None:
-        _add_remedy(error)
-    stock(shown, kind, error, *args, **options)
-
-
-def _add_remedy(error: BaseException) -> None:
-    """Once, however often an error is shown."""
-    text = remedy_for(error)
-    if text is not None and f"dtensor_gtp: {text}" not in getattr(error, "__notes__", ()):
-        error.add_note(f"dtensor_gtp: {text}")
+    stock(kind, error, traceback)
 
 
 def _format(tensor: DTensor, spec: str) -> str:

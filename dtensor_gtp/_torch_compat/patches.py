@@ -74,7 +74,6 @@ PATCHES = {
     "numpy": Patch(f"{_TENSOR}.DTensor.numpy", _ALL, "its error does not say what to write"),
     "tolist": Patch(f"{_TENSOR}.DTensor.tolist", _ALL, "its error does not say what to write"),
     "excepthook": Patch("sys.excepthook", _ALL, "errors of torch's C++ code do not say what to write"),
-    "traceback": Patch("traceback.TracebackException.__init__", _ALL, "the same, where a program logs them"),
     "engine": Patch(
         "torch.autograd._engine_run_backward", _ALL, "inputs=[...] would find no way to a parameter of ours"
     ),

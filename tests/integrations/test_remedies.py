@@ -7,7 +7,6 @@ import copy
 import io
 import logging
 import sys
-import traceback
 import unittest
 from typing import Any
 
@@ -111,27 +110,6 @@ class TestRemedies(unittest.TestCase):
         self.assertRegex(
             printed.getvalue(), r"got mixed torch.Tensor and DTensor[^\n]*\n[^\n]*dtensor_gtp: Outside of a"
         )
-
-    def test_it_is_in_what_a_program_logs_and_stands_there_once(self) -> None:
-        with fake_world(0, 2):
-            model, printed = self.model(), io.StringIO()
-            for _ in range(2):  # an error for each: the second is no other one
-                try:
-                    torch.ones(2, 8) @ model[1].weight
-                except RuntimeError as error:
-                    logged, again = ("".join(traceback.format_exception(error)) for _ in range(2))
-                    self.assertEqual(logged, again)
-                    self.assertEqual(logged.count("dtensor_gtp: Outside of a forward"), 1, logged)
-            with self.assertLogs("job") as logs:
-                try:
-                    model[1].weight + torch.ones(8, 8)
-                except RuntimeError as error:
-                    logging.getLogger("job").exception("step 3")
-                    with contextlib.redirect_stderr(printed):
-                        sys.excepthook(type(error), error, error.__traceback__)
-            record = logs.records[0]
-            self.assertIn("dtensor_gtp: This op mixes", logging.Formatter().formatException(record.exc_info))
-            self.assertEqual(printed.getvalue().count("dtensor_gtp: This op mixes"), 1)
 
 
 class TestWhatTheySay(GlooTest):

@@ -4,7 +4,6 @@ Run by test_patches.py in a process of its own: what is replaced serves a whole 
 """
 
 import sys
-import traceback
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ def everything_replaceable() -> dict[str, Any]:
     owners: list[Any] = [
         *(compat.DTensorSpec, compat.redistribute_module, propagator, type(dispatcher), DTensor, torch.autograd, group),
         *(DistributedDataParallel, FullyShardedDataParallel, DataParallel, torch.cuda, torch.cuda.graphs, sys),
-        traceback.TracebackException,
         *(compat.localizing_module(), compat.pipeline_stage_class(), *compat.distribute_tensor_modules()),
     ]
     found = {f"{index} {name}": value for index, each in enumerate(owners) for name, value in vars(each).items()}
