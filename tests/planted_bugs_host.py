@@ -36,10 +36,10 @@ HOST = {
         f"{PASSES}::test_exception_at_the_end_of_backward_leaves_nothing_behind",
     ),
     "finite skips gradients that travel alone": Bug(
-        "Gradients._launch_plain", drop("_look_at"), f"{FINITE}::test_gradients_of_sharded_and_whole_parameters"
+        "ReductionLaunches._send_wide", drop("_look_at"), f"{FINITE}::test_gradients_of_sharded_and_whole_parameters"
     ),
     "finite looks at padding": Bug(
-        "Gradients._look_at",
+        "ReductionLaunches._look_at",
         replace("weight.layout.full_view(full)", "full"),
         f"{FINITE}::test_padding_is_not_looked_at",
     ),

@@ -29,7 +29,7 @@ NUMBERS = {
         "ShardedEMA._write", drop("_reshard"), f"{SHARDED_EMA}::test_same_bits_as_one_process"
     ),
     "receivers add 16-bit gradients in 16 bits": Bug(
-        "Gradients._add_up",
+        "ReductionLaunches._add_up",
         replace("add(rows, 0, dtype=slot.dtype, out=slot.view(-1))", "slot.view(-1).copy_(add(rows, 0))"),
         f"{GROUPS}::test_gradients_of_16_bits_travel_as_they_are",
     ),
@@ -137,8 +137,8 @@ NUMBERS = {
         "test_wide_wgrad.py",
     ),
     "a float16 gradient that travels alone is not divided before the sum": Bug(
-        "Gradients._launch_plain",
-        without("scale.predivide"),
+        "ReductionLaunches._launch_plain",
+        without("gradient.scale.predivide is not None"),
         "test_gtp_shard_gradients.py::TestGradients::test_all_ones_gradient_with_a_reduction_in_float16",
     ),
     "bias of a partial sum is added by every rank": Bug(

@@ -140,7 +140,7 @@ RUNTIME = {
         f"{GRADIENTS}::test_all_ones_gradient_with_a_reduction_in_float16",
     ),
     "no all-reduce over replicas": Bug(
-        "Gradients._complete",
+        "ReductionLaunches._complete",
         drop("all_reduce_in_order"),
         f"{GRADIENTS}::test_r20_rank_distinct_gradients_are_averaged_through_every_gather",
     ),
@@ -180,7 +180,7 @@ RUNTIME = {
         f"{GRADIENTS}::test_r27_first_and_last_use_in_different_microbatches",
     ),
     "rows before the last all-reduce are lost": Bug(
-        "Gradients._complete",
+        "ReductionLaunches._complete",
         drop("slot += ..."),
         f"{SWITCHES}::test_replicas_are_reduced_in_the_last_microbatch_alone",
     ),

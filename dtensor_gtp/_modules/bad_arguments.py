@@ -150,7 +150,7 @@ def validate_module(module: nn.Module, mesh: DeviceMesh, ignored: Set[nn.Paramet
             f"{dist.get_rank()}). Call it on submodules first, on the root last, and once on each."
         )
     bindings = [b for m in module.modules() if (b := binding_of(m)) is not None]
-    if any(b.group.runtime.grads.replicas is not None for b in bindings):
+    if any(b.group.runtime.grads.launches.replicas is not None for b in bindings):
         raise ValueError(
             f"gtp_shard was called on a {type(module).__name__}, but elastic.synchronize_replicas was already called "
             "on a part of it. Call gtp_shard on the submodules and the root first, then "

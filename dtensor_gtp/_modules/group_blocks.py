@@ -31,7 +31,7 @@ def make_groups(runtime: Runtime, num_tokens: int) -> tuple[str, ...]:
     """Turn blocks of the outermost call into groups. Returns what was chosen and why."""
     call = runtime.calls[-1]
     assert isinstance(call, ShardGroup)
-    if runtime.policy._numbers or runtime.grads.replicas is not None or len(runtime.calls) > 1:
+    if runtime.policy._numbers or runtime.grads.launches.replicas is not None or len(runtime.calls) > 1:
         return ()
     groups: list[WeightGroup] = []
     reasons: dict[str, list[str]] = {}

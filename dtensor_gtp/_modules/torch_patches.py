@@ -253,7 +253,7 @@ def _replace_backward(stage_class: Any) -> None:
     @functools.wraps(run)
     def run_part(stage: Any, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> Any:
         runtimes = runtimes_below(stage.submod) if last_backward or backward_type in ("input", "weight") else []
-        if any(runtime.grads.replicas is not None for runtime in runtimes):
+        if any(runtime.grads.launches.replicas is not None for runtime in runtimes):
             raise NotImplementedError(
                 "Pipelines do not support elastic.synchronize_replicas: its replicas span all ranks of the job, a "
                 "stage only some. Use a mesh of init_weight_mesh with pp."

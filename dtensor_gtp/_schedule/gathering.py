@@ -250,7 +250,7 @@ class Gathering(KeepAndFree):
 
     def _gather(self, targets: Sequence[Gatherable]) -> None:
         """Launch one gather of shards that are present."""
-        self.grads.order.note("all_gather", targets)
+        self.grads.launches.order.note("all_gather", targets)
         if not (compat.num_dispatch_modes() or self._to_agree):
             gather.launch(targets, self.comm)
             return

@@ -8,45 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import _torch_compat as compat
 from .._comm import collectives
 from .._comm.agreement import any_rank_has
 from .._comm.context import CommContext
-from .._comm.debug import poison, profiler_range
-from .._comm.reduce_scatter import Scattering, can_travel_together, sum_dtype
-from .._comm.send_ring import Place, SendRing
+from .._comm.debug import poison
+from .._comm.reduce_scatter import can_travel_together, sum_dtype
 from .._params.gathered import Gathered
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import Gatherable, ShardedWeight
 from .._params.weight_group import Reducible, WeightGroup
 from .._params.whole_param import WholeParam
 from ..policy import Schedule
-from .order_of_launches import OrderOfLaunches
+from .launch_reductions import Gradient, ReductionLaunches, single
 from .order_of_reductions import fits, may_wait
-from .whole_gradients import UnequalReplicas, all_reduce_in_order, reduce_whole
-
-
-@dataclass(eq=False, slots=True)
-class _Gradient:
-    """A gradient, with the settings of its submission: the user may change them for the next one."""
-
-    weight: Reducible
-    buffer: Tensor | None  # the full gradient of this rank; None after the launch, or if an op has summed it over gtp
-    scale: collectives.ReduceScale
-    requires_all_reduce: bool  # whether it is summed over replicas now
-    share: float = 1.0  # its factor in the sum over unequal replicas
-    place: Place | None = None  # from where copy engines fetch it, if the ring has room
-    bundle: object | None = None  # gradients of one bundle are sent together
-    waiting_nbytes: int = 0  # of it and those that wait before it
+from .whole_gradients import reduce_whole
 
 
 class Written(NamedTuple):
@@ -72,12 +54,11 @@ class Gradients:
 
     def __init__(self, comm: CommContext) -> None:
         self._comm = comm
-        self.order = OrderOfLaunches()
+        self.launches = ReductionLaunches(comm)
         self.schedule = Schedule()  # until one is chosen
         # By scatter group: ranks of different meshes may use different weights, so each mesh launches its own.
-        self._waiting: dict[str, list[_Gradient]] = {}
+        self._waiting: dict[str, list[Gradient]] = {}
         self._bundle: object | None = None
-        self.replicas: UnequalReplicas | None = None  # set if the mesh is one of several replicas of unequal sizes
         self._postponed: list[Callable[[], None]] | None = None
         self.recording: BlockRecording | None = None  # set while a block is recorded
 
@@ -122,12 +103,12 @@ class Gradients:
             self._bundle = None
         for name, waiting in list(self._waiting.items()):
             if waiting[0].bundle is bundle:
-                self._launch(self._waiting.pop(name))
+                self.launches.launch(self._waiting.pop(name))
 
     def target(self, weight: Reducible) -> tuple[Tensor, bool]:
         """A buffer for a gradient, and whether it holds an earlier gradient, to which the new one is to be added."""
         if self.recording is not None:
-            return self.recording.target(_single(weight)), False
+            return self.recording.target(single(weight)), False
         self._comm.note_compute()
         if weight.pending_grad.unsharded is not None:
             return weight.pending_grad.unsharded, True
@@ -158,7 +139,7 @@ class Gradients:
         if is_owned and self._can_send(weight, grad):
             self._comm.note_compute()
             rows = layout.rows_of(grad)
-            self.submit(weight, rows if self.recording is None else self.recording.keep(_single(weight), rows))
+            self.submit(weight, rows if self.recording is None else self.recording.keep(single(weight), rows))
             return
         buffer, is_accumulating = self.target(weight)
         view = layout.full_view(buffer)
@@ -179,7 +160,7 @@ class Gradients:
         if layout.dim == 0 and not is_cast:
             return True
         # Sums of microbatches have the dtype of the reduction. An all-reduce over replicas takes contiguous tensors.
-        has_replicas = self.replicas is not None or (layout.world == 1 and weight.groups.replicate is not None)
+        has_replicas = self.launches.replicas is not None or (layout.world == 1 and weight.groups.replicate is not None)
         return not has_replicas and (weight.flags.sends_at_once or is_recorded or not is_cast)
 
     def reduce_group(self, group: WeightGroup) -> None:
@@ -215,13 +196,13 @@ class Gradients:
         """Whether the gradients of a group travel in the dtype in which autograd has made them. Sums of microbatches
         need a wider one; those that wait for others travel in ``reduce_dtype``."""
         is_sum = group.pending_grad.unsharded is not None or not group.flags.sends_at_once
-        return not is_sum and not self._may_wait(group) and self.sends_narrow(group, group.leaves.dtype)
+        return not is_sum and not self._may_wait(group) and self.launches.sends_narrow(group, group.leaves.dtype)
 
     def submit(self, weight: Reducible, buffer: Tensor) -> None:
         """Reduce-scatter a gradient behind compute; without gradient sync, keep it for a later microbatch. It has the
         layout's ``buffer_shape``, perhaps not contiguous, and ``reduce_dtype`` (with gradient sync, any dtype)."""
         if self.recording is not None:
-            self.recording.submit(_single(weight), buffer)
+            self.recording.submit(single(weight), buffer)
             return
         flags = weight.flags
         is_frozen = isinstance(weight, ShardedWeight) and not weight.param.requires_grad
@@ -238,20 +219,20 @@ class Gradients:
         flags = weight.flags
         weight.pending_grad.unsharded = None
         share = 1.0
-        if self.replicas is not None:
-            share = self.replicas.share(flags.gradient_divide_factor)
-            buffer = self.replicas.weigh_full(buffer, flags.gradient_divide_factor)
+        if self.launches.replicas is not None:
+            share = self.launches.replicas.share(flags.gradient_divide_factor)
+            buffer = self.launches.replicas.weigh_full(buffer, flags.gradient_divide_factor)
         scale, ring = self._scale(weight), weight.pending_grad.ring
         if self._waiting and (ring is None or not ring.has_offered(buffer)):  # otherwise ``target`` has launched them
             self._launch_others(weight, scale)
         place = None if ring is None else ring.take(buffer, weight.reduce_dtype)
-        gradient = _Gradient(weight, buffer, scale, flags.requires_all_reduce, share, place, self._bundle)
+        gradient = Gradient(weight, buffer, scale, flags.requires_all_reduce, share, place, self._bundle)
         if self._may_wait(weight):
             waiting = self._waiting.setdefault(weight.groups.scatter_name, [])
             gradient.waiting_nbytes = weight.pending_grad.sent_nbytes + (waiting[-1].waiting_nbytes if waiting else 0)
             waiting.append(gradient)
         else:
-            self._launch([gradient])
+            self.launches.launch([gradient])
 
     def _scale(self, weight: Reducible) -> collectives.ReduceScale:
         dtype = sum_dtype(weight.groups.reduce_scatter, weight.reduce_dtype)
@@ -276,7 +257,7 @@ class Gradients:
             waiting[-1].waiting_nbytes, weight.pending_grad.sent_nbytes, self.schedule.coalesce_grad_nbytes
         )
         if not (is_alike and may_join and self._may_wait(weight)):
-            self._launch(self._waiting.pop(weight.groups.scatter_name))
+            self.launches.launch(self._waiting.pop(weight.groups.scatter_name))
 
     def submit_recorded(self, written: Sequence[Written]) -> None:
         """Reduce the gradients that the replay of a recorded block has written to these buffers."""
@@ -296,95 +277,7 @@ class Gradients:
     def launch_waiting(self) -> None:
         """Launch the gradients that wait for others to travel with."""
         for name in list(self._waiting):
-            self._launch(self._waiting.pop(name))
-
-    def _launch(self, together: list[_Gradient]) -> None:
-        self.order.note("reduce_scatter", [gradient.weight for gradient in together])
-        with profiler_range("GTP::reduce_scatter", *[each.weight.fqn for each in together]):
-            if len(together) > 1 or not self._launch_plain(together[0]):
-                self._reduce_scatter(together)
-
-    def _launch_plain(self, gradient: _Gradient) -> bool:
-        """As ``_reduce_scatter``, but for one gradient that a ring sends as it is: the most frequent case, so it is
-        short. Returns whether this is one."""
-        comm, weight, buffer, scale = self._comm, gradient.weight, gradient.buffer, gradient.scale
-        if buffer is None or weight.groups.reduce_scatter != "ring" or weight.layout.world == 1 or scale.predivide:
-            return False
-        is_narrow = buffer.dtype != weight.reduce_dtype
-        if not buffer.is_contiguous() or (is_narrow and not self.sends_narrow(weight, buffer.dtype)):
-            return False
-        slot = weight.pending_grad.new_slot()
-        addends = torch.empty_like(buffer) if is_narrow else None
-        with comm.reducing():
-            if comm.is_debugged:
-                self._look_at([weight], [buffer])
-            group, keep = weight.groups.scatter, [buffer, slot]
-            if addends is None:
-                work = compat.reduce_scatter_base(slot, buffer, scale.op, group, not comm.has_streams)
-                complete = partial(self._complete, gradient, slot)
-            else:
-                work = compat.all_to_all_base(addends, buffer, group, not comm.has_streams)
-                complete = partial(self._add_up, gradient, slot, addends)
-                keep.append(addends)
-            gradient.buffer, earlier = None, weight.pending_grad.unreplicated
-            if earlier is not None:
-                keep.append(earlier)
-            comm.reduction_launched(work, complete, keep)
-        return True
-
-    def sends_narrow(self, weight: Reducible, dtype: torch.dtype) -> bool:
-        """Whether a gradient of this dtype travels as it is, and its receivers add in ``reduce_dtype``."""
-        wide = weight.reduce_dtype
-        is_exact = dtype.itemsize < wide.itemsize and torch.promote_types(dtype, wide) == wide
-        return weight.groups.sends_narrow and is_exact and self.replicas is None
-
-    def _add_up(self, gradient: _Gradient, slot: Tensor, addends: Tensor) -> None:
-        """After an exchange of addends: ``slot`` becomes their sum or mean, as the reduce-scatter would make it."""
-        add = torch.mean if gradient.scale.op == dist.ReduceOp.AVG else torch.sum
-        rows = addends.view(gradient.weight.layout.world, -1)
-        add(rows, 0, dtype=slot.dtype, out=slot.view(-1))
-        self._complete(gradient, slot)
-
-    def _reduce_scatter(self, together: list[_Gradient]) -> None:
-        """Launch one reduce-scatter of these gradients on the scatter stream."""
-        comm, weight, scale = self._comm, together[0].weight, together[0].scale
-        fulls, ring = [], weight.pending_grad.ring
-        for gradient in together:
-            assert gradient.buffer is not None
-            fulls.append(gradient.buffer)
-            gradient.buffer = None
-        places, held = ((), ()) if ring is None else self._places(ring, together, fulls)
-        scattering = Scattering(
-            weight.groups.reduce_scatter, fulls, weight.layout.world, weight.reduce_dtype, ring, places
-        )
-        with comm.reducing():
-            if comm.is_debugged:
-                self._look_at([each.weight for each in together], fulls)
-            work = scattering.launch(scale, weight.groups, comm)
-            keep = scattering.keep()  # among them the full gradients, while the collective reads them
-            for gradient in together:
-                if (earlier := gradient.weight.pending_grad.unreplicated) is not None:
-                    keep.append(earlier)  # the communication stream adds it to the result
-            comm.reduction_launched(work, partial(self._scattered, together, scattering), keep, held)
-
-    def _look_at(self, weights: Sequence[Reducible], fulls: Sequence[Tensor]) -> None:
-        """Debugging aids, before gradients of these weights travel together. Nobody writes to the padding of fulls."""
-        groups = weights[0].groups
-        self._comm.before_collective("reduce_scatter", ", ".join(weight.fqn for weight in weights), groups)
-        values = [(weight.fqn, weight.layout.full_view(full)) for weight, full in zip(weights, fulls, strict=True)]
-        self._comm.check_finite("the reduce_scatter of gradients", values, groups)
-
-    def _places(
-        self, ring: SendRing, together: list[_Gradient], fulls: list[Tensor]
-    ) -> tuple[list[Place], list[Place]]:
-        """From where copy engines fetch the gradients, and all places that must live until they have done so."""
-        held = [gradient.place for gradient in together if gradient.place is not None]
-        if len(held) == len(together):
-            return held, held
-        with self._comm.scattering():
-            self._comm.wait_finished()
-            places = ring.lay_out(fulls, together[0].weight.reduce_dtype)
-        return places, [*held, *places]  # the copies to the new places read the old ones
+            self.launches.launch(self._waiting.pop(name))
 
     def add_rows(self, weight: Reducible, rows: Tensor) -> None:
         """Take this rank's rows of a gradient that an op has summed over the gtp axis, and do what follows a
@@ -401,36 +294,7 @@ class Gradients:
             sum_dtype(weight.groups.reduce_scatter, weight.reduce_dtype)
         )
         is_synced = flags.requires_gradient_sync and flags.requires_all_reduce
-        self._complete_later(_Gradient(weight, None, scale, is_synced), slot)
-
-    def _complete_later(self, gradient: _Gradient, slot: Tensor) -> None:
-        with self._comm.reducing():
-            complete = partial(self._complete, gradient, slot)
-            earlier = gradient.weight.pending_grad.unreplicated
-            self._comm.reduction_launched(None, complete, [slot] if earlier is None else [slot, earlier])
-
-    def _scattered(self, together: list[_Gradient], scattering: Scattering) -> None:
-        scattering.finish(together[0].scale)
-        for gradient, slot in zip(together, scattering.slots, strict=True):
-            self._complete(gradient, slot)
-
-    def _complete(self, gradient: _Gradient, slot: Tensor) -> None:
-        """After the reduce-scatter, on its stream: sum over replicas, divide and accumulate."""
-        weight, scale = gradient.weight, gradient.scale
-        if weight.pending_grad.unreplicated is not None:
-            slot += weight.pending_grad.unreplicated
-            weight.pending_grad.unreplicated = None
-        if not gradient.requires_all_reduce:
-            weight.pending_grad.unreplicated = slot
-            return
-        if self.replicas is None and (replicate := weight.groups.replicate) is not None:
-            all_reduce_in_order(slot, scale, replicate, self._comm)
-        if scale.postdivide is not None:
-            slot /= scale.postdivide
-        if self.replicas is not None:  # the slot is the mean over this replica only
-            self.replicas.add(_single(weight), slot, gradient.share)
-        else:
-            weight.accumulate(slot if weight.layout.is_as_buffer else weight.layout.shard_of_rows(slot))
+        self.launches.complete_later(Gradient(weight, None, scale, is_synced), slot)
 
     def complete(self, params: Sequence[ManagedParam], groups: Sequence[WeightGroup] = ()) -> None:
         """Reduce all gradients of ``params`` and ``groups``. Wait for them on the current stream and move them into
@@ -442,7 +306,7 @@ class Gradients:
         for weight in synced:
             if weight.pending_grad.unsharded is not None:
                 self._send(weight, weight.pending_grad.unsharded)
-            elif weight.flags.reduce_scatter_unused_params and _single(weight).awaits_reduction:
+            elif weight.flags.reduce_scatter_unused_params and single(weight).awaits_reduction:
                 self._send(weight, weight.pending_grad.send_buffer().zero_())
             if isinstance(weight, ShardedWeight):
                 weight.awaits_reduction = False
@@ -455,16 +319,16 @@ class Gradients:
                 weight.pending_grad.unreplicated = None
                 factor = weight.flags.gradient_divide_factor
                 scale = collectives.reduce_scale(slot.dtype, weight.num_ranks, factor)
-                share = 1.0 if self.replicas is None else self.replicas.share(factor)
-                self._complete_later(_Gradient(weight, None, scale, True, share), slot)
+                share = 1.0 if self.launches.replicas is None else self.launches.replicas.share(factor)
+                self.launches.complete_later(Gradient(weight, None, scale, True, share), slot)
         whole = [param for param in params if isinstance(param, WholeParam)]
         if not self._comm.is_capturing:
-            self.order.check(is_next_step=True)
-        reduce_whole(whole, self._comm, self.replicas, self.order)
+            self.launches.order.check(is_next_step=True)
+        reduce_whole(whole, self._comm, self.launches.replicas, self.launches.order)
         self._comm.end_backward()
-        self.order.check(is_next_step=False)
-        if self.replicas is not None:
-            self.replicas.finish()
+        self.launches.order.check(is_next_step=False)
+        if self.launches.replicas is not None:
+            self.launches.replicas.finish()
         if any(param.offload is not None for param in params):
             self._comm.finish_on_host()
         for param in params:
@@ -476,11 +340,5 @@ class Gradients:
         """After an exception: wait for the launched reductions and forget their results."""
         self._waiting.clear()
         self._comm.abandon()
-        if self.replicas is not None:
-            self.replicas.reset()
-
-
-def _single(weight: Reducible) -> ShardedWeight:
-    """A weight of a recorded block or of unequal replicas: these have no groups."""
-    assert isinstance(weight, ShardedWeight)
-    return weight
+        if self.launches.replicas is not None:
+            self.launches.replicas.reset()

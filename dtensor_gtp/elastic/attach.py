@@ -83,7 +83,7 @@ def synchronize_replicas(module: nn.Module, mesh: ElasticMesh, *, bucket_nbytes:
 
     merged = agree_on_all_ranks(mesh.world, merge, lambda found: [str(spec) for spec in found])
     sync = ReplicaSync(mesh, plan_sync(mesh.layout, merged), runtime.params, runtime.comm, bucket_nbytes)
-    runtime.grads.replicas = sync
+    runtime.grads.launches.replicas = sync
     return sync
 
 
@@ -95,7 +95,7 @@ def _checked_runtime(module: nn.Module, mesh: ElasticMesh) -> Runtime:
             f"{type(module).__name__}. Call gtp_shard(module, mesh.weights) first."
         )
     runtime = binding.group.runtime
-    if runtime.grads.replicas is not None:
+    if runtime.grads.launches.replicas is not None:
         raise ValueError(f"synchronize_replicas was called on this {type(module).__name__} already: call it once.")
     for name in ("gather_backend", "reduce_scatter"):
         if getattr(runtime.policy, name) == "copy_engine":

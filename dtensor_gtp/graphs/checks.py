@@ -43,7 +43,7 @@ def runtimes_of(module: nn.Module, caller: str = "capture_step") -> list[Runtime
             raise NotImplementedError(
                 f"{caller} does not support offload_policy: a graph cannot wait for the host. {see('offload')}"
             )
-        if runtime.grads.replicas is not None:
+        if runtime.grads.launches.replicas is not None:
             raise NotImplementedError(f"{caller} does not support elastic.synchronize_replicas.")
     return runtimes
 

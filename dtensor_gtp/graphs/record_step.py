@@ -33,7 +33,7 @@ class RecordedStep:
         drop_kept(around.runtimes)
         for runtime in around.runtimes:
             runtime.comm.begin_recording()
-            runtime.grads.order.check(is_next_step=True)  # of the eager step before
+            runtime.grads.launches.order.check(is_next_step=True)  # of the eager step before
         with around.put_back_on_error():
             self._record(lambda: fn(*args, **kwargs), recorder)
         self._grads_after = read_values(around.places)

@@ -32,7 +32,7 @@ def can_exchange(runtime: Runtime, weight: ShardedWeight) -> bool:
     has_rows = len(layout.shape) == 2 and layout.dim == 0 and layout.world > 1
     is_plain = weight.wire is None and weight.tp_spec is None and weight.param.is_floating_point()
     is_used_by_all = not weight.flags.reduce_scatter_unused_params
-    return has_rows and is_plain and is_used_by_all and runtime.grads.replicas is None
+    return has_rows and is_plain and is_used_by_all and runtime.grads.launches.replicas is None
 
 
 def new_exchange(

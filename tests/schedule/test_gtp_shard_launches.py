@@ -96,13 +96,13 @@ class TestLaunches(TestCase):
         model = self.make(coalesce_grad_nbytes=3 * WIDTH * WIDTH * 4)
         launched: list[list[str]] = []
         grads = runtime_of(model).grads
-        launch = grads._launch
+        launch = grads.launches.launch
 
         def noted(together: Any) -> None:
             launched[-1].append(" + ".join(one.weight.fqn.removesuffix(".weight") for one in together))
             launch(together)
 
-        grads._launch = noted  # type: ignore[method-assign]
+        grads.launches.launch = noted  # type: ignore[method-assign]
         used = [block.experts for block in model]
         for experts in ((), (1,), (0, 1, 2)):
             launched.append([])

@@ -1,0 +1,192 @@
+"""How gradients are reduced: one collective for one or several of them, and what follows on its stream.
+
+Which gradients travel together, and when, is in ``reduce_gradients``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import _torch_compat as compat
+from .._comm import collectives
+from .._comm.context import CommContext
+from .._comm.debug import profiler_range
+from .._comm.reduce_scatter import Scattering
+from .._comm.send_ring import Place, SendRing
+from .._params.sharded_weight import ShardedWeight
+from .._params.weight_group import Reducible
+from .order_of_launches import OrderOfLaunches
+from .whole_gradients import UnequalReplicas, all_reduce_in_order
+
+
+@dataclass(eq=False, slots=True)
+class Gradient:
+    """A gradient, with the settings of its submission: the user may change them for the next one."""
+
+    weight: Reducible
+    buffer: Tensor | None  # the full gradient of this rank; None after the launch, or if an op has summed it over gtp
+    scale: collectives.ReduceScale
+    requires_all_reduce: bool  # whether it is summed over replicas now
+    share: float = 1.0  # its factor in the sum over unequal replicas
+    place: Place | None = None  # from where copy engines fetch it, if the ring has room
+    bundle: object | None = None  # gradients of one bundle are sent together
+    waiting_nbytes: int = 0  # of it and those that wait before it
+
+
+class ReductionLaunches:
+    """The launches of one runtime."""
+
+    def __init__(self, comm: CommContext) -> None:
+        self._comm = comm
+        self.order = OrderOfLaunches()
+        self.replicas: UnequalReplicas | None = None  # set if the mesh is one of several replicas of unequal sizes
+
+    def launch(self, together: list[Gradient]) -> None:
+        self.order.note("reduce_scatter", [gradient.weight for gradient in together])
+        with profiler_range("GTP::reduce_scatter", *[each.weight.fqn for each in together]):
+            if len(together) > 1 or not self._launch_plain(together[0]):
+                self._reduce_scatter(together)
+
+    def _launch_plain(self, gradient: Gradient) -> bool:
+        """As ``_reduce_scatter``, but for one gradient that a ring sends as it is: the most frequent case, so it is
+        short. Returns whether this is one."""
+        weight, buffer = gradient.weight, gradient.buffer
+        is_alone = weight.layout.world == 1 or gradient.scale.predivide is not None
+        if buffer is None or weight.groups.reduce_scatter != "ring" or is_alone:
+            return False
+        if buffer.dtype == weight.reduce_dtype:
+            if not buffer.is_contiguous():
+                return False
+            self._send_wide(gradient, buffer)
+            return True
+        if not self.sends_narrow(weight, buffer.dtype):
+            return False
+        self._send_narrow(gradient, buffer)
+        return True
+
+    def _send_wide(self, gradient: Gradient, buffer: Tensor) -> None:
+        """By one reduce-scatter of the process group."""
+        comm, weight = self._comm, gradient.weight
+        slot = weight.pending_grad.new_slot()
+        with comm.reducing():
+            if comm.is_debugged:
+                self._look_at([weight], [buffer])
+            work = compat.reduce_scatter_base(
+                slot, buffer, gradient.scale.op, weight.groups.scatter, not comm.has_streams
+            )
+            self._launched(gradient, work, partial(self._complete, gradient, slot), [buffer, slot])
+
+    def _send_narrow(self, gradient: Gradient, buffer: Tensor) -> None:
+        """Exchange addends of 16 bits, and add those received."""
+        comm, weight = self._comm, gradient.weight
+        slot, addends = weight.pending_grad.new_slot(), buffer.new_empty(buffer.shape)
+        sent = buffer if buffer.is_contiguous() else torch.empty_like(addends)
+        with comm.reducing():
+            if comm.is_debugged:
+                self._look_at([weight], [buffer])
+            if sent is not buffer:
+                sent.copy_(buffer)
+            work = compat.all_to_all_base(addends, sent, weight.groups.scatter, not comm.has_streams)
+            complete = partial(self._add_up, gradient, slot, addends)
+            self._launched(gradient, work, complete, [buffer, sent, addends, slot])
+
+    def _launched(self, gradient: Gradient, work: Any, complete: Callable[[], None], keep: list[Tensor]) -> None:
+        """The collective for one gradient is launched; the communication stream uses ``keep``."""
+        gradient.buffer, earlier = None, gradient.weight.pending_grad.unreplicated
+        if earlier is not None:
+            keep.append(earlier)
+        self._comm.reduction_launched(work, complete, keep)
+
+    def sends_narrow(self, weight: Reducible, dtype: torch.dtype) -> bool:
+        """Whether a gradient of this dtype travels as it is, and its receivers add in ``reduce_dtype``."""
+        wide = weight.reduce_dtype
+        is_exact = dtype.itemsize < wide.itemsize and torch.promote_types(dtype, wide) == wide
+        return weight.groups.sends_narrow and is_exact and self.replicas is None
+
+    def _add_up(self, gradient: Gradient, slot: Tensor, addends: Tensor) -> None:
+        """After an exchange of addends: ``slot`` becomes their sum or mean, as the reduce-scatter would make it."""
+        add = torch.mean if gradient.scale.op == dist.ReduceOp.AVG else torch.sum
+        rows = addends.view(gradient.weight.layout.world, -1)
+        add(rows, 0, dtype=slot.dtype, out=slot.view(-1))
+        self._complete(gradient, slot)
+
+    def _reduce_scatter(self, together: list[Gradient]) -> None:
+        """Launch one reduce-scatter of these gradients on the scatter stream."""
+        comm, weight, scale = self._comm, together[0].weight, together[0].scale
+        fulls, ring = [], weight.pending_grad.ring
+        for gradient in together:
+            assert gradient.buffer is not None
+            fulls.append(gradient.buffer)
+            gradient.buffer = None
+        places, held = ((), ()) if ring is None else self._places(ring, together, fulls)
+        scattering = Scattering(
+            weight.groups.reduce_scatter, fulls, weight.layout.world, weight.reduce_dtype, ring, places
+        )
+        with comm.reducing():
+            if comm.is_debugged:
+                self._look_at([each.weight for each in together], fulls)
+            work = scattering.launch(scale, weight.groups, comm)
+            keep = scattering.keep()  # among them the full gradients, while the collective reads them
+            for gradient in together:
+                if (earlier := gradient.weight.pending_grad.unreplicated) is not None:
+                    keep.append(earlier)  # the communication stream adds it to the result
+            comm.reduction_launched(work, partial(self._scattered, together, scattering), keep, held)
+
+    def _look_at(self, weights: Sequence[Reducible], fulls: Sequence[Tensor]) -> None:
+        """Debugging aids, before gradients of these weights travel together. Nobody writes to the padding of fulls."""
+        groups = weights[0].groups
+        self._comm.before_collective("reduce_scatter", ", ".join(weight.fqn for weight in weights), groups)
+        values = [(weight.fqn, weight.layout.full_view(full)) for weight, full in zip(weights, fulls, strict=True)]
+        self._comm.check_finite("the reduce_scatter of gradients", values, groups)
+
+    def _places(self, ring: SendRing, together: list[Gradient], fulls: list[Tensor]) -> tuple[list[Place], list[Place]]:
+        """From where copy engines fetch the gradients, and all places that must live until they have done so."""
+        held = [gradient.place for gradient in together if gradient.place is not None]
+        if len(held) == len(together):
+            return held, held
+        with self._comm.scattering():
+            self._comm.wait_finished()
+            places = ring.lay_out(fulls, together[0].weight.reduce_dtype)
+        return places, [*held, *places]  # the copies to the new places read the old ones
+
+    def complete_later(self, gradient: Gradient, slot: Tensor) -> None:
+        with self._comm.reducing():
+            complete = partial(self._complete, gradient, slot)
+            earlier = gradient.weight.pending_grad.unreplicated
+            self._comm.reduction_launched(None, complete, [slot] if earlier is None else [slot, earlier])
+
+    def _scattered(self, together: list[Gradient], scattering: Scattering) -> None:
+        scattering.finish(together[0].scale)
+        for gradient, slot in zip(together, scattering.slots, strict=True):
+            self._complete(gradient, slot)
+
+    def _complete(self, gradient: Gradient, slot: Tensor) -> None:
+        """After the reduce-scatter, on its stream: sum over replicas, divide and accumulate."""
+        weight, scale = gradient.weight, gradient.scale
+        if weight.pending_grad.unreplicated is not None:
+            slot += weight.pending_grad.unreplicated
+            weight.pending_grad.unreplicated = None
+        if not gradient.requires_all_reduce:
+            weight.pending_grad.unreplicated = slot
+            return
+        if self.replicas is None and (replicate := weight.groups.replicate) is not None:
+            all_reduce_in_order(slot, scale, replicate, self._comm)
+        if scale.postdivide is not None:
+            slot /= scale.postdivide
+        if self.replicas is not None:  # the slot is the mean over this replica only
+            self.replicas.add(single(weight), slot, gradient.share)
+        else:
+            weight.accumulate(slot if weight.layout.is_as_buffer else weight.layout.shard_of_rows(slot))
+
+
+def single(weight: Reducible) -> ShardedWeight:
+    """A weight of a recorded block or of unequal replicas: these have no groups."""
+    assert isinstance(weight, ShardedWeight)
+    return weight
