@@ -1,4 +1,4 @@
-"""torchtitan's own ``Trainer`` on the host: a small Llama 3, and what only a GPU or the network has replaced."""
+"""torchtitan's own ``Trainer``: a small Llama 3 on the host or on GPUs, and what only the network has replaced."""
 
 from __future__ import annotations
 
@@ -10,26 +10,29 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from common import shared_directory
+from common import full, shared_directory
 from integration_common import torchelastic
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 STEPS = 4
+SAVED = STEPS // 2  # the step after which a checkpoint is written
+CHUNKED_LOSS = "llama3_debugmodel"
 SEQ_LEN = 16
 WORDS = [f"w{index}" for index in range(500)]
 
 
 @functools.cache
-def on_the_host() -> None:
+def choose_device() -> None:
     """torchtitan takes CUDA where there is no accelerator; it decides when it is imported."""
-    with mock.patch("torch._utils._get_available_device_type", return_value="cpu"):
+    found = torch._utils._get_available_device_type() or "cpu"  # type: ignore[no-untyped-call]
+    with mock.patch("torch._utils._get_available_device_type", return_value=found):
         import torchtitan.tools.utils  # noqa: F401
 
 
@@ -37,7 +40,7 @@ def configuration(
     registered: str = "llama3_debugmodel_ce_loss", converters: list[Any] | None = None, **parallelism: Any
 ) -> Any:
     """A configuration of torchtitan's registry, with two layers of another attention: flex attention is compiled."""
-    on_the_host()
+    choose_device()
     from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.llama3 import config_registry, model_registry
 
@@ -96,8 +99,9 @@ def _texts(path: str) -> Any:
 
 
 @contextmanager
-def host_alone() -> Iterator[None]:
-    """What the trainer gets from a GPU, from the network and from torchrun; and it does not wait for others by time."""
+def offline() -> Iterator[None]:
+    """What the trainer gets from the network and from torchrun, and on the host from a GPU; and it does not wait for
+    others by time."""
     from torchtitan import trainer
     from torchtitan.components import metrics
     from torchtitan.hf_datasets.text_datasets import DATASETS
@@ -110,7 +114,8 @@ def host_alone() -> Iterator[None]:
     clock = SimpleNamespace(perf_counter=lambda: float(next(seconds)), sleep=lambda seconds: None)
     with ExitStack() as stack:
         stack.enter_context(torchelastic(dist.get_world_size()))
-        stack.enter_context(mock.patch.object(metrics, "build_device_memory_monitor", return_value=monitor))
+        if not torch.cuda.is_available():
+            stack.enter_context(mock.patch.object(metrics, "build_device_memory_monitor", return_value=monitor))
         stack.enter_context(mock.patch.object(trainer, "time", clock))
         stack.enter_context(mock.patch.object(trainer.dist_utils, "set_pg_timeouts"))  # of the pool's groups
         stack.enter_context(mock.patch.dict(DATASETS, c4_test=replace(DATASETS["c4_test"], loader=_texts)))
@@ -124,7 +129,7 @@ def train(config: Any, same_values: bool = True) -> tuple[dict[int, float], nn.M
         same_values: Begin with values that do not depend on how parameters are placed.
     """
     losses: dict[int, float] = {}
-    with host_alone(), shared_directory() as folder:
+    with offline(), shared_directory() as folder:
         config.hf_assets_path = str(folder)
         if dist.get_rank() == 0:
             _write_tokenizer(folder)
@@ -160,3 +165,52 @@ def _set_values(model: nn.Module) -> None:
         if isinstance(param, DTensor):
             value = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
         param.copy_(value)
+
+
+class Run(NamedTuple):
+    losses: dict[int, float]  # by step
+    params: dict[str, torch.Tensor]  # whole
+
+
+def run(config: Any, **options: Any) -> Run:
+    losses, model = train(config, **options)
+    return Run(losses, {name: full(param.detach()) for name, param in named_parameters(model).items()})
+
+
+@functools.cache
+def run_of_fsdp2(**parallelism: int) -> Run:
+    return run(configuration(**parallelism))
+
+
+def sharded(*registered: str, **parallelism: Any) -> Any:
+    choose_device()
+    from dtensor_gtp.integrations.torchtitan import with_gtp
+
+    return with_gtp(configuration(*registered, **parallelism))
+
+
+def checkpointed(config: Any, folder: Path, **options: Any) -> Any:
+    config.checkpoint = replace(
+        config.checkpoint, enable=True, interval=SAVED, last_save_model_only=False, folder=str(folder), **options
+    )
+    return config
+
+
+def compiled(checkpointed: str, backend: str = "aot_eager", **parallelism: Any) -> Any:
+    """With compiled blocks, and this kind of activation checkpointing: "selective", "full" or "none"."""
+    config = sharded(**parallelism)
+    from torchtitan.distributed.activation_checkpoint import FullAC
+
+    config.compile = replace(config.compile, enable=True, components=["model"], backend=backend)
+    if checkpointed != "selective":
+        config.activation_checkpoint = FullAC.Config() if checkpointed == "full" else None
+    return config
+
+
+def check(actual: Run, expected: Run, begin: int = 1) -> None:
+    """Losses of all steps from ``begin`` on, and the parameters after the last."""
+    assert expected.losses[STEPS] < expected.losses[1] - 0.3
+    steps = {step: expected.losses[step] for step in range(begin, STEPS + 1)}
+    torch.testing.assert_close(actual.losses, steps, atol=2e-4, rtol=1e-4)
+    for name, param in expected.params.items():
+        torch.testing.assert_close(actual.params[name], param, atol=2e-3, rtol=1e-3, msg=name)

@@ -1,0 +1,30 @@
+"""torchtitan's own ``Trainer`` on GPUs, with Llama 3 sharded by ``gtp_shard`` and by torchtitan's FSDP2."""
+
+from __future__ import annotations
+
+import unittest
+
+from common import shared_directory
+from cuda_common import NUM_RANKS, CudaTest
+from integration_common import needs
+from titan_common import CHUNKED_LOSS, SAVED, check, checkpointed, compiled, configuration, run, run_of_fsdp2, sharded
+
+
+@needs("torchtitan", extra="torchtitan", tier="soak")
+@unittest.skipIf(NUM_RANKS < 2, "needs at least 2 GPUs")
+class TestCudaTorchtitan(CudaTest):
+    def test_losses_are_those_of_fsdp2(self) -> None:
+        """With the head's loss at once and in chunks."""
+        check(run(sharded()), run_of_fsdp2())
+        check(run(sharded(CHUNKED_LOSS)), run_of_fsdp2())
+
+    def test_compiled(self) -> None:
+        check(run(compiled("selective", "inductor")), run_of_fsdp2())
+
+    def test_checkpoints(self) -> None:
+        """FSDP2 goes on with what ``gtp_shard`` has written, and the reverse."""
+        for write, read in ((sharded, configuration), (configuration, sharded)):
+            with shared_directory() as folder:
+                check(run(checkpointed(write(), folder)), run_of_fsdp2())
+                config = checkpointed(read(), folder, load_step=SAVED, load_only=True)
+                check(run(config, same_values=False), run_of_fsdp2(), begin=SAVED + 1)
