@@ -20,6 +20,7 @@ _COLUMN = 24  # pixels of a use
 _GAP = 76  # and of blocks that are not drawn
 _LEFT = 12
 _CHART, _LANE, _TEXT = 56, 20, 6.6  # heights of the chart of bytes and of a bar, width of a letter
+_FEWEST_LEFT_OUT = 3  # uses; a gap is no narrower
 _DRAWN_BLOCKS = 2
 
 
@@ -83,8 +84,10 @@ def _drawn(elements: Sequence[Element], is_left_out: bool) -> Iterator[bool]:
     """Whether each line is drawn."""
     for element in elements:
         if isinstance(element, Repeat):
+            num_left_out = (element.times - _DRAWN_BLOCKS) * sum(1 for _ in _drawn(element.body, False))
             for block in range(element.times):
-                yield from _drawn(element.body, is_left_out or block >= _DRAWN_BLOCKS)
+                is_rest = block >= _DRAWN_BLOCKS and num_left_out >= _FEWEST_LEFT_OUT
+                yield from _drawn(element.body, is_left_out or is_rest)
         else:
             yield not is_left_out
 
