@@ -44,6 +44,7 @@ class ReductionsInFlight(HostCopies):
         self._max_inflight = 2  # reductions before compute waits for the oldest
         self._is_bounded = True
         self._reductions: deque[Reduction] = deque()
+        self.num_launched = 0
         self._scatter_stream = self._new_stream()
         # Another one where copy engines exchange gradients, see [Note: kernels after an exchange].
         self._finish_stream = self._scatter_stream
@@ -82,6 +83,7 @@ class ReductionsInFlight(HostCopies):
         """Call within ``reducing``, after the launch of the collective. ``complete()`` works on the result (sum,
         replicas, division, accumulation): now, on the finish stream; without streams when the reduction is retired.
         ``keep`` and ``places`` stay alive until it is retired."""
+        self.num_launched += 1
         scatter, finish = self._scatter_stream, self._finish_stream
         if scatter is None or finish is None:
             self._reductions.append(Reduction(Done(work=work), complete, keep, places))
@@ -123,6 +125,11 @@ class ReductionsInFlight(HostCopies):
         """Retire reductions, oldest first, until none in flight uses these buffers."""
         used = {buffer.untyped_storage().data_ptr() for buffer in buffers}
         while any(buffer.untyped_storage().data_ptr() in used for each in self._reductions for buffer in each.keep):
+            self._retire_oldest()
+
+    def retire_first(self, number: int) -> None:
+        """Retire the first ``number`` reductions that were ever launched."""
+        while self.num_launched - len(self._reductions) < number:
             self._retire_oldest()
 
     def retire_all(self) -> None:

@@ -61,6 +61,7 @@ class Gradients:
         self._bundle: object | None = None
         self._postponed: list[Callable[[], None]] | None = None
         self.recording: BlockRecording | None = None  # set while a block is recorded
+        self._num_launched = 0  # reductions of the runtime, when the last group had launched its own
 
     def compute(self, job: Callable[..., None], *args: Any) -> None:
         """Run ``job``, which computes and submits the gradient of a weight; in ``postponing``, leave it for later."""
@@ -168,8 +169,9 @@ class Gradients:
         grads = group.pending_grad
         if not group.has_gradient or grads.is_left_out:
             return
-        # As ``fully_shard``: the buffers of one group at a time, since that of a block is large.
-        self._comm.retire_all()
+        # As ``fully_shard``: the buffers of one group at a time, since that of a block is large. What was launched after
+        # the last group, such as experts, may go on.
+        self._comm.retire_first(self._num_launched)
         if not grads.is_agreed or grads.have_new:
             # Once: which weights get gradients on any rank. The others have no gradient, as in one process.
             found = any_rank_has(grads.known, group.mesh, group.device)
@@ -191,12 +193,13 @@ class Gradients:
             if is_accumulating:
                 buffer += packed
         self.submit(group, buffer)
+        self._num_launched = self._comm.num_launched
 
     def _sends_leaves_dtype(self, group: WeightGroup) -> bool:
         """Whether the gradients of a group travel in the dtype in which autograd has made them. Sums of microbatches
-        need a wider one; those that wait for others travel in ``reduce_dtype``."""
+        need a wider one."""
         is_sum = group.pending_grad.unsharded is not None or not group.flags.sends_at_once
-        return not is_sum and not self._may_wait(group) and self.launches.sends_narrow(group, group.leaves.dtype)
+        return not is_sum and self.launches.sends_narrow(group, group.leaves.dtype)
 
     def submit(self, weight: Reducible, buffer: Tensor) -> None:
         """Reduce-scatter a gradient behind compute; without gradient sync, keep it for a later microbatch. It has the
@@ -240,6 +243,8 @@ class Gradients:
 
     def _may_wait(self, weight: Reducible) -> bool:
         """Whether a gradient may wait for others, to travel with them."""
+        if isinstance(weight, WeightGroup):
+            return False  # it is many weights already
         is_small = self._bundle is not None or may_wait(
             weight.pending_grad.sent_nbytes, self.schedule.coalesce_grad_nbytes
         )
