@@ -127,6 +127,10 @@ class Parametrizes(nn.Module):
             nn.utils.parametrize.remove_parametrizations(self.layer, "weight", leave_parametrized=False)
 
 
+def replace_data(weight: Any) -> None:
+    weight.data = weight.data * 0.5
+
+
 class TestWritesInForward(GlooTest):
     world_size = 2
 
@@ -181,6 +185,17 @@ class TestWritesInForward(GlooTest):
                 model.write = lambda weight: None
                 square_loss(model, make_rows(0)).backward()
 
+    def test_new_data_of_what_is_read_is_refused_in_each_forward(self) -> None:
+        model = gtp_shard(Writes(lambda weight: None, False), self.gtp_mesh(), schedule=ALL)
+        for number in range(1, 8):
+            square_loss(model, make_rows(0)).backward()
+            if number in (2, 4, 6):  # forwards of other numbers than those that look at all bits
+                model.write = replace_data
+                with self.assertRaisesRegex(RuntimeError, "A write in a forward changed only .* parameter 'weight' "):
+                    model(make_rows(0))
+                model.write = lambda weight: None
+            model.zero_grad()
+
     def test_reading_is_no_write(self) -> None:
         model = gtp_shard(Writes(lambda weight: weight.data.norm(), False), self.gtp_mesh(), schedule=ALL)
         for seed in range(3):
@@ -214,12 +229,13 @@ class TestWritesOutside(GlooTest):
     world_size = 2
 
     def test_between_unshard_and_reshard(self) -> None:
-        for write in (lambda weight: weight.add_(1), lambda weight: weight.data.add_(1)):
+        for write in (lambda weight: weight.add_(1), lambda weight: weight.data.add_(1), replace_data):
             model = gtp_shard(small_model(), self.gtp_mesh(), schedule=ALL)
             model.unshard()
-            with torch.no_grad():
+            with torch.set_grad_enabled(write is replace_data):
                 write(model[0].weight)
-                write(model[0].bias)
+            with torch.no_grad():
+                model[0].bias.add_(1)
             message = r"A write between unshard\(\) and reshard\(\) changed only .* '0.weight' "
             with self.assertRaisesRegex(RuntimeError, message):
                 model.reshard()
