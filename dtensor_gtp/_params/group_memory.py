@@ -68,6 +68,7 @@ class GroupLeaves:
         words = torch.empty(0, dtype=torch.int64, device=device)
         self._bits = words.set_(self.storage, 0, (self.nbytes // 8,), (1,))
         self.storage.resize_(0)
+        self.refusal: str | None = None  # why no backward may compute with them: parameters were replaced
         self.version: Version | None = None  # of the shards that the leaves have, or are being filled with
         self.written = self.versions()  # those of the leaves, as far as the shards know
 

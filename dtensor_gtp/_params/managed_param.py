@@ -165,16 +165,20 @@ class ManagedParam:
         gather the new one, and give it the gradient of the old one."""
         if not leaf.requires_grad:
             return
-        what = f"Parameter '{self.fqn}' of shape {tuple(self.param.shape)} was replaced between a forward and its"
+        text = self.replaced_before_backward()
 
         def refuse(_: object) -> None:
-            raise RuntimeError(
-                f"{what} backward (rank {dist.get_rank()}), by load_state_dict(assign=True), param.data = ..., a "
-                "cast of the module or functional_call with other parameters. Run each backward before you replace "
-                "parameters."
-            )
+            raise RuntimeError(text)
 
         compat.accumulate_node(leaf).register_prehook(refuse)
+
+    def replaced_before_backward(self) -> str:
+        """What an error says."""
+        return (
+            f"Parameter '{self.fqn}' of shape {tuple(self.param.shape)} was replaced between a forward and its "
+            f"backward (rank {dist.get_rank()}), by load_state_dict(assign=True), param.data = ..., a cast of the "
+            "module or functional_call with other parameters. Run each backward before you replace parameters."
+        )
 
     def follow_assigned(self, site: Site, before: nn.Parameter | None) -> None:
         """Take over what ``load_state_dict(assign=True)`` registered. If its placements are not those of ``before``,
