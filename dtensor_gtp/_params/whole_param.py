@@ -147,12 +147,11 @@ class WholeParam(ManagedParam):
         return torch.zeros(self.shard.shape, dtype=self.reduce_dtype, device=self.device)
 
     def _take_grad_of_leaf(self) -> Tensor | None:
-        grad, self.leaf.grad = self.leaf.grad, None
-        if self.group is not None:  # the other one is of a use before the group was made: a layer that was called alone
-            leaf = self.group.leaves.by_member[self]
-            of_group, leaf.grad = leaf.grad, None
-            if of_group is not None:
-                grad = of_group if grad is None else grad + of_group
+        leaf = self.leaf if self.group is None else self.group.leaves.by_member[self]
+        grad, leaf.grad = leaf.grad, None
+        early, self.leaf.grad = self.leaf.grad, None  # of a use before the group was made: of a layer called alone
+        if early is not None:
+            grad = early if grad is None else grad + early
         wide, self._wide_local_grad = self._wide_local_grad, None
         if wide is not None:
             grad = wide if grad is None else wide + grad

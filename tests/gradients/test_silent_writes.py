@@ -234,6 +234,7 @@ class TestWritesOutside(GlooTest):
             model.unshard()
             with torch.set_grad_enabled(write is replace_data):
                 write(model[0].weight)
+                model[0].weight.norm()  # another read forgets nothing
             with torch.no_grad():
                 model[0].bias.add_(1)
             message = r"A write between unshard\(\) and reshard\(\) changed only .* '0.weight' "

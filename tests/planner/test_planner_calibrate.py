@@ -158,7 +158,9 @@ def open_to_all() -> int:
     for number in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             own.add(os.readlink(f"/proc/self/fd/{number}"))
-    rows = [row.split() for name in ("tcp", "tcp6") for row in Path("/proc/self/net", name).read_text().splitlines()[1:]]
+    rows = [
+        row.split() for name in ("tcp", "tcp6") for row in Path("/proc/self/net", name).read_text().splitlines()[1:]
+    ]
     listening = [row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own]
     return sum(int(address, 16) == 0 for address in listening)
 
