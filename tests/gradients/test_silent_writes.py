@@ -11,6 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, GlooTest, assert_same_params, full, rows_of_rank
 from runtime_common import WIDTH, Raw, make_rows, shard_copy, small_model, square_loss
+from schedules import explicit
 
 from dtensor_gtp import SchedulePolicy, gtp_shard
 
@@ -184,6 +185,37 @@ class TestWritesInForward(GlooTest):
                     model(make_rows(0))
                 model.write = lambda weight: None
                 square_loss(model, make_rows(0)).backward()
+
+    def test_whole_parameters_keep_what_a_forward_writes(self) -> None:
+        """Running scales, codebooks and the like; alone and in groups."""
+
+        class Scales(Layer):
+            def __init__(self) -> None:
+                super().__init__()
+                self.norm = nn.LayerNorm(WIDTH)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                with torch.no_grad():
+                    self.norm.weight.mul_(0.9).add_(0.3)
+                    self.up.bias[1] = 0.5
+                    torch._foreach_mul_([self.norm.bias, self.down.bias], 1.5)
+                return super().forward(self.norm(x))
+
+        mesh = self.gtp_mesh()
+        for schedule in (explicit(0, min_shard_numel=4 * WIDTH), SchedulePolicy(min_shard_numel=4 * WIDTH)):
+            torch.manual_seed(0)
+            reference = nn.Sequential(Scales(), Scales())
+            model = shard_copy(reference, mesh, schedule=schedule)
+            optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
+            for step in range(4):
+                x = make_rows(step)
+                square_loss(model, rows_of_rank(x, mesh)).backward()
+                square_loss(reference, x).backward()
+                assert_same_params(model, reference, "grad")
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                assert_same_params(model, reference)
 
     def test_new_data_of_what_is_read_is_refused_in_each_forward(self) -> None:
         model = gtp_shard(Writes(lambda weight: None, False), self.gtp_mesh(), schedule=ALL)
