@@ -85,6 +85,11 @@ class GroupLeaves:
             self.written = self.versions()
         self.version = version
 
+    @property
+    def are_elsewhere(self) -> bool:
+        """Whether a leaf has memory while the group has none."""
+        return self.storage.nbytes() == 0 and any(leaf.data_ptr() for leaf in self.by_member.values())
+
     def put_back(self) -> bool:
         """Let leaves be views of the storage again. Returns whether ``set_`` or ``.data = ...`` had changed that."""
         leaves = self.by_member.values()

@@ -282,6 +282,9 @@ class WeightGroup(Gatherable):
         is_elsewhere = self.leaves.put_back()
         if not is_elsewhere and (versions != seen[0] or torch.equal(bits, seen[1])):
             return None
+        return self._lost_write(where)
+
+    def _lost_write(self, where: str) -> RuntimeError:
         return RuntimeError(
             f"A write {where} has changed weights of block '{self.fqn}' through .data, but the shards keep their "
             f"values (rank {dist.get_rank()}). Write to the weight itself under torch.no_grad(), or outside of "
@@ -338,6 +341,8 @@ class WeightGroup(Gatherable):
     def begin_forward(self) -> None:
         """Follow parameter objects that were replaced or frozen since the last pass, or raise."""
         self.views.put_back()
+        if self.leaves.are_elsewhere and self.leaves.put_back():
+            raise self._lost_write("in an earlier forward")
         replaced: list[ManagedParam] = []
         is_frozen = False
         for index, (member, leaf) in enumerate(self.leaves.by_member.items()):

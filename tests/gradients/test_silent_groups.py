@@ -285,6 +285,31 @@ class TestSilentGroups(GlooTest):
                             model.reshard()
                         square(model, x).backward()
 
+    def test_new_data_of_a_full_weight_raises_in_the_next_forward_at_the_latest(self) -> None:
+        """Also where the forward that writes does not look at bits: modules would compute with it for ever."""
+
+        class Writes(Block):
+            is_on = False
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                if self.is_on:
+                    self.up.weight.data = self.up.weight.data * 0.5
+                return super().forward(x)
+
+        for model, reference in self.pairs(lambda: Model(block=Writes)):  # they have run one forward
+            for seed in range(4):
+                self.run_both(model, reference, lambda each, x: square(each, x).backward(), seed)
+            model.layers[0].is_on = True
+            self.run_both(model, reference, square, 5)
+            model.layers[0].is_on = False
+            with self.assertRaisesRegex(RuntimeError, "in an earlier forward has changed weights of block 'layers.0'"):
+                model(torch.randn(2, WIDTH))
+            model.load_state_dict(reference.state_dict())
+            for each in (model, reference):
+                each.zero_grad()
+            self.run_both(model, reference, lambda each, x: square(each, x).backward(), 6)
+            self.check_grads(model, reference)
+
     def test_new_data_of_a_parameter_in_a_forward(self) -> None:
         class Replaces(Model):
             is_on = False
