@@ -120,6 +120,7 @@ class GroupGradients(PendingGradient):
         self._all = [member for member in leaves.by_member if isinstance(member, ShardedWeight)]
         step = _ALIGNMENT // dtype.itemsize
         self._num_marks = -(-len(self._all) // step) * step
+        self._all_used = torch.empty(0)  # what is sent in most steps: a graph keeps its address, so it stays
 
     def reduce_only(self, weights: Iterable[ShardedWeight]) -> None:
         """Reduce gradients of these weights from now on. Sums of earlier microbatches keep their values."""
@@ -133,6 +134,9 @@ class GroupGradients(PendingGradient):
         self.layout = WeightLayout(torch.Size((world * sum(map(math.prod, shapes)),)), 0, world, rank)
         self.lay_out(self.layout, self.dtype, first.device)
         self._narrow_like = compat.template(self.layout.buffer_shape, self.leaves.dtype, first.device)
+        if self._all_used.dtype != self.leaves.dtype or not self._all_used.numel():
+            with torch.inference_mode(False):
+                self._all_used = torch.ones(world, self._num_marks, dtype=self.leaves.dtype, device=first.device)
         if before:
             self.unsharded = self._laid_out_anew(self.unsharded, before, old, world)
             self.unreplicated = self._laid_out_anew(self.unreplicated, before, old, 1)
@@ -210,8 +214,8 @@ class GroupGradients(PendingGradient):
                 unused.append(weight)
                 grads.append(leaf.new_zeros(leaf.shape))
         world = self.layout.world
-        marks = grads[0].new_ones(world, self._num_marks)  # filled on the device, as a graph may record it
-        for weight in unused:
+        marks = self._all_used.clone() if unused else self._all_used
+        for weight in unused:  # on the device, as a graph may record it
             marks[:, self._all.index(weight)].zero_()
         compat.chunk_cat([*grads, marks], world, buffer.view(world, -1))
 
