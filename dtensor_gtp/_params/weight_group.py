@@ -261,9 +261,12 @@ class WeightGroup(Gatherable):
 
     def free(self) -> None:
         """Free the leaves' memory, and carry what was written to them to the shards."""
+        self.carry_writes()
+        self.leaves.storage.resize_(0)
+
+    def carry_writes(self) -> None:
         if self.leaves.versions() != self.leaves.written:
             self._carry_writes()
-        self.leaves.storage.resize_(0)
 
     def dissolve(self) -> None:
         """Let each member be gathered by itself again."""
