@@ -24,6 +24,7 @@ from ._modules.bad_arguments import (
 )
 from ._modules.binding import ShardGroup, binding_of, outermost_calls, unmanaged_params
 from ._modules.decide import Decision, decide
+from ._modules.dress import own_class
 from ._modules.frames import as_forward
 from ._modules.from_fully_shard import refuse_arguments
 from ._modules.gtp_module import GTPModule
@@ -121,13 +122,13 @@ def gtp_shard(
         ranks, reshard_after_forward, shard_placement_fn, mp_policy, schedule, ignored, offload_policy
     )
 
-    def check() -> tuple[list[Decision], set[Site], DebugFlags]:
+    def check() -> tuple[list[Decision], set[Site], DebugFlags, type]:
         validate_kinds(module, arguments)
         validate_module(module, arguments.mesh, ignored)
         refuse_unavailable(schedule, mesh.device_type)
-        return *decide(module, arguments), DebugFlags.from_env()
+        return *decide(module, arguments), DebugFlags.from_env(), own_class(module, GTPModule)
 
-    def describe(checked: tuple[list[Decision], set[Site], DebugFlags]) -> list[str]:
+    def describe(checked: tuple[list[Decision], set[Site], DebugFlags, type]) -> list[str]:
         policies = [
             f"{mp_policy}",
             f"{schedule}",
@@ -138,10 +139,10 @@ def gtp_shard(
         policies.append(f"DTENSOR_GTP_DEBUG with order={checked[2].order}, finite={checked[2].finite}")
         return policies + [decision.describe() for decision in checked[0]]
 
-    decisions, unmanaged, debug = agree_on_all_ranks(arguments.mesh, check, describe)
+    decisions, unmanaged, debug, own = agree_on_all_ranks(arguments.mesh, check, describe)
     with torch.inference_mode(False):  # in inference mode, the shards could never be trained
         runtime = Runtime(device_of(mesh), schedule, debug)
-        shard_module(module, arguments, decisions, unmanaged, runtime, GTPModule)
+        shard_module(module, arguments, decisions, unmanaged, runtime, own)
     _shard_added_adapters(module)
     placed = "\n".join(f"{param.fqn}: {tuple(map(str, param.placements))}" for param in runtime.params)
     logger.info("gtp_shard: %s over mesh axes %s\n%s", type(module).__name__, mesh.mesh_dim_names, placed)
@@ -218,7 +219,7 @@ def _shard_added(group: ShardGroup) -> None:
     if decisions:
         with torch.inference_mode(False):
             runtime = Runtime(group.runtime.device, arguments.schedule, group.runtime.debug)
-            shard_module(group.module, arguments, decisions, unmanaged, runtime, GTPModule)
+            shard_module(group.module, arguments, decisions, unmanaged, runtime, type(group.module))
 
 
 def register_gtp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -54,7 +54,7 @@ RUNTIME = {
         f"{GROUPS}::test_a_backward_through_weights_of_an_earlier_step_is_refused",
     ),
     "writes of a forward to weights of a group are lost": Bug(
-        "WeightGroup.free", drop("_carry_writes"), f"{GROUPS}::test_writes_in_a_forward_reach_the_shards"
+        "WeightGroup.carry_writes", drop("_carry_writes"), f"{GROUPS}::test_writes_in_a_forward_reach_the_shards"
     ),
     "gradients that arrive after the backward of their block are lost": Bug(
         "finish_backward", never("group.pending_grad.have_arrived"), f"{GROUPS}::test_weights_that_other_code_reads"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from planted_bugs_changes import argument, assign, drop, negate, never, replace
+from planted_bugs_changes import argument, assign, drop, negate, never, replace, without
 from planted_bugs_type import Bug
 
 ESCAPED_PARAMETERS = "test_silent_params.py::TestEscapedParameters"
 EXACT_TYPES = "test_exact_types.py::TestExactTypes"
+HANDOVER = "test_elastic_handover.py::TestHandover"
 PARAMETERS_IN_FORWARD = "test_gtp_shard_parameters.py::TestParametersInForward"
 PARAMETER_HOOKS = "test_silent_params.py::TestParameterHooks"
+PARTS_OF_BLOCKS = "test_parts_of_blocks.py::TestPartsOfBlocks"
 SILENT_GROUPS = "test_silent_groups.py::TestSilentGroups"
 WRITES_IN_FORWARD = "test_silent_writes.py::TestWritesInForward"
 WRITES_OUTSIDE = "test_silent_writes.py::TestWritesOutside"
@@ -227,5 +229,83 @@ SILENT = {
     ),
     "a wrapped forward computes with a single weight of a group": Bug(
         "linear_forward", never("binding.is_grouped"), f"{EXACT_TYPES}::test_forwards_that_a_library_has_wrapped"
+    ),
+    "state lies where others may enter": Bug(
+        "_own_directory",
+        without("found.st_mode & _OTHERS"),
+        f"{HANDOVER}::test_a_directory_that_others_may_enter_is_not_used",
+    ),
+    "a failed handover leaves its file": Bug(
+        "leave_state", drop("unlink"), f"{HANDOVER}::test_a_failed_write_leaves_nothing"
+    ),
+    "each model leaves a process group": Bug(
+        "_group_beside",
+        never("known is not None"),
+        "test_gtp_shard_leaks.py::TestLeaks::test_models_leave_nothing_behind",
+    ),
+    "one process that measures listens on all interfaces": Bug(
+        "start_alone",
+        replace("compat.HashStore()", "dist.TCPStore('localhost', 0, is_master=True)"),
+        "test_planner_calibrate.py::test_one_process_listens_to_nobody",
+    ),
+    "a checkpoint is removed before the next one has its name": Bug(
+        "_Writer.finish",
+        replace("self._final.rename(replaced)", "shutil.rmtree(self._final)"),
+        "test_checkpoint_save.py::test_a_rank_is_killed",
+    ),
+    "weights of a group that no rank has used get zeros": Bug(
+        "ManagedParam._drop_zeros",
+        never("not self.is_used_elsewhere"),
+        f"{SILENT_GROUPS}::test_weights_that_no_rank_has_used",
+    ),
+    "a rank says that it has used all weights of a group": Bug(
+        "GroupGradients.pack", drop("zero_"), f"{SILENT_GROUPS}::test_weights_that_no_rank_has_used"
+    ),
+    "new data of a gathered weight is lost": Bug(
+        "Seen.is_written",
+        never("self.address and _address(self.value) not in (0, self.address)"),
+        f"{WRITES_IN_FORWARD}::test_new_data_of_what_is_read_is_refused_in_each_forward",
+    ),
+    "each read between unshard and reshard is another tensor": Bug(
+        "AttributeReads.read_pinned",
+        replace("seen is None", "True"),
+        f"{WRITES_OUTSIDE}::test_between_unshard_and_reshard",
+    ),
+    "a hook at the node of a parameter never runs": Bug(
+        "_check_param",
+        never("compat.has_hooks_at_node(param)"),
+        f"{PARAMETER_HOOKS}::test_hooks_at_the_node_of_a_parameter_are_refused",
+    ),
+    "a metaclass records our classes": Bug(
+        "own_class",
+        replace(
+            "maker.__new__(type(cls), cls.__name__, (mixin, OwnClass, cls), body)",
+            "type(cls.__name__, (mixin, OwnClass, cls), body)",
+        ),
+        f"{EXACT_TYPES}::test_metaclasses_are_not_asked",
+    ),
+    "a layer of a block cannot be called alone": Bug(
+        "GroupViews.hide",
+        drop("module.__dict__['_call_impl'] = call"),
+        f"{PARTS_OF_BLOCKS}::test_layers_that_are_called_alone",
+    ),
+    "the first use of all loses the gradient of its bias": Bug(
+        "WholeParam._take_grad_of_leaf", never("early is not None"), f"{PARTS_OF_BLOCKS}::test_the_first_use_of_all"
+    ),
+    "a block is exported": Bug(
+        "frames:_call", without("compat.is_exporting()"), f"{PARTS_OF_BLOCKS}::test_recordings_are_refused"
+    ),
+    "a backward reads weights of a group that were replaced": Bug(
+        "WeightGroup._follow_replaced",
+        assign("self.leaves.refusal", "None"),
+        f"{PARTS_OF_BLOCKS}::test_parameters_that_were_replaced_before_a_backward",
+    ),
+    "modules compute with other memory than that of their group": Bug(
+        "WeightGroup.begin_forward",
+        never("self.leaves.are_elsewhere and self.leaves.put_back()"),
+        f"{SILENT_GROUPS}::test_new_data_of_a_full_weight_raises_in_the_next_forward_at_the_latest",
+    ),
+    "poison reaches the shards": Bug(
+        "KeepAndFree._free", drop("carry_writes"), "test_debugging_aids.py::TestPoisonOfWhatIsFreed"
     ),
 }

@@ -117,10 +117,11 @@ def profiler_range(name: str, *details: str) -> AbstractContextManager[Any]:
 def poison(buffer: Tensor) -> None:
     """Fill a freed gather buffer, or a new one for a gradient, with NaN. Elements that travel as bytes become 255, a
     NaN of e4m3."""
-    if buffer.is_floating_point():
-        buffer.fill_(float("nan"))
-    elif buffer.dtype == torch.uint8:
-        buffer.fill_(255)
+    with torch.inference_mode(buffer.is_inference() or torch.is_inference_mode_enabled()):
+        if buffer.is_floating_point():
+            buffer.fill_(float("nan"))
+        elif buffer.dtype == torch.uint8:
+            buffer.fill_(255)
 
 
 def format_nbytes(nbytes: int) -> str:

@@ -1,4 +1,4 @@
-"""Calls of blocks whose weights are a group."""
+"""Calls of blocks whose weights are a group, and of their parts outside of passes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .binding import BoundModule
 
 
 def call_block(block: BoundModule, call: Any, args: Any, kwargs: Any, compiler: Any) -> Any:
-    """A use of the group of ``block``."""
+    """A use of the group of ``block``, which is a block or a part of one."""
     group, runtime = cast("WeightGroup", block._gtp_group), block._gtp_binding.group.runtime
     depth = runtime.depth_of_call()
     frame = gathered = None

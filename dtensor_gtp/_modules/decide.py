@@ -189,6 +189,12 @@ def _check_param(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
         what = f"parameter '{fqn}' of shape {tuple(param.shape)} and layout {param.layout}"
         advice = "Convert it with to_dense() or pass it in ignored_params"
         raise NotImplementedError(f"gtp_shard does not support {what}. {advice}.")
+    if compat.has_hooks_at_node(param):
+        raise ValueError(
+            f"gtp_shard expects no hooks of autograd's node of a parameter, where no gradient arrives afterwards, but "
+            f"code registered one for parameter '{fqn}' of shape {tuple(param.shape)} (rank {dist.get_rank()}). "
+            "Register it on the parameter: param.register_post_accumulate_grad_hook(hook)."
+        )
     if not isinstance(param, DTensor):
         return
     axes, gtp_axes = param.device_mesh.mesh_dim_names, mesh.mesh_dim_names

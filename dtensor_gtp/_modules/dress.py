@@ -8,6 +8,7 @@ get a subclass made on the fly, as under ``fully_shard``.
 
 from __future__ import annotations
 
+from abc import ABCMeta
 from types import MethodType
 from typing import Any
 
@@ -59,10 +60,10 @@ class OwnClass(BoundModule):
         return f"{prefix}GTP{self._gtp_original.__name__}({text.removeprefix(name)}"
 
 
-def bind(module: nn.Module, binding: Binding, mixin: type | None) -> None:
-    """Attach ``binding``. ``mixin`` is a further base of the class of the module that was passed to ``gtp_shard``."""
+def bind(module: nn.Module, binding: Binding, own: type | None) -> None:
+    """Attach ``binding``. ``own`` is the new class of the module that was passed to ``gtp_shard``."""
     binding.fused_alone = find_fused(module, binding.params)
-    binding.is_frame = binding.fused is None or mixin is not None
+    binding.is_frame = binding.fused is None or own is not None
     weights = [param for param in binding.params.values() if isinstance(param, ShardedWeight)]
     if binding.fused is None and weights:
         binding.reads.is_reading = True
@@ -72,8 +73,8 @@ def bind(module: nn.Module, binding: Binding, mixin: type | None) -> None:
         gather_together([weight for weight in weights if weight.sites[0].module is module])
     attributes = module.__dict__
     attributes[BINDING] = binding
-    if mixin is not None:
-        module.__class__ = _own_class(type(module), mixin)
+    if own is not None:
+        module.__class__ = own
     if binding.group.mesh.size() > 1:
         attributes["_is_fsdp_managed_module"] = SEEN_BY_TRANSFORMERS
     override(module)
@@ -107,10 +108,17 @@ def dress(module: nn.Module) -> None:
         attributes["_parameters"] = ReadParams(params, binding)
 
 
-def _own_class(cls: type, mixin: type) -> type:
+def own_class(module: nn.Module, mixin: type) -> type:
+    """A subclass of the class of ``module``, which the module can have. The user's metaclass is not asked: it may
+    refuse subclasses, or keep a list of all classes."""
+    cls = type(module)
     body: dict[str, Any] = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     body["_gtp_original"] = cls
-    return type(cls.__name__, (mixin, OwnClass, cls), body)
+    maker = ABCMeta if issubclass(type(cls), ABCMeta) else type  # the former keeps what it knows beside each class
+    own: type = maker.__new__(type(cls), cls.__name__, (mixin, OwnClass, cls), body)
+    module.__class__ = own
+    module.__class__ = cls
+    return own
 
 
 def _flat_weights(module: nn.Module) -> list[Any]:

@@ -42,9 +42,12 @@ def call_compiled_in_frame(self: BoundModule, *args: Any, **kwargs: Any) -> Any:
 
 def _call(module: BoundModule, call: Any, args: Any, kwargs: Any, *method: Any) -> Any:
     """``method`` is its name and its ``Reads``, if it is not the forward."""
-    is_block = module._gtp_binding.is_block and not method
-    if torch.compiler.is_compiling() and not is_block:
+    # A part of a block gets here only outside of passes.
+    is_block = module._gtp_binding.is_grouped and not method
+    if torch.compiler.is_compiling() and (not is_block or compat.is_exporting()):
         return _call_in_graph(module, call, args, kwargs)
+    if compat.is_jit_tracing():
+        raise RuntimeError(f"torch.jit.trace cannot record a {type(module).__name__} after gtp_shard. {ADVICE_FOR_JIT}")
     # torch.compile(module) compiles what is called from here, but neither this frame (see below) nor the runtime.
     compiler = compat.set_eval_frame(None)
     try:
@@ -85,8 +88,6 @@ def _call_in_frame(
 ) -> Any:
     binding = module._gtp_binding
     group, runtime = binding.group, binding.group.runtime
-    if compat.is_jit_tracing():
-        raise RuntimeError(f"torch.jit.trace cannot record a {type(module).__name__} after gtp_shard. {ADVICE_FOR_JIT}")
     is_outermost = not runtime.reads.frames
     if (
         is_outermost

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from types import MethodType
 
 import torch.nn as nn
 
@@ -22,6 +23,7 @@ from .._schedule.guesses import blocks_in
 from .._schedule.runtime import Runtime
 from .binding import ShardGroup, binding_of, join_name
 from .dress import dress
+from .frames import call_in_frame
 
 # A block that has more than this share of a model is no unit of gathering if it has blocks inside.
 _MOST_OF_MODEL = 0.3
@@ -54,7 +56,10 @@ def make_groups(runtime: Runtime, num_tokens: int) -> tuple[str, ...]:
             group = WeightGroup(name, block, weights, whole)
             group.call, group.on_dissolved = weights[0].call, partial(_dress_as_group, modules, None)
             groups.append(group)
-            block.__dict__["_gtp_group"] = group
+            parts = {site.module for param in params for site in param.sites} - {block}
+            for module in (block, *parts):
+                module.__dict__["_gtp_group"] = group
+            group.views.calls = {part: MethodType(call_in_frame, part) for part in parts}
             if experts:
                 reasons.setdefault("products of experts last longer than the host needs for a weight", []).append(
                     f"experts of {name}"

@@ -30,10 +30,10 @@ from .other_libraries import run_all_layers
 
 
 def shard_module(
-    module: nn.Module, arguments: Arguments, decisions: list[Decision], ignored: set[Site], runtime: Runtime, base: type
+    module: nn.Module, arguments: Arguments, decisions: list[Decision], ignored: set[Site], runtime: Runtime, own: type
 ) -> None:
     """Replace the parameters and bind the modules. Nothing in here may fail on bad input. ``runtime`` also serves
-    earlier calls on submodules from now on; ``base`` is a further base of the class of ``module`` alone."""
+    earlier calls on submodules from now on; ``own`` becomes the class of ``module`` alone."""
     for submodule in module.modules():  # buffers stay whole; like ``fully_shard``, move them to the mesh's device
         for name, buffer in submodule._buffers.items():
             if buffer is not None and not buffer.is_meta and buffer.device != runtime.device:
@@ -57,7 +57,7 @@ def shard_module(
         is_ours = any(m in owned or m in nested for m in submodule.modules())
         if submodule not in nested and (is_ours or submodule is module):
             binding = Binding(submodule, group, owned.get(submodule, {}))
-            bind(submodule, binding, base if submodule is module else None)
+            bind(submodule, binding, own if submodule is module else None)
     runtime.add(group.params)
     runtime.calls.append(group)
     runtime.make_groups = partial(make_groups, runtime)

@@ -68,6 +68,7 @@ class GroupLeaves:
         words = torch.empty(0, dtype=torch.int64, device=device)
         self._bits = words.set_(self.storage, 0, (self.nbytes // 8,), (1,))
         self.storage.resize_(0)
+        self.refusal: str | None = None  # why no backward may compute with them: parameters were replaced
         self.version: Version | None = None  # of the shards that the leaves have, or are being filled with
         self.written = self.versions()  # those of the leaves, as far as the shards know
 
@@ -83,6 +84,11 @@ class GroupLeaves:
             torch.autograd.graph.increment_version(list(self.by_member.values()))
             self.written = self.versions()
         self.version = version
+
+    @property
+    def are_elsewhere(self) -> bool:
+        """Whether a leaf has memory while the group has none."""
+        return self.storage.nbytes() == 0 and any(leaf.data_ptr() for leaf in self.by_member.values())
 
     def put_back(self) -> bool:
         """Let leaves be views of the storage again. Returns whether ``set_`` or ``.data = ...`` had changed that."""
@@ -106,11 +112,15 @@ class GroupGradients(PendingGradient):
         self.leaves, self.dtype = leaves, dtype  # the dtype in which they are sent
         self.weights: list[ShardedWeight] = []  # that get gradients on any rank, or that may get some
         self.owed: set[ShardedWeight] = set()  # that were trained since gradients moved into ``.grad``
+        self._used: set[ShardedWeight] = set()  # of these, those of which this rank has had a gradient
         self.asked_for: set[int] | None = None  # ids of the leaves to which the running backward is confined; None: all
         self.is_agreed = False  # whether all ranks know which members get gradients
         self._is_layout_old = False  # from before weights were frozen, for gradients of earlier microbatches
         self.layout: WeightLayout  # of the packed gradients
         self._all = [member for member in leaves.by_member if isinstance(member, ShardedWeight)]
+        step = _ALIGNMENT // dtype.itemsize
+        self._num_marks = -(-len(self._all) // step) * step
+        self._all_used = torch.empty(0)  # what is sent in most steps: a graph keeps its address, so it stays
 
     def reduce_only(self, weights: Iterable[ShardedWeight]) -> None:
         """Reduce gradients of these weights from now on. Sums of earlier microbatches keep their values."""
@@ -118,11 +128,15 @@ class GroupGradients(PendingGradient):
         self.weights = list(weights)
         first = self._all[0]
         world, rank = first.layout.world, first.layout.rank
-        shapes = [weight.layout.slot_shape for weight in self.weights]
+        # Behind the rows for a rank, a mark for each weight says whether the sender has a gradient of it.
+        shapes = [*(weight.layout.slot_shape for weight in self.weights), (self._num_marks,)]
         self._slots_like = [compat.template(shape, self.dtype, first.device) for shape in shapes]
-        self.layout = WeightLayout(torch.Size((world * sum(_slot_numels(self.weights)),)), 0, world, rank)
+        self.layout = WeightLayout(torch.Size((world * sum(map(math.prod, shapes)),)), 0, world, rank)
         self.lay_out(self.layout, self.dtype, first.device)
         self._narrow_like = compat.template(self.layout.buffer_shape, self.leaves.dtype, first.device)
+        if self._all_used.dtype != self.leaves.dtype or not self._all_used.numel():
+            with torch.inference_mode(False):
+                self._all_used = torch.ones(world, self._num_marks, dtype=self.leaves.dtype, device=first.device)
         if before:
             self.unsharded = self._laid_out_anew(self.unsharded, before, old, world)
             self.unreplicated = self._laid_out_anew(self.unreplicated, before, old, 1)
@@ -132,10 +146,11 @@ class GroupGradients(PendingGradient):
     ) -> Tensor | None:
         if total is None:
             return None
-        parts = dict(zip(weights, total.view(num_rows, -1).split(numels, 1), strict=True))
+        *columns, marks = total.view(num_rows, -1).split([*numels, self._num_marks], 1)
+        parts = dict(zip(weights, columns, strict=True))
         new = zip(self.weights, _slot_numels(self.weights), strict=True)
         rows = [parts[weight] if weight in parts else total.new_zeros(num_rows, numel) for weight, numel in new]
-        return torch.cat(rows, 1).flatten()
+        return torch.cat([*rows, marks], 1).flatten()
 
     def narrow_buffer(self) -> Tensor:
         """As ``send_buffer``, in the dtype of the leaves."""
@@ -184,7 +199,7 @@ class GroupGradients(PendingGradient):
 
     def pack(self, buffer: Tensor) -> None:
         """Move the gradients of the leaves into ``buffer`` (shape ``layout.buffer_shape``), cast, rank by rank."""
-        grads, asked = [], self.asked_for
+        grads, asked, unused = [], self.asked_for, []
         for weight in self.weights:
             leaf = self.leaves.by_member[weight]
             grad, leaf.grad = leaf.grad, None
@@ -192,23 +207,37 @@ class GroupGradients(PendingGradient):
             is_trained = weight.param.requires_grad and (asked is None or id(leaf) in asked)
             if is_trained:
                 self.owed.add(weight)
-            grads.append(grad.detach() if is_trained and grad is not None else leaf.new_zeros(leaf.shape))
-        compat.chunk_cat(grads, self.layout.world, buffer.view(self.layout.world, -1))
+            if is_trained and grad is not None:
+                self._used.add(weight)
+                grads.append(grad.detach())
+            else:
+                unused.append(weight)
+                grads.append(leaf.new_zeros(leaf.shape))
+        world = self.layout.world
+        marks = self._all_used.clone() if unused else self._all_used
+        for weight in unused:  # on the device, as a graph may record it
+            marks[:, self._all.index(weight)].zero_()
+        compat.chunk_cat([*grads, marks], world, buffer.view(world, -1))
 
     def accumulate(self, slot: Tensor) -> None:
         """Hand this rank's rows of all reduced gradients to the weights."""
-        for weight, rows in zip(self.weights, compat.unflatten(slot, self._slots_like), strict=True):
+        *parts, marks = compat.unflatten(slot, self._slots_like)
+        for weight, rows in zip(self.weights, parts, strict=True):
             if weight in self.owed:
+                is_known = weight in self._used
+                weight.note_use_elsewhere(None if is_known else marks[self._all.index(weight)])
                 weight.accumulate(rows if weight.layout.is_as_buffer else weight.layout.shard_of_rows(rows))
 
     def settle(self) -> None:
         """All gradients have moved into ``.grad``."""
         if self.is_empty:
             self.owed.clear()
+            self._used.clear()
 
     def forget(self) -> None:
         super().forget()
         self.owed.clear()
+        self._used.clear()
         for leaf in self.leaves.by_member.values():
             leaf.grad = None
 

@@ -87,6 +87,8 @@ class ManagedParam:
         self.awaits_reduction = False  # trained in a backward since the last reduction
         self.reduced: Tensor | None = None  # reduced gradient of the running backward, rows of this rank
         self._more_reduced: list[Tensor] = []  # those of further uses, with shards on the host
+        self.is_used_elsewhere = False  # in the last backward in which this rank did not use it
+        self._use_elsewhere: Tensor | None = None  # positive if other ranks have used it in this backward
         self._wide_grad: Tensor | None = None  # sum over microbatches, if .grad has a narrower dtype than the sum
 
     def _set_param(self, param: nn.Parameter) -> None:
@@ -163,16 +165,20 @@ class ManagedParam:
         gather the new one, and give it the gradient of the old one."""
         if not leaf.requires_grad:
             return
-        what = f"Parameter '{self.fqn}' of shape {tuple(self.param.shape)} was replaced between a forward and its"
+        text = self.replaced_before_backward()
 
         def refuse(_: object) -> None:
-            raise RuntimeError(
-                f"{what} backward (rank {dist.get_rank()}), by load_state_dict(assign=True), param.data = ..., a "
-                "cast of the module or functional_call with other parameters. Run each backward before you replace "
-                "parameters."
-            )
+            raise RuntimeError(text)
 
         compat.accumulate_node(leaf).register_prehook(refuse)
+
+    def replaced_before_backward(self) -> str:
+        """What an error says."""
+        return (
+            f"Parameter '{self.fqn}' of shape {tuple(self.param.shape)} was replaced between a forward and its "
+            f"backward (rank {dist.get_rank()}), by load_state_dict(assign=True), param.data = ..., a cast of the "
+            "module or functional_call with other parameters. Run each backward before you replace parameters."
+        )
 
     def follow_assigned(self, site: Site, before: nn.Parameter | None) -> None:
         """Take over what ``load_state_dict(assign=True)`` registered. If its placements are not those of ``before``,
@@ -263,9 +269,27 @@ class ManagedParam:
         host = torch.empty(reduced.shape, dtype=reduced.dtype, device="cpu", pin_memory=is_pinned)
         return host.copy_(reduced, non_blocking=True)
 
-    def publish_grad(self) -> None:
+    def note_use_elsewhere(self, is_used: Tensor | None) -> None:
+        """This rank has no gradient of its own, and ``is_used`` is positive if another one has; None: it has one."""
+        if is_used is not None and self._use_elsewhere is not None:
+            is_used = is_used + self._use_elsewhere
+        self._use_elsewhere = is_used
+
+    def _drop_zeros(self, is_recorded: bool) -> None:
+        """What no rank has used gets no gradient, not zeros, with which an optimizer would decay and move it."""
+        is_used, self._use_elsewhere = self._use_elsewhere, None
+        if is_used is None:
+            return
+        if not is_recorded:  # a graph cannot ask: it does as the last eager step did
+            self.is_used_elsewhere = bool(is_used != 0)  # waits for the device
+        if not self.is_used_elsewhere:
+            self.reduced = None
+            self._more_reduced.clear()
+
+    def publish_grad(self, is_recorded: bool) -> None:
         """Move the reduced gradient into ``param.grad``, on the compute stream, and run the user's hooks. If it was
         copied to the host, the caller has waited for that."""
+        self._drop_zeros(is_recorded)
         if (reduced := self.reduced) is None:
             return
         self.reduced, param = None, self.param
@@ -353,7 +377,7 @@ class ManagedParam:
 
     def reset_grads(self) -> None:
         """Forget gradients of a backward that raised."""
-        self.reduced = None
+        self.reduced = self._use_elsewhere = None
         self.awaits_reduction = False
         self._more_reduced.clear()
 

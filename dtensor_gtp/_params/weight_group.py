@@ -88,6 +88,7 @@ class GroupViews:
 
     def __init__(self, group: WeightGroup) -> None:
         self._group = group
+        self.calls: dict[nn.Module, Any] = {}  # what calls of parts of the block run outside of passes
         self.is_pinned = self.is_in_pass = False
         self._hooks: list[Any] = []
         self.make()
@@ -107,6 +108,8 @@ class GroupViews:
         self.is_in_pass = is_in_pass
         for module, _, plain, full in self._of_modules:
             module.__dict__["_parameters"] = plain if is_compiled else full
+        for module in self.calls:
+            module.__dict__.pop("_call_impl", None)
 
     def hide(self) -> None:
         """Let the modules have the sharded parameters again. After ``pin``, and in a backward, where activation
@@ -115,6 +118,8 @@ class GroupViews:
         reads_full = self.is_pinned or self._group.reader.is_in_backward
         for module, sharded, _, full in self._of_modules:
             module.__dict__["_parameters"] = full if reads_full else sharded
+        for module, call in self.calls.items() if not reads_full else ():
+            module.__dict__["_call_impl"] = call
 
     def put_back(self) -> None:
         """Give the modules their sharded parameters: they have the full ones after ``unshard``, or if the last
@@ -256,13 +261,18 @@ class WeightGroup(Gatherable):
 
     def free(self) -> None:
         """Free the leaves' memory, and carry what was written to them to the shards."""
+        self.carry_writes()
+        self.leaves.storage.resize_(0)
+
+    def carry_writes(self) -> None:
         if self.leaves.versions() != self.leaves.written:
             self._carry_writes()
-        self.leaves.storage.resize_(0)
 
     def dissolve(self) -> None:
         """Let each member be gathered by itself again."""
         self.views.is_pinned = False
+        self.views.show()  # no calls of ours
+        self.views.calls.clear()
         self.views.hide()
         self.on_dissolved()
         for member in self.members:
@@ -275,6 +285,9 @@ class WeightGroup(Gatherable):
         is_elsewhere = self.leaves.put_back()
         if not is_elsewhere and (versions != seen[0] or torch.equal(bits, seen[1])):
             return None
+        return self._lost_write(where)
+
+    def _lost_write(self, where: str) -> RuntimeError:
         return RuntimeError(
             f"A write {where} has changed weights of block '{self.fqn}' through .data, but the shards keep their "
             f"values (rank {dist.get_rank()}). Write to the weight itself under torch.no_grad(), or outside of "
@@ -331,7 +344,10 @@ class WeightGroup(Gatherable):
     def begin_forward(self) -> None:
         """Follow parameter objects that were replaced or frozen since the last pass, or raise."""
         self.views.put_back()
-        is_replaced = is_frozen = False
+        if self.leaves.are_elsewhere and self.leaves.put_back():
+            raise self._lost_write("in an earlier forward")
+        replaced: list[ManagedParam] = []
+        is_frozen = False
         for index, (member, leaf) in enumerate(self.leaves.by_member.items()):
             param = member.param
             module, name = member.sites[0]
@@ -341,12 +357,12 @@ class WeightGroup(Gatherable):
                 member.begin_forward(False)
                 for site in member.sites:
                     member.follow(site)
-                is_replaced = True
+                replaced.append(member)
             if member._wide_grad is not None and member.param.grad is None:
                 member._wide_grad = None
             is_frozen = is_frozen or leaf.requires_grad is not member.param.requires_grad
-        if is_replaced:
-            self._follow_replaced()
+        if replaced:
+            self._follow_replaced(replaced[0])
         if is_frozen:
             for member, leaf in self.leaves.by_member.items():
                 if leaf.requires_grad is not member.param.requires_grad:
@@ -358,8 +374,9 @@ class WeightGroup(Gatherable):
         else:
             self.views.forget_hooks()
 
-    def _follow_replaced(self) -> None:
+    def _follow_replaced(self, first: ManagedParam) -> None:
         """Other objects are registered as parameters, perhaps of another dtype (``to``, ``load_state_dict``)."""
+        self.leaves.refusal = first.replaced_before_backward()
         self.num_updates += 1
         self._shards, self._parts = self._find_shards(), None
         dtypes = {(member.compute_dtype, member.reduce_dtype) for member in self.members}

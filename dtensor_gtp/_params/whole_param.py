@@ -39,8 +39,6 @@ class WholeParam(ManagedParam):
         self.reason = reason  # why the parameter is not sharded, for the report
         self.unsynced_grad: Tensor | None = None  # of microbatches without gradient sync, in reduce_dtype
         self._wide_local_grad: Tensor | None = None  # of uses in a compute dtype that is wider than that of ``leaf``
-        self.is_used_elsewhere = False  # in the last backward in which this rank did not use it
-        self._use_elsewhere: Tensor | None = None  # positive if other ranks have used it in this backward
         self.on_local_grad: Callable[[], None] | None = None
         self.record_use: Callable[[WholeParam], Tensor] | None = None  # set while a block is recorded
         self._rebound()
@@ -148,22 +146,12 @@ class WholeParam(ManagedParam):
         """What this rank adds to the sum if it has not used the parameter."""
         return torch.zeros(self.shard.shape, dtype=self.reduce_dtype, device=self.device)
 
-    def note_use_elsewhere(self, is_used: Tensor) -> None:
-        """This rank has not used the parameter, and ``is_used`` is positive if another one has."""
-        self._use_elsewhere = is_used
-
-    def publish_grad(self) -> None:
-        is_used, self._use_elsewhere = self._use_elsewhere, None
-        if is_used is not None:
-            self.is_used_elsewhere = bool(is_used != 0)  # waits for the device
-            if not self.is_used_elsewhere:
-                self.reduced = None
-                self._more_reduced.clear()
-        super().publish_grad()
-
     def _take_grad_of_leaf(self) -> Tensor | None:
         leaf = self.leaf if self.group is None else self.group.leaves.by_member[self]
         grad, leaf.grad = leaf.grad, None
+        early, self.leaf.grad = self.leaf.grad, None  # of a use before the group was made: of a layer called alone
+        if early is not None:
+            grad = early if grad is None else grad + early
         wide, self._wide_local_grad = self._wide_local_grad, None
         if wide is not None:
             grad = wide if grad is None else wide + grad
@@ -180,7 +168,7 @@ class WholeParam(ManagedParam):
 
     def reset_grads(self) -> None:
         super().reset_grads()
-        self.leaf.grad = self.unsynced_grad = self._wide_local_grad = self._use_elsewhere = None
+        self.leaf.grad = self.unsynced_grad = self._wide_local_grad = None
 
 
 def _notify(param: WholeParam | None) -> None:

@@ -33,17 +33,29 @@ class Seen(NamedTuple):
     value: Tensor
     version: int
     bits: Tensor | None  # a sum of its bits, which writes through ``.data`` change, too
+    address: int  # of its memory, which ``.data = ...`` changes
 
     @classmethod
     def of(cls, value: Tensor, looks_at_bits: bool) -> Seen:
-        return cls(value, 0 if value.is_inference() else value._version, _sum_of_bits(value) if looks_at_bits else None)
+        version = 0 if value.is_inference() else value._version
+        return cls(value, version, _sum_of_bits(value) if looks_at_bits else None, _address(value))
 
     @property
     def is_written(self) -> bool:
         if not self.value.is_inference() and self.value._version != self.version:
             return True
+        if self.address and _address(self.value) not in (0, self.address):
+            return True
         bits = None if self.bits is None else _sum_of_bits(self.value)
         return bits is not None and self.bits is not None and not torch.equal(bits, self.bits)
+
+
+def _address(value: Tensor) -> int:
+    """Where the values are; 0 where that says nothing: of subclasses, and of what a transform has wrapped."""
+    local = compat.local_part(value)
+    if type(local) not in (Tensor, torch.nn.Parameter) or compat.in_func_transform() or local.is_meta:
+        return 0
+    return local.data_ptr()
 
 
 def _sum_of_bits(value: Tensor) -> Tensor | None:
@@ -187,10 +199,17 @@ class AttributeReads:
     def read_pinned(self, weight: ShardedWeight) -> Tensor:
         """The value of a weight that the user has unsharded, outside of any forward."""
         gathered = self._acquire(weight)
+        is_differentiable = torch.is_grad_enabled() and weight.param.requires_grad
         try:
-            if gathered.seen is None and not gathered.is_alias:
-                gathered.seen = Seen.of(weight.for_modules(gathered), looks_at_bits=True)
-            return self._value(weight, gathered, torch.is_grad_enabled() and weight.param.requires_grad)
+            if gathered.is_alias:
+                return self._value(weight, gathered, is_differentiable)
+            if gathered.seen is None:
+                gathered.seen = {}
+            seen: Seen | None = gathered.seen.get(is_differentiable)
+            if seen is None:
+                value = self._value(weight, gathered, is_differentiable)
+                seen = gathered.seen[is_differentiable] = Seen.of(value, looks_at_bits=True)
+            return seen.value  # one object for all who read it: ``.data = ...`` changes that alone
         finally:
             self._runtime.release(weight, gathered)
 
@@ -231,7 +250,7 @@ class AttributeReads:
     def is_written_outside(self, weight: ShardedWeight) -> bool:
         """Whether somebody has written to what ``read_pinned`` gave."""
         kept = weight.kept
-        return kept is not None and kept.seen is not None and kept.seen.is_written
+        return kept is not None and kept.seen is not None and any(seen.is_written for seen in kept.seen.values())
 
     def _value(self, weight: ShardedWeight, gathered: Gathered, is_differentiable: bool) -> Tensor:
         if not is_differentiable:

@@ -35,10 +35,10 @@ class RunsBlocks(Protocol):
 class BlockUse:
     """One forward of a block, while its backward may come."""
 
-    __slots__ = ("_group", "_runtime")
+    __slots__ = ("_group", "_leaves", "_runtime")
 
     def __init__(self, runtime: RunsBlocks, group: WeightGroup) -> None:
-        self._runtime, self._group = runtime, group
+        self._runtime, self._group, self._leaves = runtime, group, group.leaves
 
     def watch(self, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
         """Call ``begin`` and ``end`` with the backward of the block, see the note above."""
@@ -58,6 +58,8 @@ class BlockUse:
 
     def begin(self, grads: object = None) -> None:
         """The backward of this forward begins: hold the weights for it."""
+        if self._leaves.refusal is not None:
+            raise RuntimeError(self._leaves.refusal)
         running = self._group.in_backward
         self._runtime.note_backward()
         running.uses.add(self)

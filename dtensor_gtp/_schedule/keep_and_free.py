@@ -294,6 +294,7 @@ class KeepAndFree:
         """Drop a buffer that this runtime no longer needs. Poison it if nobody else holds it."""
         if isinstance(target, WeightGroup):
             if self.debug.poison:  # whoever reads the memory before the next gather is complete finds it
+                target.carry_writes()
                 with compat.unseen_by_checkpoint_policies():
                     for output in target.leaves.outputs:
                         poison(output)

@@ -336,8 +336,9 @@ class Gradients:
             self.launches.replicas.finish()
         if any(param.offload is not None for param in params):
             self._comm.finish_on_host()
+        is_recorded = self._comm.is_capturing
         for param in params:
-            param.publish_grad()
+            param.publish_grad(is_recorded)
         for group in groups:
             group.pending_grad.settle()
 

@@ -95,10 +95,7 @@ def _reduce_bucket(
         *parts, used_by_any = compat.unflatten(flat, [*grads, used])
         for (param, grad), part, is_used in zip(bucket, parts, used_by_any, strict=True):
             if grad is None and not param.flags.reduce_scatter_unused_params:
-                if not comm.is_capturing:
-                    param.note_use_elsewhere(is_used)
-                elif not param.is_used_elsewhere:  # a graph cannot ask: it does as the last eager step did
-                    continue
+                param.note_use_elsewhere(is_used)
             param.accumulate(part)
 
     with profiler_range("GTP::all_reduce", f"{len(bucket)} whole parameters"), comm.reducing():

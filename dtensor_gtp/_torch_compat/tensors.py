@@ -94,6 +94,25 @@ def move_hooks(old: Tensor, new: Tensor) -> None:
             setattr(new, name, hooks)
 
 
+def has_hooks_at_node(param: Tensor) -> bool:
+    """Whether the node that accumulates the gradient of ``param`` has hooks, which are called by autograd alone:
+    those of ``param.expand_as(param).grad_fn.next_functions[0][0].register_hook``."""
+    local = param._local_tensor if isinstance(param, DTensor) else param
+    if not param.requires_grad or type(local.detach()) is not Tensor:
+        return False
+    node = accumulate_node(param)
+    for register in (node.register_hook, node.register_prehook):
+        handle = register(_no_hook)  # all handles of a node know the dict that has all its hooks
+        hooks = handle.hooks_dict_ref()
+        handle.remove()
+        if hooks:
+            return True
+    return False
+
+
+def _no_hook(*grads: object) -> None: ...
+
+
 def quick_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """``function.apply`` without the Python that torch puts around forward and backward, which takes the host as long
     as a small op. Call it outside of transforms of ``torch.func`` only, and ``unwrap_if_dead`` its tensors first."""

@@ -40,6 +40,8 @@ def calibrate(path: Path, *, device_type: str | None = None, clock: Clock | None
     Raises:
         PlanError: There is no preset for the GPU, or the file cannot be written.
     """
+    if os.environ.get("RANK", "0") == "0" and (path.is_dir() or not path.parent.is_dir()):  # before it measures
+        raise PlanError(f"calibrate cannot write {path}: there is no such folder, or it is one. Name another place.")
     kind = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     with _meshes(kind) as (mesh, others):
         device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
@@ -66,8 +68,8 @@ def calibrate(path: Path, *, device_type: str | None = None, clock: Clock | None
         if dist.get_rank() == 0:
             try:
                 path.write_text(machine.as_json())
-            except OSError as error:
-                raise PlanError(f"calibrate cannot write {path} ({error.strerror}). Name another place.") from None
+            except (OSError, ValueError) as error:
+                raise PlanError(f"calibrate cannot write {path} ({error}). Name another place.") from None
     return machine
 
 

@@ -16,7 +16,7 @@ from .._progress import Progress
 from ..policy import Memory
 from ..quant.recipes import RECIPES
 from .api import plan
-from .errors import PlanError
+from .errors import PlanError, printable
 from .job import AXES, CHECKPOINTS, LOSSES, OPTIMIZERS, Job
 from .machine import load_machine, preset_names
 from .model import PRESETS
@@ -38,7 +38,7 @@ class _Parser(argparse.ArgumentParser):
     """Errors are one line, as all others of the planner."""
 
     def error(self, message: str) -> NoReturn:
-        print(f"gtp-plan: {message}", file=sys.stderr)
+        print(f"gtp-plan: {printable(message)}", file=sys.stderr)
         raise SystemExit(2)
 
 
@@ -150,6 +150,6 @@ def _explain(result: PlanResult, path: Path) -> None:
 def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text)
-    except OSError as error:
-        raise PlanError(f"plan cannot write {path} ({error.strerror}). Name another place.") from None
-    print(f"wrote {path}", file=sys.stderr)
+    except (OSError, ValueError) as error:  # the latter of names that no file can have
+        raise PlanError(f"plan cannot write {path} ({error}). Name another place.") from None
+    print(printable(f"wrote {path}"), file=sys.stderr)

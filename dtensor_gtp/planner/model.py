@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,6 +156,6 @@ def known_model(text: str) -> ModelConfig | None:
     if text.lower() in PRESETS:
         return PRESETS[text.lower()]
     path = Path(text)
-    if path.is_dir():
+    if os.path.isdir(text):  # false, too, of a name that no file can have
         path /= "config.json"
     return config_of_json(path) if path.suffix == ".json" else None

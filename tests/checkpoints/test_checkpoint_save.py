@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -86,6 +87,20 @@ class TestSave(GlooTest):
             self.assertEqual(self.values(path), {3.0})
             self.assertEqual(self.names(Path(directory)), ["last"])
             self.assertFalse((path / "__7_0.distcp").exists())
+
+    def test_a_file_that_was_cut_off_is_not_loaded(self) -> None:
+        with shared_directory() as directory:
+            path = Path(directory) / "last"
+            checkpoint.save(self.model(1.0).state_dict(), path)
+            dist.barrier()
+            if self.rank == 0:
+                for file in path.glob("*.distcp"):
+                    os.truncate(file, file.stat().st_size // 2)
+            dist.barrier()
+            model = self.model(2.0)
+            with self.assertRaises(dcp.api.CheckpointException):
+                checkpoint.load(model.state_dict(), checkpoint_id=path)
+            self.assertEqual(set(model.weight.full_tensor().flatten().tolist()), {2.0})
 
     def test_one_that_dies_between_the_two_names_has_a_complete_one(self) -> None:
         with shared_directory() as directory:

@@ -178,6 +178,44 @@ class TestSilentGroups(GlooTest):
                 model.zero_grad()
                 reference.zero_grad()
 
+    def test_weights_that_no_rank_has_used(self) -> None:
+        """Have no gradient, in later steps, too: an optimizer neither decays nor moves them. What one rank has used,
+        and what was used in an earlier microbatch, has one."""
+
+        class Chooses(Block):
+            used: tuple[int, ...] = (0, 1)
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                branches = self.left, self.right
+                return super().forward(x) + sum(branches[index](x) for index in Chooses.used)
+
+        def run(each: nn.Module, batch: torch.Tensor, used: tuple[int, ...]) -> None:
+            Chooses.used = used
+            square(each, batch).div(2 if each is reference else 1).backward()
+
+        mesh = self.gtp_mesh()
+        rank = mesh.get_local_rank()
+        both, one, none = ((0, 1), (0, 1)), ((0,), (1,)), ((1,), (1,))
+        for model, reference in self.pairs(lambda: Model(block=Chooses)):
+            optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, reference)]
+            for number, step in enumerate(((both,), (none,), (none, none), (both, none), (one, none), (none, one))):
+                for index, used in enumerate(step):
+                    model.set_requires_gradient_sync(index == len(step) - 1)
+                    batches = rows(torch.Generator().manual_seed(number)).chunk(2)
+                    run(model, batches[rank], used[rank])
+                    for batch, of_rank in zip(batches, used, strict=True):
+                        run(reference, batch, of_rank)
+                self.check_grads(model, reference)
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                assert_same_params(model, reference, rtol=1e-4, atol=1e-5)
+            Chooses.used = 0, 1
+
     def test_blocks_that_use_weights_of_each_other(self) -> None:
         """All weights of a block may get their gradients after the backward of the block."""
 
@@ -246,6 +284,31 @@ class TestSilentGroups(GlooTest):
                         with self.assertRaisesRegex(RuntimeError, message):
                             model.reshard()
                         square(model, x).backward()
+
+    def test_new_data_of_a_full_weight_raises_in_the_next_forward_at_the_latest(self) -> None:
+        """Also where the forward that writes does not look at bits: modules would compute with it for ever."""
+
+        class Writes(Block):
+            is_on = False
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                if self.is_on:
+                    self.up.weight.data = self.up.weight.data * 0.5
+                return super().forward(x)
+
+        for model, reference in self.pairs(lambda: Model(block=Writes)):  # they have run one forward
+            for seed in range(4):
+                self.run_both(model, reference, lambda each, x: square(each, x).backward(), seed)
+            model.layers[0].is_on = True
+            self.run_both(model, reference, square, 5)
+            model.layers[0].is_on = False
+            with self.assertRaisesRegex(RuntimeError, "in an earlier forward has changed weights of block 'layers.0'"):
+                model(torch.randn(2, WIDTH))
+            model.load_state_dict(reference.state_dict())
+            for each in (model, reference):
+                each.zero_grad()
+            self.run_both(model, reference, lambda each, x: square(each, x).backward(), 6)
+            self.check_grads(model, reference)
 
     def test_new_data_of_a_parameter_in_a_forward(self) -> None:
         class Replaces(Model):

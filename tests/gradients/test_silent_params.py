@@ -89,6 +89,20 @@ class TestParameterHooks(GlooTest):
         assert_same_params(model, reference, "grad")
         assert not seen
 
+    def test_hooks_at_the_node_of_a_parameter_are_refused(self) -> None:
+        """Its node gets no gradient any more. The optimizer in backward of torch.distributed registers such hooks."""
+        for name in ("0.weight", "2.bias"):
+            for register in ("register_hook", "register_prehook"):
+                model = small_model()
+                param = model.get_parameter(name)
+                node = param.expand_as(param).grad_fn.next_functions[0][0]
+                handle = getattr(node, register)(lambda *grads: None)
+                with self.assertRaisesRegex(ValueError, f"hooks of autograd's node.*'{name}'.*post_accumulate"):
+                    gtp_shard(model, self.gtp_mesh(), schedule=ALL)
+                assert model.get_parameter(name) is param
+                handle.remove()
+                square_loss(gtp_shard(model, self.gtp_mesh(), schedule=ALL), make_rows(0)).backward()
+
     def test_hook_on_what_a_fused_layer_does_not_read(self) -> None:
         class Hooked(nn.Module):
             def __init__(self) -> None:

@@ -11,6 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, GlooTest, assert_same_params, full, rows_of_rank
 from runtime_common import WIDTH, Raw, make_rows, shard_copy, small_model, square_loss
+from schedules import explicit
 
 from dtensor_gtp import SchedulePolicy, gtp_shard
 
@@ -127,6 +128,10 @@ class Parametrizes(nn.Module):
             nn.utils.parametrize.remove_parametrizations(self.layer, "weight", leave_parametrized=False)
 
 
+def replace_data(weight: Any) -> None:
+    weight.data = weight.data * 0.5
+
+
 class TestWritesInForward(GlooTest):
     world_size = 2
 
@@ -181,6 +186,48 @@ class TestWritesInForward(GlooTest):
                 model.write = lambda weight: None
                 square_loss(model, make_rows(0)).backward()
 
+    def test_whole_parameters_keep_what_a_forward_writes(self) -> None:
+        """Running scales, codebooks and the like; alone and in groups."""
+
+        class Scales(Layer):
+            def __init__(self) -> None:
+                super().__init__()
+                self.norm = nn.LayerNorm(WIDTH)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                with torch.no_grad():
+                    self.norm.weight.mul_(0.9).add_(0.3)
+                    self.up.bias[1] = 0.5
+                    torch._foreach_mul_([self.norm.bias, self.down.bias], 1.5)
+                return super().forward(self.norm(x))
+
+        mesh = self.gtp_mesh()
+        for schedule in (explicit(0, min_shard_numel=4 * WIDTH), SchedulePolicy(min_shard_numel=4 * WIDTH)):
+            torch.manual_seed(0)
+            reference = nn.Sequential(Scales(), Scales())
+            model = shard_copy(reference, mesh, schedule=schedule)
+            optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
+            for step in range(4):
+                x = make_rows(step)
+                square_loss(model, rows_of_rank(x, mesh)).backward()
+                square_loss(reference, x).backward()
+                assert_same_params(model, reference, "grad")
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                assert_same_params(model, reference)
+
+    def test_new_data_of_what_is_read_is_refused_in_each_forward(self) -> None:
+        model = gtp_shard(Writes(lambda weight: None, False), self.gtp_mesh(), schedule=ALL)
+        for number in range(1, 8):
+            square_loss(model, make_rows(0)).backward()
+            if number in (2, 4, 6):  # forwards of other numbers than those that look at all bits
+                model.write = replace_data
+                with self.assertRaisesRegex(RuntimeError, "A write in a forward changed only .* parameter 'weight' "):
+                    model(make_rows(0))
+                model.write = lambda weight: None
+            model.zero_grad()
+
     def test_reading_is_no_write(self) -> None:
         model = gtp_shard(Writes(lambda weight: weight.data.norm(), False), self.gtp_mesh(), schedule=ALL)
         for seed in range(3):
@@ -214,12 +261,14 @@ class TestWritesOutside(GlooTest):
     world_size = 2
 
     def test_between_unshard_and_reshard(self) -> None:
-        for write in (lambda weight: weight.add_(1), lambda weight: weight.data.add_(1)):
+        for write in (lambda weight: weight.add_(1), lambda weight: weight.data.add_(1), replace_data):
             model = gtp_shard(small_model(), self.gtp_mesh(), schedule=ALL)
             model.unshard()
-            with torch.no_grad():
+            with torch.set_grad_enabled(write is replace_data):
                 write(model[0].weight)
-                write(model[0].bias)
+                model[0].weight.norm()  # another read forgets nothing
+            with torch.no_grad():
+                model[0].bias.add_(1)
             message = r"A write between unshard\(\) and reshard\(\) changed only .* '0.weight' "
             with self.assertRaisesRegex(RuntimeError, message):
                 model.reshard()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from runtime_common import Net, counted, make_tokens, token_loss
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from dtensor_gtp import gtp_shard
+from dtensor_gtp import checkpoint, gtp_shard
 
 NUM_MICROBATCHES = 2
 MAX_NORM = 0.1  # below the norm of each step
@@ -115,6 +116,7 @@ class TestAccelerator(GlooTest):
                 torch.manual_seed(7 + dist.get_rank())
                 random.seed(7 + dist.get_rank())
                 loop.accelerator.save_state(str(folder))
+                self.assertEqual(checkpoint.latest(folder), Path(folder, "sharded_state"))  # whole or absent
                 drawn = torch.rand(1).item(), random.random()
                 self.assertEqual(len(loop.accelerator._models), 1)
                 dist.barrier()

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from dtensor_gtp import gtp_shard
+from dtensor_gtp.checkpoint import latest
 
 BATCH = 8  # samples of a microbatch, over all processes
 STEPS = 4
@@ -84,6 +85,7 @@ class TestTrainer(GlooTest):
                 dist.barrier()
                 self.check_equal(trainer, reference)
             checkpoint = folder / f"checkpoint-{STEPS // 2}"
+            self.assertEqual(latest(checkpoint), checkpoint / "sharded_state")  # whole or absent
             self.assertFalse((checkpoint / "optimizer.pt").exists())
             for name in ("whole", f"checkpoint-{STEPS}"):
                 whole = AutoModelForCausalLM.from_pretrained(folder / name)

@@ -7,6 +7,9 @@ found again. The code that measures runs on a CPU with a clock that gives fixed 
 from __future__ import annotations
 
 import json
+import os
+import socket
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +17,7 @@ import pytest
 from fixed_clock import FixedClock
 
 from dtensor_gtp.planner import calibrate_compute as compute
-from dtensor_gtp.planner.calibrate import calibrate
+from dtensor_gtp.planner.calibrate import _meshes, calibrate
 from dtensor_gtp.planner.command_line import main
 from dtensor_gtp.planner.costs import Axis, Costs
 from dtensor_gtp.planner.machine import Contention, Host, Link, Machine, load_machine
@@ -147,6 +150,30 @@ def test_one_process_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     out = capsys.readouterr().out
     assert "(partly calibrated)" in out
     assert json.loads(path.read_text())["not_measured"] == list(found.not_measured)
+
+
+def open_to_all() -> int:
+    """How many sockets of this process listen on all interfaces."""
+    own = set()
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            own.add(os.readlink(f"/proc/self/fd/{number}"))
+    rows = [
+        row.split() for name in ("tcp", "tcp6") for row in Path("/proc/self/net", name).read_text().splitlines()[1:]
+    ]
+    listening = [row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own]
+    return sum(int(address, 16) == 0 for address in listening)
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/tcp6").exists(), reason="needs Linux")
+def test_one_process_listens_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    before = open_to_all()
+    with socket.create_server(("", 0)):
+        assert open_to_all() == before + 1
+    with _meshes("cpu") as (mesh, others):
+        assert (mesh.size(), others) == (1, None)
+        assert open_to_all() == before
 
 
 def test_operations_of_the_host_are_counted_as_the_planner_counts_them() -> None:

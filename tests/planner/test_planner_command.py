@@ -146,6 +146,10 @@ def test_what_it_cannot_write_it_says(
         (["llama3-8b", "--gpus", "eight"], "argument --gpus: invalid int value: 'eight'"),
         (["missing/config.json", "--gpus", "8"], "model expects a config.json, but missing/config.json cannot be read"),
         (["llama3-8b", "--gpus", "8", "--machine", "a100", "--recipe", "float8_tensorwise"], "has no peak for GEMMs"),
+        (["x" * 5000 + ".json", "--gpus", "8"], "model expects a config.json, but x.* cannot be read"),
+        (["llama3-8b", "--gpus", "8", "--gpu\x1b[2J"], r"unrecognized arguments: --gpu\\x1b\[2J"),
+        (["--calibrate", "no/such/folder.json"], "calibrate cannot write no/such/folder.json"),
+        (["--calibrate", "/"], "calibrate cannot write /"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
@@ -202,6 +206,32 @@ def test_models_that_cannot_be_imported_are_one_line(
 def test_names_of_timelines_are_names(config: str, capsys: pytest.CaptureFixture[str], name: str) -> None:
     arguments = [config, "--gpus", "8", "--explain", name]
     test_bad_input_is_one_line_and_status_2(capsys, arguments, "expects the name of files to write as --explain")
+
+
+@pytest.mark.parametrize("option", ["--explain", "--json"])
+def test_names_that_no_file_can_have(config: str, capsys: pytest.CaptureFixture[str], option: str) -> None:
+    status, _, err = run(capsys, config, "--gpus", "8", "--gtp", "8", "--seq-len", "512", option, "a\0b")
+    assert status == 2
+    assert err.startswith("gtp-plan: plan cannot write a\\x00b")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hbm_gb_s": 10**400}, "machine expects a number from 0.1 to 100000 as hbm_gb_s"),
+        ({"peak_tflops": {"bf16": float("nan")}}, "machine expects a number .* as peak_tflops.bf16"),
+        ({"gemm": [[10**400, 0.5]]}, "machine"),
+        ({"like": "\x1b[2J"}, r"as like, but .* has '\\x1b\[2J'"),
+    ],
+)
+def test_bad_files_of_machines_are_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(json.loads(load_machine("h100").as_json()) | changes))
+    arguments = ["llama3-8b", "--gpus", "8", "--machine", str(path)]
+    test_bad_input_is_one_line_and_status_2(capsys, arguments, message)
 
 
 def test_names_of_others_do_not_reach_the_terminal(config: str, capsys: pytest.CaptureFixture[str]) -> None:

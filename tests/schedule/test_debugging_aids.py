@@ -26,7 +26,7 @@ from timing import HANG_S
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import dtensor_gtp
-from dtensor_gtp import gtp_shard, quantize_
+from dtensor_gtp import SchedulePolicy, gtp_shard, quantize_
 from dtensor_gtp._comm import debug
 from dtensor_gtp._comm.streams import Streams
 
@@ -108,6 +108,34 @@ class TestDebuggingAids(unittest.TestCase):
             with self.assertRaisesRegex(torch.OutOfMemoryError, "no more") as raised:
                 model(torch.ones(2, 8))
         self.assertEqual(raised.exception.__notes__, ["Read `python -m dtensor_gtp.help memory_too_high`."])
+
+
+class Clips(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.up.weight.clamp_(-0.1, 0.1)
+        y: torch.Tensor = self.down(self.up(x))
+        return y
+
+
+class TestPoisonOfWhatIsFreed(GlooTest):
+    """``DTENSOR_GTP_DEBUG=poison`` changes no value that is used."""
+
+    def test_writes_of_forwards_and_inference(self) -> None:
+        reference = nn.Sequential(Clips(), Clips())
+        with environment(DTENSOR_GTP_DEBUG="poison"):
+            model = shard_copy(reference, self.gtp_mesh(), schedule=SchedulePolicy(min_shard_numel=0))
+            single = shard_copy(small_model(), self.gtp_mesh())
+        for seed in range(3):
+            check_step(reference, model, self.gtp_mesh(), make_rows(seed), square_step)
+            for each in (model, single):
+                with torch.inference_mode():
+                    each(make_rows(seed))
+            square_step(single, make_rows(seed))
 
 
 class TestFinite(GlooTest):

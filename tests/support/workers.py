@@ -43,6 +43,8 @@ from dtensor_gtp._torch_compat.gloo import gloo_with_one_thread
 
 # It only ends what hangs: no test comes near it, on a busy machine either.
 HANG_LIMIT_S = 300.0
+# That of the run: pytest's process may have another one, of a test of its own, when a pool starts beside it.
+_DEBUGGING = os.environ.get("DTENSOR_GTP_DEBUG")
 # In which the peers of a rank that has failed may say what they found.
 GRACE_S = 2.0
 
@@ -70,7 +72,7 @@ class WorkerPool:
         self.cpu_s = 0.0  # of all tests so far
         for rank in range(num_ranks):
             ours, theirs = multiprocessing.Pipe()
-            args = (rank, num_ranks, timeout, self.folder.name, theirs)
+            args = (rank, num_ranks, timeout, self.folder.name, theirs, _DEBUGGING)
             process = multiprocessing.Process(target=_work, args=args, name=f"rank {rank}", daemon=True)
             process.start()
             theirs.close()
@@ -239,8 +241,13 @@ def _stack_file(folder: str, rank: int) -> Path:
     return Path(folder, f"stack_of_rank_{rank}")
 
 
-def _work(rank: int, num_ranks: int, timeout: timedelta, folder: str, connection: Connection) -> None:
+def _work(
+    rank: int, num_ranks: int, timeout: timedelta, folder: str, connection: Connection, debugging: str | None
+) -> None:
     torch.set_num_threads(1)
+    os.environ.pop("DTENSOR_GTP_DEBUG", None)
+    if debugging is not None:
+        os.environ["DTENSOR_GTP_DEBUG"] = debugging
     stack = _stack_file(folder, rank).open("w")
     faulthandler.enable(stack)
     faulthandler.register(signal.SIGUSR1, stack, all_threads=True)

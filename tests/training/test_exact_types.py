@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABCMeta
 from collections.abc import Iterator
 from typing import Any
 
@@ -124,6 +125,54 @@ class TestExactTypes(GlooTest):
                     for owner in (model.layers[0][0], model.conv):
                         assert isinstance(owner._parameters["weight"], DTensor)
                         assert isinstance(owner.weight, DTensor)
+
+    def test_metaclasses_are_not_asked(self) -> None:
+        """They may refuse subclasses, or record them."""
+        known: list[str] = []
+
+        class Records(type):
+            def __new__(meta, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> Any:
+                known.append(name)
+                return super().__new__(meta, name, bases, body)
+
+            def __init__(cls, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> None:
+                known.append(name)
+                super().__init__(name, bases, body)
+
+        class Final(ABCMeta):
+            def __new__(meta, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> Any:
+                if any(isinstance(base, Final) for base in bases):
+                    raise TypeError(f"{name} is final")
+                return super().__new__(meta, name, bases, body)
+
+        class Recorded(nn.Linear, metaclass=Records):
+            pass
+
+        class Last(nn.Linear, metaclass=Final):
+            pass
+
+        del known[:]
+        for cls in (Recorded, Last):
+            model = gtp_shard(cls(WIDTH, WIDTH), self.gtp_mesh())
+            assert isinstance(model, cls)
+            assert type(type(model)) is type(cls)
+            assert not isinstance(cls(WIDTH, WIDTH), type(model))
+            model(torch.randn(2, WIDTH)).sum().backward()
+        assert known == []
+
+    def test_a_class_that_cannot_be_changed_leaves_the_module_as_it_was(self) -> None:
+        class Fixed(nn.Linear):
+            def __setattr__(self, name: str, value: Any) -> None:
+                if name == "__class__":
+                    raise TypeError("its class is fixed")
+                super().__setattr__(name, value)
+
+        module = Fixed(WIDTH, WIDTH)
+        before = dict(module.__dict__), dict(module._parameters)
+        with self.assertRaisesRegex(TypeError, "its class is fixed"):
+            gtp_shard(module, self.gtp_mesh())
+        assert (module.__dict__, module._parameters) == before
+        assert type(module) is Fixed
 
     def test_forwards_that_a_library_has_wrapped(self) -> None:
         """As hooks of accelerate and diffusers do, before the first forward makes groups."""

@@ -5,6 +5,7 @@ The comparison is always with the unsharded model that is called in the same ord
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -233,8 +234,40 @@ class TestPasses(GlooTest):
                             model(x)
                     assert_idle(model)
 
-        for fail in (bad_shape_at_a_fused_op, bad_shape_at_an_attribute, hooks_that_raise):
+        def out_of_memory(model: Any, x: torch.Tensor, assert_raises: Any) -> None:
+            """As loops that try again with fewer samples meet it."""
+
+            def fail(*args: Any) -> None:
+                raise torch.OutOfMemoryError("on purpose")
+
+            for index in (0, 1, 3):
+                for register in (model[index].register_forward_hook, model[index].register_full_backward_hook):
+                    with removed_afterwards(register(fail)), assert_raises():
+                        square_loss(model, x).backward()
+
+        for fail in (bad_shape_at_a_fused_op, bad_shape_at_an_attribute, hooks_that_raise, out_of_memory):
             self.check_recovery(fail)
+
+    def test_loaders_may_fork_this_process(self) -> None:
+        """Between steps, and while one runs."""
+        # The workers of these tests may have no children, of which they know nothing.
+        self.enterContext(mock.patch.dict(multiprocessing.current_process()._config, {"daemon": False}))
+        mesh = self.gtp_mesh()
+        reference = small_model()
+        model = shard_copy(reference, mesh)
+        check_step(reference, model, mesh, make_rows(0), square_step)
+        rows = torch.utils.data.TensorDataset(make_rows(1))
+        loader = torch.utils.data.DataLoader(rows, batch_size=8, num_workers=1, multiprocessing_context="fork")
+        for _ in range(2):
+            for (batch,) in loader:
+                check_step(reference, model, mesh, batch, square_step)
+
+        def forks(module: Any, args: Any) -> None:
+            (batch,) = next(iter(loader))
+            self.assertEqual(batch, make_rows(1))
+
+        with removed_afterwards(model[1].register_forward_pre_hook(forks)):
+            check_step(reference, model, mesh, make_rows(2), square_step)
 
     def test_exception_in_backward_leaves_nothing_behind(self) -> None:
         for index in (0, 1, 2, 3):
