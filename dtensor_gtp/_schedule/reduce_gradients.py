@@ -169,8 +169,8 @@ class Gradients:
         grads = group.pending_grad
         if not group.has_gradient or grads.is_left_out:
             return
-        # As ``fully_shard``: the buffers of one group at a time, since that of a block is large. What was launched after
-        # the last group, such as experts, may go on.
+        # As ``fully_shard``: the buffers of one group at a time, since that of a block is large. What was launched
+        # after the last group, such as experts, may go on.
         self._comm.retire_first(self._num_launched)
         if not grads.is_agreed or grads.have_new:
             # Once: which weights get gradients on any rank. The others have no gradient, as in one process.
