@@ -275,11 +275,9 @@ class ManagedParam:
             is_used = is_used + self._use_elsewhere
         self._use_elsewhere = is_used
 
-    def _drop_zeros(self, is_recorded: bool) -> None:
+    def _drop_zeros(self, is_used: Tensor, is_recorded: bool) -> None:
         """What no rank has used gets no gradient, not zeros, with which an optimizer would decay and move it."""
-        is_used, self._use_elsewhere = self._use_elsewhere, None
-        if is_used is None:
-            return
+        self._use_elsewhere = None
         if not is_recorded:  # a graph cannot ask: it does as the last eager step did
             self.is_used_elsewhere = bool(is_used != 0)  # waits for the device
         if not self.is_used_elsewhere:
@@ -289,7 +287,8 @@ class ManagedParam:
     def publish_grad(self, is_recorded: bool) -> None:
         """Move the reduced gradient into ``param.grad``, on the compute stream, and run the user's hooks. If it was
         copied to the host, the caller has waited for that."""
-        self._drop_zeros(is_recorded)
+        if self._use_elsewhere is not None:
+            self._drop_zeros(self._use_elsewhere, is_recorded)
         if (reduced := self.reduced) is None:
             return
         self.reduced, param = None, self.param

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
 from .gathered import Gathered, Version
-from .group_memory import GroupGradients, GroupLeaves, Parts
+from .group_memory import GroupGradients, GroupLeaves, Parts, version_of
 from .layout import WeightLayout
 from .managed_param import ManagedParam, Site
 from .sharded_weight import Gatherable, ShardedWeight
@@ -325,7 +325,7 @@ class WeightGroup(Gatherable):
 
     @property
     def version(self) -> Version:
-        return self.num_updates + sum([tensor._version for tensor in self._shards]), 0, 0
+        return self.num_updates + sum(map(version_of, self._shards)), 0, 0
 
     def is_fresh(self, gathered: Gathered) -> bool:
         """Whether ``gathered`` has the present values of all shards. One in use has those of the start of its use."""
