@@ -222,10 +222,10 @@ class SchedulePolicy:
             ``memory="most_speed"`` an eighth of the free memory.
         embedding: How ``nn.Embedding`` is looked up where gradients are computed. ``"gather"`` gathers the table.
             ``"exchange"``: each rank looks up its own rows for the tokens of all ranks, and ranks exchange activations.
-            ``"auto"``: whichever moves fewer bytes, if ranks know each other's numbers of tokens: with
-            ``exchange_tokens`` or ``capture_step``. Otherwise hosts would wait for each other in each lookup, and the
-            table is gathered; so it is without gradients, and where ranks do not hold whole rows (tensor parallelism,
-            quantized tables).
+            ``"auto"``: whichever moves fewer bytes, if ranks know each other's numbers of tokens (``exchange_tokens``,
+            ``capture_step``) or the table is large (512 MiB with its gradient): hosts wait for each other to tell them
+            in each lookup. Otherwise the table is gathered; so it is without gradients, and where ranks do not hold
+            whole rows (tensor parallelism, quantized tables).
         head: How ``nn.functional.linear_cross_entropy`` computes losses where gradients are computed. ``"exchange"``:
             each rank computes the logits of its own rows of the vocabulary for the tokens of all ranks, and neither
             weight nor logits are ever whole. ``"gather"`` gathers the weight. ``"auto"``: whichever moves fewer bytes.

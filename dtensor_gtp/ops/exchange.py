@@ -22,7 +22,7 @@ from .._comm.streams import Done
 from .._comm.tokens import TokenExchange
 from .._params.layout import WeightLayout
 from .._params.sharded_weight import ShardedWeight
-from .._schedule.choose_schedule import is_exchange_worth, lookup_nbytes
+from .._schedule.choose_schedule import is_exchange_worth, is_worth_asking, lookup_nbytes
 from .._schedule.runtime import Runtime
 
 
@@ -42,24 +42,29 @@ def new_exchange(
     reduce_scatter of its gradient. All ranks decide alike, because all see the same numbers."""
 
     def is_worth(capacity: int) -> bool:
-        itemsize = weight.compute_dtype.itemsize + (weight.reduce_dtype.itemsize if weight.param.requires_grad else 0)
-        weight_nbytes = weight.layout.shape.numel() * itemsize
-        return choice == "exchange" or is_exchange_worth(weight.layout.world, capacity, token_nbytes(), weight_nbytes)
+        moved = _moved_nbytes(weight)
+        return choice == "exchange" or is_exchange_worth(weight.layout.world, capacity, token_nbytes(), moved)
 
     return weight.exchange(purpose, runtime.policy.exchange_tokens, is_worth)
 
 
-def _knows_tokens(runtime: Runtime) -> bool:
-    """Whether ranks know how many tokens others have. Otherwise their hosts meet in each lookup, which costs more than
-    the gather of a table: 47 of 371 ms with T5-large on 2 x H100."""
+def _moved_nbytes(weight: ShardedWeight) -> int:
+    """Bytes of the gathered weight and of its gradient."""
+    itemsize = weight.compute_dtype.itemsize + (weight.reduce_dtype.itemsize if weight.param.requires_grad else 0)
+    return weight.layout.shape.numel() * itemsize
+
+
+def _may_ask(runtime: Runtime, weight: ShardedWeight) -> bool:
+    """Whether ranks know how many tokens others have, or may ask in each lookup."""
     comm = runtime.comm
-    return runtime.policy.exchange_tokens is not None or comm.may_replay_steps or comm.is_capturing
+    is_known = runtime.policy.exchange_tokens is not None or comm.may_replay_steps or comm.is_capturing
+    return is_known or is_worth_asking(_moved_nbytes(weight))
 
 
 def exchanged_ids(indices: Tensor, runtime: Runtime, weight: ShardedWeight) -> Tensor | None:
     """The ids of all ranks, shape ``(world, capacity)``, or None where the table is to be gathered."""
     choice = runtime.policy.embedding
-    if choice == "gather" or (choice == "auto" and not _knows_tokens(runtime)):
+    if choice == "gather" or (choice == "auto" and not _may_ask(runtime, weight)):
         return None
     if weight.is_pinned or not weight.may_exchange or not can_exchange(runtime, weight):
         return None

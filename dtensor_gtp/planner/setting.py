@@ -10,7 +10,14 @@ from typing import NamedTuple
 import torch
 
 from .._comm.gather_backends import resolve_reduce_scatter
-from .._schedule.choose_schedule import Facts, choose, is_exchange_worth, is_worth_a_group, lookup_nbytes
+from .._schedule.choose_schedule import (
+    Facts,
+    choose,
+    is_exchange_worth,
+    is_worth_a_group,
+    is_worth_asking,
+    lookup_nbytes,
+)
 from .._schedule.order_of_gathers import Plan, Traits, Window, choose_kept, turning_point
 from ..placement import chunk_rows
 from ..policy import Schedule, SchedulePolicy
@@ -123,10 +130,11 @@ class Setting:
         world = self.costs.axis("gtp").size
         if not tables or world == 1 or self.policy.embedding == "gather" or self.costs.axis("tp").size > 1:
             return False
-        if self.policy.embedding == "auto" and not (self.is_captured or self.policy.exchange_tokens):
-            return False
         rows, dim = tables[0].shape
         moved = rows * dim * (COMPUTE_NBYTES + self.reduce_nbytes)
+        may_ask = self.is_captured or self.policy.exchange_tokens is not None or is_worth_asking(moved)
+        if self.policy.embedding == "auto" and not may_ask:
+            return False
         is_worth = is_exchange_worth(world, self.tokens, lookup_nbytes(dim, COMPUTE_NBYTES), moved)
         return self.policy.embedding == "exchange" or is_worth
 

@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import MixedPrecisionPolicy, gtp_shard, sharding_report
 from dtensor_gtp._comm.context import CommContext
+from dtensor_gtp._schedule import choose_schedule
 
 EXCHANGE = explicit(min_shard_numel=0, embedding="exchange")
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -272,14 +273,17 @@ class TestEmbeddingExchange(GlooTest):
 
     def test_auto_takes_what_moves_fewer_bytes(self) -> None:
         """A table of 31 rows: 2 tokens of each of 4 ranks are fewer, 8 are not. Where the hosts would have to tell each
-        other how many there are, the table is gathered."""
+        other how many there are, only a large table exchanges."""
         mesh = self.gtp_mesh()
         for tokens, exchange_tokens, said in (
             (2, 2, "lookup: exchange of up to 2 tokens per rank"),
             (8, 8, "lookup: gathered"),
             (2, 20, "lookup: gathered"),
             (2, None, ""),
+            (2, None, "lookup: exchange of up to 2 tokens per rank"),  # the table counts as large
         ):
+            is_large = exchange_tokens is None and bool(said)
+            self.enterContext(mock.patch.object(choose_schedule, "_LARGE_TABLE", 0 if is_large else 512 << 20))
             schedule = explicit(min_shard_numel=0, embedding="auto", exchange_tokens=exchange_tokens)
             torch.manual_seed(0)
             reference = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Tanh())

@@ -125,7 +125,8 @@ def _reduce_scatters(
 
 
 def _all_to_all(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> None:
-    output.copy_(input)
+    # All ranks have computed the same, so each sends this one what it would get.
+    output.copy_(input.chunk(group.size())[group.rank()].repeat(group.size(), *[1] * (input.ndim - 1)))
 
 
 LOOPBACK = {
