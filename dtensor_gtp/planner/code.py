@@ -71,7 +71,7 @@ def unwritten(problem: Problem, answer: Answer) -> list[str]:
 def training_code(problem: Problem, answer: Answer) -> str:
     """Python that builds the meshes, shards the model and runs a step; comments alone for what it cannot write."""
     if missing := unwritten(problem, answer):
-        lines = [f"# No code for this layout ({answer.layout.describe(has_experts=True)}):"]
+        lines = [f"# No code for this layout ({answer.layout.describe()}):"]
         return "\n".join([*lines, *(f"#   {text}" for text in missing)])
     job, layout = problem.job, answer.layout
     lines = [

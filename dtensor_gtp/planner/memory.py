@@ -259,9 +259,9 @@ def checkpointed(setting: Setting) -> Trace:
     """The trace with the activations that blocks keep: their input with "full", and with "selective" the results of
     those GEMMs that are not computed again."""
     trace = setting.trace
-    if setting.checkpoint == "none" or not trace.num_blocks:
+    blocks = trace.blocks
+    if setting.checkpoint == "none" or not blocks:
         return trace
-    blocks = {block: weights for block, weights in trace.by_block.items() if block >= 0}
     again = recomputed_uses(setting, setting.sharded())
     names = [item.name for item in setting.sharded()]
     lives = [weights[0].live for weights in blocks.values()]

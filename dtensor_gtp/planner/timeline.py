@@ -7,8 +7,9 @@ import math
 from html import escape
 
 from .evaluate import Answer, Problem, parts_of, setting_of, slowest
+from .program import build
 from .simulate import Load, Stream
-from .timing import Timeline, run
+from .timing import Timeline, timeline_of
 
 _WIDTH, _ROW, _LEFT, _TOP = 1200, 34, 110, 46
 _COLORS = {
@@ -29,8 +30,8 @@ _NAMES = {
 
 def timeline(problem: Problem, answer: Answer) -> Timeline:
     """One microbatch of the slowest stage."""
-    part = slowest(parts_of(problem, answer.layout))
-    return run(setting_of(problem, answer.layout, part), answer.schedule, is_last=True)
+    setting = setting_of(problem, answer.layout, slowest(parts_of(problem, answer.layout)))
+    return timeline_of(build(setting, answer.schedule), problem.machine)
 
 
 def as_svg(found: Timeline, title: str) -> str:

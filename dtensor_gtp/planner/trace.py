@@ -89,22 +89,17 @@ class Trace:
             flops += 3 * sum(op.flops for op in weight.before if op.kind is Kind.ATTENTION)
         return flops
 
-    @property
-    def activations(self) -> int:
-        """The most bytes of activations at any moment."""
-        return max(max(weight.amounts) for weight in self.weights)
-
     @functools.cached_property
-    def by_block(self) -> Mapping[int, list[Weight]]:
-        """Uses by the number of their block; those outside of blocks are under -1."""
+    def blocks(self) -> Mapping[int, list[Weight]]:
+        """Uses by the number of their block, without those outside of blocks."""
         found: dict[int, list[Weight]] = {}
         for weight in self.weights:
             found.setdefault(weight.block, []).append(weight)
-        return found
+        return {block: weights for block, weights in found.items() if block >= 0}
 
     @property
     def num_blocks(self) -> int:
-        return len(self.by_block.keys() - {-1})
+        return len(self.blocks)
 
     def largest_block(self, sizes: Iterable[int]) -> int:
         """The sum of the largest block, where uses have these sizes; of all uses if there are no blocks."""
@@ -113,6 +108,23 @@ class Trace:
             sums[weight.block] = sums.get(weight.block, 0) + size
         blocks = [amount for block, amount in sums.items() if block >= 0]
         return max(blocks) if len(blocks) > 1 else sum(sums.values())
+
+    def with_weights(self, change: Callable[[Weight], Weight]) -> Trace:
+        return replace(self, weights=tuple(map(change, self.weights)))
+
+    def times(self, batch: int) -> Trace:
+        """The same for several sequences: operations and activations grow with them."""
+
+        def more(op: Op) -> Op:
+            return Op(op.kind, op.flops * batch, op.nbytes * batch)
+
+        def changed(weight: Weight) -> Weight:
+            amounts = Amounts(*(amount * batch for amount in weight.amounts))
+            return weight.with_ops(more)._replace(amounts=amounts, live=weight.live * batch)
+
+        loss, tail = tuple(map(more, self.loss)), tuple(map(more, self.tail))
+        sizes = {"input_nbytes": self.input_nbytes * batch, "end": self.end * batch}
+        return replace(self.with_weights(changed), loss=loss, tail=tail, **sizes)
 
 
 def record(
@@ -229,7 +241,6 @@ def record_reference(
     config: ModelConfig, batch: int, seq_len: int, tp: int = 1, cp: int = 1, ep: int = 1, loss: str = "bf16"
 ) -> Trace:
     """The recording of a few blocks of each kind, for :func:`repeated`."""
-    kinds = sorted(set(config.kinds))
     num_tokens = seq_len // cp
 
     def loss_of(model: nn.Module, recorder: Recorder) -> torch.Tensor:
@@ -238,23 +249,17 @@ def record_reference(
         inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:]
         return model.loss(inputs, targets, Collectives(recorder, tp, cp, ep), loss)
 
-    blocks = [kind for kind in kinds for _ in range(_RECORDED)]
-    trace = record(lambda: Reference(config, blocks, num_tokens, tp, ep), loss_of, is_meta=True)
-    trace = with_loss(trace, loss)
-    if config.is_tied:
-        trace = _mapped(trace, lambda weight: weight._replace(is_tied=weight.is_table))
+    blocks = [kind for kind in sorted(set(config.kinds)) for _ in range(_RECORDED)]
+    trace = with_loss(record(lambda: Reference(config, blocks, num_tokens, tp, ep), loss_of, is_meta=True), loss)
     share = config.looked_at(seq_len) / 0.5  # the recording has a causal mask
-    if share != 1:
-        trace = _mapped(trace, lambda weight: weight.with_ops(lambda op: _attending(op, share)))
+
+    def attending(op: Op) -> Op:
+        return op._replace(flops=op.flops * share) if op.kind is Kind.ATTENTION else op
+
+    if config.is_tied:
+        trace = trace.with_weights(lambda weight: weight._replace(is_tied=weight.is_table))
+    trace = trace.with_weights(lambda weight: weight.with_ops(attending))
     return replace(trace, input_nbytes=batch * num_tokens // tp * config.dim * 2)
-
-
-def _mapped(trace: Trace, change: Callable[[Weight], Weight]) -> Trace:
-    return replace(trace, weights=tuple(change(weight) for weight in trace.weights))
-
-
-def _attending(op: Op, share: float) -> Op:
-    return op._replace(flops=op.flops * share) if op.kind is Kind.ATTENTION else op
 
 
 # Of the memory of whole logits: a loss in eight chunks of tokens, and a kernel that makes no logits.
@@ -282,11 +287,11 @@ def repeated(trace: Trace, config: ModelConfig, part: Part) -> Trace:
     """The step of ``part`` of the model, from a recording of :func:`record_reference`."""
     recorded = sorted(set(config.kinds))
     begins = {kind: _RECORDED * number for number, kind in enumerate(recorded)}
-    by_block = trace.by_block
+    by_block = trace.blocks
     saved = {kind: by_block[begin + 1][0].live - by_block[begin][0].live for kind, begin in begins.items()}
     # Before each block of the recording, and at its end.
     saved_before = list(accumulate((saved[kind] for kind in recorded for _ in range(_RECORDED)), initial=0))
-    outside = by_block.get(-1, [])
+    outside = [weight for weight in trace.weights if weight.block < 0]
     weights = [weight for weight in outside if weight.is_table] if part.is_first else []
     if not part.is_last:  # stages that are not one have a matrix each
         weights = [weight._replace(is_tied=False) for weight in weights]
