@@ -218,7 +218,8 @@ def _nothing_fits(result: PlanResult) -> list[str]:
 
 
 def _refused(result: PlanResult) -> list[str]:
-    head = f"{result.num_layouts} layouts, the {result.num_simulated} most promising simulated in {result.seconds:.1f} s."
+    simulated = f"the {result.num_simulated} most promising simulated in {result.seconds:.1f} s"
+    head = f"{result.num_layouts} layouts, {simulated}."
     if not result.refused:
         return [f"{head} None refused."]
     reasons = (f"  {item.count:>5}  {item.reason} (e.g. {item.example.describe()})" for item in result.refused[:6])
