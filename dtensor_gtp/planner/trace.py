@@ -123,8 +123,8 @@ class Trace:
             return weight.with_ops(more)._replace(amounts=amounts, live=weight.live * batch)
 
         loss, tail = tuple(map(more, self.loss)), tuple(map(more, self.tail))
-        sizes = {"input_nbytes": self.input_nbytes * batch, "end": self.end * batch}
-        return replace(self.with_weights(changed), loss=loss, tail=tail, **sizes)
+        found = replace(self.with_weights(changed), loss=loss, tail=tail)
+        return replace(found, input_nbytes=self.input_nbytes * batch, end=self.end * batch)
 
 
 def record(
