@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .evaluate import Answer, Problem
 from .job import Layout
-from .user_tp import COLWISE, ROWWISE, TPPlan
+from .user_model import COLWISE, ROWWISE, TPPlan
 
 _TP_PLAN = """\
 # Column- and row-wise slices, activations along the sequence between them; names as in examples/llama.py.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -17,13 +17,21 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
-from .. import _torch_compat as compat
-from .any_module import loose_numel, other_owners, shape_of, use_module
 from .model import ModelConfig
 from .peak import Amounts
 from .recorder import Kind, Op, Recorder, Stretch
 from .reference import Reference
-from .stand_ins import Collectives, Experts, is_known, recording, use_matrices
+from .stand_ins import (
+    Collectives,
+    Experts,
+    is_known,
+    loose_numel,
+    other_owners,
+    recording,
+    shape_of,
+    use_matrices,
+    use_module,
+)  # fmt: skip
 
 _BLOCK = re.compile(r"(?:^|\.)(\d+)\.")
 
@@ -127,31 +135,15 @@ class Trace:
         return replace(found, input_nbytes=self.input_nbytes * batch, end=self.end * batch)
 
 
-def record(
-    make_model: Callable[[], nn.Module],
-    loss_of: Callable[[nn.Module, Recorder], torch.Tensor],
-    *,
-    is_meta: bool = False,
-) -> Trace:
-    """One step of a model in bf16.
-
-    Args:
-        make_model: Makes the model. Modules of other kinds with matrices are recorded as one use each.
-        loss_of: Computes the loss from tensors that it makes.
-        is_meta: On the meta device, four times as fast as on fake CPU tensors, for code that names no device.
-
-    Raises:
-        ValueError: No matrix has a gradient.
-    """
-    with torch.device("meta") if is_meta else compat.fake_tensor_mode():
+def record(make_model: Callable[[], nn.Module], loss_of: Callable[[nn.Module, Recorder], torch.Tensor]) -> Trace:
+    """One step of a model in bf16, on the meta device. ``loss_of`` makes its inputs."""
+    with torch.device("meta"):
         model = make_model()
         tied = _tied(model)
-        owners = other_owners(model, is_known)
-        others = set(owners.values())  # their code may not cast: vectors are bf16 too then
-        loose = loose_numel(model, is_known)
+        owners, loose = other_owners(model), loose_numel(model)
         for module in model.modules():
             for name, param in list(module.named_parameters(recurse=False)):
-                if param.ndim > 1 or others:
+                if param.ndim > 1 or owners:  # their code may not cast: vectors are bf16 too then
                     setattr(module, name, nn.Parameter(param.detach().bfloat16()))
         recorder = Recorder([*model.parameters(), *model.buffers()])
         use_matrices(model, recorder.mark)
@@ -176,42 +168,35 @@ def _tied(model: nn.Module) -> set[str]:
     return {name for found in names.values() for name in found[:-1]}
 
 
-def _trace_of(
-    stretches: list[Stretch], modules: dict[str, nn.Module], small_numel: int, tied: Container[str] = ()
-) -> Trace:
+def _trace_of(stretches: list[Stretch], modules: dict[str, nn.Module], small_numel: int, tied: set[str]) -> Trace:
     pairs = _pairs(stretches)
     if not pairs:
         raise ValueError("record expects a backward that uses matrices, but no matrix has a gradient.")
-    forward, wgrads = [first for first, _ in pairs], [last for _, last in pairs][::-1]
     weights = []
     for first, last in pairs:
-        name = stretches[first].name
-        module = modules[name]
-        shape = tuple(module.get_parameter("weight").shape) if is_known(module) else shape_of(module)
-        dgrad = stretches[last + 1]
-        amounts = Amounts(
-            stretches[first].most, stretches[first + 1].most, stretches[last - 1].most, stretches[last].most, dgrad.most
-        )
+        module = modules[name := stretches[first].name]
+        around = (first - 1, first, first + 1, last - 1, last, last + 1)
+        before, use, after, backward, wgrad, dgrad = (stretches[index] for index in around)
         block = _BLOCK.search(f"{name}.")
         weights.append(
             Weight(
                 f"{name}.weight",
-                shape,
+                tuple(module.get_parameter("weight").shape) if is_known(module) else shape_of(module),
                 isinstance(module, nn.Embedding),
                 isinstance(module, Experts),
-                bool(dgrad.ops),
-                int(block[1]) if block else -1,
-                stretches[first - 1].ops,
-                stretches[first].ops,
-                stretches[last - 1].ops,
-                amounts,
-                stretches[first].live,
-                f"{name}.weight" in tied,
+                has_dgrad=bool(dgrad.ops),
+                block=int(block[1]) if block else -1,
+                before=before.ops,
+                use=use.ops,
+                backward=backward.ops,
+                amounts=Amounts(use.most, after.most, backward.most, wgrad.most, dgrad.most),
+                live=use.live,
+                is_tied=f"{name}.weight" in tied,
             )
         )
     # What comes after the last use of forward is in its stretch; that of the loss' own backward is before the head's.
-    loss = stretches[forward[-1] + 1].ops
-    rest = stretches[wgrads[-1] + 2 :]
+    loss = stretches[pairs[-1][0] + 1].ops
+    rest = stretches[pairs[0][1] + 2 :]
     tail = rest[0].ops if rest else ()
     blocks = [weight for weight in weights if weight.block >= 0]
     per_token = sum(op.flops for op in blocks[0].use) / (2 * blocks[0].numel) if blocks else 0
@@ -250,7 +235,7 @@ def record_reference(
         return model.loss(inputs, targets, Collectives(recorder, tp, cp, ep), loss)
 
     blocks = [kind for kind in sorted(set(config.kinds)) for _ in range(_RECORDED)]
-    trace = with_loss(record(lambda: Reference(config, blocks, num_tokens, tp, ep), loss_of, is_meta=True), loss)
+    trace = with_loss(record(lambda: Reference(config, blocks, num_tokens, tp, ep), loss_of), loss)
     share = config.looked_at(seq_len) / 0.5  # the recording has a causal mask
 
     def attending(op: Op) -> Op:

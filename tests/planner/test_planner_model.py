@@ -172,7 +172,7 @@ def test_a_function_that_builds_a_model(users_models: ModuleType) -> None:
     name, config, user = load_model("users_models:build", 8)
     assert (name, config) == ("users_models:build", None)
     assert user is not None
-    trace = user.trace()
+    trace = user.trace(1)
     assert [weight.shape for weight in trace.weights] == [(64, 64)] * 3
     assert sum(weight.flops for weight in trace.weights) == 3 * 2 * 8 * 64 * 64
     assert trace.small_numel == 3 * 64
@@ -215,7 +215,7 @@ def test_modules_of_any_kind_are_one_use_each(users_models: ModuleType) -> None:
     users_models.build = build  # type: ignore[attr-defined]
     user = load_model("users_models:build", 8)[2]
     assert user is not None
-    trace = user.trace()
+    trace = user.trace(1)
     assert [(weight.name, weight.numel) for weight in trace.weights] == [
         ("0.weight", 16 * 4 * 3),
         ("1.weight", 32 * 16),
