@@ -170,10 +170,8 @@ def predict(setting: Setting, schedule: Schedule, stage: Stage, optimizer_nbytes
     uses = _uses(setting, weights, step, schedule)
     if stage.num_microbatches > 1:  # gradients of the shards stay from the first microbatch on
         uses = [use._replace(grad=0) for use in uses]
-    reduces = setting.backends(schedule, 0).reduces
-    together = schedule.coalesce_grad_nbytes if reduces != "all_to_all" else 0
-    inflight, order = schedule.max_inflight_reduce_scatters, schedule.wgrad_first
-    peak = predict_peak(uses, 0, inflight, together, wgrad_first=order)
+    together = schedule.coalesce_grad_nbytes if setting.backends(schedule, 0).reduces != "all_to_all" else 0
+    peak = predict_peak(uses, 0, schedule.max_inflight_reduce_scatters, together, wgrad_first=schedule.wgrad_first)
     states = sum(map(setting.optimizer_numel, weights)) + setting.trace.small_numel
     # ``fully_shard`` around blocks keeps its part of each shard, beside the shard that is gathered from all parts.
     parameters = numel + states * setting.shards_optimizer

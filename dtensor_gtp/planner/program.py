@@ -97,17 +97,9 @@ class Tasks:
         self.compute(self.costs.works(self.setting.trace.tail, is_block=False), "backward of the input")
 
     def transfer(
-        self,
-        stream: Stream,
-        name: str,
-        nbytes: float,
-        ms: float,
-        after: Iterable[int],
-        label: str,
-        cause: str,
-        *,
-        is_copy: bool = False,
-    ) -> int:
+        self, stream: Stream, name: str, nbytes: float, ms: float, after: Iterable[int], label: str, cause: str,
+        *, is_copy: bool = False,
+    ) -> int:  # fmt: skip
         """A collective over an axis, with which each rank gets the parts of ``nbytes`` that the others have."""
         axis = self.costs.axis(name)
         self.received[name] = self.received.get(name, 0) + nbytes * (axis.size - 1) / axis.size
@@ -115,10 +107,8 @@ class Tasks:
 
     def end(self) -> Program:
         """Compute waits for what it was told to."""
-        self.add(Stream.COMPUTE, Load.COMPUTE, 0.0, label="end", cause="reductions")
-        return self.done()
-
-    def done(self) -> Program:
+        if self._waits:
+            self.add(Stream.COMPUTE, Load.COMPUTE, 0.0, label="end", cause="reductions")
         return Program(self.tasks, self.host_ms, self.received, self.turning)
 
 
@@ -143,20 +133,17 @@ class Gathers:
         """A use begins: the gather that compute waits for. Launches what follows."""
         chain = self._chain
         assert chain is not None
-        done = self._take(number)
-        if done is None:
+        if number in self._kept:
+            done = self._kept.pop(number)
+        elif self._pending.get(number):
+            done = self._pending[number].popleft()
+        else:
             (done,) = self._launch([number])
         for launch in chain.advance(number, self._weights[number].lane) or ():
             self._prefetch(chain.plan, launch.positions)
         if is_kept:
             self._kept[number] = done
         return done
-
-    def _take(self, number: int) -> int | None:
-        if number in self._kept:
-            return self._kept.pop(number)
-        pending = self._pending.get(number)
-        return pending.popleft() if pending else None
 
     def _prefetch(self, plan: Plan, positions: Sequence[int]) -> None:
         missing = [use for use in (plan.uses[position] for position in positions) if use not in self._kept]
@@ -179,9 +166,8 @@ class Gathers:
         cast = tasks.add(Stream.CAST if is_copy else stream, Load.KERNEL, cast_ms, tasks.fork(), f"cast {names}")
         nbytes = sum(weight.wired for weight in weights)
         ms = costs.together_ms(nbytes, first.axis, len(weights), is_copy=is_copy)
-        task = tasks.transfer(
-            stream, first.axis_name, nbytes, ms, [cast], f"gather {names}", "gathers", is_copy=is_copy
-        )
+        name, label = first.axis_name, f"gather {names}"
+        task = tasks.transfer(stream, name, nbytes, ms, [cast], label, "gathers", is_copy=is_copy)
         return [task] * len(numbers)
 
 
@@ -194,7 +180,6 @@ class Reductions:
         self._inflight: deque[int] = deque()
 
     def submit(self, weight: Sharded) -> None:
-        """A gradient has been computed."""
         together = self._together.setdefault(weight.lane, Together(self._schedule.coalesce_grad_nbytes))
         for launch in together.submit(weight, weight.sent):
             self._launch(launch)
@@ -205,8 +190,9 @@ class Reductions:
 
     def finish(self) -> None:
         """Backward ends: compute waits for all of them."""
-        for launch in [launch for together in self._together.values() for launch in together.flush()]:
-            self._launch(launch)
+        for together in self._together.values():
+            for launch in together.flush():
+                self._launch(launch)
         while self._inflight:
             self._tasks.wait(self._inflight.popleft())
 
@@ -258,7 +244,7 @@ def build_compute(setting: Setting) -> Program:
         for part in item.gradients():
             tasks.multiply(item, part)
     tasks.tail()
-    return tasks.done()
+    return tasks.end()
 
 
 def build(setting: Setting, schedule: Schedule, *, is_last: bool = True) -> Program:
@@ -289,7 +275,6 @@ def build(setting: Setting, schedule: Schedule, *, is_last: bool = True) -> Prog
 
 
 def _use(tasks: Tasks, gathers: Gathers, number: int, item: Sharded, *, is_kept: bool) -> None:
-    """A use in forward, or in a forward that backward computes again."""
     tasks.spend(tasks.host.use_us)
     tasks.wait(gathers.use(number, is_kept=is_kept))
     tasks.multiply(item, "forward")
@@ -362,11 +347,9 @@ def _backward(
 
 
 def _recompute(tasks: Tasks, gathers: Gathers, weights: Sequence[Sharded], step: Step, block: int) -> None:
-    uses = step.recomputed.get(block)
-    if not uses:
-        return
+    uses = step.recomputed.get(block, ())
     for number, item in enumerate(weights):
-        if item.weight.block == block:
+        if uses and item.weight.block == block:
             tasks.before(item, "again before")
             if number in uses:
                 _use(tasks, gathers, number, item, is_kept=False)

@@ -86,9 +86,6 @@ class Setting:
     shards_optimizer: bool = False  # whether optimizer states are divided over replicas
     tokens: int = 0  # of a rank in one forward
 
-    def axis_of(self, weight: Weight) -> Axis:
-        return self.costs.axis("expert_gtp" if weight.is_expert else "gtp")
-
     def held(self, item: Sharded) -> int:
         """Bytes of a gathered weight in memory: GEMMs of its format read what was gathered."""
         return item.wired if self.costs.precision != "bf16" else item.gathered
@@ -97,16 +94,16 @@ class Setting:
         """Elements whose optimizer state this rank holds."""
         return -(-item.state_numel // (self.costs.axis(item.replicas).size if self.shards_optimizer else 1))
 
-    def sharded(self) -> list[Sharded]:
+    def sharded(self) -> tuple[Sharded, ...]:
         """All weights, in the order of the forward."""
-        return list(self._all)
+        return self._all
 
     @functools.cached_property
     def _all(self) -> tuple[Sharded, ...]:
-        return tuple(self._sharded(weight) for weight in self.trace.weights)
+        return tuple(map(self._sharded, self.trace.weights))
 
     def _sharded(self, weight: Weight) -> Sharded:
-        axis = self.axis_of(weight)
+        axis = self.costs.axis("expert_gtp" if weight.is_expert else "gtp")
         gathered = weight.numel * COMPUTE_NBYTES
         wired = gathered
         is_linear = weight.block >= 0 and not weight.is_table

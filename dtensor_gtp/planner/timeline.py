@@ -12,19 +12,12 @@ from .simulate import Load, Stream
 from .timing import Timeline, timeline_of
 
 _WIDTH, _ROW, _LEFT, _TOP = 1200, 34, 110, 46
-_COLORS = {
-    Load.COMPUTE: "#4c78a8",
-    Load.KERNEL: "#f58518",
-    Load.NCCL: "#54a24b",
-    Load.COPY: "#72b7b2",
-    Load.NETWORK: "#b279a2",
-}
-_NAMES = {
-    Load.COMPUTE: "compute",
-    Load.KERNEL: "casts and sums",
-    Load.NCCL: "NCCL, fast link",
-    Load.COPY: "copy engines",
-    Load.NETWORK: "NCCL, network",
+_LOOKS = {
+    Load.COMPUTE: ("#4c78a8", "compute"),
+    Load.KERNEL: ("#f58518", "casts and sums"),
+    Load.NCCL: ("#54a24b", "NCCL, fast link"),
+    Load.COPY: ("#72b7b2", "copy engines"),
+    Load.NETWORK: ("#b279a2", "NCCL, network"),
 }
 
 
@@ -59,15 +52,15 @@ def as_svg(found: Timeline, title: str) -> str:
         ms = span.end - span.begin
         if ms * scale >= 0.05:
             label = f"{task.label}: {ms:.3f} ms from {span.begin:.2f}"
-            parts.append(_box(_LEFT + span.begin * scale, tops[task.stream], ms * scale, _COLORS[task.load], label))
+            parts.append(_box(_LEFT + span.begin * scale, tops[task.stream], ms * scale, _LOOKS[task.load][0], label))
     if found.turning < len(found.spans):
         x = _LEFT + found.spans[found.turning].begin * scale
         parts.append(f'<line x1="{x:.2f}" x2="{x:.2f}" y1="{_TOP - 8}" y2="{height - 44}" stroke="black"/>')
         parts.append(_text(x + 4, _TOP - 2, "backward"))
-    for number, (load, color) in enumerate(_COLORS.items()):
+    for number, (color, name) in enumerate(_LOOKS.values()):
         x = _LEFT + number * 170
         parts.append(f'<rect x="{x}" y="{height - 30}" width="14" height="14" fill="{color}"/>')
-        parts.append(_text(x + 20, height - 18, _NAMES[load]))
+        parts.append(_text(x + 20, height - 18, name))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
