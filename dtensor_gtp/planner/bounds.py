@@ -34,7 +34,6 @@ class Bounds:
         self._passing: dict[tuple[object, ...], int] = {}
 
     def ms(self, layout: Layout) -> float:
-        """Of a step."""
         sums, axes = self._of(layout), layout.axes()
         num, costs = layout.num_microbatches(self._problem.job), Costs(self._problem.machine)
         times = {True: 0.0, False: 0.0}  # by link
@@ -86,7 +85,6 @@ class Bounds:
         return max(found)
 
     def _of(self, layout: Layout) -> Amounts:
-        """The sums of the slowest stage."""
         alike = layout.cp, layout.tp, layout.ep, layout.micro_batch, layout.checkpoint
         key = layout.pp, *alike
         if key not in self._sums:

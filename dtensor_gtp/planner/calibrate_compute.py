@@ -44,7 +44,6 @@ _BLOCK = ModelConfig("host", dim=64, layers=2, heads=2, kv_heads=1, head_dim=32,
 
 
 def measure_compute(clock: Clock, samples: Samples) -> None:
-    """GEMMs, kernels of memory, and attention."""
     device, is_gpu = clock.device, clock.device.type == "cuda"
     tiny = torch.zeros(16, device=device)
     samples.add("kernel", 1, clock.time(lambda: tiny.add_(1), 200 if is_gpu else 20))
@@ -151,8 +150,7 @@ def count_operations(tokens: int) -> float:
     """For how many operations the planner lets the host work, in a step of the small decoder."""
     trace = repeated(record_reference(_BLOCK, 1, tokens), _BLOCK, Part(tuple(_BLOCK.kinds)))
     machine = load_machine("h100")
-    setting = Setting(trace, Costs(machine), fixed_policy(), tokens=tokens)
-    return build_compute(setting).host_ms * 1e3 / machine.host.op_us
+    return build_compute(Setting(trace, Costs(machine), fixed_policy())).host_ms * 1e3 / machine.host.op_us
 
 
 def _stack(device: torch.device) -> nn.Sequential:

@@ -35,19 +35,18 @@ class Clock:
             is_sustained: Whether to go on until clocks have settled, and take the second half. Each rank then has its
                 own number of samples, so ``work`` must not be a collective.
         """
-        work()
-        return statistics.median(self._host_sample(work, calls) for _ in range(_SAMPLES))
+        samples = []
+        for _ in range(_SAMPLES):
+            work()
+            begin = time.perf_counter()
+            for _ in range(calls):
+                work()
+            samples.append((time.perf_counter() - begin) / calls)
+        return statistics.median(samples)
 
     def time_host(self, work: Work) -> float:
         """Until the call returns, while the device is idle."""
         return self.time(work)
-
-    def _host_sample(self, work: Work, calls: int) -> float:
-        work()
-        begin = time.perf_counter()
-        for _ in range(calls):
-            work()
-        return (time.perf_counter() - begin) / calls
 
     def time_beside(self, work: Work, calls: int, other: Work, other_calls: int) -> float | None:
         """As :meth:`time`, while ``other`` runs on another stream; None if this device has no streams."""
@@ -89,7 +88,7 @@ class _EventClock(Clock):
             work()
         end.record()
         end.synchronize()
-        return _seconds(begin, end) / calls
+        return float(begin.elapsed_time(end)) / 1e3 / calls
 
     def time(self, work: Work, calls: int = 1, *, is_sustained: bool = False) -> float:
         work()
@@ -135,7 +134,7 @@ class _EventClock(Clock):
                 current.wait_stream(self._stream)
             end.record()
             torch.cuda.synchronize(self.device)
-            samples.append(_seconds(begin, end))
+            samples.append(float(begin.elapsed_time(end)) / 1e3)
         return statistics.median(samples)
 
     def time_beside(self, work: Work, calls: int, other: Work, other_calls: int) -> float | None:
@@ -143,7 +142,3 @@ class _EventClock(Clock):
 
     def time_together(self, work: Work, calls: int, other: Work, other_calls: int) -> float | None:
         return self._two_streams(work, calls, other, other_calls, joins=True)
-
-
-def _seconds(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-    return float(begin.elapsed_time(end)) / 1e3

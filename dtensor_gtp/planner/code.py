@@ -46,6 +46,11 @@ def save_every_second_product():
 """
 
 
+_CHECKPOINTING = """\
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+for number, block in enumerate(model.layers):
+    model.layers[number] = checkpoint_wrapper(block{options})"""
+
 _READ = "python -m dtensor_gtp.help"
 
 
@@ -56,9 +61,8 @@ def unwritten(problem: Problem, answer: Answer) -> list[str]:
     if layout.pp > 1:
         found.append(f"pp {layout.pp}: how the model is cut into stages is yours, see {_READ} composability")
     if layout.cp > 1:
-        found.append(
-            f"cp {layout.cp}: attention exchanges keys over mesh['cp'] in your code, see {_READ} composability"
-        )
+        exchanged = "attention exchanges keys over mesh['cp'] in your code"
+        found.append(f"cp {layout.cp}: {exchanged}, see {_READ} composability")
     if problem.job.shards_optimizer and layout.replicate > 1:
         found.append(f"zero1: fully_shard over mesh['replicate'] goes around your blocks, see {_READ} composability")
     if layout.ep * layout.expert_gtp > 1 or (problem.config is not None and problem.config.experts):
@@ -74,18 +78,20 @@ def training_code(problem: Problem, answer: Answer) -> str:
         lines = [f"# No code for this layout ({answer.layout.describe()}):"]
         return "\n".join([*lines, *(f"#   {text}" for text in missing)])
     job, layout = problem.job, answer.layout
-    lines = [
-        "import torch",
-        "from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, gtp_shard, init_weight_mesh",
-    ]
+    names = "MixedPrecisionPolicy, SchedulePolicy, gtp_shard, init_weight_mesh"
+    lines = ["import torch", f"from dtensor_gtp import {names}"]
     if job.quantization is not None:
         lines.append("from dtensor_gtp import quantize_")
-    lines += ["", *_mesh(layout), "", "with torch.device('meta'):", "    model = build_model()  # yours"]
+    sizes = [f", {name}={getattr(layout, name)}" for name in ("replicate", "gtp", "tp") if getattr(layout, name) > 1]
+    lines += ["", f"mesh = init_weight_mesh('cuda'{''.join(sizes)})", ""]
+    lines += ["with torch.device('meta'):", "    model = build_model()  # yours"]
     lines += _recipe(problem)
     if layout.tp > 1:
         lines += [_TP_PLAN] if problem.user is None else _tp_lines(problem.user.plan)
     if layout.checkpoint != "none":
-        lines += _checkpointing(layout)
+        is_selective = layout.checkpoint == "selective"
+        options = ", context_fn=save_every_second_product, preserve_rng_state=False" * is_selective
+        lines += [_SELECTIVE] * is_selective + [_CHECKPOINTING.format(options=options)]
     reduce = "bfloat16" if job.reduce_dtype == "bf16" else "float32"
     lines.append(f"policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.{reduce})")
     schedule = "" if job.memory == "balanced" else f", schedule=SchedulePolicy(memory={job.memory!r})"
@@ -114,6 +120,7 @@ def _recipe(problem: Problem) -> list[str]:
 def _step(problem: Problem, layout: Layout) -> list[str]:
     """One optimizer step over the microbatches of this rank."""
     num = layout.num_microbatches(problem.job)
+    names = ("muon", "adamw") if problem.job.optimizer == "muon" else ("optimizer",)
     data = f"of {layout.data_ranks} data ranks"
     if layout.tp > 1:
         data += f", the same on the {layout.tp} ranks of tp"
@@ -134,16 +141,11 @@ def _step(problem: Problem, layout: Layout) -> list[str]:
         *lines,
         "        loss = compute_loss(model, batch) / len(microbatches)  # yours: the mean over its tokens",
         "        loss.backward()",
-        *(f"    {name}.step()\n    {name}.zero_grad()" for name in _names(problem.job.optimizer)),
+        *(f"    {name}.step()\n    {name}.zero_grad()" for name in names),
     ]
 
 
-def _names(optimizer: str) -> tuple[str, ...]:
-    return ("muon", "adamw") if optimizer == "muon" else ("optimizer",)
-
-
 def _tp_lines(plan: TPPlan) -> list[str]:
-    """The plan of a model's own config."""
     styles = {COLWISE: "ColwiseParallel()", ROWWISE: "RowwiseParallel()"}
     return [
         "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module",
@@ -164,22 +166,6 @@ _OPTIMIZERS = {
         "muon, adamw = Muon(matrices, lr=1e-3), torch.optim.AdamW(others, fused=True)",
     ],
 }
-
-
-def _mesh(layout: Layout) -> list[str]:
-    names = ("replicate", "gtp", "tp")
-    sizes = ", ".join(f"{name}={getattr(layout, name)}" for name in names if getattr(layout, name) > 1)
-    return [f"mesh = init_weight_mesh('cuda', {sizes})" if sizes else "mesh = init_weight_mesh('cuda')"]
-
-
-def _checkpointing(layout: Layout) -> list[str]:
-    options = ", context_fn=save_every_second_product, preserve_rng_state=False" * (layout.checkpoint == "selective")
-    return [
-        *([_SELECTIVE] if layout.checkpoint == "selective" else []),
-        "from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper",
-        "for number, block in enumerate(model.layers):",
-        f"    model.layers[number] = checkpoint_wrapper(block{options})",
-    ]
 
 
 def launch_lines(problem: Problem, answer: Answer) -> str:

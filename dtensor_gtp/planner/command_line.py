@@ -113,13 +113,11 @@ def _plan(options: argparse.Namespace) -> int:
         machine = load_machine(options.machine)
         machine = machine.with_limits(watts=options.watts, network_gb_s=options.network_gb_s)
         result = plan(options.model, machine, top=options.top, report=report, **_job_of(options))
+    is_json = options.json is not None and str(options.json) == "-"
     if options.json is not None:
-        text = json.dumps(result.as_record(), indent=1) + "\n"
-        if str(options.json) == "-":
-            print(text, end="")
-        else:
-            _write(options.json, text)
-    if options.json is None or str(options.json) != "-":
+        text = json.dumps(result.as_record(), indent=1)
+        print(text) if is_json else _write(options.json, f"{text}\n")
+    if not is_json:
         print(result)
         if options.tokens is not None and result.answers:
             print(f"\n{duration(result.best, result.job, options.tokens)}")

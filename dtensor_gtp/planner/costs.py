@@ -17,15 +17,11 @@ _PER_GB_S = 1e-6  # milliseconds for a byte at 1 GB/s
 
 
 class Axis(NamedTuple):
-    """The ranks of one group."""
-
     size: int
     stride: int  # between two of them
 
 
 class Wire(NamedTuple):
-    """How a group communicates."""
-
     is_fast: bool  # whether all of it is behind the fast link
     gb_s: float  # what a rank receives in a second
     start_ms: float  # until the first byte arrives
@@ -42,8 +38,6 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """Times on one machine."""
-
     machine: Machine  # the machine
     axes: tuple[tuple[str, Axis], ...] = ()  # the groups of a layout by the name of their axis
     precision: str = "bf16"  # what GEMMs of the blocks compute in: "bf16", "float8" or "float4"
@@ -218,8 +212,6 @@ def _share(points: Sequence[tuple[float, float]], flops: float) -> float:
 
 
 class Traffic(NamedTuple):
-    """One kind of communication of a step."""
-
     name: str  # for people
     nbytes: int  # of the full weights or gradients
     num_tensors: int  # how many

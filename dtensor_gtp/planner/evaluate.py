@@ -22,8 +22,6 @@ from .user_model import UserModel
 
 @dataclass(frozen=True)
 class Problem:
-    """What is planned."""
-
     job: Job  # what is asked for
     config: ModelConfig | None  # the sizes of the model; None for a model of the user's own code
     machine: Machine  # the GPUs
@@ -96,9 +94,8 @@ class Answer:
     @property
     def range_ms(self) -> tuple[float, float] | None:
         """The least and the most that a step may take, by published runs of this kind; None where there are none."""
-        if isinstance(self.ground, str):
-            return None
-        return self.step_ms * self.ground.least, self.step_ms * self.ground.most
+        found = self.ground
+        return None if isinstance(found, str) else (self.step_ms * found.least, self.step_ms * found.most)
 
 
 def stage_parts(config: ModelConfig, pp: int) -> list[Part]:
@@ -189,7 +186,6 @@ def memory_of(problem: Problem, layout: Layout) -> Memory:
 
 
 def evaluate(problem: Problem, layout: Layout, memory: Memory | None = None) -> Answer:
-    """Simulates a layout that can be."""
     job, machine = problem.job, problem.machine
     memory = memory or memory_of(problem, layout)
     setting = setting_of(problem, layout, slowest(parts_of(problem, layout)))
@@ -287,9 +283,9 @@ def inflight(problem: Problem, layout: Layout, number: int, num_microbatches: in
     """Microbatches whose activations a stage holds: as many as there are stages from it on, as 1F1B and DualPipe do.
     Where chunks were asked for, those of Megatron's interleaved schedule, which begins backward later (arXiv
     2104.04473, section 2.2)."""
-    chunks, after = problem.job.virtual_stages, layout.pp - 1 - number
+    after = layout.pp - 1 - number
     held = after + 1.0
-    if chunks > 1 and layout.pp > 1:
+    if problem.job.virtual_stages > 1 and layout.pp > 1:
         chunks = virtual_stages(problem, layout)
         held = ((chunks - 1) * layout.pp + 2 * after + 1) / chunks
     return min(held, num_microbatches)
@@ -315,7 +311,5 @@ def _gather_parameters(setting: Setting, total: Parts) -> float:
 
 def lower_bound_ms(problem: Problem, layout: Layout, one_ms: float) -> float:
     """What a step takes at least, if a microbatch takes ``one_ms`` at least."""
-    num = layout.num_microbatches(problem.job)
-    chunks = virtual_stages(problem, layout)
-    straggling = problem.machine.straggling(problem.job.gpus)
-    return one_ms * (num + (layout.pp - 1) / chunks) * (1 + straggling)
+    num = layout.num_microbatches(problem.job) + (layout.pp - 1) / virtual_stages(problem, layout)
+    return one_ms * num * (1 + problem.machine.straggling(problem.job.gpus))

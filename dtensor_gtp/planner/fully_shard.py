@@ -25,7 +25,6 @@ class Unit:
 
 
 def units_of(setting: Setting) -> tuple[Unit, list[Unit]]:
-    """The root and the blocks."""
     by_block: dict[int, list[Sharded]] = {}
     for item in setting.sharded():
         by_block.setdefault(item.weight.block, []).append(item)

@@ -25,8 +25,6 @@ _PRESETS = Path(__file__).parent / "machines"
 
 @dataclass(frozen=True)
 class Link:
-    """A link of one GPU."""
-
     gb_s: float  # what a GPU sends, while it receives as much, in 10^9 bytes a second
     share: float  # of that, what a collective of large messages reaches
     start_us: float  # time before the first byte arrives; of copy engines, for each copy

@@ -23,8 +23,6 @@ _LEAN, _LEAN_LOGITS = 0.35, 0.25
 
 
 class Reducing(NamedTuple):
-    """How gradients are reduced."""
-
     nbytes: int  # of an element on the wire
     kind: str  # ``SchedulePolicy.reduce_scatter``
     num_ranks: int  # size of the axis

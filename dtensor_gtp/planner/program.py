@@ -43,7 +43,6 @@ class Tasks:
         self._waits: list[int] = []  # what the next task of compute waits for
 
     def spend(self, us: float) -> None:
-        """The host works."""
         if not self.setting.is_captured:
             self.host_ms += us / 1e3
 
@@ -76,7 +75,6 @@ class Tasks:
             self.transfer(Stream.COMPUTE, work.axis, work.nbytes, work.ms, (), f"{label}: {work.axis}", work.axis)
 
     def before(self, item: Sharded, label: str = "before") -> None:
-        """What forward computes before a use."""
         self.compute(self.costs.works(item.weight.before, is_block=item.is_in_block), f"{label} {item.name}")
 
     def before_backward(self, item: Sharded) -> None:

@@ -23,8 +23,6 @@ _GRANULE = 512
 
 
 class Kind(Enum):
-    """What an operation is bound by."""
-
     GEMM = "gemm"
     ATTENTION = "attention"
     MEMORY = "memory"  # elementwise kernels, copies, reductions
@@ -35,8 +33,6 @@ class Kind(Enum):
 
 
 class Op(NamedTuple):
-    """One operation."""
-
     kind: Kind  # what it is bound by
     flops: float = 0  # multiplications and additions of GEMMs and attention
     nbytes: float = 0  # what elementwise kernels read and write, or the result of a gather on all ranks of its axis

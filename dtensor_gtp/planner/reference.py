@@ -33,8 +33,6 @@ class _Rotary(nn.Module):
 
 
 class _Attention(nn.Module):
-    """Causal grouped-query attention on this rank's heads."""
-
     def __init__(self, config: ModelConfig, tp: int, rope: _Rotary) -> None:
         super().__init__()
         self.head_dim = config.head_dim
@@ -90,8 +88,6 @@ class _LatentAttention(nn.Module):
 
 
 class _FeedForward(nn.Module):
-    """SwiGLU on this rank's columns."""
-
     def __init__(self, dim: int, hidden_dim: int) -> None:
         super().__init__()
         self.w1 = nn.Linear(dim, hidden_dim, bias=False)

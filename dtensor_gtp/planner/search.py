@@ -30,8 +30,6 @@ _STATE, _MEMORY = "parameters and optimizer alone do not fit", "does not fit"
 
 @dataclass(frozen=True)
 class Refused:
-    """Layouts that were refused for one reason."""
-
     reason: str
     count: int
     example: Layout
@@ -39,8 +37,6 @@ class Refused:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found."""
-
     # The fastest of each family, the best first. A family has equal pp, cp, tp and ep. If none fits, those that leaner
     # code could run: see ``Answer.may_fit``.
     answers: tuple[Answer, ...]
@@ -130,8 +126,6 @@ def search(problem: Problem, *, top: int = 5, report: Report | None = None) -> F
 
 
 class _Search:
-    """What is known of the layouts that were tried."""
-
     def __init__(self, problem: Problem, bounds: Bounds, refused: dict[str, list[Layout]], top: int) -> None:
         self._problem, self._bounds, self._refused, self._top = problem, bounds, refused, top
         self._capacity = problem.machine.memory_nbytes

@@ -24,8 +24,6 @@ COMPUTE_NBYTES = 2
 
 
 class Sharded(NamedTuple):
-    """One weight of the plan."""
-
     weight: Weight  # the use in the recording
     lane: int  # 0, or 1 for experts on their own mesh
     axis: Axis  # of the ranks that hold its shards
@@ -57,7 +55,6 @@ class Sharded(NamedTuple):
         return self.weight.block >= 0
 
     def gradients(self) -> tuple[str, ...]:
-        """What backward computes of it."""
         return ("wgrad", "dgrad") if self.weight.has_dgrad else ("wgrad",)
 
     @property
@@ -74,8 +71,6 @@ class Backends(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """What a rank does in a step."""
-
     trace: Trace  # what it computes
     costs: Costs  # on what machine, over which groups
     policy: SchedulePolicy  # of ``gtp_shard``
@@ -95,7 +90,6 @@ class Setting:
         return -(-item.state_numel // (self.costs.axis(item.replicas).size if self.shards_optimizer else 1))
 
     def sharded(self) -> tuple[Sharded, ...]:
-        """All weights, in the order of the forward."""
         return self._all
 
     @functools.cached_property

@@ -28,8 +28,6 @@ class Stream(IntEnum):
 
 
 class Load(IntEnum):
-    """What a task occupies."""
-
     COMPUTE = 0  # SMs, by GEMMs and what is between them
     KERNEL = 1  # SMs, beside the compute stream
     NCCL = 2  # the fast link and some SMs
@@ -38,8 +36,6 @@ class Load(IntEnum):
 
 
 class Task(NamedTuple):
-    """One task."""
-
     stream: Stream  # where it runs
     load: Load  # what it occupies
     ms: float  # how long it takes alone

@@ -117,7 +117,6 @@ class _VocabularyLoss(torch.autograd.Function):
 
 
 def vocabulary_loss(logits_TV: Tensor, targets_T: Tensor) -> Any:
-    """The loss of this rank's columns of the logits."""
     return _VocabularyLoss.apply(logits_TV, targets_T)  # type: ignore[no-untyped-call]
 
 
@@ -238,7 +237,6 @@ def shape_of(module: nn.Module) -> tuple[int, ...]:
 
 
 def use_module(name: str, module: nn.Module, recorder: Recorder) -> None:
-    """Let a module mark its use."""
     forward = module.forward
     if list(inspect.signature(forward).parameters)[1:3] == ["top_k_index", "top_k_weights"]:
         forward = partial(_equal_loads, module, recorder)

@@ -25,8 +25,6 @@ _LARGE_BLOCK = 32 << 20
 
 
 class Timeline(NamedTuple):
-    """One forward and backward: tasks and when they run."""
-
     tasks: list[Task]
     spans: list[Span]
     host_ms: float

@@ -57,7 +57,6 @@ class Weight(NamedTuple):
         return math.prod(self.shape)
 
     def with_ops(self, change: Callable[[Op], Op]) -> Weight:
-        """The use with other operations."""
         before, use, backward = (tuple(map(change, ops)) for ops in (self.before, self.use, self.backward))
         return self._replace(before=before, use=use, backward=backward)
 
@@ -74,8 +73,6 @@ class Weight(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """One step."""
-
     weights: tuple[Weight, ...]  # in the order of the forward
     loss: tuple[Op, ...]  # operations of forward after the last use
     tail: tuple[Op, ...]  # operations of backward after the last use
@@ -85,7 +82,6 @@ class Trace:
 
     @property
     def numel(self) -> int:
-        """Parameters; those of a matrix with several uses once."""
         return sum(weight.numel for weight in self.weights if not weight.is_tied) + self.small_numel
 
     @property

@@ -67,7 +67,6 @@ class UserModel:
         return None
 
     def _record(self, tp: int) -> Trace:
-        """The recording of one rank's slice."""
         model, loss_of, _ = self._build()
         if tp > 1:
             cut(model, self.plan, tp)
