@@ -34,6 +34,7 @@ class Use(NamedTuple):
     grad: int  # the shard's gradient, which stays until the optimizer has seen it
     unreduced: int = 0  # what computing the full gradient needs beside it
     is_in_ring: bool = False  # whether the full gradient is written to symmetric memory, which is not counted here
+    waiting: int = 0  # full gradients that wait for this one
     is_exchanged: bool = False  # whether activations are exchanged instead of the weight: there is no full gradient
 
     @property
@@ -81,7 +82,7 @@ def moments(
     backward = list(reversed(uses))
     for use, following in zip(backward, [*backward[1:], None], strict=True):
         gathered, activations = use.gathered, use.activations
-        before = reducing()
+        before = reducing() + use.waiting
         add("before backward", use, gathered.before_backward, activations.before_backward, before)
         if not wgrad_first:
             add("in backward", use, gathered.dgrad, activations.dgrad, before)
@@ -89,6 +90,9 @@ def moments(
             released = gathered.wgrad if following is None else following.gathered.before_backward
             gathered, activations = gathered._replace(wgrad=released), activations._replace(wgrad=activations.dgrad)
         # The buffers of a reduction are made while as many as may be are in flight; then the oldest is waited for.
+        if use.waiting and not use.is_exchanged:  # a group is reduced: all others have been waited for
+            inflight.clear()
+            before = reducing() + use.waiting
         launches = [] if use.is_exchanged else waiting.submit(use, use.wgrad)
         new_grads = sum(other.grad for launch in launches for other in launch) + use.grad * use.is_exchanged
         new_buffers = new_grads + sum(other.sent for launch in launches for other in launch)
@@ -96,7 +100,7 @@ def moments(
         inflight.extend(launches)
         grads += new_grads
         if wgrad_first:
-            add("in backward", use, gathered.dgrad, activations.dgrad, reducing())
+            add("in backward", use, gathered.dgrad, activations.dgrad, reducing() + use.waiting)
     before = reducing()
     if launches := waiting.flush():
         added = sum(other.sent + other.grad for other in launches[0])

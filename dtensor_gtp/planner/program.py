@@ -19,6 +19,9 @@ from .costs import Work
 from .setting import COMPUTE_NBYTES, PARAM_NBYTES, Setting, Sharded, Step, plan_step
 from .simulate import Load, Stream, Task
 
+# A group costs the host as much as so many weights: Llama, BERT and GPT-2 of docs/data/2xh100_real_models.json.
+_GROUP = 6
+
 
 class Program(NamedTuple):
     """Tasks in the order of their launches."""
@@ -163,7 +166,8 @@ class Gathers:
         stream = Stream.EXPERT_GATHER if first.lane else Stream.GATHER
         cast = tasks.add(Stream.CAST if is_copy else stream, Load.KERNEL, cast_ms, tasks.fork(), f"cast {names}")
         nbytes = sum(weight.wired for weight in weights)
-        ms = costs.together_ms(nbytes, first.axis, len(weights), is_copy=is_copy)
+        num = sum(len(weight.members) for weight in weights)
+        ms = costs.together_ms(nbytes, first.axis, num, is_copy=is_copy)
         name, label = first.axis_name, f"gather {names}"
         task = tasks.transfer(stream, name, nbytes, ms, [cast], label, "gathers", is_copy=is_copy)
         return [task] * len(numbers)
@@ -181,6 +185,14 @@ class Reductions:
         together = self._together.setdefault(weight.lane, Together(self._schedule.coalesce_grad_nbytes))
         for launch in together.submit(weight, weight.sent):
             self._launch(launch)
+
+    def submit_group(self, group: Sharded) -> None:
+        """The backward of a block ends: its gradients are packed, once compute has waited for those of the last one."""
+        while self._inflight:
+            self._tasks.wait(self._inflight.popleft())
+        ms = self._tasks.costs.memory_ms(group.gathered + group.sent)
+        self._tasks.add(Stream.COMPUTE, Load.COMPUTE, ms, label=f"pack {group.name}")
+        self.submit(group)
 
     def submit_rows(self, weight: Sharded, nbytes: float) -> None:
         """A gradient of rows, which an exchange of activations has summed up: only what follows a reduce-scatter."""
@@ -247,16 +259,15 @@ def build_compute(setting: Setting) -> Program:
 
 def build(setting: Setting, schedule: Schedule, *, is_last: bool = True) -> Program:
     """One forward and backward. ``is_last``: gradients are summed over replicas too."""
-    weights = setting.sharded()
-    step = plan_step(setting, weights, schedule)
-    tasks = Tasks(setting)
-    gathers = Gathers(tasks, weights, schedule)
+    weights, step, tasks = setting.sharded(), plan_step(setting, schedule), Tasks(setting)
+    gathers = Gathers(tasks, setting.units, schedule)
     gathers.begin(step.forward)
     used = set(step.forward.uses)
     for number, item in enumerate(weights):
         tasks.before(item)
-        if number in used:
-            _use(tasks, gathers, number, item, is_kept=number in step.kept)
+        unit = step.unit_of[number]
+        if unit in used:
+            _use(tasks, gathers, step, number, is_kept=unit in step.kept)
         else:
             _exchange_rows(tasks, item)
     tasks.loss()
@@ -272,10 +283,14 @@ def build(setting: Setting, schedule: Schedule, *, is_last: bool = True) -> Prog
     return tasks.end()
 
 
-def _use(tasks: Tasks, gathers: Gathers, number: int, item: Sharded, *, is_kept: bool) -> None:
-    tasks.spend(tasks.host.use_us)
-    tasks.wait(gathers.use(number, is_kept=is_kept))
-    tasks.multiply(item, "forward")
+def _use(tasks: Tasks, gathers: Gathers, step: Step, number: int, *, is_kept: bool = False) -> None:
+    """The first weight of a unit is where it is gathered."""
+    unit = step.unit_of[number]
+    group = tasks.setting.units[unit]
+    if number == group.members[0]:
+        tasks.spend(tasks.host.use_us * (_GROUP if group.is_group else 1))
+        tasks.wait(gathers.use(unit, is_kept=is_kept))
+    tasks.multiply(tasks.setting.sharded()[number], "forward")
 
 
 def product(setting: Setting, item: Sharded, part: str) -> list[Work]:
@@ -327,21 +342,32 @@ def _backward(
     tasks: Tasks, gathers: Gathers, reductions: Reductions, weights: Sequence[Sharded], step: Step, schedule: Schedule
 ) -> None:
     gathers.begin(step.backward)
+    again = {number for numbers in step.recomputed.values() for number in numbers}
     for number in reversed(range(len(weights))):
         item = weights[number]
         if number + 1 == len(weights) or weights[number + 1].weight.block != item.weight.block:
             _recompute(tasks, gathers, weights, step, item.weight.block)
         tasks.before_backward(item)
-        if number not in step.forward.uses:
+        unit = step.unit_of[number]
+        group = tasks.setting.units[unit]
+        if unit not in step.forward.uses:
             _exchanged_grad(tasks, reductions, item)
             continue
+        if group.is_group and number == group.members[-1]:
+            tasks.spend(tasks.host.use_us * _GROUP / 2)
+            if group.members[0] not in again:
+                tasks.wait(gathers.use(unit, is_kept=False))
         for part in item.gradients()[:: 1 if schedule.wgrad_first else -1]:
-            tasks.spend(tasks.host.use_us / 2)
-            if part == "dgrad":
-                tasks.wait(gathers.use(number, is_kept=False))
+            if not group.is_group:
+                tasks.spend(tasks.host.use_us / 2)
+                if part == "dgrad":
+                    tasks.wait(gathers.use(unit, is_kept=False))
             tasks.multiply(item, part)
-            if part == "wgrad":
+            if part == "wgrad" and not group.is_group:
                 reductions.submit(item)
+        if group.is_group and number == group.members[0]:
+            tasks.spend(tasks.host.use_us * _GROUP / 2)
+            reductions.submit_group(group)
 
 
 def _recompute(tasks: Tasks, gathers: Gathers, weights: Sequence[Sharded], step: Step, block: int) -> None:
@@ -350,7 +376,7 @@ def _recompute(tasks: Tasks, gathers: Gathers, weights: Sequence[Sharded], step:
         if uses and item.weight.block == block:
             tasks.before(item, "again before")
             if number in uses:
-                _use(tasks, gathers, number, item, is_kept=False)
+                _use(tasks, gathers, step, number)
 
 
 def _exchanged_grad(tasks: Tasks, reductions: Reductions, item: Sharded) -> None:

@@ -56,6 +56,12 @@ class Weight(NamedTuple):
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def block_name(self) -> str:
+        """Up to the number of the block; empty if it is in none."""
+        found = _BLOCK.search(self.name)
+        return self.name[: found.end() - 1] if found else ""
+
     def with_ops(self, change: Callable[[Op], Op]) -> Weight:
         before, use, backward = (tuple(map(change, ops)) for ops in (self.before, self.use, self.backward))
         return self._replace(before=before, use=use, backward=backward)

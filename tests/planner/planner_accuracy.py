@@ -143,7 +143,8 @@ def calibrated() -> Iterator[Row]:
     machine = load_machine(str(DATA.with_name("calibrated_2xh100.json")))
     for job in content()["jobs"][-2:]:
         for row in job["rows"]:
-            setting = setting_of(machine, config(), job["ranks"], row["mode"], row["seq_len"], {})
+            options = row.get("schedule", {})
+            setting = setting_of(machine, config(), job["ranks"], row["mode"], row["seq_len"], options)
             ms = predicted_ms(setting, row["mode"], job["ranks"])
             yield Row(
                 f"{job['name']}, calibrated", row["mode"], row["seq_len"], row["ms"], ms, None, None, False, False
@@ -225,6 +226,28 @@ def _machine_of(run: dict[str, Any]) -> Machine:
         return machine
     peaks = {kind: peak * changes["watts"] / 700 for kind, peak in machine.peak_tflops.items()}
     return replace(machine, memory_gib=changes["memory_gib"], hbm_gb_s=changes["hbm_gb_s"], peak_tflops=peaks)
+
+
+def groups_of_llama() -> tuple[Row, Row]:
+    """Eight layers of Llama-3-8B on two GPUs, with 512 tokens, where blocks are groups, and with 2,048, where they are
+    not. The plain model says how fast the host is."""
+    config, found = ModelConfig("llama", 4096, 8, 32, 8, 128, 14336, 32000), []
+    rows = json.loads((CSV.with_name("2xh100_real_models.json")).read_text())["rows"]
+    for seq_len in (512, 2048):
+        plain, row = (
+            next(row for row in rows if (row["case"], row["mode"]) == (f"llama:{seq_len}", mode))
+            for mode in ("plain", "gtp")
+        )
+        machine = load_machine("h100")
+        alone = build_compute(setting_of(machine, config, 1, "compute", seq_len, {}))
+        factor = plain["host_ms"] / alone.host_ms
+        machine = replace(machine, host=Host(**{name: us * factor for name, us in vars(machine.host).items()}))
+        setting = setting_of(machine, config, 2, "gtp", seq_len, {})
+        memory = predict(setting, setting.choice(0)[0], Stage(), 8)
+        gib = (memory.total - memory.reserve - memory.symmetric) / _GIB
+        ms = predicted_ms(setting, "gtp", 2)
+        found.append(Row("groups", "gtp", seq_len, row["fb_ms"], ms, row["peak_gib"], gib, False, False))
+    return found[0], found[1]
 
 
 class Scaling(NamedTuple):
