@@ -51,6 +51,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 for number, block in enumerate(model.layers):
     model.layers[number] = checkpoint_wrapper(block{options})"""
 
+_ZERO1 = """\
+from torch.distributed.fsdp import fully_shard
+for unit in (*model.layers, model):  # gradients and optimizer states are cut over the copies too
+    fully_shard(unit, mesh=mesh["replicate"], reshard_after_forward=False)"""
+
 _READ = "python -m dtensor_gtp.help"
 
 
@@ -63,13 +68,17 @@ def unwritten(problem: Problem, answer: Answer) -> list[str]:
     if layout.cp > 1:
         exchanged = "attention exchanges keys over mesh['cp'] in your code"
         found.append(f"cp {layout.cp}: {exchanged}, see {_READ} composability")
-    if problem.job.shards_optimizer and layout.replicate > 1:
-        found.append(f"zero1: fully_shard over mesh['replicate'] goes around your blocks, see {_READ} composability")
+    if _cuts_states(problem, layout) and layout.keep:
+        found.append("zero1: fully_shard frees what is kept for all microbatches, take a larger --micro-batch")
     if layout.ep * layout.expert_gtp > 1 or (problem.config is not None and problem.config.experts):
         found.append(f"experts: where they are in the model is yours, see {_READ} moe")
     if layout.checkpoint == "selective" and problem.job.quantization is not None:
         found.append("selective checkpointing of quantized weights: this package has none, take --checkpointing full")
     return found
+
+
+def _cuts_states(problem: Problem, layout: Layout) -> bool:
+    return problem.job.shards_optimizer and layout.replicate > 1
 
 
 def training_code(problem: Problem, answer: Answer) -> str:
@@ -95,7 +104,9 @@ def training_code(problem: Problem, answer: Answer) -> str:
     reduce = "bfloat16" if job.reduce_dtype == "bf16" else "float32"
     lines.append(f"policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.{reduce})")
     schedule = "" if job.memory == "balanced" else f", schedule=SchedulePolicy(memory={job.memory!r})"
-    lines.append(f"gtp_shard(model, mesh.weights, mp_policy=policy{schedule})")
+    copies = "mesh['gtp']" if _cuts_states(problem, layout) else "mesh.weights"
+    lines.append(f"gtp_shard(model, {copies}, mp_policy=policy{schedule})")
+    lines += [_ZERO1] * _cuts_states(problem, layout)
     lines += [
         "model.to_empty(device='cuda')",
         "with mesh.fork_rng('params'):  # the same values whatever the mesh",
@@ -135,6 +146,8 @@ def _step(problem: Problem, layout: Layout) -> list[str]:
             "        model.set_reshard_after_forward(is_last)  # weights stay gathered until then",
             "        model.set_reshard_after_backward(is_last)",
         ]
+    elif _cuts_states(problem, layout) and num > 1:
+        lines.append("        model.set_requires_gradient_sync(number + 1 == len(microbatches))  # that of fully_shard")
     elif layout.replicate > 1 and num > 1:
         lines.append("        model.set_requires_all_reduce(number + 1 == len(microbatches))")
     return [
