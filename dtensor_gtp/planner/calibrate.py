@@ -36,16 +36,7 @@ _TENSORS = 8
 
 
 def calibrate(path: Path, *, device_type: str | None = None, clock: Clock | None = None) -> Machine:
-    """Measure this machine and write ``path``, on the first rank.
-
-    Args:
-        path: A JSON file.
-        device_type: "cuda" or "cpu"; default: "cuda" where there is one.
-        clock: Who takes the time; default: events of the GPU, or the clock of the CPU.
-
-    Raises:
-        PlanError: There is no preset for the GPU, or the file cannot be written.
-    """
+    """Measure this machine and write the file ``path``, on the first rank."""
     if os.environ.get("RANK", "0") == "0" and (path.is_dir() or not path.parent.is_dir()):  # before it measures
         raise PlanError(f"calibrate cannot write {path}: there is no such folder, or it is one. Name another place.")
     kind = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -221,7 +212,7 @@ class Links:
         """Two kernels that take turns on the SMs: the later one to end decides, if alone they take equally long."""
         alone = self._time(work, 4), self._time(other, 4)
         calls, others = 8, max(round(8 * alone[0] / alone[1]), 1)
-        if (together := self._clock.time_together(work, calls, other, others)) is not None:
+        if (together := self._clock.time_with(work, calls, other, others, joins=True)) is not None:
             longest = max(calls * alone[0], others * alone[1])
             self._samples.beside["kernel"] = Beside(longest, self._agreed(together))
 
@@ -232,8 +223,8 @@ class Links:
             calls = max(math.ceil(one / seconds), 4)
             # Twice as long as what is timed takes alone, so that it runs to the end of it.
             others = min(math.ceil(2 * calls * seconds / one) + 1, 200)
-            if name and (beside := self._clock.time_beside(timed, calls, background, others)) is not None:
-                self._samples.beside[name] = Beside(seconds, self._agreed(beside))
+            if name and (beside := self._clock.time_with(timed, calls, background, others, joins=False)) is not None:
+                self._samples.beside[name] = Beside(seconds, self._agreed(beside / calls))
 
     def _grouped(self) -> None:
         """Several tensors in one collective, beside one tensor of as many bytes."""

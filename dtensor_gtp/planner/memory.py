@@ -38,11 +38,8 @@ class Shard(NamedTuple):
 
 
 def make_use(shard: Shard, gathered: Amounts, activations: Amounts, reducing: Reducing, *, is_table: bool) -> Use:
-    """One use of a weight that is computed with in bf16.
-
-    Args:
-        is_table: Whether it is looked up: its gradient is computed in bf16, and cast if it is reduced in another dtype.
-    """
+    """One use of a weight that is computed with in bf16. The gradient of a table is computed in bf16, and cast if it is
+    reduced in another dtype."""
     wgrad = shard.numel * reducing.nbytes
     is_summed_in_place = reducing.nbytes >= shard.itemsize  # what is received is the shard's gradient
     sent = 0
@@ -61,14 +58,8 @@ def make_use(shard: Shard, gathered: Amounts, activations: Amounts, reducing: Re
 
 
 def make_lookup(shard: Shard, dim: int, ends: tuple[int, int], activations: Amounts, tokens: int, ranks: int) -> Use:
-    """The first use of a forward, of a table that is not gathered: see ``embedding="exchange"``.
-
-    Args:
-        dim: Of a row.
-        ends: Bytes of gathered weights before the first use of forward and after the last one of backward.
-        tokens: Of one rank.
-        ranks: Of the axis.
-    """
+    """The first use of a forward, of a table that is not gathered: see ``embedding="exchange"``. ``ends`` are bytes of
+    gathered weights before the first use of forward and after the last one of backward."""
     ahead, last = ends
     # Rows of the shard and what they are cast to; in backward gradients of all ranks, and what those are cast to.
     looked_up = ranks * tokens * dim * (shard.itemsize + COMPUTE_NBYTES)

@@ -80,11 +80,7 @@ _OPTIONAL = {
 
 
 def config_of_json(path: Path) -> ModelConfig | None:
-    """The sizes in a ``config.json`` of transformers; None for a type that only transformers can build.
-
-    Raises:
-        PlanError: The file cannot be read, or a size is missing or makes no sense.
-    """
+    """The sizes in a ``config.json`` of transformers; None for a type that only transformers can build."""
     content = read_json(path, "model expects a config.json", "Name another.")
     has_type = isinstance(content, dict) and "model_type" in content
     expect(has_type, "model expects a config.json with a model_type", f"{path} has none. Name another.")

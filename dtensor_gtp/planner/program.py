@@ -19,7 +19,7 @@ from .costs import Work
 from .setting import COMPUTE_NBYTES, PARAM_NBYTES, Setting, Sharded, Step, plan_step
 from .simulate import Load, Stream, Task
 
-# A group costs the host as much as so many weights: Llama, BERT and GPT-2 of docs/data/2xh100_real_models.json.
+# A group costs the host as much as so many weights: fitted on Llama, BERT and GPT-2 (2 x H100, f6c622c).
 _GROUP = 6
 
 
@@ -159,8 +159,7 @@ class Gathers:
         first, names = weights[0], _names(weights)
         is_copy = tasks.setting.backends(self._schedule, first.lane).gathers == "copy_engine"
         tasks.spend(tasks.host.copy_us if is_copy and first.axis.size > 1 else tasks.host.collective_us)
-        make_ms = costs.cast_ms if first.is_quantized else costs.memory_ms
-        cast_ms = make_ms(sum(_cast_nbytes(weight) for weight in weights))
+        cast_ms = (costs.cast_ms if first.is_quantized else costs.memory_ms)(sum(map(_cast_nbytes, weights)))
         if first.axis.size == 1:
             return [tasks.add(Stream.COMPUTE, Load.COMPUTE, cast_ms, label=f"cast {names}")] * len(numbers)
         stream = Stream.EXPERT_GATHER if first.lane else Stream.GATHER
@@ -188,8 +187,7 @@ class Reductions:
 
     def submit_group(self, group: Sharded) -> None:
         """The backward of a block ends: its gradients are packed, once compute has waited for those of the last one."""
-        while self._inflight:
-            self._tasks.wait(self._inflight.popleft())
+        self._retire(0)
         ms = self._tasks.costs.memory_ms(group.gathered + group.sent)
         self._tasks.add(Stream.COMPUTE, Load.COMPUTE, ms, label=f"pack {group.name}")
         self.submit(group)
@@ -203,13 +201,15 @@ class Reductions:
         for together in self._together.values():
             for launch in together.flush():
                 self._launch(launch)
-        while self._inflight:
+        self._retire(0)
+
+    def _retire(self, most: int) -> None:
+        while len(self._inflight) > most:
             self._tasks.wait(self._inflight.popleft())
 
     def _launch(self, weights: Sequence[Sharded]) -> None:
         tasks, axis = self._tasks, weights[0].axis
-        while len(self._inflight) >= self._schedule.max_inflight_reduce_scatters:
-            tasks.wait(self._inflight.popleft())
+        self._retire(self._schedule.max_inflight_reduce_scatters - 1)
         is_copy = tasks.setting.backends(self._schedule, weights[0].lane).reduces == "copy_engine"
         tasks.spend(tasks.host.copy_us if is_copy else tasks.host.collective_us)
         nbytes = sum(weight.sent for weight in weights)

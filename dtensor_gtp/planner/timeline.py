@@ -29,7 +29,7 @@ def timeline(problem: Problem, answer: Answer) -> Timeline:
 
 def as_svg(found: Timeline, title: str) -> str:
     """A picture of the streams; a pointer on a box shows its name and its time."""
-    streams = sorted({task.stream for task in found.tasks})
+    streams = sorted({task.stream for task in found.program.tasks})
     tops = {stream: _TOP + number * _ROW for number, stream in enumerate(streams)}
     height = _TOP + _ROW * (len(streams) + 1) + 50
     scale = (_WIDTH - _LEFT - 20) / max(found.ms, 1e-9)
@@ -46,15 +46,15 @@ def as_svg(found: Timeline, title: str) -> str:
     y = _TOP + len(streams) * _ROW
     parts += [
         _text(10, y + 18, "host"),
-        _box(_LEFT, y, found.host_ms * scale, "#bab0ac", f"host: {found.host_ms:.2f} ms"),
+        _box(_LEFT, y, found.program.host_ms * scale, "#bab0ac", f"host: {found.program.host_ms:.2f} ms"),
     ]
-    for task, span in zip(found.tasks, found.spans, strict=True):
+    for task, span in zip(found.program.tasks, found.spans, strict=True):
         ms = span.end - span.begin
         if ms * scale >= 0.05:
             label = f"{task.label}: {ms:.3f} ms from {span.begin:.2f}"
             parts.append(_box(_LEFT + span.begin * scale, tops[task.stream], ms * scale, _LOOKS[task.load][0], label))
-    if found.turning < len(found.spans):
-        x = _LEFT + found.spans[found.turning].begin * scale
+    if found.program.turning < len(found.spans):
+        x = _LEFT + found.spans[found.program.turning].begin * scale
         parts.append(f'<line x1="{x:.2f}" x2="{x:.2f}" y1="{_TOP - 8}" y2="{height - 44}" stroke="black"/>')
         parts.append(_text(x + 4, _TOP - 2, "backward"))
     for number, (color, name) in enumerate(_LOOKS.values()):
@@ -91,7 +91,7 @@ def as_chrome_trace(found: Timeline) -> str:
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": int(stream), "args": {"name": stream.name.lower()}}
         for stream in Stream
     ]
-    for task, span in zip(found.tasks, found.spans, strict=True):
+    for task, span in zip(found.program.tasks, found.spans, strict=True):
         if span.end > span.begin:
             args = {"alone_ms": task.ms, "load": task.load.name.lower(), "launched_ms": task.launch_ms}
             times = {"ts": span.begin * 1e3, "dur": (span.end - span.begin) * 1e3}

@@ -15,7 +15,7 @@ from .machine import Machine
 from .memory import lowered
 from .program import Program, build, product
 from .setting import COMPUTE_NBYTES, Setting, recomputed_uses
-from .simulate import Span, Stream, Task, simulate
+from .simulate import Span, Stream, simulate
 from .trace import Trace
 
 # A step of more blocks is simulated with these numbers of them, and continued: blocks in the middle are all alike.
@@ -25,19 +25,16 @@ _LARGE_BLOCK = 32 << 20
 
 
 class Timeline(NamedTuple):
-    tasks: list[Task]
-    spans: list[Span]
-    host_ms: float
-    turning: int
+    program: Program
+    spans: list[Span]  # of its tasks
 
     @property
     def ms(self) -> float:
-        return max(max((span.end for span in self.spans), default=0.0), self.host_ms)
+        return max(max((span.end for span in self.spans), default=0.0), self.program.host_ms)
 
 
 def timeline_of(program: Program, machine: Machine) -> Timeline:
-    spans = simulate(program.tasks, machine.contention)
-    return Timeline(program.tasks, spans, program.host_ms, program.turning)
+    return Timeline(program, simulate(program.tasks, machine.contention))
 
 
 class Parts(NamedTuple):
@@ -61,13 +58,14 @@ def exposed(timeline: Timeline) -> dict[str, float]:
     """Time in which the compute stream does nothing for the model, by cause: it waits, or runs a collective."""
     found: dict[str, float] = {}
     end = 0.0
-    for task, span in zip(timeline.tasks, timeline.spans, strict=True):
+    tasks = timeline.program.tasks
+    for task, span in zip(tasks, timeline.spans, strict=True):
         if task.stream is not Stream.COMPUTE:
             continue
         if span.begin > end:
             waited = max(task.after, key=lambda other: timeline.spans[other].end, default=-1)
             is_host = waited < 0 or timeline.spans[waited].end < span.begin - 1e-6
-            cause = "host" if is_host else timeline.tasks[waited].cause or "gathers"
+            cause = "host" if is_host else tasks[waited].cause or "gathers"
             found[cause] = found.get(cause, 0) + span.begin - end
         if task.cause and task.ms:
             found[task.cause] = found.get(task.cause, 0) + span.end - span.begin
@@ -92,9 +90,8 @@ def measure(setting: Setting, schedule: Schedule, *, is_last: bool) -> Parts:
     settings, left, grown = few_and_more(setting)
     found = []
     for one in settings:
-        program = build(one, schedule, is_last=is_last)
-        timeline = timeline_of(program, one.costs.machine)
-        found.append(Parts(timeline.ms, exposed(timeline), program.received))
+        timeline = timeline_of(build(one, schedule, is_last=is_last), one.costs.machine)
+        found.append(Parts(timeline.ms, exposed(timeline), timeline.program.received))
     few, more = found[0], found[-1]
     return more.plus(more.plus(few, -1), left / grown)
 

@@ -111,9 +111,10 @@ def speed_of(job: dict[str, Any], jobs: list[dict[str, Any]]) -> Speed:
     if 8192 in used:
         gpu = used[8192] / predicted_ms(setting_of(machine, config(), 1, "compute", 8192, {}), "compute")
     if 512 in used:
-        timeline = timeline_of(build_compute(setting_of(machine, config(), 1, "compute", 512, {})), machine)
+        program = build_compute(setting_of(machine, config(), 1, "compute", 512, {}))
+        timeline = timeline_of(program, machine)
         # Only if the host decides; else this row says nothing of it.
-        host = used[512] / timeline.host_ms if used[512] > timeline.ms * gpu * 0.95 else like.host
+        host = used[512] / program.host_ms if used[512] > timeline.ms * gpu * 0.95 else like.host
     return Speed(gpu, host)
 
 

@@ -53,7 +53,7 @@ def recorded(config: ModelConfig, num_tokens: int = 32) -> Any:
         tokens = torch.zeros(1, num_tokens + 1, dtype=torch.int64)
         return model.loss(tokens[:, :-1].contiguous(), tokens[:, 1:], Collectives(recorder, 1, 1, 1))
 
-    return record(lambda: Reference(config, config.kinds, num_tokens), loss_of, is_meta=True)
+    return record(lambda: Reference(config, config.kinds, num_tokens), loss_of)
 
 
 @pytest.mark.parametrize("config", [TINY, replace(MIXTURE, layers=7, dense_layers=3)], ids=["dense", "mixture"])
