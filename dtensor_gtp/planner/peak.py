@@ -93,7 +93,9 @@ def moments(
         if use.waiting and not use.is_exchanged:  # a group is reduced: all others have been waited for
             inflight.clear()
             before = reducing() + use.waiting
-        launches = [] if use.is_exchanged else waiting.submit(use, use.wgrad)
+            launches = [[use]]
+        else:
+            launches = [] if use.is_exchanged else waiting.submit(use, use.wgrad)
         new_grads = sum(other.grad for launch in launches for other in launch) + use.grad * use.is_exchanged
         new_buffers = new_grads + sum(other.sent for launch in launches for other in launch)
         add("in backward", use, gathered.wgrad, activations.wgrad, before + use.unreduced + use.buffer + new_buffers)

@@ -190,7 +190,7 @@ class Reductions:
         self._retire(0)
         ms = self._tasks.costs.memory_ms(group.gathered + group.sent)
         self._tasks.add(Stream.COMPUTE, Load.COMPUTE, ms, label=f"pack {group.name}")
-        self.submit(group)
+        self._launch([group])
 
     def submit_rows(self, weight: Sharded, nbytes: float) -> None:
         """A gradient of rows, which an exchange of activations has summed up: only what follows a reduce-scatter."""

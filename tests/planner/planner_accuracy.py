@@ -89,6 +89,11 @@ def config() -> ModelConfig:
     return ModelConfig("benchmark", **content()["model"])
 
 
+def _as_measured(setting: Setting) -> Setting:
+    """All rows are of revisions that exchanged lookups in eager steps, too, as ``exchange_tokens`` asks for."""
+    return replace(setting, policy=replace(setting.policy, exchange_tokens=setting.tokens))
+
+
 def predicted_ms(setting: Setting, mode: str, ranks: int = 1) -> float:
     ms = step_ms(setting, mode, ranks)
     assert ms is not None
@@ -133,6 +138,7 @@ def predictions(names: Container[str] | None = None) -> Iterator[Row]:
         for row in job["rows"]:
             mode, seq_len, options = row["mode"], row["seq_len"], row.get("schedule", {})
             setting = setting_of(machine, config(), ranks, mode, seq_len, options, is_fake=job.get("is_fake", False))
+            setting = _as_measured(setting)
             gib = row.get("peak_gib")
             predicted = None if gib is None else predicted_gib(setting, mode, ranks)
             ms, is_kept = predicted_ms(setting, mode, ranks), "keep_nbytes" in options
@@ -145,7 +151,7 @@ def calibrated() -> Iterator[Row]:
     for job in content()["jobs"][-2:]:
         for row in job["rows"]:
             options = row.get("schedule", {})
-            setting = setting_of(machine, config(), job["ranks"], row["mode"], row["seq_len"], options)
+            setting = _as_measured(setting_of(machine, config(), job["ranks"], row["mode"], row["seq_len"], options))
             ms = predicted_ms(setting, row["mode"], job["ranks"])
             yield Row(
                 f"{job['name']}, calibrated", row["mode"], row["seq_len"], row["ms"], ms, None, None, False, False
@@ -243,7 +249,7 @@ def groups_of_llama() -> tuple[Row, Row]:
         alone = build_compute(setting_of(machine, config, 1, "compute", seq_len, {}))
         factor = plain["host_ms"] / alone.host_ms
         machine = replace(machine, host=Host(**{name: us * factor for name, us in vars(machine.host).items()}))
-        setting = setting_of(machine, config, 2, "gtp", seq_len, {})
+        setting = _as_measured(setting_of(machine, config, 2, "gtp", seq_len, {}))
         memory = predict(setting, setting.choice(0)[0], Stage(), 8)
         gib = (memory.total - memory.reserve - memory.symmetric) / _GIB
         ms = predicted_ms(setting, "gtp", 2)
