@@ -214,7 +214,7 @@ def _family(layout: Layout) -> tuple[int, ...]:
 
 def _alike(layout: Layout) -> tuple[object, ...]:
     """Layouts that are slower than their bounds by much the same factor."""
-    return *_family(layout), layout.micro_batch, layout.keep
+    return *_family(layout), layout.micro_batch, layout.keep, layout.gtp > 1  # whole weights make no groups
 
 
 def _refusal(problem: Problem, layout: Layout) -> str | None:
