@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -214,8 +216,7 @@ def _advice(runtime: Runtime, is_verbose: bool, has_machine: bool) -> tuple[str,
 def _prediction(runtime: Runtime, mesh: DeviceMesh, machine: str | Machine) -> tuple[str, ...]:
     """Lines of what was predicted and measured of the weights on ``mesh``."""
     # The planner loads only where it is asked.
-    from .planner.beside import describe_measured, describe_traffic, predict_traffic
-    from .planner.costs import Axis
+    from .planner.costs import Axis, predict_traffic
     from .planner.machine import load_machine
 
     gpus = load_machine(machine) if isinstance(machine, str) else machine
@@ -243,7 +244,18 @@ def _prediction(runtime: Runtime, mesh: DeviceMesh, machine: str | Machine) -> t
     is_copy = runtime.schedule.gather_backend == "copy_engine"
     traffic = predict_traffic(gpus, axis, amounts, is_copy=is_copy)
     peak = torch.cuda.max_memory_allocated(runtime.device) if runtime.device.type == "cuda" else None
-    return describe_traffic(gpus, traffic), describe_measured(tuple(runtime.step_begins), peak)
+    parts = "; ".join(f"{each.name} {format_nbytes(each.nbytes)}, {each.ms:.2f} ms" for each in traffic)
+    predicted = f"predicted on {gpus.describe()}, on the wire alone: {parts}"
+    return predicted, _describe_measured(tuple(runtime.step_begins), peak)
+
+
+def _describe_measured(begins: Sequence[float], peak_nbytes: int | None) -> str:
+    """Time between the starts of steps, in seconds on the host's clock, and what the allocator has counted."""
+    intervals = [later - earlier for earlier, later in zip(begins, list(begins)[1:], strict=False)]
+    text = "measured: no two steps yet"
+    if intervals:
+        text = f"measured: {statistics.median(intervals) * 1e3:.2f} ms a step (median of {len(intervals)})"
+    return text if peak_nbytes is None else f"{text}, at most {format_nbytes(peak_nbytes)} allocated"
 
 
 def _fused_of(module: nn.Module) -> Fused | None:

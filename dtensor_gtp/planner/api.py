@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from .errors import PlanError
+from .errors import PlanError, expect
 from .evaluate import Problem
 from .job import Job
 from .machine import Machine, load_machine
@@ -55,11 +55,9 @@ def plan(
     gpus = load_machine(machine) if isinstance(machine, str) else machine
     name, config, user = load_model(model, asked.seq_len)
     if user is not None and user.seq_len != asked.seq_len:
-        if "seq_len" in job and ":" in model:
-            raise PlanError(
-                f"plan expects seq_len of the inputs of {model}, {user.seq_len} tokens, but got {asked.seq_len}. Leave "
-                "it out, or let the function return longer inputs."
-            )
+        wrong = f"got {asked.seq_len}. Leave it out, or let the function return longer inputs."
+        is_fine = "seq_len" not in job or ":" not in model
+        expect(is_fine, f"plan expects seq_len of the inputs of {model}, {user.seq_len} tokens", wrong)
         asked = replace(asked, seq_len=user.seq_len)
     problem = Problem(asked, config, gpus, user)
     found = search(problem, top=top, report=report)

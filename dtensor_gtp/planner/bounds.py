@@ -4,35 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import NamedTuple
 
 from .costs import Costs
 from .evaluate import Problem, full_stages, inflight, lower_bound_ms, parts_of, setting_of, slowest
 from .job import OPTIMIZERS, Layout
 from .machine import GIB
 from .memory import FRAGMENTS, checkpointed, saved_nbytes
-from .setting import PARAM_NBYTES, Setting
+from .setting import PARAM_NBYTES
 from .timing import compute_ms
 from .trace import Part
 
 _FIRST, _LAST = "embedding", "head and loss"
 
 
-class Amounts(NamedTuple):
-    """Of one block or of several: time of a microbatch, and bytes of gathered weights, of full gradients, and elements
-    before they are cut over gtp; those of experts beside."""
-
-    ms: float = 0.0
-    gathered: float = 0.0
-    expert_gathered: float = 0.0
-    sent: float = 0.0
-    expert_sent: float = 0.0
-    numel: float = 0.0
-    expert_numel: float = 0.0
-
-    def on(self, axis: str) -> tuple[float, float, float]:
-        """Gathered, sent and elements of the weights that an axis cuts."""
-        return self[2::2] if axis == "expert_gtp" else self[1::2]
+# Of one block or of several: time of a microbatch, and bytes of gathered weights, of full gradients, and elements
+# before they are cut over gtp; then those of experts.
+Amounts = tuple[float, ...]
+_AXES = {"gtp": slice(1, 4), "expert_gtp": slice(4, 7)}
+_NOTHING = (0.0,) * 7
 
 
 class Bounds:
@@ -45,16 +34,15 @@ class Bounds:
         self._passing: dict[tuple[object, ...], int] = {}
 
     def ms(self, layout: Layout) -> float:
-        """Of a step."""
         sums, axes = self._of(layout), layout.axes()
         num, costs = layout.num_microbatches(self._problem.job), Costs(self._problem.machine)
         times = {True: 0.0, False: 0.0}  # by link
-        for name in ("gtp", "expert_gtp"):
-            gathered, sent, _ = sums.on(name)
+        for name, place in _AXES.items():
+            gathered, sent, _ = sums[place]
             if axes[name].size > 1 and gathered:
                 nbytes = (2 * gathered + sent) * (1 if layout.keep else num)
                 times[costs.wire(axes[name]).is_fast] += costs.gather_ms(nbytes, axes[name])
-        return max(lower_bound_ms(self._problem, layout, sums.ms), *times.values())
+        return max(lower_bound_ms(self._problem, layout, sums[0]), *times.values())
 
     def state_nbytes(self, layout: Layout) -> int:
         """Parameters and optimizer state of a rank."""
@@ -63,9 +51,9 @@ class Bounds:
     def _shards(self, layout: Layout, nbytes: int, nbytes_of_replicas: int = 0) -> int:
         """Of all shards, with so many bytes for an element, and so many that replicas may share."""
         sums, axes, total = self._of(layout), layout.axes(), 0.0
-        for name in ("gtp", "expert_gtp"):
+        for name, place in _AXES.items():
             replicas = axes[name.replace("gtp", "replicate")].size if self._problem.job.shards_optimizer else 1
-            total += sums.on(name)[2] / axes[name].size * (nbytes + nbytes_of_replicas / replicas)
+            total += sums[place][2] / axes[name].size * (nbytes + nbytes_of_replicas / replicas)
         return int(total)
 
     def nbytes(self, layout: Layout) -> int:
@@ -74,15 +62,12 @@ class Bounds:
         key = (*replace(layout, replicate=1, gtp=1, expert_gtp=1).as_record().values(), num)
         if key not in self._passing:
             self._passing[key] = self._passing_nbytes(replace(layout, gtp=1, expert_gtp=1), num)
-        passing = self._passing[key]
-        kept = 0
-        if layout.keep:
-            kept = int(sum(sum(self._of(layout).on(name)[:2]) for name in ("gtp", "expert_gtp")))
-        reserve = int(self._problem.machine.reserve_gib * GIB)
-        state = self.state_nbytes(layout)
+        stays = self.state_nbytes(layout) + int(self._problem.machine.reserve_gib * GIB)
         if num > 1:  # gradients stay from the first microbatch on
-            state += self._shards(layout, PARAM_NBYTES)
-        return state + kept + int(passing * (1 + FRAGMENTS)) + reserve
+            stays += self._shards(layout, PARAM_NBYTES)
+        if layout.keep:
+            stays += int(sum(sum(self._of(layout)[place][:2]) for place in _AXES.values()))
+        return stays + int(self._passing[key] * (1 + FRAGMENTS))
 
     def _passing_nbytes(self, layout: Layout, num: int) -> int:
         """Of the fullest stage, with so many microbatches."""
@@ -100,17 +85,16 @@ class Bounds:
         return max(found)
 
     def _of(self, layout: Layout) -> Amounts:
-        """The sums of the slowest stage."""
         alike = layout.cp, layout.tp, layout.ep, layout.micro_batch, layout.checkpoint
         key = layout.pp, *alike
         if key not in self._sums:
             if alike not in self._kinds:
                 self._kinds[alike] = self._by_kind(layout)
-            part = slowest(parts_of(self._problem, layout))
-            kinds = self._kinds[alike]
-            names = kinds if part is None else _names_of(part)
-            columns = zip(*(kinds[name] for name in names), strict=True)
-            self._sums[key] = Amounts(*map(sum, columns))
+            part, kinds = slowest(parts_of(self._problem, layout)), self._kinds[alike]
+            names: Iterable[object] = kinds
+            if part is not None:
+                names = [*part.kinds, *[_FIRST] * part.is_first, *[_LAST] * part.is_last]
+            self._sums[key] = _sum(kinds[name] for name in names)
         return self._sums[key]
 
     def _by_kind(self, layout: Layout) -> dict[object, Amounts]:
@@ -119,19 +103,16 @@ class Bounds:
         part = None if config is None else Part(tuple(sorted(set(config.kinds))))
         setting = setting_of(self._problem, replace(layout, gtp=1, expert_gtp=1), part)
         loss_ms, *times = compute_ms(setting)
-        found: dict[object, list[Amounts]] = {_FIRST: [Amounts()], _LAST: [Amounts(loss_ms)]}
-        for amounts, item in zip(self._each(setting, times), setting.trace.weights, strict=True):
-            outside = _FIRST if item.is_table else _LAST
-            name = outside if part is None or item.block < 0 else part.kinds[item.block]
-            found.setdefault(name, []).append(amounts)
-        return {name: Amounts(*map(sum, zip(*each, strict=True))) for name, each in found.items()}
-
-    def _each(self, setting: Setting, times: Iterable[float]) -> Iterable[Amounts]:
+        found: dict[object, list[Amounts]] = {_FIRST: [_NOTHING], _LAST: [(loss_ms, *_NOTHING[1:])]}
         for ms, item in zip(times, setting.sharded(), strict=True):
-            amounts = item.wired, item.sent, 0 if item.weight.is_tied else item.weight.numel
-            mine = [part for amount in amounts for part in ((0, amount) if item.weight.is_expert else (amount, 0))]
-            yield Amounts(ms, *mine)
+            weight = item.weight
+            amounts = item.wired, item.sent, 0 if weight.is_tied else weight.numel
+            outside = _FIRST if weight.is_table else _LAST
+            name = outside if part is None or weight.block < 0 else part.kinds[weight.block]
+            mine = (0, 0, 0, *amounts) if weight.is_expert else (*amounts, 0, 0, 0)
+            found.setdefault(name, []).append((ms, *mine))
+        return {name: _sum(each) for name, each in found.items()}
 
 
-def _names_of(part: Part) -> list[object]:
-    return [*part.kinds, *[_FIRST] * part.is_first, *[_LAST] * part.is_last]
+def _sum(each: Iterable[Amounts]) -> Amounts:
+    return tuple(map(sum, zip(*each, strict=True)))

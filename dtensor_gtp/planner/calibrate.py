@@ -1,53 +1,48 @@
 """Measures a machine and writes the file that ``--machine`` takes.
 
-One process measures compute and the host. Under ``torchrun`` it measures the links too. What cannot be measured stays
-as in the preset of the GPU, and the file names it. ``calibrate_compute`` and ``calibrate_links`` measure; ``samples``
-turns measurements into the numbers of a machine.
+One process measures compute and the host (``calibrate_compute``). Under ``torchrun`` it measures links too: gathers and
+reduce-scatters by size, by the process group and by copy engines, and how they and GEMMs slow each other. What cannot
+be measured stays as in the preset of the GPU, and the file names it. ``samples`` makes the numbers of a machine.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .. import _torch_compat as compat
+from .._comm.copy_engine import CopyEngine
 from .._comm.process_groups import start_alone, world_mesh, world_size
 from ..mesh import init_weight_mesh
 from .calibrate_compute import TOGETHER, measure_compute, measure_host
-from .calibrate_links import Links
-from .clock import Clock, clock_of
+from .clock import Clock, Work, clock_of
 from .errors import PlanError
 from .machine import GIB, Machine, load_machine, preset_names, preset_of
-from .samples import Groups, Samples, fitted
+from .samples import Beside, Groups, Samples, fitted
 
 _CALIBRATED_SPREAD = 0.1
+_GPU_SIZES, _CPU_SIZES = (1 << 20, 1 << 26, 1 << 28), (1 << 12, 1 << 16, 1 << 20)
+_BESIDE_NBYTES = 1 << 26
+_TENSORS = 8
 
 
 def calibrate(path: Path, *, device_type: str | None = None, clock: Clock | None = None) -> Machine:
-    """Measure this machine and write ``path``, on the first rank.
-
-    Args:
-        path: A JSON file.
-        device_type: "cuda" or "cpu"; default: "cuda" where there is one.
-        clock: Who takes the time; default: events of the GPU, or the clock of the CPU.
-
-    Raises:
-        PlanError: There is no preset for the GPU, or the file cannot be written.
-    """
+    """Measure this machine and write the file ``path``, on the first rank."""
     if os.environ.get("RANK", "0") == "0" and (path.is_dir() or not path.parent.is_dir()):  # before it measures
         raise PlanError(f"calibrate cannot write {path}: there is no such folder, or it is one. Name another place.")
     kind = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     with _meshes(kind) as (mesh, others):
         device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
-        clock = clock or clock_of(device)
-        samples = Samples({}, {})
-        base = _base(device)
+        clock, samples, base = clock or clock_of(device), Samples({}, {}), _base(device)
         measure_compute(clock, samples)
         if kind == "cpu":
             base = _with_peaks_of_cpu(base, samples)
@@ -116,3 +111,126 @@ def _with_peaks_of_cpu(machine: Machine, samples: Samples) -> Machine:
     peak = max(sample.rate for sample in samples.by_kind["bf16 GEMM"]) / 1e12
     memory = max(sample.rate for sample in samples.by_kind["memory"]) / 1e9
     return replace(machine, peak_tflops={"bf16": peak}, hbm_gb_s=memory)
+
+
+class Links:
+    """Measures the links of one group of ranks into ``samples``. Every method is collective over it."""
+
+    def __init__(self, clock: Clock, group: dist.ProcessGroup, samples: Samples) -> None:
+        self._clock, self._group, self._samples = clock, group, samples
+        self._device, self._size = clock.device, group.size()
+        self._is_gpu = clock.device.type == "cuda"
+        self._sizes = _GPU_SIZES if self._is_gpu else _CPU_SIZES
+        self._beside = _BESIDE_NBYTES if self._is_gpu else 1 << 16
+
+    def _bytes(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=self._device)
+
+    def _received(self, nbytes: int) -> float:
+        return nbytes * (self._size - 1) / self._size
+
+    def _gather(self, nbytes: int) -> Work:
+        shard, output = self._bytes(nbytes // self._size), self._bytes(nbytes // self._size * self._size)
+        return partial(compat.all_gather_base, output, shard, self._group, False)
+
+    def _reduce(self, nbytes: int, group: dist.ProcessGroup | None = None) -> Work:
+        shard, full = self._bytes(nbytes // self._size), self._bytes(nbytes // self._size * self._size)
+        return partial(compat.reduce_scatter_base, shard, full, dist.ReduceOp.SUM, group or self._group, False)
+
+    def _agreed(self, seconds: float) -> float:
+        """The slowest rank's; the same on all ranks."""
+        value = torch.tensor(seconds, dtype=torch.float64, device=self._device)
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=self._group)
+        return float(value)
+
+    def _time(self, work: Work, calls: int = 1) -> float:
+        return self._agreed(self._clock.time(work, calls))
+
+    def sizes(self, link: str) -> None:
+        """Gathers and reduce-scatters by size."""
+        for nbytes in self._sizes:
+            for kind, make in (("gather", self._gather), ("reduce", self._reduce)):
+                self._samples.add(f"{link}: {kind}", self._received(nbytes), self._time(make(nbytes), 4))
+
+    def host(self) -> None:
+        """The host's time for a call."""
+        shards = self._bytes(256), self._bytes(256 * self._size)
+        works: list[dist.Work | None] = []
+
+        def call() -> None:
+            works.append(compat.all_gather_base(shards[1], shards[0], self._group, True))
+
+        self._samples.add("host: collective", 1, self._agreed(self._clock.time_host(call)))
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    def copies(self) -> CopyEngine | None:
+        """Gathers by copy engines; None if these GPUs have none."""
+        if not self._is_gpu:
+            return None
+        try:
+            engine = CopyEngine(self._group, self._device)
+        except RuntimeError:  # on all ranks alike
+            return None
+        engine.cast_stream = self._clock.new_stream()
+        for nbytes in self._sizes[1:]:
+            seconds = self._time(self._copy(engine, nbytes))
+            self._samples.add("copy: gather", self._received(nbytes), seconds)
+        for num in (1, _TENSORS):
+            self._samples.add("copy: tensors", num, self._time(self._copy(engine, num << 12, num)))
+        return engine
+
+    def _copy(self, engine: CopyEngine, nbytes: int, num: int = 1) -> Work:
+        """A gather of ``num`` tensors whose shards have been cast: empty ones are not."""
+        outputs = [self._bytes(nbytes // num) for _ in range(num)]
+        shards = [self._bytes(0) for _ in range(num)]
+
+        def gather() -> None:
+            engine.begin_pass()
+            engine.all_gather(outputs, shards)
+
+        return gather
+
+    # --- who slows whom -------------------------------------------------------------------------------------------
+
+    def contention(self, engine: CopyEngine | None) -> None:
+        """GEMMs beside collectives and copies, and the other way round; two collectives; two kernels."""
+        dim = 4096 if self._is_gpu else 64
+        a, b, out = (torch.randn(dim, dim, device=self._device).to(torch.bfloat16) for _ in range(3))
+        gemm = partial(torch.mm, a, b, out=out)
+        gather = self._gather(self._beside)
+        self._both("gemm_beside_nccl", gemm, "nccl_beside_gemm", gather)
+        if engine is not None:
+            self._both("gemm_beside_copy", gemm, "copy_beside_gemm", self._copy(engine, self._beside))
+        self._kernels(gemm, partial(self._bytes(self._beside).mul_, 1))
+        twin = compat.twin_group(self._group, self._device, "calibrate")
+        self._both("wire", gather, "", self._reduce(self._beside, twin))
+        self._grouped()
+
+    def _kernels(self, work: Work, other: Work) -> None:
+        """Two kernels that take turns on the SMs: the later one to end decides, if alone they take equally long."""
+        alone = self._time(work, 4), self._time(other, 4)
+        calls, others = 8, max(round(8 * alone[0] / alone[1]), 1)
+        if (together := self._clock.time_with(work, calls, other, others, joins=True)) is not None:
+            longest = max(calls * alone[0], others * alone[1])
+            self._samples.beside["kernel"] = Beside(longest, self._agreed(together))
+
+    def _both(self, first: str, work: Work, second: str, other: Work) -> None:
+        """``work`` beside ``other``, and if it has a name, ``other`` beside ``work``."""
+        alone = (work, self._time(work, 4)), (other, self._time(other, 4))
+        for name, ((timed, seconds), (background, one)) in ((first, alone), (second, alone[::-1])):
+            calls = max(math.ceil(one / seconds), 4)
+            # Twice as long as what is timed takes alone, so that it runs to the end of it.
+            others = min(math.ceil(2 * calls * seconds / one) + 1, 200)
+            if name and (beside := self._clock.time_with(timed, calls, background, others, joins=False)) is not None:
+                self._samples.beside[name] = Beside(seconds, self._agreed(beside / calls))
+
+    def _grouped(self) -> None:
+        """Several tensors in one collective, beside one tensor of as many bytes."""
+        nbytes = self._sizes[1]
+        shards = [self._bytes(nbytes // _TENSORS // self._size) for _ in range(_TENSORS)]
+        outputs = [self._bytes(nbytes // _TENSORS) for _ in range(_TENSORS)]
+        several = partial(compat.all_gather_coalesced, outputs, shards, self._group, False)
+        one = self._time(self._gather(nbytes), 4)
+        self._samples.beside["grouped"] = Beside(one, self._time(several, 4))

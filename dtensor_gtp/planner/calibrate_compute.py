@@ -44,7 +44,6 @@ _BLOCK = ModelConfig("host", dim=64, layers=2, heads=2, kv_heads=1, head_dim=32,
 
 
 def measure_compute(clock: Clock, samples: Samples) -> None:
-    """GEMMs, kernels of memory, and attention."""
     device, is_gpu = clock.device, clock.device.type == "cuda"
     tiny = torch.zeros(16, device=device)
     samples.add("kernel", 1, clock.time(lambda: tiny.add_(1), 200 if is_gpu else 20))
@@ -63,25 +62,18 @@ def _gemms(clock: Clock, samples: Samples, rows: int, inputs: int, outputs: int)
 
     x, weight = (torch.randn(*shape, device=device).to(torch.bfloat16) for shape in ((rows, inputs), (outputs, inputs)))
     add("bf16", lambda: x @ weight.T)
-    if flops < 1e12:
-        wide = x.float(), weight.float()
-        add("fp32", lambda: wide[0] @ wide[1].T)
     if not has_float8(device):
         return
-    for granularity, kind in ((Granularity.TENSOR, "float8 tensorwise"), (Granularity.ROW, "float8 rowwise")):
-        left, right = (_quantized(matrix, granularity) for matrix in (x, weight))
+    casts = casts_for(x)
+    for granularity, cast in ((Granularity.TENSOR, casts.cast_matrix), (Granularity.ROW, casts.cast_rows)):
+        left, right = (Operand(*cast(matrix), granularity) for matrix in (x, weight))
+        kind = "float8 tensorwise" if granularity is Granularity.TENSOR else "float8 rowwise"
         add(kind, partial(product, left, right, torch.bfloat16, on_hardware=True, use_fast_accum=True))
 
 
 def has_float8(device: torch.device) -> bool:
     """Whether its tensor cores multiply float8."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def _quantized(matrix: torch.Tensor, granularity: Granularity) -> Operand:
-    casts = casts_for(matrix)
-    cast = casts.cast_matrix if granularity is Granularity.TENSOR else casts.cast_rows
-    return Operand(*cast(matrix), granularity)
 
 
 def _memory(clock: Clock, samples: Samples) -> None:
@@ -134,10 +126,9 @@ def measure_host(clock: Clock, samples: Samples, mesh: DeviceMesh, *, has_copies
         add("copied", gtp_shard(_stack(clock.device), mesh, schedule=by_copies))
     layers = list(_stack(clock.device))
     blocks = [nn.Sequential(*layers[begin : begin + TOGETHER]) for begin in range(0, _HOST_LAYERS, TOGETHER)]
-    for block in blocks:
-        fully_shard(block, mesh=mesh)
     stack = nn.Sequential(*blocks)
-    fully_shard(stack, mesh=mesh)
+    for module in (*blocks, stack):
+        fully_shard(module, mesh=mesh)
     add("fully_shard", stack)
 
 
@@ -159,8 +150,7 @@ def count_operations(tokens: int) -> float:
     """For how many operations the planner lets the host work, in a step of the small decoder."""
     trace = repeated(record_reference(_BLOCK, 1, tokens), _BLOCK, Part(tuple(_BLOCK.kinds)))
     machine = load_machine("h100")
-    setting = Setting(trace, Costs(machine), fixed_policy(), tokens=tokens)
-    return build_compute(setting).host_ms * 1e3 / machine.host.op_us
+    return build_compute(Setting(trace, Costs(machine), fixed_policy())).host_ms * 1e3 / machine.host.op_us
 
 
 def _stack(device: torch.device) -> nn.Sequential:

@@ -27,34 +27,24 @@ class Clock:
         self.device = device
 
     def time(self, work: Work, calls: int = 1, *, is_sustained: bool = False) -> float:
-        """Of the device.
-
-        Args:
-            work: What is timed. A collective must run as often on all ranks.
-            calls: So many are queued for one sample.
-            is_sustained: Whether to go on until clocks have settled, and take the second half. Each rank then has its
-                own number of samples, so ``work`` must not be a collective.
-        """
-        work()
-        return statistics.median(self._host_sample(work, calls) for _ in range(_SAMPLES))
+        """Of the device; ``calls`` are queued for one sample. ``is_sustained``: until clocks have settled, of which the
+        second half counts. Each rank then has its own number of samples, so ``work`` must be no collective."""
+        samples = []
+        for _ in range(_SAMPLES):
+            work()
+            begin = time.perf_counter()
+            for _ in range(calls):
+                work()
+            samples.append((time.perf_counter() - begin) / calls)
+        return statistics.median(samples)
 
     def time_host(self, work: Work) -> float:
         """Until the call returns, while the device is idle."""
         return self.time(work)
 
-    def _host_sample(self, work: Work, calls: int) -> float:
-        work()
-        begin = time.perf_counter()
-        for _ in range(calls):
-            work()
-        return (time.perf_counter() - begin) / calls
-
-    def time_beside(self, work: Work, calls: int, other: Work, other_calls: int) -> float | None:
-        """As :meth:`time`, while ``other`` runs on another stream; None if this device has no streams."""
-        return None
-
-    def time_together(self, work: Work, calls: int, other: Work, other_calls: int) -> float | None:
-        """Of all calls of both, which begin together on two streams; None if this device has no streams."""
+    def time_with(self, work: Work, calls: int, other: Work, other_calls: int, *, joins: bool) -> float | None:
+        """Of ``calls``, while ``other`` runs on another stream; with ``joins`` of all calls of both, which begin
+        together. None if this device has no streams."""
         return None
 
     def new_stream(self) -> torch.Stream | None:
@@ -89,7 +79,7 @@ class _EventClock(Clock):
             work()
         end.record()
         end.synchronize()
-        return _seconds(begin, end) / calls
+        return float(begin.elapsed_time(end)) / 1e3 / calls
 
     def time(self, work: Work, calls: int = 1, *, is_sustained: bool = False) -> float:
         work()
@@ -113,7 +103,7 @@ class _EventClock(Clock):
         torch.cuda.synchronize(self.device)
         return statistics.median(samples)
 
-    def _two_streams(self, work: Work, calls: int, other: Work, other_calls: int, *, joins: bool) -> float:
+    def time_with(self, work: Work, calls: int, other: Work, other_calls: int, *, joins: bool) -> float | None:
         samples = []
         current = torch.cuda.current_stream(self.device)
         for _ in range(_SAMPLES):
@@ -135,15 +125,5 @@ class _EventClock(Clock):
                 current.wait_stream(self._stream)
             end.record()
             torch.cuda.synchronize(self.device)
-            samples.append(_seconds(begin, end))
+            samples.append(float(begin.elapsed_time(end)) / 1e3)
         return statistics.median(samples)
-
-    def time_beside(self, work: Work, calls: int, other: Work, other_calls: int) -> float | None:
-        return self._two_streams(work, calls, other, other_calls, joins=False) / calls
-
-    def time_together(self, work: Work, calls: int, other: Work, other_calls: int) -> float | None:
-        return self._two_streams(work, calls, other, other_calls, joins=True)
-
-
-def _seconds(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-    return float(begin.elapsed_time(end)) / 1e3

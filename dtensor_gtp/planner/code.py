@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .evaluate import Answer, Problem
 from .job import Layout
-from .user_tp import COLWISE, ROWWISE, TPPlan
+from .user_model import COLWISE, ROWWISE, TPPlan
 
 _TP_PLAN = """\
 # Column- and row-wise slices, activations along the sequence between them; names as in examples/llama.py.
@@ -46,6 +46,16 @@ def save_every_second_product():
 """
 
 
+_CHECKPOINTING = """\
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+for number, block in enumerate(model.layers):
+    model.layers[number] = checkpoint_wrapper(block{options})"""
+
+_ZERO1 = """\
+from torch.distributed.fsdp import fully_shard
+for unit in (*model.layers, model):  # gradients and optimizer states are cut over the copies too
+    fully_shard(unit, mesh=mesh["replicate"], reshard_after_forward=False)"""
+
 _READ = "python -m dtensor_gtp.help"
 
 
@@ -56,11 +66,10 @@ def unwritten(problem: Problem, answer: Answer) -> list[str]:
     if layout.pp > 1:
         found.append(f"pp {layout.pp}: how the model is cut into stages is yours, see {_READ} composability")
     if layout.cp > 1:
-        found.append(
-            f"cp {layout.cp}: attention exchanges keys over mesh['cp'] in your code, see {_READ} composability"
-        )
-    if problem.job.shards_optimizer and layout.replicate > 1:
-        found.append(f"zero1: fully_shard over mesh['replicate'] goes around your blocks, see {_READ} composability")
+        exchanged = "attention exchanges keys over mesh['cp'] in your code"
+        found.append(f"cp {layout.cp}: {exchanged}, see {_READ} composability")
+    if _cuts_states(problem, layout) and layout.keep:
+        found.append("zero1: fully_shard frees what is kept for all microbatches, take a larger --micro-batch")
     if layout.ep * layout.expert_gtp > 1 or (problem.config is not None and problem.config.experts):
         found.append(f"experts: where they are in the model is yours, see {_READ} moe")
     if layout.checkpoint == "selective" and problem.job.quantization is not None:
@@ -68,28 +77,36 @@ def unwritten(problem: Problem, answer: Answer) -> list[str]:
     return found
 
 
+def _cuts_states(problem: Problem, layout: Layout) -> bool:
+    return problem.job.shards_optimizer and layout.replicate > 1
+
+
 def training_code(problem: Problem, answer: Answer) -> str:
     """Python that builds the meshes, shards the model and runs a step; comments alone for what it cannot write."""
     if missing := unwritten(problem, answer):
-        lines = [f"# No code for this layout ({answer.layout.describe(has_experts=True)}):"]
+        lines = [f"# No code for this layout ({answer.layout.describe()}):"]
         return "\n".join([*lines, *(f"#   {text}" for text in missing)])
     job, layout = problem.job, answer.layout
-    lines = [
-        "import torch",
-        "from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, gtp_shard, init_weight_mesh",
-    ]
+    names = "MixedPrecisionPolicy, SchedulePolicy, gtp_shard, init_weight_mesh"
+    lines = ["import torch", f"from dtensor_gtp import {names}"]
     if job.quantization is not None:
         lines.append("from dtensor_gtp import quantize_")
-    lines += ["", *_mesh(layout), "", "with torch.device('meta'):", "    model = build_model()  # yours"]
+    sizes = [f", {name}={getattr(layout, name)}" for name in ("replicate", "gtp", "tp") if getattr(layout, name) > 1]
+    lines += ["", f"mesh = init_weight_mesh('cuda'{''.join(sizes)})", ""]
+    lines += ["with torch.device('meta'):", "    model = build_model()  # yours"]
     lines += _recipe(problem)
     if layout.tp > 1:
         lines += [_TP_PLAN] if problem.user is None else _tp_lines(problem.user.plan)
     if layout.checkpoint != "none":
-        lines += _checkpointing(layout)
+        is_selective = layout.checkpoint == "selective"
+        options = ", context_fn=save_every_second_product, preserve_rng_state=False" * is_selective
+        lines += [_SELECTIVE] * is_selective + [_CHECKPOINTING.format(options=options)]
     reduce = "bfloat16" if job.reduce_dtype == "bf16" else "float32"
     lines.append(f"policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.{reduce})")
     schedule = "" if job.memory == "balanced" else f", schedule=SchedulePolicy(memory={job.memory!r})"
-    lines.append(f"gtp_shard(model, mesh.weights, mp_policy=policy{schedule})")
+    copies = "mesh['gtp']" if _cuts_states(problem, layout) else "mesh.weights"
+    lines.append(f"gtp_shard(model, {copies}, mp_policy=policy{schedule})")
+    lines += [_ZERO1] * _cuts_states(problem, layout)
     lines += [
         "model.to_empty(device='cuda')",
         "with mesh.fork_rng('params'):  # the same values whatever the mesh",
@@ -114,6 +131,7 @@ def _recipe(problem: Problem) -> list[str]:
 def _step(problem: Problem, layout: Layout) -> list[str]:
     """One optimizer step over the microbatches of this rank."""
     num = layout.num_microbatches(problem.job)
+    names = ("muon", "adamw") if problem.job.optimizer == "muon" else ("optimizer",)
     data = f"of {layout.data_ranks} data ranks"
     if layout.tp > 1:
         data += f", the same on the {layout.tp} ranks of tp"
@@ -128,22 +146,19 @@ def _step(problem: Problem, layout: Layout) -> list[str]:
             "        model.set_reshard_after_forward(is_last)  # weights stay gathered until then",
             "        model.set_reshard_after_backward(is_last)",
         ]
+    elif _cuts_states(problem, layout) and num > 1:
+        lines.append("        model.set_requires_gradient_sync(number + 1 == len(microbatches))  # that of fully_shard")
     elif layout.replicate > 1 and num > 1:
         lines.append("        model.set_requires_all_reduce(number + 1 == len(microbatches))")
     return [
         *lines,
         "        loss = compute_loss(model, batch) / len(microbatches)  # yours: the mean over its tokens",
         "        loss.backward()",
-        *(f"    {name}.step()\n    {name}.zero_grad()" for name in _names(problem.job.optimizer)),
+        *(f"    {name}.step()\n    {name}.zero_grad()" for name in names),
     ]
 
 
-def _names(optimizer: str) -> tuple[str, ...]:
-    return ("muon", "adamw") if optimizer == "muon" else ("optimizer",)
-
-
 def _tp_lines(plan: TPPlan) -> list[str]:
-    """The plan of a model's own config."""
     styles = {COLWISE: "ColwiseParallel()", ROWWISE: "RowwiseParallel()"}
     return [
         "from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module",
@@ -164,22 +179,6 @@ _OPTIMIZERS = {
         "muon, adamw = Muon(matrices, lr=1e-3), torch.optim.AdamW(others, fused=True)",
     ],
 }
-
-
-def _mesh(layout: Layout) -> list[str]:
-    names = ("replicate", "gtp", "tp")
-    sizes = ", ".join(f"{name}={getattr(layout, name)}" for name in names if getattr(layout, name) > 1)
-    return [f"mesh = init_weight_mesh('cuda', {sizes})" if sizes else "mesh = init_weight_mesh('cuda')"]
-
-
-def _checkpointing(layout: Layout) -> list[str]:
-    options = ", context_fn=save_every_second_product, preserve_rng_state=False" * (layout.checkpoint == "selective")
-    return [
-        *([_SELECTIVE] if layout.checkpoint == "selective" else []),
-        "from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper",
-        "for number, block in enumerate(model.layers):",
-        f"    model.layers[number] = checkpoint_wrapper(block{options})",
-    ]
 
 
 def launch_lines(problem: Problem, answer: Answer) -> str:

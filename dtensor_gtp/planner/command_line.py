@@ -16,7 +16,7 @@ from .._progress import Progress
 from ..policy import Memory
 from ..quant.recipes import RECIPES
 from .api import plan
-from .errors import PlanError, printable
+from .errors import PlanError, expect, printable
 from .job import AXES, CHECKPOINTS, LOSSES, OPTIMIZERS, Job
 from .machine import load_machine, preset_names
 from .model import PRESETS
@@ -100,12 +100,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    if options.model is None or options.gpus is None:
-        raise PlanError("plan expects a model and --gpus N, but got none. See gtp-plan --help.")
-    if options.top < 1:
-        raise PlanError(f"plan expects --top of at least 1, but got {options.top}. Pass another.")
-    if options.explain is not None and not options.explain.name:
-        raise PlanError(f"plan expects the name of files to write as --explain, but got '{options.explain}'. Add one.")
+    is_asked = options.model is not None and options.gpus is not None
+    expect(is_asked, "plan expects a model and --gpus N", "got none. See gtp-plan --help.")
+    expect(options.top >= 1, "plan expects --top of at least 1", f"got {options.top}. Pass another.")
+    has_name = options.explain is None or options.explain.name
+    expect(has_name, "plan expects the name of files to write as --explain", f"got '{options.explain}'. Add one.")
     with Progress(_LOG, "layouts simulated") as progress:
 
         def report(num: int, total: int, seconds: int) -> None:
@@ -114,13 +113,11 @@ def _plan(options: argparse.Namespace) -> int:
         machine = load_machine(options.machine)
         machine = machine.with_limits(watts=options.watts, network_gb_s=options.network_gb_s)
         result = plan(options.model, machine, top=options.top, report=report, **_job_of(options))
+    is_json = options.json is not None and str(options.json) == "-"
     if options.json is not None:
-        text = json.dumps(result.as_record(), indent=1) + "\n"
-        if str(options.json) == "-":
-            print(text, end="")
-        else:
-            _write(options.json, text)
-    if options.json is None or str(options.json) != "-":
+        text = json.dumps(result.as_record(), indent=1)
+        print(text) if is_json else _write(options.json, f"{text}\n")
+    if not is_json:
         print(result)
         if options.tokens is not None and result.answers:
             print(f"\n{duration(result.best, result.job, options.tokens)}")
@@ -142,7 +139,7 @@ def _job_of(options: argparse.Namespace) -> dict[str, Any]:
 
 def _explain(result: PlanResult, path: Path) -> None:
     found = timeline(result.problem, result.best)
-    title = f"{result.model}, {result.best.layout.describe(has_experts=True)}, one microbatch"
+    title = f"{result.model}, {result.best.layout.describe()}, one microbatch"
     _write(path.with_name(path.name + ".svg"), as_svg(found, title))
     _write(path.with_name(path.name + ".trace.json"), as_chrome_trace(found))
 

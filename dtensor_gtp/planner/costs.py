@@ -17,15 +17,11 @@ _PER_GB_S = 1e-6  # milliseconds for a byte at 1 GB/s
 
 
 class Axis(NamedTuple):
-    """The ranks of one group: ``size`` of them, ``stride`` ranks apart."""
-
     size: int
-    stride: int
+    stride: int  # between two of them
 
 
 class Wire(NamedTuple):
-    """How a group communicates."""
-
     is_fast: bool  # whether all of it is behind the fast link
     gb_s: float  # what a rank receives in a second
     start_ms: float  # until the first byte arrives
@@ -42,8 +38,6 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """Times on one machine."""
-
     machine: Machine  # the machine
     axes: tuple[tuple[str, Axis], ...] = ()  # the groups of a layout by the name of their axis
     precision: str = "bf16"  # what GEMMs of the blocks compute in: "bf16", "float8" or "float4"
@@ -59,16 +53,12 @@ class Costs:
         return dict(self.axes)
 
     def gemm_ms(self, flops: float, precision: str = "bf16") -> float:
-        """One GEMM."""
         if not flops:
             return 0
         compute, peaks = self.machine.compute, self.machine.peak_tflops
         if precision not in peaks:
-            kinds = ", ".join(peaks)
-            raise PlanError(
-                f"{self.machine.name} has no peak for GEMMs in {precision}, only in {kinds}. "
-                "Name another recipe, or one with :dequantize."
-            )
+            only = f"only in {', '.join(peaks)}. Name another recipe, or one with :dequantize."
+            raise PlanError(f"{self.machine.name} has no peak for GEMMs in {precision}, {only}")
         float8 = compute.float8_rowwise_gemm if self.is_rowwise else compute.float8_gemm
         share = _share(compute.gemm if precision == "bf16" else float8, flops)
         return compute.kernel_us / 1e3 + flops / (peaks[precision] * share) * 1e-9
@@ -85,18 +75,16 @@ class Costs:
         rate = self.machine.hbm_gb_s * share
         return self.machine.compute.kernel_us / 1e3 + nbytes / rate * _PER_GB_S if nbytes else 0
 
-    def op_ms(self, op: Op, precision: str = "bf16") -> float:
+    def op_ms(self, op: Op) -> float:
         """One operation that is no collective."""
         if op.kind is Kind.GEMM:
-            return self.gemm_ms(op.flops, precision)
+            return self.gemm_ms(op.flops)
         if op.kind is Kind.ATTENTION:
-            rate = self.machine.peak_tflops["bf16"] * self.attention_share()
+            rate = self.machine.peak_tflops["bf16"] * self._attention_share()
             return self.machine.compute.kernel_us / 1e3 + op.flops / rate * 1e-9
-        if op.kind is Kind.MEMORY:
-            return self.memory_ms(op.nbytes)
-        return 0
+        return self.memory_ms(op.nbytes) if op.kind is Kind.MEMORY else 0
 
-    def attention_share(self) -> float:
+    def _attention_share(self) -> float:
         """Of the bf16 peak, at this length: between the two lengths that a machine names, over their logarithm."""
         compute = self.machine.compute
         if not compute.attention_long:
@@ -130,7 +118,7 @@ class Costs:
             # Inputs are cast before they are gathered: half of all messages have half of the bytes, and
             # one more finds the scale.
             op = op._replace(nbytes=op.nbytes * 0.85)
-        ms = self.exchange_ms(op.nbytes, axis) if op.kind is Kind.EP else self.gather_ms(op.nbytes, axis)
+        ms = (self.exchange_ms if op.kind is Kind.EP else self.gather_ms)(op.nbytes, axis)
         return Work(ms, op.kind.value, self.machine.host.collective_us / 1e3, op.nbytes)
 
     def wire(self, axis: Axis) -> Wire:
@@ -157,9 +145,7 @@ class Costs:
         wire = self.wire(axis)
         return wire.start_ms + nbytes * (axis.size - 1) / axis.size / wire.gb_s * _PER_GB_S
 
-    def scatter_ms(self, nbytes: float, axis: Axis) -> float:
-        """A reduce-scatter of ``nbytes`` on each rank."""
-        return self.gather_ms(nbytes, axis)
+    scatter_ms = gather_ms  # a reduce-scatter of ``nbytes`` on each rank
 
     def load(self, axis: Axis, *, is_copy: bool) -> Load:
         """What a collective occupies."""
@@ -223,3 +209,21 @@ def _share(points: Sequence[tuple[float, float]], flops: float) -> float:
             return share + (next_share - share) * part
         first, share = number, next_share
     return share
+
+
+class Traffic(NamedTuple):
+    name: str  # for people
+    nbytes: int  # of the full weights or gradients
+    num_tensors: int  # how many
+    ms: float  # time on the wire, if nothing else runs and all of it is one launch
+
+
+def predict_traffic(
+    machine: Machine, axis: Axis, amounts: Sequence[tuple[str, int, int]], *, is_copy: bool
+) -> list[Traffic]:
+    """What ``amounts`` take on the wire: name, bytes and number of tensors; ``is_copy``: by copy engines."""
+
+    def ms(nbytes: int, num: int) -> float:
+        return Costs(machine).together_ms(nbytes, axis, num, is_copy=is_copy) if nbytes and axis.size > 1 else 0.0
+
+    return [Traffic(name, nbytes, num, ms(nbytes, num)) for name, nbytes, num in amounts]

@@ -16,6 +16,12 @@ class PlanError(ValueError):
         super().__init__(printable(message))
 
 
+def expect(is_fine: object, expected: str, found: str) -> None:
+    """Raise, unless all is fine: what is ``expected``, but what was ``found`` and how to mend it."""
+    if not is_fine:
+        raise PlanError(f"{expected}, but {found}")
+
+
 def printable(text: str) -> str:
     """``text`` in one line, without what a terminal would obey: names come from files of others."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -14,8 +14,6 @@ from .job import OPTIMIZERS, Job, Layout
 from .machine import GIB, Machine
 from .memory import Memory, Stage, predict
 from .model import ModelConfig
-from .peak import Amounts
-from .recorder import Op
 from .setting import PARAM_NBYTES, Setting
 from .timing import Parts, few_and_more, measure, timeline_of
 from .trace import Part, Trace, Weight, record_reference, repeated, with_loss
@@ -24,8 +22,6 @@ from .user_model import UserModel
 
 @dataclass(frozen=True)
 class Problem:
-    """What is planned."""
-
     job: Job  # what is asked for
     config: ModelConfig | None  # the sizes of the model; None for a model of the user's own code
     machine: Machine  # the GPUs
@@ -98,9 +94,8 @@ class Answer:
     @property
     def range_ms(self) -> tuple[float, float] | None:
         """The least and the most that a step may take, by published runs of this kind; None where there are none."""
-        if isinstance(self.ground, str):
-            return None
-        return self.step_ms * self.ground.least, self.step_ms * self.ground.most
+        found = self.ground
+        return None if isinstance(found, str) else (self.step_ms * found.least, self.step_ms * found.most)
 
 
 def stage_parts(config: ModelConfig, pp: int) -> list[Part]:
@@ -128,63 +123,34 @@ def parts_of(problem: Problem, layout: Layout) -> list[Part] | list[None]:
 
 def trace_of(problem: Problem, layout: Layout, part: Part | None) -> Trace:
     """What a rank of a stage computes in one microbatch."""
-    if problem.config is None:
+    if part is None:
         assert problem.user is not None
-        return _scaled(with_loss(problem.user.trace(layout.tp), problem.job.loss), layout.micro_batch)
-    assert part is not None
+        return with_loss(problem.user.trace(layout.tp), problem.job.loss).times(layout.micro_batch)
+    assert problem.config is not None
     sizes = problem.job.seq_len, layout.tp, layout.cp, layout.ep
     return _repeated(problem.config, layout.micro_batch, sizes, problem.job.loss, part)
 
 
 @functools.lru_cache(maxsize=512)
 def _repeated(config: ModelConfig, batch: int, sizes: tuple[int, int, int, int], loss: str, part: Part) -> Trace:
-    return repeated(_recorded(config, batch, sizes, loss), config, part)
-
-
-@functools.lru_cache(maxsize=512)
-def _recorded(config: ModelConfig, batch: int, sizes: tuple[int, int, int, int], loss: str) -> Trace:
     seq_len, tp, cp, ep = sizes
     # Equal loads: however many ranks share experts, each computes as much.
     few = next((size for size in range(2, ep + 1) if ep % size == 0), 1)
-    trace = record_reference(config, 1, seq_len, tp, cp, few, loss)
 
     def shared(weight: Weight) -> Weight:
         num, *matrix = weight.shape
         return weight._replace(shape=(num * few // ep, *matrix)) if weight.is_expert else weight
 
-    return _scaled(replace(trace, weights=tuple(map(shared, trace.weights))), batch)
-
-
-def _scaled(trace: Trace, batch: int) -> Trace:
-    """The same for several sequences: operations and activations grow with them."""
-    if batch == 1:
-        return trace
-
-    def times(op: Op) -> Op:
-        return Op(op.kind, op.flops * batch, op.nbytes * batch)
-
-    def weight(given: Weight) -> Weight:
-        amounts = Amounts(*(amount * batch for amount in given.amounts))
-        return given.with_ops(times)._replace(amounts=amounts, live=given.live * batch)
-
-    return replace(
-        trace,
-        weights=tuple(map(weight, trace.weights)),
-        loss=tuple(map(times, trace.loss)),
-        tail=tuple(map(times, trace.tail)),
-        input_nbytes=trace.input_nbytes * batch,
-        end=trace.end * batch,
-    )
+    trace = record_reference(config, 1, seq_len, tp, cp, few, loss).with_weights(shared)
+    return repeated(trace.times(batch), config, part)
 
 
 def setting_of(problem: Problem, layout: Layout, part: Part | None) -> Setting:
-    job = problem.job
+    job, length = problem.job, problem.job.seq_len // layout.cp
     axes = tuple(layout.axes().items())
-    length = job.seq_len // layout.cp
-    costs = Costs(problem.machine, axes, job.precision, job.is_compiled, job.is_rowwise, length)
     return Setting(
         trace_of(problem, layout, part),
-        costs,
+        Costs(problem.machine, axes, job.precision, job.is_compiled, job.is_rowwise, length),
         job.policy,
         job.reduce_nbytes,
         job.quantization,
@@ -204,50 +170,34 @@ def full_stages(parts: list[Part] | list[None]) -> set[int]:
 
 def memory_of(problem: Problem, layout: Layout) -> Memory:
     """Of the fullest rank."""
-    parts = parts_of(problem, layout)
-    found = []
+    parts, found = parts_of(problem, layout), []
+    num, optimizer_nbytes = layout.num_microbatches(problem.job), OPTIMIZERS[problem.job.optimizer]
     for number in full_stages(parts):
         setting = setting_of(problem, layout, parts[number])
         schedule, _ = setting.choice(problem.machine.memory_nbytes)
-        num = layout.num_microbatches(problem.job)
         stage = Stage(inflight(problem, layout, number, num), num, layout.keep)
-        found.append(_memory_of_stage(setting, schedule, stage, OPTIMIZERS[problem.job.optimizer]))
+        settings, left, grown = few_and_more(setting)
+        memories = [predict(one, schedule, stage, optimizer_nbytes) for one in settings]
+        few, more = memories[0], memories[-1]
+        pairs = zip(few[:-1], more[:-1], strict=True)
+        continued = (large + (large - small) * left // grown for small, large in pairs)
+        found.append(Memory._make((*continued, more.moment)))
     return max(found, key=lambda memory: memory.total)
 
 
-def _memory_of_stage(setting: Setting, schedule: Schedule, stage: Stage, optimizer_nbytes: int) -> Memory:
-    """For many blocks by the difference that three of them make, see :func:`measure`."""
-
-    def of(one: Setting) -> Memory:
-        return predict(one, schedule, stage, optimizer_nbytes)
-
-    if (shorter := few_and_more(setting)) is None:
-        return of(setting)
-    few, more = of(shorter.few), of(shorter.more)
-    grown = (
-        large + int((large - small) * shorter.left) // shorter.grown
-        for small, large in zip(few[:-1], more[:-1], strict=True)
-    )
-    return Memory._make((*grown, more.moment))
-
-
 def evaluate(problem: Problem, layout: Layout, memory: Memory | None = None) -> Answer:
-    """Simulates a layout that can be."""
     job, machine = problem.job, problem.machine
     memory = memory or memory_of(problem, layout)
-    parts = parts_of(problem, layout)
-    setting = setting_of(problem, layout, slowest(parts))
+    setting = setting_of(problem, layout, slowest(parts_of(problem, layout)))
     free = max(int((machine.memory_gib - machine.reserve_gib) * GIB) - memory.total, 0)
     schedule, reasons = setting.choice(free)
     num = layout.num_microbatches(job)
-    last = measure(setting, schedule, is_last=True)
-    other = last
+    other = last = measure(setting, schedule, is_last=True)
     if num > 1 and layout.keep:
         other = measure(_without_wire(setting), schedule, is_last=False)
     elif num > 1 and layout.axes()["replicate"].size > 1:
         other = measure(setting, schedule, is_last=False)
-    total = last.plus(other, num - 1)
-    total = _with_bubble(total, other, problem, layout)
+    total = _with_bubble(last.plus(other, num - 1), other, problem, layout)
     optimizer = _optimizer_ms(setting, OPTIMIZERS[job.optimizer])
     total.exposed["optimizer"] = optimizer
     if job.shards_optimizer:
@@ -256,26 +206,22 @@ def evaluate(problem: Problem, layout: Layout, memory: Memory | None = None) -> 
     if straggling:
         total.exposed["stragglers"] = straggling
     step_ms = total.ms + optimizer + straggling
-    tokens = job.batch * job.seq_len / job.gpus
-    tokens_per_s = tokens / step_ms * 1e3
+    tokens_per_s = job.batch * job.seq_len / job.gpus / step_ms * 1e3
     mfu = tokens_per_s * problem.flops_per_token() / (machine.peak_tflops["bf16"] * 1e12)
     has_experts = problem.config is not None and problem.config.experts > 0
-    filled = memory.total / machine.memory_nbytes
-    ground = ground_of(job, layout, machine, has_experts=has_experts, filled=filled)
-    compute = step_ms - sum(total.exposed.values())
     return Answer(
         layout,
         step_ms,
-        ground,
+        ground_of(job, layout, machine, has_experts=has_experts, filled=memory.total / machine.memory_nbytes),
         tokens_per_s,
         mfu,
         memory,
         machine.memory_nbytes,
         total.received,
         total.exposed,
-        compute,
-        schedule,
-        reasons,
+        compute_ms=step_ms - sum(total.exposed.values()),
+        schedule=schedule,
+        reasons=reasons,
     )
 
 
@@ -283,12 +229,12 @@ def fully_shard_ms(problem: Problem, answer: Answer) -> float | None:
     """The same step with ``fully_shard`` on each block and the root; None where its model does not hold: for other axes
     than gtp, for recomputation, recipes and CUDA graphs."""
     layout, job = answer.layout, problem.job
-    others = layout.pp * layout.replicate * layout.cp * layout.tp * layout.ep * layout.expert_gtp
     is_plain = layout.checkpoint == "none" and job.quantization is None and not job.is_captured
     setting = setting_of(problem, layout, parts_of(problem, layout)[0])
-    tables = [weight for weight in setting.trace.weights if weight.is_table]
-    has_blocks = setting.trace.num_blocks > 0 and setting.trace.weights[0].is_table and len(tables) == 1
-    if others > 1 or layout.gtp == 1 or not is_plain or not has_blocks:
+    is_first, *are_tables = [weight.is_table for weight in setting.trace.weights]
+    has_blocks = setting.trace.num_blocks > 0 and is_first and not any(are_tables)
+    sizes = layout.ranks * layout.ep * layout.expert_gtp
+    if sizes > layout.gtp or layout.gtp == 1 or not is_plain or not has_blocks:
         return None
     ms = timeline_of(build_fully_shard(setting), problem.machine).ms * layout.num_microbatches(job)
     ms += _optimizer_ms(setting, OPTIMIZERS[job.optimizer])
@@ -315,16 +261,14 @@ def _with_bubble(total: Parts, one: Parts, problem: Problem, layout: Layout) -> 
         return total
     job = problem.job
     assert problem.config is not None
-    costs = Costs(problem.machine, tuple(layout.axes().items()))
     nbytes = layout.micro_batch * job.seq_len // (layout.cp * layout.tp) * problem.config.dim * 2
-    send = 2 * costs.send_ms(nbytes, layout.axes()["pp"])
+    send = 2 * Costs(problem.machine).send_ms(nbytes, layout.axes()["pp"])
     chunks = virtual_stages(problem, layout)
     bubble = (layout.pp - 1) / chunks * one.ms
     # A message hides behind the other microbatches, but where the pipeline fills and drains.
     bubble += 2 * (layout.pp - 1) * send
-    exposed_ms = dict(total.exposed) | {"bubble": bubble}
-    received = dict(total.received) | {"pp": 2 * nbytes * layout.num_microbatches(job) * chunks}
-    return Parts(total.ms + bubble, exposed_ms, received)
+    received = {"pp": 2 * nbytes * layout.num_microbatches(job) * chunks}
+    return Parts(total.ms + bubble, total.exposed | {"bubble": bubble}, total.received | received)
 
 
 def virtual_stages(problem: Problem, layout: Layout) -> int:
@@ -339,9 +283,9 @@ def inflight(problem: Problem, layout: Layout, number: int, num_microbatches: in
     """Microbatches whose activations a stage holds: as many as there are stages from it on, as 1F1B and DualPipe do.
     Where chunks were asked for, those of Megatron's interleaved schedule, which begins backward later (arXiv
     2104.04473, section 2.2)."""
-    chunks, after = problem.job.virtual_stages, layout.pp - 1 - number
+    after = layout.pp - 1 - number
     held = after + 1.0
-    if chunks > 1 and layout.pp > 1:
+    if problem.job.virtual_stages > 1 and layout.pp > 1:
         chunks = virtual_stages(problem, layout)
         held = ((chunks - 1) * layout.pp + 2 * after + 1) / chunks
     return min(held, num_microbatches)
@@ -367,7 +311,5 @@ def _gather_parameters(setting: Setting, total: Parts) -> float:
 
 def lower_bound_ms(problem: Problem, layout: Layout, one_ms: float) -> float:
     """What a step takes at least, if a microbatch takes ``one_ms`` at least."""
-    num = layout.num_microbatches(problem.job)
-    chunks = virtual_stages(problem, layout)
-    straggling = problem.machine.straggling(problem.job.gpus)
-    return one_ms * (num + (layout.pp - 1) / chunks) * (1 + straggling)
+    num = layout.num_microbatches(problem.job) + (layout.pp - 1) / virtual_stages(problem, layout)
+    return one_ms * num * (1 + problem.machine.straggling(problem.job.gpus))

@@ -19,14 +19,12 @@ class Unit:
     def __init__(self, weights: Sequence[Sharded]) -> None:
         self.weights = weights
         self.name = f"block {weights[0].weight.block}" if weights[0].is_in_block else "root"
-        self.gathered = sum(item.wired for item in weights)
         self.full = sum(item.gathered for item in weights)
         self.sent = sum(item.sent for item in weights)
         self.shard_numel = sum(item.shard_numel for item in weights)
 
 
 def units_of(setting: Setting) -> tuple[Unit, list[Unit]]:
-    """The root and the blocks."""
     by_block: dict[int, list[Sharded]] = {}
     for item in setting.sharded():
         by_block.setdefault(item.weight.block, []).append(item)
@@ -39,8 +37,7 @@ class _Step:
         self._setting, self._tasks = setting, Tasks(setting)
         self._axis = setting.costs.axis("gtp")
         self._gathers: dict[str, int] = {}
-        self._copied_out: list[int] = []
-        self._reducing: list[int] = []
+        self._copied_out, self._reducing = list[int](), list[int]()
 
     def _spend(self, unit: Unit, share: float) -> None:
         self._tasks.spend(len(unit.weights) * self._tasks.host.fsdp_use_us * share)
@@ -49,25 +46,25 @@ class _Step:
         """Shards are cast and copied in, then gathered, after the last gather was copied out."""
         if unit.name in self._gathers:
             return
-        tasks, costs = self._tasks, self._setting.costs
+        tasks, costs = self._tasks, self._tasks.costs
         self._spend(unit, 1 / 4)
         tasks.spend(tasks.host.collective_us)
         nbytes = unit.shard_numel * (2 * PARAM_NBYTES + 3 * COMPUTE_NBYTES)
         after = self._copied_out or tasks.fork()
         cast = tasks.add(Stream.GATHER, Load.KERNEL, costs.memory_ms(nbytes), after, f"copy in {unit.name}")
-        ms, label = costs.gather_ms(unit.gathered, self._axis), f"gather {unit.name}"
-        self._gathers[unit.name] = tasks.transfer(Stream.GATHER, "gtp", unit.gathered, ms, [cast], label, "gathers")
+        ms, label = costs.gather_ms(unit.full, self._axis), f"gather {unit.name}"
+        self._gathers[unit.name] = tasks.transfer(Stream.GATHER, "gtp", unit.full, ms, [cast], label, "gathers")
 
     def _wait(self, unit: Unit) -> None:
         """The gather is copied to where modules read it."""
         self._spend(unit, 1 / 4)
         self._tasks.wait(self._gathers.pop(unit.name))
-        ms, label = self._setting.costs.memory_ms(2 * unit.full), f"copy out {unit.name}"
+        ms, label = self._tasks.costs.memory_ms(2 * unit.full), f"copy out {unit.name}"
         self._copied_out = [self._tasks.add(Stream.COMPUTE, Load.COMPUTE, ms, label=label, cause="gathers")]
 
     def _reduce(self, unit: Unit) -> None:
         """Gradients are copied in, cast if need be, and reduced, after the last reduction."""
-        tasks, costs = self._tasks, self._setting.costs
+        tasks, costs = self._tasks, self._tasks.costs
         self._spend(unit, 1 / 2)
         tasks.spend(tasks.host.collective_us)
         while self._reducing:
@@ -77,8 +74,7 @@ class _Step:
         ms = costs.scatter_ms(unit.sent, self._axis)
         tasks.transfer(Stream.SCATTER, "gtp", unit.sent, ms, [copied], f"reduce {unit.name}", "reductions")
         nbytes = unit.shard_numel * (self._setting.reduce_nbytes + PARAM_NBYTES)
-        done = tasks.add(Stream.SCATTER, Load.KERNEL, costs.memory_ms(nbytes), (), f"sum {unit.name}")
-        self._reducing.append(done)
+        self._reducing.append(tasks.add(Stream.SCATTER, Load.KERNEL, costs.memory_ms(nbytes), (), f"sum {unit.name}"))
 
     def run(self, *, keeps: bool) -> Program:
         tasks, (root, units) = self._tasks, units_of(self._setting)

@@ -15,8 +15,6 @@ from .machine import Machine
 
 
 class Ground(NamedTuple):
-    """What predictions of one kind rest on."""
-
     kind: str  # for people
     least: float  # least time of a step, as a share of the prediction
     most: float  # most time
@@ -37,12 +35,7 @@ _OTHER_MACHINE = 1.2  # shares of peaks are carried over from another generation
 
 
 def ground_of(job: Job, layout: Layout, machine: Machine, *, has_experts: bool, filled: float) -> Ground | str:
-    """The range of a layout, or why there is none and what to measure.
-
-    Args:
-        has_experts: Whether the model is a mixture.
-        filled: Share of the memory that is used.
-    """
+    """The range of a layout, or why there is none and what to measure; ``filled`` is the share of memory in use."""
     if job.seq_len > _LONGEST:
         return f"nothing is published of {job.seq_len} tokens in a sequence: measure a block of yours at that length"
     if not machine.has_ground:

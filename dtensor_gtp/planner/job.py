@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, get_args
@@ -9,7 +10,7 @@ from typing import Any, get_args
 from ..policy import Memory, SchedulePolicy
 from ..quant.recipes import RECIPES, Recipe
 from .costs import Axis
-from .errors import PlanError
+from .errors import expect
 from .machine import Machine
 from .model import ModelConfig
 
@@ -70,10 +71,9 @@ class Job:
         counts = {"gpus": (1, 1 << 20), "seq_len": (1, 1 << 24), "global_batch": (0, 1 << 24)}
         for name, (least, most) in (counts | {"virtual_stages": (0, 1 << 14)}).items():
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-                raise PlanError(f"plan expects {name} from {least} to {most}, but got {value!r}. Pass another.")
-        recipe = self.recipe.removesuffix(":dequantize")
-        self._check("recipe", recipe, ("bf16", *RECIPES))
+            is_fine = type(value) is int and least <= value <= most
+            expect(is_fine, f"plan expects {name} from {least} to {most}", f"got {value!r}. Pass another.")
+        self._check("recipe", self.recipe.removesuffix(":dequantize"), ("bf16", *RECIPES))
         self._check("checkpointing", self.checkpointing, ("auto", *CHECKPOINTS))
         self._check("optimizer", self.optimizer, tuple(OPTIMIZERS))
         self._check("memory", self.memory, get_args(Memory))
@@ -81,21 +81,16 @@ class Job:
         self._check("reduce_dtype", self.reduce_dtype, ("bf16", "fp32"))
         for name, size in self.fixed.items():
             self._check("axis", name, (*AXES, "micro_batch"))
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise PlanError(f"plan expects a positive size of {name}, but got {size!r}. Pass another.")
-        product = 1
-        for name in ("pp", "replicate", "cp", "gtp", "tp"):
-            product *= self.fixed.get(name, 1)
-        if self.gpus % product:
-            asked = " x ".join(f"{name} {self.fixed[name]}" for name in AXES[:5] if name in self.fixed)
-            raise PlanError(
-                f"plan expects a product of axes that divides {self.gpus} GPUs, but {asked} = {product} does not. Pass "
-                "other sizes, or leave one to the search."
-            )
+            is_fine = type(size) is int and size >= 1
+            expect(is_fine, f"plan expects a positive size of {name}", f"got {size!r}. Pass another.")
+        given = {name: self.fixed[name] for name in AXES[:5] if name in self.fixed}
+        product, asked = math.prod(given.values()), " x ".join(f"{name} {size}" for name, size in given.items())
+        wrong = f"{asked} = {product} does not. Pass other sizes, or leave one to the search."
+        expect(not self.gpus % product, f"plan expects a product of axes that divides {self.gpus} GPUs", wrong)
 
     def _check(self, name: str, value: str, known: tuple[str, ...]) -> None:
-        if value not in known:
-            raise PlanError(f"plan expects one of {', '.join(known)} as {name}, but got {value!r}. Pass one of them.")
+        wrong = f"got {value!r}. Pass one of them."
+        expect(value in known, f"plan expects one of {', '.join(known)} as {name}", wrong)
 
     @property
     def batch(self) -> int:
@@ -203,15 +198,9 @@ class Layout:
             "expert_replicate": Axis(stage // experts, experts),
         }
 
-    def describe(self, *, has_experts: bool = False) -> str:
-        """The axes that are larger than one, as text.
-
-        Args:
-            has_experts: Also those of experts.
-        """
-        names = AXES if has_experts else AXES[:5]
-        parts = [f"{name} {getattr(self, name)}" for name in names if getattr(self, name) > 1]
-        return ", ".join(parts) or "one GPU"
+    def describe(self) -> str:
+        """The axes that are larger than one, as text."""
+        return ", ".join(f"{name} {getattr(self, name)}" for name in AXES if getattr(self, name) > 1) or "one GPU"
 
     def as_record(self) -> dict[str, Any]:
         """All sizes as plain data, for JSON."""

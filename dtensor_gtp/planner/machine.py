@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from .errors import PlanError, printable
+from .errors import PlanError, expect, printable
 
 GIB = 2**30
 VERSION = 2
@@ -25,8 +25,6 @@ _PRESETS = Path(__file__).parent / "machines"
 
 @dataclass(frozen=True)
 class Link:
-    """A link of one GPU."""
-
     gb_s: float  # what a GPU sends, while it receives as much, in 10^9 bytes a second
     share: float  # of that, what a collective of large messages reaches
     start_us: float  # time before the first byte arrives; of copy engines, for each copy
@@ -150,8 +148,9 @@ class Machine:
 
     def describe(self) -> str:
         """Its name, and whether it was measured."""
-        preset = " (not calibrated)" if self.is_preset else " (partly calibrated)"
-        return self.name if self.is_calibrated else f"{self.name}{preset}"
+        if self.is_calibrated:
+            return self.name
+        return f"{self.name} ({'not' if self.is_preset else 'partly'} calibrated)"
 
     @property
     def is_preset(self) -> bool:
@@ -170,17 +169,13 @@ class Machine:
         """
         machine = self
         if watts is not None:
-            if not 0 < watts <= self.watts:
-                raise PlanError(
-                    f"machine expects up to {self.watts:g} watts for {self.name}, but got {watts:g}. Pass less."
-                )
+            most = f"machine expects up to {self.watts:g} watts for {self.name}"
+            expect(0 < watts <= self.watts, most, f"got {watts:g}. Pass less.")
             peaks = {kind: peak * watts / self.watts for kind, peak in self.peak_tflops.items()}
             machine = replace(machine, peak_tflops=peaks, watts=watts, name=f"{self.name} at {watts:g} W")
         if network_gb_s is not None:
-            if not 0.001 <= network_gb_s <= 1e5:
-                raise PlanError(
-                    f"machine expects a network from 0.001 to 100000 GB/s, but got {network_gb_s:g}. Pass another."
-                )
+            expected = "machine expects a network from 0.001 to 100000 GB/s"
+            expect(0.001 <= network_gb_s <= 1e5, expected, f"got {network_gb_s:g}. Pass another.")
             machine = replace(machine, network=replace(machine.network, gb_s=network_gb_s))
         return machine
 
@@ -244,16 +239,16 @@ def load_machine(text: str) -> Machine:
     path = Path(text)
     if text.lower() in preset_names():
         path = _PRESETS / f"{text.lower()}.json"
-    elif not path.is_file():
-        names = ", ".join(preset_names())
-        raise PlanError(f"machine expects one of {names}, or a file of --calibrate, but got {text!r}. Name one.")
+    names = ", ".join(preset_names())
+    expect(path.is_file(), f"machine expects one of {names}, or a file of --calibrate", f"got {text!r}. Name one.")
+    return machine_of(read_json(path, "machine expects a JSON file of --calibrate", "Write it anew."), str(path))
+
+
+def read_json(path: Path, expected: str, remedy: str) -> Any:
     try:
-        content = json.loads(path.read_text())
+        return json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise PlanError(
-            f"machine expects a JSON file of --calibrate, but {path} cannot be read ({error}). Write it anew."
-        ) from None
-    return machine_of(content, str(path))
+        raise PlanError(f"{expected}, but {path} cannot be read ({error}). {remedy}") from None
 
 
 def preset_names() -> list[str]:
@@ -277,22 +272,15 @@ def preset_of(device_name: str) -> str | None:
 
 def machine_of(content: Any, where: str) -> Machine:
     """The machine of what a file holds; ``where`` it is, for errors."""
-    if not isinstance(content, dict) or "version" not in content:
-        raise PlanError(f"machine expects a JSON object with a version, but {where} has none. Write it by --calibrate.")
-    version = content["version"]
-    if version != VERSION:
-        raise PlanError(
-            f"machine expects a file of version {VERSION}, but {where} is of version {version!r}. "
-            "Write it anew by --calibrate."
-        )
-    machine: Machine = _build(Machine, _completed(content, where), where, "")
-    if machine.gpus_per_host > machine.gpus_per_domain:
-        raise PlanError(
-            f"machine expects gpus_per_host of at most gpus_per_domain, but {where} has {machine.gpus_per_host} and "
-            f"{machine.gpus_per_domain}. Mend the file."
-        )
-    if "bf16" not in machine.peak_tflops:
-        raise PlanError(f"machine expects peak_tflops.bf16, but {where} has no such field. Add it.")
+    has_version = isinstance(content, dict) and "version" in content
+    expect(has_version, "machine expects a JSON object with a version", f"{where} has none. Write it by --calibrate.")
+    wrong = f"{where} is of version {content['version']!r}. Write it anew by --calibrate."
+    expect(content["version"] == VERSION, f"machine expects a file of version {VERSION}", wrong)
+    machine: Machine = _build(Machine, _completed(content, where), where)
+    host, domain = machine.gpus_per_host, machine.gpus_per_domain
+    most = "machine expects gpus_per_host of at most gpus_per_domain"
+    expect(host <= domain, most, f"{where} has {host} and {domain}. Mend the file.")
+    expect("bf16" in machine.peak_tflops, "machine expects peak_tflops.bf16", f"{where} has no such field. Add it.")
     return machine
 
 
@@ -301,21 +289,19 @@ def _completed(content: Mapping[str, Any], where: str) -> dict[str, Any]:
     values = {name: value for name, value in content.items() if name not in ("version", "like")}
     if "like" not in content:
         return values
-    if content["like"] not in preset_names():
-        wrong = f"{where} has {content['like']!r}"
-        raise PlanError(f"machine expects one of {', '.join(preset_names())} as like, but {wrong}. Name one.")
-    base: dict[str, Any] = json.loads(load_machine(content["like"]).as_json())
-    del base["version"]
-    for name, kind in get_type_hints(Machine).items():
-        if is_dataclass(kind) and isinstance(values.get(name), dict):
-            values[name] = base[name] | values[name]
+    names, like = preset_names(), content["like"]
+    expect(like in names, f"machine expects one of {', '.join(names)} as like", f"{where} has {like!r}. Name one.")
+    base = asdict(load_machine(like))
+    for name, value in base.items():
+        if name not in ("peak_tflops", "sources") and isinstance(value, dict) and isinstance(values.get(name), dict):
+            values[name] = value | values[name]
     return base | values
 
 
-def _build(kind: Any, values: Any, where: str, prefix: str) -> Any:
+def _build(kind: Any, values: Any, where: str, prefix: str = "") -> Any:
     """A dataclass from a JSON object, each of its fields checked."""
-    if not isinstance(values, dict):
-        raise PlanError(f"machine expects an object as {prefix or 'file'}, but {where} has {values!r}. Mend the file.")
+    is_object = isinstance(values, dict)
+    expect(is_object, f"machine expects an object as {prefix or 'file'}", f"{where} has {values!r}. Mend the file.")
     types = get_type_hints(kind)
     for name in values.keys() - types.keys():
         raise PlanError(f"machine has no field {prefix}{name}, but {where} does. Known are {', '.join(types)}.")
@@ -324,50 +310,45 @@ def _build(kind: Any, values: Any, where: str, prefix: str) -> Any:
         raise PlanError(f"machine expects a field {prefix}{name}, but {where} has none. Add it.")
     made = {}
     for name, value in values.items():
-        if is_dataclass(types[name]):
-            made[name] = _build(types[name], value, where, f"{name}.")
-            continue
-        made[name] = _checked(name, value, where, prefix)
+        build, what = (_build, types[name]) if is_dataclass(types[name]) else (_checked, name)
+        made[name] = build(what, value, where, f"{name}." if build is _build else prefix)
     return kind(**made)
 
 
 def _checked(name: str, value: Any, where: str, prefix: str) -> Any:
     """The value of a field, as a dataclass holds it."""
 
-    def expect(is_fine: object, expected: str, given: Any = value) -> None:
-        if not is_fine:
-            raise PlanError(f"machine expects {expected} as {prefix}{name}, but {where} has {given!r}. Mend the file.")
+    def demand(is_fine: object, expected: str, given: Any = value) -> None:
+        expect(is_fine, f"machine expects {expected} as {prefix}{name}", f"{where} has {given!r}. Mend the file.")
 
     match name:
         case "name":
-            expect(isinstance(value, str), "a text")
+            demand(isinstance(value, str), "a text")
             return printable(value)
         case "not_measured":
-            expect(isinstance(value, list) and _are_texts(value), "a list of names")
+            demand(isinstance(value, list | tuple) and all(isinstance(text, str) for text in value), "a list of names")
             return tuple(value)
         case "sources":
-            expect(isinstance(value, dict) and _are_texts(value.values()), "an object of texts")
+            are_texts = isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+            demand(are_texts, "an object of texts")
             return value
         case "peak_tflops":
-            expect(isinstance(value, dict), "an object of numbers")
+            demand(isinstance(value, dict), "an object of numbers")
             return {kind: _checked(f"{name}.{kind}", peak, where, prefix) for kind, peak in value.items()}
         case "gemm" | "float8_gemm" | "float8_rowwise_gemm":
-            expect(isinstance(value, list) and value, "pairs of numbers")
+            demand(isinstance(value, list | tuple) and value, "pairs of numbers")
             for pair in value:
-                expect(isinstance(pair, list) and len(pair) == 2 and all(map(_is_number, pair)), "pairs of numbers")
-                expect(pair[0] > 0, "positive operations", pair[0])
-                expect(0 < pair[1] <= 1, "shares above 0 and up to 1", pair[1])
+                is_pair = isinstance(pair, list | tuple) and len(pair) == 2 and all(map(_is_number, pair))
+                demand(is_pair, "pairs of numbers")
+                demand(pair[0] > 0, "positive operations", pair[0])
+                demand(0 < pair[1] <= 1, "shares above 0 and up to 1", pair[1])
             return tuple(sorted((float(number), float(share)) for number, share in value))
     if name not in _RANGES and prefix != "contention.":
         raise PlanError(f"machine has no field {prefix}{name}, but {where} does. Take it out.")
     least, most = _RANGES.get(name, FACTORS)
-    expect(_is_number(value) and least <= value <= most, f"a number from {least:g} to {most:g}")
-    expect(isinstance(value, int) or not name.startswith("gpus_"), "an integer")
+    demand(_is_number(value) and least <= value <= most, f"a number from {least:g} to {most:g}")
+    demand(isinstance(value, int) or not name.startswith("gpus_"), "an integer")
     return value
-
-
-def _are_texts(values: Iterable[Any]) -> bool:
-    return all(isinstance(text, str) for text in values)
 
 
 def _is_number(value: Any) -> bool:

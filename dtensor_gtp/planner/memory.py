@@ -23,8 +23,6 @@ _LEAN, _LEAN_LOGITS = 0.35, 0.25
 
 
 class Reducing(NamedTuple):
-    """How gradients are reduced."""
-
     nbytes: int  # of an element on the wire
     kind: str  # ``SchedulePolicy.reduce_scatter``
     num_ranks: int  # size of the axis
@@ -40,11 +38,8 @@ class Shard(NamedTuple):
 
 
 def make_use(shard: Shard, gathered: Amounts, activations: Amounts, reducing: Reducing, *, is_table: bool) -> Use:
-    """One use of a weight that is computed with in bf16.
-
-    Args:
-        is_table: Whether it is looked up: its gradient is computed in bf16, and cast if it is reduced in another dtype.
-    """
+    """One use of a weight that is computed with in bf16. The gradient of a table is computed in bf16, and cast if it is
+    reduced in another dtype."""
     wgrad = shard.numel * reducing.nbytes
     is_summed_in_place = reducing.nbytes >= shard.itemsize  # what is received is the shard's gradient
     sent = 0
@@ -63,14 +58,8 @@ def make_use(shard: Shard, gathered: Amounts, activations: Amounts, reducing: Re
 
 
 def make_lookup(shard: Shard, dim: int, ends: tuple[int, int], activations: Amounts, tokens: int, ranks: int) -> Use:
-    """The first use of a forward, of a table that is not gathered: see ``embedding="exchange"``.
-
-    Args:
-        dim: Of a row.
-        ends: Bytes of gathered weights before the first use of forward and after the last one of backward.
-        tokens: Of one rank.
-        ranks: Of the axis.
-    """
+    """The first use of a forward, of a table that is not gathered: see ``embedding="exchange"``. ``ends`` are bytes of
+    gathered weights before the first use of forward and after the last one of backward."""
     ahead, last = ends
     # Rows of the shard and what they are cast to; in backward gradients of all ranks, and what those are cast to.
     looked_up = ranks * tokens * dim * (shard.itemsize + COMPUTE_NBYTES)
@@ -164,16 +153,13 @@ class Stage(NamedTuple):
 def predict(setting: Setting, schedule: Schedule, stage: Stage, optimizer_nbytes: int) -> Memory:
     """The memory of a step; ``optimizer_nbytes`` for each parameter."""
     setting = replace(setting, trace=checkpointed(setting))
-    weights = setting.sharded()
-    step = plan_step(setting, weights, schedule)
+    weights, step = setting.sharded(), plan_step(setting, schedule)
     numel = sum(item.state_numel for item in weights) + setting.trace.small_numel
-    uses = _uses(setting, weights, step, schedule)
+    uses = _uses(setting, step, schedule)
     if stage.num_microbatches > 1:  # gradients of the shards stay from the first microbatch on
         uses = [use._replace(grad=0) for use in uses]
-    reduces = setting.backends(schedule, 0).reduces
-    together = schedule.coalesce_grad_nbytes if reduces != "all_to_all" else 0
-    inflight, order = schedule.max_inflight_reduce_scatters, schedule.wgrad_first
-    peak = predict_peak(uses, 0, inflight, together, wgrad_first=order)
+    together = schedule.coalesce_grad_nbytes if setting.backends(schedule, 0).reduces != "all_to_all" else 0
+    peak = predict_peak(uses, 0, schedule.max_inflight_reduce_scatters, together, wgrad_first=schedule.wgrad_first)
     states = sum(map(setting.optimizer_numel, weights)) + setting.trace.small_numel
     # ``fully_shard`` around blocks keeps its part of each shard, beside the shard that is gathered from all parts.
     parameters = numel + states * setting.shards_optimizer
@@ -217,8 +203,9 @@ def saved_nbytes(trace: Trace) -> int:
     return (trace.end if is_end_known else trace.weights[-1].live) - trace.weights[0].live
 
 
-def _uses(setting: Setting, weights: Sequence[Sharded], step: Step, schedule: Schedule) -> list[Use]:
-    nbytes = [setting.held(item) for item in weights]
+def _uses(setting: Setting, step: Step, schedule: Schedule) -> list[Use]:
+    units = setting.units
+    nbytes = [setting.held(unit) for unit in units]
     held = (
         held_nbytes(step.forward, step.kept, nbytes, is_backward=False),
         held_nbytes(step.backward, step.kept, nbytes, is_backward=True),
@@ -226,17 +213,31 @@ def _uses(setting: Setting, weights: Sequence[Sharded], step: Step, schedule: Sc
     # What is used in a forward that backward computes again is used in its gradient last.
     amounts = dict(zip(step.forward.uses, gathered_amounts(step.forward.uses, step.backward.uses, held), strict=True))
     uses = []
-    for number, item in enumerate(weights):
-        shard = Shard(item.name, item.weight.numel, item.state_numel * PARAM_NBYTES, PARAM_NBYTES)
-        if number not in amounts:
+    for number, item in enumerate(setting.sharded()):
+        place = step.unit_of[number]
+        unit = units[place]
+        shard = Shard(unit.name, unit.weight.numel, unit.state_numel * PARAM_NBYTES, PARAM_NBYTES)
+        if place not in amounts:
             ends = held[0].between[0], held[1].between[-1]
             dim = item.weight.shape[1]
             uses.append(make_lookup(shard, dim, ends, item.weight.amounts, setting.tokens, item.axis.size))
             continue
         reducing = Reducing(setting.reduce_nbytes, setting.backends(schedule, item.lane).reduces, item.axis.size)
-        is_table = item.weight.is_table
-        uses.append(make_use(shard, amounts[number], item.weight.amounts, reducing, is_table=is_table))
+        use = make_use(shard, amounts[place], item.weight.amounts, reducing, is_table=item.weight.is_table)
+        uses.append(_in_group(setting, unit, number, use) if unit.is_group else use)
     return uses
+
+
+def _in_group(setting: Setting, group: Sharded, number: int, use: Use) -> Use:
+    """The use of one weight of a group, which stays gathered as a whole. Full gradients wait for that of the first
+    weight, with which they are packed."""
+    gathered = use.gathered
+    if number != group.members[-1]:
+        gathered = gathered._replace(after_forward=gathered.forward, before_backward=gathered.dgrad)
+    computed = [setting.sharded()[member].gathered for member in group.members if member >= number]
+    use = use._replace(name=setting.sharded()[number].name, gathered=gathered)
+    use = use._replace(waiting=sum(computed) - computed[0], unreduced=computed[0])
+    return use if number == group.members[0] else use._replace(wgrad=0, sent=0, grad=0, is_exchanged=True)
 
 
 def symmetric_nbytes(setting: Setting, schedule: Schedule) -> int:
@@ -259,9 +260,9 @@ def checkpointed(setting: Setting) -> Trace:
     """The trace with the activations that blocks keep: their input with "full", and with "selective" the results of
     those GEMMs that are not computed again."""
     trace = setting.trace
-    if setting.checkpoint == "none" or not trace.num_blocks:
+    blocks = trace.blocks
+    if setting.checkpoint == "none" or not blocks:
         return trace
-    blocks = {block: weights for block, weights in trace.by_block.items() if block >= 0}
     again = recomputed_uses(setting, setting.sharded())
     names = [item.name for item in setting.sharded()]
     lives = [weights[0].live for weights in blocks.values()]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import PlanError, printable
+from .errors import PlanError, expect, printable
+from .machine import read_json
 
 
 @dataclass(frozen=True)
@@ -80,20 +80,13 @@ _OPTIONAL = {
 
 
 def config_of_json(path: Path) -> ModelConfig | None:
-    """The sizes in a ``config.json`` of transformers; None for a type that only transformers can build.
-
-    Raises:
-        PlanError: The file cannot be read, or a size is missing or makes no sense.
-    """
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise PlanError(f"model expects a config.json, but {path} cannot be read ({error}). Name another.") from None
-    if not isinstance(content, dict) or "model_type" not in content:
-        raise PlanError(f"model expects a config.json with a model_type, but {path} has none. Name another.")
+    """The sizes in a ``config.json`` of transformers; None for a type that only transformers can build."""
+    content = read_json(path, "model expects a config.json", "Name another.")
+    has_type = isinstance(content, dict) and "model_type" in content
+    expect(has_type, "model expects a config.json with a model_type", f"{path} has none. Name another.")
     for key in ("model_type", "_name_or_path"):
-        if not isinstance(content.get(key) or "", str):
-            raise PlanError(f"model expects a text as {key}, but {path} has another value. Mend it.")
+        is_text = isinstance(content.get(key) or "", str)
+        expect(is_text, f"model expects a text as {key}", f"{path} has another value. Mend it.")
     for key in content.keys() & _LAYER_KEYS:
         if isinstance(content[key], int) and content[key] > MAX_LAYERS:
             raise PlanError(f"model expects at most {MAX_LAYERS} as {key}, but {path} has more. Mend it.")
@@ -102,8 +95,7 @@ def config_of_json(path: Path) -> ModelConfig | None:
         return None
     values: dict[str, Any] = {"name": printable(content.get("_name_or_path") or path.parent.name or path.stem)}
     for name, key in _NEEDED.items():
-        if key not in content:
-            raise PlanError(f"model expects {key} in {path}, but there is none. Add it.")
+        expect(key in content, f"model expects {key} in {path}", "there is none. Add it.")
         values[name] = content[key]
     # What a file does not say. These types alone have windows then.
     has_window = content.get("use_sliding_window", kind in ("mistral", "mixtral"))
@@ -115,20 +107,14 @@ def config_of_json(path: Path) -> ModelConfig | None:
         values["expert_hidden_dim"] = values["hidden_dim"]
     values["is_tied"] = bool(content.get("tie_word_embeddings"))
     values["window"] = (content.get("sliding_window") or 0) if has_window else 0
-    return checked(ModelConfig(**values), str(path))
-
-
-def checked(config: ModelConfig, where: str) -> ModelConfig:
-    """The configuration, or PlanError that names a size which makes no sense."""
+    config, has = ModelConfig(**values), f"{path} has"
     for name, value in vars(config).items():
         if name not in ("name", "is_tied"):
-            _checked(name, value, where)
-    wrong = f"{where} has {config.kv_heads} and {config.heads}"
-    if config.heads % config.kv_heads:
-        raise PlanError(f"model expects kv_heads to divide heads, but {wrong}. Mend it.")
-    wrong = f"{where} has {config.experts_per_token}"
-    if config.experts and not 0 < config.experts_per_token <= config.experts:
-        raise PlanError(f"model expects experts_per_token from 1 to {config.experts}, but {wrong}. Mend it.")
+            _checked(name, value, str(path))
+    wrong = f"{has} {config.kv_heads} and {config.heads}. Mend it."
+    expect(config.heads % config.kv_heads == 0, "model expects kv_heads to divide heads", wrong)
+    is_fine, wrong = 0 < config.experts_per_token <= config.experts, f"{has} {config.experts_per_token}. Mend it."
+    expect(is_fine or not config.experts, f"model expects experts_per_token from 1 to {config.experts}", wrong)
     return config
 
 
@@ -138,11 +124,10 @@ _LEAST = {"dim": 1, "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 1, "hidd
 def _checked(name: str, value: Any, where: str) -> int:
     """A size, or PlanError that names it."""
     least, most = _LEAST.get(name, 0), MAX_LAYERS if name == "layers" else _MAX_SIZE
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise PlanError(f"model expects an integer of at least {least} as {name}, but {where} has {value!r}. Mend it.")
-    if value > most:
-        raise PlanError(f"model expects at most {most} as {name}, but {where} has more. Mend it.")
-    return value
+    is_fine, wrong = type(value) is int and value >= least, f"{where} has {value!r}. Mend it."
+    expect(is_fine, f"model expects an integer of at least {least} as {name}", wrong)
+    expect(value <= most, f"model expects at most {most} as {name}", f"{where} has more. Mend it.")
+    return int(value)
 
 
 _FILES = sorted((Path(__file__).parent / "models").glob("*.json"))

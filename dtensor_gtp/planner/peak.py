@@ -6,6 +6,7 @@ sum can be held against what an allocator has measured. A pure function of plain
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ class Use(NamedTuple):
     grad: int  # the shard's gradient, which stays until the optimizer has seen it
     unreduced: int = 0  # what computing the full gradient needs beside it
     is_in_ring: bool = False  # whether the full gradient is written to symmetric memory, which is not counted here
+    waiting: int = 0  # full gradients that wait for this one
     is_exchanged: bool = False  # whether activations are exchanged instead of the weight: there is no full gradient
 
     @property
@@ -56,42 +58,23 @@ class Peak(NamedTuple):
         return sum(self[1:])
 
 
-class _Reductions:
-    """The gradients that wait to be sent together, and those on their way."""
-
-    def __init__(self, max_inflight: int, together: int) -> None:
-        self._max_inflight = max_inflight
-        self._together = Together[Use](together)
-        self._inflight: list[list[Use]] = []
-
-    @property
-    def nbytes(self) -> int:
-        on_the_way = sum(use.buffer + use.sent for launch in self._inflight for use in launch)
-        return on_the_way + sum(use.buffer for use in self._together.waiting)
-
-    def submit(self, use: Use) -> list[list[Use]]:
-        """Takes a gradient; returns what is launched by it."""
-        return [] if use.is_exchanged else self._together.submit(use, use.wgrad)
-
-    def flush(self) -> list[list[Use]]:
-        return self._together.flush()
-
-    def launch(self, launches: list[list[Use]]) -> None:
-        """They are on their way, and the oldest have been waited for."""
-        self._inflight = [*self._inflight, *launches][-self._max_inflight :]
-
-
 def moments(
     uses: Sequence[Use], state: int, max_inflight: int, together: int = 0, *, wgrad_first: bool = True
 ) -> list[Peak]:
     """The moments of a forward and backward that may be the fullest, in order; see :func:`predict_peak`."""
     found = []
     for use in uses:
-        for moment in ("forward", "after_forward"):
-            amounts = getattr(use.gathered, moment), 0, getattr(use.activations, moment)
-            found.append(Peak(f"{_WORDS[moment]} of {use.name}", state, 0, *amounts))
+        gathered, activations = use.gathered, use.activations
+        found.append(Peak(f"in forward of {use.name}", state, 0, gathered.forward, 0, activations.forward))
+        after = gathered.after_forward, 0, activations.after_forward
+        found.append(Peak(f"after forward of {use.name}", state, 0, *after))
     grads = 0
-    reductions = _Reductions(max_inflight, together)
+    waiting = Together[Use](together)
+    inflight: deque[list[Use]] = deque(maxlen=max_inflight)  # once it is full, the oldest are waited for
+
+    def reducing() -> int:
+        on_the_way = sum(use.buffer + use.sent for launch in inflight for use in launch)
+        return on_the_way + sum(use.buffer for use in waiting.waiting)
 
     def add(moment: str, use: Use, gathered: int, activations: int, wgrad: int) -> None:
         found.append(Peak(f"{moment} of {use.name}", state, grads, gathered, wgrad, activations))
@@ -99,7 +82,7 @@ def moments(
     backward = list(reversed(uses))
     for use, following in zip(backward, [*backward[1:], None], strict=True):
         gathered, activations = use.gathered, use.activations
-        before = reductions.nbytes
+        before = reducing() + use.waiting
         add("before backward", use, gathered.before_backward, activations.before_backward, before)
         if not wgrad_first:
             add("in backward", use, gathered.dgrad, activations.dgrad, before)
@@ -107,48 +90,31 @@ def moments(
             released = gathered.wgrad if following is None else following.gathered.before_backward
             gathered, activations = gathered._replace(wgrad=released), activations._replace(wgrad=activations.dgrad)
         # The buffers of a reduction are made while as many as may be are in flight; then the oldest is waited for.
-        launches = reductions.submit(use)
-        wgrad = before + use.unreduced + use.buffer + _new_buffers(use, launches)
-        add("in backward", use, gathered.wgrad, activations.wgrad, wgrad)
-        reductions.launch(launches)
-        grads += _new_gradients(use, launches)
+        if use.waiting and not use.is_exchanged:  # a group is reduced: all others have been waited for
+            inflight.clear()
+            before = reducing() + use.waiting
+            launches = [[use]]
+        else:
+            launches = [] if use.is_exchanged else waiting.submit(use, use.wgrad)
+        new_grads = sum(other.grad for launch in launches for other in launch) + use.grad * use.is_exchanged
+        new_buffers = new_grads + sum(other.sent for launch in launches for other in launch)
+        add("in backward", use, gathered.wgrad, activations.wgrad, before + use.unreduced + use.buffer + new_buffers)
+        inflight.extend(launches)
+        grads += new_grads
         if wgrad_first:
-            add("in backward", use, gathered.dgrad, activations.dgrad, reductions.nbytes)
-    before = reductions.nbytes
-    if launches := reductions.flush():
+            add("in backward", use, gathered.dgrad, activations.dgrad, reducing() + use.waiting)
+    before = reducing()
+    if launches := waiting.flush():
         added = sum(other.sent + other.grad for other in launches[0])
         add("after backward", uses[0], uses[0].gathered.dgrad, uses[0].activations.dgrad, before + added)
     return found
 
 
-_WORDS = {"forward": "in forward", "after_forward": "after forward"}
-
-
-def _new_gradients(use: Use, launches: list[list[Use]]) -> int:
-    """Gradients of shards that are made when backward comes by ``use``."""
-    return sum(other.grad for launch in launches for other in launch) + (use.grad if use.is_exchanged else 0)
-
-
-def _new_buffers(use: Use, launches: list[list[Use]]) -> int:
-    """The same, and what their reductions need."""
-    return _new_gradients(use, launches) + sum(other.sent for launch in launches for other in launch)
-
-
 def predict_peak(
     uses: Sequence[Use], state: int, max_inflight: int, together: int = 0, *, wgrad_first: bool = True
 ) -> Peak:
-    """Where a forward and backward have their peak.
-
-    Args:
-        uses: In the order of the forward.
-        state: See ``Peak``.
-        max_inflight: ``SchedulePolicy.max_inflight_reduce_scatters``.
-        together: ``SchedulePolicy.coalesce_grad_nbytes``.
-        wgrad_first: As in ``SchedulePolicy``.
-
-    Raises:
-        ValueError: There are no uses.
-    """
+    """Where a forward and backward have their peak, by uses in the order of the forward; ``together`` is
+    ``Schedule.coalesce_grad_nbytes``."""
     if not uses:
         raise ValueError("predict_peak expects at least one use of a weight, but got none.")
     found = moments(uses, state, max_inflight, together, wgrad_first=wgrad_first)

@@ -23,8 +23,6 @@ _GRANULE = 512
 
 
 class Kind(Enum):
-    """What an operation is bound by."""
-
     GEMM = "gemm"
     ATTENTION = "attention"
     MEMORY = "memory"  # elementwise kernels, copies, reductions
@@ -35,8 +33,6 @@ class Kind(Enum):
 
 
 class Op(NamedTuple):
-    """One operation."""
-
     kind: Kind  # what it is bound by
     flops: float = 0  # multiplications and additions of GEMMs and attention
     nbytes: float = 0  # what elementwise kernels read and write, or the result of a gather on all ranks of its axis
@@ -76,33 +72,29 @@ class Recorder(compat.TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is compat.read_number:  # ``Tensor.item``
-            return self._answer(args[0])
+        if func is compat.read_number:  # ``Tensor.item``: there is no number
+            return torch.zeros((), dtype=args[0].dtype, device="cpu").item()
         result = func(*args, **(kwargs or {}))
-        results = [t for t in compat.tree_leaves(result) if isinstance(t, torch.Tensor)]
+        given, results = (
+            [t for t in compat.tree_leaves(tree) if isinstance(t, torch.Tensor)] for tree in ((args, kwargs), result)
+        )
         for tensor in results:
             self._count(tensor.untyped_storage())
-        given = [t for t in compat.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        op = _op_of(func, given, results)
-        if op is not None:
+        if (op := _op_of(func, given, results)) is not None:
             self._ops.append(op)
         return result
-
-    def _answer(self, tensor: torch.Tensor) -> bool | int | float:
-        """What code that looks at a number of a tensor gets: there is none."""
-        return torch.zeros((), dtype=tensor.dtype, device="cpu").item()
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         if storage in self._known:
             return
         self._known.add(storage)
         nbytes = math.ceil(storage.nbytes() / _GRANULE) * _GRANULE
+        self._grow(nbytes)
+        weakref.finalize(storage, self._grow, -nbytes).atexit = False
+
+    def _grow(self, nbytes: int) -> None:
         self._live += nbytes
         self._most = max(self._most, self._live)
-        weakref.finalize(storage, self._free, nbytes).atexit = False
-
-    def _free(self, nbytes: int) -> None:
-        self._live -= nbytes
 
 
 _GEMMS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm"}

@@ -10,34 +10,29 @@ from __future__ import annotations
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 
 from .model import ModelConfig
 from .stand_ins import Collectives, Experts, vocabulary_loss
 
 
-def _rotated(x_BHTD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
-    x = x_BHTD.float()
-    first, second = x.chunk(2, dim=-1)
-    rotated = torch.cat((-second, first), dim=-1)
-    return (x * cos_TD + rotated * sin_TD).type_as(x_BHTD)
-
-
 class _Rotary(nn.Module):
-    cos: torch.Tensor
-    sin: torch.Tensor
+    cos: Tensor
+    sin: Tensor
 
     def __init__(self, head_dim: int, num_tokens: int) -> None:
         super().__init__()
         self.register_buffer("cos", torch.empty(num_tokens, head_dim))
         self.register_buffer("sin", torch.empty(num_tokens, head_dim))
 
-    def forward(self, x_BHTD: torch.Tensor) -> torch.Tensor:
-        return _rotated(x_BHTD, self.cos, self.sin)
+    def forward(self, x_BHTD: Tensor) -> Tensor:
+        x = x_BHTD.float()
+        first, second = x.chunk(2, dim=-1)
+        rotated = torch.cat((-second, first), dim=-1)
+        return (x * self.cos + rotated * self.sin).type_as(x_BHTD)
 
 
 class _Attention(nn.Module):
-    """Causal grouped-query attention on this rank's heads."""
-
     def __init__(self, config: ModelConfig, tp: int, rope: _Rotary) -> None:
         super().__init__()
         self.head_dim = config.head_dim
@@ -48,7 +43,7 @@ class _Attention(nn.Module):
         self.wo = nn.Linear(heads * config.head_dim, config.dim, bias=False)
         self.rope = rope
 
-    def forward(self, x_BTC: torch.Tensor, collectives: Collectives) -> torch.Tensor:
+    def forward(self, x_BTC: Tensor, collectives: Collectives) -> Tensor:
         q_BHTD, k_BHTD, v_BHTD = (
             w(x_BTC).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
         )
@@ -78,7 +73,7 @@ class _LatentAttention(nn.Module):
         self.wo = nn.Linear(self.heads * self.value_dim, config.dim, bias=False)
         self.rope = rope
 
-    def forward(self, x_BTC: torch.Tensor, collectives: Collectives) -> torch.Tensor:
+    def forward(self, x_BTC: Tensor, collectives: Collectives) -> Tensor:
         q_BHTD = self.wq_b(self.q_norm(self.wq_a(x_BTC))).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         q_nope, q_rope = q_BHTD.split([self.nope_dim, self.rope_dim], dim=-1)
         latent_BTC, k_rope = self.wkv_a(x_BTC).split([self.kv_norm.normalized_shape[0], self.rope_dim], dim=-1)
@@ -93,15 +88,13 @@ class _LatentAttention(nn.Module):
 
 
 class _FeedForward(nn.Module):
-    """SwiGLU on this rank's columns."""
-
     def __init__(self, dim: int, hidden_dim: int) -> None:
         super().__init__()
         self.w1 = nn.Linear(dim, hidden_dim, bias=False)
         self.w3 = nn.Linear(dim, hidden_dim, bias=False)
         self.w2 = nn.Linear(hidden_dim, dim, bias=False)
 
-    def forward(self, x_BTC: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_BTC: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x_BTC)) * self.w3(x_BTC))  # type: ignore[no-any-return]
 
 
@@ -118,7 +111,7 @@ class _Mixture(nn.Module):
         shared = config.shared_experts * config.expert_hidden_dim // tp
         self.shared = _FeedForward(config.dim, shared) if shared else None
 
-    def forward(self, x_BTC: torch.Tensor, collectives: Collectives) -> torch.Tensor:
+    def forward(self, x_BTC: Tensor, collectives: Collectives) -> Tensor:
         scores_BTK = self.router(x_BTC).softmax(-1)[..., : self.per_token]
         x_RC = x_BTC.flatten(0, 1).repeat_interleave(self.per_token, 0)  # a row for each token and expert
         rows = max(x_RC.shape[0] // self.num_local, 1)
@@ -127,10 +120,8 @@ class _Mixture(nn.Module):
         y_RC = collectives.exchange_tokens(y_ERC.flatten(0, 1))
         y_RC = F.pad(y_RC, (0, 0, 0, x_RC.shape[0] - y_RC.shape[0])) if y_RC.shape[0] < x_RC.shape[0] else y_RC
         y_BTKC = y_RC.view(*x_BTC.shape[:2], self.per_token, -1) * scores_BTK.unsqueeze(-1)
-        y_BTC: torch.Tensor = y_BTKC.sum(2)
-        if self.shared is not None:
-            y_BTC = y_BTC + self.shared(x_BTC)
-        return y_BTC
+        y_BTC: Tensor = y_BTKC.sum(2)
+        return y_BTC if self.shared is None else y_BTC + self.shared(x_BTC)
 
 
 class _Block(nn.Module):
@@ -141,26 +132,18 @@ class _Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(config.dim)
         self.ffn = _Mixture(config, tp, ep) if is_mixture else _FeedForward(config.dim, config.hidden_dim // tp)
 
-    def forward(self, x_BTC: torch.Tensor, collectives: Collectives) -> torch.Tensor:
+    def forward(self, x_BTC: Tensor, collectives: Collectives) -> Tensor:
         h_BTC = collectives.gather_sequence(self.attention_norm(x_BTC))
         x_BTC = x_BTC + collectives.scatter_sequence(self.attention(h_BTC, collectives))
         h_BTC = self.ffn_norm(x_BTC)
         if isinstance(self.ffn, _Mixture):  # tokens stay divided over tp: each rank routes its own
-            mixed: torch.Tensor = self.ffn(h_BTC, collectives)
-            return x_BTC + mixed
+            return x_BTC + self.ffn(h_BTC, collectives)  # type: ignore[no-any-return]
         return x_BTC + collectives.scatter_sequence(self.ffn(collectives.gather_sequence(h_BTC)))
 
 
 class Reference(nn.Module):
-    """What one rank has of a decoder.
-
-    Args:
-        config: The whole model.
-        kinds: Of each block, whether it is a mixture.
-        num_tokens: Of a sequence, on one rank along cp; those of tp together.
-        tp: Size of the axis, which divides heads, columns and the vocabulary.
-        ep: Size of the axis, which divides the experts.
-    """
+    """What one rank has of a decoder. ``kinds`` says of each block whether it is a mixture. A rank along cp has
+    ``num_tokens``, together with those along tp."""
 
     def __init__(self, config: ModelConfig, kinds: list[bool], num_tokens: int, tp: int = 1, ep: int = 1) -> None:
         super().__init__()
@@ -171,9 +154,7 @@ class Reference(nn.Module):
         self.norm = nn.RMSNorm(config.dim)
         self.output = nn.Linear(config.dim, config.vocab_size // tp, bias=False)
 
-    def loss(
-        self, tokens_BT: torch.Tensor, targets_BT: torch.Tensor, collectives: Collectives, kind: str = "bf16"
-    ) -> torch.Tensor:
+    def loss(self, tokens_BT: Tensor, targets_BT: Tensor, collectives: Collectives, kind: str = "bf16") -> Tensor:
         """Next-token loss on logits of this rank's part of the vocabulary. All kinds but "bf16" compute it in fp32."""
         x_BTC = self.embedding(tokens_BT)
         if self.tp > 1:  # columns of the table are divided: exchanged for rows of the sequence
@@ -182,7 +163,6 @@ class Reference(nn.Module):
             x_BTC = layer(x_BTC, collectives)
         x_BTC = collectives.gather_sequence(self.norm(x_BTC))
         logits_BTV = self.output(x_BTC)
-        if kind != "bf16":
-            logits_BTV = logits_BTV.float()
+        logits_BTV = logits_BTV if kind == "bf16" else logits_BTV.float()
         loss = vocabulary_loss if self.tp > 1 else F.cross_entropy
         return loss(logits_BTV.flatten(0, 1), targets_BT.flatten())

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from .machine import FACTORS, Machine
+from .machine import FACTORS, Link, Machine
 
 
 class Sample(NamedTuple):
@@ -49,37 +49,27 @@ class Samples(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """How many ranks measured each link, 1 if it was not measured; and how many weights the host launched together."""
-
-    fast: int = 1
+    fast: int = 1  # ranks that measured the fast link; 1 if it was not measured
     network: int = 1
-    together: int = 1
+    together: int = 1  # weights that the host launched together
 
 
 def fitted(machine: Machine, samples: Samples, groups: Groups) -> Machine:
     """``machine`` with all numbers that follow from the samples; its ``not_measured`` names the others."""
-    found: dict[str, Any] = {}
-    found |= _compute(machine, samples)
-    found |= _host(samples, groups.together)
-    for name, size in (("fast", groups.fast), ("network", groups.network)):
-        found |= _link(machine, name, samples, size)
-    found |= _copies(machine, samples, groups.fast)
-    found |= {f"contention.{name}": beside.factor for name, beside in samples.beside.items()}
-    return _with(machine, found)
-
-
-_NESTED = ("fast", "copy", "network", "compute", "host", "contention")
-_NEVER_MEASURED = ("reserve_gib", "jitter")
-_DATA_SHEET = ("gb_s",)  # a peak, of which a share is measured
-
-
-def _with(machine: Machine, found: Mapping[str, Any]) -> Machine:
-    missing, changes = list(_NEVER_MEASURED), {}
-    for part in _NESTED:
-        names = [field.name for field in fields(getattr(machine, part))]
-        values = {name: found[f"{part}.{name}"] for name in names if f"{part}.{name}" in found}
+    found = {
+        "compute": _compute(machine, samples),
+        "host": _host(samples, groups.together),
+        "fast": _link(machine.fast, "fast", samples, groups.fast),
+        "network": _link(machine.network, "network", samples, groups.network),
+        "copy": _copies(machine, samples, groups.fast),
+        "contention": {name: beside.factor for name, beside in samples.beside.items()},
+    }
+    missing, changes = ["reserve_gib", "jitter"], {}  # never measured
+    for part in ("fast", "copy", "network", "compute", "host", "contention"):
+        values = found[part]
         changes[part] = replace(getattr(machine, part), **values)
-        left = [f"{part}.{name}" for name in names if name not in values and name not in _DATA_SHEET]
+        # A data sheet has ``gb_s``, of which a share is measured.
+        left = [f"{part}.{name}" for name in vars(changes[part]) if name not in values and name != "gb_s"]
         missing += left if values else [part]
     return replace(machine, **changes, not_measured=tuple(missing))
 
@@ -88,7 +78,7 @@ def _compute(machine: Machine, samples: Samples) -> dict[str, Any]:
     found: dict[str, Any] = {}
     kernel = samples.seconds("kernel")
     if kernel is not None:
-        found["compute.kernel_us"] = kernel * 1e6
+        found["kernel_us"] = kernel * 1e6
     gap = machine.compute.kernel_us / 1e6 if kernel is None else kernel
 
     def share(sample: Sample, peak: float, most: float) -> float:
@@ -103,7 +93,7 @@ def _compute(machine: Machine, samples: Samples) -> dict[str, Any]:
     for name, kind, precision in kinds:
         if (rows := samples.by_kind.get(kind)) and precision in machine.peak_tflops:
             peak = machine.peak_tflops[precision] * 1e12
-            found[f"compute.{name}"] = tuple((row.amount, share(row, peak, 1.0)) for row in sorted(rows))
+            found[name] = tuple((row.amount, share(row, peak, 1.0)) for row in sorted(rows))
     peaks = {
         "attention": ("attention", machine.peak_tflops["bf16"] * 1e12, 1.0),
         "hbm": ("memory", machine.hbm_gb_s * 1e9, 1.5),
@@ -111,7 +101,7 @@ def _compute(machine: Machine, samples: Samples) -> dict[str, Any]:
     }
     for name, (kind, peak, most) in peaks.items():
         if rows := samples.by_kind.get(kind):
-            found[f"compute.{name}"] = statistics.median(share(row, peak, most) for row in rows)
+            found[name] = statistics.median(share(row, peak, most) for row in rows)
     return found
 
 
@@ -121,7 +111,7 @@ def _host(samples: Samples, together: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def put(name: str, seconds: float) -> None:
-        found[f"host.{name}"] = max(seconds, 0.0) * 1e6
+        found[name] = max(seconds, 0.0) * 1e6
 
     for name, kind in (("op_us", "host: op"), ("collective_us", "host: collective")):
         if (seconds := samples.seconds(kind)) is not None:
@@ -140,15 +130,13 @@ def _host(samples: Samples, together: int) -> dict[str, Any]:
     return found
 
 
-def _link(machine: Machine, name: str, samples: Samples, size: int) -> dict[str, Any]:
+def _link(link: Link, name: str, samples: Samples, size: int) -> dict[str, Any]:
     """Gathers and reductions by size: the median rate of the largest ones, and the start of the smallest ones."""
     kinds = [rows for kind in ("gather", "reduce") if (rows := samples.by_kind.get(f"{name}: {kind}"))]
     if not kinds or size == 1:
         return {}
     rate, start = _line(kinds)
-    link = getattr(machine, name)
-    start_us = max(start * 1e6 - link.hop_us * (size - 1), 0.0)
-    return {f"{name}.share": min(rate / 1e9 / link.gb_s, 2.0), f"{name}.start_us": start_us}
+    return {"share": min(rate / 1e9 / link.gb_s, 2.0), "start_us": max(start * 1e6 - link.hop_us * (size - 1), 0.0)}
 
 
 def _line(kinds: Sequence[list[Sample]]) -> tuple[float, float]:
@@ -177,4 +165,4 @@ def _copies(machine: Machine, samples: Samples, size: int) -> dict[str, Any]:
     start = max((many.seconds - few.seconds) / (many.amount - few.amount) / (size - 1), 0.0)
     barrier = max(few.seconds / (size - 1) - few.amount * start, 0.0)
     share = min(rate / 1e9 / machine.copy.gb_s, 2.0)
-    return {"copy.share": share, "copy.start_us": start * 1e6, "copy.hop_us": barrier * 1e6}
+    return {"share": share, "start_us": start * 1e6, "hop_us": barrier * 1e6}

@@ -8,6 +8,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from .bounds import Bounds
 from .errors import PlanError
@@ -18,13 +19,17 @@ from .machine import GIB, load_machine, preset_names
 
 _MAX_TRIED = 100  # simulations of one search
 _MAX_TIGHT = 24  # of those that do not fit, how many are looked at if none does
+# Of the least memory, what there is at least: allocators round.
+_CERTAIN = 0.97
+# A layout of a family is not tried if it could gain less than this on the best of the family.
+_ENOUGH = 1.01
+# Of the time that layouts like it suggest, what a layout is expected to take.
+_LIKELY = 0.9
 _STATE, _MEMORY = "parameters and optimizer alone do not fit", "does not fit"
 
 
 @dataclass(frozen=True)
 class Refused:
-    """Layouts that were refused for one reason, and one of them."""
-
     reason: str
     count: int
     example: Layout
@@ -32,12 +37,10 @@ class Refused:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found."""
-
     # The fastest of each family, the best first. A family has equal pp, cp, tp and ep. If none fits, those that leaner
     # code could run: see ``Answer.may_fit``.
     answers: tuple[Answer, ...]
-    refused: tuple[Refused, ...]  # by reason, the most frequent first
+    refused: tuple[Refused, ...]  # the most frequent first
     closest: Answer | None  # of those that do not fit, the one that lacks least memory; None if one fits
     num_layouts: int  # how many were considered
     num_simulated: int
@@ -62,11 +65,9 @@ def layouts_of(problem: Problem) -> Iterator[Layout]:
         rest, remainder = divmod(job.gpus, tp * pp * cp)
         for gtp in _divisors(rest) if not remainder else ():
             replicate = rest // gtp
-            if (fixed.get("gtp", gtp), fixed.get("replicate", replicate)) != (gtp, replicate):
-                continue
-            dense = Layout(pp=pp, replicate=replicate, cp=cp, gtp=gtp, tp=tp)
-            for experts in _expert_axes(problem, dense):
-                yield from _batches(problem, experts)
+            if (fixed.get("gtp", gtp), fixed.get("replicate", replicate)) == (gtp, replicate):
+                for experts in _expert_axes(problem, Layout(pp=pp, replicate=replicate, cp=cp, gtp=gtp, tp=tp)):
+                    yield from _batches(problem, experts)
 
 
 def _divisors(number: int) -> list[int]:
@@ -102,19 +103,9 @@ def _batches(problem: Problem, layout: Layout) -> Iterator[Layout]:
 
 
 def search(problem: Problem, *, top: int = 5, report: Report | None = None) -> Found:
-    """The fastest layouts that fit.
-
-    Args:
-        problem: What is planned.
-        top: How many answers.
-        report: Called now and then with the numbers of layouts that were simulated, of all, and of seconds.
-
-    Raises:
-        PlanError: No layout at all has the axes that were asked for.
-    """
+    """The fastest layouts that fit, ``top`` of them. Raises PlanError if no layout has the axes that were asked for."""
     begin = time.monotonic()
-    layouts = list(layouts_of(problem))
-    bounds = Bounds(problem)
+    layouts, bounds = list(layouts_of(problem)), Bounds(problem)
     queue, refused = _possible(problem, layouts, bounds)
     state = _Search(problem, bounds, refused, top)
     while queue and state.num < _MAX_TRIED:
@@ -135,8 +126,6 @@ def search(problem: Problem, *, top: int = 5, report: Report | None = None) -> F
 
 
 class _Search:
-    """What is known of the layouts that were tried."""
-
     def __init__(self, problem: Problem, bounds: Bounds, refused: dict[str, list[Layout]], top: int) -> None:
         self._problem, self._bounds, self._refused, self._top = problem, bounds, refused, top
         self._capacity = problem.machine.memory_nbytes
@@ -164,8 +153,9 @@ class _Search:
             self._refused.setdefault(_STATE, []).append(layout)
             return False
         larger = self._too_large.setdefault((*_alike(layout), layout.checkpoint), [])
-        is_too_large = self._bounds.nbytes(layout) * _CERTAIN > self._capacity
-        is_too_large = is_too_large or any(_is_larger(other, layout) for other in larger)
+        is_too_large = self._bounds.nbytes(layout) * _CERTAIN > self._capacity or any(
+            other.gtp >= layout.gtp and other.expert_gtp >= layout.expert_gtp for other in larger
+        )
         memory = None if is_too_large else memory_of(self._problem, layout)
         if memory is None or memory.total > self._capacity:
             self._refused.setdefault(_MEMORY, []).append(layout)
@@ -185,7 +175,7 @@ class _Search:
         found = [(memory_of(self._problem, layout), layout) for layout in self._refused_memory[:_MAX_TIGHT]]
         if not found and _STATE not in self._refused:
             return None
-        smallest = _smallest(self._refused_memory or self._refused[_STATE], self._bounds)
+        smallest = min(self._refused_memory or self._refused[_STATE], key=self._size)
         found.append((memory_of(self._problem, smallest), smallest))
         for memory, layout in found:
             if memory.least <= self._capacity and len(self.best) < self._top:
@@ -195,14 +185,8 @@ class _Search:
         memory, layout = min(found, key=lambda item: item[0].total)
         return evaluate(self._problem, layout, memory)
 
-
-def _smallest(layouts: list[Layout], bounds: Bounds) -> Layout:
-    """The layout with the least memory."""
-
-    def size(layout: Layout) -> tuple[int, int]:
-        return bounds.nbytes(layout), -CHECKPOINTS.index(layout.checkpoint)
-
-    return min(layouts, key=size)
+    def _size(self, layout: Layout) -> tuple[int, int]:
+        return self._bounds.nbytes(layout), -CHECKPOINTS.index(layout.checkpoint)
 
 
 def _possible(
@@ -223,14 +207,6 @@ def _possible(
     return queue, refused
 
 
-# Of the least memory, what there is at least: allocators round.
-_CERTAIN = 0.97
-# A layout of a family is not tried if it could gain less than this on the best of the family.
-_ENOUGH = 1.01
-# Of the time that layouts like it suggest, what a layout is expected to take.
-_LIKELY = 0.9
-
-
 def _family(layout: Layout) -> tuple[int, ...]:
     """Layouts that differ in how data ranks hold weights, and in how a batch is cut."""
     return layout.pp, layout.cp, layout.tp, layout.ep
@@ -238,12 +214,7 @@ def _family(layout: Layout) -> tuple[int, ...]:
 
 def _alike(layout: Layout) -> tuple[object, ...]:
     """Layouts that are slower than their bounds by much the same factor."""
-    return *_family(layout), layout.micro_batch, layout.keep
-
-
-def _is_larger(known: Layout, layout: Layout) -> bool:
-    """Whether a layout needs at least the memory of another one that is like it but for the axes of weights."""
-    return known.gtp >= layout.gtp and known.expert_gtp >= layout.expert_gtp
+    return *_family(layout), layout.micro_batch, layout.keep, layout.gtp > 1  # whole weights make no groups
 
 
 def _refusal(problem: Problem, layout: Layout) -> str | None:
@@ -252,36 +223,31 @@ def _refusal(problem: Problem, layout: Layout) -> str | None:
         return f"{wide}: nothing is published, ask by --gtp"
     if problem.config is not None:
         return refusal(layout, problem.job, problem.config, problem.machine)
-    if (reason := _refused_for_user(problem, layout)) is not None:
+    assert problem.user is not None
+    found = next((name for name in _NOT_FOR_USERS if getattr(layout, name) > 1), None)
+    if found is not None:
+        return f"{found}: {_NOT_FOR_USERS[found]}"
+    if layout.tp > problem.machine.gpus_per_domain:
+        return f"tp {layout.tp} leaves the fast link of {problem.machine.gpus_per_domain} GPUs"
+    if (reason := problem.user.refuses(layout.tp)) is not None:
         return reason
     if problem.job.batch % (layout.data_ranks * layout.micro_batch):
         return f"{layout.data_ranks} data ranks do not divide {problem.job.batch} sequences"
     return None
 
 
-def _refused_for_user(problem: Problem, layout: Layout) -> str | None:
-    """Why a model of the user's code cannot have these axes."""
-    assert problem.user is not None
-    why = {
-        "pp": "where a model's own forward is cut into stages is not known",
-        "cp": "a model's own attention does not exchange keys and values",
-        "ep": "experts are known in configurations alone",
-        "expert_gtp": "experts are known in configurations alone",
-    }
-    found = next((name for name in why if getattr(layout, name) > 1), None)
-    if found is not None:
-        return f"{found}: {why[found]}"
-    if layout.tp > problem.machine.gpus_per_domain:
-        return f"tp {layout.tp} leaves the fast link of {problem.machine.gpus_per_domain} GPUs"
-    return problem.user.refuses(layout.tp)
+# Why a model of the user's code cannot have an axis.
+_NOT_FOR_USERS = {
+    "pp": "where a model's own forward is cut into stages is not known",
+    "cp": "a model's own attention does not exchange keys and values",
+    **dict.fromkeys(("ep", "expert_gtp"), "experts are known in configurations alone"),
+}
 
 
 def _nothing(problem: Problem, refused: dict[str, list[Layout]]) -> str:
     job = problem.job
     asked = ", ".join(f"{name} {job.fixed[name]}" for name in AXES if name in job.fixed) or "any axes"
-    if not refused:
-        return f"plan finds no layout of {job.gpus} GPUs with {asked}: they do not multiply to it. Pass other sizes."
-    reason = max(refused, key=lambda key: len(refused[key]))
+    reason = max(refused, key=lambda key: len(refused[key]), default="they do not multiply to it")
     return f"plan finds no layout of {job.gpus} GPUs with {asked}: {reason}. Pass other sizes."
 
 
@@ -291,36 +257,33 @@ def advise(problem: Problem, closest: Answer) -> list[str]:
     for text, changed, layout in _changes(problem, closest.layout):
         if text.startswith("--gpus") and any(line.startswith("--gpus") for line in lines):
             continue  # fewer GPUs are enough
-        free = _free_gib(changed, layout)
-        if free >= 0:
-            lines.append(f"{text}: fits, {free:.1f} GiB are left")
+        config, job, machine = changed.config, changed.job, changed.machine
+        if config is None or refusal(layout, job, config, machine) is None:
+            free = machine.memory_gib - memory_of(changed, layout).total / GIB
+            lines += [f"{text}: fits, {free:.1f} GiB are left"] * (free >= 0)
     return lines or ["no single change is enough: combine more GPUs, --checkpointing full and shorter sequences"]
 
 
 def _changes(problem: Problem, layout: Layout) -> Iterator[tuple[str, Problem, Layout]]:
     job = problem.job
+
+    def asking(**changes: Any) -> Problem:
+        return replace(problem, job=replace(job, **changes))
+
     if layout.checkpoint != "full":
         yield "--checkpointing full", problem, replace(layout, checkpoint="full")
     if layout.micro_batch > 1:
         yield "--micro-batch 1", problem, replace(layout, micro_batch=1)
     if job.memory != "least":
-        yield "--memory least", replace(problem, job=replace(job, memory="least")), layout
+        yield "--memory least", asking(memory="least"), layout
     if job.optimizer == "adamw":
-        yield "--optimizer muon", replace(problem, job=replace(job, optimizer="muon")), layout
+        yield "--optimizer muon", asking(optimizer="muon"), layout
     if layout.replicate > 1 and not job.shards_optimizer:
-        yield "--zero1", replace(problem, job=replace(job, shards_optimizer=True)), layout
+        yield "--zero1", asking(shards_optimizer=True), layout
     for factor in (2, 4, 8, 16, 32, 64):
-        larger = replace(job, gpus=job.gpus * factor, global_batch=max(job.batch, layout.data_ranks * factor))
-        more = replace(layout, gtp=layout.gtp * factor)
-        yield f"--gpus {larger.gpus}", replace(problem, job=larger), more
+        larger = asking(gpus=job.gpus * factor, global_batch=max(job.batch, layout.data_ranks * factor))
+        yield f"--gpus {larger.job.gpus}", larger, replace(layout, gtp=layout.gtp * factor)
     for name in preset_names():
         machine = load_machine(name)
         if machine.memory_gib > problem.machine.memory_gib:
             yield f"--machine {name}", replace(problem, machine=machine), layout
-
-
-def _free_gib(problem: Problem, layout: Layout) -> float:
-    """Memory that a layout leaves free; less than 0 if it cannot be."""
-    if problem.config is not None and refusal(layout, problem.job, problem.config, problem.machine) is not None:
-        return -1.0
-    return problem.machine.memory_gib - memory_of(problem, layout).total / GIB

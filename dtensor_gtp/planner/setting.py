@@ -31,7 +31,7 @@ COMPUTE_NBYTES = 2
 
 
 class Sharded(NamedTuple):
-    """One weight of the plan."""
+    """A weight, or a group of those of a block: what is gathered at once."""
 
     weight: Weight  # the use in the recording
     lane: int  # 0, or 1 for experts on their own mesh
@@ -40,6 +40,7 @@ class Sharded(NamedTuple):
     wired: int  # bytes that are gathered: fewer with a recipe
     sent: int  # bytes of the full gradient
     shard_numel: int  # elements that the rank with most rows holds
+    members: tuple[int, ...] = ()  # numbers of the weights that are gathered and reduced together
 
     @property
     def name(self) -> str:
@@ -64,12 +65,15 @@ class Sharded(NamedTuple):
         return self.weight.block >= 0
 
     def gradients(self) -> tuple[str, ...]:
-        """What backward computes of it."""
         return ("wgrad", "dgrad") if self.weight.has_dgrad else ("wgrad",)
 
     @property
     def is_quantized(self) -> bool:
         return self.wired != self.gathered
+
+    @property
+    def is_group(self) -> bool:
+        return len(self.members) > 1
 
 
 class Backends(NamedTuple):
@@ -81,8 +85,6 @@ class Backends(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """What a rank does in a step."""
-
     trace: Trace  # what it computes
     costs: Costs  # on what machine, over which groups
     policy: SchedulePolicy  # of ``gtp_shard``
@@ -93,9 +95,6 @@ class Setting:
     shards_optimizer: bool = False  # whether optimizer states are divided over replicas
     tokens: int = 0  # of a rank in one forward
 
-    def axis_of(self, weight: Weight) -> Axis:
-        return self.costs.axis("expert_gtp" if weight.is_expert else "gtp")
-
     def held(self, item: Sharded) -> int:
         """Bytes of a gathered weight in memory: GEMMs of its format read what was gathered."""
         return item.wired if self.costs.precision != "bf16" else item.gathered
@@ -104,16 +103,41 @@ class Setting:
         """Elements whose optimizer state this rank holds."""
         return -(-item.state_numel // (self.costs.axis(item.replicas).size if self.shards_optimizer else 1))
 
-    def sharded(self) -> list[Sharded]:
-        """All weights, in the order of the forward."""
-        return list(self._all)
+    def sharded(self) -> tuple[Sharded, ...]:
+        return self._all
 
     @functools.cached_property
     def _all(self) -> tuple[Sharded, ...]:
-        return tuple(self._sharded(weight) for weight in self.trace.weights)
+        return tuple(map(self._sharded, self.trace.weights))
+
+    @functools.cached_property
+    def units(self) -> list[Sharded]:
+        """What is gathered at once, in the order of the first use: groups, and weights that are in none."""
+        blocks: dict[str, list[int]] = {}
+        for number, weight in enumerate(self.trace.weights):
+            blocks.setdefault(weight.block_name, []).append(number)
+        groups = {number: group for block in blocks.values() for group in [self._group(block)] for number in group}
+        members = dict.fromkeys(groups.get(number, (number,)) for number in range(len(self._all)))
+        return [_together([self._all[number] for number in each], each) for each in members]
+
+    def _group(self, block: Sequence[int]) -> tuple[int, ...]:
+        """The weights of a block that are a group, by the rules of ``_modules.group_blocks``; empty if none are."""
+        if self.policy._numbers or self.trace.num_blocks < 2 or self.costs.axis("tp").size > 1:
+            return ()
+        found = [
+            number
+            for number in block
+            if not (weight := self.trace.weights[number]).is_expert or is_worth_a_group(weight.numel, self.tokens)
+        ]
+        items = [self._all[number] for number in found]
+        are_alike = all(item.is_in_block and not item.is_quantized and not item.lane for item in items)
+        if len(items) < 2 or not are_alike or items[0].axis.size == 1:
+            return ()
+        mean = sum(item.weight.numel for item in items) / len(items)
+        return tuple(found) if is_worth_a_group(mean, self.tokens) else ()
 
     def _sharded(self, weight: Weight) -> Sharded:
-        axis = self.axis_of(weight)
+        axis = self.costs.axis("expert_gtp" if weight.is_expert else "gtp")
         gathered = weight.numel * COMPUTE_NBYTES
         wired = gathered
         is_linear = weight.block >= 0 and not weight.is_table
@@ -140,17 +164,13 @@ class Setting:
 
     def choice(self, free_nbytes: int) -> tuple[Schedule, tuple[str, ...]]:
         """The schedule that the runtime would choose, and why."""
-        schedule, reasons = choose(self.policy, Facts(self.no_copy_engines("gtp"), self.block_nbytes(), free_nbytes))
-        if self.has_groups():
-            reasons += ("small blocks are gathered as groups, simulated here as single weights",)
-        return schedule, reasons
-
-    def has_groups(self) -> bool:
-        """Whether the runtime gathers blocks as groups, which are simulated as single weights."""
-        is_plain = self.recipe is None and self.costs.axis("tp").size == 1 and not self.is_captured
-        numels = [item.weight.numel for item in self.sharded() if item.is_in_block and not item.lane]
-        mean = sum(numels) / max(len(numels), 1)
-        return is_plain and not self.policy._numbers and len(numels) > 1 and is_worth_a_group(mean, self.tokens)
+        no_copies, num_groups = self.no_copy_engines("gtp"), sum(unit.is_group for unit in self.units)
+        why_groups = (f"groups: {num_groups} blocks, each gathered as a whole",) * (num_groups > 0)
+        if num_groups and no_copies is None and self.policy.gather_backend == "auto":
+            no_copies = "groups of small weights: the process group takes the host less time"
+        facts = Facts(no_copies, self.block_nbytes(), free_nbytes, has_groups=num_groups > 0)
+        schedule, reasons = choose(self.policy, facts)
+        return schedule, (*why_groups, *reasons)
 
     def no_copy_engines(self, name: str) -> str | None:
         """Why the ranks of an axis cannot copy from each other."""
@@ -177,36 +197,56 @@ class Step(NamedTuple):
 
     forward: Plan  # the plan of the forward
     backward: Plan  # that of backward, recomputation included
-    kept: frozenset[int]  # weights that stay from forward to backward
+    kept: frozenset[int]  # units that stay from forward to backward
     recomputed: dict[int, tuple[int, ...]]  # by block, the weights that are used again in backward before its gradients
+    unit_of: list[int]  # by weight
 
 
-def plan_step(setting: Setting, weights: Sequence[Sharded], schedule: Schedule) -> Step:
-    """The plans that the runtime has after one step of ``setting``."""
+def plan_step(setting: Setting, schedule: Schedule) -> Step:
+    """The plans that the runtime has after one step of ``setting``, by units."""
+    weights, units = setting.sharded(), setting.units
+    unit_of = [0] * len(weights)
+    for number, unit in enumerate(units):
+        for member in unit.members:
+            unit_of[member] = number
     window = Window(
         schedule.prefetch_depth, schedule.prefetch_nbytes, schedule.coalesce_nbytes, schedule.expert_blocks_ahead
     )
     # The weights of one mesh that are in several blocks have one call; experts have a call for each block.
-    calls = [item.weight.block + 1 if item.lane else 0 for item in weights]
-    traits = [Traits(item.wired, item.lane, call) for item, call in zip(weights, calls, strict=True)]
+    calls = [unit.weight.block + 1 if unit.lane else 0 for unit in units]
+    traits = [Traits(unit.wired, unit.lane, call) for unit, call in zip(units, calls, strict=True)]
     is_exchanged = setting.exchanges_lookup()
-    gathered = [n for n, item in enumerate(weights) if not (item.weight.is_table and is_exchanged)]
+    gathered = [n for n, unit in enumerate(units) if not (unit.weight.is_table and is_exchanged)]
     recomputed = recomputed_uses(setting, weights)
     backward: list[int] = []
     for number in reversed(range(len(weights))):
         weight = weights[number].weight
+        used = [number] * weight.has_dgrad
         if number + 1 == len(weights) or weights[number + 1].weight.block != weight.block:
-            backward += recomputed.get(weight.block, ())
-        if weight.has_dgrad:
-            backward.append(number)
+            used = [*recomputed.get(weight.block, ()), *used]
+        for place in (unit_of[each] for each in used):
+            # A group stays from the forward that is computed again to the end of its block's backward.
+            if not (units[place].is_group and place in backward):
+                backward.append(place)
     plans = Plan(gathered, traits, window), Plan(backward, traits, window)
-    return Step(*plans, _kept(weights, schedule, *plans), recomputed)
+    return Step(*plans, _kept(units, schedule, *plans), recomputed, unit_of)
 
 
-def _kept(weights: Sequence[Sharded], schedule: Schedule, forward: Plan, backward: Plan) -> frozenset[int]:
+def _together(items: Sequence[Sharded], members: tuple[int, ...]) -> Sharded:
+    """Weights that are gathered at once, as one."""
+    first = items[0]
+    if len(items) == 1:
+        return first._replace(members=members)
+    numel = sum(item.weight.numel for item in items)
+    sums = {name: sum(getattr(item, name) for item in items) for name in ("gathered", "wired", "sent", "shard_numel")}
+    weight = first.weight._replace(name=first.weight.block_name, shape=(numel,), has_dgrad=True)
+    return first._replace(weight=weight, members=members, **sums)
+
+
+def _kept(units: Sequence[Sharded], schedule: Schedule, forward: Plan, backward: Plan) -> frozenset[int]:
     turning = turning_point(forward, backward)
-    sizes = [0 if number in turning else item.gathered for number, item in enumerate(weights)]
-    lanes = [item.lane for item in weights]
+    sizes = [0 if number in turning else unit.gathered for number, unit in enumerate(units)]
+    lanes = [unit.lane for unit in units]
     asked = choose_kept(forward, backward, sizes, lanes, schedule.keep_nbytes) if schedule.keep_nbytes else ()
     return frozenset((*asked, *(turning if schedule.keep_last else ())))
 

@@ -7,6 +7,7 @@ Their rates are constant between two events, so the result is exact.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from enum import IntEnum
@@ -27,8 +28,6 @@ class Stream(IntEnum):
 
 
 class Load(IntEnum):
-    """What a task occupies."""
-
     COMPUTE = 0  # SMs, by GEMMs and what is between them
     KERNEL = 1  # SMs, beside the compute stream
     NCCL = 2  # the fast link and some SMs
@@ -37,8 +36,6 @@ class Load(IntEnum):
 
 
 class Task(NamedTuple):
-    """One task."""
-
     stream: Stream  # where it runs
     load: Load  # what it occupies
     ms: float  # how long it takes alone
@@ -56,16 +53,12 @@ class Span(NamedTuple):
 
 
 def simulate(tasks: Sequence[Task], contention: Contention) -> list[Span]:
-    """When each task runs.
-
-    Raises:
-        ValueError: A task waits for one that comes later.
-    """
+    """When each task runs. Raises ValueError where a task waits for a later one."""
     waiting, followers = _order(tasks)
     ready = [number for number, count in enumerate(waiting) if not count]
     begins, ends = [0.0] * len(tasks), [0.0] * len(tasks)
     left: dict[int, float] = {}  # running tasks, and what is left of them
-    now, rates = 0.0, _Rates(contention)
+    now = 0.0
 
     def end(number: int) -> None:
         ends[number] = now
@@ -90,7 +83,7 @@ def simulate(tasks: Sequence[Task], contention: Contention) -> list[Span]:
         if not left:
             now = next_launch
             continue
-        speeds = rates.of([tasks[number].load for number in left])
+        speeds = _rates(contention, tuple(tasks[number].load for number in left))
         first = min(amount / speed for amount, speed in zip(left.values(), speeds, strict=True))
         first = min(first, next_launch - now)
         now += first
@@ -118,32 +111,22 @@ def _order(tasks: Sequence[Task]) -> tuple[list[int], list[list[int]]]:
     return waiting, followers
 
 
-class _Rates:
-    """How fast tasks run beside each other, remembered for each set of loads."""
+_KERNELS, _FAST = (Load.COMPUTE, Load.KERNEL), (Load.NCCL, Load.COPY)
 
-    def __init__(self, contention: Contention) -> None:
-        self._contention = contention
-        self._known: dict[tuple[Load, ...], list[float]] = {}
 
-    def of(self, loads: list[Load]) -> list[float]:
-        key = tuple(loads)
-        if key not in self._known:
-            self._known[key] = [1 / self._factor(load, key[:n] + key[n + 1 :]) for n, load in enumerate(key)]
-        return self._known[key]
+@functools.lru_cache(maxsize=4096)
+def _rates(c: Contention, loads: tuple[Load, ...]) -> list[float]:
+    """How fast tasks of these loads run beside each other."""
+    return [1 / _factor(c, load, loads[:number] + loads[number + 1 :]) for number, load in enumerate(loads)]
 
-    def _factor(self, load: Load, others: tuple[Load, ...]) -> float:
-        c = self._contention
-        factor = 1.0
-        is_collective = Load.NCCL in others or Load.NETWORK in others
-        if load in (Load.COMPUTE, Load.KERNEL):
-            factor *= c.gemm_beside_nccl if is_collective else 1
-            factor *= c.gemm_beside_copy if Load.COPY in others else 1
-            sharing = sum(other in (Load.COMPUTE, Load.KERNEL) for other in others)
-            return factor * (1 + (c.kernel - 1) * sharing)
-        if Load.COMPUTE in others or Load.KERNEL in others:
-            factor *= c.copy_beside_gemm if load is Load.COPY else c.nccl_beside_gemm
-        fast = (Load.NCCL, Load.COPY)
-        sharing = sum(
-            (other in fast) == (load in fast) and other not in (Load.COMPUTE, Load.KERNEL) for other in others
-        )
-        return factor * (1 + (c.wire - 1) * sharing)
+
+def _factor(c: Contention, load: Load, others: tuple[Load, ...]) -> float:
+    factor, num_kernels = 1.0, sum(other in _KERNELS for other in others)
+    if load in _KERNELS:
+        factor *= c.gemm_beside_nccl if Load.NCCL in others or Load.NETWORK in others else 1
+        factor *= c.gemm_beside_copy if Load.COPY in others else 1
+        return factor * (1 + (c.kernel - 1) * num_kernels)
+    if num_kernels:
+        factor *= c.copy_beside_gemm if load is Load.COPY else c.nccl_beside_gemm
+    sharing = sum((other in _FAST) == (load in _FAST) and other not in _KERNELS for other in others)
+    return factor * (1 + (c.wire - 1) * sharing)

@@ -76,28 +76,38 @@ class PlanResult(Found):
 
     def as_record(self) -> dict[str, Any]:
         """All of it as plain data, for JSON."""
-        return record_of(self)
+        job = {name: dict(value) if name == "fixed" else value for name, value in vars(self.job).items()}
+        return {
+            "version": VERSION,
+            "model": self.model,
+            "parameters": self.problem.numel(),
+            "machine": self.machine.name,
+            "is_calibrated": self.machine.is_calibrated,
+            "not_measured": list(self.machine.not_measured),
+            "job": job,
+            "answers": [_record(answer) for answer in self.answers],
+            "closest": None if self.closest is None else _record(self.closest),
+            "advice": list(self.advice),
+            "refused": [vars(each) | {"example": each.example.as_record()} for each in self.refused],
+            "num_layouts": self.num_layouts,
+            "num_simulated": self.num_simulated,
+            "seconds": self.seconds,
+        }
 
     def __str__(self) -> str:
-        return describe(self)
-
-
-def describe(result: PlanResult) -> str:
-    """What the command prints."""
-    job = result.job
-    numel, tokens = result.problem.numel() / 1e9, job.batch * job.seq_len / 1e6
-    lines = [
-        f"{result.model} ({numel:.1f}B) on {job.gpus} x {result.machine.describe()}",
-        f"{job.batch} sequences of {job.seq_len} tokens a step ({tokens:.2f}M), {job.recipe}, {job.optimizer}, "
-        f"memory {job.memory}" + ", compiled" * job.is_compiled + ", one CUDA graph" * job.is_captured,
-        "",
-    ]
-    if result.answers:
-        lines += [*_ranking(result.answers), "", *_details(result, result.answers[0])]
-    else:
-        lines += _nothing_fits(result)
-    lines += ["", *_refused(result)]
-    return "\n".join(line.rstrip() for line in lines)
+        job = self.job
+        numel, tokens = self.problem.numel() / 1e9, job.batch * job.seq_len / 1e6
+        lines = [
+            f"{self.model} ({numel:.1f}B) on {job.gpus} x {self.machine.describe()}",
+            f"{job.batch} sequences of {job.seq_len} tokens a step ({tokens:.2f}M), {job.recipe}, {job.optimizer}, "
+            f"memory {job.memory}" + ", compiled" * job.is_compiled + ", one CUDA graph" * job.is_captured,
+            "",
+        ]
+        if self.answers:
+            lines += [*_ranking(self.answers), "", *_details(self, self.answers[0])]
+        else:
+            lines += _nothing_fits(self)
+        return "\n".join(line.rstrip() for line in (*lines, "", *_refused(self)))
 
 
 _COLUMNS = ("", "layout", "batch", "step", "range", "tok/s/GPU", "MFU", "memory", "waits")
@@ -117,7 +127,7 @@ def _ranking(answers: Iterable[Answer]) -> list[str]:
 
 def _row(number: int, answer: Answer) -> tuple[str, ...]:
     layout, found = answer.layout, answer.range_ms
-    described = layout.describe(has_experts=True).replace("replicate", "rep").replace("expert_gtp", "egtp")
+    described = layout.describe().replace("replicate", "rep").replace("expert_gtp", "egtp")
     batch = f"{layout.micro_batch}" + {"none": "", "selective": "/sel", "full": "/full"}[layout.checkpoint]
     times = ("not known", "", "", "")
     if found:
@@ -137,7 +147,7 @@ def format_ms(ms: float) -> str:
 
 
 def _details(result: PlanResult, answer: Answer) -> list[str]:
-    lines = [f"1: {answer.layout.describe(has_experts=True)}"]
+    lines = [f"1: {answer.layout.describe()}"]
     if isinstance(answer.ground, str):
         lines += paragraph(f"time: {answer.ground}", WIDTH, "  ")
     else:
@@ -161,13 +171,13 @@ def _details(result: PlanResult, answer: Answer) -> list[str]:
     if result.job.quantization is not None and result.job.precision == "bf16":
         text = "This package gathers the format and computes in bf16 with it; only gathers are smaller."
         lines += paragraph(f"{result.job.recipe}: GEMMs are in bf16. {text}", WIDTH, "  ")
-    peer = fully_shard_ms(result.problem, answer)
-    if peer is not None and answer.range_ms:
+    if answer.range_ms and (peer := fully_shard_ms(result.problem, answer)) is not None:
         lines.append(f"  fully_shard in the place of gtp_shard: {format_ms(peer)}")
     if not result.machine.is_calibrated:
-        missing = ", ".join(result.machine.not_measured)
-        text = "measure your machine by --calibrate FILE" if result.machine.is_preset else missing
-        lines += paragraph(f"not calibrated: {text}", WIDTH, "  ")
+        missing = "measure your machine by --calibrate FILE"
+        if not result.machine.is_preset:
+            missing = ", ".join(result.machine.not_measured)
+        lines += paragraph(f"not calibrated: {missing}", WIDTH, "  ")
     return lines
 
 
@@ -199,8 +209,8 @@ def _nothing_fits(result: PlanResult) -> list[str]:
     lines = ["No layout fits."]
     if (closest := result.closest) is not None:
         missing = (closest.memory.total - closest.capacity) / GIB
-        layout = f"{closest.layout.describe(has_experts=True)}, {closest.layout.micro_batch} sequences"
-        described = f"{layout}, checkpoint {closest.layout.checkpoint}"
+        layout = closest.layout
+        described = f"{layout.describe()}, {layout.micro_batch} sequences, checkpoint {layout.checkpoint}"
         lines.append(f"Closest: {described}: does not fit by {missing:.1f} GiB."[:WIDTH])
         lines += _bars(closest.memory.parts(), closest.memory.total, format_nbytes)
     lines += ["What to change:", *(f"  {line}"[:WIDTH] for line in result.advice)]
@@ -208,34 +218,12 @@ def _nothing_fits(result: PlanResult) -> list[str]:
 
 
 def _refused(result: PlanResult) -> list[str]:
-    seconds = f"{result.seconds:.1f} s"
-    head = f"{result.num_layouts} layouts, the {result.num_simulated} most promising simulated in {seconds}."
+    simulated = f"the {result.num_simulated} most promising simulated in {result.seconds:.1f} s"
+    head = f"{result.num_layouts} layouts, {simulated}."
     if not result.refused:
         return [f"{head} None refused."]
     reasons = (f"  {item.count:>5}  {item.reason} (e.g. {item.example.describe()})" for item in result.refused[:6])
     return [f"{head} Refused:", *(line[:WIDTH] for line in reasons)]
-
-
-def record_of(result: PlanResult) -> dict[str, Any]:
-    """The result as plain data."""
-    return {
-        "version": VERSION,
-        "model": result.model,
-        "parameters": result.problem.numel(),
-        "machine": result.machine.name,
-        "is_calibrated": result.machine.is_calibrated,
-        "not_measured": list(result.machine.not_measured),
-        "job": {name: dict(value) if name == "fixed" else value for name, value in vars(result.job).items()},
-        "answers": [_record(answer) for answer in result.answers],
-        "closest": None if result.closest is None else _record(result.closest),
-        "advice": list(result.advice),
-        "refused": [
-            {"reason": item.reason, "count": item.count, "example": item.example.as_record()} for item in result.refused
-        ],
-        "num_layouts": result.num_layouts,
-        "num_simulated": result.num_simulated,
-        "seconds": result.seconds,
-    }
 
 
 def _record(answer: Answer) -> dict[str, Any]:
@@ -253,8 +241,6 @@ def _record(answer: Answer) -> dict[str, Any]:
         "received_bytes": dict(answer.received),
         "exposed_ms": dict(answer.exposed_ms),
         "compute_ms": answer.compute_ms,
-        "schedule": {
-            name: str(value) if isinstance(value, type) else value for name, value in vars(answer.schedule).items()
-        },
+        "schedule": vars(answer.schedule),
         "reasons": list(answer.reasons),
     }

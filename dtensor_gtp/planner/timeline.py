@@ -7,35 +7,29 @@ import math
 from html import escape
 
 from .evaluate import Answer, Problem, parts_of, setting_of, slowest
+from .program import build
 from .simulate import Load, Stream
-from .timing import Timeline, run
+from .timing import Timeline, timeline_of
 
 _WIDTH, _ROW, _LEFT, _TOP = 1200, 34, 110, 46
-_COLORS = {
-    Load.COMPUTE: "#4c78a8",
-    Load.KERNEL: "#f58518",
-    Load.NCCL: "#54a24b",
-    Load.COPY: "#72b7b2",
-    Load.NETWORK: "#b279a2",
-}
-_NAMES = {
-    Load.COMPUTE: "compute",
-    Load.KERNEL: "casts and sums",
-    Load.NCCL: "NCCL, fast link",
-    Load.COPY: "copy engines",
-    Load.NETWORK: "NCCL, network",
+_LOOKS = {
+    Load.COMPUTE: ("#4c78a8", "compute"),
+    Load.KERNEL: ("#f58518", "casts and sums"),
+    Load.NCCL: ("#54a24b", "NCCL, fast link"),
+    Load.COPY: ("#72b7b2", "copy engines"),
+    Load.NETWORK: ("#b279a2", "NCCL, network"),
 }
 
 
 def timeline(problem: Problem, answer: Answer) -> Timeline:
     """One microbatch of the slowest stage."""
-    part = slowest(parts_of(problem, answer.layout))
-    return run(setting_of(problem, answer.layout, part), answer.schedule, is_last=True)
+    setting = setting_of(problem, answer.layout, slowest(parts_of(problem, answer.layout)))
+    return timeline_of(build(setting, answer.schedule), problem.machine)
 
 
 def as_svg(found: Timeline, title: str) -> str:
     """A picture of the streams; a pointer on a box shows its name and its time."""
-    streams = sorted({task.stream for task in found.tasks})
+    streams = sorted({task.stream for task in found.program.tasks})
     tops = {stream: _TOP + number * _ROW for number, stream in enumerate(streams)}
     height = _TOP + _ROW * (len(streams) + 1) + 50
     scale = (_WIDTH - _LEFT - 20) / max(found.ms, 1e-9)
@@ -52,21 +46,21 @@ def as_svg(found: Timeline, title: str) -> str:
     y = _TOP + len(streams) * _ROW
     parts += [
         _text(10, y + 18, "host"),
-        _box(_LEFT, y, found.host_ms * scale, "#bab0ac", f"host: {found.host_ms:.2f} ms"),
+        _box(_LEFT, y, found.program.host_ms * scale, "#bab0ac", f"host: {found.program.host_ms:.2f} ms"),
     ]
-    for task, span in zip(found.tasks, found.spans, strict=True):
+    for task, span in zip(found.program.tasks, found.spans, strict=True):
         ms = span.end - span.begin
         if ms * scale >= 0.05:
             label = f"{task.label}: {ms:.3f} ms from {span.begin:.2f}"
-            parts.append(_box(_LEFT + span.begin * scale, tops[task.stream], ms * scale, _COLORS[task.load], label))
-    if found.turning < len(found.spans):
-        x = _LEFT + found.spans[found.turning].begin * scale
+            parts.append(_box(_LEFT + span.begin * scale, tops[task.stream], ms * scale, _LOOKS[task.load][0], label))
+    if found.program.turning < len(found.spans):
+        x = _LEFT + found.spans[found.program.turning].begin * scale
         parts.append(f'<line x1="{x:.2f}" x2="{x:.2f}" y1="{_TOP - 8}" y2="{height - 44}" stroke="black"/>')
         parts.append(_text(x + 4, _TOP - 2, "backward"))
-    for number, (load, color) in enumerate(_COLORS.items()):
+    for number, (color, name) in enumerate(_LOOKS.values()):
         x = _LEFT + number * 170
         parts.append(f'<rect x="{x}" y="{height - 30}" width="14" height="14" fill="{color}"/>')
-        parts.append(_text(x + 20, height - 18, _NAMES[load]))
+        parts.append(_text(x + 20, height - 18, name))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -97,7 +91,7 @@ def as_chrome_trace(found: Timeline) -> str:
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": int(stream), "args": {"name": stream.name.lower()}}
         for stream in Stream
     ]
-    for task, span in zip(found.tasks, found.spans, strict=True):
+    for task, span in zip(found.program.tasks, found.spans, strict=True):
         if span.end > span.begin:
             args = {"alone_ms": task.ms, "load": task.load.name.lower(), "launched_ms": task.launch_ms}
             times = {"ts": span.begin * 1e3, "dur": (span.end - span.begin) * 1e3}

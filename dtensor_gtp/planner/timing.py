@@ -15,7 +15,7 @@ from .machine import Machine
 from .memory import lowered
 from .program import Program, build, product
 from .setting import COMPUTE_NBYTES, Setting, recomputed_uses
-from .simulate import Span, Stream, Task, simulate
+from .simulate import Span, Stream, simulate
 from .trace import Trace
 
 # A step of more blocks is simulated with these numbers of them, and continued: blocks in the middle are all alike.
@@ -25,27 +25,16 @@ _LARGE_BLOCK = 32 << 20
 
 
 class Timeline(NamedTuple):
-    """One forward and backward: tasks and when they run."""
-
-    tasks: list[Task]
-    spans: list[Span]
-    host_ms: float
-    turning: int
+    program: Program
+    spans: list[Span]  # of its tasks
 
     @property
     def ms(self) -> float:
-        return max(max((span.end for span in self.spans), default=0.0), self.host_ms)
-
-
-def run(setting: Setting, schedule: Schedule, *, is_last: bool) -> Timeline:
-    """Simulates one forward and backward."""
-    program = build(setting, schedule, is_last=is_last)
-    return timeline_of(program, setting.costs.machine)
+        return max(max((span.end for span in self.spans), default=0.0), self.program.host_ms)
 
 
 def timeline_of(program: Program, machine: Machine) -> Timeline:
-    spans = simulate(program.tasks, machine.contention)
-    return Timeline(program.tasks, spans, program.host_ms, program.turning)
+    return Timeline(program, simulate(program.tasks, machine.contention))
 
 
 class Parts(NamedTuple):
@@ -69,13 +58,14 @@ def exposed(timeline: Timeline) -> dict[str, float]:
     """Time in which the compute stream does nothing for the model, by cause: it waits, or runs a collective."""
     found: dict[str, float] = {}
     end = 0.0
-    for task, span in zip(timeline.tasks, timeline.spans, strict=True):
+    tasks = timeline.program.tasks
+    for task, span in zip(tasks, timeline.spans, strict=True):
         if task.stream is not Stream.COMPUTE:
             continue
         if span.begin > end:
             waited = max(task.after, key=lambda other: timeline.spans[other].end, default=-1)
             is_host = waited < 0 or timeline.spans[waited].end < span.begin - 1e-6
-            cause = "host" if is_host else timeline.tasks[waited].cause or "gathers"
+            cause = "host" if is_host else tasks[waited].cause or "gathers"
             found[cause] = found.get(cause, 0) + span.begin - end
         if task.cause and task.ms:
             found[task.cause] = found.get(task.cause, 0) + span.end - span.begin
@@ -85,59 +75,43 @@ def exposed(timeline: Timeline) -> dict[str, float]:
     return found
 
 
-class Shorter(NamedTuple):
-    """A step of many blocks with a few of them, twice."""
-
-    few: Setting
-    more: Setting
-    grown: int  # blocks of ``more`` beyond those of ``few``
-    left: int  # blocks of the step beyond those of ``more``
-
-
-def few_and_more(setting: Setting) -> Shorter | None:
-    """What to compute instead of a step of many blocks, and continue; None for one of few."""
+def few_and_more(setting: Setting) -> tuple[list[Setting], int, int]:
+    """What to compute instead of a step of many blocks: one of few and one of more. Then how many blocks the second
+    lacks, and how many it has beyond the first."""
     trace = setting.trace
     if not _is_long(trace):
-        return None
-    few, more = (replace(setting, trace=_with_blocks(trace, number)) for number in (_FEW, _MORE))
-    return Shorter(few, more, _MORE - _FEW, trace.num_blocks - _MORE)
+        return [setting], 0, 1
+    settings = [replace(setting, trace=_with_blocks(trace, number)) for number in (_FEW, _MORE)]
+    return settings, trace.num_blocks - _MORE, _MORE - _FEW
 
 
 def measure(setting: Setting, schedule: Schedule, *, is_last: bool) -> Parts:
-    """As :func:`run`, for many blocks by the difference that three of them make."""
-    if (shorter := few_and_more(setting)) is None:
-        return _parts(setting, schedule, is_last=is_last)
-    few, more = (_parts(one, schedule, is_last=is_last) for one in (shorter.few, shorter.more))
-    return more.plus(more.plus(few, -1), shorter.left / shorter.grown)
-
-
-def _parts(setting: Setting, schedule: Schedule, *, is_last: bool) -> Parts:
-    program = build(setting, schedule, is_last=is_last)
-    timeline = timeline_of(program, setting.costs.machine)
-    return Parts(timeline.ms, exposed(timeline), program.received)
+    """One forward and backward, for many blocks by the difference that three of them make."""
+    settings, left, grown = few_and_more(setting)
+    found = []
+    for one in settings:
+        timeline = timeline_of(build(one, schedule, is_last=is_last), one.costs.machine)
+        found.append(Parts(timeline.ms, exposed(timeline), timeline.program.received))
+    few, more = found[0], found[-1]
+    return more.plus(more.plus(few, -1), left / grown)
 
 
 def _is_long(trace: Trace) -> bool:
     """Whether it has many blocks, of which those after the first few are of one kind."""
     block_nbytes = trace.largest_block(weight.numel * COMPUTE_NBYTES for weight in trace.weights)
-    if trace.num_blocks <= _MORE + 3 or block_nbytes < _LARGE_BLOCK:
-        return False
-    shapes = [tuple(weight.shape for weight in weights) for block, weights in trace.by_block.items() if block >= 0]
-    return len(set(shapes[_FEW // 2 :])) == 1
+    shapes = [tuple(weight.shape for weight in weights) for weights in trace.blocks.values()]
+    return len(shapes) > _MORE + 3 and block_nbytes >= _LARGE_BLOCK and len(set(shapes[_FEW // 2 :])) == 1
 
 
 def _with_blocks(trace: Trace, number: int) -> Trace:
     """The same with fewer blocks: the first ones and the last ones, which come after fewer activations then."""
-    blocks = sorted(trace.by_block.keys() - {-1})
+    blocks = sorted(trace.blocks)
     first, last = blocks[: number - 2], blocks[-2:]
     lives = {weight.block: weight.live for weight in reversed(trace.weights)}
     shift = (lives[last[1]] - lives[last[0]]) * (len(blocks) - number)
     weights = [weight for weight in trace.weights if weight.block in first or weight.is_table]
-    weights += [
-        lowered(weight, shift)
-        for weight in trace.weights
-        if weight.block in last or (weight.block < 0 and not weight.is_table)
-    ]
+    after = (*last, -1)
+    weights += [lowered(weight, shift) for weight in trace.weights if weight.block in after and not weight.is_table]
     return replace(trace, weights=tuple(weights), end=max(trace.end - shift, 0))
 
 

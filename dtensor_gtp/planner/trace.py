@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -17,13 +17,21 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
-from .. import _torch_compat as compat
-from .any_module import loose_numel, other_owners, shape_of, use_module
 from .model import ModelConfig
 from .peak import Amounts
 from .recorder import Kind, Op, Recorder, Stretch
 from .reference import Reference
-from .stand_ins import Collectives, Experts, is_known, recording, use_matrices
+from .stand_ins import (
+    Collectives,
+    Experts,
+    is_known,
+    loose_numel,
+    other_owners,
+    recording,
+    shape_of,
+    use_matrices,
+    use_module,
+)  # fmt: skip
 
 _BLOCK = re.compile(r"(?:^|\.)(\d+)\.")
 
@@ -48,8 +56,13 @@ class Weight(NamedTuple):
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def block_name(self) -> str:
+        """Up to the number of the block; empty if it is in none."""
+        found = _BLOCK.search(self.name)
+        return self.name[: found.end() - 1] if found else ""
+
     def with_ops(self, change: Callable[[Op], Op]) -> Weight:
-        """The use with other operations."""
         before, use, backward = (tuple(map(change, ops)) for ops in (self.before, self.use, self.backward))
         return self._replace(before=before, use=use, backward=backward)
 
@@ -66,8 +79,6 @@ class Weight(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """One step."""
-
     weights: tuple[Weight, ...]  # in the order of the forward
     loss: tuple[Op, ...]  # operations of forward after the last use
     tail: tuple[Op, ...]  # operations of backward after the last use
@@ -77,7 +88,6 @@ class Trace:
 
     @property
     def numel(self) -> int:
-        """Parameters; those of a matrix with several uses once."""
         return sum(weight.numel for weight in self.weights if not weight.is_tied) + self.small_numel
 
     @property
@@ -89,22 +99,17 @@ class Trace:
             flops += 3 * sum(op.flops for op in weight.before if op.kind is Kind.ATTENTION)
         return flops
 
-    @property
-    def activations(self) -> int:
-        """The most bytes of activations at any moment."""
-        return max(max(weight.amounts) for weight in self.weights)
-
     @functools.cached_property
-    def by_block(self) -> Mapping[int, list[Weight]]:
-        """Uses by the number of their block; those outside of blocks are under -1."""
+    def blocks(self) -> Mapping[int, list[Weight]]:
+        """Uses by the number of their block, without those outside of blocks."""
         found: dict[int, list[Weight]] = {}
         for weight in self.weights:
             found.setdefault(weight.block, []).append(weight)
-        return found
+        return {block: weights for block, weights in found.items() if block >= 0}
 
     @property
     def num_blocks(self) -> int:
-        return len(self.by_block.keys() - {-1})
+        return len(self.blocks)
 
     def largest_block(self, sizes: Iterable[int]) -> int:
         """The sum of the largest block, where uses have these sizes; of all uses if there are no blocks."""
@@ -114,32 +119,33 @@ class Trace:
         blocks = [amount for block, amount in sums.items() if block >= 0]
         return max(blocks) if len(blocks) > 1 else sum(sums.values())
 
+    def with_weights(self, change: Callable[[Weight], Weight]) -> Trace:
+        return replace(self, weights=tuple(map(change, self.weights)))
 
-def record(
-    make_model: Callable[[], nn.Module],
-    loss_of: Callable[[nn.Module, Recorder], torch.Tensor],
-    *,
-    is_meta: bool = False,
-) -> Trace:
-    """One step of a model in bf16.
+    def times(self, batch: int) -> Trace:
+        """The same for several sequences: operations and activations grow with them."""
 
-    Args:
-        make_model: Makes the model. Modules of other kinds with matrices are recorded as one use each.
-        loss_of: Computes the loss from tensors that it makes.
-        is_meta: On the meta device, four times as fast as on fake CPU tensors, for code that names no device.
+        def more(op: Op) -> Op:
+            return Op(op.kind, op.flops * batch, op.nbytes * batch)
 
-    Raises:
-        ValueError: No matrix has a gradient.
-    """
-    with torch.device("meta") if is_meta else compat.fake_tensor_mode():
+        def changed(weight: Weight) -> Weight:
+            amounts = Amounts(*(amount * batch for amount in weight.amounts))
+            return weight.with_ops(more)._replace(amounts=amounts, live=weight.live * batch)
+
+        loss, tail = tuple(map(more, self.loss)), tuple(map(more, self.tail))
+        found = replace(self.with_weights(changed), loss=loss, tail=tail)
+        return replace(found, input_nbytes=self.input_nbytes * batch, end=self.end * batch)
+
+
+def record(make_model: Callable[[], nn.Module], loss_of: Callable[[nn.Module, Recorder], torch.Tensor]) -> Trace:
+    """One step of a model in bf16, on the meta device. ``loss_of`` makes its inputs."""
+    with torch.device("meta"):
         model = make_model()
         tied = _tied(model)
-        owners = other_owners(model, is_known)
-        others = set(owners.values())  # their code may not cast: vectors are bf16 too then
-        loose = loose_numel(model, is_known)
+        owners, loose = other_owners(model), loose_numel(model)
         for module in model.modules():
             for name, param in list(module.named_parameters(recurse=False)):
-                if param.ndim > 1 or others:
+                if param.ndim > 1 or owners:  # their code may not cast: vectors are bf16 too then
                     setattr(module, name, nn.Parameter(param.detach().bfloat16()))
         recorder = Recorder([*model.parameters(), *model.buffers()])
         use_matrices(model, recorder.mark)
@@ -164,42 +170,35 @@ def _tied(model: nn.Module) -> set[str]:
     return {name for found in names.values() for name in found[:-1]}
 
 
-def _trace_of(
-    stretches: list[Stretch], modules: dict[str, nn.Module], small_numel: int, tied: Container[str] = ()
-) -> Trace:
+def _trace_of(stretches: list[Stretch], modules: dict[str, nn.Module], small_numel: int, tied: set[str]) -> Trace:
     pairs = _pairs(stretches)
     if not pairs:
         raise ValueError("record expects a backward that uses matrices, but no matrix has a gradient.")
-    forward, wgrads = [first for first, _ in pairs], [last for _, last in pairs][::-1]
     weights = []
     for first, last in pairs:
-        name = stretches[first].name
-        module = modules[name]
-        shape = tuple(module.get_parameter("weight").shape) if is_known(module) else shape_of(module)
-        dgrad = stretches[last + 1]
-        amounts = Amounts(
-            stretches[first].most, stretches[first + 1].most, stretches[last - 1].most, stretches[last].most, dgrad.most
-        )
+        module = modules[name := stretches[first].name]
+        around = (first - 1, first, first + 1, last - 1, last, last + 1)
+        before, use, after, backward, wgrad, dgrad = (stretches[index] for index in around)
         block = _BLOCK.search(f"{name}.")
         weights.append(
             Weight(
                 f"{name}.weight",
-                shape,
+                tuple(module.get_parameter("weight").shape) if is_known(module) else shape_of(module),
                 isinstance(module, nn.Embedding),
                 isinstance(module, Experts),
-                bool(dgrad.ops),
-                int(block[1]) if block else -1,
-                stretches[first - 1].ops,
-                stretches[first].ops,
-                stretches[last - 1].ops,
-                amounts,
-                stretches[first].live,
-                f"{name}.weight" in tied,
+                has_dgrad=bool(dgrad.ops),
+                block=int(block[1]) if block else -1,
+                before=before.ops,
+                use=use.ops,
+                backward=backward.ops,
+                amounts=Amounts(use.most, after.most, backward.most, wgrad.most, dgrad.most),
+                live=use.live,
+                is_tied=f"{name}.weight" in tied,
             )
         )
     # What comes after the last use of forward is in its stretch; that of the loss' own backward is before the head's.
-    loss = stretches[forward[-1] + 1].ops
-    rest = stretches[wgrads[-1] + 2 :]
+    loss = stretches[pairs[-1][0] + 1].ops
+    rest = stretches[pairs[0][1] + 2 :]
     tail = rest[0].ops if rest else ()
     blocks = [weight for weight in weights if weight.block >= 0]
     per_token = sum(op.flops for op in blocks[0].use) / (2 * blocks[0].numel) if blocks else 0
@@ -229,7 +228,6 @@ def record_reference(
     config: ModelConfig, batch: int, seq_len: int, tp: int = 1, cp: int = 1, ep: int = 1, loss: str = "bf16"
 ) -> Trace:
     """The recording of a few blocks of each kind, for :func:`repeated`."""
-    kinds = sorted(set(config.kinds))
     num_tokens = seq_len // cp
 
     def loss_of(model: nn.Module, recorder: Recorder) -> torch.Tensor:
@@ -238,23 +236,17 @@ def record_reference(
         inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:]
         return model.loss(inputs, targets, Collectives(recorder, tp, cp, ep), loss)
 
-    blocks = [kind for kind in kinds for _ in range(_RECORDED)]
-    trace = record(lambda: Reference(config, blocks, num_tokens, tp, ep), loss_of, is_meta=True)
-    trace = with_loss(trace, loss)
-    if config.is_tied:
-        trace = _mapped(trace, lambda weight: weight._replace(is_tied=weight.is_table))
+    blocks = [kind for kind in sorted(set(config.kinds)) for _ in range(_RECORDED)]
+    trace = with_loss(record(lambda: Reference(config, blocks, num_tokens, tp, ep), loss_of), loss)
     share = config.looked_at(seq_len) / 0.5  # the recording has a causal mask
-    if share != 1:
-        trace = _mapped(trace, lambda weight: weight.with_ops(lambda op: _attending(op, share)))
+
+    def attending(op: Op) -> Op:
+        return op._replace(flops=op.flops * share) if op.kind is Kind.ATTENTION else op
+
+    if config.is_tied:
+        trace = trace.with_weights(lambda weight: weight._replace(is_tied=weight.is_table))
+    trace = trace.with_weights(lambda weight: weight.with_ops(attending))
     return replace(trace, input_nbytes=batch * num_tokens // tp * config.dim * 2)
-
-
-def _mapped(trace: Trace, change: Callable[[Weight], Weight]) -> Trace:
-    return replace(trace, weights=tuple(change(weight) for weight in trace.weights))
-
-
-def _attending(op: Op, share: float) -> Op:
-    return op._replace(flops=op.flops * share) if op.kind is Kind.ATTENTION else op
 
 
 # Of the memory of whole logits: a loss in eight chunks of tokens, and a kernel that makes no logits.
@@ -282,11 +274,11 @@ def repeated(trace: Trace, config: ModelConfig, part: Part) -> Trace:
     """The step of ``part`` of the model, from a recording of :func:`record_reference`."""
     recorded = sorted(set(config.kinds))
     begins = {kind: _RECORDED * number for number, kind in enumerate(recorded)}
-    by_block = trace.by_block
+    by_block = trace.blocks
     saved = {kind: by_block[begin + 1][0].live - by_block[begin][0].live for kind, begin in begins.items()}
     # Before each block of the recording, and at its end.
     saved_before = list(accumulate((saved[kind] for kind in recorded for _ in range(_RECORDED)), initial=0))
-    outside = by_block.get(-1, [])
+    outside = [weight for weight in trace.weights if weight.block < 0]
     weights = [weight for weight in outside if weight.is_table] if part.is_first else []
     if not part.is_last:  # stages that are not one have a matrix each
         weights = [weight._replace(is_tied=False) for weight in weights]

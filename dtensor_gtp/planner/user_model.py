@@ -1,24 +1,31 @@
-"""Models of the user: a class of transformers, or a function that returns a module on the meta device with inputs."""
+"""Models of the user: a class of transformers, or a function that returns a module on the meta device with inputs.
+
+For tensor parallelism by the plan of names in a config (``base_model_tp_plan``), linear layers are cut as
+``ColwiseParallel`` and ``RowwiseParallel`` cut them, and the model's own code runs with the slices: heads and hidden
+columns are fewer, activations between blocks are whole on every rank. The embedding and the head stay whole.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 
-from .errors import PlanError
+from .errors import PlanError, expect
 from .model import PRESETS, ModelConfig, known_model
-from .recorder import Recorder
+from .recorder import Kind, Op, Recorder
 from .trace import Trace, record
-from .user_tp import communicate, cut, plan_of
 
 _CLASS = re.compile(r"For[A-Z]\w+$|LMHeadModel$")
 
@@ -27,50 +34,31 @@ class _Built(NamedTuple):
     """A fresh module on the meta device, and its loss for one sequence."""
 
     model: nn.Module
-    loss_of: Callable[[nn.Module], torch.Tensor]
+    loss_of: Callable[[nn.Module], Tensor]
     seq_len: int = 0  # tokens of its inputs; 0 if they are none
 
 
 class UserModel:
-    """A model of the user's code: what one rank computes of one sequence, for each size of tp.
-
-    Args:
-        build: Rebuilds the module: a recording changes it.
-        name: For messages.
-        remedy: What to do if forward or backward does not run.
-    """
+    """A model of the user's code: what one rank computes of one sequence, for each size of tp. ``build`` is called for
+    each, since a recording changes the module; ``remedy`` is what to do if forward or backward does not run."""
 
     def __init__(self, build: Callable[[], _Built], name: str, remedy: str) -> None:
         self._build, self._name, self._remedy = build, name, remedy
-        self._traces: dict[int, Trace] = {}
-        self._refusals: dict[int, str | None] = {}
+        self.trace, self.refuses = functools.cache(self._record), functools.cache(self._refusal)
         built = build()
-        self.plan = plan_of(built.model)
-        self._given = built.seq_len
+        self.plan, self._given = plan_of(built.model), built.seq_len
 
     @property
     def seq_len(self) -> int:
         """Tokens of its inputs. Where they have no tokens: the rows that most of its matrices see."""
         if self._given:
             return self._given
-        rows = [int(w.flops / (2 * w.numel)) for w in self.trace().weights if w.flops and not w.is_table]
+        rows = [int(w.flops / (2 * w.numel)) for w in self.trace(1).weights if w.flops and not w.is_table]
         return max(statistics.mode(rows), 1) if rows else 1
 
-    def trace(self, tp: int = 1) -> Trace:
-        """The recording of one rank's slice."""
-        if tp not in self._traces:
-            self._traces[tp] = self._record(tp)
-        return self._traces[tp]
-
-    def refuses(self, tp: int) -> str | None:
-        """Why ``tp`` ranks cannot share each layer; None if they can."""
-        if tp not in self._refusals:
-            self._refusals[tp] = self._refusal(tp)
-        return self._refusals[tp]
-
     def _refusal(self, tp: int) -> str | None:
-        reason = self.plan.refuses(tp)
-        if reason is not None:
+        """Why ``tp`` ranks cannot share each layer; None if they can."""
+        if (reason := self.plan.refuses(tp)) is not None:
             return reason
         try:
             self.trace(tp)
@@ -83,45 +71,31 @@ class UserModel:
         if tp > 1:
             cut(model, self.plan, tp)
 
-        def loss(module: nn.Module, recorder: Recorder) -> torch.Tensor:
+        def loss(module: nn.Module, recorder: Recorder) -> Tensor:
             if tp > 1:
                 communicate(module, self.plan, recorder)
             return loss_of(module)
 
         expected = f"a forward and backward that run on the meta device, but {self._name} raised"
         with _errors_of_others(expected, self._remedy):
-            return record(lambda: model, loss, is_meta=True)
+            return record(lambda: model, loss)
 
 
 def load_model(text: str, seq_len: int) -> tuple[str, ModelConfig | None, UserModel | None]:
-    """A model by what the user wrote: its name, and its sizes or its code.
-
-    Args:
-        text: A preset, a ``config.json``, the name of a class of transformers, or ``module:function``. The function
-            returns ``(module, inputs)``: a module on the meta device and the positional arguments of its forward for
-            one sequence. What forward returns, or its ``loss``, is summed up for a backward.
-        seq_len: Tokens of a sequence, for configurations.
-
-    Raises:
-        PlanError: There is no such model, or it cannot be built.
-    """
+    """A model by what the user wrote (see :func:`plan`): its name, and its sizes or its code. What a module returns, or
+    its ``loss``, is summed up for a backward."""
     config = known_model(text)
     if config is not None:
         return config.name, config, None
     if ":" in text:
-        return text, None, _recorded(UserModel(_function(text), text, "Mend it."))
-    if Path(text).suffix == ".json" or _CLASS.search(text):
-        return text, None, _recorded(UserModel(_transformers(text, seq_len), text, "Pass module:function instead."))
-    raise PlanError(
-        f"model expects one of {', '.join(PRESETS)}, a config.json, the name of a class of transformers or "
-        f"module:function, but got {text!r}. Name one of them."
-    )
-
-
-def _recorded(model: UserModel) -> UserModel:
-    """The model, of which one rank can compute all."""
-    model.trace()
-    return model
+        model = UserModel(_function(text), text, "Mend it.")
+    else:
+        names = f"{', '.join(PRESETS)}, a config.json, the name of a class of transformers or module:function"
+        is_known = Path(text).suffix == ".json" or _CLASS.search(text)
+        expect(is_known, f"model expects one of {names}", f"got {text!r}. Name one of them.")
+        model = UserModel(_transformers(text, seq_len), text, "Pass module:function instead.")
+    model.trace(1)  # one rank can compute all of it
+    return text, None, model
 
 
 @contextmanager
@@ -144,22 +118,19 @@ def _function(text: str) -> Callable[[], _Built]:
     def build() -> _Built:
         with _errors_of_others(f"a function that returns (module, inputs), but {text} raised", "Mend it."):
             model, inputs = function()
-        if not isinstance(model, nn.Module) or any(not param.is_meta for param in model.parameters()):
-            raise PlanError(
-                f"model expects {text} to return a module on the meta device, but it did not. Build the module under "
-                "torch.device('meta')."
-            )
+        is_meta = isinstance(model, nn.Module) and all(param.is_meta for param in model.parameters())
+        wrong = "it did not. Build the module under torch.device('meta')."
+        expect(is_meta, f"model expects {text} to return a module on the meta device", wrong)
         given = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
-        counts = [t.numel() for t in given if isinstance(t, torch.Tensor) and not t.is_floating_point()]
-        cast = [t.bfloat16() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in given]
+        counts = [t.numel() for t in given if isinstance(t, Tensor) and not t.is_floating_point()]
+        cast = [t.bfloat16() if isinstance(t, Tensor) and t.is_floating_point() else t for t in given]
         return _Built(model, lambda module: _loss_of(module(*cast)), counts[0] if counts else 0)
 
     return build
 
 
-def _loss_of(output: Any) -> torch.Tensor:
-    loss = getattr(output, "loss", None)
-    if loss is not None:
+def _loss_of(output: Any) -> Tensor:
+    if (loss := getattr(output, "loss", None)) is not None:
         return loss  # type: ignore[no-any-return]
     value = output[0] if isinstance(output, tuple | list) else getattr(output, "logits", output)
     return value.sum()  # type: ignore[no-any-return]
@@ -172,9 +143,8 @@ def _transformers(text: str, seq_len: int) -> Callable[[], _Built]:
     try:
         import transformers
     except ImportError:
-        raise PlanError(
-            f"model needs transformers to build {text}: pip install 'dtensor-gtp[transformers]', or name a preset."
-        ) from None
+        install = "pip install 'dtensor-gtp[transformers]', or name a preset."
+        raise PlanError(f"model needs transformers to build {text}: {install}") from None
 
     def build() -> _Built:
         with _errors_of_others(f"a model that trains, but transformers cannot build {text}:", "Name another."):
@@ -215,9 +185,12 @@ def _class_of(config: Any, text: str) -> Callable[[Any], nn.Module]:
 def causal_language_model(model: nn.Module, seq_len: int) -> _Built:
     """One step of a language model of transformers on the meta device, with one sequence."""
     model.train()
-    takes_mask = _takes_mask(model)
+    config = getattr(model, "config", None)
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    # Decoders with rotary positions and one kind of attention take any mask as it is.
+    takes_mask = kinds == {"full_attention"} and type(model).__name__.endswith("ForCausalLM") and _is_rotary(config)
 
-    def loss_of(module: nn.Module) -> torch.Tensor:
+    def loss_of(module: nn.Module) -> Tensor:
         tokens = torch.zeros(1, seq_len, dtype=torch.int64)
         options: dict[str, Any] = {}
         if takes_mask:
@@ -229,13 +202,6 @@ def causal_language_model(model: nn.Module, seq_len: int) -> _Built:
     return _Built(model, loss_of, seq_len)
 
 
-def _takes_mask(model: nn.Module) -> bool:
-    """Whether its attention takes any mask as it is: decoders with rotary positions and one kind of attention."""
-    config = getattr(model, "config", None)
-    kinds = getattr(config, "layer_types", None) or ["full_attention"]
-    return set(kinds) == {"full_attention"} and type(model).__name__.endswith("ForCausalLM") and _is_rotary(config)
-
-
 def _is_rotary(config: Any) -> bool:
     return any(getattr(config, name, None) for name in ("rope_parameters", "rope_theta", "rope_scaling"))
 
@@ -245,7 +211,7 @@ def _other_model(model: Any, seq_len: int) -> _Built:
     model.train()
     config = model.config
     tokens = torch.zeros(1, seq_len, dtype=torch.int64, device="meta")
-    inputs: dict[str, torch.Tensor] = {}
+    inputs: dict[str, Tensor] = {}
     if config.is_encoder_decoder:
         inputs["decoder_input_ids"] = tokens
     if model.main_input_name == "pixel_values":
@@ -258,3 +224,106 @@ def _other_model(model: Any, seq_len: int) -> _Built:
     is_text = "decoder_input_ids" in inputs or "input_ids" in inputs
     floats = {name: t.bfloat16() if t.is_floating_point() else t for name, t in inputs.items()}
     return _Built(model, lambda module: _loss_of(module(**floats)), seq_len if is_text else 0)
+
+
+COLWISE, ROWWISE = "colwise", "rowwise"
+
+
+class TPPlan(NamedTuple):
+    """How a model's linear layers are cut."""
+
+    styles: Mapping[str, str]  # "colwise" or "rowwise" by the name of the layer
+    # Numbers that tp must divide: of heads, of those of keys and values, and of rows or columns.
+    sizes: tuple[int, ...] = ()
+    refusal: str = ""  # why the model cannot be cut; empty if it can
+
+    def refuses(self, tp: int) -> str | None:
+        """Why ``tp`` slices cannot be."""
+        if tp == 1:
+            return None
+        if self.refusal:
+            return f"tp: {self.refusal}"
+        bad = next((number for number in self.sizes if number % tp), None)
+        return None if bad is None else f"tp {tp} does not divide {bad} heads, rows or columns of a layer"
+
+    def described(self) -> dict[str, str]:
+        """Style by name, with ``*`` instead of the number of a block."""
+        return {re.sub(r"(^|\.)\d+\.", r"\1*.", name): style for name, style in self.styles.items()}
+
+
+def plan_of(model: nn.Module) -> TPPlan:
+    """The plan of a model as transformers builds it."""
+    config: Any = getattr(model, "config", None)
+    plan = getattr(config, "base_model_tp_plan", None)
+    if not plan:
+        return TPPlan({}, refusal="the model has no config with a base_model_tp_plan")
+    # Norms of heads stay whole on all ranks, whatever their style is called.
+    plan = {name: style for name, style in plan.items() if not style.startswith(("replicated", "sequence"))}
+    other = next((name for name, style in plan.items() if style not in (COLWISE, ROWWISE)), None)
+    if other is not None:
+        return TPPlan({}, refusal=f"base_model_tp_plan has {plan[other]!r} for {other}, not colwise or rowwise")
+    prefix = getattr(model, "base_model_prefix", "")
+    prefix = f"{prefix}." if prefix and hasattr(model, prefix) else ""
+    patterns = {re.escape(prefix + name).replace(r"\*", r"\d+"): style for name, style in plan.items()}
+    matches = ((pattern, name) for name, _ in model.named_modules() for pattern in patterns)
+    styles = {name: patterns[pattern] for pattern, name in matches if re.fullmatch(pattern, name)}
+    sizes = []
+    for name, style in styles.items():
+        module = model.get_submodule(name)
+        if not isinstance(module, nn.Linear):
+            kind = type(module).__name__
+            return TPPlan({}, refusal=f"base_model_tp_plan cuts {name}, which is no nn.Linear ({kind})")
+        sizes.append(module.out_features if style == COLWISE else module.in_features)
+    heads = getattr(config, "num_attention_heads", 1)
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    return TPPlan(styles, (heads, groups, *sorted(set(sizes))))
+
+
+def cut(model: nn.Module, plan: TPPlan, tp: int) -> None:
+    """Replace each layer of the plan by one rank's slice of it."""
+    for name, style in plan.styles.items():
+        layer = model.get_submodule(name)
+        assert isinstance(layer, nn.Linear)
+        if style == COLWISE:
+            layer.out_features //= tp
+        else:
+            layer.in_features //= tp
+        layer.weight = nn.Parameter(layer.weight.new_empty(layer.out_features, layer.in_features))
+        if layer.bias is not None:
+            layer.bias = nn.Parameter(layer.bias.new_empty(layer.out_features))
+
+
+def communicate(model: nn.Module, plan: TPPlan, recorder: Recorder) -> None:
+    """Let the layers note their collectives: row-wise ones all-reduce what they return, column-wise ones the gradient
+    of their input, each its own."""
+    for name, style in plan.styles.items():
+        layer = model.get_submodule(name)
+        layer.forward = partial(_communicate, layer.forward, recorder, style == ROWWISE)
+
+
+def _communicate(forward: Callable[..., Any], recorder: Recorder, in_forward: bool, input: Tensor) -> Any:
+    if in_forward:
+        return _AllReduce.apply(forward(input), recorder, True)  # type: ignore[no-untyped-call]
+    return forward(_AllReduce.apply(input, recorder, False))  # type: ignore[no-untyped-call]
+
+
+class _AllReduce(torch.autograd.Function):
+    """An all-reduce over tp in forward or in backward. It takes as long as a reduce-scatter and an all-gather."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, recorder: Recorder, in_forward: bool) -> Tensor:
+        ctx.recorder, ctx.in_forward = recorder, in_forward
+        if in_forward:
+            _note(recorder, input)
+        return input.view_as(input)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if not ctx.in_forward:
+            _note(ctx.recorder, grad)
+        return grad, None, None
+
+
+def _note(recorder: Recorder, tensor: Tensor) -> None:
+    for _ in range(2):
+        recorder.note(Op(Kind.TP, nbytes=tensor.nbytes))

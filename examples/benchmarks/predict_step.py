@@ -77,7 +77,7 @@ def setting_of(
     kind = FakeCosts if is_fake else Costs
     costs = kind(machine, (("gtp", Axis(ranks, 1)),), precision, "compiled" in mode, name == "float8_rowwise")
     memory = MEMORY.get(Mode.parse(mode).base)
-    if memory is not None:
+    if memory is not None and not schedule:
         policy = SchedulePolicy(memory=memory)
     else:
         policy = fixed_policy(**{"embedding": "exchange" if "lookup" in base else "gather"} | schedule)

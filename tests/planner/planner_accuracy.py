@@ -89,6 +89,11 @@ def config() -> ModelConfig:
     return ModelConfig("benchmark", **content()["model"])
 
 
+def _as_measured(setting: Setting) -> Setting:
+    """All rows are of revisions that exchanged lookups in eager steps, too, as ``exchange_tokens`` asks for."""
+    return replace(setting, policy=replace(setting.policy, exchange_tokens=setting.tokens))
+
+
 def predicted_ms(setting: Setting, mode: str, ranks: int = 1) -> float:
     ms = step_ms(setting, mode, ranks)
     assert ms is not None
@@ -111,9 +116,10 @@ def speed_of(job: dict[str, Any], jobs: list[dict[str, Any]]) -> Speed:
     if 8192 in used:
         gpu = used[8192] / predicted_ms(setting_of(machine, config(), 1, "compute", 8192, {}), "compute")
     if 512 in used:
-        timeline = timeline_of(build_compute(setting_of(machine, config(), 1, "compute", 512, {})), machine)
+        program = build_compute(setting_of(machine, config(), 1, "compute", 512, {}))
+        timeline = timeline_of(program, machine)
         # Only if the host decides; else this row says nothing of it.
-        host = used[512] / timeline.host_ms if used[512] > timeline.ms * gpu * 0.95 else like.host
+        host = used[512] / program.host_ms if used[512] > timeline.ms * gpu * 0.95 else like.host
     return Speed(gpu, host)
 
 
@@ -132,6 +138,7 @@ def predictions(names: Container[str] | None = None) -> Iterator[Row]:
         for row in job["rows"]:
             mode, seq_len, options = row["mode"], row["seq_len"], row.get("schedule", {})
             setting = setting_of(machine, config(), ranks, mode, seq_len, options, is_fake=job.get("is_fake", False))
+            setting = _as_measured(setting)
             gib = row.get("peak_gib")
             predicted = None if gib is None else predicted_gib(setting, mode, ranks)
             ms, is_kept = predicted_ms(setting, mode, ranks), "keep_nbytes" in options
@@ -143,7 +150,8 @@ def calibrated() -> Iterator[Row]:
     machine = load_machine(str(DATA.with_name("calibrated_2xh100.json")))
     for job in content()["jobs"][-2:]:
         for row in job["rows"]:
-            setting = setting_of(machine, config(), job["ranks"], row["mode"], row["seq_len"], {})
+            options = row.get("schedule", {})
+            setting = _as_measured(setting_of(machine, config(), job["ranks"], row["mode"], row["seq_len"], options))
             ms = predicted_ms(setting, row["mode"], job["ranks"])
             yield Row(
                 f"{job['name']}, calibrated", row["mode"], row["seq_len"], row["ms"], ms, None, None, False, False
@@ -225,6 +233,28 @@ def _machine_of(run: dict[str, Any]) -> Machine:
         return machine
     peaks = {kind: peak * changes["watts"] / 700 for kind, peak in machine.peak_tflops.items()}
     return replace(machine, memory_gib=changes["memory_gib"], hbm_gb_s=changes["hbm_gb_s"], peak_tflops=peaks)
+
+
+def groups_of_llama() -> tuple[Row, Row]:
+    """Eight layers of Llama-3-8B on two GPUs, with 512 tokens, where blocks are groups, and with 2,048, where they are
+    not. The plain model says how fast the host is."""
+    config, found = ModelConfig("llama", 4096, 8, 32, 8, 128, 14336, 32000), []
+    rows = json.loads((CSV.with_name("2xh100_real_models.json")).read_text())["rows"]
+    for seq_len in (512, 2048):
+        plain, row = (
+            next(row for row in rows if (row["case"], row["mode"]) == (f"llama:{seq_len}", mode))
+            for mode in ("plain", "gtp")
+        )
+        machine = load_machine("h100")
+        alone = build_compute(setting_of(machine, config, 1, "compute", seq_len, {}))
+        factor = plain["host_ms"] / alone.host_ms
+        machine = replace(machine, host=Host(**{name: us * factor for name, us in vars(machine.host).items()}))
+        setting = _as_measured(setting_of(machine, config, 2, "gtp", seq_len, {}))
+        memory = predict(setting, setting.choice(0)[0], Stage(), 8)
+        gib = (memory.total - memory.reserve - memory.symmetric) / _GIB
+        ms = predicted_ms(setting, "gtp", 2)
+        found.append(Row("groups", "gtp", seq_len, row["fb_ms"], ms, row["peak_gib"], gib, False, False))
+    return found[0], found[1]
 
 
 class Scaling(NamedTuple):

@@ -51,6 +51,14 @@ def test_a_calibrated_machine_needs_no_measured_step() -> None:
     assert max(abs(error) for (*_, seq_len), error in errors.items() if seq_len > 512) < 0.1
 
 
+def test_groups_as_measured() -> None:
+    """Time with groups, and the peak: state, and the block's weights, its gradients and what they are packed into. The
+    planner's model has fewer operations than that of transformers, so its host seems slower than it was."""
+    small, _ = accuracy.groups_of_llama()
+    assert abs(small.error) < 0.2
+    assert abs(small.memory_error or 1) < 0.03
+
+
 def test_at_least_half_of_the_rows_are_not_used() -> None:
     rows = [row for job in accuracy.content()["jobs"] for row in job["rows"]]
     assert sum(row.get("used", False) for row in rows) <= len(rows) / 2

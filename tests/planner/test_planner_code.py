@@ -28,10 +28,12 @@ SIZES = LlamaConfig(64, 64, num_layers=2, num_heads=4, num_kv_heads=4, hidden_di
 BATCH = 8
 
 
-def planned(config: str, optimizer: str = "sgd", checkpointing: str = "none", **fixed: int) -> PlanResult:
+def planned(
+    config: str, optimizer: str = "sgd", checkpointing: str = "none", *, zero1: bool = False, **fixed: int
+) -> PlanResult:
     return plan(
         config, "h100", gpus=4, seq_len=16, global_batch=BATCH, optimizer=optimizer, checkpointing=checkpointing,
-        reduce_dtype="fp32", fixed={"pp": 1, "cp": 1} | fixed,
+        reduce_dtype="fp32", shards_optimizer=zero1, fixed={"pp": 1, "cp": 1} | fixed,
     )  # fmt: skip
 
 
@@ -47,6 +49,15 @@ class TestPlannerCode(GlooTest):
         path = Path(__file__).parent / "planner_data" / "tiny_llama.json"
         return str(path)
 
+    def test_states_are_those_of_a_part(self) -> None:
+        result = planned(self.config_file(), "sgd-momentum", zero1=True, replicate=2, gtp=2, micro_batch=2)
+        self.step_of(result)
+        optimizer: torch.optim.Optimizer = self.space["optimizer"]
+        for param, state in optimizer.state.items():
+            held = torch.tensor(state["momentum_buffer"].to_local().numel())
+            dist.all_reduce(held)
+            self.assertEqual(held.item(), param.numel() * (1 if param.ndim > 1 else 2))
+
     def step_of(self, result: PlanResult) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Parameters before and after the step of the printed code."""
         layout = result.best.layout
@@ -54,6 +65,7 @@ class TestPlannerCode(GlooTest):
         space: dict[str, Any] = {"build_model": lambda: Llama(SIZES), "compute_loss": compute_loss}
         torch.manual_seed(7)
         exec(compile(text, "code of the planner", "exec"), space)
+        self.space = space
         model: nn.Module = space["model"]
         before = self.whole(model)
         tokens = torch.randint(0, 64, (BATCH, 17), generator=torch.Generator().manual_seed(3))
@@ -112,6 +124,27 @@ class TestPlannerCode(GlooTest):
             assert line in result.code()
             self.check(result)
 
+    def test_optimizer_states_over_replicas(self) -> None:
+        """What an optimizer holds is cut over the copies too, also with one copy each, slices and recomputation."""
+        cases: dict[str, dict[str, Any]] = {
+            "copies": {"replicate": 2, "gtp": 2, "micro_batch": 2},
+            "one copy each": {"replicate": 4, "gtp": 1, "micro_batch": 2},
+            "slices": {"replicate": 2, "tp": 2, "gtp": 1, "checkpointing": "selective"},
+            "microbatches": {"replicate": 2, "gtp": 2, "micro_batch": 1},
+        }
+        for name, fixed in cases.items():
+            result = planned(self.config_file(), zero1=True, **fixed)
+            best = replace(result.best, layout=replace(result.best.layout, keep=False))
+            try:
+                self.check(replace(result, answers=(best,)))
+            except Exception as error:
+                raise AssertionError(f"{name}: {error}") from error
+        kept = replace(best, layout=replace(best.layout, keep=True))
+        code = replace(result, answers=(kept,)).code()
+        assert "#   zero1: fully_shard frees what is kept" in code
+        assert "gtp_shard(" not in code
+
     def test_muon_has_an_optimizer_for_each_parameter(self) -> None:
-        before, after = self.step_of(planned(self.config_file(), "muon", gtp=4))
-        assert all(not torch.equal(before[name], after[name]) for name in before if "norm" not in name)
+        for zero1, axes in ((False, {"gtp": 4}), (True, {"replicate": 2, "gtp": 2, "micro_batch": 2})):
+            before, after = self.step_of(planned(self.config_file(), "muon", zero1=zero1, **axes))
+            assert all(not torch.equal(before[name], after[name]) for name in before if "norm" not in name)

@@ -112,7 +112,6 @@ def test_code_to_paste_is_python(config: str, capsys: pytest.CaptureFixture[str]
     [
         (["--pp", "2"], "pp 2: how the model is cut into stages is yours"),
         (["--cp", "2", "--pp", "1"], "cp 2: attention exchanges keys"),
-        (["--zero1", "--replicate", "2", "--gtp", "4"], "zero1: fully_shard over mesh['replicate'] goes around"),
         (
             ["--recipe", "float8_tensorwise", "--checkpointing", "selective", "--pp", "1", "--cp", "1"],
             "selective checkpointing of",

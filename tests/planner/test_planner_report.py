@@ -10,10 +10,10 @@ from schedules import explicit
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_gtp import gtp_shard, sharding_report
-from dtensor_gtp.planner.beside import describe_measured, predict_traffic
-from dtensor_gtp.planner.costs import Axis, Costs
+from dtensor_gtp.planner.costs import Axis, Costs, predict_traffic
 from dtensor_gtp.planner.errors import PlanError
 from dtensor_gtp.planner.machine import load_machine
+from dtensor_gtp.report import _describe_measured
 
 
 def test_gathers_and_gradients_of_the_plan() -> None:
@@ -42,8 +42,8 @@ def test_gathers_and_gradients_of_the_plan() -> None:
 
 
 def test_what_is_measured() -> None:
-    assert describe_measured([], None) == "measured: no two steps yet"
-    assert describe_measured([1.0, 1.5, 1.75, 5.0], 1 << 30).startswith(
+    assert _describe_measured([], None) == "measured: no two steps yet"
+    assert _describe_measured([1.0, 1.5, 1.75, 5.0], 1 << 30).startswith(
         "measured: 500.00 ms a step (median of 3), at most 1.0 GiB"
     )
 

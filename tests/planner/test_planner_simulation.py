@@ -9,11 +9,13 @@ import pytest
 from dtensor_gtp.planner.costs import Axis, Costs
 from dtensor_gtp.planner.fully_shard import build_fully_shard
 from dtensor_gtp.planner.machine import Contention, load_machine
+from dtensor_gtp.planner.memory import _uses
 from dtensor_gtp.planner.model import ModelConfig
+from dtensor_gtp.planner.peak import moments
 from dtensor_gtp.planner.program import build, build_compute
 from dtensor_gtp.planner.setting import Setting, plan_step
 from dtensor_gtp.planner.simulate import Load, Stream, Task, simulate
-from dtensor_gtp.planner.timing import exposed, measure, run
+from dtensor_gtp.planner.timing import exposed, measure, timeline_of
 from dtensor_gtp.planner.trace import Part, record_reference, repeated
 from dtensor_gtp.policy import SchedulePolicy, fixed_policy
 
@@ -61,7 +63,7 @@ def test_gathers_are_those_of_the_plan() -> None:
     setting = tiny(policy=fixed_policy(prefetch_nbytes=1 << 20, coalesce_nbytes=1 << 20))
     schedule, _ = setting.choice(0)
     weights = setting.sharded()
-    step = plan_step(setting, weights, schedule)
+    step = plan_step(setting, schedule)
     expected = []
     for plan in (step.forward, step.backward):
         for launch in (launch for launches in plan.launches for launch in launches):
@@ -125,7 +127,7 @@ def test_a_slow_wire_is_exposed_and_named() -> None:
     slow = replace(machine, fast=replace(machine.fast, gb_s=1.0), host=replace(machine.host, op_us=0, use_us=0))
     slow = replace(slow, host=replace(slow.host, collective_us=0))
     setting = replace(setting, costs=replace(setting.costs, machine=slow))
-    timeline = run(setting, setting.choice(0)[0], is_last=True)
+    timeline = timeline_of(build(setting, setting.choice(0)[0]), slow)
     parts = exposed(timeline)
     assert parts["gathers"] + parts["reductions"] > 0.9 * timeline.ms
     assert sum(parts.values()) < timeline.ms
@@ -135,7 +137,7 @@ def test_many_blocks_are_continued_from_a_few() -> None:
     """A step of 16 blocks, simulated whole and by the difference of three."""
     setting = replace(tiny(16), is_captured=True)
     schedule, _ = setting.choice(0)
-    whole = run(setting, schedule, is_last=True)
+    whole = timeline_of(build(setting, schedule), setting.costs.machine)
     few = measure(setting, schedule, is_last=True)
     assert few.ms == pytest.approx(whole.ms, rel=0.01)
     assert few.received["gtp"] == pytest.approx(build(setting, schedule).received["gtp"])
@@ -154,7 +156,7 @@ def test_fully_shard_gathers_by_blocks(keeps: bool) -> None:
 def test_recomputation_uses_weights_again() -> None:
     setting = tiny(checkpoint="full")
     weights = setting.sharded()
-    step = plan_step(setting, weights, setting.choice(0)[0])
+    step = plan_step(setting, setting.choice(0)[0])
     names = [weights[use].name.removeprefix("layers.3.").removesuffix(".weight") for use in step.backward.uses[:13]]
     again = ["attention.wq", "attention.wk", "attention.wv", "attention.wo", "ffn.w1", "ffn.w3"]
     assert names == ["output", *again, "ffn.w2", *again[:3:-1], "attention.wo", "attention.wv", "attention.wk"][:13]
@@ -175,9 +177,50 @@ def test_a_weight_is_used_in_forward_and_in_backward() -> None:
     assert times[1] - times[0] == pytest.approx(0.1 * (2 * len(with_both) + 1.5 * tables))
 
 
-def test_small_blocks_are_said_to_be_groups() -> None:
+def test_small_blocks_are_groups() -> None:
     """Where the runtime would make groups of them; a policy with numbers of its own has none."""
     policies = SchedulePolicy(), fixed_policy(), SchedulePolicy()
     settings = [tiny(policy=policies[0]), tiny(policy=policies[1]), replace(tiny(policy=policies[2]), tokens=1 << 20)]
-    said = [any("groups" in reason for reason in setting.choice(0)[1]) for setting in settings]
+    said = [any("groups: 4 blocks" in reason for reason in setting.choice(0)[1]) for setting in settings]
     assert said == [True, False, False]
+    assert settings[0].choice(0)[0].prefetch_depth == 1
+    assert {unit.is_group for unit in tiny(policy=SchedulePolicy(), world=1).units} == {False}
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "full"])
+def test_a_group_is_gathered_freed_and_reduced_once(checkpoint: str) -> None:
+    """In each pass, also where backward computes the block again; with less time of the host, and as many bytes."""
+    grouped = tiny(policy=SchedulePolicy(embedding="gather"), checkpoint=checkpoint)
+    alone = {"prefetch_nbytes": 1, "coalesce_nbytes": 0, "coalesce_grad_nbytes": 0}
+    schedule = replace(grouped.choice(0)[0], **alone)
+    program = build(grouped, schedule)
+    labels = [task.label for task in program.tasks]
+    blocks = [f"layers.{number}" for number in range(4)]
+
+    def of_blocks(kind: str) -> list[str]:
+        return [label.removeprefix(f"{kind} ") for label in labels if label.startswith(f"{kind} layers")]
+
+    assert of_blocks("gather") == [*blocks, *blocks[::-1]]
+    for kind in ("pack", "reduce", "sum"):
+        assert of_blocks(kind) == blocks[::-1]
+    first = program.tasks[labels.index("use layers.0.attention.wq.weight")]
+    assert labels.index("gather layers.0") in first.after
+    packed = program.tasks[labels.index("pack layers.0")]
+    assert labels.index("sum layers.1") in packed.after  # the buffers of one group at a time
+    single = build(
+        tiny(policy=fixed_policy(**vars(schedule) | {"embedding": "gather"}), checkpoint=checkpoint), schedule
+    )
+    assert program.host_ms < single.host_ms
+    assert program.received["gtp"] <= single.received["gtp"]
+
+
+def test_gradients_of_a_group_wait_for_the_last_one() -> None:
+    """At the end of a block's backward there are its weights, its gradients and what they are packed into."""
+    grouped = tiny(policy=SchedulePolicy())
+    schedule = grouped.choice(0)[0]
+    block = next(unit.gathered for unit in grouped.units if unit.is_group)
+    found = moments(_uses(grouped, plan_step(grouped, schedule), schedule), 0, 1)
+    last = next(moment for moment in found if moment.moment == "in backward of layers.0.attention.wq.weight")
+    assert last.gathered == block
+    whole = max(moment.wgrad for moment in found if moment.moment == last.moment)
+    assert 2 * block <= whole < 2.5 * block

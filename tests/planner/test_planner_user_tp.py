@@ -85,7 +85,7 @@ def operations(trace: Trace) -> list[Any]:
 
 def test_layers_of_the_plan_are_cut_and_others_are_whole(users_models: ModuleType) -> None:
     user = load(users_models)
-    whole, half = user.trace(), user.trace(2)
+    whole, half = user.trace(1), user.trace(2)
     for one, other in zip(whole.weights, half.weights, strict=True):
         assert one.name == other.name
         is_cut = other.block >= 0
@@ -100,7 +100,7 @@ def test_what_ranks_of_tp_exchange(users_models: ModuleType) -> None:
     """In each block two results are all-reduced in forward, in backward the gradients of the inputs of three layers.
     An all-reduce is a reduce-scatter and an all-gather. The first block's input has a gradient: the table's."""
     user = load(users_models)
-    assert [op for op in operations(user.trace()) if op.kind is Kind.TP] == []
+    assert [op for op in operations(user.trace(1)) if op.kind is Kind.TP] == []
     found = [op.nbytes for op in operations(user.trace(2)) if op.kind is Kind.TP]
     assert found == [TOKENS * DIM * 2] * (LAYERS * (2 + 3) * 2)
 

@@ -22,10 +22,6 @@ class FixedClock(Clock):
     def time_host(self, work: Work) -> float:
         return self.time(work)
 
-    def time_beside(self, work: Work, calls: int, other: Work, other_calls: int) -> float | None:
-        other()
-        return 1.5 * self.time(work)
-
-    def time_together(self, work: Work, calls: int, other: Work, other_calls: int) -> float | None:
+    def time_with(self, work: Work, calls: int, other: Work, other_calls: int, *, joins: bool) -> float | None:
         other()
         return 1.5 * calls * self.time(work)
