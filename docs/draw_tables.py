@@ -258,18 +258,6 @@ STEPS = {
 # --- other tables -----------------------------------------------------------------------------------------------------
 
 
-def draw_host_time() -> str:
-    """Ours beside ``fully_shard``; a column for each job, which its head names."""
-    found = {(row["where"], row["dtype"]): row for row in rows("host_time")}
-    machines = {row["where"]: f"{row['where']}, {row['date']}, `{row['revision']}`" for row in rows("host_time")}
-    cells = []
-    for dtype in ("fp32", "bf16"):
-        pairs = [(found[where, dtype]["gtp"], found[where, dtype].get("fully_shard")) for where in machines]
-        texts = [f"{ours:.0f}" + ("" if peer is None else f" ({peer:.0f})") for ours, peer in pairs]
-        cells.append([dtype, *texts])
-    return f"{_link('host_time')}\n" + markdown(["us a use (`fully_shard`)", *machines.values()], cells)
-
-
 def draw_casts() -> str:
     """Fused ms, and how many times as fast as the reference; then a linear layer relative to bf16."""
     casts = ("activation", "shard: quantize", "weight: dequantize", "both for wgrad")
@@ -365,17 +353,16 @@ def draw_history() -> str:
 
 
 TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
-    "host-time": (draw_host_time, ("host_time",)),
     "casts": (draw_casts, ("1xh200_casts",)),
     "moe": (draw_moe, ("4xh200_moe",)),
     "elastic": (draw_elastic, ("4xh200_elastic",)),
     "2xh100_real_models": (draw_real_models, ("2xh100_real_models",)),
-    "aims": (draw_aims, ("2xh100_first",)),
+    "aims": (draw_aims, ("2xh100_first", "host_time")),
     "history": (draw_history, ()),
 }
 
 
-_NAME_JOBS_THEMSELVES = ("aims", "host-time")
+_NAME_JOBS_THEMSELVES = ("aims",)
 
 
 def draw(name: str) -> str:
