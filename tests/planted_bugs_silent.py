@@ -88,13 +88,13 @@ SILENT = {
         f"{WRITES_IN_FORWARD}::test_a_write_to_what_is_read_is_refused",
     ),
     "what was gathered ahead outlives a write": Bug(
-        "Runtime.note_handed_out", drop("drop_prefetched_of"), f"{WRITES_IN_FORWARD}::test_momentum_encoders"
+        "LostWrites._drop_in_forward", drop("drop_prefetched_of"), f"{WRITES_IN_FORWARD}::test_momentum_encoders"
     ),
     "a write between unshard and reshard is lost": Bug(
         "reshard_params", never("error is not None"), f"{WRITES_OUTSIDE}::test_between_unshard_and_reshard"
     ),
     "a weight that stays gathered keeps its old values": Bug(
-        "Runtime.note_handed_out",
+        "LostWrites.note_handed_out",
         drop("self._outdated.add(weight)"),
         f"{WRITES_OUTSIDE}::test_shards_of_weights_that_stay_gathered",
     ),
@@ -114,8 +114,8 @@ SILENT = {
         f"{PARAMETERS_IN_FORWARD}::test_a_forward_that_writes_to_them_writes_to_the_shards",
     ),
     "a group that was gathered ahead outlives a write": Bug(
-        "Runtime.note_handed_out",
-        drop("_drop_pending"),
+        "LostWrites._drop_in_forward",
+        drop("forget_pending"),
         f"{PARAMETERS_IN_FORWARD}::test_a_forward_that_writes_to_them_writes_to_the_shards",
     ),
     "a forward that was interrupted leaves its frames": Bug(
@@ -188,7 +188,7 @@ SILENT = {
         f"{SILENT_GROUPS}::test_writes_without_a_version_are_refused",
     ),
     "a write through .data around a block is lost": Bug(
-        "Runtime._write_to_no_effect",
+        "LostWrites.found",
         replace("self._seen_outside.items()", "()"),
         f"{SILENT_GROUPS}::test_writes_without_a_version_are_refused",
     ),

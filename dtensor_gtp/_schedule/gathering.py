@@ -43,7 +43,7 @@ class Gathering(KeepAndFree):
     def __init__(self, device: torch.device, policy: SchedulePolicy, debug: DebugFlags) -> None:
         super().__init__(device, policy, debug)
         self._read_outside: list[tuple[WeightGroup, Gathered]] = []  # by code outside of a use, see ``hold_until_end``
-        self._handed_out: set[ShardedWeight] = set()  # in this pass, to code that may write to them without a trace
+        self.handed_out: set[ShardedWeight] = set()  # in this pass, to code that may write to them without a trace
         self.parted = PartedRanks(lambda index: self.gatherables[index].weight.fqn)
         self.comm.explain = self.parted.explain
         self._gaps: set[int] = set()  # lanes in which a gather that the plan expects is not in flight
@@ -126,7 +126,7 @@ class Gathering(KeepAndFree):
         is_kept = self._stays(target) or (target.index in self._kept_if_last and self._is_turning_point(target))
         if isinstance(target, WeightGroup):
             is_kept = is_kept or self._is_next(target)
-        if is_kept and target.weight.is_fresh(gathered) and target.weight not in self._handed_out:
+        if is_kept and target.weight.is_fresh(gathered) and target.weight not in self.handed_out:
             target.kept = gathered
         else:
             self._free(target, gathered)
@@ -155,7 +155,7 @@ class Gathering(KeepAndFree):
     def gather_and_keep(self, targets: Sequence[Gatherable]) -> None:
         """Gather weights of one mesh ahead of any use, in one launch."""
         for target in targets:
-            self._drop_kept(target)
+            self.forget_kept(target)
             self._drop_pending(target, 0)
         self._gather(targets)
         for target in targets:
@@ -172,7 +172,7 @@ class Gathering(KeepAndFree):
         """Gather and reduce each weight by itself from now on, as graphs of single blocks need it."""
         self.make_groups = None
         for group in self.groups:
-            self._drop_kept(group)
+            self.forget_kept(group)
             group.dissolve()
         self.groups = []
         self._plan_anew([target for weight in self.weights for target in weight.gatherables])
@@ -218,7 +218,7 @@ class Gathering(KeepAndFree):
         chain.begin()
         self.parted.begin(chain)
         self._gaps.clear()
-        self._handed_out.clear()
+        self.handed_out.clear()
         for launch in chain.plan.launches[0]:
             self._prefetch(chain, launch.positions)
 
@@ -233,7 +233,7 @@ class Gathering(KeepAndFree):
         missing, uses = [], chain.plan.uses
         for position in positions:
             target = self.gatherables[uses[position]]
-            if target.weight in self._handed_out:
+            if target.weight in self.handed_out:
                 continue
             if target.weight.is_cut_again and not target.weight.is_readable:
                 self._gaps.add(target.lane)  # until an outer fully_shard has gathered it
@@ -290,6 +290,10 @@ class Gathering(KeepAndFree):
         for param in params:
             for target in param.gatherables if isinstance(param, ShardedWeight) else ():
                 self._drop_pending(target, 0)
+
+    def forget_pending(self, target: Gatherable) -> None:
+        """Drop what is in flight of a weight or a group."""
+        self._drop_pending(target, 0)
 
     def _drop_pending(self, target: Gatherable, num_left: int) -> None:
         while len(target.pending) > num_left:

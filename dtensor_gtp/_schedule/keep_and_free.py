@@ -263,7 +263,7 @@ class KeepAndFree:
             if target.kept is not None:
                 weight = target.weight
                 if weight.is_cut_again or not (weight.is_pinned or not weight.flags.reshard_after_backward):
-                    self._drop_kept(target)
+                    self.forget_kept(target)
 
     def wait_kept(self, weight: ShardedWeight) -> None:
         kept = weight.kept if weight.group is None else weight.group.kept
@@ -274,12 +274,13 @@ class KeepAndFree:
     def drop_kept(self, weight: ShardedWeight) -> None:
         """Drop everything that was made of a shard."""
         for target in weight.gatherables if weight.group is None else (weight.group,):
-            self._drop_kept(target)
+            self.forget_kept(target)
         weight.edition += 1
         if weight.wire is not None:
             weight.wire.forget()
 
-    def _drop_kept(self, target: Gatherable) -> None:
+    def forget_kept(self, target: Gatherable) -> None:
+        """Drop what stays in memory of a weight or a group without a use."""
         kept, target.kept = target.kept, None
         if kept is not None:
             self._discard(target, kept)

@@ -29,6 +29,7 @@ from .attribute_reads import AttributeReads, Frame
 from .block_uses import finish_backward, release_all
 from .first_forward import agree_on_order
 from .gathering import Gathering
+from .lost_writes import LostWrites
 from .one_thread import OneThread
 from .optimizer_steps import optimizer_steps
 from .order_of_uses import Chain, Entry
@@ -46,6 +47,7 @@ class Runtime(Gathering):
         self.is_last_backward = True
         self.num_steps = 0  # optimizer steps on parameters of this runtime
         self.reads = AttributeReads(self)
+        self.lost_writes = LostWrites(self, self.reads)
         # Autograd alone holds the callback: if it is gone, that backward has failed.
         self._end_of_backward: weakref.ref[partial[None]] | None = None
         # Parameters by the ids of their objects, for optimizer steps; ``note_step`` rebuilds it if it is empty.
@@ -60,9 +62,6 @@ class Runtime(Gathering):
         self._num_begun = -1
         self._num_forwards = 0
         self.asked_for: set[int] | None = None  # ids of the tensors to which the running backward is confined
-        self._outdated: set[ShardedWeight] = set()  # unsharded, and perhaps written since without a trace
-        # Groups that a forward reads outside of their blocks, as they were then; only if ``reads.looks_at_bits``.
-        self._seen_outside: dict[WeightGroup, Any] = {}
         self.num_trained = 0  # backwards that gave gradients, and optimizer steps
         self._thread = OneThread()
         optimizer_steps().watchers.add(self)
@@ -83,55 +82,18 @@ class Runtime(Gathering):
     def note_handed_out(self, param: object) -> None:
         """Somebody has got hold of a parameter in a way in which writes to it leave no version."""
         member = self._known().get(id(param))
-        if member is None or member.param is not param:
-            return
-        group: WeightGroup | None = member.group
-        if isinstance(member, ShardedWeight):
-            weight = member
-        elif group is not None:
-            weight = group.weights[0]  # the values of a whole parameter are gathered with these weights
-        else:
-            return
-        if self.reads.frames and group is not None:
-            self._handed_out.add(group.weight)
-            self._drop_pending(group, 0)
-            self._drop_kept(group)
-        elif self.reads.frames:
-            self._handed_out.add(weight)
-            self.drop_prefetched_of([weight])
-            for target in weight.gatherables:
-                target.live = None  # whoever uses it keeps it
-            self.reads.forget(weight)
-            self.drop_kept(weight)
-        elif member.is_pinned:
-            self._outdated.add(weight)  # until the next forward, as one rank alone may read it until then
-        else:
-            for target in weight.gatherables if group is None else (group,):
-                self._drop_kept(target)
+        if member is not None and member.param is param:
+            self.lost_writes.note_handed_out(member)
 
     def refuse_new_data(self, param: object) -> None:
-        """``param.data = ...`` in a forward: the leaves of a group would keep the old values until the next one."""
+        """``param.data = ...`` in a forward."""
         member = self._known().get(id(param)) if self.reads.frames else None
-        if member is not None and member.param is param and member.group is not None:
-            raise RuntimeError(
-                f"A forward replaces the data of parameter '{member.fqn}' of shape {tuple(member.param.shape)}, which "
-                f"is gathered together with block '{member.group.fqn}' (rank {dist.get_rank()}). Write to it under "
-                "torch.no_grad(): param.copy_(value)."
-            )
+        if member is not None and member.param is param:
+            self.lost_writes.refuse_new_data(member)
 
     def hold_until_end(self, group: WeightGroup) -> None:
         super().hold_until_end(group)
-        if self.reads.frames and self.reads.looks_at_bits and group not in self._seen_outside:
-            self._seen_outside[group] = group.leaves.seen()
-
-    def _write_to_no_effect(self) -> RuntimeError | None:
-        """What a forward has written to weights, outside of the blocks whose groups they are in, to no effect."""
-        if not self.reads.looks_at_bits:
-            return None
-        found = [group.untraced_write(seen) for group, seen in self._seen_outside.items()]
-        self._seen_outside.clear()
-        found += [param.take_back() for param in self.whole]
-        return next(filter(None, found), None)
+        self.lost_writes.note_read(group)
 
     def note_step(self, updated: set[int]) -> None:
         """An optimizer has written to the parameters with these ids. There may be very many optimizers."""
@@ -140,7 +102,7 @@ class Runtime(Gathering):
         self.num_trained += 1
         for group in {param.group for param in written if param.group is not None}:
             group.num_updates += 1
-            self._drop_kept(group)
+            self.forget_kept(group)
         for param in written:
             if param.group is not None:
                 continue
@@ -200,7 +162,7 @@ class Runtime(Gathering):
         """End a forward; ``is_complete`` is False if it raised."""
         misuse = self.reads.misuse_in(frame) if is_complete and frame.seen else None
         if is_complete and len(self.reads.frames) == 1:
-            misuse = misuse or self._write_to_no_effect()
+            misuse = misuse or self.lost_writes.found()
         self.reads.end(frame)
         if len(self.reads.frames) == 1:
             for group in self.groups:
@@ -261,10 +223,10 @@ class Runtime(Gathering):
             live, target.live = target.live, None
             if live is not None:
                 live.holds = 0
-                self._drop_kept(target)
+                self.forget_kept(target)
                 target.kept = live
             if target.kept is not None and not target.weight.is_fresh(target.kept):
-                self._drop_kept(target)
+                self.forget_kept(target)
         self._end_keeps()
 
     def _compare_order(self, chain: Chain, uses: Sequence[int]) -> None:
@@ -283,10 +245,7 @@ class Runtime(Gathering):
         release_all(self, self.groups)
         self.comm.begin_pass()
         self._end_keeps()
-        for weight in self._outdated:
-            self.drop_kept(weight)
-        self._outdated.clear()
-        self._seen_outside.clear()
+        self.lost_writes.begin_forward()
         self._num_forwards += 1
         # In the forwards of number 1, 2, 4, 8 and so on, which costs nothing in the long run.
         is_power = self._num_forwards & (self._num_forwards - 1) == 0
@@ -363,7 +322,7 @@ class Runtime(Gathering):
             group.begin_forward()  # follows parameters that were replaced
         group.views.pin(self.note_backward)
         if group.live is None and (group.kept is None or not group.is_fresh(group.kept)):
-            self._drop_kept(group)
+            self.forget_kept(group)
             self.comm.begin_pass(group.groups)
             group.kept = self._take(group) or self._gather_now(group)
 
