@@ -64,11 +64,6 @@ RUNTIME = {
         assign("found", "grads.known"),
         f"{GROUPS}::test_ranks_that_use_different_weights_of_a_block",
     ),
-    "a recomputation within a block reads shards": Bug(
-        "GroupViews.hide",
-        replace("self.is_pinned or self._group.reader.is_in_backward", "self.is_pinned"),
-        f"{GROUPS}::test_checkpointed_children_of_blocks",
-    ),
     "a pass without uses is guessed again": Bug(
         "Chain.end",
         replace("self.may_guess, self._guessed = (False, None)", "self._guessed = None"),

@@ -118,6 +118,11 @@ SILENT = {
         drop("forget_pending"),
         f"{PARAMETERS_IN_FORWARD}::test_a_forward_that_writes_to_them_writes_to_the_shards",
     ),
+    "a write is looked for in sight of checkpointing": Bug(
+        "WeightGroup.untraced_write",
+        replace("compat.unseen_by_checkpoint_policies()", "__import__('contextlib').nullcontext()"),
+        "test_gtp_shard_groups.py::TestGroups::test_selectively_checkpointed_blocks",
+    ),
     "a forward that was interrupted leaves its frames": Bug(
         "call_block", drop("runtime.leave(depth)"), "test_gtp_shard_interrupted.py::TestInterrupted::test_groups"
     ),
@@ -164,11 +169,6 @@ SILENT = {
         drop("follow_frozen"),
         f"{SILENT_GROUPS}::test_gradients_of_weights_that_are_frozen_later",
     ),
-    "weights of a group that nobody asked for get zeros": Bug(
-        "GroupGradients.pack",
-        replace("asked is None or id(leaf) in asked", "True"),
-        f"{SILENT_GROUPS}::test_gradients_that_nobody_asked_for",
-    ),
     "a second backward that comes to no output of a block is not noticed": Bug(
         "BlockUse.begin", drop("note_gradients"), f"{SILENT_GROUPS}::test_second_backward_without_the_first_one"
     ),
@@ -176,11 +176,6 @@ SILENT = {
         "once_differentiable.run",
         replace("undifferentiable(x, *grads)", "undifferentiable(x)"),
         f"{SILENT_GROUPS}::test_second_derivatives_by_an_input",
-    ),
-    "a whole parameter of a group that is read outside loses its gradient": Bug(
-        "WholeParam.add_local_grad",
-        replace("self.leaf if self.group is None else self.group.leaves.by_member[self]", "self.leaf"),
-        f"{SILENT_GROUPS}::test_whole_parameters_read_outside_of_forward",
     ),
     "a write through .data between unshard and reshard is lost in a group": Bug(
         "Gathering.hold_until_end",

@@ -89,6 +89,8 @@ def validate_kinds(module: Any, arguments: Arguments) -> None:
 
 def validate_mesh(mesh: Any) -> None:
     """Check, without communication, that this rank can talk to its peers over ``mesh``."""
+    if isinstance(getattr(mesh, "weights", None), DeviceMesh):
+        raise TypeError(f"gtp_shard expects a DeviceMesh as mesh, but got a {type(mesh).__name__}. Pass mesh.weights.")
     if not isinstance(mesh, DeviceMesh):
         got = f"{type(mesh).__name__}: {mesh!r}"
         raise TypeError(f"gtp_shard expects a DeviceMesh as mesh, but got {got}. Build one with init_device_mesh.")

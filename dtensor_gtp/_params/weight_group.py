@@ -281,10 +281,11 @@ class WeightGroup(Gatherable):
     def untraced_write(self, seen: tuple[list[int], Tensor], where: str = "in a forward") -> RuntimeError | None:
         """An error if somebody has written to leaves since they were ``seen``, and has left no version. The host
         waits."""
-        versions, bits = self.leaves.seen()
-        is_elsewhere = self.leaves.put_back()
-        if not is_elsewhere and (versions != seen[0] or torch.equal(bits, seen[1])):
-            return None
+        with compat.unseen_by_checkpoint_policies():
+            versions, bits = self.leaves.seen()
+            is_elsewhere = self.leaves.put_back()
+            if not is_elsewhere and (versions != seen[0] or torch.equal(bits, seen[1])):
+                return None
         return self._lost_write(where)
 
     def _lost_write(self, where: str) -> RuntimeError:

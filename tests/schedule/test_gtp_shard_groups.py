@@ -15,7 +15,7 @@ from common import GlooTest, assert_same_params, check_training, full, rows_of_r
 from runtime_common import runtime_of
 from schedules import explicit
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dtensor_gtp import SchedulePolicy, gtp_shard, sharding_report
 from dtensor_gtp import _torch_compat as compat
@@ -152,7 +152,7 @@ class TestGroups(GlooTest):
         report = str(sharding_report(model, verbose=True))
         self.assertIn("3 blocks, each gathered as a whole", report)
         uses = {row.name: row.use for row in sharding_report(model).rows if row.name.endswith("weight")}
-        self.assertEqual((uses["first.weight"], uses["layers.0.up.weight"]), ("fused op", "attribute"))
+        self.assertEqual((uses["first.weight"], uses["layers.0.up.weight"]), ("fused op", "with its block"))
 
     def test_replicas(self) -> None:
         self.check(seeded(Model), self.hsdp_mesh())
@@ -258,6 +258,25 @@ class TestGroups(GlooTest):
         for reentrant in (False, True):
             call: Call = lambda layer, x, r=reentrant: checkpoint(layer, x, use_reentrant=r)  # type: ignore[misc]  # noqa: E731
             self.check(seeded(lambda call=call: Model(call=call)), steps=2)
+
+    def test_selectively_checkpointed_blocks(self) -> None:
+        """In backward the wrapper of a block calls it alone. Policies that save ops see none of ours."""
+
+        def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            is_gemm = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+            return CheckpointPolicy.PREFER_RECOMPUTE if is_gemm else CheckpointPolicy.MUST_SAVE
+
+        class Wrapped(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = Block()
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                contexts = partial(create_selective_checkpoint_contexts, policy)
+                y: torch.Tensor = checkpoint(self.inner, x, use_reentrant=False, context_fn=contexts)
+                return y
+
+        self.check(seeded(partial(Model, block=Wrapped)), steps=4)
 
     def test_blocks_that_checkpoint_their_own_forward(self) -> None:
         """As transformers does: the recomputation calls no block."""

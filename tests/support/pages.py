@@ -2,7 +2,9 @@
 
 All python blocks of a page are one program, run in order in one namespace, in an empty temporary folder. Bash blocks
 run in between, where they stand; one that is a call of gtp-plan alone runs in this process. Device strings "cuda"
-become "cpu"; else the text runs as it is. HTML comments direct it:
+become "cpu"; else the text runs as it is. A text block behind a block that runs shows lines of what rank 0 has printed;
+``...`` stands for more, and milliseconds differ. A block of no language shows what differs elsewhere. HTML comments
+direct it:
 
 - ``<!-- ranks: 4 -->``: so many processes run the program; their process group exists. Rank 0 alone runs bash blocks.
 - ``<!-- check``, lines of python, ``-->``: checks that readers do not see, run in place. What readers see needs none of
@@ -18,6 +20,7 @@ become "cpu"; else the text runs as it is. HTML comments direct it:
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shlex
@@ -26,6 +29,7 @@ import sys
 import tempfile
 import textwrap
 import types
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -150,32 +154,54 @@ def run(page: Page, rank: int = 0) -> None:
     """
     program = types.ModuleType("page")
     sys.modules["page"] = program  # for dataclasses and pickle, which look up where a class is from
+    printed: str | None = None  # by the block before, if it runs
     for block in page.blocks:
+        if block.language == "text" and printed is not None and rank == 0:
+            _check_shown(page, block, printed)
         if not block.runs:
-            continue
-        if block.language == "python":
+            printed = None
+        elif block.language == "python":
             text = re.sub(r"""(["'])cuda(?=\1|:)""", r"\1cpu", block.text)
-            exec(compile("\n" * (block.line - 1) + text, str(page.path), "exec"), vars(program))
+            with redirect_stdout(io.StringIO()) as output:
+                exec(compile("\n" * (block.line - 1) + text, str(page.path), "exec"), vars(program))
+            printed = output.getvalue() if block.is_shown else printed
         else:
             if rank == 0 and (plan := re.fullmatch(r"gtp-plan ([^\\\n]+)\n", block.text)):
-                _run_plan(page, block, shlex.split(plan[1]))
+                printed = _run_plan(page, block, shlex.split(plan[1]))
             elif rank == 0:
-                _run_bash(page, block)
+                printed = _run_bash(page, block)
             if page.ranks:
                 dist.barrier()
 
 
-def _run_plan(page: Page, block: Block, arguments: list[str]) -> None:
-    """What the installed command does, without a process that imports torch again."""
-    try:
-        status = command_line.main(arguments)
-    except SystemExit as end:  # it does not know an argument
-        status = end.code
+def _check_shown(page: Page, block: Block, printed: str) -> None:
+    """Each line that a page shows is one that was printed."""
+    known = [_comparable(line) for line in printed.splitlines()]
+    for line in map(_comparable, block.text.splitlines()):
+        parts = ".*".join(re.escape(part.strip()) for part in line.split("..."))
+        assert any(re.fullmatch(parts, other) for other in known), (
+            f"{page.path}:{block.line}: the page shows {line!r}, which is not among what was printed:\n{printed}"
+        )
+
+
+def _comparable(line: str) -> str:
+    return re.sub(r"\d+(\.\d+)? ?ms", "? ms", " ".join(line.split()))
+
+
+def _run_plan(page: Page, block: Block, arguments: list[str]) -> str:
+    """What the installed command prints, without a process that imports torch again."""
+    with redirect_stdout(io.StringIO()) as output:
+        try:
+            status = command_line.main(arguments)
+        except SystemExit as end:  # it does not know an argument
+            status = end.code
     assert status == 0, f"{page.path}:{block.line}: exit status {status}\n{block.text}"
+    return output.getvalue()
 
 
-def _run_bash(page: Page, block: Block) -> None:
-    """The commands see the package, and ``examples`` of the checkout in their folder. The first that fails ends it."""
+def _run_bash(page: Page, block: Block) -> str:
+    """What the commands print. They see the package, and ``examples`` of the checkout in their folder. The first that
+    fails ends it."""
     if not Path("examples").exists():
         Path("examples").symlink_to(ROOT / "examples")
     job = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -197,6 +223,7 @@ def _run_bash(page: Page, block: Block) -> None:
         )
     where = f"{page.path}:{block.line}: exit status {result.returncode}"
     assert result.returncode == 0, f"{where}\n{block.text}\n{result.stdout}"
+    return result.stdout
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from dtensor_gtp import GTPShard, SchedulePolicy, gtp_shard
+from dtensor_gtp import GTPShard, SchedulePolicy, gtp_shard, init_weight_mesh
 
 NUM_RANKS = 4
 
@@ -99,6 +99,8 @@ class TestRefusals(unittest.TestCase):
         self.refuses(
             TypeError, "expects a DeviceMesh as mesh, but got ProcessGroup.*init_device_mesh", mesh=dist.group.WORLD
         )
+        whole = init_weight_mesh("cpu", gtp=NUM_RANKS)
+        self.refuses(TypeError, "expects a DeviceMesh as mesh, but got a WeightMesh. Pass mesh.weights", mesh=whole)
 
     def test_mesh_of_a_device_that_is_not_there(self) -> None:
         missing = next(d for d in ("cuda", "xpu") if not torch.get_device_module(d).is_available())

@@ -235,7 +235,7 @@ class TestInterrupted(GlooTest):
         self.sweep(ALL, 20)
 
     def test_groups(self) -> None:
-        self.sweep(SchedulePolicy(min_shard_numel=0), 20)
+        self.sweep(SchedulePolicy(min_shard_numel=0), 31)
 
     @pytest.mark.long
     def test_an_interrupted_microbatch_drops_the_others(self) -> None:
