@@ -86,7 +86,7 @@ RUNTIME = {
     ),
     "gathers for nothing outlive the block of their weight": Bug(
         "Gathering._drop_unexpected",
-        drop("_drop_pending"),
+        drop("forget_pending"),
         f"{GTP_SHARD_GUESSES}::test_an_unused_weight_leaves_when_its_block_is_passed",
     ),
     "prefetch of freed shards": Bug(

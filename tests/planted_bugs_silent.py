@@ -193,8 +193,8 @@ SILENT = {
         f"{SILENT_GROUPS}::test_writes_without_a_version_are_refused",
     ),
     "new data of a parameter of a group comes a forward late": Bug(
-        "Runtime.refuse_new_data",
-        never("member is not None"),
+        "LostWrites.refuse_new_data",
+        never("member.group is not None"),
         f"{SILENT_GROUPS}::test_new_data_of_a_parameter_in_a_forward",
     ),
     "a write through .data to a weight of a group is lost": Bug(

@@ -159,11 +159,17 @@ def host_name() -> str:
 
 def is_one_host(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether all ranks of ``group`` run on one host. Collective; the host waits for the answer."""
-    code = _code_of(host_name())
+    return bool(is_alike(host_name(), group, device))
+
+
+def is_alike(text: str, group: dist.ProcessGroup, device: torch.device) -> bool | None:
+    """Whether all ranks of ``group`` have the same text; None where tensors are fake. Collective; the host waits for
+    the answer."""
+    code = _code_of(text)
     extremes = torch.tensor([code, -code], device=device)
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
     if type(extremes) is not Tensor:
-        return False  # a fake one
+        return None
     highest, lowest = extremes.tolist()
     return bool(highest == -lowest)
 

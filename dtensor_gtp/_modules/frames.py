@@ -43,15 +43,15 @@ def call_compiled_in_frame(self: BoundModule, *args: Any, **kwargs: Any) -> Any:
 def _call(module: BoundModule, call: Any, args: Any, kwargs: Any, *method: Any) -> Any:
     """``method`` is its name and its ``Reads``, if it is not the forward."""
     # A part of a block gets here only outside of passes.
-    is_block = module._gtp_binding.is_grouped and not method
-    if torch.compiler.is_compiling() and (not is_block or compat.is_exporting()):
+    is_of_group = module._gtp_binding.is_grouped and not method
+    if torch.compiler.is_compiling() and (not is_of_group or compat.is_exporting()):
         return _call_in_graph(module, call, args, kwargs)
     if compat.is_jit_tracing():
         raise RuntimeError(f"torch.jit.trace cannot record a {type(module).__name__} after gtp_shard. {ADVICE_FOR_JIT}")
     # torch.compile(module) compiles what is called from here, but neither this frame (see below) nor the runtime.
     compiler = compat.set_eval_frame(None)
     try:
-        return (call_block if is_block else _call_in_frame)(module, call, args, kwargs, compiler, *method)
+        return (call_block if is_of_group else _call_in_frame)(module, call, args, kwargs, compiler, *method)
     finally:
         compat.set_eval_frame(compiler)
 

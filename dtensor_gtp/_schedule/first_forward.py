@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
-from .._comm.agreement import by_rank, device_of, digests, first_difference
+from .._comm.agreement import by_rank, device_of, digests, first_difference, is_alike
 from .._comm.collectives import has_replicas
 from .._howto import see
 from .._params.managed_param import ManagedParam
@@ -70,15 +69,10 @@ def agree_on_order(uses: Sequence[ShardedWeight], weights: Sequence[ShardedWeigh
     for mesh in dict.fromkeys(weight.mesh for weight in weights if weight.layout.world > 1):
         # A weight that stays gathered may be read by one rank alone.
         names = [f"'{weight.fqn}'" for weight in uses if weight.mesh is mesh and not weight.is_pinned]
-        code = int.from_bytes(hashlib.sha256("\n".join(names).encode()).digest()[:7], "big")
-        extremes = torch.tensor([code, -code], device=device_of(mesh))
         group = mesh.get_group(mesh.ndim - 1)
         with compat.unseen_by_checkpoint_policies():
-            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
-        if type(extremes) is not Tensor:
-            return  # a fake one
-        highest, lowest = extremes.tolist()
-        if highest != -lowest:
+            alike = is_alike("\n".join(names), group, device_of(mesh))
+        if alike is False:
             raise parted(mesh, what, names, group)
 
 

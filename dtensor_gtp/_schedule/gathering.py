@@ -156,7 +156,7 @@ class Gathering(KeepAndFree):
         """Gather weights of one mesh ahead of any use, in one launch."""
         for target in targets:
             self.forget_kept(target)
-            self._drop_pending(target, 0)
+            self.forget_pending(target)
         self._gather(targets)
         for target in targets:
             target.kept = target.pending.pop()
@@ -274,7 +274,7 @@ class Gathering(KeepAndFree):
     def _drop_prefetched(self) -> None:
         for target in self.gatherables:
             if target.pending:
-                self._drop_pending(target, 0)
+                self.forget_pending(target)
 
     def _drop_unexpected(self, chain: Chain, used: Gatherable) -> None:
         """Drop gathers in flight that ``chain`` does not expect, but keep companions of ``used``, the weight in use. If
@@ -283,19 +283,16 @@ class Gathering(KeepAndFree):
         expected.update(other.index for other in used.companions)
         for target in self.gatherables:
             if target.pending and used.lane in (0, target.lane):
-                self._drop_pending(target, expected[target.index])
+                self.forget_pending(target, expected[target.index])
 
     def drop_prefetched_of(self, params: Sequence[ManagedParam]) -> None:
         """Drop gathers in flight whose shards are about to be freed."""
         for param in params:
             for target in param.gatherables if isinstance(param, ShardedWeight) else ():
-                self._drop_pending(target, 0)
+                self.forget_pending(target)
 
-    def forget_pending(self, target: Gatherable) -> None:
-        """Drop what is in flight of a weight or a group."""
-        self._drop_pending(target, 0)
-
-    def _drop_pending(self, target: Gatherable, num_left: int) -> None:
+    def forget_pending(self, target: Gatherable, num_left: int = 0) -> None:
+        """Drop what is in flight of a weight or a group, but for the first ``num_left`` gathers."""
         while len(target.pending) > num_left:
             self._gaps.add(target.lane)  # if this pass interrupts another one, that one gathers again
             self._discard(target, target.pending.pop())

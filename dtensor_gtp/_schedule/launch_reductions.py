@@ -157,10 +157,9 @@ class ReductionLaunches:
         return places, [*held, *places]  # the copies to the new places read the old ones
 
     def complete_later(self, gradient: Gradient, slot: Tensor) -> None:
+        """Do what follows a reduce-scatter whose result is ``slot``."""
         with self._comm.reducing():
-            complete = partial(self._complete, gradient, slot)
-            earlier = gradient.weight.pending_grad.unreplicated
-            self._comm.reduction_launched(None, complete, [slot] if earlier is None else [slot, earlier])
+            self._launched(gradient, None, partial(self._complete, gradient, slot), [slot])
 
     def _scattered(self, together: list[Gradient], scattering: Scattering) -> None:
         scattering.finish(together[0].scale)

@@ -67,7 +67,7 @@ class LostWrites:
 
     def refuse_new_data(self, member: ManagedParam) -> None:
         """``param.data = ...`` in a forward: the leaves of a group would keep the old values until the next one."""
-        if self._reads.frames and member.group is not None:
+        if member.group is not None:
             raise RuntimeError(
                 f"A forward replaces the data of parameter '{member.fqn}' of shape {tuple(member.param.shape)}, which "
                 f"is gathered together with block '{member.group.fqn}' (rank {dist.get_rank()}). Write to it under "

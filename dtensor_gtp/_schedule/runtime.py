@@ -74,6 +74,11 @@ class Runtime(Gathering):
             self._is_cut_again = any(param.is_cut_again for param in self.params)
         return self._by_id
 
+    def _member_of(self, param: object) -> ManagedParam | None:
+        """The managed parameter with this object; None if it is another one that has got its id."""
+        member = self._known().get(id(param))
+        return member if member is not None and member.param is param else None
+
     @property
     def holds_weights(self) -> bool:
         """Whether a forward runs, or gathered weights stay for later ones. Steps of optimizers ask, for each op."""
@@ -81,14 +86,12 @@ class Runtime(Gathering):
 
     def note_handed_out(self, param: object) -> None:
         """Somebody has got hold of a parameter in a way in which writes to it leave no version."""
-        member = self._known().get(id(param))
-        if member is not None and member.param is param:
+        if (member := self._member_of(param)) is not None:
             self.lost_writes.note_handed_out(member)
 
     def refuse_new_data(self, param: object) -> None:
         """``param.data = ...`` in a forward."""
-        member = self._known().get(id(param)) if self.reads.frames else None
-        if member is not None and member.param is param:
+        if self.reads.frames and (member := self._member_of(param)) is not None:
             self.lost_writes.refuse_new_data(member)
 
     def hold_until_end(self, group: WeightGroup) -> None:

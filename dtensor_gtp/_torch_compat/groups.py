@@ -37,8 +37,9 @@ def twin_group(group: dist.ProcessGroup, device: torch.device, desc: str) -> dis
     made different numbers of groups would never meet. So the ranks agree on a name first.
     """
     # Without what the group may have for other devices: gloo's connections would take 20 ms.
-    of_device = [part for part in dist.get_backend_config(group).split(",") if part.startswith(f"{device.type}:")]
-    return _group_beside(group, device, desc, backend=next(iter(of_device), None))
+    backends = dist.get_backend_config(group).split(",")
+    own = next((backend for backend in backends if backend.startswith(f"{device.type}:")), None)
+    return _group_beside(group, device, desc, backend=own)
 
 
 def host_group(group: dist.ProcessGroup, device: torch.device, desc: str) -> dist.ProcessGroup:
