@@ -23,7 +23,7 @@ _NUMBERED = re.compile(r"(?P<outer>.*\.)?state\.\d+\.\w+")  # as optimizer.state
 def missing(keys: Sequence[str], stored: Mapping[str, Any]) -> str:
     """Of keys that the checkpoint does not have."""
     named = _listed([f"'{key}'{did_you_mean(key, stored)}" for key in keys])
-    text = f"load expects {len(keys)} keys that the checkpoint lacks: {named}."
+    text = f"load expects {len(keys)} key{'s' * (len(keys) > 1)} that the checkpoint lacks: {named}."
     outer = {name.partition(".")[0] for name in stored if name.partition(".")[2] == keys[0]}
     if outer:
         return f'{text} It was saved as {{"{outer.pop()}": ...}}: load a dict with that key.'
@@ -35,7 +35,7 @@ def missing(keys: Sequence[str], stored: Mapping[str, Any]) -> str:
             f"{text} optimizer.state_dict() numbers its states, but the checkpoint names them: pass what "
             "get_state_dict(model, optimizer) of torch.distributed.checkpoint.state_dict returns."
         )
-    return f"{text} Pass allow_partial_load=True to leave them as they are."
+    return f"{text} Build the model that was saved, or pass allow_partial_load=True to keep the values of now."
 
 
 def differing(state_dict: Mapping[str, Any], stored: Mapping[str, Any]) -> str:

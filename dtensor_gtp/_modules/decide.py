@@ -86,6 +86,8 @@ def _decide(fqn: str, site: Site, param: nn.Parameter, existing: ManagedParam | 
         )
     if recipe is None:
         placement, reason = _place(site, param, asked, arguments.schedule.min_shard_numel)
+        if placement.is_shard() and asked is None and _has_whole_groups(site, param, mesh):
+            placement = GTPShard(0)
         return Decision(fqn, [site], param, mesh, placement, reason)
     device, dtype = torch.device(mesh.device_type), mp_policy.param_dtype or param.dtype
     asked = asked or _placement_of_module(site)
@@ -179,6 +181,13 @@ def _placement_of_module(site: Site) -> Placement | None:
         return None
     own: Placement = site.module.default_gtp_placement(site.name)  # type: ignore[operator]
     return own
+
+
+def _has_whole_groups(site: Site, param: nn.Parameter, mesh: DeviceMesh) -> bool:
+    """Whether each rank can have as many groups of a grouped weight. Then their gradients, which are made group by
+    group, are sent without a copy."""
+    is_grouped = param.ndim == 3 and getattr(type(site.module), "has_grouped_weight", False)
+    return is_grouped and compat.local_part(param).shape[0] % mesh.size(mesh.ndim - 1) == 0
 
 
 def _check_param(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:

@@ -117,14 +117,17 @@ class KeepAndFree:
         why_groups: tuple[str, ...] = ()
         if self.make_groups is not None:
             why_groups = self.make_groups(num_tokens)
-        if self.groups and no_copies is None and self.policy.gather_backend == "auto":
-            # A block of 16 weights takes the host 0.20 ms by NCCL and 0.35 ms by copy engines (H100).
-            no_copies = "groups of small weights: the process group takes the host less time"
-        if adds_addends(self.policy, no_copies) and torch.is_grad_enabled():
+        facts = Facts(
+            no_copies,
+            block_nbytes((call.module for call in self.calls), self.weights),
+            free_nbytes,
+            group_nbytes=sum(group.nbytes for group in self.groups),
+            single_nbytes=sum(weight.gatherables[0].nbytes for weight in self.single_weights),
+        )
+        if adds_addends(self.policy, facts) and torch.is_grad_enabled():
             for dtype, num_ranks in {(weight.reduce_dtype, weight.layout.world) for weight in self.weights}:
                 load_ahead(self.device, dtype, num_ranks)
-        blocks = block_nbytes((call.module for call in self.calls), self.weights)
-        schedule, reasons = choose(self.policy, Facts(no_copies, blocks, free_nbytes, bool(self.groups)))
+        schedule, reasons = choose(self.policy, facts)
         self.reasons = (*why_groups, *reasons)
         self.use_schedule(schedule)
         groups: dict[int, Groups] = {}  # by mesh; to ask a mesh for its groups takes long

@@ -29,7 +29,8 @@ class GroupedLinear(nn.Module):
     The rows of the input are sorted by group; how many belong to each is a tensor on the device. Where torch has a
     grouped kernel (bfloat16 on Hopper and newer), the host does not wait for it, and a CUDA graph can be replayed with
     other groups; elsewhere torch's own loop over the groups reads the counts. Initialized as ``nn.Linear``.
-    ``gtp_shard`` shards the grouped weight on ``out_features``; biases stay whole.
+    ``gtp_shard`` gives each rank whole groups of the grouped weight if the ranks divide them, else rows of every group;
+    biases stay whole.
 
     Args:
         num_groups: Groups (experts).
@@ -51,8 +52,7 @@ class GroupedLinear(nn.Module):
     group are copied together at each use without ``gtp_shard``, on a mesh of one rank, with a recipe, in compiled code
     and under autocast.
 
-    ``gtp_shard`` sends gradients rank by rank, so those of weights sharded on dim 1 are copied first. Whole experts
-    need no copy: ``shard_placement_fn=lambda param: GTPShard(0) if param.ndim == 3 else None``.
+    ``gtp_shard`` sends gradients rank by rank, so those of rows of every group are copied first.
 
     Example:
         >>> layer = GroupedLinear(num_groups=3, in_features=16, out_features=8)

@@ -164,11 +164,15 @@ class Setting:
 
     def choice(self, free_nbytes: int) -> tuple[Schedule, tuple[str, ...]]:
         """The schedule that the runtime would choose, and why."""
-        no_copies, num_groups = self.no_copy_engines("gtp"), sum(unit.is_group for unit in self.units)
-        why_groups = (f"groups: {num_groups} blocks, each gathered as a whole",) * (num_groups > 0)
-        if num_groups and no_copies is None and self.policy.gather_backend == "auto":
-            no_copies = "groups of small weights: the process group takes the host less time"
-        facts = Facts(no_copies, self.block_nbytes(), free_nbytes, has_groups=num_groups > 0)
+        groups = [unit.gathered for unit in self.units if unit.is_group]
+        why_groups = (f"groups: {len(groups)} blocks, each gathered as a whole",) * bool(groups)
+        facts = Facts(
+            self.no_copy_engines("gtp"),
+            self.block_nbytes(),
+            free_nbytes,
+            group_nbytes=sum(groups),
+            single_nbytes=sum(unit.gathered for unit in self.units) - sum(groups),
+        )
         schedule, reasons = choose(self.policy, facts)
         return schedule, (*why_groups, *reasons)
 

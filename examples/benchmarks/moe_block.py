@@ -7,7 +7,7 @@ Blocks of experts, one after the other, on rows that are sorted by expert alread
 weights and gradients, without routing. What is compared:
 
 - ``compute``: ``grouped_mm`` on whole bf16 weights, no communication: the bound;
-- ``gtp``: ``gtp_shard``, rows of every expert on each process; ``gtp-whole``: whole experts on each, as far as they go;
+- ``gtp``: ``gtp_shard`` with its defaults; ``gtp-rows``: the same with rows of every expert on each process;
 - ``fsdp2``: ``fully_shard`` on each block, which cuts whole experts; the ratio is to the faster of its modes.
 
 Two stacks of different length are timed. What a further block takes, their difference, is what a block costs amid
@@ -43,9 +43,9 @@ from moe_capture import measure_block
 from moe_modes import FSDP2, KEPT, MODES, PRESETS, Layout, build, make_step
 from report import describe, environment, markdown_table, write_json
 
-DEFAULT_MODES = ("compute", "gtp", "gtp-whole", "fsdp2")
+DEFAULT_MODES = ("compute", "gtp", "gtp-rows", "fsdp2")
 # With the first layout these, too.
-FIRST_MODES = ("compute-buffer", "gtp-graph", "gtp-whole-graph", "fsdp2-rows")
+FIRST_MODES = ("compute-buffer", "gtp-graph", "gtp-rows-graph", "fsdp2-rows")
 # Of each row: a product in forward and two in backward, of two operations for each element of a weight.
 _FLOPS_PER_WEIGHT = 2 * 3
 _POINT_MS = 1500.0  # one stack in one mode is timed for about as long

@@ -7,9 +7,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from dtensor_gtp import capture_step, gtp_shard, init_weight_mesh
+from dtensor_gtp import SchedulePolicy, capture_step, gtp_shard, init_weight_mesh
 from dtensor_gtp.nn import GroupedExperts, GroupedMLP, parallelize_experts
-from dtensor_gtp.policy import fixed_policy
 from harness import World, local_tensor, median, time_steps
 from moe_modes import POLICY, Layout, Preset
 
@@ -46,7 +45,7 @@ def build_block(preset: Preset, layout: Layout, world: World, seed: int, schedul
         nn.init.normal_(param, std=param.shape[-1] ** -0.5)
     nn.init.ones_(model.norm.weight)
     parallelize_experts(model.experts, mesh["ep"], method="all_gather")
-    policy = fixed_policy(**schedule)
+    policy = SchedulePolicy(**schedule)
     gtp_shard(model.experts.mlp, mesh.expert_weights, mp_policy=POLICY, schedule=policy)
     model.experts.mlp.set_gradient_divide_factor(mesh.data.size())
     return gtp_shard(model, mesh.weights, mp_policy=POLICY, schedule=policy)

@@ -10,13 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from dtensor_gtp import GTPShard, capture_step, gtp_shard
+from dtensor_gtp import GTPShard, SchedulePolicy, capture_step, gtp_shard
 from dtensor_gtp.nn import GroupedMLP
-from dtensor_gtp.policy import fixed_policy
 from harness import World
 
 COMPUTE = ("compute", "compute-buffer")  # whole weights, no communication
-GTP = ("gtp", "gtp-whole", "gtp-graph", "gtp-whole-graph")
+GTP = ("gtp", "gtp-rows", "gtp-graph", "gtp-rows-graph")
 FSDP2 = ("fsdp2", "fsdp2-rows")
 KEPT = "-kept"  # a sharded mode's name with this suffix keeps weights from forward to backward
 MODES = (*COMPUTE, *GTP, *FSDP2, *(mode + KEPT for mode in (*GTP, *FSDP2)))
@@ -103,9 +102,9 @@ def build(
 
     Args:
         mode: one of :data:`MODES`. "compute": whole bf16 weights; "compute-buffer": the same, lying in memory as a
-            gather buffer of "gtp" does, rows of all experts side by side; "gtp": ``gtp_shard`` as it is, each process
-            has rows of every expert; "gtp-whole": each has whole experts, as far as they go; with "-graph" the step is
-            one CUDA graph; "fsdp2": ``fully_shard`` on each block, whole experts; "fsdp2-rows": rows of every expert.
+            gather buffer of "gtp-rows" does, rows of all experts side by side; "gtp": ``gtp_shard`` as it is;
+            "gtp-rows": each process has rows of every expert; with "-graph" the step is one CUDA graph; "fsdp2":
+            ``fully_shard`` on each block, whole experts; "fsdp2-rows": rows of every expert.
         preset: sizes.
         layout: this process computes with the experts of one group.
         mesh: of the layout.
@@ -133,14 +132,14 @@ def build(
                 shard_placement_fn=lambda param: Shard(dim),
             )
         return fully_shard(model, mesh=mesh, mp_policy=POLICY)
-    placement = GTPShard(0) if name.startswith("gtp-whole") else None
+    placement = GTPShard(1) if name.startswith("gtp-rows") else None
     return gtp_shard(
         model,
         mesh,
         mp_policy=POLICY,
         reshard_after_forward=not is_kept,
         shard_placement_fn=lambda param: placement,
-        schedule=fixed_policy(**schedule),
+        schedule=SchedulePolicy(**schedule),
     )
 
 

@@ -12,7 +12,7 @@ from test_benchmark_script import SCRIPT, run_script
 
 MOE_SCRIPT = SCRIPT.with_name("moe_block.py")
 TOKENS = [16, 24]
-MODES = ["compute", "compute-buffer", "gtp", "gtp-whole-graph", "fsdp2", "fsdp2-rows-kept"]
+MODES = ["compute", "compute-buffer", "gtp", "gtp-rows-graph", "fsdp2", "fsdp2-rows-kept"]
 
 
 @pytest.mark.long
@@ -54,7 +54,7 @@ def test_what_has_no_time_left_is_named(tmp_path: Path) -> None:
 def test_schedule_is_that_of_the_gtp_modes_and_recorded(tmp_path: Path) -> None:
     schedule = ("--schedule", "prefetch_nbytes=0", "expert_blocks_ahead=0", "reduce_scatter=all_to_all")
     sizes = ("--preset=tiny", "--tokens=16", "--expert-gtp=2", "--steps=1", "--warmup=1")
-    arguments = (*sizes, *schedule, "--modes", "compute", "gtp", "gtp-whole-kept")
+    arguments = (*sizes, *schedule, "--modes", "compute", "gtp", "gtp-rows-kept")
     status, output, content = run_script(tmp_path, *arguments, processes=2, script=MOE_SCRIPT, forked=True)
     assert status == 0, output
     fields = {"prefetch_nbytes": 0, "expert_blocks_ahead": 0, "reduce_scatter": "all_to_all"}
@@ -73,7 +73,7 @@ def test_a_bad_schedule_fails_in_each_gtp_mode_as_in_train_step(tmp_path: Path, 
     _, _, peer = run_script(tmp_path, *arguments, "--modes", "gtp-fp32", "--seq-lens=16", "--no-full-step", forked=True)
     error = peer["errors"]["gtp-fp32"]
     assert field.partition("=")[0] in error
-    modes = ("compute", "gtp", "gtp-whole-graph", "gtp-kept", "fsdp2")
+    modes = ("compute", "gtp", "gtp-rows-graph", "gtp-kept", "fsdp2")
     status, _, content = run_script(
         tmp_path, *arguments, "--tokens=16", "--modes", *modes, script=MOE_SCRIPT, forked=True
     )
@@ -103,7 +103,7 @@ def test_ratios_are_to_compute_and_to_the_faster_fsdp2(script: ModuleType) -> No
     records = [
         record("compute", 9.0, 2.0),
         record("gtp", 10.0, 2.5),
-        record("gtp-whole", 12.0, -1.0),
+        record("gtp-rows", 12.0, -1.0),
         record("fsdp2", 20.0, 5.0),
         record("fsdp2-rows", 15.0, 6.0),
         record("gtp", 1.0, 1.0, tokens=16),

@@ -150,5 +150,21 @@ def test_whether_gradients_will_be_added_is_known_before_ranks_meet() -> None:
     ):
         for facts in (GPUS, CPUS):
             chosen = choose(policy, facts)[0].reduce_scatter
-            assert adds_addends(policy, facts.no_copy_engines) == (chosen != "ring"), (policy, facts)
-    assert not adds_addends(SchedulePolicy(gather_backend="process_group"), None), "reductions follow gathers"
+            assert adds_addends(policy, facts) == (chosen != "ring"), (policy, facts)
+    assert not adds_addends(SchedulePolicy(gather_backend="process_group"), GPUS), "reductions follow gathers"
+
+
+def test_copy_engines_gather_where_groups_hold_the_smaller_part() -> None:
+    """Their reductions are NCCL's all the same: autograd makes the gradients of a group outside of any ring."""
+    experts = dataclasses.replace(GPUS, group_nbytes=300 * MiB, single_nbytes=3600 * MiB)
+    small = dataclasses.replace(GPUS, group_nbytes=3600 * MiB, single_nbytes=300 * MiB)
+    for facts, gathers in (
+        (experts, "auto"),
+        (small, "process_group"),
+        (dataclasses.replace(CPUS, group_nbytes=1), "process_group"),
+    ):
+        schedule, reasons = choose(SchedulePolicy(), facts)
+        assert (schedule.gather_backend, schedule.reduce_scatter) == (gathers, "ring"), facts
+        assert any("groups" in reason for reason in reasons) or gathers != "process_group" or facts.no_copy_engines
+    asked = choose(SchedulePolicy(gather_backend="copy_engine"), small)[0]
+    assert asked.gather_backend == "copy_engine"

@@ -27,6 +27,11 @@ GROUPS, WIDTH, HIDDEN, ROWS = 4, 6, 10, 24
 NO_KEEP = explicit(min_shard_numel=0, prefetch_depth=0, prefetch_nbytes=0, coalesce_nbytes=0)
 
 
+def cut_rows(param: nn.Parameter) -> GTPShard | None:
+    """Each rank has rows of every group, as by default where ranks do not divide the groups."""
+    return GTPShard(1) if param.ndim == 3 else None
+
+
 class Experts(nn.Module):
     """Top-1 router, an expert MLP on sorted rows, and back: nothing of it asks for a count on the host."""
 
@@ -78,24 +83,36 @@ def make(**options: Any) -> Experts:
 class TestGrouped(GlooTest):
     def test_training_equals_one_process(self) -> None:
         for mesh in (self.gtp_mesh(), self.hsdp_mesh(), self.hsdp_mesh(4)):
-            for options in ({}, {"single_grouped_weight": False}):
+            for options, cut in (({}, None), ({}, cut_rows), ({"single_grouped_weight": False}, None)):
                 reference = make(**options)
-                train(reference, gtp_shard(copy.deepcopy(reference), mesh, schedule=ALL), mesh)
+                model = gtp_shard(copy.deepcopy(reference), mesh, schedule=ALL, shard_placement_fn=cut)
+                train(reference, model, mesh)
 
     def test_two_uses_in_one_step(self) -> None:
         """Gradients are the sum over both, whose tokens go to other experts."""
         mesh = self.gtp_mesh()
-        for options in ({}, {"single_grouped_weight": False}):
+        for options, cut in (({}, None), ({}, cut_rows), ({"single_grouped_weight": False}, None)):
             reference = Twice(make(**options))
-            train(reference, gtp_shard(copy.deepcopy(reference), mesh, schedule=ALL), mesh)
+            train(reference, gtp_shard(copy.deepcopy(reference), mesh, schedule=ALL, shard_placement_fn=cut), mesh)
 
-    def test_each_rank_holds_rows_of_every_expert(self) -> None:
+    def test_how_groups_are_cut(self) -> None:
+        """Whole ones where ranks divide them, since their gradients need no copy; else rows of each, or as asked."""
+
+        def sharded(num_groups: int, **options: Any) -> nn.Parameter:
+            layer = GroupedLinear(num_groups, WIDTH, HIDDEN, single_grouped_weight=options.pop("single", True))
+            gtp_shard(layer, self.gtp_mesh(), schedule=ALL, **options)
+            return next(layer.parameters())
+
+        whole, rows = sharded(2 * self.world_size), sharded(self.world_size + 1)
+        self.assertEqual(whole.placements, (GTPShard(0),))
+        self.assertEqual(whole.to_local().shape, (2, HIDDEN, WIDTH))
+        self.assertEqual(rows.placements, (GTPShard(1),))
+        self.assertEqual(rows.to_local().shape[:1], (self.world_size + 1,))
+        self.assertEqual(sharded(self.world_size, shard_placement_fn=cut_rows).placements, (GTPShard(1),))
+        self.assertEqual(sharded(self.world_size, single=False).placements, (GTPShard(0),))
         model = gtp_shard(make(), self.gtp_mesh(), schedule=ALL)
-        self.assertEqual(model.up._parameters["weight"].placements, (GTPShard(1),))
-        self.assertEqual(model.up._parameters["weight"].to_local().shape[:1], (GROUPS,))
         self.assertEqual(model.up._parameters["bias"].placements, (Replicate(),))
-        report = str(sharding_report(model, verbose=True))
-        self.assertRegex(report, r"up.bias .*by GroupedLinear")
+        self.assertRegex(str(sharding_report(model, verbose=True)), r"up.bias .*by GroupedLinear")
 
     def test_blocks_of_rows_stay_together(self) -> None:
         reference = make()
@@ -184,7 +201,7 @@ class TestGrouped(GlooTest):
         reference = GroupedLinear(GROUPS, WIDTH, HIDDEN)
         for param in reference.parameters():
             nn.init.normal_(param, generator=torch.Generator().manual_seed(3))
-        for placement_fn in (None, lambda param: GTPShard(0)):
+        for placement_fn in (None, cut_rows):
             layer = copy.deepcopy(reference)
             for name, param in list(layer.named_parameters()):
                 setattr(layer, name, nn.Parameter(distribute_tensor(param.detach(), world["ep"], [Shard(0)])))

@@ -167,7 +167,7 @@ backward: embedding_dense_backward, SCATTER""",
             )
 
     def test_grouped(self) -> None:
-        """Every rank holds rows of every expert, so that shards and gradients are brought into rows, as on dim 1."""
+        """Whole experts need no copy. Rows of every expert do: of shards and of gradients, as on dim 1."""
 
         class Experts(nn.Module):
             def __init__(self) -> None:
@@ -178,15 +178,15 @@ backward: embedding_dense_backward, SCATTER""",
                 output: torch.Tensor = self.experts(x, torch.tensor([1, 2, 0, 2]))
                 return output
 
+        cut_rows = lambda param: GTPShard(1)  # noqa: E731
         self.assertExpectedInline(
-            self.of(Experts(), rows()),
+            self.of(Experts(), rows(), shard_placement_fn=cut_rows),
             """\
 forward: copy_, GATHER, cumsum, _grouped_mm, arange, ge.Tensor, masked_fill_.Scalar
 backward: _grouped_mm, copy_, SCATTER, _grouped_mm, arange, ge.Tensor, masked_fill_.Scalar, clone""",
         )
-        experts = lambda p: GTPShard(0)  # noqa: E731
         self.assertExpectedInline(
-            self.of(Experts(), rows(), shard_placement_fn=experts),
+            self.of(Experts(), rows()),
             """\
 forward: GATHER, cumsum, _grouped_mm, arange, ge.Tensor, masked_fill_.Scalar
 backward: _grouped_mm, SCATTER, _grouped_mm, arange, ge.Tensor, masked_fill_.Scalar""",
