@@ -52,16 +52,18 @@ class Costs:
     def _by_name(self) -> dict[str, Axis]:
         return dict(self.axes)
 
-    def gemm_ms(self, flops: float, precision: str = "bf16") -> float:
-        if not flops:
+    def gemm_ms(self, op: Op, precision: str = "bf16") -> float:
+        """One kernel, which reaches of the peak what a GEMM of the size of one of its groups does."""
+        if not op.flops:
             return 0
         compute, peaks = self.machine.compute, self.machine.peak_tflops
         if precision not in peaks:
             only = f"only in {', '.join(peaks)}. Name another recipe, or one with :dequantize."
             raise PlanError(f"{self.machine.name} has no peak for GEMMs in {precision}, {only}")
         float8 = compute.float8_rowwise_gemm if self.is_rowwise else compute.float8_gemm
-        share = _share(compute.gemm if precision == "bf16" else float8, flops)
-        return compute.kernel_us / 1e3 + flops / (peaks[precision] * share) * 1e-9
+        share = _share(compute.gemm if precision == "bf16" else float8, op.flops / op.groups)
+        share *= compute.ragged if op.is_ragged else 1
+        return compute.kernel_us / 1e3 + op.flops / (peaks[precision] * share) * 1e-9
 
     def memory_ms(self, nbytes: float) -> float:
         """One kernel that reads and writes so many bytes."""
@@ -78,7 +80,7 @@ class Costs:
     def op_ms(self, op: Op) -> float:
         """One operation that is no collective."""
         if op.kind is Kind.GEMM:
-            return self.gemm_ms(op.flops)
+            return self.gemm_ms(op)
         if op.kind is Kind.ATTENTION:
             rate = self.machine.peak_tflops["bf16"] * self._attention_share()
             return self.machine.compute.kernel_us / 1e3 + op.flops / rate * 1e-9

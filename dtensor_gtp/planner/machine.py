@@ -48,6 +48,8 @@ class Compute:
     kernel_us: float  # what each kernel takes beside: its begin, its end, and the gap before it
     # As ``attention``, for sequences of 32,768 tokens and more on one rank; 0 if it is the same.
     attention_long: float = 0.0
+    # Of a GEMM's rate, what torch's ``grouped_mm`` reaches whose groups have as many operations: 4 x H200, e984528.
+    ragged: float = 0.72
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "hbm": (0.001, 1.5),
     "cast": (0.001, 1.5),
     "fused": (0, 1),
+    "ragged": (0.01, 1),
     **{"kernel_us": (0, 1000), "start_us": (0, 1e5), "hop_us": (0, 1e4)},
     **{"op_us": (0, 1e4), "use_us": (0, 1e5), "fsdp_use_us": (0, 1e5)},
     **{"collective_us": (0, 1e5), "copy_us": (0, 1e5), "replay_us": (0, 1e6)},

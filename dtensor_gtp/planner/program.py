@@ -16,6 +16,7 @@ from .._schedule.order_of_reductions import Together
 from .._schedule.order_of_uses import Chain
 from ..policy import Schedule
 from .costs import Work
+from .recorder import Kind
 from .setting import COMPUTE_NBYTES, PARAM_NBYTES, Setting, Sharded, Step, plan_step
 from .simulate import Load, Stream, Task
 
@@ -300,15 +301,18 @@ def product(setting: Setting, item: Sharded, part: str) -> list[Work]:
     if weight.is_table:
         nbytes = 2 * item.gathered if part == "wgrad" else sum(op.nbytes for op in weight.use)
         return [Work(costs.memory_ms(nbytes), "", host)]
-    flops = weight.flops
-    if setting.recipe is None or not item.is_quantized:
-        return [Work(costs.gemm_ms(flops), "", host)]
-    if costs.precision == "bf16":  # dequantized for the GEMM
-        unpacked = 0 if part == "wgrad" else costs.memory_ms(item.wired + item.gathered)
-        return [Work(costs.gemm_ms(flops) + unpacked, "", host)]
-    rows = flops / (2 * weight.numel) * (weight.shape[0] if len(weight.shape) > 2 else 1)
+    gemms = [op for op in weight.use if op.kind is Kind.GEMM]
+    if setting.recipe is None or not item.is_quantized or costs.precision == "bf16":
+        around = {"forward": weight.use, "dgrad": weight.grads, "wgrad": ()}[part]
+        others = [op for op in around if op.kind is Kind.MEMORY]
+        ms = sum(map(costs.op_ms, (*gemms, *others)))
+        if item.is_quantized and part != "wgrad":  # dequantized for the GEMM
+            ms += costs.memory_ms(item.wired + item.gathered)
+        return [Work(ms, "", host * (len(gemms) + len(others)))]
+    rows = weight.flops / (2 * weight.numel) * (weight.shape[0] if len(weight.shape) > 2 else 1)
     cast = _operand_nbytes(setting, part, rows, weight.shape)
-    return [Work(costs.gemm_ms(flops, costs.precision) + costs.cast_ms(cast), "", 3 * host)]
+    ms = sum(costs.gemm_ms(op, costs.precision) for op in gemms)
+    return [Work(ms + costs.cast_ms(cast), "", 3 * host)]
 
 
 def _operand_nbytes(setting: Setting, part: str, rows: float, shape: Sequence[int]) -> float:

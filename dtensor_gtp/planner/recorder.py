@@ -36,6 +36,8 @@ class Op(NamedTuple):
     kind: Kind  # what it is bound by
     flops: float = 0  # multiplications and additions of GEMMs and attention
     nbytes: float = 0  # what elementwise kernels read and write, or the result of a gather on all ranks of its axis
+    groups: int = 1  # of GEMMs: how many one kernel computes
+    is_ragged: bool = False  # whether these have as many rows as a tensor says: torch's ``grouped_mm``
 
 
 class Stretch(NamedTuple):
@@ -98,7 +100,9 @@ class Recorder(compat.TorchDispatchMode):
 
 
 _GEMMS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm"}
+# Kernels that do not run, and the GEMMs of a convolution's backward, which are two of its forward.
 _NOTHING = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "_local_scalar_dense"}
+_NOTHING |= {"convolution_backward"}
 # How often kernels of CUDA read their first input and their last, where that is not once. (Rows longer than shared
 # memory: torch's softmax reads them for the maximum, for the sum and for the result.)
 _READS = {"_log_softmax": 3, "_softmax": 3, "_log_softmax_backward_data": 2, "_softmax_backward_data": 2}
@@ -115,7 +119,9 @@ def _op_of(func: Any, given: list[torch.Tensor], results: list[torch.Tensor]) ->
         return Op(Kind.GEMM, flops=2 * results[0].numel() * weight.numel() / weight.shape[0])
     if name in _GEMMS:
         first, second = [t for t in given if t.ndim > 1][-2:]
-        return Op(Kind.GEMM, flops=2 * first.numel() * second.shape[-1])
+        is_ragged = name == "_grouped_mm"
+        groups = given[-1].numel() if is_ragged else math.prod(first.shape[:-2])
+        return Op(Kind.GEMM, 2 * first.numel() * second.shape[-1], groups=groups, is_ragged=is_ragged)
     storages = {tensor.untyped_storage()._cdata for tensor in given}
     if not func._schema.is_mutable and results and all(t.untyped_storage()._cdata in storages for t in results):
         return Op(Kind.VIEW)

@@ -4,13 +4,11 @@
 change shapes and communicate nothing.
 
 A module that holds matrices, is no linear layer and no table, and has no module with matrices below it, is one use: its
-operations in forward are those of the use, and autograd says when backward comes by. Experts of transformers choose
-rows by data, which fake tensors have not: a stand-in computes as much as equally loaded experts do.
+operations in forward and backward are those of the use, and autograd says when backward comes by.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -238,8 +236,8 @@ def shape_of(module: nn.Module) -> tuple[int, ...]:
 
 def use_module(name: str, module: nn.Module, recorder: Recorder) -> None:
     forward = module.forward
-    if list(inspect.signature(forward).parameters)[1:3] == ["top_k_index", "top_k_weights"]:
-        forward = partial(_equal_loads, module, recorder)
+    for param in _own_matrices(module):
+        param.register_post_accumulate_grad_hook(_drop_grad)  # it is no activation
 
     def begin_backward() -> None:
         recorder.mark("wgrad", name)
@@ -253,6 +251,10 @@ def use_module(name: str, module: nn.Module, recorder: Recorder) -> None:
         return _through(output, begin_backward)
 
     module.forward = run
+
+
+def _drop_grad(param: Tensor) -> None:
+    param.grad = None
 
 
 class _Through(torch.autograd.Function):
@@ -278,33 +280,6 @@ def _through(values: Any, in_backward: Callable[[], None]) -> Any:
         for place, tensor in zip(places, led, strict=True):
             leaves[place] = tensor
     return compat.tree_unflatten(leaves, spec)
-
-
-class _Routed(torch.autograd.Function):
-    """Rows through equally loaded experts: what is saved, and the GEMMs of forward."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, weights: Tensor, kept: int, flops: float, recorder: Recorder) -> Any:
-        ctx.save_for_backward(input, weights, input.new_empty(kept))
-        recorder.note(Op(Kind.GEMM, flops=flops))
-        recorder.note(Op(Kind.MEMORY, nbytes=2 * kept * input.element_size()))
-        return torch.empty_like(input)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        _input, weights, kept = ctx.saved_tensors
-        _grads = torch.empty_like(kept)
-        return torch.empty_like(grad), torch.empty_like(weights), None, None, None
-
-
-def _equal_loads(
-    module: nn.Module, recorder: Recorder, hidden_NC: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Any:
-    rows, width = top_k_index.numel(), hidden_NC.shape[-1]
-    matrices = [param for param in _own_matrices(module) if param.ndim == 3]
-    flops = sum(2 * rows * param.numel() / param.shape[0] for param in matrices)
-    inner = sum(param.numel() // param.shape[0] // width for param in matrices)
-    return _Routed.apply(hidden_NC, top_k_weights, rows * (width + inner), flops, recorder)  # type: ignore[no-untyped-call]
 
 
 @contextmanager

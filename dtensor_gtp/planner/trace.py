@@ -50,6 +50,7 @@ class Weight(NamedTuple):
     backward: tuple[Op, ...]  # operations of backward between the use that backward comes from and this one
     amounts: Amounts  # bytes of activations around it
     live: int  # bytes of activations at the start of its use in forward
+    grads: tuple[Op, ...] = ()  # kernels of its own backward beside GEMMs, of which each of ``use`` has two
     is_tied: bool = False  # whether another use is of the same matrix and counts its state
 
     @property
@@ -63,8 +64,8 @@ class Weight(NamedTuple):
         return self.name[: found.end() - 1] if found else ""
 
     def with_ops(self, change: Callable[[Op], Op]) -> Weight:
-        before, use, backward = (tuple(map(change, ops)) for ops in (self.before, self.use, self.backward))
-        return self._replace(before=before, use=use, backward=backward)
+        names = ("before", "use", "backward", "grads")
+        return self._replace(**{name: tuple(map(change, getattr(self, name))) for name in names})
 
     def shifted(self, nbytes: int) -> Weight:
         """The use after so many more bytes of activations."""
@@ -126,7 +127,7 @@ class Trace:
         """The same for several sequences: operations and activations grow with them."""
 
         def more(op: Op) -> Op:
-            return Op(op.kind, op.flops * batch, op.nbytes * batch)
+            return op._replace(flops=op.flops * batch, nbytes=op.nbytes * batch)
 
         def changed(weight: Weight) -> Weight:
             amounts = Amounts(*(amount * batch for amount in weight.amounts))
@@ -193,6 +194,7 @@ def _trace_of(stretches: list[Stretch], modules: dict[str, nn.Module], small_num
                 backward=backward.ops,
                 amounts=Amounts(use.most, after.most, backward.most, wgrad.most, dgrad.most),
                 live=use.live,
+                grads=tuple(op for op in dgrad.ops if op.kind is Kind.MEMORY),
                 is_tied=f"{name}.weight" in tied,
             )
         )

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import planner_accuracy as accuracy
 import pytest
 
+from dtensor_gtp.planner.evaluate import Problem, memory_of, setting_of
+from dtensor_gtp.planner.fully_shard import build_fully_shard
+from dtensor_gtp.planner.job import Job, Layout
 from dtensor_gtp.planner.machine import GIB, load_machine
 from dtensor_gtp.planner.memory import symmetric_nbytes
+from dtensor_gtp.planner.program import build, build_compute
+from dtensor_gtp.planner.timing import timeline_of
+from dtensor_gtp.planner.user_model import load_model
 
 # Jobs of which nothing but compute was used to fit a constant: over a wire, and without one.
 JOBS = {"4 x H200, `5037fb7`": 7, "1 x H100 as one of 8, `bcdcd01`": 7}
@@ -57,6 +65,28 @@ def test_groups_as_measured() -> None:
     small, _ = accuracy.groups_of_llama()
     assert abs(small.error) < 0.2
     assert abs(small.memory_error or 1) < 0.03
+
+
+def test_a_mixture_of_transformers_as_measured(transformers: Any, tmp_path: Path) -> None:
+    """Six blocks of Qwen3-MoE on two GPUs, which no constant was fitted to: its experts are small GEMMs in one kernel,
+    and tokens are sorted, gathered, weighed and summed around them."""
+    sizes = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 6, "num_key_value_heads": 4}
+    sizes |= {"head_dim": 128, "num_experts": 64, "num_experts_per_tok": 8, "vocab_size": 32000}
+    config = transformers.Qwen3MoeConfig(**sizes).to_dict() | {"architectures": ["Qwen3MoeForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    _, _, user = load_model(str(tmp_path / "config.json"), 4096)
+    machine, layout = load_machine("h100"), Layout(gtp=2)
+    problem = Problem(Job(2, seq_len=4096, reduce_dtype="fp32", optimizer="adamw"), None, machine, user)
+    setting = setting_of(problem, layout, None)
+    schedule, _ = setting.choice(machine.memory_nbytes // 2)
+    programs = {"plain": build_compute(setting), "fsdp2": build_fully_shard(setting), "gtp": build(setting, schedule)}
+    content = json.loads(accuracy.CSV.with_name("2xh100_real_models.json").read_text())
+    measured = {row["mode"]: row for row in content["rows"] if row["case"] == "qwen3moe:4096"}
+    for mode, program in programs.items():
+        assert timeline_of(program, machine).ms == pytest.approx(measured[mode]["fb_ms"], rel=0.12), mode
+    memory = memory_of(problem, layout)
+    held = (memory.total - memory.reserve - memory.symmetric) / GIB
+    assert held == pytest.approx(measured["gtp"]["peak_gib"], rel=0.1)
 
 
 def test_at_least_half_of_the_rows_are_not_used() -> None:

@@ -21,6 +21,7 @@ from dtensor_gtp.planner.calibrate import _meshes, calibrate
 from dtensor_gtp.planner.command_line import main
 from dtensor_gtp.planner.costs import Axis, Costs
 from dtensor_gtp.planner.machine import Contention, Host, Link, Machine, load_machine
+from dtensor_gtp.planner.recorder import Kind, Op
 from dtensor_gtp.planner.samples import Beside, Groups, Samples, fitted
 
 RANKS = 4
@@ -29,6 +30,7 @@ ALWAYS_MISSING = {
     "jitter",
     "compute.fused",
     "compute.attention_long",
+    "compute.ragged",
     "fast.hop_us",
     "network",
     "host.replay_us",
@@ -66,10 +68,10 @@ def measured(known: Machine) -> Samples:
     axis = Axis(RANKS, 1)
     samples.add("kernel", 1, known.compute.kernel_us / 1e6)
     for flops in (2e12, 1e9, 7e10):
-        samples.add("bf16 GEMM", flops, costs.gemm_ms(flops) / 1e3)
+        samples.add("bf16 GEMM", flops, costs.gemm_ms(Op(Kind.GEMM, flops)) / 1e3)
         if flops > 1e9:
-            samples.add("float8 tensorwise GEMM", flops, costs.gemm_ms(flops, "float8") / 1e3)
-            samples.add("float8 rowwise GEMM", flops, rowwise.gemm_ms(flops, "float8") / 1e3)
+            samples.add("float8 tensorwise GEMM", flops, costs.gemm_ms(Op(Kind.GEMM, flops), "float8") / 1e3)
+            samples.add("float8 rowwise GEMM", flops, rowwise.gemm_ms(Op(Kind.GEMM, flops), "float8") / 1e3)
     samples.add("memory", 3e8, costs.memory_ms(3e8) / 1e3)
     samples.add("cast", 3e8, costs.cast_ms(3e8) / 1e3)
     rate = known.peak_tflops["bf16"] * 1e12 * known.compute.attention
