@@ -37,9 +37,7 @@ class Groups:
     # Whether the gather backend casts shards and fills this rank's part of the output (``CastingBackend``).
     casts_shards: bool = False
     reduce_scatter: ReduceScatterKind = "ring"
-    # Whether a "ring" within a host sends gradients of 16 bits as they are, and receivers add them in ``reduce_dtype``:
-    # the same sum with half the bytes. Between hosts, a ring has fewer bytes to send.
-    sends_narrow: bool = False
+    sends_narrow: bool = False  # see :func:`may_send_narrow`
 
     @property
     def gather(self) -> dist.ProcessGroup:
@@ -53,6 +51,17 @@ class Groups:
     def replicate(self) -> dist.ProcessGroup | None:
         """The group of the replicate axis; None if there is no such axis or it has one rank."""
         return None if self.replicate_name is None else compat.resolve_group(self.replicate_name)
+
+
+def may_send_narrow(kind: ReduceScatterKind, num_ranks: int) -> bool:
+    """Whether gradients of 16 bits travel as they are within a host, and receivers add them in ``reduce_dtype``: the
+    same sum with half the bytes. Between hosts, a ring has fewer bytes to send."""
+    return kind == "ring" and num_ranks > 1
+
+
+def is_exact_in(dtype: torch.dtype, wide: torch.dtype) -> bool:
+    """Whether ``wide`` has more bytes, and each value of ``dtype``."""
+    return dtype.itemsize < wide.itemsize and torch.promote_types(dtype, wide) == wide
 
 
 def as_integers(tensor: Tensor) -> Tensor:

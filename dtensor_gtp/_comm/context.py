@@ -16,7 +16,7 @@ from .. import _torch_compat as compat
 from .._howto import see
 from ..policy import GatherBackend, GatherBackendName, ReduceScatterKind, Schedule, Waitable
 from .agreement import is_one_host
-from .collectives import Groups, has_replicas
+from .collectives import Groups, has_replicas, may_send_narrow
 from .copy_engine import CastingBackend, CopyEngine, PeerCopies
 from .debug import DebugFlags, check_finite, check_order
 from .gather_backends import choose_gather_backend, choose_reduce_scatter, name_of
@@ -88,7 +88,7 @@ class CommContext(ReductionsInFlight):
             self._gather_streams.setdefault(gather.group_name, stream)
         casts_shards = gather.group_name in self._casting_backends
         replicate_name = names[0] if replicate else None
-        sends_narrow = kind == "ring" and gather.size() > 1 and is_one_host(gather, self.device)
+        sends_narrow = may_send_narrow(kind, gather.size()) and is_one_host(gather, self.device)
         groups = Groups(gather.group_name, scatter.group_name, replicate_name, casts_shards, kind, sends_narrow)
         self._groups[names] = groups
         return groups

@@ -106,8 +106,7 @@ class ReductionLaunches:
 
     def sends_narrow(self, weight: Reducible, dtype: torch.dtype) -> bool:
         """Whether a gradient of this dtype travels as it is, and its receivers add in ``reduce_dtype``."""
-        wide = weight.reduce_dtype
-        is_exact = dtype.itemsize < wide.itemsize and torch.promote_types(dtype, wide) == wide
+        is_exact = collectives.is_exact_in(dtype, weight.reduce_dtype)
         return weight.groups.sends_narrow and is_exact and self.replicas is None
 
     def _add_up(self, gradient: Gradient, slot: Tensor, addends: Tensor) -> None:

@@ -223,6 +223,8 @@ def _uses(setting: Setting, step: Step, schedule: Schedule) -> list[Use]:
             uses.append(make_lookup(shard, dim, ends, item.weight.amounts, setting.tokens, item.axis.size))
             continue
         reducing = Reducing(setting.reduce_nbytes, setting.backends(schedule, item.lane).reduces, item.axis.size)
+        if setting.sends_narrow(schedule, item):
+            reducing = Reducing(COMPUTE_NBYTES, "all_to_all", item.axis.size)
         use = make_use(shard, amounts[place], item.weight.amounts, reducing, is_table=item.weight.is_table)
         uses.append(_in_group(setting, unit, number, use) if unit.is_group else use)
     return uses

@@ -189,7 +189,7 @@ class Reductions:
     def submit_group(self, group: Sharded) -> None:
         """The backward of a block ends: its gradients are packed, once compute has waited for those of the last one."""
         self._retire(0)
-        ms = self._tasks.costs.memory_ms(group.gathered + group.sent)
+        ms = self._tasks.costs.memory_ms(group.gathered + self._sent_nbytes([group]))
         self._tasks.add(Stream.COMPUTE, Load.COMPUTE, ms, label=f"pack {group.name}")
         self._launch([group])
 
@@ -213,16 +213,22 @@ class Reductions:
         self._retire(self._schedule.max_inflight_reduce_scatters - 1)
         is_copy = tasks.setting.backends(self._schedule, weights[0].lane).reduces == "copy_engine"
         tasks.spend(tasks.host.copy_us if is_copy else tasks.host.collective_us)
-        nbytes = sum(weight.sent for weight in weights)
+        nbytes = self._sent_nbytes(weights)
         label, name = f"reduce {_names(weights)}", weights[0].axis_name
         after = tasks.fork()
         if axis.size > 1:
             ms = tasks.costs.together_ms(nbytes, axis, len(weights), is_copy=is_copy, is_reduction=True)
             after = [tasks.transfer(Stream.SCATTER, name, nbytes, ms, after, label, "reductions", is_copy=is_copy)]
         shard = sum(weight.shard_numel for weight in weights)
-        # The sum of what copy engines brought; else the reduced rows are cast to the dtype of the parameter.
-        read = nbytes if is_copy else shard * tasks.setting.reduce_nbytes
+        # The sum of the addends; else the reduced rows are cast to the dtype of the parameter.
+        has_addends = is_copy or tasks.setting.sends_narrow(self._schedule, weights[0])
+        read = nbytes if has_addends else shard * tasks.setting.reduce_nbytes
         self._finish(weights, after, read + shard * PARAM_NBYTES)
+
+    def _sent_nbytes(self, weights: Sequence[Sharded]) -> int:
+        if self._tasks.setting.sends_narrow(self._schedule, weights[0]):
+            return weights[0].weight.numel * COMPUTE_NBYTES
+        return sum(weight.sent for weight in weights)
 
     def _finish(self, weights: Sequence[Sharded], after: Sequence[int], nbytes: float) -> None:
         tasks, costs, names = self._tasks, self._tasks.costs, _names(weights)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from .._comm.collectives import is_exact_in, may_send_narrow
 from .._comm.gather_backends import resolve_reduce_scatter
 from .._schedule.choose_schedule import (
     Facts,
@@ -19,8 +20,9 @@ from .._schedule.choose_schedule import (
     lookup_nbytes,
 )
 from .._schedule.order_of_gathers import Plan, Traits, Window, choose_kept, turning_point
+from .._schedule.order_of_reductions import may_wait
 from ..placement import chunk_rows
-from ..policy import Schedule, SchedulePolicy
+from ..policy import ReduceScatterKind, Schedule, SchedulePolicy
 from ..quant.planes import Direction
 from ..quant.recipes import Recipe
 from .costs import Axis, Costs
@@ -80,7 +82,7 @@ class Backends(NamedTuple):
     """Who gathers and who reduces: "process_group" and "ring", or "copy_engine"."""
 
     gathers: str
-    reduces: str
+    reduces: ReduceScatterKind
 
 
 @dataclass(frozen=True)
@@ -190,6 +192,14 @@ class Setting:
         if gathers == "auto":
             gathers = "copy_engine" if is_near else "process_group"
         return Backends(str(gathers), resolve_reduce_scatter(schedule.reduce_scatter, str(gathers)))
+
+    def sends_narrow(self, schedule: Schedule, item: Sharded) -> bool:
+        """Whether a gradient that travels alone does so in the dtype of compute, as ``ReductionLaunches`` decides."""
+        is_near = self.no_copy_engines(item.axis_name) is None
+        wide = torch.bfloat16 if self.reduce_nbytes == COMPUTE_NBYTES else torch.float32
+        kind = self.backends(schedule, item.lane).reduces
+        is_alone = item.is_group or not may_wait(item.sent, schedule.coalesce_grad_nbytes)
+        return is_alone and is_near and may_send_narrow(kind, item.axis.size) and is_exact_in(torch.bfloat16, wide)
 
     def block_nbytes(self) -> int:
         """Of the gathered weights of the largest block: what is on the wire, as the runtime counts it."""

@@ -64,8 +64,9 @@ class Weight(NamedTuple):
         return self.name[: found.end() - 1] if found else ""
 
     def with_ops(self, change: Callable[[Op], Op]) -> Weight:
-        names = ("before", "use", "backward", "grads")
-        return self._replace(**{name: tuple(map(change, getattr(self, name))) for name in names})
+        parts = (self.before, self.use, self.backward, self.grads)
+        before, use, backward, grads = (tuple(map(change, ops)) for ops in parts)
+        return self._replace(before=before, use=use, backward=backward, grads=grads)
 
     def shifted(self, nbytes: int) -> Weight:
         """The use after so many more bytes of activations."""

@@ -22,7 +22,7 @@ import functools
 import json
 import sys
 from collections.abc import Container, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,8 +33,9 @@ from dtensor_gtp.planner.machine import Host, Machine, load_machine
 from dtensor_gtp.planner.memory import Stage, predict
 from dtensor_gtp.planner.model import PRESETS, ModelConfig
 from dtensor_gtp.planner.program import build_compute
-from dtensor_gtp.planner.setting import Setting
+from dtensor_gtp.planner.setting import Setting, Sharded
 from dtensor_gtp.planner.timing import timeline_of
+from dtensor_gtp.policy import Schedule
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "benchmarks"))
 from predict_step import fully_shard_peak, setting_of, step_ms
@@ -89,9 +90,16 @@ def config() -> ModelConfig:
     return ModelConfig("benchmark", **content()["model"])
 
 
+class _Earlier(Setting):
+    def sends_narrow(self, schedule: Schedule, item: Sharded) -> bool:
+        return False
+
+
 def _as_measured(setting: Setting) -> Setting:
-    """All rows are of revisions that exchanged lookups in eager steps, too, as ``exchange_tokens`` asks for."""
-    return replace(setting, policy=replace(setting.policy, exchange_tokens=setting.tokens))
+    """All rows are of revisions that exchanged lookups in eager steps, too, as ``exchange_tokens`` asks for, and sent
+    gradients in the dtype of the reduction."""
+    values = {item.name: getattr(setting, item.name) for item in fields(setting)}
+    return _Earlier(**values | {"policy": replace(setting.policy, exchange_tokens=setting.tokens)})
 
 
 def predicted_ms(setting: Setting, mode: str, ranks: int = 1) -> float:
@@ -235,26 +243,20 @@ def _machine_of(run: dict[str, Any]) -> Machine:
     return replace(machine, memory_gib=changes["memory_gib"], hbm_gb_s=changes["hbm_gb_s"], peak_tflops=peaks)
 
 
-def groups_of_llama() -> tuple[Row, Row]:
-    """Eight layers of Llama-3-8B on two GPUs, with 512 tokens, where blocks are groups, and with 2,048, where they are
-    not. The plain model says how fast the host is."""
-    config, found = ModelConfig("llama", 4096, 8, 32, 8, 128, 14336, 32000), []
+def groups_of_llama() -> Row:
+    """Eight layers of Llama-3-8B on two GPUs with 512 tokens, where blocks are groups. The plain model says how fast
+    the host is."""
+    config, seq_len = ModelConfig("llama", 4096, 8, 32, 8, 128, 14336, 32000), 512
     rows = json.loads((CSV.with_name("2xh100_real_models.json")).read_text())["rows"]
-    for seq_len in (512, 2048):
-        plain, row = (
-            next(row for row in rows if (row["case"], row["mode"]) == (f"llama:{seq_len}", mode))
-            for mode in ("plain", "gtp")
-        )
-        machine = load_machine("h100")
-        alone = build_compute(setting_of(machine, config, 1, "compute", seq_len, {}))
-        factor = plain["host_ms"] / alone.host_ms
-        machine = replace(machine, host=Host(**{name: us * factor for name, us in vars(machine.host).items()}))
-        setting = _as_measured(setting_of(machine, config, 2, "gtp", seq_len, {}))
-        memory = predict(setting, setting.choice(0)[0], Stage(), 8)
-        gib = (memory.total - memory.reserve - memory.symmetric) / _GIB
-        ms = predicted_ms(setting, "gtp", 2)
-        found.append(Row("groups", "gtp", seq_len, row["fb_ms"], ms, row["peak_gib"], gib, False, False))
-    return found[0], found[1]
+    plain, _, row = (row for row in rows if row["case"] == f"llama:{seq_len}")
+    machine = load_machine("h100")
+    factor = plain["host_ms"] / build_compute(setting_of(machine, config, 1, "compute", seq_len, {})).host_ms
+    machine = replace(machine, host=Host(**{name: us * factor for name, us in vars(machine.host).items()}))
+    setting = replace(setting_of(machine, config, 2, "gtp", seq_len, {}), reduce_nbytes=4)
+    memory = predict(setting, setting.choice(0)[0], Stage(), 8)
+    gib = (memory.total - memory.reserve - memory.symmetric) / _GIB
+    ms = predicted_ms(setting, "gtp", 2)
+    return Row("groups", "gtp", seq_len, row["fb_ms"], ms, row["peak_gib"], gib, False, False)
 
 
 class Scaling(NamedTuple):

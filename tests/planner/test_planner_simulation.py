@@ -224,3 +224,23 @@ def test_gradients_of_a_group_wait_for_the_last_one() -> None:
     assert last.gathered == block
     whole = max(moment.wgrad for moment in found if moment.moment == last.moment)
     assert 2 * block <= whole < 2.5 * block
+
+
+def test_gradients_within_a_host_travel_in_the_dtype_of_compute() -> None:
+    """By the runtime's own rule: reduced in fp32, what goes alone through the process group is exchanged in bf16."""
+    by_group = fixed_policy(gather_backend="process_group", reduce_scatter="ring", coalesce_grad_nbytes=1 << 19)
+    settings = [tiny(policy=by_group, world=world, reduce_nbytes=4) for world in (8, 16)]
+    schedule = settings[0].choice(0)[0]
+    head, small = settings[0].sharded()[-1], settings[0].sharded()[2]
+    assert head.sent > schedule.coalesce_grad_nbytes > small.sent
+    assert [settings[0].sends_narrow(schedule, item) for item in (head, small)] == [True, False]
+    assert not any(settings[1].sends_narrow(schedule, item) for item in settings[1].sharded())  # on two hosts
+    assert not tiny(policy=by_group).sends_narrow(schedule, head)  # reduced in bf16
+    near, far = (build(setting, schedule) for setting in settings)
+    times = [next(task.ms for task in each.tasks if task.label == "reduce output") for each in (near, far)]
+    assert times[0] == pytest.approx(settings[0].costs.scatter_ms(head.weight.numel * 2, head.axis))
+    assert times[1] == pytest.approx(
+        settings[1].costs.scatter_ms(head.weight.numel * 4, settings[1].sharded()[-1].axis)
+    )
+    uses = _uses(settings[0], plan_step(settings[0], schedule), schedule)
+    assert (uses[-1].wgrad, uses[-1].sent) == (head.weight.numel * 2, head.weight.numel * 2)
