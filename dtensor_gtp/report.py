@@ -216,7 +216,7 @@ def _advice(runtime: Runtime, is_verbose: bool, has_machine: bool) -> tuple[str,
 def _prediction(runtime: Runtime, mesh: DeviceMesh, machine: str | Machine) -> tuple[str, ...]:
     """Lines of what was predicted and measured of the weights on ``mesh``."""
     # The planner loads only where it is asked.
-    from .planner.costs import Axis, predict_traffic
+    from .planner.costs import Axis, Costs
     from .planner.machine import load_machine
 
     gpus = load_machine(machine) if isinstance(machine, str) else machine
@@ -242,10 +242,12 @@ def _prediction(runtime: Runtime, mesh: DeviceMesh, machine: str | Machine) -> t
     ]
     amounts.append(("gradients", sum(sent), len(sent)))
     is_copy = runtime.schedule.gather_backend == "copy_engine"
-    traffic = predict_traffic(gpus, axis, amounts, is_copy=is_copy)
+    costs, parts = Costs(gpus), []
+    for name, nbytes, num in amounts:
+        ms = costs.together_ms(nbytes, axis, num, is_copy=is_copy) if nbytes else 0.0
+        parts.append(f"{name} {format_nbytes(nbytes)}, {ms:.2f} ms")
     peak = torch.cuda.max_memory_allocated(runtime.device) if runtime.device.type == "cuda" else None
-    parts = "; ".join(f"{each.name} {format_nbytes(each.nbytes)}, {each.ms:.2f} ms" for each in traffic)
-    predicted = f"predicted on {gpus.describe()}, on the wire alone: {parts}"
+    predicted = f"predicted on {gpus.describe()}, on the wire alone: {'; '.join(parts)}"
     return predicted, _describe_measured(tuple(runtime.step_begins), peak)
 
 

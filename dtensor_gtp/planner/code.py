@@ -5,58 +5,18 @@ A test runs what stands here on processes of gloo and compares a step with one p
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from .evaluate import Answer, Problem
 from .job import Layout
 from .user_model import COLWISE, ROWWISE, TPPlan
 
-_TP_PLAN = """\
-# Column- and row-wise slices, activations along the sequence between them; names as in examples/llama.py.
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel, PrepareModuleInput, PrepareModuleOutput, RowwiseParallel, SequenceParallel, parallelize_module,
-)
-whole = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
-parallelize_module(model, mesh["tp"], {
-    "embedding": PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(1)),
-    "norm": SequenceParallel(),
-    "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-})
-for block in model.layers:
-    parallelize_module(block, mesh["tp"], {
-        "attention_norm": SequenceParallel(), "attention": whole,
-        "attention.wq": ColwiseParallel(), "attention.wk": ColwiseParallel(), "attention.wv": ColwiseParallel(),
-        "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
-        "ffn_norm": SequenceParallel(), "ffn": whole,
-        "ffn.w1": ColwiseParallel(), "ffn.w3": ColwiseParallel(),
-        "ffn.w2": RowwiseParallel(output_layouts=Shard(1)),
-    })"""
-
-_SELECTIVE = """\
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-
-def save_every_second_product():
-    seen = {False: 0, True: 0}  # in forward, and in recomputation
-    def policy(context, op, *args, **kwargs):
-        is_saved = "attention" in str(op)
-        if op is torch.ops.aten.mm.default:
-            seen[context.is_recompute] += 1
-            is_saved = seen[context.is_recompute] % 2 == 0
-        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
-    return create_selective_checkpoint_contexts(policy)
-"""
-
-
-_CHECKPOINTING = """\
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-for number, block in enumerate(model.layers):
-    model.layers[number] = checkpoint_wrapper(block{options})"""
-
-_ZERO1 = """\
-from torch.distributed.fsdp import fully_shard
-for unit in (*model.layers, model):  # gradients and optimizer states are cut over the copies too
-    fully_shard(unit, mesh=mesh["replicate"], reshard_after_forward=False)"""
-
+_SNIPPETS = Path(__file__).parent / "snippets"
 _READ = "python -m dtensor_gtp.help"
+
+
+def _snippet(name: str) -> str:
+    return (_SNIPPETS / f"{name}.txt").read_text().rstrip()
 
 
 def unwritten(problem: Problem, answer: Answer) -> list[str]:
@@ -96,17 +56,18 @@ def training_code(problem: Problem, answer: Answer) -> str:
     lines += ["with torch.device('meta'):", "    model = build_model()  # yours"]
     lines += _recipe(problem)
     if layout.tp > 1:
-        lines += [_TP_PLAN] if problem.user is None else _tp_lines(problem.user.plan)
+        lines += [_snippet("tensor_parallel")] if problem.user is None else _tp_lines(problem.user.plan)
     if layout.checkpoint != "none":
         is_selective = layout.checkpoint == "selective"
         options = ", context_fn=save_every_second_product, preserve_rng_state=False" * is_selective
-        lines += [_SELECTIVE] * is_selective + [_CHECKPOINTING.format(options=options)]
+        lines += [_snippet("selective") + "\n"] * is_selective
+        lines.append(_snippet("checkpointing").format(options=options))
     reduce = "bfloat16" if job.reduce_dtype == "bf16" else "float32"
     lines.append(f"policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.{reduce})")
     schedule = "" if job.memory == "balanced" else f", schedule=SchedulePolicy(memory={job.memory!r})"
     copies = "mesh['gtp']" if _cuts_states(problem, layout) else "mesh.weights"
     lines.append(f"gtp_shard(model, {copies}, mp_policy=policy{schedule})")
-    lines += [_ZERO1] * _cuts_states(problem, layout)
+    lines += [_snippet("zero1")] * _cuts_states(problem, layout)
     lines += [
         "model.to_empty(device='cuda')",
         "with mesh.fork_rng('params'):  # the same values whatever the mesh",
@@ -114,7 +75,7 @@ def training_code(problem: Problem, answer: Answer) -> str:
     ]
     if job.is_compiled:
         lines.append("for block in model.layers:\n    block.compile(fullgraph=True)")
-    lines += [*_OPTIMIZERS[job.optimizer], "", *_step(problem, layout)]
+    lines += [_snippet(job.optimizer), "", *_step(problem, layout)]
     return "\n".join(lines)
 
 
@@ -166,19 +127,6 @@ def _tp_lines(plan: TPPlan) -> list[str]:
         *(f"    {name!r}: {styles[style]}," for name, style in plan.described().items()),
         "})",
     ]
-
-
-_OPTIMIZERS = {
-    "adamw": ["optimizer = torch.optim.AdamW(model.parameters(), fused=True)"],
-    "sgd": ["optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)"],
-    "sgd-momentum": ["optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)"],
-    "muon": [
-        "from dtensor_gtp.optim import Muon",
-        "matrices = [p for name, p in model.named_parameters() if p.ndim > 1 and name.startswith('layers.')]",
-        "others = [p for name, p in model.named_parameters() if p.ndim < 2 or not name.startswith('layers.')]",
-        "muon, adamw = Muon(matrices, lr=1e-3), torch.optim.AdamW(others, fused=True)",
-    ],
-}
 
 
 def launch_lines(problem: Problem, answer: Answer) -> str:

@@ -211,21 +211,3 @@ def _share(points: Sequence[tuple[float, float]], flops: float) -> float:
             return share + (next_share - share) * part
         first, share = number, next_share
     return share
-
-
-class Traffic(NamedTuple):
-    name: str  # for people
-    nbytes: int  # of the full weights or gradients
-    num_tensors: int  # how many
-    ms: float  # time on the wire, if nothing else runs and all of it is one launch
-
-
-def predict_traffic(
-    machine: Machine, axis: Axis, amounts: Sequence[tuple[str, int, int]], *, is_copy: bool
-) -> list[Traffic]:
-    """What ``amounts`` take on the wire: name, bytes and number of tensors; ``is_copy``: by copy engines."""
-
-    def ms(nbytes: int, num: int) -> float:
-        return Costs(machine).together_ms(nbytes, axis, num, is_copy=is_copy) if nbytes and axis.size > 1 else 0.0
-
-    return [Traffic(name, nbytes, num, ms(nbytes, num)) for name, nbytes, num in amounts]

@@ -20,61 +20,76 @@ GIB = 2**30
 VERSION = 2
 # Sequences up to the first length have ``Compute.attention``, from the second one on ``Compute.attention_long``.
 ATTENTION_LENGTHS = (8192, 32768)
+FACTORS = (1, 10)  # of contention, the least and the most
+FORMATS = ("bf16", "float8", "float4")
 _PRESETS = Path(__file__).parent / "machines"
+# Pairs of operations of one GEMM and the share of the peak that it reaches; between them the share is interpolated over
+# the logarithm of the operations.
+Curve = tuple[tuple[float, float], ...]
+
+
+def _within(least: float, most: float, default: Any = MISSING) -> Any:
+    """A number, and the least and the most that make sense: a file with another value was written in other units."""
+    return field(default=default, metadata={"range": (least, most)})
 
 
 @dataclass(frozen=True)
 class Link:
-    gb_s: float  # what a GPU sends, while it receives as much, in 10^9 bytes a second
-    share: float  # of that, what a collective of large messages reaches
-    start_us: float  # time before the first byte arrives; of copy engines, for each copy
-    hop_us: float  # time for each further step of a ring or a tree; of copy engines, for each peer in a barrier
+    gb_s: float = _within(1e-3, 1e5)  # what a GPU sends, while it receives as much, in 10^9 bytes a second
+    share: float = _within(0.001, 2)  # of that, what a collective of large messages reaches
+    start_us: float = _within(0, 1e5)  # time before the first byte arrives; of copy engines, for each copy
+    hop_us: float = _within(
+        0, 1e4
+    )  # time for each further step of a ring or a tree; of copy engines, for each peer in a barrier
 
 
 @dataclass(frozen=True)
 class Compute:
     """What kernels reach of the peaks."""
 
-    # Pairs of operations of one GEMM and the share of the peak that it reaches; between them the share is
-    # interpolated over the logarithm of the operations.
-    gemm: tuple[tuple[float, float], ...]
-    # The same for GEMMs of 8 bits and fewer, casts not included; a scale for each matrix.
-    float8_gemm: tuple[tuple[float, float], ...]
-    float8_rowwise_gemm: tuple[tuple[float, float], ...]  # the same with a scale for each row
-    attention: float  # share of the bf16 peak that fused attention reaches, without what a causal mask leaves out
-    hbm: float  # share of the memory's bandwidth that elementwise kernels reach
-    cast: float  # the same of casts to formats of 8 bits and fewer, which read their input twice
-    fused: float  # share of the bytes of elementwise kernels that is left in compiled blocks
-    kernel_us: float  # what each kernel takes beside: its begin, its end, and the gap before it
+    gemm: Curve
+    float8_gemm: Curve  # of 8 bits and fewer, casts not included; a scale for each matrix
+    float8_rowwise_gemm: Curve  # the same with a scale for each row
+    attention: float = _within(
+        0.001, 1
+    )  # share of the bf16 peak that fused attention reaches, without what a causal mask leaves out
+    hbm: float = _within(0.001, 1.5)  # share of the memory's bandwidth that elementwise kernels reach
+    cast: float = _within(0.001, 1.5)  # the same of casts to formats of 8 bits and fewer, which read their input twice
+    fused: float = _within(0, 1)  # share of the bytes of elementwise kernels that is left in compiled blocks
+    kernel_us: float = _within(0, 1000)  # what each kernel takes beside: its begin, its end, and the gap before it
     # As ``attention``, for sequences of 32,768 tokens and more on one rank; 0 if it is the same.
-    attention_long: float = 0.0
+    attention_long: float = _within(0, 1, 0.0)
     # Of a GEMM's rate, what torch's ``grouped_mm`` reaches whose groups have as many operations: 4 x H200, e984528.
-    ragged: float = 0.72
+    ragged: float = _within(0.01, 1, 0.72)
 
 
 @dataclass(frozen=True)
 class Host:
     """What the host takes in eager steps."""
 
-    op_us: float  # for one operation of torch in forward and backward, a view or a kernel
-    use_us: float  # for one use of a sharded weight, in forward or in backward, without the calls of the process group
-    fsdp_use_us: float  # the same under ``fully_shard``, for each parameter
-    collective_us: float  # for one call of the process group
-    copy_us: float  # for one launch of copy engines
-    replay_us: float  # before the replay of a CUDA graph of a whole step
+    op_us: float = _within(0, 1e4)  # for one operation of torch in forward and backward, a view or a kernel
+    use_us: float = _within(
+        0, 1e5
+    )  # for one use of a sharded weight, in forward or in backward, without the calls of the process group
+    fsdp_use_us: float = _within(0, 1e5)  # the same under ``fully_shard``, for each parameter
+    collective_us: float = _within(0, 1e5)  # for one call of the process group
+    copy_us: float = _within(0, 1e5)  # for one launch of copy engines
+    replay_us: float = _within(0, 1e6)  # before the replay of a CUDA graph of a whole step
 
 
 @dataclass(frozen=True)
 class Contention:
     """How many times as long work takes while other work runs beside it."""
 
-    gemm_beside_nccl: float  # GEMMs beside a collective whose kernels take SMs
-    gemm_beside_copy: float  # GEMMs beside copy engines
-    nccl_beside_gemm: float  # such a collective beside GEMMs
-    copy_beside_gemm: float  # copies beside GEMMs
-    wire: float  # two collectives over the same link, each of them
-    kernel: float  # two kernels on one GPU, each of them: they share SMs and memory
-    grouped: float  # one collective of NCCL over several tensors, beside one over a single tensor of as many bytes
+    gemm_beside_nccl: float = _within(*FACTORS)  # GEMMs beside a collective whose kernels take SMs
+    gemm_beside_copy: float = _within(*FACTORS)  # GEMMs beside copy engines
+    nccl_beside_gemm: float = _within(*FACTORS)  # such a collective beside GEMMs
+    copy_beside_gemm: float = _within(*FACTORS)  # copies beside GEMMs
+    wire: float = _within(*FACTORS)  # two collectives over the same link, each of them
+    kernel: float = _within(*FACTORS)  # two kernels on one GPU, each of them: they share SMs and memory
+    grouped: float = _within(
+        *FACTORS
+    )  # one collective of NCCL over several tensors, beside one over a single tensor of as many bytes
 
 
 @dataclass(frozen=True)
@@ -84,15 +99,15 @@ class Machine:
     Args:
         name: For people.
         not_measured: Fields that are not of this machine, by name; ``("all",)`` for a preset.
+        fast: The fast link, with NCCL.
+        copy: The fast link, with copy engines.
+        network: The link between domains.
         memory_gib: Memory of a GPU that the process can allocate.
         reserve_gib: Of that, what CUDA, NCCL and the allocator's fragments take.
         hbm_gb_s: Peak bandwidth of the memory.
         peak_tflops: Dense peak of matrix operations by format: "bf16", "float8", "float4".
         gpus_per_host: GPUs that can map each other's memory.
         gpus_per_domain: GPUs behind the fast link: a host, or a rack.
-        fast: The fast link, with NCCL.
-        copy: The fast link, with copy engines.
-        network: The link between domains.
         jitter: Standard deviation of one rank's step, as a share of it: all wait for the slowest.
         spread: How far the answer may be off, as a share of it. Half of the range that is shown.
         watts: Power of a GPU that the peaks are for; 0 if it is not known.
@@ -114,21 +129,21 @@ class Machine:
 
     name: str
     not_measured: tuple[str, ...]
-    memory_gib: float
-    reserve_gib: float
-    hbm_gb_s: float
-    peak_tflops: Mapping[str, float]
-    gpus_per_host: int
-    gpus_per_domain: int
     fast: Link
     copy: Link
     network: Link
     compute: Compute
     host: Host
     contention: Contention
-    jitter: float
-    spread: float
-    watts: float = 0.0
+    memory_gib: float = _within(0.01, 4096)
+    reserve_gib: float = _within(0, 512)
+    hbm_gb_s: float = _within(0.1, 1e5)
+    peak_tflops: Mapping[str, float] = _within(1e-4, 1e5)
+    gpus_per_host: int = _within(1, 1024)
+    gpus_per_domain: int = _within(1, 65536)
+    jitter: float = _within(0, 0.5)
+    spread: float = _within(0, 0.9)
+    watts: float = _within(0, 5000, 0.0)
     sources: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -195,32 +210,6 @@ class Machine:
     def is_calibrated(self) -> bool:
         """Whether all but the peaks were measured on this machine."""
         return not self.not_measured
-
-
-# By field: the least and the most that make sense. A file with another value was written in other units.
-_RANGES: Mapping[str, tuple[float, float]] = {
-    "memory_gib": (0.01, 4096),
-    "reserve_gib": (0, 512),
-    "hbm_gb_s": (0.1, 1e5),
-    **dict.fromkeys(("peak_tflops.bf16", "peak_tflops.float8", "peak_tflops.float4"), (1e-4, 1e5)),
-    "gpus_per_host": (1, 1024),
-    "gpus_per_domain": (1, 65536),
-    "gb_s": (1e-3, 1e5),
-    "share": (0.001, 2),
-    "attention": (0.001, 1),
-    "attention_long": (0, 1),
-    "hbm": (0.001, 1.5),
-    "cast": (0.001, 1.5),
-    "fused": (0, 1),
-    "ragged": (0.01, 1),
-    **{"kernel_us": (0, 1000), "start_us": (0, 1e5), "hop_us": (0, 1e4)},
-    **{"op_us": (0, 1e4), "use_us": (0, 1e5), "fsdp_use_us": (0, 1e5)},
-    **{"collective_us": (0, 1e5), "copy_us": (0, 1e5), "replay_us": (0, 1e6)},
-    "jitter": (0, 0.5),
-    "spread": (0, 0.9),
-    "watts": (0, 5000),
-}
-FACTORS = (1, 10)  # of contention
 
 
 def load_machine(text: str) -> Machine:
@@ -305,52 +294,50 @@ def _build(kind: Any, values: Any, where: str, prefix: str = "") -> Any:
     """A dataclass from a JSON object, each of its fields checked."""
     is_object = isinstance(values, dict)
     expect(is_object, f"machine expects an object as {prefix or 'file'}", f"{where} has {values!r}. Mend the file.")
-    types = get_type_hints(kind)
-    for name in values.keys() - types.keys():
+    known, types = {item.name: item for item in fields(kind)}, get_type_hints(kind)
+    for name in values.keys() - known.keys():
         raise PlanError(f"machine has no field {prefix}{name}, but {where} does. Known are {', '.join(types)}.")
-    optional = {item.name for item in fields(kind) if (item.default, item.default_factory) != (MISSING, MISSING)}
-    for name in types.keys() - values.keys() - optional:
-        raise PlanError(f"machine expects a field {prefix}{name}, but {where} has none. Add it.")
+    for name, item in known.items():
+        is_there = name in values or (item.default, item.default_factory) != (MISSING, MISSING)
+        expect(is_there, f"machine expects a field {prefix}{name}", f"{where} has none. Add it.")
     made = {}
     for name, value in values.items():
-        build, what = (_build, types[name]) if is_dataclass(types[name]) else (_checked, name)
-        made[name] = build(what, value, where, f"{name}." if build is _build else prefix)
+        made[name] = _checked(types[name], known[name].metadata.get("range"), value, where, prefix + name)
     return kind(**made)
 
 
-def _checked(name: str, value: Any, where: str, prefix: str) -> Any:
-    """The value of a field, as a dataclass holds it."""
+def _checked(kind: Any, bounds: Any, value: Any, where: str, name: str) -> Any:
+    """The value of a field of this type, as a dataclass holds it."""
 
     def demand(is_fine: object, expected: str, given: Any = value) -> None:
-        expect(is_fine, f"machine expects {expected} as {prefix}{name}", f"{where} has {given!r}. Mend the file.")
+        expect(is_fine, f"machine expects {expected} as {name}", f"{where} has {given!r}. Mend the file.")
 
-    match name:
-        case "name":
-            demand(isinstance(value, str), "a text")
-            return printable(value)
-        case "not_measured":
-            demand(isinstance(value, list | tuple) and all(isinstance(text, str) for text in value), "a list of names")
-            return tuple(value)
-        case "sources":
-            are_texts = isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
-            demand(are_texts, "an object of texts")
-            return value
-        case "peak_tflops":
-            demand(isinstance(value, dict), "an object of numbers")
-            return {kind: _checked(f"{name}.{kind}", peak, where, prefix) for kind, peak in value.items()}
-        case "gemm" | "float8_gemm" | "float8_rowwise_gemm":
-            demand(isinstance(value, list | tuple) and value, "pairs of numbers")
-            for pair in value:
-                is_pair = isinstance(pair, list | tuple) and len(pair) == 2 and all(map(_is_number, pair))
-                demand(is_pair, "pairs of numbers")
-                demand(pair[0] > 0, "positive operations", pair[0])
-                demand(0 < pair[1] <= 1, "shares above 0 and up to 1", pair[1])
-            return tuple(sorted((float(number), float(share)) for number, share in value))
-    if name not in _RANGES and prefix != "contention.":
-        raise PlanError(f"machine has no field {prefix}{name}, but {where} does. Take it out.")
-    least, most = _RANGES.get(name, FACTORS)
+    is_list, is_object = isinstance(value, list | tuple), isinstance(value, dict)
+    if is_dataclass(kind):
+        return _build(kind, value, where, f"{name}.")
+    if kind is str:
+        demand(isinstance(value, str), "a text")
+        return printable(value)
+    if kind == tuple[str, ...]:
+        demand(is_list and all(isinstance(text, str) for text in value), "a list of names")
+        return tuple(value)
+    if kind == Mapping[str, str]:
+        demand(is_object and all(isinstance(text, str) for text in value.values()), "an object of texts")
+        return value
+    if kind == Mapping[str, float]:
+        demand(is_object, "an object of numbers")
+        for key in value.keys() - set(FORMATS):
+            raise PlanError(f"machine has no field {name}.{key}, but {where} does. Take it out.")
+        return {key: _checked(float, bounds, each, where, f"{name}.{key}") for key, each in value.items()}
+    if kind == Curve:
+        demand(is_list and value, "pairs of numbers")
+        for pair in value:
+            demand(isinstance(pair, list | tuple) and len(pair) == 2 and all(map(_is_number, pair)), "pairs of numbers")
+            demand(pair[0] > 0 and 0 < pair[1] <= 1, "positive operations and shares up to 1", pair)
+        return tuple(sorted((float(number), float(share)) for number, share in value))
+    least, most = bounds
     demand(_is_number(value) and least <= value <= most, f"a number from {least:g} to {most:g}")
-    demand(isinstance(value, int) or not name.startswith("gpus_"), "an integer")
+    demand(kind is float or isinstance(value, int), "an integer")
     return value
 
 

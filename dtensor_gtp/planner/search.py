@@ -152,15 +152,12 @@ class _Search:
         if self._bounds.state_nbytes(layout) > self._capacity:
             self._refused.setdefault(_STATE, []).append(layout)
             return False
-        larger = self._too_large.setdefault((*_alike(layout), layout.checkpoint), [])
-        is_too_large = self._bounds.nbytes(layout) * _CERTAIN > self._capacity or any(
-            other.gtp >= layout.gtp and other.expert_gtp >= layout.expert_gtp for other in larger
-        )
-        memory = None if is_too_large else memory_of(self._problem, layout)
+        is_hopeless = self._bounds.nbytes(layout) * _CERTAIN > self._capacity or self._is_hopeless(layout)
+        memory = None if is_hopeless else memory_of(self._problem, layout)
         if memory is None or memory.total > self._capacity:
             self._refused.setdefault(_MEMORY, []).append(layout)
             self._refused_memory.append(layout)
-            larger.append(layout)
+            self._too_large.setdefault(_kind(layout), []).append(layout)
             return False
         answer = evaluate(self._problem, layout, memory)
         factor = answer.step_ms / self._bounds.ms(layout)
@@ -169,6 +166,17 @@ class _Search:
             self.best[_family(layout)] = answer
         self.num += 1
         return True
+
+    def _is_hopeless(self, layout: Layout) -> bool:
+        """Whether one of its kind does not fit that cuts weights into as many parts: another one, or the one that cuts
+        them into most."""
+        kind = _kind(layout)
+        if kind not in self._too_large:
+            experts = layout.ranks // layout.pp // layout.ep if layout.expert_gtp > 1 else 1
+            widest = replace(layout, gtp=layout.gtp * layout.replicate, replicate=1, expert_gtp=experts)
+            self._too_large[kind] = [widest] * (memory_of(self._problem, widest).total > self._capacity)
+        larger = self._too_large[kind]
+        return any(other.gtp >= layout.gtp and other.expert_gtp >= layout.expert_gtp for other in larger)
 
     def what_lacks_least(self) -> Answer | None:
         """Where no layout fits: takes those that leaner code could run as the best; else gives the smallest one."""
@@ -210,6 +218,11 @@ def _possible(
 def _family(layout: Layout) -> tuple[int, ...]:
     """Layouts that differ in how data ranks hold weights, and in how a batch is cut."""
     return layout.pp, layout.cp, layout.tp, layout.ep
+
+
+def _kind(layout: Layout) -> tuple[object, ...]:
+    """Layouts that take less memory the more ranks share weights."""
+    return *_family(layout), layout.micro_batch, layout.keep, layout.checkpoint
 
 
 def _alike(layout: Layout) -> tuple[object, ...]:

@@ -10,7 +10,7 @@ from schedules import explicit
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_gtp import gtp_shard, sharding_report
-from dtensor_gtp.planner.costs import Axis, Costs, predict_traffic
+from dtensor_gtp.planner.costs import Axis, Costs
 from dtensor_gtp.planner.errors import PlanError
 from dtensor_gtp.planner.machine import load_machine
 from dtensor_gtp.report import _describe_measured
@@ -46,8 +46,3 @@ def test_what_is_measured() -> None:
     assert _describe_measured([1.0, 1.5, 1.75, 5.0], 1 << 30).startswith(
         "measured: 500.00 ms a step (median of 3), at most 1.0 GiB"
     )
-
-
-def test_one_rank_has_no_traffic() -> None:
-    (gathers,) = predict_traffic(load_machine("h100"), Axis(1, 1), [("gathers", 100, 2)], is_copy=False)
-    assert gathers.ms == 0
