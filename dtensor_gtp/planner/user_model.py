@@ -68,6 +68,9 @@ class UserModel:
 
     def _record(self, tp: int) -> Trace:
         model, loss_of, _ = self._build()
+        config: Any = getattr(model, "config", None)
+        if getattr(config, "_experts_implementation", "") == "eager":  # a loop over what tokens have chosen
+            config._experts_implementation = "grouped_mm"
         if tp > 1:
             cut(model, self.plan, tp)
 

@@ -288,6 +288,27 @@ def test_a_model_of_transformers_by_function_and_by_configuration(
     assert first.problem.numel() == pytest.approx(second.problem.numel(), rel=0.02)  # the latter has no norms
 
 
+def test_a_loop_over_experts_is_planned_as_grouped(users_models: ModuleType, transformers: Any) -> None:
+    """Fake tensors do not say which experts tokens have chosen."""
+    sizes = _small_configs()["qwen3_moe"]
+
+    def build_as(implementation: str) -> Any:
+        config = transformers.Qwen3MoeConfig(**sizes, use_cache=False)
+        config._experts_implementation = implementation
+        with torch.device("meta"):
+            return transformers.Qwen3MoeForCausalLM(config), torch.zeros(1, 64, dtype=torch.int64)
+
+    traces = []
+    for implementation in ("eager", "grouped_mm"):
+        users_models.build = lambda name=implementation: build_as(name)  # type: ignore[attr-defined]
+        user = load_model("users_models:build", 64)[2]
+        assert user is not None
+        traces.append(user.trace(1))
+    assert traces[0] == traces[1]
+    experts = next(weight for weight in traces[0].weights if weight.name.endswith("experts.weight"))
+    assert experts.flops == 2 * 64 * 2 * 3 * 64 * 32  # two of four experts for each of 64 tokens
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
