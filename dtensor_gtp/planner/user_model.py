@@ -67,10 +67,10 @@ class UserModel:
         return None
 
     def _record(self, tp: int) -> Trace:
+        model: Any
         model, loss_of, _ = self._build()
-        config: Any = getattr(model, "config", None)
-        if getattr(config, "_experts_implementation", "") == "eager":  # a loop over what tokens have chosen
-            config._experts_implementation = "grouped_mm"
+        if getattr(model, "_can_set_experts_implementation", bool)():  # "eager" is a loop over what tokens have chosen
+            model.config._experts_implementation = "grouped_mm"
         if tp > 1:
             cut(model, self.plan, tp)
 
