@@ -96,25 +96,6 @@ class TestCuda(CudaTest):
                 grads.append([param.grad.full_tensor() for param in model.parameters()])
             torch.testing.assert_close(grads[1], grads[0])
 
-    def test_synchronized_batch_norm_equals_one_process(self) -> None:
-        mesh = self.gtp_mesh()
-        torch.manual_seed(0)
-        reference = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1)).cuda().double()
-
-        def shard(model: nn.Module) -> nn.Module:
-            return gtp_shard(nn.SyncBatchNorm.convert_sync_batchnorm(model, mesh.get_group()), mesh, schedule=ALL)
-
-        def batch(generator: torch.Generator) -> torch.Tensor:
-            return torch.randn(self.world_size * 2, 3, 6, 6, generator=generator, dtype=torch.float64).cuda()
-
-        def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-            return torch.optim.SGD(params, lr=0.1)
-
-        tolerance = {"rtol": 1e-4, "atol": 1e-6}
-        model = check_training(reference, shard, mesh, batch, square_loss, make_optimizer=sgd, tolerance=tolerance)
-        for name, value in reference.named_buffers():
-            torch.testing.assert_close(model.get_buffer(name), value, rtol=1e-4, atol=1e-6)
-
     def _steps(self, mesh: DeviceMesh, schedule: SchedulePolicy, lr: float = 1e-3) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = gtp_shard(Stack().cuda(), mesh, schedule=schedule, mp_policy=BF16)

@@ -83,6 +83,14 @@ class TestTorchtitan(GlooTest):
             train(config)
 
 
+@needs("torchtitan", extra="torchtitan")
+class TestTwoRanks(GlooTest):
+    world_size = 2
+
+    def test_losses_are_those_of_fsdp2(self) -> None:
+        check(run(sharded()), run_of_fsdp2())
+
+
 @needs("torchtitan", extra="torchtitan", tier="soak")
 class TestCompiled(GlooTest):
     def test_compiled(self) -> None:

@@ -157,11 +157,15 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name.replace("_checkpoint_wrapped_module.", ""): param for name, param in model.named_parameters()}
 
 
+def _initial(name: str, shape: torch.Size) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(name.encode()))
+    return torch.randn(shape, generator=generator) * 0.05 + (len(shape) == 1)
+
+
 @torch.no_grad()
 def _set_values(model: nn.Module) -> None:
     for name, param in sorted(named_parameters(model).items()):
-        generator = torch.Generator().manual_seed(sum(name.encode()))
-        value = torch.randn(param.shape, generator=generator) * 0.05 + (param.ndim == 1)
+        value = _initial(name, param.shape)
         if isinstance(param, DTensor):
             value = distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
         param.copy_(value)
@@ -208,9 +212,15 @@ def compiled(checkpointed: str, backend: str = "aot_eager", **parallelism: Any) 
 
 
 def check(actual: Run, expected: Run, begin: int = 1) -> None:
-    """Losses of all steps from ``begin`` on, and the parameters after the last."""
-    assert expected.losses[STEPS] < expected.losses[1]
+    """Losses of all steps from ``begin`` on, and the parameters after the last.
+
+    Beside how far training has moved a parameter, as the steps are small beside its values. AdamW makes much of
+    rounding where a gradient is near zero, so one element says little.
+    """
     steps = {step: expected.losses[step] for step in range(begin, STEPS + 1)}
     torch.testing.assert_close(actual.losses, steps, atol=2e-4, rtol=1e-4)
     for name, param in expected.params.items():
-        torch.testing.assert_close(actual.params[name], param, atol=2e-3, rtol=1e-3, msg=name)
+        moved = (param - _initial(name, param.shape).to(param)).norm()
+        assert moved > 0, f"{name} has not been trained"
+        error = (actual.params[name] - param).norm() / moved
+        assert error < 0.05, f"{name} has moved differently by {error:.3f} of its way"
