@@ -4,6 +4,7 @@ must stay together."""
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import sys
 from collections.abc import Callable
@@ -91,3 +92,25 @@ def resize_or_refuse(stock: Callable[..., nn.Module]) -> Callable[..., nn.Module
         return stock(self, new_num_tokens, pad_to_multiple_of, **options)
 
     return resize
+
+
+def generate_together(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """``generate`` of a model of transformers whose ``synced_gpus`` is False by default (Whisper), where others look at
+    ``_is_fsdp_managed_module``: true if the caller does not say otherwise."""
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def generate(self: Any, *args: Any, **options: Any) -> Any:
+        if "synced_gpus" not in signature.bind_partial(self, *args, **options).arguments:
+            options["synced_gpus"] = True
+        return stock(self, *args, **options)
+
+    return generate
+
+
+def is_alone_by_default(generate: object) -> bool:
+    """Whether a method ``generate`` has ``synced_gpus=False``."""
+    if not inspect.isfunction(generate):
+        return False
+    parameter = inspect.signature(generate).parameters.get("synced_gpus")
+    return parameter is not None and parameter.default is False

@@ -18,7 +18,7 @@ from .._howto import see
 from .._params.sharded_weight import ShardedWeight
 from .binding import BoundModule
 from .frames import ADVICE_FOR_JIT
-from .other_libraries import resize_or_refuse
+from .other_libraries import generate_together, is_alone_by_default, resize_or_refuse
 from .untraced_writes import as_users_see
 
 
@@ -158,6 +158,8 @@ def override(module: nn.Module) -> None:
         attributes[name] = MethodType(function, module)
     if callable(resize := getattr(cls, "resize_token_embeddings", None)):
         attributes["resize_token_embeddings"] = MethodType(resize_or_refuse(resize), module)
+    if "_is_fsdp_managed_module" in attributes and is_alone_by_default(generate := getattr(cls, "generate", None)):
+        attributes["generate"] = MethodType(generate_together(generate), module)
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         attributes["_fill_padding_idx_with_zero"] = MethodType(_zero_padding_row, module)
     # ``torch.distributed.tensor.distribute_module``, which ``parallelize_module`` calls, asks for this first.

@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 from common import ALL, GlooTest, assert_same_params, full, rows_of_rank, shared_directory
 from integration_common import VOCABULARY, make_llama, needs, process
+from model_cases import CASES
 from test_integration_transformers import arguments
 
 from dtensor_gtp import gtp_shard
@@ -118,6 +119,15 @@ class TestTogether(GlooTest):
                 with torch.no_grad():
                     outputs.append(one.generate(prompt, **options))
             self.assertEqual(*outputs, msg=str(options))
+
+    def test_generate_of_a_model_that_does_not_ask(self) -> None:
+        """Whisper's own ``generate`` hands ``synced_gpus=False`` on."""
+        torch.manual_seed(0)
+        reference = CASES["whisper"].make().eval()
+        model = self.shard(copy.deepcopy(reference))
+        sound = torch.randn(1, 4, 16, generator=torch.Generator().manual_seed(self.rank))
+        options = {"max_new_tokens": 2 + 2 * self.rank}
+        self.assertEqual(model.generate(sound, **options), reference.generate(sound, **options))
 
     def test_generate_of_adapters(self) -> None:
         peft = __import__("peft")

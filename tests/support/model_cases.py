@@ -237,7 +237,9 @@ CASES: dict[str, Case] = {
     ),
     "timm_convnext": _image_model(_timm("test_convnext", torch.channels_last), partial(_images, "x", 32)),
     "timm_efficientnet": _image_model(_timm("test_efficientnet"), _same_images),
-    "timm_resnet": _image_model(_timm("test_resnet", torch.channels_last), _same_images, lora=["conv1", "conv2"]),
+    "timm_resnet": _image_model(
+        _timm("test_resnet", torch.channels_last), _same_images, lora=["conv3", "downsample.1"]
+    ),
     "timm_swin": _image_model(
         _timm(
             *("swin_tiny_patch4_window7_224",),
