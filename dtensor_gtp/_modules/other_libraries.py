@@ -108,9 +108,7 @@ def generate_together(stock: Callable[..., Any]) -> Callable[..., Any]:
     return generate
 
 
-def is_alone_by_default(generate: object) -> bool:
+def is_alone_by_default(stock: Callable[..., Any]) -> bool:
     """Whether a method ``generate`` has ``synced_gpus=False``."""
-    if not inspect.isfunction(generate):
-        return False
-    parameter = inspect.signature(generate).parameters.get("synced_gpus")
+    parameter = inspect.signature(stock).parameters.get("synced_gpus")
     return parameter is not None and parameter.default is False

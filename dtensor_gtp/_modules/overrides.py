@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from inspect import isfunction
 from types import MappingProxyType, MethodType
 from typing import Any, NoReturn
 
@@ -158,7 +159,8 @@ def override(module: nn.Module) -> None:
         attributes[name] = MethodType(function, module)
     if callable(resize := getattr(cls, "resize_token_embeddings", None)):
         attributes["resize_token_embeddings"] = MethodType(resize_or_refuse(resize), module)
-    if "_is_fsdp_managed_module" in attributes and is_alone_by_default(generate := getattr(cls, "generate", None)):
+    generate = getattr(cls, "generate", None)
+    if "_is_fsdp_managed_module" in attributes and isfunction(generate) and is_alone_by_default(generate):
         attributes["generate"] = MethodType(generate_together(generate), module)
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         attributes["_fill_padding_idx_with_zero"] = MethodType(_zero_padding_row, module)

@@ -131,8 +131,9 @@ class TestPeft(GlooTest):
 
     def test_merges(self) -> None:
         """Those of LoRA on shards; all on whole weights."""
-        for method in ("LoRA", "DoRA", "experts", "IA3", "tokens", "OFT", "BOFT", "VeRA", "HRA"):
-            is_easy = method in ("LoRA", "DoRA", "experts", "IA3")
+        on_shards = ("LoRA", "DoRA", "experts", "IA3", "LoHa", "LoKr")
+        for method in (*on_shards, "tokens", "OFT", "BOFT", "VeRA", "HRA", "FourierFT", "SHiRA", "VB-LoRA"):
+            is_easy = method in on_shards
             for is_whole in (False, True) if is_easy else (True,):
                 with self.subTest(method=method, is_whole=is_whole):
                     reference = adapted(method)

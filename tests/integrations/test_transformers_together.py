@@ -46,7 +46,7 @@ def make_speech(kind: str, layerdrop: float, **options: Any) -> nn.Module:
     import transformers
 
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**SPEECH, layerdrop=layerdrop, **options)
+    config = getattr(transformers, f"{kind}Config")(**{**SPEECH, "layerdrop": layerdrop, **options})
     return getattr(transformers, f"{kind}Model")(config)
 
 
@@ -94,6 +94,9 @@ class TestTogether(GlooTest):
             ("Wav2Vec2", {"do_stable_layer_norm": True}),
             ("Hubert", {}),
             ("WavLM", {}),
+            ("UniSpeech", {}),
+            ("Data2VecAudio", {"num_conv_pos_embeddings": 2}),
+            ("SEW", {"squeeze_factor": 2}),
         ):
             with self.subTest(kind=kind, **options):
                 model, reference = make_speech(kind, 0.5, **options), make_speech(kind, 0.0, **options)
@@ -128,6 +131,19 @@ class TestTogether(GlooTest):
         sound = torch.randn(1, 4, 16, generator=torch.Generator().manual_seed(self.rank))
         options = {"max_new_tokens": 2 + 2 * self.rank}
         self.assertEqual(model.generate(sound, **options), reference.generate(sound, **options))
+
+    def test_assisted_generation_on_whole_weights(self) -> None:
+        """It goes on wrongly after the end of a rank: transformers counts down to -1 tokens, or adds some after the
+        last. On whole weights ranks need not stay together."""
+        reference, assistant = make_llama().eval(), make_llama().eval()
+        model = self.shard(copy.deepcopy(reference))
+        prompt = torch.arange(1, 5)[None] + 3 * self.rank
+        options = {"max_new_tokens": 3 + 4 * self.rank, "pad_token_id": 0, "do_sample": False}
+        for extra in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 2}):
+            model.unshard()
+            found = model.generate(prompt, synced_gpus=False, **options, **extra)
+            model.reshard()
+            self.assertEqual(found, reference.generate(prompt, **options, **extra), msg=str(extra))
 
     def test_generate_of_adapters(self) -> None:
         peft = __import__("peft")
