@@ -47,6 +47,7 @@ def gtp_shard(
     schedule: SchedulePolicy = SchedulePolicy(),  # noqa: B008 (frozen)
     ignored_params: set[nn.Parameter] | None = None,
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 (not changed)
+    shard_optimizer: bool = False,
 ) -> nn.Module:
     """Shard every weight of ``module`` over ``mesh``, in place, and gather each weight just in time for its use.
 
@@ -91,6 +92,15 @@ def gtp_shard(
             ``GradScaler`` and ``full_tensor`` communicate on the host. From the meta device call
             ``to_empty(device="cpu")``. ``pin_memory=False`` costs the overlap. Refused with quantized weights, CUDA
             graphs, an outer ``fully_shard`` and unequal replicas.
+        shard_optimizer: Split gradients and optimizer states over the replicas of a (replicate, gtp) mesh (ZeRO-1).
+            A parameter is then cut over gtp first and over the replicas then, on dim 0, and any optimizer, clipping,
+            average and checkpoint takes it as it is. Gradients are reduce-scattered over the replicas instead of
+            all-reduced. What optimizers write is gathered from the replicas once, ahead of its first use, in
+            ``param_dtype``. All gathers for compute stay within gtp. Whole parameters, those that are frozen at the
+            call, and blocks of rows that divide unevenly keep whole states. After a step, and after other writes to
+            parameters, which must be alike on all ranks, all replicas run a forward. Without replicas it has no effect.
+            Refused with ``offload_policy``, trained weights in native storage, CUDA graphs, an outer ``fully_shard``
+            and unequal replicas.
 
     Returns:
         ``module``, whose class is now a subclass of its old class and of :class:`GTPModule`. Modules below keep theirs.
@@ -119,7 +129,7 @@ def gtp_shard(
     ignored = set() if ignored_params is None else ignored_params
     ranks = in_rank_order(mesh)
     arguments = Arguments(
-        ranks, reshard_after_forward, shard_placement_fn, mp_policy, schedule, ignored, offload_policy
+        ranks, reshard_after_forward, shard_placement_fn, mp_policy, schedule, ignored, offload_policy, shard_optimizer
     )
 
     def check() -> tuple[list[Decision], set[Site], DebugFlags, type]:
@@ -134,6 +144,7 @@ def gtp_shard(
             f"{schedule}",
             f"reshard_after_forward={reshard_after_forward}",
             f"{offload_policy}",
+            f"shard_optimizer={shard_optimizer}",
         ]
         # If one rank alone compared something, it would wait for the others forever.
         policies.append(f"DTENSOR_GTP_DEBUG with order={checked[2].order}, finite={checked[2].finite}")

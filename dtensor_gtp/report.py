@@ -181,8 +181,9 @@ def sharding_report(
         rows.append(ReportRow(fqn, tuple(param.shape), param.dtype, "-", nbytes, 0, "ignored"))
     mesh, runtime = binding.group.mesh, binding.group.runtime
     axes = mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
+    sizes = ", ".join(f"{axis}={size}" for axis, size in zip(axes, mesh.shape, strict=True))
     return ShardingReport(
-        ", ".join(f"{axis}={size}" for axis, size in zip(axes, mesh.shape, strict=True)),
+        f"{sizes}; optimizer states over {axes[0]}" if runtime.parts.weights else sizes,
         tuple(rows),
         _plans(runtime),
         _exchanges(runtime),

@@ -35,11 +35,12 @@ from planted_bugs_host import HOST
 from planted_bugs_layout import LAYOUT
 from planted_bugs_numbers import NUMBERS
 from planted_bugs_planner import PLANNER
+from planted_bugs_replicas import REPLICAS
 from planted_bugs_runtime import RUNTIME
 from planted_bugs_silent import SILENT
 from planted_bugs_type import PACKAGE, Bug, Planted
 
-LISTS = (LAYOUT, RUNTIME, HOST, NUMBERS, PLANNER, SILENT)
+LISTS = (LAYOUT, RUNTIME, HOST, NUMBERS, PLANNER, REPLICAS, SILENT)
 BUGS: dict[str, Bug] = {name: bug for bugs in LISTS for name, bug in bugs.items()}
 ENOUGH = {"quick": 0.5, "default": 0.95, "long": 0.95}  # of the bugs, by tier
 LIMIT = 90.0  # seconds for the tests of one bug: ranks that wait for each other for so long count as caught

@@ -141,7 +141,7 @@ SILENT = {
     ),
     "a foreach function writes to what was gathered ahead": Bug(
         "_write_foreach",
-        drop("note_handed_out"),
+        drop("note_untraced_write"),
         f"{WRITES_IN_FORWARD}::test_foreach_on_a_list_made_before_the_forward",
     ),
     "an input that a block returns begins its backward again": Bug(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -173,6 +173,25 @@ class CommContext(ReductionsInFlight):
             else:
                 self._gather_backends[name].all_gather(outputs, shards)
             return Done(stream.record_event(), None, self._computing[-1])
+
+    def gather_from_replicas(
+        self, groups: Groups, detail: str, pack: Callable[[], _Copies], unpack: Callable[[list[Tensor]], None]
+    ) -> Done:
+        """Gather parts of shards from the replicas, in one launch on the stream that reads shards for gathers. ``pack``
+        gives outputs and parts, and ``unpack`` takes the outputs; without streams the host waits in between."""
+        replicate = groups.replicate
+        assert replicate is not None
+        casting = self._casting_backends.get(groups.gather_name)
+        stream = self._gather_streams.get(groups.gather_name) if casting is None else casting.cast_stream
+        with self._fork(stream):
+            if self.is_debugged:
+                self.before_collective("all_gather of replicas", detail, groups)
+            outputs, parts = pack()
+            work = compat.all_gather_coalesced(outputs, parts, replicate, stream is None)
+            if stream is None:
+                self.wait(Done(work=work))
+            unpack(outputs)
+            return Done() if stream is None else Done(stream.record_event(), None, self._computing[-1])
 
     @contextmanager
     def packing(self, groups: Groups) -> Iterator[None]:

@@ -45,6 +45,7 @@ class Arguments(NamedTuple):
     schedule: SchedulePolicy
     ignored_params: Set[nn.Parameter]
     offload_policy: OffloadPolicy = OffloadPolicy()
+    shard_optimizer: bool = False
 
     @property
     def offload(self) -> CPUOffloadPolicy | None:
@@ -74,6 +75,14 @@ def validate_kinds(module: Any, arguments: Arguments) -> None:
     for what, value, kind in expected:
         if not isinstance(value, kind):
             raise TypeError(f"gtp_shard expects {what}, but got {type(value).__name__}: {value!r}.")
+    if not isinstance(arguments.shard_optimizer, bool):
+        got = f"{type(arguments.shard_optimizer).__name__}: {arguments.shard_optimizer!r}"
+        raise TypeError(f"gtp_shard expects a bool as shard_optimizer, but got {got}.")
+    if arguments.shard_optimizer and arguments.offload is not None:
+        raise NotImplementedError(
+            "gtp_shard does not support shard_optimizer=True with offload_policy, which keeps shards on the host: "
+            "replicas would gather them there. Leave out one of the two."
+        )
     placement_fn = arguments.shard_placement_fn
     if placement_fn is not None and not callable(placement_fn):
         raise TypeError(f"gtp_shard expects a callable as shard_placement_fn, but got {placement_fn!r}.")

@@ -12,11 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .. import _torch_compat as compat
+from .._comm.collectives import has_replicas
 from .._howto import see
 from .._params.managed_param import ManagedParam, Site
 from .._params.ties import check_tie, manager_of_replaced
 from ..placement import GTPShard
-from ..quant.master import place_quantized
+from ..quant.master import master_of, place_quantized
 from ..quant.recipes import Recipe
 from .bad_arguments import Arguments, in_rank_order, validate_mesh
 from .binding import binding_of, join_name
@@ -78,6 +79,8 @@ def _decide(fqn: str, site: Site, param: nn.Parameter, existing: ManagedParam | 
         return Decision(fqn, [site], param, mesh, Replicate(), existing=existing)
     _check_param(fqn, param, mesh)
     recipe: Recipe | None = getattr(compat.local_part(param), "recipe", None)
+    if arguments.shard_optimizer and has_replicas(mesh):
+        _check_states(fqn, param, mesh)
     if arguments.offload is not None and type(compat.local_part(param).detach()) is not torch.Tensor:
         raise NotImplementedError(
             f"gtp_shard does not support offload_policy for parameter '{fqn}' of shape {tuple(param.shape)}, a "
@@ -93,6 +96,22 @@ def _decide(fqn: str, site: Site, param: nn.Parameter, existing: ManagedParam | 
     asked = asked or _placement_of_module(site)
     placement = place_quantized(fqn, param, recipe, asked, device, dtype)
     return Decision(fqn, [site], param, mesh, placement, recipe=recipe)
+
+
+def _check_states(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
+    """Refuse what replicas cannot split: shards that are no plain tensors, and axes without names."""
+    kind, what = type(master_of(compat.local_part(param)).detach()), f"parameter '{fqn}' of shape {tuple(param.shape)}"
+    if param.requires_grad and kind is not torch.Tensor:
+        raise NotImplementedError(
+            f"gtp_shard does not support shard_optimizer=True for {what}, a {kind.__name__} (rank {dist.get_rank()}): "
+            "replicas split plain tensors. Use quantize_(storage='master'), freeze the parameter before, or leave out "
+            "shard_optimizer."
+        )
+    if mesh.mesh_dim_names is None:
+        raise ValueError(
+            f"gtp_shard expects a mesh with named axes for shard_optimizer=True, but the mesh of {what} has none (rank "
+            f"{dist.get_rank()}). Pass mesh_dim_names to init_device_mesh."
+        )
 
 
 def _asked_placement(fqn: str, param: nn.Parameter, arguments: Arguments) -> tuple[Placement | None, DeviceMesh]:

@@ -117,7 +117,7 @@ def _refuse_script(self: nn.Module) -> NoReturn:
 
 def extra_repr(self: BoundModule) -> str:
     own = type(self).extra_repr(self)
-    shown = ", ".join(f"{name}: {param.placements[-1]}" for name, param in self._gtp_binding.params.items())
+    shown = ", ".join(f"{name}: {param.placements[param.gtp_axis]}" for name, param in self._gtp_binding.params.items())
     separator = "\n  " if "\n" in own else ", "  # lists of parameters have one line for each
     return separator.join(filter(None, (own, f"gtp=[{shown}]" if shown else "")))
 

@@ -6,13 +6,17 @@ from functools import partial
 
 import torch
 import torch.nn as nn
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .. import _torch_compat as compat
+from .._comm.collectives import has_replicas
 from .._dtensor import data_setter, gradients, random_init, remedies
+from .._dtensor.block_layout import has_torch_chunks
 from .._params.layout import WeightLayout
 from .._params.managed_param import ManagedParam, Policies, Site
 from .._params.pack_planes import make_wire
+from .._params.replica_part import ReplicaPart
 from .._params.sharded_weight import ShardedWeight
 from .._params.ties import ReplacedParam, refuse_gradient_of_replaced
 from .._params.whole_param import WholeParam
@@ -90,24 +94,23 @@ def _adopt_earlier(module: nn.Module, decisions: list[Decision], runtime: Runtim
 
 
 def _make_param(decision: Decision, arguments: Arguments, device: torch.device) -> ManagedParam:
-    old, recipe, placement = decision.param, decision.recipe, decision.placement
-    spec_mesh = mesh = decision.mesh
-    placements: tuple[Placement, ...] = (Replicate(),) * (mesh.ndim - 1)  # before the gtp axis
+    old, recipe, placement, mesh = decision.param, decision.recipe, decision.placement, decision.mesh
+    spec_mesh, placements = _where(decision, arguments)
     tp_spec = compat.dtensor_spec(old) if isinstance(old, DTensor) else None
-    if tp_spec is not None:
-        # The tp axes come first: placements apply from left to right, so gtp cuts what tp has left, also unevenly.
-        spec_mesh = compat.concatenate_meshes([tp_spec.mesh, mesh])
-        placements = (*tp_spec.placements, *placements)
     local = master_of(compat.local_part(old)).detach()
     layout: WeightLayout | None = None
+    part: ReplicaPart | None = None
     if isinstance(placement, GTPShard):
         rank, world = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
         layout = WeightLayout(local.shape, placement.dim, world, rank, placement.block_size)
         shard = layout.shard_of(local)
+        if _splits_states(decision, arguments) and (cut := _cut_by_replicas(decision, arguments)) is not None:
+            part = ReplicaPart(WeightLayout(shard.shape, 0, mesh.size(0), mesh.get_local_rank(0)))
+            shard, placements = part.layout.shard_of(shard), cut
     else:
         shard = local.clone(memory_format=torch.contiguous_format)
     shard = shard if shard.is_meta else shard.to(device if arguments.offload is None else "cpu")
-    spec = compat.make_spec(spec_mesh, (*placements, placement), old.shape, old.dtype)
+    spec = compat.make_spec(spec_mesh, placements, old.shape, old.dtype)
     if isinstance(shard, NativeWeight):
         assert recipe is not None
         shard = shard.like(groups=recipe_groups(spec, recipe))
@@ -120,7 +123,7 @@ def _make_param(decision: Decision, arguments: Arguments, device: torch.device) 
     managed: ManagedParam
     policies = Policies(arguments.mp_policy, arguments.offload)
     if layout is not None:
-        managed = weight = ShardedWeight(decision.fqn, decision.sites, new, mesh, policies, layout, tp_spec)
+        managed = weight = ShardedWeight(decision.fqn, decision.sites, new, mesh, policies, layout, tp_spec, part)
         weight.set_wire(make_wire(weight, recipe, arguments.mp_policy))
     else:
         managed = WholeParam(decision.fqn, decision.sites, new, mesh, policies, tp_spec, decision.reason)
@@ -130,3 +133,36 @@ def _make_param(decision: Decision, arguments: Arguments, device: torch.device) 
     if old.requires_grad:
         old.register_hook(partial(refuse_gradient_of_replaced, replaced))
     return managed
+
+
+def _splits_states(decision: Decision, arguments: Arguments) -> bool:
+    """Whether replicas split the optimizer states of a weight. A frozen one has none."""
+    return arguments.shard_optimizer and has_replicas(decision.mesh) and decision.param.requires_grad
+
+
+def _where(decision: Decision, arguments: Arguments) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """The mesh and placements of a parameter, as if replicas did not cut it. Placements apply from left to right."""
+    mesh, placement = decision.mesh, decision.placement
+    placements: tuple[Placement, ...] = (*(Replicate(),) * (mesh.ndim - 1), placement)
+    if arguments.shard_optimizer and has_replicas(mesh):  # replicas cut what gtp has left
+        assert mesh.mesh_dim_names is not None
+        replicate, gtp = mesh.mesh_dim_names
+        mesh, placements = compat.concatenate_meshes([mesh[gtp], mesh[replicate]]), (placement, Replicate())
+    if isinstance(decision.param, DTensor):  # gtp cuts what tp has left, also unevenly
+        spec = compat.dtensor_spec(decision.param)
+        return compat.concatenate_meshes([spec.mesh, mesh]), (*spec.placements, *placements)
+    return mesh, placements
+
+
+def _cut_by_replicas(decision: Decision, arguments: Arguments) -> tuple[Placement, ...] | None:
+    """The placements of a weight whose dim 0 the replicas cut, too. None where that would split blocks in a way that
+    DTensor has no placement for."""
+    mesh, whole = _where(decision, arguments)
+    spec = compat.make_spec(mesh, whole, decision.param.shape, decision.param.dtype)
+    placements = list(whole)
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, GTPShard) and placement.dim == 0 and placement.block_size > 1:
+            if not has_torch_chunks(spec, axis):
+                return None
+            placements[axis] = GTPShard(0)
+    return (*placements[:-1], Shard(0))

@@ -19,6 +19,7 @@ from .. import _torch_compat as compat
 from .._dtensor.block_layout import has_torch_chunks
 from .._howto import see
 from .._params.managed_param import ManagedParam, Site
+from .._params.sharded_weight import ShardedWeight
 from .._schedule.optimizer_steps import optimizer_steps
 from .._schedule.runtime import Runtime
 from ..placement import GTPShard
@@ -113,6 +114,12 @@ def _check_cuts(params: Sequence[nn.Parameter], modules: Sequence[nn.Module], cu
             raise NotImplementedError(
                 f"fully_shard cannot wrap gtp_shard with offload_policy, which keeps {what} on the host. Pass a "
                 f"(replicate, gtp) mesh to gtp_shard instead, or leave out offload_policy. {see('offload')}"
+            )
+        if isinstance(managed, ShardedWeight) and managed.has_parts:
+            raise NotImplementedError(
+                f"fully_shard cannot wrap gtp_shard(shard_optimizer=True), which has split the optimizer states of "
+                f"{what} already. Pass a mesh whose first axis has all copies to gtp_shard (mesh.weights), or leave "
+                "out shard_optimizer: an outer fully_shard splits states over its axis."
             )
         if len(outer & set(managed.mesh.mesh.flatten().tolist())) > 1:
             raise ValueError(

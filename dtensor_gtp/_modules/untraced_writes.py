@@ -40,7 +40,7 @@ def _write_foreach(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if runtimes and not (torch.compiler.is_compiling() or compat.is_in_compiler()):
         for param in args[0]:
             for runtime in runtimes:
-                runtime.note_handed_out(param)
+                runtime.note_untraced_write(param)
     with compat.stock_dtensor_dispatch(op):
         return op(*args, **kwargs)
 
@@ -55,7 +55,7 @@ def _set_data(stock: Any, param: DTensor, value: Any) -> None:
 def _note(param: DTensor) -> None:
     if isinstance(param, nn.Parameter) and not (torch.compiler.is_compiling() or compat.is_in_compiler()):
         for runtime in _runtimes():
-            runtime.note_handed_out(param)
+            runtime.note_untraced_write(param)
 
 
 def as_users_see(runtime: Runtime, members: Iterator[tuple[str, Any]], may_gather: bool) -> Iterator[tuple[str, Any]]:

@@ -27,7 +27,7 @@ def launch(targets: Sequence[Gatherable], comm: CommContext) -> None:
     """Launch the gathers of present shards of one mesh, as one operation. They become the last ones ``pending``."""
     weight = targets[0].weight
     if comm.is_debugged and weight.layout.world > 1:
-        weights = [weight for target in targets for weight in _weights_of(target)]
+        weights = [weight for target in targets for weight in weights_of(target)]
         shards = {weight.fqn: weight.shard for weight in weights}
         # A tensor of another library may have no isfinite.
         values = [(n, s) for n, s in shards.items() if type(s) is Tensor or isinstance(s, WeightWithRecipe)]
@@ -53,7 +53,7 @@ def _launch_plain(weight: ShardedWeight, comm: CommContext) -> None:
         slot = layout.slot(buffer)
         done = comm.all_gather(weight.groups, weight.fqn, [buffer], [slot], ([layout.filled(slot)], [rows]))
     full = buffer if layout.is_as_buffer else layout.full_view(buffer)
-    version = weight.param._version, shard._version, weight.num_updates
+    version = weight.param._version, weight.local._version, weight.num_updates
     weight.num_gathers += 1
     weight.pending.append(Gathered(buffer, full, done, shard, version))
 
@@ -108,7 +108,8 @@ def _side_by_side(targets: Sequence[Gatherable]) -> dict[Gatherable, Tensor]:
     return buffers
 
 
-def _weights_of(target: Gatherable) -> list[ShardedWeight]:
+def weights_of(target: Gatherable) -> list[ShardedWeight]:
+    """The weight itself, or those of a group."""
     return target.weights if isinstance(target, WeightGroup) else [target.weight]
 
 

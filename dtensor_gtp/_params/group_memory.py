@@ -225,10 +225,27 @@ class GroupGradients(PendingGradient):
         """Hand this rank's rows of all reduced gradients to the weights."""
         *parts, marks = compat.unflatten(slot, self._slots_like)
         for weight, rows in zip(self.weights, parts, strict=True):
-            if weight in self.owed:
-                is_known = weight in self._used
-                weight.note_use_elsewhere(None if is_known else marks[self._all.index(weight)])
+            if self._takes(weight, marks):
                 weight.accumulate(rows if weight.layout.is_as_buffer else weight.layout.shard_of_rows(rows))
+
+    def _takes(self, weight: ShardedWeight, marks: Tensor) -> bool:
+        """Whether a weight gets its reduced gradient; notes whether other ranks alone have used it."""
+        if weight in self.owed:
+            weight.note_use_elsewhere(None if weight in self._used else marks[self._all.index(weight)])
+        return weight in self.owed
+
+    def for_replicas(self, slot: Tensor) -> Tensor:
+        """Reduced rows of the gtp axis, with one row for each replica, each with all marks."""
+        *parts, marks = compat.unflatten(slot, self._slots_like)
+        rows = [weight.for_replicas(part) for weight, part in zip(self.weights, parts, strict=True)]
+        return torch.cat([*rows, marks.expand(self._all[0].mesh.size(0), -1)], 1)
+
+    def accumulate_part(self, row: Tensor) -> None:
+        """Hand this replica's row of all reduced gradients to the weights."""
+        *parts, marks = row.split([*(weight.part_numel for weight in self.weights), self._num_marks])
+        for weight, part in zip(self.weights, parts, strict=True):
+            if self._takes(weight, marks):
+                weight.accumulate_part(part)
 
     def settle(self) -> None:
         """All gradients have moved into ``.grad``."""

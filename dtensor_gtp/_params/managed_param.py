@@ -93,8 +93,9 @@ class ManagedParam:
 
     def _set_param(self, param: nn.Parameter) -> None:
         self.param = param
-        self.shard = self._pinned(_as_dtensor(param))
-        self._extent = param.shape, param.dtype, self.shard.shape  # no optimizer and no load changes these
+        self.local = self._pinned(_as_dtensor(param))
+        self.shard = self.local  # unless the replicas split it, see ``ReplicaPart``
+        self._extent = param.shape, param.dtype, self.local.shape  # no optimizer and no load changes these
         policy = self._mp_policy if param.is_floating_point() else MixedPrecisionPolicy()
         self.compute_dtype: torch.dtype = policy.param_dtype or param.dtype
         # As in fully_shard: without a reduce_dtype, gradients are reduced in the dtype in which they are computed.
@@ -116,6 +117,12 @@ class ManagedParam:
         return self.shard.device if self.offload is None else self._mesh_device
 
     @property
+    def gtp_axis(self) -> int:
+        """The axis of the parameter's mesh along which it is gathered; the last one, or before that of the replicas."""
+        axes, name = self.spec.mesh.mesh_dim_names, (self.mesh.mesh_dim_names or (None,))[-1]
+        return self.spec.mesh.ndim - 1 if axes is None or name is None else axes.index(name)
+
+    @property
     def placements(self) -> tuple[Placement, ...]:
         """Placements of the parameter. Torch may report an equal placement of its own (2.15: ``Shard``)."""
         return self.spec.placements
@@ -126,7 +133,7 @@ class ManagedParam:
         ``to_empty``, ``to(dtype)``, ``load_state_dict(assign=True)`` and an outer ``fully_shard`` replace the object.
         """
         current = site.module._parameters.get(site.name)
-        if current is self.param and self.shard is compat.local_tensor(current):  # type: ignore[arg-type]
+        if current is self.param and self.local is compat.local_tensor(current):  # type: ignore[arg-type]
             if self.leaf.requires_grad is not self.param.requires_grad:
                 self.follow_frozen()
             return
@@ -220,7 +227,7 @@ class ManagedParam:
 
     def _same_layout(self, other: DTensor) -> bool:
         spec, mine = compat.dtensor_spec(other), self.spec
-        is_same_size = other.shape == self.param.shape and compat.local_tensor(other).shape == self.shard.shape
+        is_same_size = other.shape == self.param.shape and compat.local_tensor(other).shape == self.local.shape
         return is_same_size and spec.mesh == mine.mesh and spec.placements == mine.placements
 
     def _is_cut_by_fully_shard(self, other: DTensor) -> bool:
@@ -345,7 +352,7 @@ class ManagedParam:
 
     def check_memory(self) -> None:
         """Raise a RuntimeError if the parameter or its shard has another size or dtype than before, or no memory."""
-        param, shard = self.param, self.shard
+        param, shard = self.param, self.local
         is_same = (param.shape, param.dtype, shard.shape) == self._extent
         # A tensor subclass may have no memory of its own.
         has_memory = type(shard) is not Tensor or shard.data_ptr() != 0 or shard.numel() == 0

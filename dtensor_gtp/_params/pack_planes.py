@@ -39,8 +39,8 @@ class QuantizedWire(Wire):
         self.weight = weight
         self.recipe = recipe
         # Names of the process groups over which the recipe's statistic runs, and whether the gather has the same ranks.
-        self.groups = recipe_groups(weight.spec, recipe)
-        mesh = weight.spec.mesh
+        self.groups = recipe_groups(weight.shard_spec, recipe)
+        mesh = weight.mesh
         self.is_within_mesh = set(self.groups) <= {mesh.get_group(mesh.ndim - 1).group_name}
         self.has_columnwise = recipe.has_columnwise
         # The shard, and its state then, from which the next two were made.

@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import Placement, Replicate
 
 from .. import _torch_compat as compat
 from .._comm.context import CommContext
@@ -24,6 +24,7 @@ from ..quant.planes import Direction, Quantized
 from .gathered import Gathered, Version
 from .layout import WeightLayout
 from .managed_param import ManagedParam, Policies, Site
+from .replica_part import ReplicaPart
 
 
 class StandIn:
@@ -179,10 +180,12 @@ class ShardedWeight(ManagedParam, Gatherable):
         policies: Policies,
         layout: WeightLayout,
         tp_spec: compat.DTensorSpec | None,
+        part: ReplicaPart | None = None,
     ) -> None:
         ManagedParam.__init__(self, fqn, sites, param, mesh, policies)
         Gatherable.__init__(self, self)
         self.layout = layout
+        self.part = part  # of the shard, if the replicas split its optimizer states
         self.tp_spec = tp_spec  # of the tp-local slice that modules see; None without tensor parallelism
         self.wire: Wire | None = None
         self.is_plain = layout.world > 1 and self.offload is None  # what other ranks have of it is gathered as it is
@@ -209,6 +212,11 @@ class ShardedWeight(ManagedParam, Gatherable):
 
     def _rebound(self) -> None:
         self.edition += 1
+        if self.part is not None:
+            self.num_updates += 1
+            self.local = self.part.take(self.local)
+            self.shard = self.part.shard
+            compat.set_local(self.param, self.local, self.spec)  # type: ignore[arg-type]
         # The gradient does not go through autograd. An empty leaf stands for the parameter in the graph: autograd would
         # call post-accumulate-grad hooks of the parameter itself long before its gradient is reduced.
         self.leaf = torch.empty(0, dtype=self.param.dtype, device=self.device)
@@ -252,16 +260,26 @@ class ShardedWeight(ManagedParam, Gatherable):
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        return (*super().placements[:-1], GTPShard(self.layout.dim, block_size=self.layout.block_size))
+        placements = list(super().placements)
+        placements[self.gtp_axis] = GTPShard(self.layout.dim, block_size=self.layout.block_size)
+        return tuple(placements)
+
+    @property
+    def shard_spec(self) -> compat.DTensorSpec:
+        """That of the shard, which the replicas have alike."""
+        spec, placements = self.spec, list(self.placements)
+        if self.part is not None:
+            placements[-1] = Replicate()
+        return compat.make_spec(spec.mesh, tuple(placements), self.param.shape, self.param.dtype)
 
     @property
     def version(self) -> Version:
-        return self.param._version, self.shard._version, self.num_updates
+        return self.param._version, self.local._version, self.num_updates
 
     def is_fresh(self, gathered: Gathered) -> bool:
         """Whether ``gathered`` has the present values of the shard, and autograd accepts it."""
-        shard = self.shard
-        if gathered.source is not shard or gathered.version != (self.param._version, shard._version, self.num_updates):
+        version = self.param._version, self.local._version, self.num_updates
+        if gathered.source is not self.shard or gathered.version != version:
             return False
         return not gathered.buffer.is_inference() or torch.is_inference_mode_enabled()
 
@@ -297,6 +315,25 @@ class ShardedWeight(ManagedParam, Gatherable):
             if compat.storage_use_count(buffer.untyped_storage()) <= 2:
                 return buffer.view(buffer.shape)
         return self.new_buffer()
+
+    # Gradients that the replicas reduce-scatter: as rows for all of them, and as the row of this one.
+
+    @property
+    def has_parts(self) -> bool:
+        return self.part is not None
+
+    def for_replicas(self, slot: Tensor) -> Tensor:
+        """Reduced rows of the gtp axis, with one row for each replica."""
+        grad = self.layout.shard_of_rows(slot)
+        return grad.reshape(1, -1).expand(self.mesh.size(0), -1) if self.part is None else self.part.spread(grad)
+
+    @property
+    def part_numel(self) -> int:
+        """Length of such a row."""
+        return self.shard.numel() if self.part is None else math.prod(self.part.layout.slot_shape)
+
+    def accumulate_part(self, row: Tensor) -> None:
+        self.accumulate(row.view(self.shard.shape) if self.part is None else self.part.of_received(row))
 
     def reset_grads(self) -> None:
         super().reset_grads()

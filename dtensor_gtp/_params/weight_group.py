@@ -242,7 +242,7 @@ class WeightGroup(Gatherable):
 
     def _find_shards(self) -> list[Tensor]:
         """The parameters and their local tensors, whose versions count writes to them."""
-        return [tensor for member in self.members for tensor in (member.param, member.shard)]
+        return [tensor for member in self.members for tensor in (member.param, member.local)]
 
     @property
     def parts(self) -> Parts:
@@ -340,6 +340,17 @@ class WeightGroup(Gatherable):
     def accumulate(self, slot: Tensor) -> None:
         self.pending_grad.accumulate(slot)
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether replicas split the optimizer states of members."""
+        return any(weight.has_parts for weight in self.weights)
+
+    def for_replicas(self, slot: Tensor) -> Tensor:
+        return self.pending_grad.for_replicas(slot)
+
+    def accumulate_part(self, row: Tensor) -> None:
+        self.pending_grad.accumulate_part(row)
+
     # The user's changes between passes.
 
     def begin_forward(self) -> None:
@@ -352,9 +363,9 @@ class WeightGroup(Gatherable):
         for index, (member, leaf) in enumerate(self.leaves.by_member.items()):
             param = member.param
             module, name = member.sites[0]
-            is_known = self._shards[2 * index] is param and self._shards[2 * index + 1] is member.shard
+            is_known = self._shards[2 * index] is param and self._shards[2 * index + 1] is member.local
             is_registered = module._parameters.get(name) is param
-            if not (is_known and is_registered and compat.local_part(param) is member.shard):
+            if not (is_known and is_registered and compat.local_part(param) is member.local):
                 member.begin_forward(False)
                 for site in member.sites:
                     member.follow(site)

@@ -128,10 +128,11 @@ def _on_host(values: list[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def _comparable(param: ManagedParam) -> Tensor:
-    """The values of a parameter; none of what cannot be compared: cut again by an outer ``fully_shard``, or several
-    tensors (a quantized weight)."""
+    """The values of a parameter; none of what cannot be compared: cut again by an outer ``fully_shard`` or over
+    replicas, or several tensors (a quantized weight)."""
     values = param.shard.detach()
-    if param.is_cut_again or type(values) is not Tensor or values.is_quantized:
+    has_parts = isinstance(param, ShardedWeight) and param.has_parts
+    if has_parts or param.is_cut_again or type(values) is not Tensor or values.is_quantized:
         return torch.empty(0)
     return values
 

@@ -33,6 +33,7 @@ from .guesses import NUM_SEEN
 from .keep_and_free import KeepAndFree
 from .order_of_uses import Chain
 from .parted_ranks import PartedRanks
+from .replica_gathers import ReplicaGathers
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class Gathering(KeepAndFree):
 
     def __init__(self, device: torch.device, policy: SchedulePolicy, debug: DebugFlags) -> None:
         super().__init__(device, policy, debug)
+        self.parts = ReplicaGathers(self.comm)
         self._read_outside: list[tuple[WeightGroup, Gathered]] = []  # by code outside of a use, see ``hold_until_end``
         self.handed_out: set[ShardedWeight] = set()  # in this pass, to code that may write to them without a trace
         self.parted = PartedRanks(lambda index: self.gatherables[index].weight.fqn)
@@ -251,11 +253,14 @@ class Gathering(KeepAndFree):
     def _gather(self, targets: Sequence[Gatherable]) -> None:
         """Launch one gather of shards that are present."""
         self.grads.launches.order.note("all_gather", targets)
-        if not (compat.num_dispatch_modes() or self._to_agree):
+        if not (compat.num_dispatch_modes() or self._to_agree or self.parts.weights):
             gather.launch(targets, self.comm)
             return
         # Policies of activation checkpointing see all ops, but a recomputation may launch other gathers.
         with compat.unseen_by_checkpoint_policies():
+            if self.parts.weights:
+                for target in targets:
+                    self.parts.bring(gather.weights_of(target), is_outdated=target.weight in self.handed_out)
             self._agree(targets)
             gather.launch(targets, self.comm)
 

@@ -42,6 +42,7 @@ class Call(Protocol):
     module: nn.Module
     params: list[ManagedParam]
     runtime: Any  # a ``Runtime``
+    arguments: Any  # a ``bad_arguments.Arguments``
 
 
 class KeepAndFree:

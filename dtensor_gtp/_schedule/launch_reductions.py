@@ -23,7 +23,7 @@ from .._comm.send_ring import Place, SendRing
 from .._params.sharded_weight import ShardedWeight
 from .._params.weight_group import Reducible
 from .order_of_launches import OrderOfLaunches
-from .whole_gradients import UnequalReplicas, all_reduce_in_order
+from .whole_gradients import UnequalReplicas, all_reduce_in_order, reduce_scatter_in_order
 
 
 @dataclass(eq=False, slots=True)
@@ -175,11 +175,16 @@ class ReductionLaunches:
             weight.pending_grad.unreplicated = slot
             return
         if self.replicas is None and (replicate := weight.groups.replicate) is not None:
-            all_reduce_in_order(slot, scale, replicate, self._comm)
+            if weight.has_parts:
+                slot = reduce_scatter_in_order(weight.for_replicas(slot), scale, replicate, self._comm)
+            else:
+                all_reduce_in_order(slot, scale, replicate, self._comm)
         if scale.postdivide is not None:
             slot /= scale.postdivide
         if self.replicas is not None:  # the slot is the mean over this replica only
             self.replicas.add(single(weight), slot, gradient.share)
+        elif weight.has_parts:
+            weight.accumulate_part(slot)
         else:
             weight.accumulate(slot if weight.layout.is_as_buffer else weight.layout.shard_of_rows(slot))
 

@@ -81,13 +81,19 @@ class Runtime(Gathering):
 
     @property
     def holds_weights(self) -> bool:
-        """Whether a forward runs, or gathered weights stay for later ones. Steps of optimizers ask, for each op."""
-        return bool(self.reads.frames) or any(target.kept is not None for target in self.gatherables)
+        """Whether a forward runs, or what was gathered stays for later ones. Steps of optimizers ask, for each op."""
+        is_kept = any(target.kept is not None for target in self.gatherables)
+        return bool(self.reads.frames) or is_kept or bool(self.parts.weights)
 
     def note_handed_out(self, param: object) -> None:
         """Somebody has got hold of a parameter in a way in which writes to it leave no version."""
         if (member := self._member_of(param)) is not None:
             self.lost_writes.note_handed_out(member)
+
+    def note_untraced_write(self, param: object) -> None:
+        """As ``note_handed_out``, where it is likely that all ranks do so."""
+        self.note_handed_out(param)
+        self.parts.num_writes += self._member_of(param) is not None
 
     def refuse_new_data(self, param: object) -> None:
         """``param.data = ...`` in a forward."""
@@ -102,6 +108,7 @@ class Runtime(Gathering):
         """An optimizer has written to the parameters with these ids. There may be very many optimizers."""
         written = [self._by_id[key] for key in updated & self._known().keys()]
         self.num_steps += bool(written) or self._is_cut_again
+        self.parts.num_writes += bool(written)
         self.num_trained += 1
         for group in {param.group for param in written if param.group is not None}:
             group.num_updates += 1
@@ -135,6 +142,7 @@ class Runtime(Gathering):
                 self.whole.append(param)
             elif isinstance(param, ShardedWeight):
                 self.weights.append(param)
+                self.parts.weights += [param] if param.has_parts else []
                 for target in param.gatherables:
                     target.index, target.call = len(self.gatherables), self._num_calls
                     self.gatherables.append(target)
@@ -184,6 +192,7 @@ class Runtime(Gathering):
             return
         self._drop_prefetched()
         self.comm.finish_uploads()
+        self.parts.finish()
         uses = chain.observed
         chain.end()
         if not (chain.is_compared or self.comm.is_capturing):
@@ -262,6 +271,7 @@ class Runtime(Gathering):
             group.begin_forward()
         if self._is_offloaded:
             self.comm.note_uploads()
+        self.parts.begin(self.schedule.coalesce_nbytes)
         self._begin_quantized(self.weights)
         gather_for_any_use(self)
         if torch.is_grad_enabled() and self._num_begun != self.num_steps:
@@ -317,6 +327,8 @@ class Runtime(Gathering):
     def gather_kept(self, weight: ShardedWeight) -> None:
         """Gather a weight, or its group, ahead of any use, for ``unshard``."""
         self.ensure_initialized()
+        self.parts.begin(self.schedule.coalesce_nbytes)
+        self.parts.finish()
         group = weight.group
         if group is None:
             super().gather_kept(weight)

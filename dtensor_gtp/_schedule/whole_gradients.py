@@ -122,3 +122,12 @@ def all_reduce_in_order(tensor: Tensor, scale: ReduceScale, group: dist.ProcessG
     work = compat.all_reduce(tensor, scale.op, group, not comm.has_streams)
     if work is not None and not comm.has_streams:
         work.wait()
+
+
+def reduce_scatter_in_order(rows: Tensor, scale: ReduceScale, group: dist.ProcessGroup, comm: CommContext) -> Tensor:
+    """Reduce-scatter one row for each rank on the current stream. Without streams, wait for the result."""
+    row = rows.new_empty(rows.shape[1])
+    work = compat.reduce_scatter_base(row, rows.reshape(-1), scale.op, group, not comm.has_streams)
+    if work is not None and not comm.has_streams:
+        work.wait()
+    return row

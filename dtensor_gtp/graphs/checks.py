@@ -43,6 +43,11 @@ def runtimes_of(module: nn.Module, caller: str = "capture_step") -> list[Runtime
             raise NotImplementedError(
                 f"{caller} does not support offload_policy: a graph cannot wait for the host. {see('offload')}"
             )
+        if runtime.parts.weights:
+            raise NotImplementedError(
+                f"{caller} does not support gtp_shard(shard_optimizer=True): whether replicas gather what their "
+                "optimizers have written is decided in each forward. Leave out shard_optimizer."
+            )
         if runtime.grads.launches.replicas is not None:
             raise NotImplementedError(f"{caller} does not support elastic.synchronize_replicas.")
     return runtimes

@@ -68,6 +68,7 @@ def vocabulary_parallel_loss(
     runtime.ensure_initialized()
     weight.check_readable()
     with torch.no_grad(), compat.unseen_by_checkpoint_policies():
+        runtime.parts.complete([weight])
         targets = exchange.gather(target, IGNORED, runtime.comm, weight.groups)
         if targets is None:
             return None

@@ -78,6 +78,7 @@ def exchanged_ids(indices: Tensor, runtime: Runtime, weight: ShardedWeight) -> T
     runtime.ensure_initialized()
     weight.check_readable()
     with profiler_range("GTP::exchange", weight.fqn), compat.unseen_by_checkpoint_policies():
+        runtime.parts.complete([weight])
         return weight.lookups.gather(indices.reshape(-1), 0, runtime.comm, weight.groups)
 
 

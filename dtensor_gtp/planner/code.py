@@ -28,17 +28,11 @@ def unwritten(problem: Problem, answer: Answer) -> list[str]:
     if layout.cp > 1:
         exchanged = "attention exchanges keys over mesh['cp'] in your code"
         found.append(f"cp {layout.cp}: {exchanged}, see {_READ} composability")
-    if _cuts_states(problem, layout) and layout.keep:
-        found.append("zero1: fully_shard frees what is kept for all microbatches, take a larger --micro-batch")
     if layout.ep * layout.expert_gtp > 1 or (problem.config is not None and problem.config.experts):
         found.append(f"experts: where they are in the model is yours, see {_READ} moe")
     if layout.checkpoint == "selective" and problem.job.quantization is not None:
         found.append("selective checkpointing of quantized weights: this package has none, take --checkpointing full")
     return found
-
-
-def _cuts_states(problem: Problem, layout: Layout) -> bool:
-    return problem.job.shards_optimizer and layout.replicate > 1
 
 
 def training_code(problem: Problem, answer: Answer) -> str:
@@ -65,9 +59,8 @@ def training_code(problem: Problem, answer: Answer) -> str:
     reduce = "bfloat16" if job.reduce_dtype == "bf16" else "float32"
     lines.append(f"policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.{reduce})")
     schedule = "" if job.memory == "balanced" else f", schedule=SchedulePolicy(memory={job.memory!r})"
-    copies = "mesh['gtp']" if _cuts_states(problem, layout) else "mesh.weights"
-    lines.append(f"gtp_shard(model, {copies}, mp_policy=policy{schedule})")
-    lines += [_snippet("zero1")] * _cuts_states(problem, layout)
+    states = ", shard_optimizer=True" * (job.shards_optimizer and layout.replicate > 1)
+    lines.append(f"gtp_shard(model, mesh.weights, mp_policy=policy{schedule}{states})")
     lines += [
         "model.to_empty(device='cuda')",
         "with mesh.fork_rng('params'):  # the same values whatever the mesh",
@@ -107,8 +100,6 @@ def _step(problem: Problem, layout: Layout) -> list[str]:
             "        model.set_reshard_after_forward(is_last)  # weights stay gathered until then",
             "        model.set_reshard_after_backward(is_last)",
         ]
-    elif _cuts_states(problem, layout) and num > 1:
-        lines.append("        model.set_requires_gradient_sync(number + 1 == len(microbatches))  # that of fully_shard")
     elif layout.replicate > 1 and num > 1:
         lines.append("        model.set_requires_all_reduce(number + 1 == len(microbatches))")
     return [

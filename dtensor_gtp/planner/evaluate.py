@@ -14,7 +14,7 @@ from .job import OPTIMIZERS, Job, Layout
 from .machine import GIB, Machine
 from .memory import Memory, Stage, predict
 from .model import ModelConfig
-from .setting import PARAM_NBYTES, Setting
+from .setting import COMPUTE_NBYTES, PARAM_NBYTES, Setting
 from .timing import Parts, few_and_more, measure, timeline_of
 from .trace import Part, Trace, Weight, record_reference, repeated, with_loss
 from .user_model import UserModel
@@ -298,11 +298,14 @@ def _optimizer_ms(setting: Setting, state_nbytes: int) -> float:
 
 
 def _gather_parameters(setting: Setting, total: Parts) -> float:
-    """Replicas get from each other the parameters that each has updated; adds it to ``total``."""
+    """Replicas get from each other the parameters that each has updated, in the dtype of compute, or whole for their
+    quantization; adds it to ``total``."""
     spent = 0.0
     for name in dict.fromkeys(item.replicas for item in setting.sharded()):
         axis = setting.costs.axis(name)
-        nbytes = sum(item.state_numel for item in setting.sharded() if item.replicas == name) * PARAM_NBYTES
+        items = [item for item in setting.sharded() if item.replicas == name]
+        sizes = [COMPUTE_NBYTES if item.wired == item.gathered else PARAM_NBYTES for item in items]
+        nbytes = sum(item.state_numel * size for item, size in zip(items, sizes, strict=True))
         spent += setting.costs.gather_ms(nbytes, axis)
         total.received[name] = total.received.get(name, 0.0) + nbytes * (axis.size - 1) / axis.size
     total.exposed["replicas"] = total.exposed.get("replicas", 0.0) + spent

@@ -161,9 +161,7 @@ def predict(setting: Setting, schedule: Schedule, stage: Stage, optimizer_nbytes
     together = schedule.coalesce_grad_nbytes if setting.backends(schedule, 0).reduces != "all_to_all" else 0
     peak = predict_peak(uses, 0, schedule.max_inflight_reduce_scatters, together, wgrad_first=schedule.wgrad_first)
     states = sum(map(setting.optimizer_numel, weights)) + setting.trace.small_numel
-    # ``fully_shard`` around blocks keeps its part of each shard, beside the shard that is gathered from all parts.
-    parameters = numel + states * setting.shards_optimizer
-    return _memory(setting, schedule, stage, (numel, parameters * PARAM_NBYTES, states * optimizer_nbytes), peak)
+    return _memory(setting, schedule, stage, (numel, numel * PARAM_NBYTES, states * optimizer_nbytes), peak)
 
 
 def _memory(setting: Setting, schedule: Schedule, stage: Stage, state: tuple[int, int, int], peak: Peak) -> Memory:

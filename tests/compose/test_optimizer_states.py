@@ -93,6 +93,7 @@ class TestStatesOverReplicas(GlooTest):
         self.assertEqual(counts[0].all_gathers - counts[1].all_gathers, units)
         self.assertEqual(counts[0].reduce_scatters - counts[1].reduce_scatters, units)
 
+    @pytest.mark.long  # by default: test_shard_optimizer.py
     def test_clipping_scaling_and_averages(self) -> None:
         reference, model = make(), self.shard(make())
         averaged = AveragedModel(reference, multi_avg_fn=get_ema_multi_avg_fn(0.9))

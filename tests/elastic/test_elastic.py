@@ -464,6 +464,9 @@ class TestSixRanks(GlooTest):
             synchronize_replicas(plain, mesh)
         with self.assertRaisesRegex(TypeError, "an ElasticMesh as mesh"):
             synchronize_replicas(plain, mesh.world)  # type: ignore[arg-type]
+        split = gtp_shard(make(0), mesh.weights, schedule=ALL, shard_optimizer=True)
+        with self.assertRaisesRegex(NotImplementedError, "does not support gtp_shard.shard_optimizer=True"):
+            synchronize_replicas(split, mesh)
         everywhere = gtp_shard(make(0), mesh.world, schedule=ALL)
         with self.assertRaisesRegex(ValueError, r"sharded over mesh.weights \(ranks \[.*every gtp_shard call"):
             synchronize_replicas(everywhere, mesh)

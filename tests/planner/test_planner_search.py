@@ -338,12 +338,12 @@ def test_chunks_of_a_pipeline_shorten_the_bubble_and_hold_more() -> None:
 
 
 def test_optimizer_states_over_replicas() -> None:
-    """A quarter of the states on each of four replicas, which take half of the gradients and send parameters."""
+    """A quarter of the states on each of four replicas. They take half of an all-reduce, and send parameters."""
     layout = Layout(replicate=4, gtp=2)
     whole, divided = (evaluate(problem(shards_optimizer=shards), layout) for shards in (False, True))
     assert divided.memory.optimizer == pytest.approx(whole.memory.optimizer / 4, rel=0.01)
-    assert divided.memory.parameters == pytest.approx(whole.memory.parameters * 5 / 4, rel=0.01)  # with its own part
-    assert divided.received["replicate"] == pytest.approx(whole.received["replicate"] * (2 + 4) / (2 * 2))
+    assert divided.memory.parameters == whole.memory.parameters
+    assert divided.received["replicate"] == pytest.approx(whole.received["replicate"])
     assert divided.exposed_ms["optimizer"] < whole.exposed_ms["optimizer"]
     bounds = Bounds(problem(shards_optimizer=True))
     state = divided.memory.optimizer + divided.memory.parameters

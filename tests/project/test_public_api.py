@@ -103,7 +103,7 @@ capture_blocks(module, blocks, *, warmup_calls=3, max_graphs=4)
 capture_step(fn, module, optimizer=(), *, warmup_steps=3, max_graphs=8)
 gtp_shard(module, mesh, *, reshard_after_forward=True, shard_placement_fn=None,
     mp_policy=MixedPrecisionPolicy(), schedule=SchedulePolicy(), ignored_params=None,
-    offload_policy=OffloadPolicy())
+    offload_policy=OffloadPolicy(), shard_optimizer=False)
 init_weight_mesh(device_type=None, *, replicate=1, dp=1, gtp=1, tp=1, cp=1, ep=1, expert_gtp=1, expert_tp=1,
     pp=1, rank_order=None, seed=0, backend=None, timeout=None)
 plan(model, machine='h100', *, top=5, report=None, **job)
