@@ -23,7 +23,7 @@ from .._comm.debug import profiler_range
 from .._params.saved_for_backward import check_unmodified, refuse_partial_recording
 from .._params.sharded_weight import ShardedWeight
 from .._schedule.runtime import Runtime
-from ..quant.float8_gemms import GroupedRowwiseGEMMs
+from ..quant.grouped_gemms import GroupedGEMMs
 from ..quant.master import for_product
 from ..quant.planes import Direction
 from ..quant.weight import WeightWithRecipe, gemms_of
@@ -109,7 +109,7 @@ def _without_tail(output_TN: Tensor, ends_G: Tensor) -> Tensor:
 def multiply(x_TK: Tensor, ends_G: Tensor, runtime: Runtime, weights: Weights) -> Tensor:
     """Forward's grouped GEMM, in float8 where the weight's recipe and the hardware have it."""
     gemms = weights[0].gemms
-    if not isinstance(gemms, GroupedRowwiseGEMMs):
+    if not isinstance(gemms, GroupedGEMMs):
         with _using(runtime, weights, False) as full_GNK:
             return grouped_mm(x_TK, full_GNK.mT, ends_G)
     with using_quantized(runtime, weights[0]) as quantized:
@@ -119,7 +119,7 @@ def multiply(x_TK: Tensor, ends_G: Tensor, runtime: Runtime, weights: Weights) -
 def multiply_grad(grad_TN: Tensor, ends_G: Tensor, runtime: Runtime, weights: Weights) -> Tensor:
     """dgrad's grouped GEMM."""
     gemms = weights[0].gemms
-    if not isinstance(gemms, GroupedRowwiseGEMMs):
+    if not isinstance(gemms, GroupedGEMMs):
         with _using(runtime, weights, True) as full_GNK:
             return grouped_mm(grad_TN, full_GNK, ends_G)
     with using_quantized(runtime, weights[0].for_backward) as quantized:
@@ -233,7 +233,7 @@ class _GroupedMM(torch.autograd.Function):
         return _without_tail(grad_x, ends_G), wgrad, None
 
 
-def _gemms_of(weight: Tensor) -> GroupedRowwiseGEMMs | None:
+def _gemms_of(weight: Tensor) -> GroupedGEMMs | None:
     """Float8 GEMMs of a weight that is not sharded, if it has a recipe with them."""
     gemms = gemms_of(weight) if isinstance(weight, WeightWithRecipe) else None
-    return gemms if isinstance(gemms, GroupedRowwiseGEMMs) else None
+    return gemms if isinstance(gemms, GroupedGEMMs) else None

@@ -27,7 +27,7 @@ from dtensor_gtp import GTPShard, SchedulePolicy, WeightMesh, capture_step, gtp_
 from dtensor_gtp.nn import GroupedExperts, GroupedLinear, GroupedMLP, convert_grouped_state_dict, parallelize_experts
 from dtensor_gtp.ops.grouped import grouped_mm, grouped_wgrad
 from dtensor_gtp.quant import Direction, Float8Rowwise
-from dtensor_gtp.quant.float8_gemms import GroupedRowwiseGEMMs
+from dtensor_gtp.quant.grouped_gemms import GroupedRowwiseGEMMs
 
 NUM_RANKS = ALL_RANKS // 2 * 2
 EXPERTS, DIM, HIDDEN, TOP_K, TOKENS = 8, 256, 512, 2, 128

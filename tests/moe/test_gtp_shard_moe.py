@@ -150,7 +150,7 @@ class TestMixtureOfExperts(GlooTest):
 
     def test_recipes_with_expert_parallelism_and_folding(self) -> None:
         """Each expert's matrices are quantized by themselves, so where they lie does not matter."""
-        for recipe in (MXFP8(), Float8Rowwise(compute="float8")):
+        for recipe in (MXFP8(), MXFP8(compute="float8"), Float8Rowwise(compute="float8")):
             self.check_recipe(recipe, meshes_of(ep=2, expert_gtp=2))
 
     @pytest.mark.soak
