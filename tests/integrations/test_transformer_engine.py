@@ -94,21 +94,22 @@ class TestLikeTransformerEngine(GlooTest):
             loss.backward()
             assert_idle(model)
 
-    def test_masters_need_autocast(self) -> None:
-        """Their own check of dtypes sees the registered parameters, which stay in the dtype of the masters."""
-        model = gtp_shard(make(), self.gtp_mesh(), schedule=ALL, mp_policy=BF16)
+    def test_masters_in_float32(self) -> None:
+        """The check of dtypes sees the gathered weights; so does code under autocast, which leaves it out."""
         torch.manual_seed(1)
-        x = torch.randn(4, 16)
-        with self.assertRaisesRegex(TypeError, r"must match, found 'weight' dtype: torch.float32"):
-            model(x.bfloat16())
+        x = torch.randn(8, 16)
         reference = make()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            got, want = model(x), reference(x)
-        self.assertEqual(got.dtype, torch.bfloat16)
-        torch.testing.assert_close(got, want)
-        got.float().square().mean().backward()
-        want.float().square().mean().backward()
-        assert_same_params(model, reference, "grad", rtol=0.05, atol=0.01)
+        reference(x).square().mean().backward()
+        torch.optim.SGD(reference.parameters(), lr=0.5).step()
+        for is_autocast in (False, True):
+            model = gtp_shard(make(), self.gtp_mesh(), schedule=ALL, mp_policy=BF16)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_autocast):
+                output = model(rows_of_rank(x, self.gtp_mesh()))
+            self.assertEqual(output.dtype, torch.bfloat16)
+            output.float().square().mean().backward()
+            assert_same_params(model, reference, "grad", rtol=0.05, atol=0.01)
+            torch.optim.SGD(model.parameters(), lr=0.5).step()
+            assert_same_params(model, reference, rtol=0.05, atol=0.01)
 
     def test_fused_accumulation_raises(self) -> None:
         """A full weight has no ``main_grad``, also if the user gave the parameter one."""
