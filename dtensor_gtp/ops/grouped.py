@@ -73,6 +73,7 @@ def grouped_mm(x_TK: Tensor, w_GKN: Tensor, ends_G: Tensor) -> Tensor:
         for group, (begin, end) in enumerate(pairwise([0, *ends_G.tolist()])):
             output[begin:end] = x_TK[begin:end] @ w_GKN[group]
         return output
+    _refuse_in_a_graph(x_TK)
     pad_K, pad_N = _paddings(x_TK, w_GKN)
     if pad_K or pad_N:
         x_TK, w_GKN = F.pad(x_TK, (0, pad_K)), F.pad(w_GKN, (0, pad_N, 0, pad_K))
@@ -88,10 +89,22 @@ def grouped_wgrad(grad_TN: Tensor, x_TK: Tensor, ends_G: Tensor) -> Tensor:
         for group, (begin, end) in enumerate(pairwise([0, *ends_G.tolist()])):
             wgrad[group] = grad_TN[begin:end].t() @ x_TK[begin:end]
         return wgrad
+    _refuse_in_a_graph(x_TK)
     pad_N, pad_K = _paddings(grad_TN, x_TK)
     grad_TN = F.pad(grad_TN, (0, pad_N)) if pad_N else grad_TN
     x_TK = F.pad(x_TK, (0, pad_K)) if pad_K else x_TK
     return F.grouped_mm(grad_TN.t(), x_TK, offs=ends_G)[:, :N, :K]
+
+
+def _refuse_in_a_graph(x_TK: Tensor) -> None:
+    """torch's kernel takes bfloat16 alone, also in 2.13; its loop for others reads ``ends_G`` on the host."""
+    is_eager = not torch.compiler.is_compiling()
+    if is_eager and x_TK.dtype != torch.bfloat16 and compat.is_stream_capturing():
+        raise RuntimeError(
+            f"GroupedLinear expects bfloat16 in a CUDA graph, but got {x_TK.dtype}, for which torch's grouped product "
+            "waits on the host. Pass mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), or leave the layer "
+            "out of the graph."
+        )
 
 
 def _paddings(left: Tensor, right: Tensor) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp import gtp_shard
 from dtensor_gtp.nn import GroupedLinear, convert_grouped_state_dict
 
@@ -251,3 +252,20 @@ def test_bad_sizes_are_refused() -> None:
         GroupedLinear(2, 2, 2, bias=False, scale_bias=True)
     with pytest.raises(ValueError, match="only then, but got some"):
         make(torch.float32)(torch.zeros(12, 8), torch.tensor([4, 3, 5, 0]), torch.ones(12))
+
+
+def test_only_bfloat16_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For others torch's product waits on the host, which no capture allows: forward and backward say what to do."""
+    layers = {dtype: make(dtype, bias=False) for dtype in (torch.bfloat16, torch.float16, torch.float32)}
+    splits = torch.tensor([1, 2, 3, 0])
+    outputs = {dtype: layer(torch.ones(6, 8, dtype=dtype), splits) for dtype, layer in layers.items()}
+    monkeypatch.setattr(compat, "is_stream_capturing", lambda: True)
+    for dtype, layer in layers.items():
+        x = torch.ones(6, 8, dtype=dtype)
+        if dtype == torch.bfloat16:
+            assert torch.equal(layer(x, splits), outputs[dtype])
+            outputs[dtype].sum().backward()
+            continue
+        for run in (lambda x=x, layer=layer: layer(x, splits), outputs[dtype].sum().backward):
+            with pytest.raises(RuntimeError, match=f"expects bfloat16 in a CUDA graph, but got {dtype}.*param_dtype"):
+                run()
