@@ -98,7 +98,7 @@ def grouped_wgrad(grad_TN: Tensor, x_TK: Tensor, ends_G: Tensor) -> Tensor:
 
 def _refuse_in_a_graph(x_TK: Tensor) -> None:
     """torch's kernel takes bfloat16 alone, also in 2.13; its loop for others reads ``ends_G`` on the host."""
-    is_eager = not torch.compiler.is_compiling()
+    is_eager = x_TK.is_cuda and not torch.compiler.is_compiling()
     if is_eager and x_TK.dtype != torch.bfloat16 and compat.is_stream_capturing():
         raise RuntimeError(
             f"GroupedLinear expects bfloat16 in a CUDA graph, but got {x_TK.dtype}, for which torch's grouped product "

@@ -215,11 +215,12 @@ class TestCudaElasticTensorParallel(CudaTest):
     world_size = 6
 
     def test_equals_one_process(self) -> None:
-        weights = [WeightSpec("wq", (5 * HEAD_DIM, 6), tp_dim=0, tp_block_size=HEAD_DIM)]
+        num_heads = 8
+        weights = [WeightSpec("wq", (num_heads * HEAD_DIM, 6), tp_dim=0, tp_block_size=HEAD_DIM)]
         mesh = nonuniform_mesh(DEVICE, replicas=consecutive(4, 2), tp=4, weights=weights)
         self.assertEqual([replica.tp for replica in mesh.layout.replicas], [4, 2])
         torch.manual_seed(3)
-        elastic = Elastic(mesh, Heads().double().to(DEVICE), shard_heads)
+        elastic = Elastic(mesh, Heads(num_heads).double().to(DEVICE), shard_heads)
         for step in range(3):
             elastic.backward(tokens_of(step, 17 + step).to(DEVICE))
             elastic.step()
