@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planted_bugs_changes import argument, assign, drop, flip, replace, returns, without
+from planted_bugs_changes import argument, assign, drop, flip, never, replace, returns, without
 from planted_bugs_type import Bug
 
 GROUPS = "test_gtp_shard_groups.py::TestGroups"
@@ -11,6 +11,7 @@ RECIPES = "test_quant_cast.py::TestRecipes"
 QUANTIZED_TRAINING = "test_quantized_training.py::TestQuantizedTraining"
 ELEMENTS = "test_quant_cast.py::TestElements"
 GEMMS = "test_float8_gemms.py::TestGEMMs"
+GROUPED_GEMMS = "test_grouped_gemms.py"
 GATHERED = "test_quantized_gather.py::TestGathered"
 NATIVE_CHECKPOINT = "test_native_checkpoint.py::TestNativeCheckpoint"
 MASTER_OPTIMIZER = "test_master_optimizer.py::TestMasterOptimizer"
@@ -211,6 +212,22 @@ NUMBERS = {
         "add_bias",
         argument("searchsorted", "right", None),
         "test_grouped_linear.py::test_equals_a_loop_over_the_groups",
+    ),
+    "grouped mxfp8 multiplies masters": Bug(
+        "GroupedMXGEMMs._grouped",
+        assign("left", "rows_TC.float()"),
+        f"{GROUPED_GEMMS}::test_mxfp8_multiplies_what_its_casts_make",
+    ),
+    "backward of grouped mxfp8 with native data": Bug(
+        "compute:_unknown", never("is_native"), f"{GROUPED_GEMMS}::test_who_takes_mxfp8"
+    ),
+    "scales of a group in the tile of another": Bug(
+        "_multiply_tiles",
+        replace("tiles_G.cumsum(...)", "ends_G"),
+        f"{GROUPED_GEMMS}::test_the_kernel_gets_groups_of_whole_tiles",
+    ),
+    "scales in a tile row by row": Bug(
+        "in_tiles", replace("tiles.transpose(...)", "tiles"), f"{GROUPED_GEMMS}::test_scales_lie_as_torch_has_them"
     ),
     "experts are cut in the place of their rows": Bug(
         "GroupedLinear.default_gtp_placement",

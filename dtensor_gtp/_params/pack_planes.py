@@ -34,6 +34,7 @@ class QuantizedWire(Wire):
     """Quantizes a high-precision shard before its gather; [Note: data made from a shard] says when."""
 
     is_made_once = True
+    is_native = False  # whether there are data for forward alone
 
     def __init__(self, weight: ShardedWeight, recipe: Recipe) -> None:
         self.weight = weight
@@ -90,7 +91,8 @@ class QuantizedWire(Wire):
 
     def _path(self) -> ComputePath:
         weight, device = self.weight, torch.device(self.weight.mesh.device_type)
-        return choose_path(self.recipe, device, weight.layout.shape, weight.compute_dtype, weight.fqn)
+        shape, dtype = weight.layout.shape, weight.compute_dtype
+        return choose_path(self.recipe, device, shape, dtype, weight.fqn, is_native=self.is_native)
 
     def gemms(self) -> Float8GEMMs | None:
         return self._path().gemms
@@ -127,6 +129,7 @@ class NativeWire(QuantizedWire):
     """Sends the rowwise planes of a quantized shard as they are, in forward and in backward."""
 
     is_made_once = False
+    is_native = True
 
     def __init__(self, weight: ShardedWeight, recipe: Recipe) -> None:
         super().__init__(weight, recipe)

@@ -49,7 +49,10 @@ def runtimes_of(module: nn.Module, caller: str = "capture_step") -> list[Runtime
                 "optimizers have written is decided in each forward. Leave out shard_optimizer."
             )
         if runtime.grads.launches.replicas is not None:
-            raise NotImplementedError(f"{caller} does not support elastic.synchronize_replicas.")
+            raise NotImplementedError(
+                f"{caller} does not support elastic.synchronize_replicas: a graph would repeat the shares of the batch "
+                "of its recording, and wait for a lost rank forever. Take equal replicas: init_weight_mesh(replicate=)."
+            )
     return runtimes
 
 

@@ -23,7 +23,7 @@ from .._comm.debug import profiler_range
 from .._params.saved_for_backward import check_unmodified, refuse_partial_recording
 from .._params.sharded_weight import ShardedWeight
 from .._schedule.runtime import Runtime
-from ..quant.float8_gemms import GroupedRowwiseGEMMs
+from ..quant.grouped_gemms import GroupedGEMMs
 from ..quant.master import for_product
 from ..quant.planes import Direction
 from ..quant.weight import WeightWithRecipe, gemms_of
@@ -73,6 +73,7 @@ def grouped_mm(x_TK: Tensor, w_GKN: Tensor, ends_G: Tensor) -> Tensor:
         for group, (begin, end) in enumerate(pairwise([0, *ends_G.tolist()])):
             output[begin:end] = x_TK[begin:end] @ w_GKN[group]
         return output
+    _refuse_in_a_graph(x_TK)
     pad_K, pad_N = _paddings(x_TK, w_GKN)
     if pad_K or pad_N:
         x_TK, w_GKN = F.pad(x_TK, (0, pad_K)), F.pad(w_GKN, (0, pad_N, 0, pad_K))
@@ -88,10 +89,22 @@ def grouped_wgrad(grad_TN: Tensor, x_TK: Tensor, ends_G: Tensor) -> Tensor:
         for group, (begin, end) in enumerate(pairwise([0, *ends_G.tolist()])):
             wgrad[group] = grad_TN[begin:end].t() @ x_TK[begin:end]
         return wgrad
+    _refuse_in_a_graph(x_TK)
     pad_N, pad_K = _paddings(grad_TN, x_TK)
     grad_TN = F.pad(grad_TN, (0, pad_N)) if pad_N else grad_TN
     x_TK = F.pad(x_TK, (0, pad_K)) if pad_K else x_TK
     return F.grouped_mm(grad_TN.t(), x_TK, offs=ends_G)[:, :N, :K]
+
+
+def _refuse_in_a_graph(x_TK: Tensor) -> None:
+    """torch's kernel takes bfloat16 alone, also in 2.13; its loop for others reads ``ends_G`` on the host."""
+    is_eager = x_TK.is_cuda and not torch.compiler.is_compiling()
+    if is_eager and x_TK.dtype != torch.bfloat16 and compat.is_stream_capturing():
+        raise RuntimeError(
+            f"GroupedLinear expects bfloat16 in a CUDA graph, but got {x_TK.dtype}, for which torch's grouped product "
+            "waits on the host. Pass mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), or leave the layer "
+            "out of the graph."
+        )
 
 
 def _paddings(left: Tensor, right: Tensor) -> tuple[int, int]:
@@ -109,7 +122,7 @@ def _without_tail(output_TN: Tensor, ends_G: Tensor) -> Tensor:
 def multiply(x_TK: Tensor, ends_G: Tensor, runtime: Runtime, weights: Weights) -> Tensor:
     """Forward's grouped GEMM, in float8 where the weight's recipe and the hardware have it."""
     gemms = weights[0].gemms
-    if not isinstance(gemms, GroupedRowwiseGEMMs):
+    if not isinstance(gemms, GroupedGEMMs):
         with _using(runtime, weights, False) as full_GNK:
             return grouped_mm(x_TK, full_GNK.mT, ends_G)
     with using_quantized(runtime, weights[0]) as quantized:
@@ -119,7 +132,7 @@ def multiply(x_TK: Tensor, ends_G: Tensor, runtime: Runtime, weights: Weights) -
 def multiply_grad(grad_TN: Tensor, ends_G: Tensor, runtime: Runtime, weights: Weights) -> Tensor:
     """dgrad's grouped GEMM."""
     gemms = weights[0].gemms
-    if not isinstance(gemms, GroupedRowwiseGEMMs):
+    if not isinstance(gemms, GroupedGEMMs):
         with _using(runtime, weights, True) as full_GNK:
             return grouped_mm(grad_TN, full_GNK, ends_G)
     with using_quantized(runtime, weights[0].for_backward) as quantized:
@@ -233,7 +246,7 @@ class _GroupedMM(torch.autograd.Function):
         return _without_tail(grad_x, ends_G), wgrad, None
 
 
-def _gemms_of(weight: Tensor) -> GroupedRowwiseGEMMs | None:
+def _gemms_of(weight: Tensor) -> GroupedGEMMs | None:
     """Float8 GEMMs of a weight that is not sharded, if it has a recipe with them."""
     gemms = gemms_of(weight) if isinstance(weight, WeightWithRecipe) else None
-    return gemms if isinstance(gemms, GroupedRowwiseGEMMs) else None
+    return gemms if isinstance(gemms, GroupedGEMMs) else None

@@ -6,6 +6,7 @@ dgrad. In float8 the GEMMs multiply with the planes that were gathered.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -164,7 +165,7 @@ def _multiply_into(target: Tensor, left: Tensor, right: Tensor, is_accumulating:
 
 def as_matrix(x: Tensor) -> Tensor:
     """``x`` with all dims but the last one as rows."""
-    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _cast_and_wgrad(

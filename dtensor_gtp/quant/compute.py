@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from .float8_gemms import ALIGNMENT, Float8GEMMs
+from .grouped_gemms import GroupedGEMMs
 from .recipes import Recipe
 
 
@@ -26,22 +27,23 @@ class ComputePath(NamedTuple):
         return f"float8 GEMMs{how}{', wgrad not quantized' if self.gemms.high_precision_wgrad else ''}"
 
 
-def choose_path(recipe: Recipe, device: torch.device, shape: torch.Size, dtype: torch.dtype, fqn: str) -> ComputePath:
+def choose_path(
+    recipe: Recipe, device: torch.device, shape: torch.Size, dtype: torch.dtype, fqn: str, *, is_native: bool = False
+) -> ComputePath:
     """How to multiply with a weight (or a rank's slice of it) of ``shape``, with activations and outputs of ``dtype``.
-    ValueError if float8 GEMMs are forced, but the hardware does not have them for this recipe, shape or dtype."""
+    ValueError if float8 GEMMs are forced, but the hardware does not have them for this recipe, shape or dtype.
+    ``is_native``: the weight has native storage, so there are data for forward alone."""
     if recipe.compute == "dequantize":
         return ComputePath(None, "asked for")
-    if not recipe.has_gemms:
-        return ComputePath(None, f"no GEMMs of {recipe.name}")
     is_grouped = len(shape) != 2
     gemms = recipe.grouped_gemms if is_grouped else recipe.gemms
-    is_known = not is_grouped or (len(shape) == 3 and gemms(on_hardware=False) is not None)
-    missing = _missing(recipe, device, shape, dtype) if is_known else f"no grouped GEMMs of {recipe.name}"
+    unknown = _unknown(recipe, shape, is_native=is_native)
+    missing = unknown or _missing(recipe, device, shape, dtype)
     if not missing:
         return ComputePath(gemms(on_hardware=True), "")
     if recipe.compute == "auto":
         return ComputePath(None, missing)
-    if device.type == "cpu" and is_known:
+    if device.type == "cpu" and not unknown:
         if not is_grouped:
             warn_once(
                 f"The recipe {recipe} asks for float8 GEMMs, which torch lacks on CPUs: operands are quantized and "
@@ -58,21 +60,46 @@ def choose_path(recipe: Recipe, device: torch.device, shape: torch.Size, dtype: 
     )
 
 
+def _unknown(recipe: Recipe, shape: torch.Size, *, is_native: bool) -> str:
+    """Why there is not even a reference arithmetic; empty if there is."""
+    grouped = recipe.grouped_gemms(on_hardware=False)
+    if len(shape) == 2:
+        if recipe.has_gemms:
+            return ""
+        return f"no GEMMs of {recipe.name}" if grouped is None else f"{recipe.name} has GEMMs for GroupedLinear alone"
+    if grouped is None or len(shape) != 3:
+        return f"no grouped GEMMs of {recipe.name}" if recipe.has_gemms else f"no GEMMs of {recipe.name}"
+    if grouped.needs_columnwise and is_native:
+        return f"native storage has no data for the backward of {recipe.name}"
+    return ""
+
+
 def _missing(recipe: Recipe, device: torch.device, shape: torch.Size, dtype: torch.dtype) -> str:
     """Why torch has no such GEMMs there; empty if it has."""
     if device.type != "cuda" or torch.version.hip is not None:
         return f"no float8 GEMMs on {'rocm' if device.type == 'cuda' else device.type}"
     capability = torch.cuda.get_device_capability(device)
-    if not recipe.is_capable(capability):
+    grouped = recipe.grouped_gemms(on_hardware=True) if len(shape) == 3 else None
+    if grouped is None and not recipe.is_capable(capability):
         return f"no {recipe.name} GEMMs on compute capability {'.'.join(map(str, capability))}"
-    if len(shape) == 3 and capability[0] != 9:
-        return f"grouped GEMMs of {recipe.name} need Hopper"
+    if grouped is not None and (why := _missing_kernel(recipe, grouped, capability)):
+        return why
+    alignment = ALIGNMENT if grouped is None else grouped.alignment
     matrix = tuple(shape[-2:])
-    if any(size % ALIGNMENT for size in matrix):
-        fits = tuple(-(-size // ALIGNMENT) * ALIGNMENT for size in matrix)
-        return f"a shape of {matrix} is not in multiples of {ALIGNMENT}; {fits} would fit"
+    if any(size % alignment for size in matrix):
+        fits = tuple(-(-size // alignment) * alignment for size in matrix)
+        return f"a shape of {matrix} is not in multiples of {alignment}; {fits} would fit"
     if dtype != torch.bfloat16:
         return f"the compute dtype is {str(dtype).removeprefix('torch.')}, not bfloat16"
+    return ""
+
+
+def _missing_kernel(recipe: Recipe, grouped: GroupedGEMMs, capability: tuple[int, int]) -> str:
+    major, name = grouped.capability
+    if capability[0] != major:
+        return f"grouped GEMMs of {recipe.name} need {name}"
+    if recipe.compute == "auto" and not grouped.has_run:
+        return f"grouped GEMMs of {recipe.name} never ran on a GPU; compute='float8' takes them"
     return ""
 
 

@@ -141,15 +141,15 @@ def place_quantized(
     ``device``, where a layer computes in ``dtype``, does not have.
     """
     local = compat.local_part(param)
+    is_native = isinstance(local, StoredWeight) and local.is_native
     if recipe.compute == "float8":
-        choose_path(recipe, device, local.shape, dtype, fqn)
+        choose_path(recipe, device, local.shape, dtype, fqn, is_native=is_native)
     if isinstance(asked, Replicate):
         raise ValueError(
             f"gtp_shard expects to shard parameter '{fqn}' of shape {tuple(param.shape)}, because quantize_ gave it "
             f"the recipe {recipe}, but shard_placement_fn returned {asked!r}. Leave it out of quantize_, or return "
             "None or a GTPShard for it."
         )
-    is_native = isinstance(local, StoredWeight) and local.is_native
     if isinstance(param, DTensor):
         check_slices("gtp_shard", fqn, param, recipe, is_native=is_native)
     dim = getattr(asked, "dim", 0)

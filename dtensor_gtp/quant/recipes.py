@@ -18,7 +18,8 @@ from torch import Tensor
 
 from .._howto import see
 from .casts import casts_for
-from .float8_gemms import BlockwiseGEMMs, Float8GEMMs, GroupedRowwiseGEMMs, RowwiseGEMMs, TensorwiseGEMMs
+from .float8_gemms import BlockwiseGEMMs, Float8GEMMs, RowwiseGEMMs, TensorwiseGEMMs
+from .grouped_gemms import GroupedGEMMs, GroupedMXGEMMs, GroupedRowwiseGEMMs
 from .planes import Direction, PlaneSpec, Quantized
 
 _E4M3 = PlaneSpec(torch.float8_e4m3fn, 1, 1)
@@ -65,7 +66,7 @@ class Recipe(ABC):
         cls = type(self).__name__
         if self.compute not in ("auto", "dequantize", "float8"):
             raise ValueError(f"{cls} expects compute 'auto', 'dequantize' or 'float8', but got {self.compute!r}.")
-        if self.compute == "float8" and not self.has_gemms:
+        if self.compute == "float8" and not self.has_gemms and self.grouped_gemms(on_hardware=False) is None:
             raise ValueError(
                 f"{cls} expects compute 'auto' or 'dequantize', but got 'float8': GEMMs of {self.name} need a "
                 "Blackwell GPU, and this package does not have them; it dequantizes the weight for the GEMM."
@@ -87,7 +88,7 @@ class Recipe(ABC):
         """
         raise NotImplementedError(f"{self.name} has no low-precision GEMMs.")
 
-    def grouped_gemms(self, *, on_hardware: bool) -> Float8GEMMs | None:
+    def grouped_gemms(self, *, on_hardware: bool) -> GroupedGEMMs | None:
         """The GEMMs of a grouped layer; None if there are none. Called by ``GroupedLinear``.
 
         Args:
@@ -318,7 +319,8 @@ class MXFP8(Recipe):
     """Power-of-two scales for each 32 elements, as in the OCP Microscaling Formats (MX) specification 1.0.
 
     Args:
-        compute: As in :class:`Recipe`.
+        compute: As in :class:`Recipe`; ``"float8"`` for grouped layers alone. ``"auto"`` dequantizes, because torch's
+            kernel needs Blackwell, where this package never ran.
         scale_rounding: ``"rceil"`` (default) takes the smallest scale with which no element saturates; ``"floor"`` is
             the conversion of the specification.
 
@@ -341,6 +343,9 @@ class MXFP8(Recipe):
         super().__post_init__()
         if self.scale_rounding not in ("rceil", "floor"):
             raise ValueError(f"MXFP8 expects scale_rounding 'rceil' or 'floor', but got {self.scale_rounding!r}.")
+
+    def grouped_gemms(self, *, on_hardware: bool) -> GroupedMXGEMMs:
+        return GroupedMXGEMMs(True, on_hardware, self.scale_rounding)
 
     def quantize(self, weight: Tensor, direction: Direction, amax: Tensor | None = None) -> Quantized:
         return Quantized(casts_for(weight).cast_mx(weight, self.scale_block(direction), self.scale_rounding), None)

@@ -56,7 +56,8 @@ class WeightWithRecipe(Tensor):
 
 def gemms_of(weight: WeightWithRecipe) -> Float8GEMMs | None:
     """How ``F.linear`` multiplies with ``weight``; None to dequantize it."""
-    return choose_path(weight.recipe, weight.device, weight.shape, weight.dtype, "weight").gemms
+    is_native = isinstance(weight, StoredWeight) and weight.is_native
+    return choose_path(weight.recipe, weight.device, weight.shape, weight.dtype, "weight", is_native=is_native).gemms
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:

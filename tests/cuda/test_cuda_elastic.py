@@ -20,7 +20,7 @@ from checkpoint_common import adamw, job_state, make, shard
 from common import assert_same_params, environment, full, shared_directory
 from cuda_common import BF16, NUM_RANKS, CudaTest
 from elastic_faults import Fault, FaultyJob
-from test_elastic import Elastic, token_loss, tokens_of
+from test_elastic import HEAD_DIM, Elastic, Heads, shard_heads, token_loss, tokens_of
 from test_elastic_checkpoint import Job
 from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,6 +31,7 @@ from dtensor_gtp.elastic import (
     ElasticMesh,
     HeldState,
     ReplicaSavePlanner,
+    WeightSpec,
     clip_grad_norm_,
     hold_state,
     nonuniform_mesh,
@@ -205,6 +206,25 @@ class TestCudaElasticWithoutOneRank(_Elastic):
         mesh = nonuniform_mesh(DEVICE, replicate=2, gtp=HALF, failed={(1, HALF - 1, 0)})
         self.assertEqual([replica.gtp for replica in mesh.layout.replicas], [HALF, HALF - 1])
         self.train(mesh)
+
+
+@unittest.skipIf(NUM_RANKS < 6, "needs at least 6 ranks")
+class TestCudaElasticTensorParallel(CudaTest):
+    """A replica of tp 4, and one that has lost half of its ranks."""
+
+    world_size = 6
+
+    def test_equals_one_process(self) -> None:
+        num_heads = 8
+        weights = [WeightSpec("wq", (num_heads * HEAD_DIM, 6), tp_dim=0, tp_block_size=HEAD_DIM)]
+        mesh = nonuniform_mesh(DEVICE, replicas=consecutive(4, 2), tp=4, weights=weights)
+        self.assertEqual([replica.tp for replica in mesh.layout.replicas], [4, 2])
+        torch.manual_seed(3)
+        elastic = Elastic(mesh, Heads(num_heads).double().to(DEVICE), shard_heads)
+        for step in range(3):
+            elastic.backward(tokens_of(step, 17 + step).to(DEVICE))
+            elastic.step()
+        elastic.sync.check_values()
 
 
 @functools.cache

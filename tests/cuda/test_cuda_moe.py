@@ -11,14 +11,13 @@ import os
 import subprocess
 import sys
 import unittest
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from common import assert_same_params, environment, full
-from cuda_common import BF16, CudaTest
+from cuda_common import BF16, CudaTest, captured
 from cuda_common import NUM_RANKS as ALL_RANKS
 from schedules import changed, explicit
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -26,8 +25,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from dtensor_gtp import GTPShard, SchedulePolicy, WeightMesh, capture_step, gtp_shard, init_weight_mesh
 from dtensor_gtp.nn import GroupedExperts, GroupedLinear, GroupedMLP, convert_grouped_state_dict, parallelize_experts
 from dtensor_gtp.ops.grouped import grouped_mm, grouped_wgrad
-from dtensor_gtp.quant import Direction, Float8Rowwise
-from dtensor_gtp.quant.float8_gemms import GroupedRowwiseGEMMs
+from dtensor_gtp.quant import MXFP8, Direction, Float8Rowwise
+from dtensor_gtp.quant.grouped_gemms import GroupedMXGEMMs, GroupedRowwiseGEMMs
 
 NUM_RANKS = ALL_RANKS // 2 * 2
 EXPERTS, DIM, HIDDEN, TOP_K, TOKENS = 8, 256, 512, 2, 128
@@ -316,21 +315,6 @@ def assert_near(model: nn.Module, reference: nn.Module) -> None:
         assert error < 0.02, f"gradient of {name}: {error}"
 
 
-def captured(model: nn.Module, run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """A graph of ``run`` after three warm-up calls, and what it returns. Gradients are those of the last replay."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            run()
-            model.zero_grad()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = run()
-    return graph, output
-
-
 @unittest.skipIf(not torch.cuda.is_available(), "needs a GPU")
 class TestCudaKernel(unittest.TestCase):
     SPLITS = ([40, 0, 24, 64], [0, 0, 0, 0], [1, 2, 3, 4])
@@ -364,6 +348,24 @@ class TestCudaKernel(unittest.TestCase):
             for method, rows in (("grouped_output", x), ("grouped_grad_input", grad)):
                 got, want = (
                     getattr(gemms, method)(rows, quantized, ends, torch.bfloat16)[: sum(counts)].float()
+                    for gemms in (kernel, reference)
+                )
+                self.assertLess(((got - want).norm() / want.norm()).item(), 0.01, f"{method} {counts}")
+
+    def test_mxfp8_equals_the_reference_arithmetic(self) -> None:
+        """``scaled_grouped_mm`` on groups that are moved to whole tiles, forward and dgrad."""
+        if torch.cuda.get_device_capability()[0] != 10:
+            self.skipTest("needs Blackwell")
+        torch.manual_seed(0)
+        weight = torch.randn(4, 96, 64, device="cuda") * torch.exp2(-(torch.arange(96, device="cuda") % 4.0))[:, None]
+        forward, backward = (MXFP8().quantize(weight, direction) for direction in Direction)
+        x, grad = (torch.randn(128, size, device="cuda").bfloat16() for size in (64, 96))
+        kernel, reference = (GroupedMXGEMMs(True, on_hardware) for on_hardware in (True, False))
+        for counts in ([40, 0, 24, 64], [30, 1, 0, 13]):
+            ends = torch.tensor(counts, device="cuda").cumsum(0, dtype=torch.int32)
+            for method, rows, data in (("grouped_output", x, forward), ("grouped_grad_input", grad, backward)):
+                got, want = (
+                    getattr(gemms, method)(rows, data, ends, torch.bfloat16)[: sum(counts)].float()
                     for gemms in (kernel, reference)
                 )
                 self.assertLess(((got - want).norm() / want.norm()).item(), 0.01, f"{method} {counts}")

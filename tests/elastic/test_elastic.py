@@ -24,7 +24,7 @@ from schedules import explicit
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from dtensor_gtp import MixedPrecisionPolicy, api, gtp_shard
+from dtensor_gtp import MixedPrecisionPolicy, api, capture_step, gtp_shard
 from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp.elastic import (
     BatchShare,
@@ -219,11 +219,12 @@ class TestSixRanks(GlooTest):
             elastic.sync.check_values()
 
     def test_heads_that_no_size_of_tp_divides(self) -> None:
-        """Five heads over 3, 2 and 1 ranks, and over 2 x 2 and 2: whole ones everywhere."""
+        """Five heads over 3, 2 and 1 ranks, over 2 x 2 and 2, and over 4 and 2: whole ones everywhere."""
         weights = [WeightSpec("wq", (5 * HEAD_DIM, 6), tp_dim=0, tp_block_size=HEAD_DIM)]
         for ranks, tp, sizes in (
             (([0, 1, 2], [3, 4], [5]), 3, [(1, 3), (1, 2), (1, 1)]),
             (([0, 1, 2, 3], [4, 5]), 2, [(2, 2), (1, 2)]),
+            (([0, 1, 2, 3], [4, 5]), 4, [(1, 4), (1, 2)]),
         ):
             mesh = nonuniform_mesh("cpu", replicas=ranks, tp=tp, weights=weights)
             self.assertEqual([(replica.gtp, replica.tp) for replica in mesh.layout.replicas], sizes)
@@ -482,6 +483,8 @@ class TestSixRanks(GlooTest):
         synchronize_replicas(model, mesh)
         with self.assertRaisesRegex(ValueError, "was called on this .* already"):
             synchronize_replicas(model, mesh)
+        with self.assertRaisesRegex(NotImplementedError, "capture_step .* would repeat the shares .* init_weight_mesh"):
+            capture_step(print, model, sgd(model))
         with self.assertRaisesRegex(ValueError, "synchronize_replicas was already called on a part of it"):
             gtp_shard(nn.Sequential(model), mesh.weights)
 

@@ -1,41 +1,121 @@
-"""Modules of Transformer Engine under ``gtp_shard``, as any module whose code reads ``self.weight``. Needs its wheel
-and a GPU."""
+"""A module that uses its weights as those of Transformer Engine 2.20 do (``pytorch/module/linear.py`` and ``base.py``
+there). ``test_cuda_transformer_engine.py`` has the modules themselves, which need its wheel and GPUs.
+
+They read ``self.weight`` once in forward, hand it to a function of autograd that saves it, and return its gradient.
+Before, they compare the input's dtype with that of each parameter. With ``fuse_wgrad_accumulation`` backward adds to
+``weight.main_grad`` instead.
+"""
 
 from __future__ import annotations
 
 import copy
+import weakref
+from typing import Any
 
-import pytest
 import torch
-from common import assert_same_params
-from cuda_common import take_gpu
-from torch.distributed.device_mesh import init_device_mesh
+import torch.nn as nn
+from common import ALL, GlooTest, assert_same_params, rows_of_rank
+from runtime_common import assert_idle, runtime_of
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from dtensor_gtp import SchedulePolicy, gtp_shard
+from dtensor_gtp import gtp_shard
 
-te = pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engine")
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear"])
-def test_gradients_and_updates(kind: str) -> None:
-    """One rank: what may fail is how these modules read their weights and where they put gradients."""
-    take_gpu(0)
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("nccl", rank=0, world_size=1, store=store)
-    try:
-        reference = getattr(te, kind)(64, 128, params_dtype=torch.float32).cuda()
-        mesh = init_device_mesh("cuda", (1,), mesh_dim_names=("gtp",))
-        model = gtp_shard(copy.deepcopy(reference), mesh, schedule=SchedulePolicy(min_shard_numel=0))
-        optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (reference, model)]
-        x = torch.randn(16, 64, device="cuda")
-        for _ in range(2):
-            for module in (reference, model):
-                module(x).square().mean().backward()
-            assert_same_params(model, reference, "grad")
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            assert_same_params(model, reference)
-    finally:
-        torch.distributed.destroy_process_group()
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, x: torch.Tensor, dtype: torch.dtype, is_fused: bool) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight_ref = weakref.ref(weight) if is_fused else None
+        ctx.main_grad = lambda: weight.main_grad
+        return x.to(dtype) @ weight.to(dtype).t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        wgrad = grad.flatten(0, -2).t() @ x.to(grad.dtype).flatten(0, -2)
+        if ctx.weight_ref is not None:
+            ctx.main_grad().add_(wgrad)
+            return None, grad @ weight.to(grad.dtype), None, None
+        return wgrad.to(weight.dtype), (grad @ weight.to(grad.dtype)).to(x.dtype), None, None
+
+
+class Linear(nn.Module):
+    def __init__(self, width: int, out: int, *, fuse_wgrad_accumulation: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(out, width) / width**0.5)
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+        if not torch.is_autocast_enabled("cpu"):
+            for name, param in self.named_parameters():
+                if param.dtype != dtype:
+                    raise TypeError(f"Data types for parameters must match, found {name!r} dtype: {param.dtype}")
+        output: torch.Tensor = Product.apply(self.weight, x, dtype, self.fuse_wgrad_accumulation)
+        return output
+
+
+def make(**options: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Linear(16, 24, **options), nn.GELU(), Linear(24, 16, **options))
+
+
+class TestLikeTransformerEngine(GlooTest):
+    def test_gradients_and_updates(self) -> None:
+        """In float32 and in a model of bfloat16, also where a weight is used in two microbatches."""
+        for dtype in (torch.float32, torch.bfloat16):
+            reference = make().to(dtype)
+            model = gtp_shard(copy.deepcopy(reference), self.gtp_mesh(), schedule=ALL)
+            optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (reference, model)]
+            tolerance = {} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.02}
+            for step in range(3):
+                generator = torch.Generator().manual_seed(step)
+                for _ in range(2):
+                    x = torch.randn(8, 3, 16, generator=generator).to(dtype)
+                    reference(x).square().mean().backward()
+                    model(rows_of_rank(x, self.gtp_mesh())).square().mean().backward()
+                assert_same_params(model, reference, "grad", **tolerance)
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                assert_same_params(model, reference, **tolerance)
+            assert_idle(model)
+
+    def test_saved_weights_are_handles(self) -> None:
+        """Between forward and backward none is held, though the function has saved both; later the plan keeps the last
+        one, which backward uses first."""
+        model = gtp_shard(make(), self.gtp_mesh(), schedule=ALL)
+        for kept in ([], ["2.weight"]):
+            loss = model(torch.randn(2, 16)).sum()
+            held = [weight.fqn for weight in runtime_of(model).weights if not weight.is_absent]
+            self.assertEqual(held, kept)
+            loss.backward()
+            assert_idle(model)
+
+    def test_masters_in_float32(self) -> None:
+        """The check of dtypes sees the gathered weights; so does code under autocast, which leaves it out."""
+        torch.manual_seed(1)
+        x = torch.randn(8, 16)
+        reference = make()
+        reference(x).square().mean().backward()
+        torch.optim.SGD(reference.parameters(), lr=0.5).step()
+        for is_autocast in (False, True):
+            model = gtp_shard(make(), self.gtp_mesh(), schedule=ALL, mp_policy=BF16)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_autocast):
+                output = model(rows_of_rank(x, self.gtp_mesh()))
+            self.assertEqual(output.dtype, torch.bfloat16)
+            output.float().square().mean().backward()
+            assert_same_params(model, reference, "grad", rtol=0.05, atol=0.01)
+            torch.optim.SGD(model.parameters(), lr=0.5).step()
+            assert_same_params(model, reference, rtol=0.05, atol=0.01)
+
+    def test_fused_accumulation_raises(self) -> None:
+        """A full weight has no ``main_grad``, also if the user gave the parameter one."""
+        model = gtp_shard(make(fuse_wgrad_accumulation=True), self.gtp_mesh(), schedule=ALL)
+        for param in model.parameters():
+            param.main_grad = torch.zeros(param.shape)
+        loss = model(torch.randn(2, 16)).sum()
+        with self.assertRaisesRegex(AttributeError, "main_grad"):
+            loss.backward()

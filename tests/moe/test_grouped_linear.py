@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp import gtp_shard
 from dtensor_gtp.nn import GroupedLinear, convert_grouped_state_dict
+from dtensor_gtp.ops.grouped import grouped_mm, grouped_wgrad
 
 SPLITS = ([4, 3, 5, 0], [0, 0, 0, 12], [1, 0, 2, 3], [0, 0, 0, 0], [3, 3, 3, 3])
 
@@ -251,3 +254,27 @@ def test_bad_sizes_are_refused() -> None:
         GroupedLinear(2, 2, 2, bias=False, scale_bias=True)
     with pytest.raises(ValueError, match="only then, but got some"):
         make(torch.float32)(torch.zeros(12, 8), torch.tensor([4, 3, 5, 0]), torch.ones(12))
+
+
+class OnGPU(torch.Tensor):
+    """Says that it lies on a GPU."""
+
+    is_cuda = True
+
+
+def test_only_bfloat16_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For others torch's product waits on the host, which no capture allows: forward and backward say what to do."""
+    monkeypatch.setattr(compat, "is_stream_capturing", lambda: True)
+    ends = torch.tensor([1, 3, 6, 6], dtype=torch.int32)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x, weight, grad = (torch.ones(*size, dtype=dtype) for size in ((6, 8), (4, 8, 16), (6, 16)))
+        multiplies = (
+            partial(grouped_mm, x.as_subclass(OnGPU), weight),
+            partial(grouped_wgrad, grad, x.as_subclass(OnGPU)),
+        )
+        for multiply in multiplies:
+            if dtype == torch.bfloat16:
+                assert multiply(ends).dtype == dtype
+                continue
+            with pytest.raises(RuntimeError, match=f"expects bfloat16 in a CUDA graph, but got {dtype}.*param_dtype"):
+                multiply(ends)

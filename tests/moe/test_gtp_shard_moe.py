@@ -128,7 +128,7 @@ class TestMixtureOfExperts(GlooTest):
     def test_r1_gradients_are_right_with_expert_parallelism(self) -> None:
         for sizes in ({"ep": 2, "expert_gtp": 2}, {"ep": 4, "expert_gtp": 1}):
             self.check_folding(f"{sizes}", meshes_of(**sizes))
-        for method in ("all_gather", "own"):
+        for method in ("all_gather", *OWN):
             self.check_folding(method, meshes_of(ep=2, expert_gtp=2), method)
 
     def test_r1_gradients_are_right_with_tensor_parallel_experts(self) -> None:
@@ -150,7 +150,7 @@ class TestMixtureOfExperts(GlooTest):
 
     def test_recipes_with_expert_parallelism_and_folding(self) -> None:
         """Each expert's matrices are quantized by themselves, so where they lie does not matter."""
-        for recipe in (MXFP8(), Float8Rowwise(compute="float8")):
+        for recipe in (MXFP8(), MXFP8(compute="float8"), Float8Rowwise(compute="float8")):
             self.check_recipe(recipe, meshes_of(ep=2, expert_gtp=2))
 
     @pytest.mark.soak
@@ -346,15 +346,36 @@ class SumOnTheWay:
         self.group, self.num_local = mesh.get_group(), EXPERTS // mesh.size()
 
     def __call__(self, run_experts: Any, tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        pad = (0, 0, 0, TOKENS - len(tokens))
+        sent = self.send(tokens, experts, weights, TOKENS)
+        return self.finish(run_experts, *sent)[: len(tokens)]
+
+    def send(self, tokens: Tensor, experts: Tensor, weights: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Begin to gather from all ranks: functional collectives wait at the first use of their result."""
+        pad = (0, 0, 0, capacity - len(tokens))
         x, w = (all_gather_tensor_autograd(F.pad(t, pad), 0, self.group) for t in (tokens, weights))
-        chosen = all_gather_tensor(F.pad(experts, pad), 0, self.group)
+        return x, all_gather_tensor(F.pad(experts, pad), 0, self.group), w
+
+    def finish(self, run_experts: Any, x: Tensor, chosen: Tensor, w: Tensor) -> Tensor:
         first = self.group.rank() * self.num_local
         found = [(chosen == expert).nonzero() for expert in range(first, first + self.num_local)]
         token, slot = torch.cat(found).unbind(1)
         y = run_experts(x[token], torch.tensor([len(rows) for rows in found])) * w[token, slot, None]
         sums = x.new_zeros(x.shape).index_add(0, token, y)
-        return reduce_scatter_tensor_autograd(sums, "sum", 0, self.group)[: len(tokens)]
+        return reduce_scatter_tensor_autograd(sums, "sum", 0, self.group)
+
+
+class Halves(SumOnTheWay):
+    """Half of the tokens travel while experts compute the other half. Each expert is used twice."""
+
+    def __call__(self, run_experts: Any, tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        size = -(-TOKENS // 2)
+        parts = [[t[rows] for t in (tokens, experts, weights)] for rows in (slice(size), slice(size, None))]
+        sent = [self.send(*part, size) for part in parts]
+        results = [self.finish(run_experts, *each)[: len(part[0])] for each, part in zip(sent, parts, strict=True)]
+        return torch.cat(results)
+
+
+OWN = {"own": SumOnTheWay, "own, in halves": Halves}
 
 
 class Meshes(NamedTuple):
@@ -383,9 +404,9 @@ def meshes_of(**sizes: int) -> Meshes:
 def shard(model: Block, meshes: Meshes, method: str = "all_to_all") -> Any:
     """Experts on their own mesh first, then the rest; gradients of both are the mean over ranks with different data."""
     experts: Any = model.experts
-    if method == "own":
+    if method in OWN:
         parallelize_experts(experts, meshes.ep)
-        experts.dispatcher = SumOnTheWay(meshes.ep)
+        experts.dispatcher = OWN[method](meshes.ep)
     else:
         parallelize_experts(experts, meshes.ep, meshes.tp, method=method)
     gtp_shard(experts, meshes.experts, schedule=ALL)

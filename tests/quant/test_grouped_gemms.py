@@ -11,12 +11,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn as nn
+from torch.testing._internal.common_quantized import to_blocked
 
 from dtensor_gtp import quantize_
 from dtensor_gtp.nn import GroupedLinear
 from dtensor_gtp.quant import MXFP8, NVFP4, Float8Blockwise, Float8Rowwise, Float8Tensorwise
 from dtensor_gtp.quant.compute import choose_path
-from dtensor_gtp.quant.float8_gemms import GroupedRowwiseGEMMs
+from dtensor_gtp.quant.grouped_gemms import GroupedMXGEMMs, GroupedRowwiseGEMMs, in_tiles
 from dtensor_gtp.quant.planes import Direction, Quantized
 
 GROUPS, N, K = 3, 32, 48
@@ -100,6 +101,158 @@ def test_the_kernel_gets_rows_and_columns(monkeypatch: pytest.MonkeyPatch) -> No
     assert calls == ["fast accumulation: True", "fast accumulation: False"]
 
 
+MX_N, MX_K = 160, 96  # scales fill no tile
+
+
+def mx_operands(splits: list[int], rounding: str) -> tuple[torch.Tensor, torch.Tensor, list[Quantized], torch.Tensor]:
+    """Rows, gradients, the data of the weight for forward and dgrad, ends of groups."""
+    torch.manual_seed(0)
+    weight = torch.randn(GROUPS, MX_N, MX_K) * torch.exp2(-(torch.arange(MX_N) % 5.0))[:, None]
+    both = [MXFP8(scale_rounding=rounding).quantize(weight, direction) for direction in Direction]
+    rows = sum(splits) + 2
+    return torch.randn(rows, MX_K), torch.randn(rows, MX_N), both, torch.tensor(splits).cumsum(0, dtype=torch.int32)
+
+
+def mx_values(rows: torch.Tensor, rounding: str) -> torch.Tensor:
+    """What a matrix is after a cast with a scale for 32 elements of a row."""
+    recipe = MXFP8(scale_rounding=rounding)
+    quantized = recipe.quantize(rows, Direction.ROWWISE)
+    return recipe.dequantize(quantized, rows.shape, Direction.ROWWISE, torch.float32)
+
+
+@pytest.mark.parametrize("rounding", ["rceil", "floor"])
+def test_mxfp8_multiplies_what_its_casts_make(rounding: str) -> None:
+    """Scales lie along the contraction of either product, so dgrad has other data of the weight than forward."""
+    splits = [5, 0, 131]
+    x, grad, (forward, backward), ends = mx_operands(splits, rounding)
+    gemms, recipe = GroupedMXGEMMs(True, False, rounding), MXFP8(scale_rounding=rounding)
+    shape = torch.Size((GROUPS, MX_N, MX_K))
+    output = gemms.grouped_output(x, forward, ends, torch.float32)[: sum(splits)]
+    dgrad = gemms.grouped_grad_input(grad, backward, ends, torch.float32)[: sum(splits)]
+    weights = [
+        recipe.dequantize(data, shape, direction, torch.float32)
+        for data, direction in zip((forward, backward), Direction, strict=True)
+    ]
+    assert not torch.equal(*weights)
+    for got, rows, matrices in ((output, x, weights[0].mT), (dgrad, grad, weights[1])):
+        parts = mx_values(rows, rounding).split([*splits, 2])[:-1]
+        torch.testing.assert_close(
+            got, torch.cat([part @ matrix for part, matrix in zip(parts, matrices, strict=True)])
+        )
+
+
+def test_mxfp8_layer_trains_as_its_values() -> None:
+    """Without sharding, forward and backward: wgrad is that of the values that were not quantized."""
+    torch.manual_seed(0)
+    splits = torch.tensor([5, 0, 9])
+    layer = quantize_(GroupedLinear(GROUPS, MX_K, MX_N, bias=False), MXFP8(compute="float8"))
+    x = torch.randn(16, MX_K, requires_grad=True)
+    output = layer(x, splits)
+    grad = torch.randn(16, MX_N)
+    output.backward(grad)
+    shape, recipe, masters = layer.weight.shape, MXFP8(), layer.weight.detach().dense()
+    forward, backward = (
+        recipe.dequantize(recipe.quantize(masters, direction), shape, direction, torch.float32)
+        for direction in Direction
+    )
+    begin = 0
+    assert not output[14:].any()
+    assert not x.grad[14:].any()
+    for group, count in enumerate(splits.tolist()):
+        rows = slice(begin, begin + count)
+        begin += count
+        torch.testing.assert_close(output[rows], mx_values(x.detach(), "rceil")[rows] @ forward[group].t())
+        torch.testing.assert_close(x.grad[rows], mx_values(grad, "rceil")[rows] @ backward[group])
+        torch.testing.assert_close(layer.weight.grad[group], grad[rows].t() @ x.detach()[rows])
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (128, 4), (200, 9), (256, 12)], ids=str)
+def test_scales_lie_as_torch_has_them(shape: tuple[int, int]) -> None:
+    codes = torch.randint(0, 255, (2, *shape), dtype=torch.uint8)
+    tiles = in_tiles(codes.view(torch.float8_e8m0fnu)).view(torch.uint8)
+    for ours, matrix in zip(tiles, codes, strict=True):
+        assert torch.equal(ours, to_blocked(matrix).flatten())
+
+
+@pytest.mark.parametrize("splits", [[5, 0, 131], [128, 128, 128], [0, 0, 0]], ids=str)
+def test_the_kernel_gets_groups_of_whole_tiles(monkeypatch: pytest.MonkeyPatch, splits: list[int]) -> None:
+    """A stand-in takes what torch's checks of shapes and its tests say of the kernel, and looks up scales by cuBLAS's
+    formula. All groups together are the reference arithmetic, forward and dgrad."""
+    x, grad, (forward, backward), ends = mx_operands(splits, "rceil")
+
+    def scales(flat: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
+        r, c = torch.arange(rows)[:, None], torch.arange(blocks)[None]
+        tile = r // 128 * -(-blocks // 4) + c // 4
+        codes = flat.view(torch.uint8)[tile * 512 + r % 32 * 16 + r % 128 // 32 * 4 + c % 4]
+        return torch.exp2(codes.float() - 127).repeat_interleave(32, 1)
+
+    def kernel(a: Any, b: Any, scale_a: Any, kind_a: Any, scale_b: Any, kind_b: Any, **options: Any) -> torch.Tensor:
+        (rows, contraction), columns, blocks = a.shape, b.shape[2], a.shape[1] // 32
+        assert a.dtype == b.dtype == torch.float8_e4m3fn
+        assert scale_a.dtype == scale_b.dtype == torch.float8_e8m0fnu
+        assert (a.stride(), b.stride()[1:]) == ((contraction, 1), (1, contraction))
+        assert scale_a.shape == (rows, -(-blocks // 4) * 4)
+        assert scale_b.shape == (GROUPS, -(-blocks // 4) * 4 * (-(-columns // 128) * 128))
+        assert (kind_a.name, kind_b.name) == ("BlockWise1x32", "BlockWise1x32")
+        assert {options["swizzle_a"].name, options["swizzle_b"].name} == {"SWIZZLE_32_4_4"}
+        assert options["offs"].dtype == torch.int32
+        flat, output, begin = scale_a.flatten(), torch.full((rows, columns), float("nan")), 0
+        for group, end in enumerate(options["offs"].tolist()):
+            assert begin % 128 == 0  # where the kernel looks for the group's scales
+            part = flat[begin * scale_a.shape[1] :]
+            left = a[begin:end].float() * scales(part, end - begin, blocks)
+            right = b[group].t().float() * scales(scale_b[group], columns, blocks)
+            output[begin:end] = left @ right.t()
+            begin = end
+        return output.to(options["output_dtype"])
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_grouped_mm", kernel)
+    hardware, reference = (GroupedMXGEMMs(True, on_hardware) for on_hardware in (True, False))
+    for method, rows, data in (("grouped_output", x, forward), ("grouped_grad_input", grad, backward)):
+        got, want = (getattr(g, method)(rows, data, ends, torch.bfloat16)[: sum(splits)] for g in (hardware, reference))
+        torch.testing.assert_close(got, want)
+
+
+def test_who_takes_mxfp8() -> None:
+    """Only who asks for it, on the GPUs that have it, in whole blocks; and not native storage."""
+    blackwell, cpu = torch.device("cuda"), torch.device("cpu")
+    fits = torch.Size((GROUPS, 64, 96))
+    asked, auto = MXFP8(compute="float8"), MXFP8()
+
+    def say(recipe: MXFP8, device: torch.device, shape: torch.Size, major: int, is_native: bool = False) -> str:
+        with mock.patch("torch.cuda.get_device_capability", return_value=(major, 0)), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return choose_path(recipe, device, shape, torch.bfloat16, "experts.weight", is_native=is_native).describe()
+
+    assert say(asked, blackwell, fits, 10) == "float8 GEMMs, wgrad not quantized"
+    assert say(auto, blackwell, fits, 10).endswith("never ran on a GPU; compute='float8' takes them)")
+    assert say(asked, blackwell, fits, 9).endswith("(grouped GEMMs of mxfp8 need Blackwell)")
+    assert say(asked, blackwell, torch.Size((GROUPS, 48, 96)), 10).endswith(
+        "not in multiples of 32; (64, 96) would fit)"
+    )
+    assert say(asked, cpu, fits, 0).startswith("float8 GEMMs by reference arithmetic")
+    for device in (blackwell, cpu):
+        said = say(asked, device, fits, 10, is_native=True)
+        assert said == "dequantized for the GEMM (native storage has no data for the backward of mxfp8)"
+    with pytest.raises(ValueError, match=r"asks for float8 GEMMs, but: mxfp8 has GEMMs for GroupedLinear alone"):
+        choose_path(asked, cpu, torch.Size((64, 96)), torch.bfloat16, "head.weight")
+
+
+def test_native_storage_is_dequantized() -> None:
+    """Outputs and gradients of a layer that does not ask for products in 8 bits."""
+    x = torch.randn(16, MX_K)
+    results = []
+    for compute in ("float8", "dequantize"):
+        torch.manual_seed(0)
+        layer = quantize_(GroupedLinear(GROUPS, MX_K, MX_N, bias=False), MXFP8(compute=compute), storage="native")
+        rows = x.clone().requires_grad_()
+        output = layer(rows, torch.tensor([5, 0, 9]))
+        output.square().sum().backward()
+        results.append((output, rows.grad))
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+
+
 def test_which_way_is_chosen_and_said() -> None:
     shape, cpu = torch.Size((GROUPS, N, K)), torch.device("cpu")
     paths = {
@@ -111,13 +264,14 @@ def test_which_way_is_chosen_and_said() -> None:
         "dequantize": "dequantized for the GEMM (asked for)",
         "float8": "float8 GEMMs by reference arithmetic (no float8 GEMMs on cpu), wgrad not quantized",
     }
-    for device in (cpu, torch.device("cuda")):
-        reasons = [
-            choose_path(recipe, device, shape, torch.bfloat16, "experts.weight").describe()
-            for recipe in (MXFP8(), NVFP4(), Float8Blockwise(), Float8Tensorwise())
-        ]
+    for device, of_mxfp8 in (("cpu", "no float8 GEMMs on cpu"), ("cuda", "grouped GEMMs of mxfp8 need Blackwell")):
+        with mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)):
+            reasons = [
+                choose_path(recipe, torch.device(device), shape, torch.bfloat16, "experts.weight").describe()
+                for recipe in (MXFP8(), NVFP4(), Float8Blockwise(), Float8Tensorwise())
+            ]
         assert reasons == [
-            "dequantized for the GEMM (no GEMMs of mxfp8)",
+            f"dequantized for the GEMM ({of_mxfp8})",
             "dequantized for the GEMM (no GEMMs of nvfp4)",
             "dequantized for the GEMM (no grouped GEMMs of float8_blockwise)",
             "dequantized for the GEMM (no grouped GEMMs of float8_tensorwise)",

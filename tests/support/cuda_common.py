@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import torch
+import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.testing._internal.common_distributed import MultiProcContinuousTest
@@ -48,3 +50,18 @@ class CudaTest(MultiProcContinuousTest):
 
     def gtp_mesh(self) -> DeviceMesh:
         return init_device_mesh("cuda", (self.world_size,), mesh_dim_names=("gtp",))
+
+
+def captured(model: nn.Module, run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """A graph of ``run`` after three warm-up calls, and what it returns. Gradients are those of the last replay."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+            model.zero_grad()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = run()
+    return graph, output
