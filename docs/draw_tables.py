@@ -20,7 +20,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -273,11 +273,11 @@ def draw_casts() -> str:
     return markdown(["ms (x)", *casts, "linear, T=2048", "T=8192"], cells)
 
 
-def draw_moe() -> str:
+def draw_moe(job: str) -> str:
     """The fastest mode for each block."""
     cells = []
-    for row in rows("4xh200_moe"):
-        best = min(row[mode] for mode in ("gtp", "gtp-whole", "gtp-whole-graph"))
+    for row in rows(job):
+        best = min(row[mode] for mode in ("gtp", "gtp-whole", "gtp-whole-graph") if mode in row)
         times = [f"{best:.1f} ({row['fsdp2'] / best:.2f})", f"{row['fsdp2']:.1f}", f"{row['compute']:.1f}"]
         cells.append([f"{row['block']}, {row['tokens']}", *times])
     return markdown(["ms (x)", "`gtp_shard`", "`fully_shard`", "compute"], cells)
@@ -354,7 +354,8 @@ def draw_history() -> str:
 
 TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "casts": (draw_casts, ("1xh200_casts",)),
-    "moe": (draw_moe, ("4xh200_moe",)),
+    "moe": (partial(draw_moe, "4xh200_moe"), ("4xh200_moe",)),
+    "2xh100_moe": (partial(draw_moe, "2xh100_moe"), ("2xh100_moe",)),
     "elastic": (draw_elastic, ("4xh200_elastic",)),
     "2xh100_real_models": (draw_real_models, ("2xh100_real_models",)),
     "aims": (draw_aims, ("2xh100_first", "host_time")),

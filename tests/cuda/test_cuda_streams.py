@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from trace_common import trace_of
 
 from dtensor_gtp import _torch_compat as compat
-from dtensor_gtp import capture_step, gtp_shard, quantize_
+from dtensor_gtp import GTPShard, capture_step, gtp_shard, quantize_
 from dtensor_gtp._torch_compat.driver import SignalBarrier, num_flag_bytes
 from dtensor_gtp._trace.read import read_timeline
 from dtensor_gtp.nn import GroupedLinear, GroupedMLP
@@ -291,7 +291,8 @@ class TestStreams(unittest.TestCase):
         """grouped_mm on a weight that was gathered on dim 1, against a loop over the groups in fp32."""
         with one_of(2) as mesh:
             torch.manual_seed(0)
-            layer = gtp_shard(GroupedLinear(4, WIDTH, WIDTH, bias=False).cuda().bfloat16(), mesh)
+            layer = GroupedLinear(4, WIDTH, WIDTH, bias=False).cuda().bfloat16()
+            gtp_shard(layer, mesh, shard_placement_fn=lambda param: GTPShard(1))
             weight = layer.weight.full_tensor().detach().float().requires_grad_()
             x = torch.randn(300, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
             sizes = torch.tensor([60, 0, 68, 100], dtype=torch.int32, device="cuda")
