@@ -52,16 +52,16 @@ def test_what_has_no_time_left_is_named(tmp_path: Path) -> None:
 
 
 def test_schedule_is_that_of_the_gtp_modes_and_recorded(tmp_path: Path) -> None:
-    schedule = ("--schedule", "prefetch_nbytes=0", "expert_blocks_ahead=0", "reduce_scatter=all_to_all")
+    schedule = ("--schedule", "prefetch_nbytes=0", "keep_nbytes=0", "reduce_scatter=all_to_all")
     sizes = ("--preset=tiny", "--tokens=16", "--expert-gtp=2", "--steps=1", "--warmup=1")
     arguments = (*sizes, *schedule, "--modes", "compute", "gtp", "gtp-rows-kept")
     status, output, content = run_script(tmp_path, *arguments, processes=2, script=MOE_SCRIPT, forked=True)
     assert status == 0, output
-    fields = {"prefetch_nbytes": 0, "expert_blocks_ahead": 0, "reduce_scatter": "all_to_all"}
+    fields = {"prefetch_nbytes": 0, "keep_nbytes": 0, "reduce_scatter": "all_to_all"}
     assert content["settings"]["schedule"] == fields
     assert shlex.join(schedule) in content["environment"]["command"]
     header = output[: output.index(": done after")]
-    assert "schedule of the gtp modes: prefetch_nbytes=0, expert_blocks_ahead=0, reduce_scatter='all_to_all'" in header
+    assert "schedule of the gtp modes: prefetch_nbytes=0, keep_nbytes=0, reduce_scatter='all_to_all'" in header
     losses = [r["loss"] for r in content["results"]]
     assert losses == [pytest.approx(losses[0], rel=1e-2)] * 3
     assert all(r["is_bit_equal"] for r in content["blocks"]), content["blocks"]
