@@ -174,8 +174,8 @@ def parallelize_experts(
         >>> experts = parallelize_experts(experts, mesh["ep"])
         >>> experts = gtp_shard(experts, mesh.expert_weights)
         >>> experts.set_gradient_divide_factor(mesh.data.size())
-        >>> experts.mlp.down.weight.to_local().shape  # 4 of 8 experts, half of the rows of each
-        torch.Size([4, 8, 64])
+        >>> experts.mlp.down.weight.to_local().shape  # 2 of the 4 experts that it computes with
+        torch.Size([2, 16, 64])
     """
     if not (ep_mesh is None and tp_mesh is None):
         _check_is_grouped(module)

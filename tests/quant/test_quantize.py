@@ -312,7 +312,7 @@ class TestSharded(unittest.TestCase):
                 expected = [GTPShard(0, block_size=lcm), GTPShard(1, block_size=block), GTPShard(0, block_size=block)]
                 self.assertEqual(placements, [f"({placement})" for placement in expected])
                 self.assertIs(type(model[0].weight.to_local()), torch.Tensor)
-                self.assertIn(f"fused op, {recipe.name}, dequantized for the GEMM (no ", rows["0.weight"].use)
+                self.assertIn(f"fused op, {recipe.name}, dequantized for the GEMM (", rows["0.weight"].use)
                 self.assertEqual(
                     rows["0.weight"].gathered_nbytes, recipe.num_bytes(torch.Size((300, 9)), Direction.ROWWISE)
                 )
