@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from trace_common import trace_of
 
-from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp import GTPShard, capture_step, gtp_shard, quantize_
+from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp._torch_compat.driver import SignalBarrier, num_flag_bytes
 from dtensor_gtp._trace.read import read_timeline
 from dtensor_gtp.nn import GroupedLinear, GroupedMLP
