@@ -11,7 +11,7 @@ import torch.nn as nn
 
 from .._comm.debug import format_nbytes
 from .._params.sharded_weight import ShardedWeight
-from ..policy import Schedule, SchedulePolicy
+from ..policy import GatherBackend, GatherBackendName, ReduceScatterName, Schedule, SchedulePolicy
 from .guesses import blocks_in
 
 # What a link of 300 GB/s moves in 1.8 ms. Larger windows were no faster on 8 x H200.
@@ -91,16 +91,8 @@ def choose(policy: SchedulePolicy, facts: Facts) -> tuple[Schedule, tuple[str, .
     if policy.prefetch_nbytes is not None:
         ahead, why_ahead = policy.prefetch_nbytes, "SchedulePolicy(prefetch_nbytes=)"
     kept, why_kept = _kept(policy, facts)
-    gathers, why_gathers = policy.gather_backend, "SchedulePolicy(gather_backend=)"
-    reduces, why_reduces = policy.reduce_scatter, "SchedulePolicy(reduce_scatter=)"
-    if reduces == "auto" and facts.group_nbytes:
-        # Copy engines would need copies first: Qwen3-MoE took 91.0 instead of 88.8 ms on 2 x H100.
-        reduces, why_reduces = "ring", "groups: autograd makes their gradients where it likes"
-    if no_copies is not None:
-        if gathers == "auto":
-            gathers, why_gathers = "process_group", no_copies
-        if reduces == "auto":
-            reduces, why_reduces = "ring", no_copies
+    gathers, why_gathers = _gathers(policy, no_copies)
+    reduces, why_reduces = _reduces(policy, facts)
     reasons = [
         f"gathered ahead {format_nbytes(ahead)}: {why_ahead}",
         f"up to {format_nbytes(together)} in one launch: the largest block in {num_launches}"
@@ -130,10 +122,26 @@ def choose(policy: SchedulePolicy, facts: Facts) -> tuple[Schedule, tuple[str, .
 
 def adds_addends(policy: SchedulePolicy, facts: Facts) -> bool:
     """Whether ranks will exchange gradients and then add them, as far as is known before communicators are made."""
-    if policy.reduce_scatter == "auto":
-        may_copy = policy.gather_backend in ("auto", "copy_engine") and facts.no_copies(policy) is None
-        return may_copy and not facts.group_nbytes
-    return policy.reduce_scatter != "ring"
+    reduces, _ = _reduces(policy, facts)
+    may_follow = policy.gather_backend in ("auto", "copy_engine")  # "auto" takes copy engines where gathers do
+    return reduces != "ring" and (reduces != "auto" or may_follow)
+
+
+def _gathers(policy: SchedulePolicy, no_copies: str | None) -> tuple[GatherBackendName | type[GatherBackend], str]:
+    """Who gathers, and why; "auto" if ranks have to try."""
+    if policy.gather_backend == "auto" and no_copies is not None:
+        return "process_group", no_copies
+    return policy.gather_backend, "SchedulePolicy(gather_backend=)"
+
+
+def _reduces(policy: SchedulePolicy, facts: Facts) -> tuple[ReduceScatterName, str]:
+    """Who reduces, and why; "auto" if that follows from who gathers."""
+    if policy.reduce_scatter == "auto" and facts.group_nbytes:
+        # Copy engines would need copies first: Qwen3-MoE took 91.0 instead of 88.8 ms on 2 x H100.
+        return "ring", "groups: autograd makes their gradients where it likes"
+    if policy.reduce_scatter == "auto" and (no_copies := facts.no_copies(policy)) is not None:
+        return "ring", no_copies
+    return policy.reduce_scatter, "SchedulePolicy(reduce_scatter=)"
 
 
 def is_worth_a_group(mean_numel: float, num_tokens: int) -> bool:

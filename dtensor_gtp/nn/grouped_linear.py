@@ -29,8 +29,8 @@ class GroupedLinear(nn.Module):
     The rows of the input are sorted by group; how many belong to each is a tensor on the device. Where torch has a
     grouped kernel (bfloat16 on Hopper and newer), the host does not wait for it, and a CUDA graph can be replayed with
     other groups; elsewhere torch's own loop over the groups reads the counts. Initialized as ``nn.Linear``.
-    ``gtp_shard`` gives each rank whole groups of the grouped weight if the ranks divide them, else rows of every group;
-    biases stay whole.
+    ``gtp_shard`` gives each rank whole groups of the grouped weight if the ranks divide them, else (or with a recipe)
+    rows of every group; biases stay whole.
 
     Args:
         num_groups: Groups (experts).
@@ -115,7 +115,8 @@ class GroupedLinear(nn.Module):
             nn.init.uniform_(param, -bound, bound)
 
     def default_gtp_placement(self, name: str) -> Placement:
-        """How ``gtp_shard`` places the parameter ``name`` unless it is told otherwise."""
+        """How ``gtp_shard`` places the parameter ``name``, unless it is told otherwise, or can give each rank whole
+        groups of a weight without a recipe."""
         if name.startswith("bias"):
             return Replicate()
         return GTPShard(1 if self.single_grouped_weight else 0)

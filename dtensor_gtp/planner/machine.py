@@ -38,9 +38,8 @@ class Link:
     gb_s: float = _within(1e-3, 1e5)  # what a GPU sends, while it receives as much, in 10^9 bytes a second
     share: float = _within(0.001, 2)  # of that, what a collective of large messages reaches
     start_us: float = _within(0, 1e5)  # time before the first byte arrives; of copy engines, for each copy
-    hop_us: float = _within(
-        0, 1e4
-    )  # time for each further step of a ring or a tree; of copy engines, for each peer in a barrier
+    # time for each further step of a ring or a tree; of copy engines, for each peer in a barrier
+    hop_us: float = _within(0, 1e4)
 
 
 @dataclass(frozen=True)
@@ -50,9 +49,8 @@ class Compute:
     gemm: Curve
     float8_gemm: Curve  # of 8 bits and fewer, casts not included; a scale for each matrix
     float8_rowwise_gemm: Curve  # the same with a scale for each row
-    attention: float = _within(
-        0.001, 1
-    )  # share of the bf16 peak that fused attention reaches, without what a causal mask leaves out
+    # share of the bf16 peak that fused attention reaches, without what a causal mask leaves out
+    attention: float = _within(0.001, 1)
     hbm: float = _within(0.001, 1.5)  # share of the memory's bandwidth that elementwise kernels reach
     cast: float = _within(0.001, 1.5)  # the same of casts to formats of 8 bits and fewer, which read their input twice
     fused: float = _within(0, 1)  # share of the bytes of elementwise kernels that is left in compiled blocks
@@ -68,9 +66,8 @@ class Host:
     """What the host takes in eager steps."""
 
     op_us: float = _within(0, 1e4)  # for one operation of torch in forward and backward, a view or a kernel
-    use_us: float = _within(
-        0, 1e5
-    )  # for one use of a sharded weight, in forward or in backward, without the calls of the process group
+    # for one use of a sharded weight, in forward or in backward, without the calls of the process group
+    use_us: float = _within(0, 1e5)
     fsdp_use_us: float = _within(0, 1e5)  # the same under ``fully_shard``, for each parameter
     collective_us: float = _within(0, 1e5)  # for one call of the process group
     copy_us: float = _within(0, 1e5)  # for one launch of copy engines
@@ -87,9 +84,8 @@ class Contention:
     copy_beside_gemm: float = _within(*FACTORS)  # copies beside GEMMs
     wire: float = _within(*FACTORS)  # two collectives over the same link, each of them
     kernel: float = _within(*FACTORS)  # two kernels on one GPU, each of them: they share SMs and memory
-    grouped: float = _within(
-        *FACTORS
-    )  # one collective of NCCL over several tensors, beside one over a single tensor of as many bytes
+    # one collective of NCCL over several tensors, beside one over a single tensor of as many bytes
+    grouped: float = _within(*FACTORS)
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,23 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from common import ALL, GlooTest, assert_same_params, full, rows_of_rank
-from fsdp_common import check, check_checkpoints, make, mesh_of, next_token_loss, token_batch, wrap
+from common import ALL, GlooTest, rows_of_rank
+from fsdp_common import (
+    check,
+    check_averages,
+    check_checkpoints,
+    check_overflow,
+    make,
+    mesh_of,
+    next_token_loss,
+    token_batch,
+    wrap,
+)
 from runtime_common import counted
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from dtensor_gtp import gtp_shard
-from dtensor_gtp.optim import ShardedEMA
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
@@ -95,45 +103,10 @@ class TestStatesOverReplicas(GlooTest):
 
     @pytest.mark.long  # by default: test_shard_optimizer.py
     def test_clipping_scaling_and_averages(self) -> None:
-        reference, model = make(), self.shard(make())
-        averaged = AveragedModel(reference, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-        averaged.update_parameters(reference)  # the first call copies
-        ema = ShardedEMA(model, decay=0.9)
-        scalers = [torch.amp.GradScaler("cpu", init_scale=64.0) for _ in range(2)]
-        optimizers = [OPTIMIZERS["AdamW fused"](module.parameters()) for module in (reference, model)]
-        for step in range(3):
-            norms = []
-            for module, scaler, optimizer in zip((reference, model), scalers, optimizers, strict=True):
-                batch = self.batch(step)
-                batch = batch if module is reference else rows_of_rank(batch, self.mesh)
-                scaler.scale(next_token_loss(module, batch)).backward()
-                scaler.unscale_(optimizer)
-                norms.append(full(torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)))
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-            self.assertEqual(norms[1], norms[0])
-            assert_same_params(model, reference)
-            averaged.update_parameters(reference)
-            ema.update()
-        with ema.averaged():
-            assert_same_params(model, averaged.module)
-            batch = self.batch(5)
-            self.assertEqual(next_token_loss(model, batch), next_token_loss(averaged.module, batch))
-        assert_same_params(model, reference)
+        check_averages(self, OPTIMIZERS["AdamW fused"])
 
     def test_an_overflow_of_one_rank_skips_the_step_of_all(self) -> None:
-        model = self.shard(make())
-        before = [full(param).clone() for param in model.parameters()]
-        optimizer = OPTIMIZERS["AdamW fused"](model.parameters())
-        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-        scaler.scale(next_token_loss(model, rows_of_rank(self.batch(0), self.mesh))).backward()
-        if torch.distributed.get_rank() == 3:
-            model.head.weight.grad.to_local().view(-1)[0] = float("inf")
-        scaler.step(optimizer)
-        scaler.update()
-        self.assertEqual(scaler.get_scale(), 32.0)
-        self.assertEqual([full(param) for param in model.parameters()], before, rtol=0, atol=0)
+        check_overflow(self, OPTIMIZERS["AdamW fused"])
 
     @pytest.mark.long
     def test_checkpoints(self) -> None:

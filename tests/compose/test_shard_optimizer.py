@@ -19,7 +19,17 @@ from checkpoint_common import PLAIN, check_reload, topology
 from checkpoint_common import make as make_small
 from checkpoint_common import tokens_of_step as small_tokens
 from common import ALL, GlooTest, _mesh, assert_same_params, check_training, full, rows_of_rank
-from fsdp_common import VOCABULARY, check, make, mesh_of, next_token_loss, tensor_parallel, token_batch
+from fsdp_common import (
+    VOCABULARY,
+    check,
+    check_averages,
+    check_overflow,
+    make,
+    mesh_of,
+    next_token_loss,
+    tensor_parallel,
+    token_batch,
+)
 from runtime_common import assert_idle, counted, runtime_of
 from schedules import explicit
 from test_gtp_shard_groups import CHOSEN, WIDTH, Block
@@ -30,12 +40,11 @@ from test_optimizer_states import OPTIMIZERS
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import GTPShard, capture_step, gtp_shard, quantize_, sharding_report
 from dtensor_gtp._comm.context import CommContext
-from dtensor_gtp.optim import Muon, ShardedEMA, gathered
+from dtensor_gtp.optim import Muon, gathered
 
 CLOSE = {"rtol": 1e-6, "atol": 1e-8}
 COARSE = {"rtol": 1e-2, "atol": 1e-3}
@@ -350,46 +359,10 @@ class TestTraining(OfTwoByTwo):
 
 class TestWritesAndSaves(OfTwoByTwo):
     def test_clipping_scaling_and_averages(self) -> None:
-        reference, model = make(), self.shard(make())
-        averaged = AveragedModel(reference, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-        averaged.update_parameters(reference)  # the first call copies
-        ema = ShardedEMA(model, decay=0.9)
-        scalers = [torch.amp.GradScaler("cpu", init_scale=64.0) for _ in range(2)]
-        optimizers = [adamw(module.parameters()) for module in (reference, model)]
-        for step in range(3):
-            norms = []
-            for module, scaler, optimizer in zip((reference, model), scalers, optimizers, strict=True):
-                batch = token_batch(torch.Generator().manual_seed(step))
-                batch = batch if module is reference else rows_of_rank(batch, self.mesh)
-                scaler.scale(next_token_loss(module, batch)).backward()
-                scaler.unscale_(optimizer)
-                norms.append(full(torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)))
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-            self.assertEqual(norms[1], norms[0])
-            assert_same_params(model, reference)
-            averaged.update_parameters(reference)
-            ema.update()
-        batch = token_batch(torch.Generator().manual_seed(5))
-        for _ in range(2):
-            with ema.averaged(), torch.no_grad():
-                assert_same_params(model, averaged.module)
-                self.assertEqual(next_token_loss(model, batch), next_token_loss(averaged.module, batch))
-            self.assertEqual(next_token_loss(model, batch), next_token_loss(reference, batch))
+        check_averages(self, adamw)
 
     def test_an_overflow_of_one_rank_skips_the_step_of_all(self) -> None:
-        model = self.shard(make())
-        before = [full(param).clone() for param in model.parameters()]
-        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-        optimizer = adamw(model.parameters())
-        scaler.scale(next_token_loss(model, rows_of_rank(token_batch(torch.Generator()), self.mesh))).backward()
-        if dist.get_rank() == 3:
-            model.head.weight.grad.to_local().view(-1)[0] = float("inf")
-        scaler.step(optimizer)
-        scaler.update()
-        self.assertEqual(scaler.get_scale(), 32.0)
-        self.assertEqual([full(param) for param in model.parameters()], before, rtol=0, atol=0)
+        check_overflow(self, adamw)
 
     def test_writes_reach_all_replicas(self) -> None:
         """Between forwards without an optimizer: in place, through ``.data``, to local tensors, by foreach, loaded."""

@@ -10,12 +10,14 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from checkpoint_common import PLAIN, check_reload, topology
-from common import ALL, check_training, fused_on
+from common import ALL, assert_same_params, check_training, full, fused_on, rows_of_rank
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from dtensor_gtp import gtp_shard
+from dtensor_gtp.optim import ShardedEMA
 
 VOCABULARY = 31  # does not divide: the shards of the embedding and of the head are uneven
 WIDTH = 8
@@ -155,3 +157,53 @@ def check_checkpoints(mesh: DeviceMesh, shard: Callable[[Any], Any]) -> None:
         ],
         partial(torch.optim.AdamW, lr=1e-2, fused=fused_on(mesh)),
     )
+
+
+def check_averages(case: Any, make_optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+    """Clipping, ``GradScaler`` and ``ShardedEMA`` as in one process."""
+    reference, model = make(), case.shard(make())
+    averaged = AveragedModel(reference, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    averaged.update_parameters(reference)  # the first call copies
+    ema = ShardedEMA(model, decay=0.9)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=64.0) for _ in range(2)]
+    optimizers = [make_optimizer(module.parameters()) for module in (reference, model)]
+    for step in range(3):
+        norms = []
+        for module, scaler, optimizer in zip((reference, model), scalers, optimizers, strict=True):
+            batch = token_batch(torch.Generator().manual_seed(step))
+            batch = batch if module is reference else rows_of_rank(batch, case.mesh)
+            scaler.scale(next_token_loss(module, batch)).backward()
+            scaler.unscale_(optimizer)
+            norms.append(full(torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        case.assertEqual(norms[1], norms[0])
+        assert_same_params(model, reference)
+        averaged.update_parameters(reference)
+        ema.update()
+    batch = token_batch(torch.Generator().manual_seed(5))
+    for _ in range(2):
+        with ema.averaged(), torch.no_grad():
+            assert_same_params(model, averaged.module)
+            case.assertEqual(next_token_loss(model, batch), next_token_loss(averaged.module, batch))
+        case.assertEqual(next_token_loss(model, batch), next_token_loss(reference, batch))
+    with ema.averaged():  # where a backward may follow, too
+        case.assertEqual(next_token_loss(model, batch), next_token_loss(averaged.module, batch))
+    assert_same_params(model, reference)
+
+
+def check_overflow(case: Any, make_optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+    """An overflow of one rank skips the step of all."""
+    model = case.shard(make())
+    before = [full(param).clone() for param in model.parameters()]
+    optimizer = make_optimizer(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    batch = rows_of_rank(token_batch(torch.Generator().manual_seed(0)), case.mesh)
+    scaler.scale(next_token_loss(model, batch)).backward()
+    if torch.distributed.get_rank() == 3:
+        model.head.weight.grad.to_local().view(-1)[0] = float("inf")
+    scaler.step(optimizer)
+    scaler.update()
+    case.assertEqual(scaler.get_scale(), 32.0)
+    case.assertEqual([full(param) for param in model.parameters()], before, rtol=0, atol=0)
