@@ -9,6 +9,8 @@ A case is MODEL:TOKENS, the tokens of one rank. All modes have the same weights 
     gtp      ``gtp_shard(model, mesh, mp_policy=...)`` and nothing else
     MODE-c   the same with each block compiled
 
+    gtp@RECIPE, gtp@RECIPE-c   blocks in that recipe of ``quantize_``, e.g. gtp@float8_tensorwise
+
 Prints one line of JSON for each case and mode, of the slowest rank: medians in ms of forward and backward (``fb_ms``),
 of the host until ``backward()`` has returned (``host_ms``) and of the step with AdamW (``step_ms``); the first step in
 ms; peak memory in GiB, allocated and reserved; the mean loss of the first and of the last step. With ``--table``, a
@@ -33,7 +35,8 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from dtensor_gtp import gtp_shard
+from dtensor_gtp import gtp_shard, quantize_
+from dtensor_gtp.quant import RECIPES
 
 WARMUP_STEPS = 5
 Batch = dict[str, torch.Tensor]
@@ -212,7 +215,7 @@ def prepare(mode: str, model: nn.Module, blocks: list[nn.Module], mesh: DeviceMe
         for block in blocks:
             block.compile()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    base = mode.removesuffix("-c")
+    base, _, recipe = mode.removesuffix("-c").partition("@")
     if base == "plain":
         model.to(torch.bfloat16)
     elif base == "fsdp2":
@@ -220,6 +223,8 @@ def prepare(mode: str, model: nn.Module, blocks: list[nn.Module], mesh: DeviceMe
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
     else:
+        for block in blocks if recipe else ():
+            quantize_(block, recipe)
         gtp_shard(model, mesh, mp_policy=policy)
 
 
@@ -292,7 +297,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="+", metavar="MODEL:TOKENS", help=", ".join(MODELS))
-    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=[*MODES, *(mode + "-c" for mode in MODES)])
+    eager = [*MODES, *(f"gtp@{recipe}" for recipe in RECIPES)]
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=[*eager, *(mode + "-c" for mode in eager)])
     parser.add_argument("--steps", type=int, default=8, help="measured steps, after the warm-up")
     parser.add_argument("--table", action="store_true", help="print a table of ratios at the end")
     options = parser.parse_args()

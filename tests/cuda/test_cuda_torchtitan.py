@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import unittest
+from dataclasses import replace
+from typing import Any
 
 from common import shared_directory
 from cuda_common import NUM_RANKS, CudaTest
 from integration_common import needs
-from titan_common import CHUNKED_LOSS, SAVED, check, checkpointed, compiled, configuration, run, run_of_fsdp2, sharded
+from titan_common import (
+    CHUNKED_LOSS,
+    SAVED,
+    check,
+    checkpointed,
+    choose_device,
+    compiled,
+    configuration,
+    run,
+    run_of_fsdp2,
+    sharded,
+)
 
 
 @needs("torchtitan", extra="torchtitan", tier="soak")
@@ -28,3 +41,23 @@ class TestCudaTorchtitan(CudaTest):
                 check(run(checkpointed(write(), folder)), run_of_fsdp2())
                 config = checkpointed(read(), folder, load_step=SAVED, load_only=True)
                 check(run(config, same_values=False), run_of_fsdp2(), begin=SAVED + 1)
+
+
+def _in_bfloat16(config: Any) -> Any:
+    config.training = replace(config.training, mixed_precision_param="bfloat16")
+    return config
+
+
+@needs("torchtitan", "torchao", extra="torchtitan,torchao", tier="soak")
+@unittest.skipIf(NUM_RANKS < 2, "needs at least 2 GPUs")
+class TestCudaTorchtitanFloat8(CudaTest):
+    def test_float8(self) -> None:
+        """torchao's linear layers multiply in float8, whose products have bfloat16."""
+        choose_device()
+        from torchtitan.components.quantization import Float8LinearConverter
+
+        float8 = [Float8LinearConverter.Config(model_compile_enabled=False, filter_fqns=["lm_head"])]
+        expected = run(_in_bfloat16(configuration(converters=float8)))
+        actual = run(_in_bfloat16(sharded(converters=float8)))
+        check(actual, expected)
+        self.assertNotEqual(actual.losses, run(_in_bfloat16(sharded())).losses)
