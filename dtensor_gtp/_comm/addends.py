@@ -27,6 +27,8 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MOST_RANKS = 63
 # Of gradients that are sent together. Aligned addends have a separate kernel.
 _TRIED = ([1040, 16], [1001, 8])
+# For fewer bytes of addends it does not pay to load Triton: torch's sum takes 0.1 ms for as many on an H100.
+_MANY_NBYTES = 64 << 20
 # ``triton_addends.add``
 Sum = Callable[[Tensor, Tensor, Sequence[Tensor], int, int, float], None]
 
@@ -75,6 +77,21 @@ def _load(key: _Key) -> None:
 
 def _may_add(device: torch.device, dtype: torch.dtype, num_ranks: int) -> bool:
     return device.type == "cuda" and dtype in _DTYPES and num_ranks <= _MOST_RANKS
+
+
+def is_worth_loading(nbytes: int) -> bool:
+    """Whether the kernel is to add gradients of so many bytes where nothing else needs it."""
+    return nbytes >= _MANY_NBYTES
+
+
+def add_up(out: Tensor, addends: Tensor, num_ranks: int, *, is_mean: bool) -> None:
+    """Make ``out``, of float32, the sum or mean over ranks of ``addends``, which lie one rank behind the other."""
+    rows, flat = addends.view(num_ranks, -1), out.view(-1)
+    add = fused_sum(addends, num_ranks) if is_worth_loading(addends.nbytes) else None
+    if add is not None:
+        add(flat, rows, (), 0, num_ranks, 1 / num_ranks if is_mean else 1.0)
+    else:
+        (torch.mean if is_mean else torch.sum)(rows, 0, dtype=out.dtype, out=flat)
 
 
 def fused_sum(like: Tensor, num_ranks: int) -> Sum | None:

@@ -23,9 +23,10 @@ _REDUCTIONS = (128 << 20, 2)
 # With copy engines half the launches, each of which costs the host more than one of NCCL. As many bytes are in flight.
 _REDUCTIONS_BY_COPIES = (256 << 20, 1)
 _KEPT_OF_FREE = 8
-# Elements of a weight times tokens, on average over a block. Below that, its GEMM takes less time than the host needs
-# for the weight by itself: 5e10 multiplications and additions take an H100 0.15 ms, a weight takes a host as long.
-_SMALL_GEMM = 50e9
+# Elements of a weight times tokens, on average over a block. Below that, its three GEMMs take less time than the host
+# needs for the weight by itself: 1e11 multiplications and additions take an H100 0.3 ms, a weight a slow host 0.7 ms.
+# Llama of transformers, 2 x H200, as groups and as single weights: 68.9 and 75.3 ms at 6e10, 119.2 and 113.6 at 1.3e11.
+_SMALL_GEMM = 100e9
 # Where the number of tokens is not known (images, sound).
 _SMALL_NUMEL = 16 << 20
 # Bytes of a table and its gradient, which take a link of 300 GB/s 1.8 ms while nothing computes. For less it does not
@@ -53,11 +54,16 @@ class Facts:
     group_nbytes: int = 0
     single_nbytes: int = 0
 
+    @property
+    def has_small_weights(self) -> bool:
+        """Whether most of the model is gathered in groups."""
+        return self.group_nbytes > self.single_nbytes
+
     def no_copies(self, policy: SchedulePolicy) -> str | None:
         """Why GPUs shall not copy from each other; None if they shall try."""
         if policy.memory == "least":
             return "memory='least'"  # symmetric memory is the largest part of what a step takes beside activations
-        if self.no_copy_engines is None and policy.gather_backend == "auto" and self.group_nbytes > self.single_nbytes:
+        if self.no_copy_engines is None and policy.gather_backend == "auto" and self.has_small_weights:
             # A block of 16 weights takes the host 0.20 ms by NCCL and 0.35 ms by copy engines (H100).
             return "groups of small weights: the process group takes the host less time"
         return self.no_copy_engines
@@ -111,8 +117,9 @@ def choose(policy: SchedulePolicy, facts: Facts) -> tuple[Schedule, tuple[str, .
         max_inflight_reduce_scatters=inflight,
         keep_nbytes=kept,
         keep_last=keep_last,
-        # With copy engines the other order was as fast, and frees a head before its gradient is made.
-        wgrad_first=not (by_copies or is_least),
+        # With copy engines the other order was as fast, and frees a head before its gradient is made. Beside groups
+        # there is little else than a head.
+        wgrad_first=not (by_copies or is_least or facts.has_small_weights),
         gather_backend=gathers,
         reduce_scatter=reduces,
     )

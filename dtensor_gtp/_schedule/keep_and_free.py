@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 
 from .. import _torch_compat as compat
-from .._comm.addends import load_ahead
+from .._comm.addends import is_worth_loading, load_ahead
 from .._comm.collectives import Groups
 from .._comm.context import CommContext
 from .._comm.debug import DebugFlags, poison
@@ -125,9 +125,8 @@ class KeepAndFree:
             group_nbytes=sum(group.nbytes for group in self.groups),
             single_nbytes=sum(weight.gatherables[0].nbytes for weight in self.single_weights),
         )
-        if adds_addends(self.policy, facts) and torch.is_grad_enabled():
-            for dtype, num_ranks in {(weight.reduce_dtype, weight.layout.world) for weight in self.weights}:
-                load_ahead(self.device, dtype, num_ranks)
+        if torch.is_grad_enabled():
+            self._load_sums(facts)
         schedule, reasons = choose(self.policy, facts)
         self.reasons = (*why_groups, *reasons)
         self.use_schedule(schedule)
@@ -138,6 +137,16 @@ class KeepAndFree:
             param.groups = groups[id(param.mesh)]
         self._prepare_gatherables()
         self.is_initialized = True
+
+    def _load_sums(self, facts: Facts) -> None:
+        """Begin to load what will add gradients, if ranks exchange them."""
+        if adds_addends(self.policy, facts):
+            kinds = {(weight.reduce_dtype, weight.layout.world) for weight in self.weights}
+        else:  # groups send theirs as they are
+            large = [group for group in self.groups if is_worth_loading(group.nbytes)]
+            kinds = {(group.leaves.dtype, group.layout.world) for group in large}
+        for dtype, num_ranks in kinds:
+            load_ahead(self.device, dtype, num_ranks)
 
     def _prepare_gatherables(self) -> None:
         """Give the weights and groups their rings and lanes, and guess the first passes."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import _torch_compat as compat
 from .._comm import collectives
+from .._comm.addends import add_up
 from .._comm.context import CommContext
 from .._comm.debug import profiler_range
 from .._comm.reduce_scatter import Scattering
@@ -111,9 +112,7 @@ class ReductionLaunches:
 
     def _add_up(self, gradient: Gradient, slot: Tensor, addends: Tensor) -> None:
         """After an exchange of addends: ``slot`` becomes their sum or mean, as the reduce-scatter would make it."""
-        add = torch.mean if gradient.scale.op == dist.ReduceOp.AVG else torch.sum
-        rows = addends.view(gradient.weight.layout.world, -1)
-        add(rows, 0, dtype=slot.dtype, out=slot.view(-1))
+        add_up(slot, addends, gradient.weight.layout.world, is_mean=gradient.scale.op == dist.ReduceOp.AVG)
         self._complete(gradient, slot)
 
     def _reduce_scatter(self, together: list[Gradient]) -> None:

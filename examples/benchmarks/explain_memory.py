@@ -53,7 +53,7 @@ def shard_of(row: ReportRow) -> Shard:
 def plan_uses(
     report: ShardingReport, activations: Mapping[str, Amounts], tables: Collection[str], reducing: Reducing, tokens: int
 ) -> list[Use] | None:
-    """The uses of weights in a step; None where there is no plan yet.
+    """The uses of weights in a step; None where there is no plan yet, or weights are gathered in groups.
 
     Args:
         report: After a step.
@@ -66,6 +66,8 @@ def plan_uses(
     if forward is None or backward is None:
         return None
     rows = {row.name: row for row in report.rows}
+    if not rows.keys() >= set(forward.uses):
+        return None
     uses = []
     for name in (f"{table}.weight" for table in tables):
         if name not in forward.uses:
@@ -95,8 +97,8 @@ def explain_peak(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, mode: str, workload: Workload, seq_len: int, world: World
 ) -> Peak | None:
     """The predicted peak of the allocator on GPUs, without symmetric memory, of which it does not know; None for modes
-    that are not of this package, whose plan is not known yet, or whose activations are not those of the plain model:
-    recipes, compiled or recorded blocks, losses without logits."""
+    that are not of this package, whose plan is not known yet or has groups, or whose activations are not those of the
+    plain model: recipes, compiled or recorded blocks, losses without logits."""
     uses = explain_uses(model, mode, workload, seq_len, world.size)
     if uses is None:
         return None

@@ -123,6 +123,20 @@ class TestOnOneGPU(unittest.TestCase):
                 self.assertEqual(slots[0].shape, (shape[0] // 4, *shape[1:]))
                 self.assertTrue(torch.equal(bits(slots[0]), bits(slots[1])), (op, shape))
 
+    def test_many_addends_are_added_by_the_kernel(self) -> None:
+        """Of a gradient that travels as it is, beside torch's sum of the same."""
+        numel = addends._MANY_NBYTES // 2 // 2 + 1
+        rows = torch.randn(2, numel, device="cuda").bfloat16()
+        kernel = mock.Mock(side_effect=self._kernel(2))
+        for is_mean in (False, True):
+            out, expected = torch.empty(2, numel, device="cuda")
+            with mock.patch.object(addends, "fused_sum", return_value=kernel):
+                addends.add_up(out, rows.flatten(), 2, is_mean=is_mean)
+            self.assertEqual(kernel.call_count, 1 + is_mean)
+            with mock.patch.object(addends, "fused_sum", return_value=None):
+                addends.add_up(expected, rows.flatten(), 2, is_mean=is_mean)
+            self.assertTrue(torch.equal(bits(out), bits(expected)), is_mean)
+
     def test_cuda_graph_and_number_of_kernels(self) -> None:
         """One kernel for gradients that travel together, in a graph too, which may be the first to see their sizes."""
         from torch.autograd import DeviceType

@@ -185,3 +185,18 @@ def test_torch_adds_elsewhere() -> None:
         assert addends.fused_sum(torch.ones(2, dtype=BF16), 2) is None
         like = mock.Mock(spec=torch.Tensor, is_cuda=True, dtype=BF16, device=torch.device("cuda", 0))
         assert addends.fused_sum(like, 2) is None, "only looks like a tensor"
+
+
+def test_the_kernel_adds_only_many_addends() -> None:
+    """Below that, Triton is not loaded."""
+    numel = addends._MANY_NBYTES // 8
+    out, many = torch.zeros(numel), torch.ones(2 * numel)
+    with mock.patch.object(addends, "fused_sum") as fused:
+        addends.add_up(out, many, 2, is_mean=True)
+        kernel = fused.return_value
+        addends.add_up(out, many, 2, is_mean=False)
+        addends.add_up(out[:-1], many[:-2], 2, is_mean=False)
+    assert fused.call_count == 2
+    assert [call.args[3:] for call in kernel.call_args_list] == [(0, 2, 0.5), (0, 2, 1.0)]
+    assert kernel.call_args.args[1].shape == (2, numel)
+    assert out[:-1].eq(2).all()

@@ -166,5 +166,7 @@ def test_copy_engines_gather_where_groups_hold_the_smaller_part() -> None:
         schedule, reasons = choose(SchedulePolicy(), facts)
         assert (schedule.gather_backend, schedule.reduce_scatter) == (gathers, "ring"), facts
         assert any("groups" in reason for reason in reasons) or gathers != "process_group" or facts.no_copy_engines
+    assert choose(SchedulePolicy(), CPUS)[0].wgrad_first
+    assert not choose(SchedulePolicy(), small)[0].wgrad_first, "a head is freed before its gradient is made"
     asked = choose(SchedulePolicy(gather_backend="copy_engine"), small)[0]
     assert asked.gather_backend == "copy_engine"

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -91,13 +91,16 @@ def config() -> ModelConfig:
 
 
 class _Earlier(Setting):
+    def _group(self, block: Sequence[int]) -> tuple[int, ...]:
+        return super()._group(block) if self.tokens <= 512 else ()
+
     def sends_narrow(self, schedule: Schedule, item: Sharded) -> bool:
         return False
 
 
 def _as_measured(setting: Setting) -> Setting:
-    """All rows are of revisions that exchanged lookups in eager steps, too, as ``exchange_tokens`` asks for, and sent
-    gradients in the dtype of the reduction."""
+    """All rows are of revisions that exchanged lookups in eager steps, too, as ``exchange_tokens`` asks for, sent
+    gradients in the dtype of the reduction, and made no groups of this model's blocks at 2048 tokens."""
     values = {item.name: getattr(setting, item.name) for item in fields(setting)}
     return _Earlier(**values | {"policy": replace(setting.policy, exchange_tokens=setting.tokens)})
 

@@ -46,7 +46,7 @@ def test_memory_of_measured_steps() -> None:
 def test_symmetric_memory_is_what_two_gpus_held() -> None:
     """To the byte: the runtime's own rules give the stage and the ring."""
     held = json.loads((accuracy.PAGE.parents[1] / "data" / "2xh100.json").read_text())["results"]
-    setting = accuracy.setting_of(load_machine("h100"), accuracy.config(), 2, "gtp", 2048, {})
+    setting = accuracy._as_measured(accuracy.setting_of(load_machine("h100"), accuracy.config(), 2, "gtp", 2048, {}))
     predicted = symmetric_nbytes(setting, setting.choice(64 * GIB)[0])
     assert {row["symmetric_bytes"] for row in held if row["mode"] == "gtp"} == {predicted}
 

@@ -180,7 +180,7 @@ def test_a_weight_is_used_in_forward_and_in_backward() -> None:
 def test_small_blocks_are_groups() -> None:
     """Where the runtime would make groups of them; a policy with numbers of its own has none."""
     policies = SchedulePolicy(), fixed_policy(), SchedulePolicy()
-    settings = [tiny(policy=policies[0]), tiny(policy=policies[1]), replace(tiny(policy=policies[2]), tokens=1 << 20)]
+    settings = [tiny(policy=policies[0]), tiny(policy=policies[1]), replace(tiny(policy=policies[2]), tokens=1 << 22)]
     said = [any("groups: 4 blocks" in reason for reason in setting.choice(0)[1]) for setting in settings]
     assert said == [True, False, False]
     assert settings[0].choice(0)[0].prefetch_depth == 1
