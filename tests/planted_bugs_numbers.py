@@ -30,9 +30,17 @@ NUMBERS = {
         "ShardedEMA._write", drop("_reshard"), f"{SHARDED_EMA}::test_same_bits_as_one_process"
     ),
     "receivers add 16-bit gradients in 16 bits": Bug(
-        "ReductionLaunches._add_up",
-        replace("add(rows, 0, dtype=slot.dtype, out=slot.view(-1))", "slot.view(-1).copy_(add(rows, 0))"),
+        "add_up",
+        replace(
+            "(torch.mean if is_mean else torch.sum)(rows, 0, dtype=out.dtype, out=flat)",
+            "flat.copy_((torch.mean if is_mean else torch.sum)(rows, 0))",
+        ),
         f"{GROUPS}::test_gradients_of_16_bits_travel_as_they_are",
+    ),
+    "the fused kernel adds where a mean is asked for": Bug(
+        "add_up",
+        replace("1 / num_ranks if is_mean else 1.0", "1.0"),
+        "test_addends.py::test_the_kernel_adds_only_many_addends",
     ),
     "sums of microbatches travel in 16 bits": Bug(
         "Gradients._sends_leaves_dtype",
