@@ -91,6 +91,9 @@ class MeshRNG:
         if self._device_type != "cpu" and self._device_module().is_available():
             self._device_index = self._device_module().current_device()
             compat.seed_dtensor_rng(seed, dense)
+        self._regions: compat.RegionStates | None = None  # for CUDA graphs
+        if self._device_type == "cuda" and self._device_index is not None:
+            self._regions = compat.RegionStates(self._device_index)
         self._common = torch.Generator()
         self._num_open_forks = 0
         self.manual_seed(seed)
@@ -106,6 +109,8 @@ class MeshRNG:
         """
         self._refuse_in_region("manual_seed")
         self._common.manual_seed(_mix(seed, _COMMON))
+        if self._regions is not None:
+            self._regions.seed_again(lambda names: self._seed_of(names, _mix(seed, "graph", names)))
         self._seed_default(_mix(seed, "data", *(self._coordinates[axis] for axis in ("pp", *DATA_AXES))))
 
     @contextmanager
@@ -118,8 +123,12 @@ class MeshRNG:
 
         Recomputation by activation checkpointing draws the same numbers again if ``axes`` contains all data axes
         (``preserve_rng_state`` must be on, as it is by default, and a selective policy must not keep random ops); other
-        regions refuse it. Not supported: a region entered while a CUDA graph is captured, or in a function under
-        ``torch.compile(fullgraph=True)``. Without ``fullgraph`` a region breaks the graph.
+        regions refuse it. Not supported: a region in a function under ``torch.compile(fullgraph=True)``. Without
+        ``fullgraph`` a region breaks the graph.
+
+        ``capture_step`` and ``capture_blocks`` record regions that an eager step has entered before. Replays draw from
+        a state of the graph's own for each set of axes, other numbers each time, and not those of eager steps. No
+        checkpoint has it. Other captures are refused.
 
         Args:
             axes: Names of axes of one view of the mesh, dense or expert; or one of
@@ -133,10 +142,16 @@ class MeshRNG:
 
         Raises:
             ValueError: Unknown names, or axes of both views.
-            RuntimeError: In a recomputation or while a CUDA graph is captured, see above.
+            RuntimeError: In a recomputation or a CUDA graph that may not have it, see above.
         """
         names = self._resolve(axes)
-        seed = _mix(self._draw(names), *((axis, self._coordinates[axis]) for axis in names))
+        if self._regions is not None and compat.is_stream_capturing():
+            with self._recorded(names, self._regions):
+                yield
+            return
+        seed = self._seed_of(names, self._draw(names))
+        if self._regions is not None:
+            self._regions.prepare(names, _mix(seed, "graph"))
         devices = [] if self._device_index is None else [self._device_index]
         with torch.random.fork_rng(devices=devices, device_type=self._device_type if devices else "cuda"):
             self._seed_default(seed)
@@ -145,6 +160,27 @@ class MeshRNG:
                 yield
             finally:
                 self._num_open_forks -= 1
+
+    def _seed_of(self, names: tuple[str, ...], number: int) -> int:
+        """From a number that is the same on all ranks that must agree, and this rank's coordinates."""
+        return _mix(number, *((axis, self._coordinates[axis]) for axis in names))
+
+    @contextmanager
+    def _recorded(self, names: tuple[str, ...], regions: compat.RegionStates) -> Iterator[None]:
+        """A region in a CUDA graph."""
+        if not regions.is_registered(names):
+            raise RuntimeError(
+                f"fork_rng cannot be entered while a CUDA graph is captured, because a replay would draw the same "
+                f"numbers again, unless capture_step or capture_blocks captures it and an eager step has entered the "
+                f"same axes before ({', '.join(names)}). Record the step with capture_step, or enter the region around "
+                "the capture."
+            )
+        self._num_open_forks += 1
+        try:
+            with regions.entered(names):
+                yield
+        finally:
+            self._num_open_forks -= 1
 
     def state_dict(self) -> dict[str, Any]:
         """The states of this rank's streams, under a key with the sizes of the mesh and the rank's position in it.
@@ -225,11 +261,6 @@ class MeshRNG:
     @torch.compiler.disable(reason="fork_rng reads a random number on the host")  # type: ignore[untyped-decorator]
     def _draw(self, names: tuple[str, ...]) -> int:
         """A number that is the same on all ranks with the same coordinates on ``names``, another one each time."""
-        if self._device_type == "cuda" and self._device_index is not None and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "fork_rng cannot be entered while a CUDA graph is captured, because a replay would draw the same "
-                "numbers again. Enter it around the capture, or leave the region out of the graph."
-            )
         generator = None
         if set(names) not in (set(DENSE_AXES), set(EXPERT_AXES)) and not set(DATA_AXES) <= set(names):
             # Gradients are enabled in a recomputation, and disabled in a custom backward that draws.

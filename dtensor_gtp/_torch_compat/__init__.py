@@ -39,4 +39,5 @@ from .memory import *
 from .modes import *
 from .parallelism import *
 from .patches import *
+from .region_states import *
 from .tensors import *

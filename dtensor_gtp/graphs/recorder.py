@@ -45,6 +45,7 @@ class CudaRecorder:
         try:
             with (
                 _without_collection(),
+                compat.regions_recorded(graph),
                 # If the recording fails, torch.cuda.graph leaves its stream current: this restores the other one.
                 torch.cuda.stream(torch.cuda.current_stream()),
                 # thread_local: a thread that pins the memory of the next batch does not disturb.

@@ -24,7 +24,7 @@ from test_cuda_exchange import LM, make_tokens
 from test_gtp_shard_training import Zoo, next_token_loss
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dtensor_gtp import SchedulePolicy, capture_step, gtp_shard, sharding_report
+from dtensor_gtp import SchedulePolicy, capture_step, gtp_shard, init_weight_mesh, sharding_report
 
 WIDTH = 1024
 COPY_ENGINES: dict[str, Any] = {"gather_backend": "copy_engine", "reduce_scatter": "copy_engine"}
@@ -298,6 +298,47 @@ class TestCudaGraphs(CudaTest):
                 results.append(run(self.rows(index)))
                 states[which] = torch.cuda.get_rng_state()
             self.assertTrue(torch.equal(*results), f"step {index}")
+
+    def test_regions_of_random_numbers(self) -> None:
+        """Replays draw other numbers each time: in one region each rank its own, in the other all ranks the same."""
+        mesh = init_weight_mesh("cuda", gtp=self.world_size)
+
+        class Noisy(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = nn.Linear(WIDTH, WIDTH)
+
+            def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                with mesh.fork_rng("tp"):
+                    common = torch.rand_like(x)
+                with mesh.fork_rng("sequence_parallel"):
+                    dropped = F.dropout(self.linear(x * common), 0.5)
+                return common, dropped
+
+        model = gtp_shard(Noisy().cuda(), mesh.weights, schedule=SchedulePolicy())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+        def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            common, dropped = model(x)
+            dropped.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return common.sum(), (dropped == 0).float()
+
+        captured = capture_step(step, model, optimizer)
+        seen: list[torch.Tensor] = []
+        for _ in range(6):
+            common, zeros = captured(torch.ones(4, WIDTH, device="cuda"))
+            everywhere = torch.stack([torch.empty_like(zeros)] * self.world_size).flatten(0, 1)
+            dist.all_gather_into_tensor(everywhere, zeros)
+            of_ranks = everywhere.view(self.world_size, *zeros.shape)
+            self.assertFalse(torch.equal(of_ranks[0], of_ranks[1]))
+            self.assertFalse(any(torch.equal(zeros, other) for other in seen))
+            seen.append(zeros)
+            sums = torch.empty(self.world_size, device="cuda")
+            dist.all_gather_into_tensor(sums, common[None])
+            self.assertEqual(len(set(sums.tolist())), 1)
+        self.assertAlmostEqual(torch.stack(seen).mean().item(), 0.5, delta=0.05)
 
     def memory_of_steps(self, schedule: SchedulePolicy, is_captured: bool) -> tuple[int, int]:
         """What the allocator holds in steps of two shapes, beside workspaces, and symmetric memory; nothing of it is

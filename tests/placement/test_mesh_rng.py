@@ -1,8 +1,9 @@
 """``MeshRNG`` without communication: what each rank of a fake process group draws, and what its states restore."""
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dtensor_gtp import MeshRNG, WeightMesh, init_weight_mesh
+from dtensor_gtp._torch_compat import region_states
 from dtensor_gtp.random import DATA_AXES, DENSE_AXES, EXPERT_AXES
 
 
@@ -340,7 +342,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> torch.Generator:
     replacements: dict[str, Any] = {
         "is_available": lambda: True,
         "current_device": lambda: 1,
-        "is_current_stream_capturing": lambda: False,
         "manual_seed": generator.manual_seed,
         "device": lambda index: nullcontext(of(index)),
         "get_rng_state": lambda index: of(index).get_state(),
@@ -348,6 +349,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> torch.Generator:
     }
     for name, replacement in replacements.items():
         monkeypatch.setattr(torch.cuda, name, replacement)
+    monkeypatch.setattr("dtensor_gtp._torch_compat.is_stream_capturing", lambda: False)
+    monkeypatch.setattr(region_states.RegionStates, "_device", lambda self: torch.device("cpu"))
     return generator
 
 
@@ -393,11 +396,54 @@ def test_states_name_the_device(device: torch.Generator, monkeypatch: pytest.Mon
 def test_regions_are_refused_in_a_capture(device: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_world(4):
         rng = rng_on_device(monkeypatch)
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        monkeypatch.setattr("dtensor_gtp._torch_compat.is_stream_capturing", lambda: True)
         states = rng.state_dict()
         with pytest.raises(RuntimeError, match="fork_rng cannot be entered while a CUDA graph is captured"):
             rng.fork("sequence_parallel").__enter__()
         assert torch.equal(torch.get_rng_state(), next(iter(next(iter(states.values())).values()))["cpu"])
+
+
+class Device:
+    """Stands in for a default generator that lends its place to others."""
+
+    def __init__(self) -> None:
+        self.current: Any = self
+
+    def graphsafe_get_state(self) -> Any:
+        return self.current
+
+    def graphsafe_set_state(self, state: Any) -> None:
+        self.current = state
+
+
+def test_a_graph_has_a_state_for_each_region(device: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its seed is the same on ranks that must agree; an error gives the device its own state back."""
+    seeds: dict[int, list[int]] = {}
+    for rank in range(4):
+        default, graph = Device(), mock.Mock()
+        monkeypatch.setattr(torch.cuda, "default_generators", {1: default}, raising=False)
+        with fake_world(4, rank), monkeypatch.context() as capturing:
+            rng = rng_on_device(monkeypatch)
+            with rng.fork("sequence_parallel"), rng.fork("gtp"):
+                draw()
+            capturing.setattr("dtensor_gtp._torch_compat.is_stream_capturing", lambda: True)
+            with region_states.regions_recorded(graph):
+                registered = [call.args[0] for call in graph.register_generator_state.call_args_list]
+                for axes in ("sequence_parallel", "gtp"):
+                    with suppress(ZeroDivisionError), rng.fork(axes):
+                        assert default.current in registered
+                        seeds.setdefault(rank, []).append(default.current.initial_seed())
+                        raise ZeroDivisionError
+                    assert default.current is default
+                with pytest.raises(RuntimeError, match="an eager step has entered the same axes before"):
+                    rng.fork("tp").__enter__()
+            with pytest.raises(RuntimeError, match="fork_rng cannot be entered while a CUDA graph is captured"):
+                rng.fork("gtp").__enter__()
+            rng.manual_seed(7)
+            assert [state.initial_seed() for state in registered] != seeds[rank]
+    everywhere, along_gtp = zip(*(seeds[rank] for rank in range(4)), strict=True)
+    assert len(set(everywhere)) == 4
+    assert along_gtp[0] == along_gtp[1] != along_gtp[2] == along_gtp[3]
 
 
 def test_the_tracker_of_dtensor_is_made_with_the_streams(
