@@ -312,6 +312,41 @@ def draw_real_models() -> str:
     return markdown(header, lines)
 
 
+def draw_modes(job: str) -> str:
+    """A line for each mode, a column for each model and number of tokens; beside the peer of the first line."""
+    modes, cases = ([*dict.fromkeys(row[key] for row in rows(job))] for key in ("mode", "case"))
+    ms = {(row["mode"], row["case"]): row["fb_ms"] for row in rows(job)}
+    peer = next(mode for mode in modes if mode.startswith("fsdp2"))
+    names = [f"{_REAL_MODELS[name]}, {tokens}" for name, tokens in (case.split(":") for case in cases)]
+    lines = [[_spoken(mode), *(f"{ms[mode, c]:.1f} ({ms[peer, c] / ms[mode, c]:.2f})" for c in cases)] for mode in modes]
+    return markdown(["ms (x)", *names], lines)
+
+
+def _spoken(mode: str) -> str:
+    base, _, recipe = mode.removesuffix("-c").partition("@")
+    name = {"fsdp2": "`fully_shard`", "gtp": "`gtp_shard`"}.get(base, base)
+    return name + f", {recipe}" * bool(recipe) + ", compiled" * mode.endswith("-c")
+
+
+_AXES = {  # what a line says, its mode, and that of its peer
+    "gtp 4": ("gtp", "fsdp2"),
+    "2 replicas, gtp 2": ("replicate", "hsdp"),
+    "the same, `shard_optimizer`": ("shard_optimizer", "hsdp"),
+    "gtp 2, tp 2": ("tp", "fsdp2-tp"),
+}
+
+
+def draw_axes(job: str) -> str:
+    """A line for each mesh, with ``fully_shard`` on the same axes."""
+    found = {row["mode"]: row for row in content(job)["results"]}
+    lines = []
+    for name, modes in _AXES.items():
+        ours, peer = (found[mode] for mode in modes)
+        times = [f"{ours[key]:.1f} ({peer[key] / ours[key]:.2f})" for key in ("ms", "step_ms")]
+        lines.append([name, *times, f"{ours['peak_gib']:.2f}, {peer['peak_gib']:.2f}"])
+    return markdown(["ms (x)", "forward and backward", "step", "peak GiB"], lines)
+
+
 def draw_elastic() -> str:
     """A column for each state of the replicas."""
     steps = [row for row in rows("4xh200_elastic") if "replicas" in row]
@@ -356,6 +391,8 @@ TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "casts": (draw_casts, ("1xh200_casts",)),
     "moe": (partial(draw_moe, "4xh200_moe"), ("4xh200_moe",)),
     "2xh100_moe": (partial(draw_moe, "2xh100_moe"), ("2xh100_moe",)),
+    "4xh200_axes": (partial(draw_axes, "4xh200_axes"), ("4xh200_axes",)),
+    "2xh200_recipes": (partial(draw_modes, "2xh200_recipes"), ("2xh200_recipes",)),
     "elastic": (draw_elastic, ("4xh200_elastic",)),
     "2xh100_real_models": (draw_real_models, ("2xh100_real_models",)),
     "aims": (draw_aims, ("2xh100_first", "host_time")),

@@ -170,10 +170,16 @@ class MeshRNG:
         """A region in a CUDA graph."""
         if not regions.is_registered(names):
             raise RuntimeError(
-                f"fork_rng cannot be entered while a CUDA graph is captured, because a replay would draw the same "
+                "fork_rng cannot be entered while a CUDA graph is captured, because a replay would draw the same "
                 f"numbers again, unless capture_step or capture_blocks captures it and an eager step has entered the "
                 f"same axes before ({', '.join(names)}). Record the step with capture_step, or enter the region around "
                 "the capture."
+            )
+        if _is_in_recomputation():
+            raise RuntimeError(
+                "In a CUDA graph, fork_rng cannot be entered in a function that activation checkpointing recomputes, "
+                "which would draw other numbers than the first time. Draw before the checkpointed function and pass "
+                "the result to it."
             )
         self._num_open_forks += 1
         try:
@@ -263,8 +269,7 @@ class MeshRNG:
         """A number that is the same on all ranks with the same coordinates on ``names``, another one each time."""
         generator = None
         if set(names) not in (set(DENSE_AXES), set(EXPERT_AXES)) and not set(DATA_AXES) <= set(names):
-            # Gradients are enabled in a recomputation, and disabled in a custom backward that draws.
-            if compat.current_graph_task_id() != -1 and torch.is_grad_enabled():
+            if _is_in_recomputation():
                 raise RuntimeError(
                     "In a function that activation checkpointing recomputes, fork_rng expects a region that differs "
                     f"along all data axes {DATA_AXES}, but got {names[1:] or ('params',)}, which would draw other "
@@ -278,6 +283,11 @@ class MeshRNG:
             raise RuntimeError(
                 f"MeshRNG.{what} was called inside fork_rng, whose states are temporary. Call it outside."
             )
+
+
+def _is_in_recomputation() -> bool:
+    """Gradients are enabled in one, and disabled in a custom backward that draws."""
+    return compat.current_graph_task_id() != -1 and torch.is_grad_enabled()
 
 
 def _coordinates(mesh: DeviceMesh) -> dict[str, int]:

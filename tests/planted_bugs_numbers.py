@@ -42,6 +42,16 @@ NUMBERS = {
         replace("1 / num_ranks if is_mean else 1.0", "1.0"),
         "test_addends.py::test_the_kernel_adds_only_many_addends",
     ),
+    "a graph's regions draw from the device's own state": Bug(
+        "RegionStates.entered",
+        replace("self._states[kind]", "before"),
+        "test_mesh_rng.py::test_a_graph_has_a_state_for_each_region",
+    ),
+    "a graph recomputes regions": Bug(
+        "MeshRNG._recorded",
+        replace("_is_in_recomputation()", "False"),
+        "test_mesh_rng.py::test_a_graph_has_a_state_for_each_region",
+    ),
     "sums of microbatches travel in 16 bits": Bug(
         "Gradients._sends_leaves_dtype",
         replace("not is_sum", "True"),

@@ -416,8 +416,14 @@ class Device:
         self.current = state
 
 
+def enter(rng: MeshRNG, x: torch.Tensor) -> torch.Tensor:
+    with rng.fork("sequence_parallel"):
+        return x * x
+
+
 def test_a_graph_has_a_state_for_each_region(device: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its seed is the same on ranks that must agree; an error gives the device its own state back."""
+    """Its seed is the same on ranks that must agree; an error gives the device its own state back. A
+    recomputation is refused."""
     seeds: dict[int, list[int]] = {}
     for rank in range(4):
         default, graph = Device(), mock.Mock()
@@ -435,6 +441,10 @@ def test_a_graph_has_a_state_for_each_region(device: torch.Generator, monkeypatc
                         seeds.setdefault(rank, []).append(default.current.initial_seed())
                         raise ZeroDivisionError
                     assert default.current is default
+                again = torch.ones(2, requires_grad=True)
+                recomputed = checkpoint(lambda x, rng=rng: enter(rng, x), again, use_reentrant=False)
+                with pytest.raises(RuntimeError, match="which would draw other numbers than the first time"):
+                    recomputed.sum().backward()
                 with pytest.raises(RuntimeError, match="an eager step has entered the same axes before"):
                     rng.fork("tp").__enter__()
             with pytest.raises(RuntimeError, match="fork_rng cannot be entered while a CUDA graph is captured"):
