@@ -151,7 +151,7 @@ LAYOUT = {
         f"{MESH_RNG}::test_regions_draw_unlike_along_their_axes_only",
     ),
     "region seeded without its coordinates": Bug(
-        "MeshRNG.fork",
+        "MeshRNG._seed_of",
         replace("((axis, self._coordinates[axis]) for axis in names)", "names"),
         f"{MESH_RNG}::test_regions_draw_unlike_along_their_axes_only",
     ),
