@@ -16,6 +16,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, GlooTest, assert_same_params
+from deep_ep_common import deep_ep
 from runtime_common import counted
 from torch import Tensor
 from torch.distributed._functional_collectives import (
@@ -28,7 +29,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from dtensor_gtp import GTPShard, WeightMesh, gtp_shard, init_weight_mesh, quantize_
-from dtensor_gtp.nn import GroupedExperts, GroupedLinear, GroupedMLP, TokenDispatcher, parallelize_experts
+from dtensor_gtp.nn import Dispatcher, GroupedExperts, GroupedLinear, GroupedMLP, TokenDispatcher, parallelize_experts
 from dtensor_gtp.quant import MXFP8, NVFP4, Float8Blockwise, Float8Rowwise, Float8Tensorwise, Recipe
 
 EXPERTS, WIDTH, HIDDEN, TOP_K, TOKENS = 4, 6, 8, 2, 5  # tokens of each rank
@@ -375,7 +376,14 @@ class Halves(SumOnTheWay):
         return torch.cat(results)
 
 
-OWN = {"own": SumOnTheWay, "own, in halves": Halves}
+def deepep(mesh: DeviceMesh) -> Dispatcher:
+    with deep_ep():
+        from deepep_dispatcher import DeepEPDispatcher
+
+        return DeepEPDispatcher(mesh, EXPERTS)
+
+
+OWN = {"own": SumOnTheWay, "own, in halves": Halves, "DeepEP's example": deepep}
 
 
 class Meshes(NamedTuple):

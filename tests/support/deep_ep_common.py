@@ -1,0 +1,64 @@
+"""A stand-in for ``deep_ep``: the calls of its ``Buffer`` that the example makes, by gloo's all-to-all."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+
+
+class Buffer:
+    def __init__(self, group: dist.ProcessGroup, *, num_nvl_bytes: int, num_rdma_bytes: int) -> None:
+        self.group, self.size = group, group.size()
+
+    def get_dispatch_layout(self, experts: Tensor, num_experts: int) -> tuple[Any, ...]:
+        is_chosen = torch.zeros(len(experts), num_experts, dtype=torch.bool).scatter(1, experts, True)
+        is_in_rank = is_chosen.unflatten(1, (self.size, -1)).any(2)
+        return is_in_rank.sum(0).int(), None, is_chosen.sum(0).int(), is_in_rank, None
+
+    def dispatch(self, x: Tensor, handle: Any = None, **new: Any) -> tuple[Any, ...]:
+        if handle is not None:
+            rows, counts = handle[:2]
+            return self._exchange(x[rows], *counts), None, None, None, None, None
+        is_in_rank, num_local = new["is_token_in_rank"], len(new["num_tokens_per_expert"]) // self.size
+        sent = new["num_tokens_per_rank"].tolist()
+        received = torch.empty(self.size, dtype=torch.int32)
+        dist.all_to_all_single(received, new["num_tokens_per_rank"], group=self.group)
+        counts = sent, received.tolist()
+        rows = is_in_rank.t().nonzero()[:, 1]
+        chosen = self._exchange(new["topk_idx"][rows], *counts) - self.group.rank() * num_local
+        chosen = chosen.where((chosen >= 0) & (chosen < num_local), -1)
+        shares = self._exchange(new["topk_weights"][rows], *counts)
+        handle = rows, counts, len(x)
+        return self._exchange(x[rows], *counts), chosen, shares.where(chosen >= 0, 0), None, handle, None
+
+    def combine(self, x: Tensor, handle: Any, topk_weights: Tensor | None = None) -> tuple[Tensor, Tensor | None, None]:
+        rows, (sent, received), num_tokens = handle
+
+        def back(value: Tensor) -> Tensor:
+            returned = self._exchange(value, received, sent)
+            return value.new_zeros(num_tokens, value.shape[1]).index_add(0, rows, returned)
+
+        return back(x), None if topk_weights is None else back(topk_weights), None
+
+    def _exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        output = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(output, rows.contiguous(), received, sent, group=self.group)
+        return output
+
+
+@contextmanager
+def deep_ep() -> Iterator[None]:
+    """``import deep_ep`` finds the stand-in."""
+    with mock.patch.dict(sys.modules, {"deep_ep": SimpleNamespace(Buffer=Buffer)}):
+        yield
