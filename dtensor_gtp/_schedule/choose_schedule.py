@@ -75,8 +75,8 @@ def choose(policy: SchedulePolicy, facts: Facts) -> tuple[Schedule, tuple[str, .
     if len(given) == len(fields(Schedule)):
         fixed = Schedule(**given)
         return fixed, (
-            "all numbers: the policy is one of SchedulePolicy.chosen, which has them",
-            f"gathers by {_word(fixed.gather_backend)}, reduce-scatters by {_word(fixed.reduce_scatter)}: the same",
+            "all numbers: SchedulePolicy.chosen has fixed them",
+            f"gathers by {_word(fixed.gather_backend)}, reduce-scatters by {_word(fixed.reduce_scatter)}: fixed, too",
         )
     is_least = policy.memory == "least"
     no_copies = facts.no_copies(policy)
