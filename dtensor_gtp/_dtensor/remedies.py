@@ -1,8 +1,8 @@
 """What to write instead where torch refuses a sharded tensor: one line, in the error or below its traceback.
 
 DTensor refuses ops that mix it with plain tensors. Its C++ code raises that error, so the line is a note of the
-exception: added in the frames of this package that it passes, which are forwards and backwards, else where Python
-prints an exception that nobody has caught.
+exception: added in the frames of this package that it passes (forwards, backwards, the sharding of ops), else where
+Python prints an exception that nobody has caught.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
@@ -32,8 +32,8 @@ _REMEDIES = (
     ),
     (
         ("index", "embedding", "gather", "mm", "addmm", "bmm", "matmul", "linear", "convolution"),
-        "Outside of a forward a weight is a sharded tensor. Call the module, e.g. model.embedding(ids); or register "
-        f"your method: register_gtp_forward_method(model, 'name'); or convert: {_WHOLE}.",
+        "Outside of the forward of its module a weight is sharded. Call the module, e.g. model.embedding(ids); "
+        f"or register your method: register_gtp_forward_method(model, 'name'); or convert: {_WHOLE}.",
     ),
     (
         ("copy_", "fill_", "index_put_", "lerp_"),
@@ -48,6 +48,7 @@ _NEEDS_WHOLE = (
     "This op needs whole tensors. In an optimizer: dtensor_gtp.optim.gathered(optimizer_class) steps on whole "
     f"parameters. Elsewhere: {_WHOLE}."
 )
+_PACKAGE = f"{__name__.partition('.')[0]}."
 _MARK = "dtensor_gtp: "
 
 
@@ -76,7 +77,7 @@ def remedy_for(error: BaseException) -> str | None:
     if (found := _REFUSED.search(str(error))) is None:
         return None
     frames = list(_frames(error.__traceback__))
-    if frames and frames[-1].f_code.co_name == "_engine_run_backward":  # in a formula of autograd
+    if _is_in_formula(frames):
         return f"This backward starts from a sharded tensor, because a term of the loss is one. {_PENALTY}"
     text = next(text for starts, text in _REMEDIES if found[1].startswith(starts))
     method = _unregistered_method(frames)
@@ -88,6 +89,15 @@ def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:
     while traceback is not None:
         yield traceback.tb_frame
         traceback = traceback.tb_next
+
+
+def _is_in_formula(frames: Sequence[FrameType]) -> bool:
+    """Whether a formula of autograd raised, of torch or of this package, and not code that a backward runs again."""
+    names = [frame.f_code.co_name for frame in frames]
+    if "_engine_run_backward" not in names:
+        return False
+    inner = [frame.f_globals.get("__name__", "") for frame in frames[names.index("_engine_run_backward") :]]
+    return all(name.startswith((_PACKAGE, "torch.")) and name != "torch.utils.checkpoint" for name in inner)
 
 
 def _unregistered_method(frames: Iterable[FrameType]) -> str | None:

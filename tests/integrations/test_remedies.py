@@ -70,12 +70,14 @@ class TestRemedies(unittest.TestCase):
             model, ids = self.model(), torch.tensor([1, 2])
             loss = model(ids).square().mean() + sum(param.square().sum() for param in model.parameters())
             inputs = list(model.parameters())
+            through_op = model(ids).mean() + sum(param.square().sum() for param in inputs)
             student = gtp_shard(Teacher(model[1]), mesh, schedule=ALL)
             penalty = "This backward starts from a sharded tensor, .*call penalty.full_tensor"
             cases = (
                 (lambda: loss.backward(retain_graph=True), penalty),
                 (lambda: loss.backward(inputs=inputs), penalty),
-                (lambda: student(torch.ones(2, 8)), "^dtensor_gtp: Outside of a forward a weight is a sharded tensor"),
+                (through_op.backward, penalty),
+                (lambda: student(torch.ones(2, 8)), "^dtensor_gtp: Outside of the forward of its module a weight"),
             )
             for call, remedy in cases:
                 with self.assertRaisesRegex(RuntimeError, "got mixed") as caught:
@@ -91,7 +93,13 @@ class TestRemedies(unittest.TestCase):
             model = self.model()
             model(torch.tensor([1, 2])).sum().backward()
             remedy = r"dtensor_gtp.optim.gathered\(optimizer_class\)"
-            self.check(remedy, torch.optim.Adafactor(model.parameters(), foreach=False).step)
+            optimizer = torch.optim.Adafactor(model.parameters(), foreach=False)
+            self.check(remedy, optimizer.step)
+            with self.assertRaisesRegex(RuntimeError, "Sharding propagation failed") as caught:
+                optimizer.step()
+            cause = caught.exception.__cause__
+            assert cause is not None
+            self.assertRegex("".join(cause.__notes__), remedy)
 
     def test_a_method_that_is_not_registered_is_named(self) -> None:
         class Encoder(nn.Module):
@@ -147,7 +155,7 @@ class TestRemedies(unittest.TestCase):
                 with contextlib.redirect_stderr(printed):
                     sys.excepthook(type(error), error, error.__traceback__)
         self.assertRegex(
-            printed.getvalue(), r"got mixed torch.Tensor and DTensor[^\n]*\n[^\n]*dtensor_gtp: Outside of a"
+            printed.getvalue(), r"got mixed torch.Tensor and DTensor[^\n]*\n[^\n]*dtensor_gtp: Outside of the"
         )
 
 
