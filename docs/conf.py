@@ -73,9 +73,18 @@ html_show_sourcelink = False
 
 def setup(app: Any) -> None:
     app.connect("object-description-transform", _shorten_types, priority=900)  # after the types were put in
+    app.connect("autodoc-process-signature", _public_signature)
 
 
 def _shorten_types(app: Any, domain: str, objtype: str, content: nodes.Element) -> None:
     """Show ``type[~package.Name]`` as ``type[Name]``: Sphinx makes no link of a type that also has a ``Literal``."""
     for text in [text for text in content.findall(nodes.Text) if "[~" in text]:
         text.parent.replace(text, nodes.Text(re.sub(r"~(\w+\.)+", "", text)))
+
+
+def _public_signature(
+    app: Any, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: Any
+) -> Any:
+    """Leave out the private fields of dataclasses, which stand last."""
+    is_class = what == "class" and signature is not None
+    return (re.sub(r", _[a-z].*\)$", ")", signature) if is_class else signature), returns

@@ -39,7 +39,7 @@ def lines() -> str:
     """Times as fast as ``fully_shard``, over the length."""
     base, most = _MODES[0], 3.0
     parts = []
-    for tick in (0.5, 1.0, 1.5, 2.0, 2.5, 3.0):
+    for tick in (0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0):
         parts += _grid(_y(tick, most), f"{tick:.1f} x")
     for seq_len in _LENGTHS:
         parts.append(_text(_x(seq_len), _HEIGHT - _BOTTOM + 18, f"T={seq_len}"))

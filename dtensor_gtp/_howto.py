@@ -32,11 +32,19 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     """ ", did you mean 'x'?" with the nearest of these dotted names; empty if none is near."""
     best, likeness = "", 0.0
     for other in names:
-        if other.endswith(f".{name}") or name.endswith(f".{other}") or other.startswith(f"{name}_"):
+        if _is_nested(name, other) or other.startswith(f"{name}_"):
             return f", did you mean '{other}'?"
         if (ratio := _likeness(name, other)) > likeness:
             best, likeness = other, ratio
     return f", did you mean '{best}'?" if best else ""
+
+
+def _is_nested(name: str, other: str) -> bool:
+    """Whether one is the other within a module more: 'net.0.bias' and '0.bias', or both below one key, as 'model.'."""
+    longer, shorter = sorted((name.split("."), other.split(".")), key=len, reverse=True)
+    if len(shorter) > 1 and longer[0] == shorter[0]:
+        longer, shorter = longer[1:], shorter[1:]
+    return len(longer) > len(shorter) and longer[-len(shorter) :] == shorter
 
 
 def _likeness(name: str, other: str) -> float:

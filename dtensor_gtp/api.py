@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from ._comm.agreement import agree_on_all_ranks, device_of
 from ._comm.debug import DebugFlags
 from ._comm.gather_backends import refuse_unavailable
+from ._howto import did_you_mean
 from ._modules.bad_arguments import (
     Arguments,
     ShardPlacementFn,
@@ -271,6 +272,6 @@ def register_gtp_forward_method(module: nn.Module, method_name: str) -> None:
     if not callable(stock) or isinstance(stock, nn.Module):
         raise ValueError(
             f"register_gtp_forward_method expects the name of a method of {type(module).__name__}, but got "
-            f"'{method_name}'."
+            f"'{method_name}'{did_you_mean(method_name, dir(type(module)))}."
         )
     setattr(module, method_name, as_forward(stock, method_name).__get__(module, type(module)))

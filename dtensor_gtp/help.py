@@ -6,6 +6,7 @@ Pages are installed with the package: messages name a topic, and need no network
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -32,7 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         meant = f" Did you mean {' or '.join(near)}?" if near else " Without a topic the command lists all."
         print(f"dtensor_gtp.help has no topic {given[0]!r}.{meant}", file=sys.stderr)
         return 2
-    print(_readable(pages[topic].read_text(encoding="utf-8")))
+    try:
+        print(_readable(pages[topic].read_text(encoding="utf-8")), flush=True)
+    except BrokenPipeError:  # `| head` has read enough; Python would flush once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

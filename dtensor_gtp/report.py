@@ -168,7 +168,10 @@ def sharding_report(
     """
     binding = binding_of(module)
     if binding is None:
-        raise ValueError(f"sharding_report expects a module after gtp_shard, but got a plain {type(module).__name__}.")
+        raise ValueError(
+            f"sharding_report expects a module after gtp_shard, but got a plain {type(module).__name__}. Pass the "
+            "module that you passed to gtp_shard."
+        )
     sites: dict[ManagedParam, dict[str, nn.Module]] = {}
     for prefix, submodule in module.named_modules():
         inner = binding_of(submodule)

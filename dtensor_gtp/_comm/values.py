@@ -72,7 +72,7 @@ def _decode(payload: Tensor) -> Any:
     """The value of a payload; ValueError or TypeError if it is none, e.g. a pickle."""
     text, end, rest = payload.numpy().tobytes().partition(_END)
     if not end:
-        raise ValueError("ranks sent each other what is no JSON text")
+        raise ValueError("ranks sent each other text that is not JSON")
     return _untagged(json.loads(text), memoryview(bytearray(rest)), [0])
 
 

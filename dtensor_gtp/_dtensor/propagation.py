@@ -43,6 +43,7 @@ from . import block_layout, elementwise
 from .block_layout import gathered, has_block, has_empty_shard, map_specs, on_dim, stock_sibling, with_placements
 from .elementwise import Operand, operands_of, propagate_alike, unsupported
 from .gradients import NORMS, needs_rows_for_norm
+from .remedies import explain
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,13 @@ class _Propagation:
         if any(has_block(o.spec) for o in operands):
             return propagate_block_op(stock, schema, operands)
         is_ours = any(o.spec.mesh in self._meshes for o in operands)
-        return (propagate_alike(schema, operands) if is_ours else None) or stock(schema)
+        if not is_ours:
+            return stock(schema)
+        try:
+            return propagate_alike(schema, operands) or stock(schema)
+        except RuntimeError as error:
+            explain(error)
+            raise
 
 
 def propagate_block_op(stock: Propagate, schema: OpSchema, operands: Sequence[Operand]) -> OutputSharding:

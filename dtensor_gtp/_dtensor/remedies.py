@@ -1,7 +1,8 @@
 """What to write instead where torch refuses a sharded tensor: one line, in the error or below its traceback.
 
-DTensor refuses ops that mix it with plain tensors. Its C++ code raises that error, so the line is added where Python
-prints an exception that nobody has caught.
+DTensor refuses ops that mix it with plain tensors. Its C++ code raises that error, so the line is a note of the
+exception: added in the frames of this package that it passes (forwards, backwards, the sharding of ops), else where
+Python prints an exception that nobody has caught.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import functools
 import re
 import sys
-from types import TracebackType
+from collections.abc import Iterable, Iterator, Sequence
+from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from torch import nn
@@ -18,6 +20,8 @@ from torch.distributed.tensor import DTensor
 from .. import _torch_compat as compat
 
 _WHOLE = "param.full_tensor() on all ranks gives the whole tensor, param.to_local() this rank's rows"
+
+_PENALTY = "Before you add a penalty on parameters to the loss, call penalty.full_tensor() on all ranks."
 
 # The first of these that the name of the op begins with.
 _REMEDIES = (
@@ -28,21 +32,24 @@ _REMEDIES = (
     ),
     (
         ("index", "embedding", "gather", "mm", "addmm", "bmm", "matmul", "linear", "convolution"),
-        "Outside of a forward a weight is a sharded tensor. Call the module, e.g. model.embedding(ids); or register "
-        f"your method: register_gtp_forward_method(model, 'name'); or convert: {_WHOLE}.",
+        "Outside of the forward of its module a weight is sharded. Call the module, e.g. model.embedding(ids); "
+        f"or register your method: register_gtp_forward_method(model, 'name'); or convert: {_WHOLE}.",
     ),
     (
         ("copy_", "fill_", "index_put_", "lerp_"),
         "To write a whole tensor into a parameter: param.copy_(distribute_tensor(value, param.device_mesh, "
         f"param.placements)) under torch.no_grad(), or load_state_dict. To read one: {_WHOLE}.",
     ),
-    (
-        ("",),
-        f"This op mixes a sharded tensor with a plain one. {_WHOLE}. Before you add a penalty on parameters to the "
-        "loss, call penalty.full_tensor() on all ranks.",
-    ),
+    (("",), f"This op mixes a sharded tensor with a plain one. {_WHOLE}. {_PENALTY}"),
 )
 _REFUSED = re.compile(r"aten\.(\w+)\.\w+:? (?:got mixed torch\.Tensor and DTensor|does not have a sharding strategy)")
+_IN_PLACE = re.compile(r"aten\.\w+\.\w+: in-place operations that require placement changes are not supported")
+_NEEDS_WHOLE = (
+    "This op needs whole tensors. In an optimizer: dtensor_gtp.optim.gathered(optimizer_class) steps on whole "
+    f"parameters. Elsewhere: {_WHOLE}."
+)
+_PACKAGE = f"{__name__.partition('.')[0]}."
+_MARK = "dtensor_gtp: "
 
 
 @functools.cache
@@ -54,25 +61,56 @@ def install() -> None:
         compat.replace(name, DTensor, name, functools.partialmethod(_refuse, name))
 
 
+def explain(error: BaseException) -> None:
+    """Add what to write instead as a note, unless the error has one."""
+    notes = getattr(error, "__notes__", ())
+    if not any(note.startswith(_MARK) for note in notes) and (text := remedy_for(error)) is not None:
+        error.add_note(_MARK + text)
+
+
 def remedy_for(error: BaseException) -> str | None:
-    """What to write instead of code that mixes tensors; None for other errors."""
-    if not isinstance(error, RuntimeError) or (found := _REFUSED.search(str(error))) is None:
+    """What to write instead of code that DTensor refuses; None for other errors."""
+    if not isinstance(error, RuntimeError):
         return None
+    if _IN_PLACE.search(str(error)):
+        return _NEEDS_WHOLE
+    if (found := _REFUSED.search(str(error))) is None:
+        return None
+    frames = list(_frames(error.__traceback__))
+    if _is_in_formula(frames):
+        return f"This backward starts from a sharded tensor, because a term of the loss is one. {_PENALTY}"
     text = next(text for starts, text in _REMEDIES if found[1].startswith(starts))
-    method = _unregistered_method(error.__traceback__)
+    method = _unregistered_method(frames)
     return text if method is None else f"{method} is not the forward of a module, so its weights are sharded. {text}"
 
 
-def _unregistered_method(traceback: TracebackType | None) -> str | None:
+def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:
+    """From the caller to the innermost one."""
+    while traceback is not None:
+        yield traceback.tb_frame
+        traceback = traceback.tb_next
+
+
+def _is_in_formula(frames: Sequence[FrameType]) -> bool:
+    """Whether a formula of autograd raised, of torch or of this package, and not code that a backward runs again."""
+    names = [frame.f_code.co_name for frame in frames]
+    if "_engine_run_backward" not in names:
+        return False
+    inner = [frame.f_globals.get("__name__", "") for frame in frames[names.index("_engine_run_backward") :]]
+    return all(name.startswith((_PACKAGE, "torch.")) and name != "torch.utils.checkpoint" for name in inner)
+
+
+def _unregistered_method(frames: Iterable[FrameType]) -> str | None:
     """The innermost method of a module with sharded parameters and the call that registers it; None for a forward."""
     found = None
-    while traceback is not None:
-        frame = traceback.tb_frame
-        module, name = frame.f_locals.get("self"), frame.f_code.co_name
+    for frame in frames:
+        name = frame.f_code.co_name
+        first = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
         is_torchs = frame.f_globals.get("__name__", "").startswith("torch.")
-        if isinstance(module, nn.Module) and not is_torchs and _has_shards(module):
+        if is_torchs or not isinstance(first, nn.Module) or not callable(getattr(type(first), name, None)):
+            continue
+        if _has_shards(first):
             found = None if name == "forward" else f"{name}() (register_gtp_forward_method(module, '{name}'))"
-        traceback = traceback.tb_next
     return found
 
 
@@ -83,8 +121,7 @@ def _has_shards(module: nn.Module) -> bool:
 def _show(stock: Any, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     shown: BaseException | None = error
     while shown is not None:  # the errors that it was raised from are printed, too
-        if (text := remedy_for(shown)) is not None:
-            shown.add_note(f"dtensor_gtp: {text}")
+        explain(shown)
         shown = shown.__cause__ or shown.__context__
     stock(kind, error, traceback)
 

@@ -1,4 +1,4 @@
-"""``backward(inputs=...)`` and ``torch.autograd.grad`` with respect to sharded parameters.
+"""Runs of autograd's engine: ``backward(inputs=...)`` and ``torch.autograd.grad`` with respect to sharded parameters.
 
 Gradients do not reach a sharded parameter through autograd: a leaf stands for it in the graph. torch would find no path
 to the parameter, and compute nothing without an error.
@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
+from .._dtensor.remedies import explain
 from .._params.managed_param import ManagedParam
 from .._params.whole_param import WholeParam
 from .._schedule.optimizer_steps import optimizer_steps
@@ -32,8 +33,19 @@ def install() -> None:
 
 def _run(stock: Callable[..., Any], outputs: Any, grads: Any, retain: Any, create: Any, inputs: Any, *args: Any) -> Any:
     """As torch's function. The last one of ``args`` says whether gradients go to ``.grad``."""
-    if not inputs:
-        return stock(outputs, grads, retain, create, inputs, *args)
+    try:
+        if not inputs:
+            return stock(outputs, grads, retain, create, inputs, *args)
+        return _run_for(stock, outputs, grads, retain, create, inputs, *args)
+    except RuntimeError as error:
+        explain(error)
+        raise
+
+
+def _run_for(
+    stock: Callable[..., Any], outputs: Any, grads: Any, retain: Any, create: Any, inputs: Any, *args: Any
+) -> Any:
+    """The same with respect to ``inputs``."""
     runtimes = [watcher for watcher in optimizer_steps().watchers if isinstance(watcher, Runtime)]
     if any(isinstance(_tensor_of(given), DTensor) for given in inputs):
         inputs = _with_leaves(runtimes, outputs, inputs, accumulates=args[-1])

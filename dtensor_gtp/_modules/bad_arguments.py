@@ -65,16 +65,27 @@ def validate_kinds(module: Any, arguments: Arguments) -> None:
             "out None; for a part of the weights pass SchedulePolicy(keep_nbytes=...), which keeps those that backward "
             "uses first."
         )
-    expected: tuple[tuple[str, Any, Any], ...] = (
-        ("an nn.Module as module", module, nn.Module),
-        ("a MixedPrecisionPolicy as mp_policy", arguments.mp_policy, MixedPrecisionPolicy),
-        ("a SchedulePolicy as schedule", arguments.schedule, SchedulePolicy),
-        ("an OffloadPolicy as offload_policy", arguments.offload_policy, OffloadPolicy),
-        ("a set of parameters as ignored_params", arguments.ignored_params, set | frozenset),
+    expected: tuple[tuple[str, Any, Any, str], ...] = (
+        ("an nn.Module as module", module, nn.Module, "the model"),
+        (
+            "a MixedPrecisionPolicy as mp_policy",
+            arguments.mp_policy,
+            MixedPrecisionPolicy,
+            "MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
+        ),
+        ("a SchedulePolicy as schedule", arguments.schedule, SchedulePolicy, "SchedulePolicy(memory='least')"),
+        ("an OffloadPolicy as offload_policy", arguments.offload_policy, OffloadPolicy, "CPUOffloadPolicy()"),
+        (
+            "a set of parameters as ignored_params",
+            arguments.ignored_params,
+            set | frozenset,
+            "{model.get_parameter(name), ...}",
+        ),
     )
-    for what, value, kind in expected:
+    for what, value, kind, example in expected:
         if not isinstance(value, kind):
-            raise TypeError(f"gtp_shard expects {what}, but got {type(value).__name__}: {value!r}.")
+            got = f"{type(value).__name__}: {value!r}"
+            raise TypeError(f"gtp_shard expects {what}, but got {got}. Pass {example}.")
     if not isinstance(arguments.shard_optimizer, bool):
         got = f"{type(arguments.shard_optimizer).__name__}: {arguments.shard_optimizer!r}"
         raise TypeError(f"gtp_shard expects a bool as shard_optimizer, but got {got}.")
@@ -150,7 +161,8 @@ def validate_module(module: nn.Module, mesh: DeviceMesh, ignored: Set[nn.Paramet
         if any(param not in ignored for param in submodule.parameters()):
             raise ValueError(
                 "gtp_shard expects modules without another data parallelism around them, but "
-                f"'{name or type(module).__name__}' is a {type(submodule).__name__}. Call gtp_shard first, then "
+                f"{f'module {name!r}' if name else 'the module itself'} is a {type(submodule).__name__}. "
+                "Call gtp_shard first, then "
                 "fully_shard; or use a (replicate, gtp) mesh instead of DistributedDataParallel; or leave the "
                 "module out by passing all its parameters in ignored_params."
             )
@@ -224,7 +236,7 @@ def _refuse_holders(params: dict[str, nn.Parameter], mesh: DeviceMesh) -> None:
     if early is not None:
         optimizer, name = early
         raise ValueError(
-            f"gtp_shard replaces parameters, but a {optimizer} optimizer already holds parameter '{name}' of shape "
+            f"gtp_shard replaces parameters, but an optimizer ({optimizer}) already holds parameter '{name}' of shape "
             f"{tuple(params[name].shape)}, to be sharded over mesh axes {mesh.mesh_dim_names}, and its updates would "
             f"be lost (rank {dist.get_rank()}). Create the optimizer after gtp_shard."
         )

@@ -219,7 +219,7 @@ def _check_param(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
         raise NotImplementedError(f"gtp_shard does not support {what}. {advice}.")
     if compat.has_hooks_at_node(param):
         raise ValueError(
-            f"gtp_shard expects no hooks of autograd's node of a parameter, where no gradient arrives afterwards, but "
+            f"gtp_shard expects no hook on the autograd node of a parameter, which will get no gradients any more, but "
             f"code registered one for parameter '{fqn}' of shape {tuple(param.shape)} (rank {dist.get_rank()}). "
             "Register it on the parameter: param.register_post_accumulate_grad_hook(hook)."
         )

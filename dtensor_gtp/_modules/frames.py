@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.modules import module as nn_module
 
 from .. import _torch_compat as compat
+from .._dtensor.remedies import explain
 from .._howto import see
 from .._params.saved_for_backward import refuse_recording
 from .._schedule.order_of_uses import Entry
@@ -127,6 +128,9 @@ def _call_in_frame(
         except torch.OutOfMemoryError as error:
             if len(runtime.reads.frames) == 1:
                 error.add_note(see("memory_too_high"))
+            raise
+        except RuntimeError as error:
+            explain(error)
             raise
         finally:
             if frame is not None:

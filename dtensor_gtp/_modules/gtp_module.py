@@ -267,8 +267,8 @@ class GTPModule(RefusedMethods, BoundModule):
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Choose whether ranks may use different weights of this module, e.g. each the head of its task.
 
-        With True, on all ranks, each pass gathers all these weights at its begin, and reduces all their gradients at
-        its end, with zeros where a rank did not use a weight. ``.grad`` is zero for what no rank has used. That takes
+        With True, on all ranks, each pass first gathers all these weights, and at its end reduces all their gradients,
+        with zeros where a rank did not use a weight. ``.grad`` is zero for what no rank has used. That takes
         the memory of the full weights and gradients, and nothing hides it behind compute: call it on the smallest
         module that needs it, which was passed to :func:`gtp_shard` itself, and before the first forward. Weights of
         other modules must still be used by all ranks in the same order, and all ranks run the same number of forwards

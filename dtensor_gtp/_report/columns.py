@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 _NO_TERMINAL = 100  # columns where the output is a file, a log or a notebook
 _LEAST_CELL = 12
-_LEAST_WIDTH = 60
+_LEAST_WIDTH = 40
 
 
 def terminal_width() -> int:

@@ -143,7 +143,7 @@ def _amount(text: str, nbytes: int, most: int) -> str:
 def _timelines(facts: Facts) -> Iterator[str]:
     yield "<h2>Plan</h2>"
     if not facts.plans:
-        yield "<p>Not observed yet: it is after the first forward and backward.</p>"
+        yield "<p>Not observed yet. Run a forward and a backward first.</p>"
         return
     keys = (("ahead", "gathered, from its launch on"), ("used", "in use"), ("bytes", "bytes in memory"))
     named = "; ".join(f'<span class="key" style="background: var(--{key})"></span>{text}' for key, text in keys)

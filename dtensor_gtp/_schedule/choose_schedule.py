@@ -81,8 +81,8 @@ def choose(policy: SchedulePolicy, facts: Facts) -> tuple[Schedule, tuple[str, .
     if len(given) == len(fields(Schedule)):
         fixed = Schedule(**given)
         return fixed, (
-            "all numbers: the policy is one of SchedulePolicy.chosen, which has them",
-            f"gathers by {_word(fixed.gather_backend)}, reduce-scatters by {_word(fixed.reduce_scatter)}: the same",
+            "all numbers: SchedulePolicy.chosen has fixed them",
+            f"gathers by {_word(fixed.gather_backend)}, reduce-scatters by {_word(fixed.reduce_scatter)}: fixed, too",
         )
     is_least = policy.memory == "least"
     no_copies = facts.no_copies(policy)
@@ -101,9 +101,9 @@ def choose(policy: SchedulePolicy, facts: Facts) -> tuple[Schedule, tuple[str, .
     reduces, why_reduces = _reduces(policy, facts)
     reasons = [
         f"gathered ahead {format_nbytes(ahead)}: {why_ahead}",
-        f"up to {format_nbytes(together)} in one launch: the largest block in {num_launches}"
+        f"up to {format_nbytes(together)} in one launch: {'half of the' if num_launches == 2 else 'the'} largest block"
         + _bound(together, facts.block_nbytes // num_launches),
-        f"kept until backward {_what_is_kept(kept, keep_last)}: {why_kept}",
+        f"{_what_is_kept(kept, keep_last)} kept until backward: {why_kept}",
     ]
     # What is still open is chosen when communicators are made, which gives the reason.
     reasons += [f"gathers by {_word(gathers)}: {why_gathers}"] * (gathers != "auto")
@@ -145,7 +145,7 @@ def _reduces(policy: SchedulePolicy, facts: Facts) -> tuple[ReduceScatterName, s
     """Who reduces, and why; "auto" if that follows from who gathers."""
     if policy.reduce_scatter == "auto" and facts.group_nbytes:
         # Copy engines would need copies first: Qwen3-MoE took 91.0 instead of 88.8 ms on 2 x H100.
-        return "ring", "groups: autograd makes their gradients where it likes"
+        return "ring", "autograd allocates the gradients of groups, so copy engines would need a copy first"
     if policy.reduce_scatter == "auto" and (no_copies := facts.no_copies(policy)) is not None:
         return "ring", no_copies
     return policy.reduce_scatter, "SchedulePolicy(reduce_scatter=)"
@@ -194,7 +194,7 @@ def _bound(chosen: int, wanted: int) -> str:
     """The end of a reason where a limit and not the model has decided."""
     if chosen == wanted:
         return ""
-    return f", but {format_nbytes(chosen)} is the {'least' if chosen > wanted else 'most'}"
+    return f"; {format_nbytes(chosen)} is the {'minimum' if chosen > wanted else 'maximum'}"
 
 
 def _word(name: str | type) -> str:

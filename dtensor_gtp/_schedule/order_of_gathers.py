@@ -217,8 +217,8 @@ def choose_kept(
 ) -> tuple[int, ...]:
     """Which weights stay gathered from a forward to its backward, in the order in which backward uses them.
 
-    Those that backward uses first are kept, up to ``budget`` bytes: at its begin the least compute hides a gather, and
-    they are kept for the shortest time. The ranks of a mesh must make the same choice, so lane 0 chooses first, and the
+    Those that backward uses first are kept, up to ``budget`` bytes: they are kept for the shortest time, and the least
+    compute hides their gathers. The ranks of a mesh must make the same choice, so lane 0 chooses first, and the
     other lanes share the rest in equal parts. ``sizes`` and ``lanes`` are by weight index; a size of 0 is never
     kept."""
     candidates = set(forward.uses)

@@ -55,7 +55,7 @@ PATCHES = {
     "handlers": Patch(
         f"{_TENSOR}.DTensor._op_dispatcher._custom_op_handlers",
         _ALL,
-        "it is one table of all threads, of which one may put a handler aside",
+        "all threads share this table, in which one thread may set a handler aside",
     ),
     "handler": Patch(
         f"{_TENSOR}.DTensor._op_dispatcher._custom_op_handlers[op]",
@@ -68,7 +68,7 @@ PATCHES = {
         "they have fused AdamW, and not SGD and Adagrad",
     ),
     "data": Patch(
-        f"{_TENSOR}.DTensor.data", _ALL, "a tensor that is set has no effect, and writes to one that is read no version"
+        f"{_TENSOR}.DTensor.data", _ALL, "setting it has no effect, and no version counts the writes to what it returns"
     ),
     "format": Patch(f"{_TENSOR}.DTensor.__format__", _ALL, "its error does not say what to write"),
     "numpy": Patch(f"{_TENSOR}.DTensor.numpy", _ALL, "its error does not say what to write"),

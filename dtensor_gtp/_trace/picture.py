@@ -54,7 +54,9 @@ def draw(timeline: Timeline, title: str) -> str:
 
 
 def row_name(lane: str, spans: Sequence[Span]) -> str:
-    """What a lane does most of its time, and which one it is: "all_gather (stream 20)"."""
+    """What a lane does most of its time, and which one it is: "all_gather (stream 20)"; or its name, if it has one."""
+    if lane.replace(" ", "").isalpha():  # of the planner
+        return lane
     times: dict[str, float] = defaultdict(float)
     for span in spans:
         kernel = _NCCL_KERNEL.match(span.what)  # in a CUDA graph nothing else is known of it

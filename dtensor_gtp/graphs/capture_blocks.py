@@ -168,8 +168,10 @@ class CapturedBlocks:
         """
         for block in self._blocks:
             if any(graph.awaits_backward for graph in block.calls.graphs.values()):
-                what = f"no forward whose backward is still to come, but that of block '{block.own.name}' may"
-                raise RuntimeError(f"remove() expects {what}. Run it, or drop the loss and all outputs.")
+                raise RuntimeError(
+                    "remove() expects that the backward of each forward has run, but that of block "
+                    f"'{block.own.name}' may still come. Run it, or drop the loss and all outputs."
+                )
         for block in self._blocks:
             block.remove()
 

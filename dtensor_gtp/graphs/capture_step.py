@@ -227,7 +227,7 @@ class CapturedStep(Generic[P, R]):
                 "capture_step has recorded nothing in %d steps: each had other %s than all before%s",
                 self._num_unlike,
                 part,
-                "; call zero_grad() at the end of the step, not at its begin" if part == parts[2] else "",
+                "; call zero_grad() at the end of the step, not at its beginning" if part == parts[2] else "",
             )
 
 

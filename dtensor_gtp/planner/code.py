@@ -64,7 +64,7 @@ def training_code(problem: Problem, answer: Answer) -> str:
     lines += [
         "model.to_empty(device='cuda')",
         "with mesh.fork_rng('params'):  # the same values whatever the mesh",
-        "    model.init_weights()  # yours, as in examples/llama.py",
+        "    model.init_weights()  # yours: it writes each parameter",
     ]
     if job.is_compiled:
         lines.append("for block in model.layers:\n    block.compile(fullgraph=True)")

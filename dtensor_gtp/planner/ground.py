@@ -37,11 +37,11 @@ _OTHER_MACHINE = 1.2  # shares of peaks are carried over from another generation
 def ground_of(job: Job, layout: Layout, machine: Machine, *, has_experts: bool, filled: float) -> Ground | str:
     """The range of a layout, or why there is none and what to measure; ``filled`` is the share of memory in use."""
     if job.seq_len > _LONGEST:
-        return f"nothing is published of {job.seq_len} tokens in a sequence: measure a block of yours at that length"
+        return f"no published run had sequences of {job.seq_len} tokens: measure one of your blocks at that length"
     if not machine.has_ground:
-        return f"nothing is published of training on {machine.name}: measure it by --calibrate"
+        return f"no published run trained on {machine.name}: measure it by --calibrate"
     if (wide := is_too_wide(layout, machine)) is not None:
-        return f"{wide}: nothing is published of gathers so wide, measure one"
+        return f"{wide}: no published run gathered over so many, measure one"
     found = _kind(job, layout, machine, has_experts=has_experts)
     if found is DENSE and not machine.is_preset:
         return Ground(found.kind, 1 - machine.spread, 1 + machine.spread)

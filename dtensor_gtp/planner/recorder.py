@@ -47,7 +47,7 @@ class Stretch(NamedTuple):
     name: str  # the weight of the first mark
     ops: tuple[Op, ...]  # the operations in order
     most: int  # the most bytes of activations at any moment of it
-    live: int  # the bytes of activations at its begin
+    live: int  # the bytes of activations at its beginning
 
 
 class Recorder(compat.TorchDispatchMode):

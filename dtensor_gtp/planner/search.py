@@ -233,7 +233,7 @@ def _alike(layout: Layout) -> tuple[object, ...]:
 def _refusal(problem: Problem, layout: Layout) -> str | None:
     is_free = not {"gtp", "replicate", "expert_gtp"} & problem.job.fixed.keys()
     if is_free and (wide := is_too_wide(layout, problem.machine)) is not None:
-        return f"{wide}: nothing is published, ask by --gtp"
+        return f"{wide}: no published run was so wide; --gtp tries it all the same"
     if problem.config is not None:
         return refusal(layout, problem.job, problem.config, problem.machine)
     assert problem.user is not None
@@ -251,16 +251,16 @@ def _refusal(problem: Problem, layout: Layout) -> str | None:
 
 # Why a model of the user's code cannot have an axis.
 _NOT_FOR_USERS = {
-    "pp": "where a model's own forward is cut into stages is not known",
-    "cp": "a model's own attention does not exchange keys and values",
-    **dict.fromkeys(("ep", "expert_gtp"), "experts are known in configurations alone"),
+    "pp": "plan does not know where to cut the forward of your model",
+    "cp": "the attention of your model does not exchange keys and values",
+    **dict.fromkeys(("ep", "expert_gtp"), "plan knows experts only from a configuration"),
 }
 
 
 def _nothing(problem: Problem, refused: dict[str, list[Layout]]) -> str:
     job = problem.job
     asked = ", ".join(f"{name} {job.fixed[name]}" for name in AXES if name in job.fixed) or "any axes"
-    reason = max(refused, key=lambda key: len(refused[key]), default="they do not multiply to it")
+    reason = max(refused, key=lambda key: len(refused[key]), default="their product is another number")
     return f"plan finds no layout of {job.gpus} GPUs with {asked}: {reason}. Pass other sizes."
 
 

@@ -24,9 +24,11 @@ class TestMissingKeys(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             dcp.save({"model": state, "step": 3}, checkpoint_id=f"{folder}/nested", no_dist=True)
             dcp.save(state, checkpoint_id=f"{folder}/bare", no_dist=True)
+            deeper = {f"net.{name}": value for name, value in state.items()}
             for saved, asked, told in (
                 ("nested", state, r"'0.weight', did you mean 'model.0.weight'\?.*saved as {\"model\": ...}"),
                 ("bare", {"model": state}, r"'model.0.weight', did you mean '0.weight'\?.*load the inner dict"),
+                ("nested", {"model": deeper}, r"'model.net.0.weight', did you mean 'model.0.weight'\?"),
                 ("nested", {"model": state, "stepp": 0}, "'stepp', did you mean 'step'.*allow_partial_load=True"),
             ):
                 with self.assertRaisesRegex(RuntimeError, told) as raised:

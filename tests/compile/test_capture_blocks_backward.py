@@ -160,7 +160,7 @@ class TestWhatBackwardComesTo:
         pair.prepare()
         loss = pair.models[1](tokens_of(3))
         with pytest.raises(
-            RuntimeError, match=r"remove\(\) expects no forward whose backward is still to come, but that of"
+            RuntimeError, match=r"remove\(\) expects that the backward of each forward has run, but that of block"
         ):
             pair.captured.remove()
         loss.backward()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
@@ -65,6 +67,14 @@ def test_help_lists_finds_and_suggests(capsys: pytest.CaptureFixture[str]) -> No
     assert "Did you mean ema?" in capsys.readouterr().err
     assert main(["zzz"]) == 2
     assert "lists all" in capsys.readouterr().err
+
+
+def test_help_into_a_pipe_that_is_closed_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with os.fdopen(write_end, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(["ema"]) == 0
 
 
 def test_each_page_is_named_by_a_message() -> None:

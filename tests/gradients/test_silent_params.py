@@ -97,7 +97,7 @@ class TestParameterHooks(GlooTest):
                 param = model.get_parameter(name)
                 node = param.expand_as(param).grad_fn.next_functions[0][0]
                 handle = getattr(node, register)(lambda *grads: None)
-                with self.assertRaisesRegex(ValueError, f"hooks of autograd's node.*'{name}'.*post_accumulate"):
+                with self.assertRaisesRegex(ValueError, f"hook on the autograd node.*'{name}'.*post_accumulate"):
                     gtp_shard(model, self.gtp_mesh(), schedule=ALL)
                 assert model.get_parameter(name) is param
                 handle.remove()

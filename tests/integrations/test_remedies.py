@@ -54,6 +54,53 @@ class TestRemedies(unittest.TestCase):
             self.check("a separate clip_grad_norm_", lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
             self.assertIsNone(remedy_for(RuntimeError("aten.mm.default: no")))
 
+    def test_an_error_that_a_program_catches_has_it(self) -> None:
+        """Where it passes a frame of this package: those of a backward, of a forward, and of a registered method."""
+
+        class Teacher(nn.Module):
+            def __init__(self, other: nn.Module) -> None:
+                super().__init__()
+                self.layer, self.others = nn.Linear(8, 8), [other]
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.layer(x) @ self.others[0].weight
+
+        with fake_world(0, 2):
+            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("gtp",))
+            model, ids = self.model(), torch.tensor([1, 2])
+            loss = model(ids).square().mean() + sum(param.square().sum() for param in model.parameters())
+            inputs = list(model.parameters())
+            through_op = model(ids).mean() + sum(param.square().sum() for param in inputs)
+            student = gtp_shard(Teacher(model[1]), mesh, schedule=ALL)
+            penalty = "This backward starts from a sharded tensor, .*call penalty.full_tensor"
+            cases = (
+                (lambda: loss.backward(retain_graph=True), penalty),
+                (lambda: loss.backward(inputs=inputs), penalty),
+                (through_op.backward, penalty),
+                (lambda: student(torch.ones(2, 8)), "^dtensor_gtp: Outside of the forward of its module a weight"),
+            )
+            for call, remedy in cases:
+                with self.assertRaisesRegex(RuntimeError, "got mixed") as caught:
+                    call()
+                (note,) = caught.exception.__notes__
+                self.assertRegex(note, remedy)
+                with contextlib.redirect_stderr(io.StringIO()) as printed:  # once, if nobody has caught it after all
+                    sys.excepthook(type(caught.exception), caught.exception, None)
+                self.assertEqual(printed.getvalue().count("dtensor_gtp: "), 1)
+
+    def test_an_optimizer_without_a_step_on_shards_names_gathered(self) -> None:
+        with fake_world(0, 2):
+            model = self.model()
+            model(torch.tensor([1, 2])).sum().backward()
+            remedy = r"dtensor_gtp.optim.gathered\(optimizer_class\)"
+            optimizer = torch.optim.Adafactor(model.parameters(), foreach=False)
+            self.check(remedy, optimizer.step)
+            with self.assertRaisesRegex(RuntimeError, "Sharding propagation failed") as caught:
+                optimizer.step()
+            cause = caught.exception.__cause__
+            assert cause is not None
+            self.assertRegex("".join(cause.__notes__), remedy)
+
     def test_a_method_that_is_not_registered_is_named(self) -> None:
         class Encoder(nn.Module):
             def __init__(self) -> None:
@@ -63,8 +110,8 @@ class TestRemedies(unittest.TestCase):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 return self.encode(x)
 
-            def encode(self, x: torch.Tensor) -> torch.Tensor:
-                return nn.functional.layer_norm(self.layer(x) * self.scale, (8,), self.norm.weight)
+            def encode(this, x: torch.Tensor) -> torch.Tensor:
+                return nn.functional.layer_norm(this.layer(x) * this.scale, (8,), this.norm.weight)
 
         with fake_world(0, 2):
             mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("gtp",))
@@ -108,7 +155,7 @@ class TestRemedies(unittest.TestCase):
                 with contextlib.redirect_stderr(printed):
                     sys.excepthook(type(error), error, error.__traceback__)
         self.assertRegex(
-            printed.getvalue(), r"got mixed torch.Tensor and DTensor[^\n]*\n[^\n]*dtensor_gtp: Outside of a"
+            printed.getvalue(), r"got mixed torch.Tensor and DTensor[^\n]*\n[^\n]*dtensor_gtp: Outside of the"
         )
 
 

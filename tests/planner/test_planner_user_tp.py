@@ -124,8 +124,8 @@ def test_activations_inside_of_blocks_are_halved(users_models: ModuleType) -> No
             "tp: base_model_tp_plan cuts base.table, which is no nn.Linear .Embedding",
         ),
         (PLAN, 3, {"tp": 2}, "tp 2 does not divide 3 heads, rows or columns of a layer"),
-        (PLAN, HEADS, {"pp": 2}, "pp: where a model's own forward is cut into stages is not known"),
-        (PLAN, HEADS, {"cp": 2}, "cp: a model's own attention does not exchange keys and values"),
+        (PLAN, HEADS, {"pp": 2}, "pp: plan does not know where to cut the forward of your model"),
+        (PLAN, HEADS, {"cp": 2}, "cp: the attention of your model does not exchange keys and values"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(

@@ -43,7 +43,7 @@ class TestEarlyOptimizers(unittest.TestCase):
 
     def refuses(self, net: nn.Module, name: str) -> None:
         optimizer = torch.optim.SGD([net.get_parameter(name)])
-        with self.assertRaisesRegex(ValueError, f"SGD optimizer already holds parameter '{re.escape(name)}'"):
+        with self.assertRaisesRegex(ValueError, rf"an optimizer \(SGD\) already holds parameter '{re.escape(name)}'"):
             gtp_shard(net, self.mesh, schedule=ALL)
         del optimizer
 
