@@ -318,7 +318,10 @@ def draw_modes(job: str) -> str:
     ms = {(row["mode"], row["case"]): row["fb_ms"] for row in rows(job)}
     peer = next(mode for mode in modes if mode.startswith("fsdp2"))
     names = [f"{_REAL_MODELS[name]}, {tokens}" for name, tokens in (case.split(":") for case in cases)]
-    lines = [[_spoken(mode), *(f"{ms[mode, c]:.1f} ({ms[peer, c] / ms[mode, c]:.2f})" for c in cases)] for mode in modes]
+    lines = [
+        [_spoken(mode), *(f"{ms[mode, case]:.1f} ({ms[peer, case] / ms[mode, case]:.2f})" for case in cases)]
+        for mode in modes
+    ]
     return markdown(["ms (x)", *names], lines)
 
 
