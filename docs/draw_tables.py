@@ -341,7 +341,7 @@ _AXES = {  # what a line says, its mode, and that of its peer
 
 def draw_axes(job: str) -> str:
     """A line for each mesh, with ``fully_shard`` on the same axes."""
-    found = {row["mode"]: row for row in content(job)["results"]}
+    found = {row["mode"]: row for row in rows(job)}
     lines = []
     for name, modes in _AXES.items():
         ours, peer = (found[mode] for mode in modes)
