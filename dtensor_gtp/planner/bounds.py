@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import NamedTuple
 
 from .costs import Costs
 from .evaluate import Problem, full_stages, inflight, lower_bound_ms, parts_of, setting_of, slowest
 from .job import OPTIMIZERS, Layout
 from .machine import GIB
-from .memory import FRAGMENTS, checkpointed, saved_nbytes
-from .setting import PARAM_NBYTES
+from .memory import FRAGMENTS
+from .setting import PARAM_NBYTES, Setting, Sharded
 from .timing import compute_ms
-from .trace import Part
+from .trace import Part, Weight
 
 _FIRST, _LAST = "embedding", "head and loss"
-
 
 # Of one block or of several: time of a microbatch, and bytes of gathered weights, of full gradients, and elements
 # before they are cut over gtp; then those of experts.
@@ -24,14 +24,22 @@ _AXES = {"gtp": slice(1, 4), "expert_gtp": slice(4, 7)}
 _NOTHING = (0.0,) * 7
 
 
+class Block(NamedTuple):
+    """What there is in a block of one kind, or before or after all blocks."""
+
+    amounts: Amounts
+    saved: int  # bytes of activations that stay until its backward
+    most: int  # the most bytes of its activations, with a weight in use and its gradient
+    most_alone: int  # the same without them
+
+
 class Bounds:
     """Computed once for all layouts that compute alike."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._kinds: dict[tuple[object, ...], dict[object, Amounts]] = {}
+        self._blocks: dict[tuple[object, ...], dict[object, Block]] = {}
         self._sums: dict[tuple[object, ...], Amounts] = {}
-        self._passing: dict[tuple[object, ...], int] = {}
 
     def ms(self, layout: Layout) -> float:
         sums, axes = self._of(layout), layout.axes()
@@ -59,59 +67,93 @@ class Bounds:
     def nbytes(self, layout: Layout) -> int:
         """Of a rank: state, what blocks save, the weight in use and its gradient, and weights that stay."""
         num = layout.num_microbatches(self._problem.job)
-        key = (*replace(layout, replicate=1, gtp=1, expert_gtp=1).as_record().values(), num)
-        if key not in self._passing:
-            self._passing[key] = self._passing_nbytes(replace(layout, gtp=1, expert_gtp=1), num)
         stays = self.state_nbytes(layout) + int(self._problem.machine.reserve_gib * GIB)
         if num > 1:  # gradients stay from the first microbatch on
             stays += self._shards(layout, PARAM_NBYTES)
         if layout.keep:
             stays += int(sum(sum(self._of(layout)[place][:2]) for place in _AXES.values()))
-        return stays + int(self._passing[key] * (1 + FRAGMENTS))
+        parts = parts_of(self._problem, layout)
+        passing = (self._passing_nbytes(layout, number, parts[number], num) for number in full_stages(parts))
+        return stays + int(max(passing) * (1 + FRAGMENTS))
 
-    def _passing_nbytes(self, layout: Layout, num: int) -> int:
-        """Of the fullest stage, with so many microbatches."""
-        parts, found = parts_of(self._problem, layout), []
-        for number in full_stages(parts):
-            setting = setting_of(self._problem, layout, parts[number])
-            trace = checkpointed(setting)
-            saved = int(max(saved_nbytes(trace), 0) * (inflight(self._problem, layout, number, num) - 1))
-            # A gradient in fp32 may be the shard's own.
-            grads = setting.reduce_nbytes < PARAM_NBYTES and not layout.keep
-            for weight, item in zip(trace.weights, setting.sharded(), strict=True):
-                used = 0 if weight.is_table or layout.keep else setting.held(item)
-                amounts = weight.amounts
-                found.append(saved + max(*amounts[:3], amounts.forward + used, amounts.wgrad + used * grads))
-        return max(found)
+    def _passing_nbytes(self, layout: Layout, number: int, part: Part | None, num: int) -> int:
+        """Of a stage, with so many microbatches."""
+        blocks = self._blocks_of(layout)
+        begin = saved = blocks[_FIRST].saved
+        most = 0
+        for name in _names(part, blocks):
+            if name != _FIRST:
+                most = max(most, saved + (blocks[name].most_alone if layout.keep else blocks[name].most))
+                saved += blocks[name].saved
+        if number:  # its input is not its own
+            saved -= begin
+        return most + int(saved * (inflight(self._problem, layout, number, num) - 1))
 
     def _of(self, layout: Layout) -> Amounts:
-        alike = layout.cp, layout.tp, layout.ep, layout.micro_batch, layout.checkpoint
-        key = layout.pp, *alike
+        key = layout.pp, *_alike(layout)
         if key not in self._sums:
-            if alike not in self._kinds:
-                self._kinds[alike] = self._by_kind(layout)
-            part, kinds = slowest(parts_of(self._problem, layout)), self._kinds[alike]
-            names: Iterable[object] = kinds
-            if part is not None:
-                names = [*part.kinds, *[_FIRST] * part.is_first, *[_LAST] * part.is_last]
-            self._sums[key] = _sum(kinds[name] for name in names)
+            blocks = self._blocks_of(layout)
+            names = _names(slowest(parts_of(self._problem, layout)), blocks)
+            self._sums[key] = _sum(blocks[name].amounts for name in names)
         return self._sums[key]
 
-    def _by_kind(self, layout: Layout) -> dict[object, Amounts]:
+    def _blocks_of(self, layout: Layout) -> dict[object, Block]:
+        key = _alike(layout)
+        if key not in self._blocks:
+            self._blocks[key] = self._by_kind(layout)
+        return self._blocks[key]
+
+    def _by_kind(self, layout: Layout) -> dict[object, Block]:
         """What there is in a block of each kind, and outside of blocks; a model of the user's code is one kind."""
         config = self._problem.config
-        part = None if config is None else Part(tuple(sorted(set(config.kinds))))
+        kinds = [] if config is None else sorted(set(config.kinds))
+        part = None if config is None else Part(tuple(kinds))
         setting = setting_of(self._problem, replace(layout, gtp=1, expert_gtp=1), part)
         loss_ms, *times = compute_ms(setting)
-        found: dict[object, list[Amounts]] = {_FIRST: [_NOTHING], _LAST: [(loss_ms, *_NOTHING[1:])]}
-        for ms, item in zip(times, setting.sharded(), strict=True):
-            weight = item.weight
-            amounts = item.wired, item.sent, 0 if weight.is_tied else weight.numel
-            outside = _FIRST if weight.is_table else _LAST
-            name = outside if part is None or weight.block < 0 else part.kinds[weight.block]
-            mine = (0, 0, 0, *amounts) if weight.is_expert else (*amounts, 0, 0, 0)
-            found.setdefault(name, []).append((ms, *mine))
-        return {name: _sum(each) for name, each in found.items()}
+        begins = [weights[0].live for weights in setting.trace.blocks.values()] if kinds else []
+        begins = [0, *begins, setting.trace.end]
+        found = {}
+        for name, begin, end in zip((_FIRST, *kinds, _LAST), begins, (*begins[1:], begins[-1]), strict=True):
+            amounts, most, alone = [_NOTHING], 0, 0
+            if name == _LAST:
+                amounts.append((loss_ms, *_NOTHING[1:]))
+            for ms, item in zip(times, setting.sharded(), strict=True):
+                if _name_of(item.weight, kinds) == name:
+                    amounts.append(_amounts_of(ms, item))
+                    most = max(most, _most_nbytes(setting, item) - begin)
+                    alone = max(alone, max(item.weight.amounts) - begin)
+            found[name] = Block(_sum(amounts), max(end - begin, 0), most, alone)
+        return found
+
+
+def _names(part: Part | None, blocks: dict[object, Block]) -> list[object]:
+    """What a stage has, in order."""
+    if part is None:
+        return list(blocks)
+    return [*[_FIRST] * part.is_first, *part.kinds, *[_LAST] * part.is_last]
+
+
+def _name_of(weight: Weight, kinds: list[bool]) -> object:
+    if kinds and weight.block >= 0:
+        return kinds[weight.block]
+    return _FIRST if weight.is_table else _LAST
+
+
+def _amounts_of(ms: float, item: Sharded) -> Amounts:
+    amounts = item.wired, item.sent, 0 if item.weight.is_tied else item.weight.numel
+    return (ms, 0, 0, 0, *amounts) if item.weight.is_expert else (ms, *amounts, 0, 0, 0)
+
+
+def _most_nbytes(setting: Setting, item: Sharded) -> int:
+    """Of activations around a use, with the weight and its gradient; one in fp32 may be the shard's own."""
+    amounts = item.weight.amounts
+    used = 0 if item.weight.is_table else setting.held(item)
+    has_grad = setting.reduce_nbytes < PARAM_NBYTES
+    return max(*amounts[:3], amounts.forward + used, amounts.wgrad + used * has_grad)
+
+
+def _alike(layout: Layout) -> tuple[object, ...]:
+    return layout.cp, layout.tp, layout.ep, layout.micro_batch, layout.checkpoint
 
 
 def _sum(each: Iterable[Amounts]) -> Amounts:

@@ -16,7 +16,7 @@ from .memory import Memory, Stage, predict
 from .model import ModelConfig
 from .setting import COMPUTE_NBYTES, PARAM_NBYTES, Setting
 from .timing import Parts, few_and_more, measure, timeline_of
-from .trace import Part, Trace, Weight, record_reference, repeated, with_loss
+from .trace import Part, Trace, Weight, checkpointed, record_reference, repeated, with_loss
 from .user_model import UserModel
 
 
@@ -123,16 +123,22 @@ def parts_of(problem: Problem, layout: Layout) -> list[Part] | list[None]:
 
 def trace_of(problem: Problem, layout: Layout, part: Part | None) -> Trace:
     """What a rank of a stage computes in one microbatch."""
-    if part is None:
+    if problem.config is None or part is None:
         assert problem.user is not None
-        return with_loss(problem.user.trace(layout.tp), problem.job.loss).times(layout.micro_batch)
-    assert problem.config is not None
-    sizes = problem.job.seq_len, layout.tp, layout.cp, layout.ep
-    return _repeated(problem.config, layout.micro_batch, sizes, problem.job.loss, part)
+        trace = with_loss(problem.user.trace(layout.tp), problem.job.loss).times(layout.micro_batch)
+    else:
+        sizes = problem.job.seq_len, layout.tp, layout.cp, layout.ep
+        trace = _repeated(problem.config, layout.micro_batch, sizes, problem.job.loss, part)
+    return checkpointed(trace, layout.checkpoint)
 
 
 @functools.lru_cache(maxsize=512)
 def _repeated(config: ModelConfig, batch: int, sizes: tuple[int, int, int, int], loss: str, part: Part) -> Trace:
+    return repeated(_recorded(config, batch, sizes, loss), config, part)
+
+
+@functools.lru_cache(maxsize=512)
+def _recorded(config: ModelConfig, batch: int, sizes: tuple[int, int, int, int], loss: str) -> Trace:
     seq_len, tp, cp, ep = sizes
     # Equal loads: however many ranks share experts, each computes as much.
     few = next((size for size in range(2, ep + 1) if ep % size == 0), 1)
@@ -141,8 +147,7 @@ def _repeated(config: ModelConfig, batch: int, sizes: tuple[int, int, int, int],
         num, *matrix = weight.shape
         return weight._replace(shape=(num * few // ep, *matrix)) if weight.is_expert else weight
 
-    trace = record_reference(config, 1, seq_len, tp, cp, few, loss).with_weights(shared)
-    return repeated(trace.times(batch), config, part)
+    return record_reference(config, 1, seq_len, tp, cp, few, loss).with_weights(shared).times(batch)
 
 
 def setting_of(problem: Problem, layout: Layout, part: Part | None) -> Setting:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from .._comm.gather_backends import enough_nbytes, round_nbytes
@@ -12,8 +11,8 @@ from .._schedule.held_weights import Held, held_nbytes
 from ..policy import Schedule
 from .machine import GIB
 from .peak import Amounts, Peak, Use, predict_peak
-from .setting import COMPUTE_NBYTES, PARAM_NBYTES, Setting, Sharded, Step, plan_step, recomputed_uses
-from .trace import Trace, Weight
+from .setting import COMPUTE_NBYTES, PARAM_NBYTES, Setting, Sharded, Step, plan_step
+from .trace import Trace
 
 # What the allocator reserves beyond what it gives out, as a share of what comes and goes: by torchtitan's peaks.
 FRAGMENTS = 1 / 5
@@ -152,7 +151,6 @@ class Stage(NamedTuple):
 
 def predict(setting: Setting, schedule: Schedule, stage: Stage, optimizer_nbytes: int) -> Memory:
     """The memory of a step; ``optimizer_nbytes`` for each parameter."""
-    setting = replace(setting, trace=checkpointed(setting))
     weights, step = setting.sharded(), plan_step(setting, schedule)
     numel = sum(item.state_numel for item in weights) + setting.trace.small_numel
     uses = _uses(setting, step, schedule)
@@ -254,40 +252,3 @@ def symmetric_nbytes(setting: Setting, schedule: Schedule) -> int:
         if backends.reduces == "copy_engine":
             total += ring_nbytes([item.sent for item in items], enough_nbytes(schedule))
     return total
-
-
-def checkpointed(setting: Setting) -> Trace:
-    """The trace with the activations that blocks keep: their input with "full", and with "selective" the results of
-    those GEMMs that are not computed again."""
-    trace = setting.trace
-    blocks = trace.blocks
-    if setting.checkpoint == "none" or not blocks:
-        return trace
-    again = recomputed_uses(setting, setting.sharded())
-    names = [item.name for item in setting.sharded()]
-    lives = [weights[0].live for weights in blocks.values()]
-    ends = [*lives[1:], trace.end or lives[-1] + (lives[-1] - lives[-2] if len(lives) > 1 else 0)]
-    moved: dict[str, int] = {}
-    freed = 0
-    for (block, weights), begin, end in zip(blocks.items(), lives, ends, strict=True):
-        moved.update({weight.name: freed for weight in weights})
-        recomputed = {names[number] for number in again.get(block, ())}
-        kept = trace.input_nbytes
-        if setting.checkpoint == "selective":
-            kept += sum(_output_nbytes(weight) for weight in weights if weight.name not in recomputed)
-        freed += max(end - begin - kept, 0)
-    kept_weights = (lowered(weight, moved.get(weight.name, freed * (weight.block < 0))) for weight in trace.weights)
-    return replace(trace, weights=tuple(kept_weights), end=max(trace.end - freed, 0))
-
-
-def _output_nbytes(weight: Weight) -> int:
-    rows = weight.flops / (2 * weight.numel)
-    return int(rows * weight.numel / weight.shape[-1] * COMPUTE_NBYTES)
-
-
-def lowered(weight: Weight, nbytes: int) -> Weight:
-    """The use where fewer activations are saved."""
-    if weight.is_table:
-        return weight
-    amounts = Amounts(*(max(amount - nbytes, 0) for amount in weight.amounts))
-    return weight._replace(amounts=amounts, live=max(weight.live - nbytes, 0))

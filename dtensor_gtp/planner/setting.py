@@ -26,7 +26,7 @@ from ..policy import ReduceScatterKind, Schedule, SchedulePolicy
 from ..quant.planes import Direction
 from ..quant.recipes import Recipe
 from .costs import Axis, Costs
-from .trace import Trace, Weight
+from .trace import Trace, Weight, recomputed_uses
 
 PARAM_NBYTES = 4  # of a master weight
 COMPUTE_NBYTES = 2
@@ -231,7 +231,7 @@ def plan_step(setting: Setting, schedule: Schedule) -> Step:
     traits = [Traits(unit.wired, unit.lane, call) for unit, call in zip(units, calls, strict=True)]
     is_exchanged = setting.exchanges_lookup()
     gathered = [n for n, unit in enumerate(units) if not (unit.weight.is_table and is_exchanged)]
-    recomputed = recomputed_uses(setting, weights)
+    recomputed = recomputed_uses(setting.trace, setting.checkpoint)
     backward: list[int] = []
     for number in reversed(range(len(weights))):
         weight = weights[number].weight
@@ -263,16 +263,3 @@ def _kept(units: Sequence[Sharded], schedule: Schedule, forward: Plan, backward:
     lanes = [unit.lane for unit in units]
     asked = choose_kept(forward, backward, sizes, lanes, schedule.keep_nbytes) if schedule.keep_nbytes else ()
     return frozenset((*asked, *(turning if schedule.keep_last else ())))
-
-
-def recomputed_uses(setting: Setting, weights: Sequence[Sharded]) -> dict[int, tuple[int, ...]]:
-    """By block, the weights whose GEMMs backward computes again. The last GEMM of a block is not: nothing of it is
-    saved. "selective" keeps the results of every second GEMM and of attention, as torchtitan's option of that name."""
-    if setting.checkpoint == "none":
-        return {}
-    blocks: dict[int, list[int]] = {}
-    for number, item in enumerate(weights):
-        if item.is_in_block:
-            blocks.setdefault(item.weight.block, []).append(number)
-    step = 2 if setting.checkpoint == "selective" else 1
-    return {block: tuple(numbers[:-1][::step]) for block, numbers in blocks.items()}
