@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -173,8 +174,8 @@ def full_stages(parts: list[Part] | list[None]) -> set[int]:
     return {0, len(parts) - 1, mixtures.index(max(mixtures))}
 
 
-def memory_of(problem: Problem, layout: Layout) -> Memory:
-    """Of the fullest rank."""
+def memory_of(problem: Problem, layout: Layout, enough: float = math.inf) -> Memory:
+    """Of the fullest rank, or of the first one that needs more than is ``enough``."""
     parts, found = parts_of(problem, layout), []
     num, optimizer_nbytes = layout.num_microbatches(problem.job), OPTIMIZERS[problem.job.optimizer]
     for number in full_stages(parts):
@@ -187,6 +188,8 @@ def memory_of(problem: Problem, layout: Layout) -> Memory:
         pairs = zip(few[:-1], more[:-1], strict=True)
         continued = (large + (large - small) * left // grown for small, large in pairs)
         found.append(Memory._make((*continued, more.moment)))
+        if found[-1].total > enough:
+            break
     return max(found, key=lambda memory: memory.total)
 
 

@@ -17,7 +17,7 @@ from .ground import is_too_wide
 from .job import AXES, CHECKPOINTS, Layout, refusal
 from .machine import GIB, load_machine, preset_names
 
-_MAX_TRIED = 100  # simulations of one search
+_MAX_TRIED = 64  # simulations of one search
 _MAX_TIGHT = 24  # of those that do not fit, how many are looked at if none does
 # Of the least memory, what there is at least: allocators round.
 _CERTAIN = 0.97
@@ -109,14 +109,14 @@ def search(problem: Problem, *, top: int = 5, report: Report | None = None) -> F
     queue, refused = _possible(problem, layouts, bounds)
     state = _Search(problem, bounds, refused, top)
     while queue and state.num < _MAX_TRIED:
-        expected, number, layout = heapq.heappop(queue)
-        likely = state.likely_ms(layout)
+        expected, number, layout, least = heapq.heappop(queue)
+        likely = state.likely_ms(layout, least)
         if likely > expected * _ENOUGH:
-            heapq.heappush(queue, (likely, number, layout))
+            heapq.heappush(queue, (likely, number, layout, least))
             continue
         if state.is_done(expected):
             break
-        if state.try_out(expected, layout) and report is not None:
+        if state.try_out(layout, expected, least) and report is not None:
             report(state.num, len(layouts), int(time.monotonic() - begin))
     nearest = None if state.best else state.what_lacks_least()
     reasons = [Refused(reason, len(found), found[0]) for reason, found in refused.items()]
@@ -135,16 +135,16 @@ class _Search:
         self.best: dict[tuple[int, ...], Answer] = {}  # of each family
         self.num = 0  # of simulations
 
-    def likely_ms(self, layout: Layout) -> float:
+    def likely_ms(self, layout: Layout, least: float) -> float:
         """Time by that of layouts like it, a little less than it will take."""
-        return self._bounds.ms(layout) * max(_LIKELY * self._factors.get(_alike(layout), 1.0), 1.0)
+        return least * max(_LIKELY * self._factors.get(_alike(layout), 1.0), 1.0)
 
     def is_done(self, expected: float) -> bool:
         """Whether no layout of so much time can be among the best."""
         leading = sorted(answer.step_ms for answer in self.best.values())
         return len(leading) >= self._top and expected > leading[self._top - 1]
 
-    def try_out(self, expected: float, layout: Layout) -> bool:
+    def try_out(self, layout: Layout, expected: float, least: float) -> bool:
         """Simulates a layout, unless it does not fit or another one of its family is as fast."""
         rival = self.best.get(_family(layout))
         if rival is not None and rival.step_ms <= expected * _ENOUGH:
@@ -153,14 +153,14 @@ class _Search:
             self._refused.setdefault(_STATE, []).append(layout)
             return False
         is_hopeless = self._bounds.nbytes(layout) * _CERTAIN > self._capacity or self._is_hopeless(layout)
-        memory = None if is_hopeless else memory_of(self._problem, layout)
+        memory = None if is_hopeless else memory_of(self._problem, layout, self._capacity)
         if memory is None or memory.total > self._capacity:
             self._refused.setdefault(_MEMORY, []).append(layout)
             self._refused_memory.append(layout)
             self._too_large.setdefault(_kind(layout), []).append(layout)
             return False
         answer = evaluate(self._problem, layout, memory)
-        factor = answer.step_ms / self._bounds.ms(layout)
+        factor = answer.step_ms / least
         self._factors[_alike(layout)] = min(factor, self._factors.get(_alike(layout), factor))
         if rival is None or answer.step_ms < rival.step_ms:
             self.best[_family(layout)] = answer
@@ -199,14 +199,16 @@ class _Search:
 
 def _possible(
     problem: Problem, layouts: list[Layout], bounds: Bounds
-) -> tuple[list[tuple[float, int, Layout]], dict[str, list[Layout]]]:
-    """A heap of the layouts that can be, with the least time that each could take; the others by the reason."""
-    queue: list[tuple[float, int, Layout]] = []
+) -> tuple[list[tuple[float, int, Layout, float]], dict[str, list[Layout]]]:
+    """A heap of the layouts that can be, with the time that each is expected to take, and that it takes at least; the
+    others by the reason."""
+    queue: list[tuple[float, int, Layout, float]] = []
     refused: dict[str, list[Layout]] = {}
     for number, layout in enumerate(layouts):
         reason = _refusal(problem, layout)
         if reason is None:
-            queue.append((bounds.ms(layout), number, layout))
+            least = bounds.ms(layout)
+            queue.append((least, number, layout, least))
         else:
             refused.setdefault(reason, []).append(layout)
     if not queue:
