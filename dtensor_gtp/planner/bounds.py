@@ -4,33 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import NamedTuple
 
 from .costs import Costs
 from .evaluate import Problem, full_stages, inflight, lower_bound_ms, parts_of, setting_of, slowest
 from .job import OPTIMIZERS, Layout
 from .machine import GIB
 from .memory import FRAGMENTS
-from .setting import PARAM_NBYTES, Setting, Sharded
+from .setting import PARAM_NBYTES
 from .timing import compute_ms
-from .trace import Part, Weight
+from .trace import Part
 
 _FIRST, _LAST = "embedding", "head and loss"
 
 # Of one block or of several: time of a microbatch, and bytes of gathered weights, of full gradients, and elements
-# before they are cut over gtp; then those of experts.
+# before they are cut over gtp; then those of experts; and bytes of activations that stay until backward.
 Amounts = tuple[float, ...]
 _AXES = {"gtp": slice(1, 4), "expert_gtp": slice(4, 7)}
-_NOTHING = (0.0,) * 7
-
-
-class Block(NamedTuple):
-    """What there is in a block of one kind, or before or after all blocks."""
-
-    amounts: Amounts
-    saved: int  # bytes of activations that stay until its backward
-    most: int  # the most bytes of its activations, with a weight in use and its gradient
-    most_alone: int  # the same without them
+_NOTHING = (0.0,) * 8
 
 
 class Bounds:
@@ -38,8 +28,9 @@ class Bounds:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._blocks: dict[tuple[object, ...], dict[object, Block]] = {}
+        self._blocks: dict[tuple[object, ...], dict[object, Amounts]] = {}
         self._sums: dict[tuple[object, ...], Amounts] = {}
+        self._saved: dict[tuple[object, ...], dict[int, float]] = {}  # by the number of a stage
 
     def ms(self, layout: Layout) -> float:
         sums, axes = self._of(layout), layout.axes()
@@ -65,91 +56,56 @@ class Bounds:
         return int(total)
 
     def nbytes(self, layout: Layout) -> int:
-        """Of a rank: state, what blocks save, the weight in use and its gradient, and weights that stay."""
+        """Of a rank: state, what blocks save, and weights that stay."""
         num = layout.num_microbatches(self._problem.job)
         stays = self.state_nbytes(layout) + int(self._problem.machine.reserve_gib * GIB)
         if num > 1:  # gradients stay from the first microbatch on
             stays += self._shards(layout, PARAM_NBYTES)
         if layout.keep:
             stays += int(sum(sum(self._of(layout)[place][:2]) for place in _AXES.values()))
-        parts = parts_of(self._problem, layout)
-        passing = (self._passing_nbytes(layout, number, parts[number], num) for number in full_stages(parts))
-        return stays + int(max(passing) * (1 + FRAGMENTS))
-
-    def _passing_nbytes(self, layout: Layout, number: int, part: Part | None, num: int) -> int:
-        """Of a stage, with so many microbatches."""
-        blocks = self._blocks_of(layout)
-        begin = saved = blocks[_FIRST].saved
-        most = 0
-        for name in _names(part, blocks):
-            if name != _FIRST:
-                most = max(most, saved + (blocks[name].most_alone if layout.keep else blocks[name].most))
-                saved += blocks[name].saved
-        if number:  # its input is not its own
-            saved -= begin
-        return most + int(saved * (inflight(self._problem, layout, number, num) - 1))
+        key = layout.pp, *_alike(layout)
+        if key not in self._saved:
+            parts = parts_of(self._problem, layout)
+            self._saved[key] = {number: self._sum_of(layout, parts[number])[-1] for number in full_stages(parts)}
+        held = {number: inflight(self._problem, layout, number, num) for number in self._saved[key]}
+        return stays + int(max(self._saved[key][number] * held[number] for number in held) * (1 + FRAGMENTS))
 
     def _of(self, layout: Layout) -> Amounts:
         key = layout.pp, *_alike(layout)
         if key not in self._sums:
-            blocks = self._blocks_of(layout)
-            names = _names(slowest(parts_of(self._problem, layout)), blocks)
-            self._sums[key] = _sum(blocks[name].amounts for name in names)
+            self._sums[key] = self._sum_of(layout, slowest(parts_of(self._problem, layout)))
         return self._sums[key]
 
-    def _blocks_of(self, layout: Layout) -> dict[object, Block]:
+    def _sum_of(self, layout: Layout, part: Part | None) -> Amounts:
+        """Of the blocks of a stage."""
         key = _alike(layout)
         if key not in self._blocks:
             self._blocks[key] = self._by_kind(layout)
-        return self._blocks[key]
+        blocks = self._blocks[key]
+        names: Iterable[object] = blocks
+        if part is not None:
+            names = [*[_FIRST] * part.is_first, *part.kinds, *[_LAST] * part.is_last]
+        return _sum(blocks[name] for name in names)
 
-    def _by_kind(self, layout: Layout) -> dict[object, Block]:
+    def _by_kind(self, layout: Layout) -> dict[object, Amounts]:
         """What there is in a block of each kind, and outside of blocks; a model of the user's code is one kind."""
         config = self._problem.config
-        kinds = [] if config is None else sorted(set(config.kinds))
-        part = None if config is None else Part(tuple(kinds))
+        part = None if config is None else Part(tuple(sorted(set(config.kinds))))
         setting = setting_of(self._problem, replace(layout, gtp=1, expert_gtp=1), part)
         loss_ms, *times = compute_ms(setting)
-        begins = [weights[0].live for weights in setting.trace.blocks.values()] if kinds else []
-        begins = [0, *begins, setting.trace.end]
-        found = {}
-        for name, begin, end in zip((_FIRST, *kinds, _LAST), begins, (*begins[1:], begins[-1]), strict=True):
-            amounts, most, alone = [_NOTHING], 0, 0
-            if name == _LAST:
-                amounts.append((loss_ms, *_NOTHING[1:]))
-            for ms, item in zip(times, setting.sharded(), strict=True):
-                if _name_of(item.weight, kinds) == name:
-                    amounts.append(_amounts_of(ms, item))
-                    most = max(most, _most_nbytes(setting, item) - begin)
-                    alone = max(alone, max(item.weight.amounts) - begin)
-            found[name] = Block(_sum(amounts), max(end - begin, 0), most, alone)
-        return found
-
-
-def _names(part: Part | None, blocks: dict[object, Block]) -> list[object]:
-    """What a stage has, in order."""
-    if part is None:
-        return list(blocks)
-    return [*[_FIRST] * part.is_first, *part.kinds, *[_LAST] * part.is_last]
-
-
-def _name_of(weight: Weight, kinds: list[bool]) -> object:
-    if kinds and weight.block >= 0:
-        return kinds[weight.block]
-    return _FIRST if weight.is_table else _LAST
-
-
-def _amounts_of(ms: float, item: Sharded) -> Amounts:
-    amounts = item.wired, item.sent, 0 if item.weight.is_tied else item.weight.numel
-    return (ms, 0, 0, 0, *amounts) if item.weight.is_expert else (ms, *amounts, 0, 0, 0)
-
-
-def _most_nbytes(setting: Setting, item: Sharded) -> int:
-    """Of activations around a use, with the weight and its gradient; one in fp32 may be the shard's own."""
-    amounts = item.weight.amounts
-    used = 0 if item.weight.is_table else setting.held(item)
-    has_grad = setting.reduce_nbytes < PARAM_NBYTES
-    return max(*amounts[:3], amounts.forward + used, amounts.wgrad + used * has_grad)
+        found: dict[object, list[Amounts]] = {_FIRST: [_NOTHING], _LAST: [(loss_ms, *_NOTHING[1:])]}
+        for ms, item in zip(times, setting.sharded(), strict=True):
+            weight = item.weight
+            amounts = item.wired, item.sent, 0 if weight.is_tied else weight.numel
+            outside = _FIRST if weight.is_table else _LAST
+            name = outside if part is None or weight.block < 0 else part.kinds[weight.block]
+            mine = (0, 0, 0, *amounts) if weight.is_expert else (*amounts, 0, 0, 0)
+            found.setdefault(name, []).append((ms, *mine, 0))
+        if part is not None:
+            begins = [weights[0].live for weights in setting.trace.blocks.values()]
+            for kind, begin, end in zip(part.kinds, begins, (*begins[1:], setting.trace.end), strict=True):
+                found[kind].append((*_NOTHING[1:], max(end - begin, 0)))
+        return {name: _sum(each) for name, each in found.items()}
 
 
 def _alike(layout: Layout) -> tuple[object, ...]:

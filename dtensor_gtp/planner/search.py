@@ -236,27 +236,8 @@ def _refusal(problem: Problem, layout: Layout) -> str | None:
     is_free = not {"gtp", "replicate", "expert_gtp"} & problem.job.fixed.keys()
     if is_free and (wide := is_too_wide(layout, problem.machine)) is not None:
         return f"{wide}: nothing is published, ask by --gtp"
-    if problem.config is not None:
-        return refusal(layout, problem.job, problem.config, problem.machine)
-    assert problem.user is not None
-    found = next((name for name in _NOT_FOR_USERS if getattr(layout, name) > 1), None)
-    if found is not None:
-        return f"{found}: {_NOT_FOR_USERS[found]}"
-    if layout.tp > problem.machine.gpus_per_domain:
-        return f"tp {layout.tp} leaves the fast link of {problem.machine.gpus_per_domain} GPUs"
-    if (reason := problem.user.refuses(layout.tp)) is not None:
-        return reason
-    if problem.job.batch % (layout.data_ranks * layout.micro_batch):
-        return f"{layout.data_ranks} data ranks do not divide {problem.job.batch} sequences"
-    return None
-
-
-# Why a model of the user's code cannot have an axis.
-_NOT_FOR_USERS = {
-    "pp": "where a model's own forward is cut into stages is not known",
-    "cp": "a model's own attention does not exchange keys and values",
-    **dict.fromkeys(("ep", "expert_gtp"), "experts are known in configurations alone"),
-}
+    reason = refusal(layout, problem.job, problem.config, problem.machine)
+    return problem.user.refuses(layout.tp) if reason is None and problem.user is not None else reason
 
 
 def _nothing(problem: Problem, refused: dict[str, list[Layout]]) -> str:
@@ -272,9 +253,8 @@ def advise(problem: Problem, closest: Answer) -> list[str]:
     for text, changed, layout in _changes(problem, closest.layout):
         if text.startswith("--gpus") and any(line.startswith("--gpus") for line in lines):
             continue  # fewer GPUs are enough
-        config, job, machine = changed.config, changed.job, changed.machine
-        if config is None or refusal(layout, job, config, machine) is None:
-            free = machine.memory_gib - memory_of(changed, layout).total / GIB
+        if refusal(layout, changed.job, changed.config, changed.machine) is None:
+            free = changed.machine.memory_gib - memory_of(changed, layout).total / GIB
             lines += [f"{text}: fits, {free:.1f} GiB are left"] * (free >= 0)
     return lines or ["no single change is enough: combine more GPUs, --checkpointing full and shorter sequences"]
 

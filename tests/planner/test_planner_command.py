@@ -70,25 +70,18 @@ def test_everything_as_json(config: str, capsys: pytest.CaptureFixture[str], tmp
     assert record["is_calibrated"] is False
 
 
-def test_a_timeline_as_a_picture_and_a_trace(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_timeline_as_a_picture(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     name = tmp_path / "step"
     status, _, err = run(capsys, config, "--gpus", "8", "--seq-len", "512", "--gtp", "8", "--explain", str(name))
     assert status == 0
-    assert err.count("wrote") == 2
+    assert err.count("wrote") == 1
     root = ElementTree.fromstring((tmp_path / "step.svg").read_text())
     titles = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}title")]
     assert any(title.startswith("gather layers.0") for title in titles)
     texts = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"milliseconds", "gather (gather)", "compute (compute)"} <= set(texts)
     assert sum(bool(re.fullmatch(r"[\d.]+", text)) for text in texts) >= 5  # ticks of the time axis
-    events = json.loads((tmp_path / "step.trace.json").read_text())["traceEvents"]
-    assert {event["args"]["name"] for event in events if event["ph"] == "M"} >= {
-        "compute",
-        "gather",
-        "scatter",
-        "finish",
-    }
-    assert any(event["name"].startswith("reduce") for event in events)
+    assert any(title.startswith("reduce") for title in titles)
 
 
 @pytest.mark.parametrize(
