@@ -94,7 +94,7 @@ class Bounds:
         setting = setting_of(self._problem, replace(layout, gtp=1, expert_gtp=1), part)
         loss_ms, *times = compute_ms(setting)
         found: dict[object, list[Amounts]] = {_FIRST: [_NOTHING], _LAST: [(loss_ms, *_NOTHING[1:])]}
-        for ms, item in zip(times, setting.sharded(), strict=True):
+        for ms, item in zip(times, setting.sharded, strict=True):
             weight = item.weight
             amounts = item.wired, item.sent, 0 if weight.is_tied else weight.numel
             outside = _FIRST if weight.is_table else _LAST

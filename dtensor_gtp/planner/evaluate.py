@@ -300,7 +300,7 @@ def inflight(problem: Problem, layout: Layout, number: int, num_microbatches: in
 
 
 def _optimizer_ms(setting: Setting, state_nbytes: int) -> float:
-    numel = sum(map(setting.optimizer_numel, setting.sharded()))
+    numel = sum(map(setting.optimizer_numel, setting.sharded))
     nbytes = numel * (3 * PARAM_NBYTES + 2 * state_nbytes)  # parameter and state read and written, gradient read
     return setting.costs.memory_ms(nbytes)
 
@@ -309,9 +309,9 @@ def _gather_parameters(setting: Setting, total: Parts) -> float:
     """Replicas get from each other the parameters that each has updated, in the dtype of compute, or whole for their
     quantization; adds it to ``total``."""
     spent = 0.0
-    for name in dict.fromkeys(item.replicas for item in setting.sharded()):
+    for name in dict.fromkeys(item.replicas for item in setting.sharded):
         axis = setting.costs.axis(name)
-        items = [item for item in setting.sharded() if item.replicas == name]
+        items = [item for item in setting.sharded if item.replicas == name]
         sizes = [COMPUTE_NBYTES if item.wired == item.gathered else PARAM_NBYTES for item in items]
         nbytes = sum(item.state_numel * size for item, size in zip(items, sizes, strict=True))
         spent += setting.costs.gather_ms(nbytes, axis)

@@ -26,7 +26,7 @@ class Unit:
 
 def units_of(setting: Setting) -> tuple[Unit, list[Unit]]:
     by_block: dict[int, list[Sharded]] = {}
-    for item in setting.sharded():
+    for item in setting.sharded:
         by_block.setdefault(item.weight.block, []).append(item)
     root = Unit(by_block.pop(-1))
     return root, [Unit(by_block[block]) for block in sorted(by_block)]

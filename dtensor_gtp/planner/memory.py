@@ -151,7 +151,7 @@ class Stage(NamedTuple):
 
 def predict(setting: Setting, schedule: Schedule, stage: Stage, optimizer_nbytes: int) -> Memory:
     """The memory of a step; ``optimizer_nbytes`` for each parameter."""
-    weights, step = setting.sharded(), plan_step(setting, schedule)
+    weights, step = setting.sharded, plan_step(setting, schedule)
     numel = sum(item.state_numel for item in weights) + setting.trace.small_numel
     uses = _uses(setting, step, schedule)
     if stage.num_microbatches > 1:  # gradients of the shards stay from the first microbatch on
@@ -173,8 +173,8 @@ def _memory(setting: Setting, schedule: Schedule, stage: Stage, state: tuple[int
     if stage.num_microbatches > 1:
         gradients = numel * PARAM_NBYTES
     if stage.keep:
-        gathered = sum(setting.held(item) for item in setting.sharded())
-        reductions = sum(item.sent for item in setting.sharded())
+        gathered = sum(setting.held(item) for item in setting.sharded)
+        reductions = sum(item.sent for item in setting.sharded)
     activations = peak.activations - logits + int(max(saved, 0) * (stage.num_inflight - 1))
     passing = activations + logits
     if not stage.keep:
@@ -209,7 +209,7 @@ def _uses(setting: Setting, step: Step, schedule: Schedule) -> list[Use]:
     # What is used in a forward that backward computes again is used in its gradient last.
     amounts = dict(zip(step.forward.uses, gathered_amounts(step.forward.uses, step.backward.uses, held), strict=True))
     uses = []
-    for number, item in enumerate(setting.sharded()):
+    for number, item in enumerate(setting.sharded):
         place = step.unit_of[number]
         unit = units[place]
         shard = Shard(unit.name, unit.weight.numel, unit.state_numel * PARAM_NBYTES, PARAM_NBYTES)
@@ -232,15 +232,15 @@ def _in_group(setting: Setting, group: Sharded, number: int, use: Use) -> Use:
     gathered = use.gathered
     if number != group.members[-1]:
         gathered = gathered._replace(after_forward=gathered.forward, before_backward=gathered.dgrad)
-    computed = [setting.sharded()[member].gathered for member in group.members if member >= number]
-    use = use._replace(name=setting.sharded()[number].name, gathered=gathered)
+    computed = [setting.sharded[member].gathered for member in group.members if member >= number]
+    use = use._replace(name=setting.sharded[number].name, gathered=gathered)
     use = use._replace(waiting=sum(computed) - computed[0], unreduced=computed[0])
     return use if number == group.members[0] else use._replace(wgrad=0, sent=0, grad=0, is_exchanged=True)
 
 
 def symmetric_nbytes(setting: Setting, schedule: Schedule) -> int:
     """What copy engines need: for gathers a stage of two rounds, for reductions a ring. The runtime has both sizes."""
-    weights = setting.sharded()
+    weights = setting.sharded
     total = 0
     for lane in {item.lane for item in weights}:
         items = [item for item in weights if item.lane == lane and item.axis.size > 1]

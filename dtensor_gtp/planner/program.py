@@ -251,7 +251,7 @@ class Reductions:
 
 def build_compute(setting: Setting) -> Program:
     """Whole bf16 weights and no communication: a step without ``gtp_shard``."""
-    weights, tasks = setting.sharded(), Tasks(setting)
+    weights, tasks = setting.sharded, Tasks(setting)
     for item in weights:
         tasks.before(item)
         tasks.multiply(item, "forward")
@@ -266,7 +266,7 @@ def build_compute(setting: Setting) -> Program:
 
 def build(setting: Setting, schedule: Schedule, *, is_last: bool = True) -> Program:
     """One forward and backward. ``is_last``: gradients are summed over replicas too."""
-    weights, step, tasks = setting.sharded(), plan_step(setting, schedule), Tasks(setting)
+    weights, step, tasks = setting.sharded, plan_step(setting, schedule), Tasks(setting)
     gathers = Gathers(tasks, setting.units, schedule)
     gathers.begin(step.forward)
     used = set(step.forward.uses)
@@ -297,7 +297,7 @@ def _use(tasks: Tasks, gathers: Gathers, step: Step, number: int, *, is_kept: bo
     if number == group.members[0]:
         tasks.spend(tasks.host.use_us * (_GROUP if group.is_group else 1))
         tasks.wait(gathers.use(unit, is_kept=is_kept))
-    tasks.multiply(tasks.setting.sharded()[number], "forward")
+    tasks.multiply(tasks.setting.sharded[number], "forward")
 
 
 def product(setting: Setting, item: Sharded, part: str) -> list[Work]:

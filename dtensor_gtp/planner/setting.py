@@ -105,11 +105,8 @@ class Setting:
         """Elements whose optimizer state this rank holds."""
         return -(-item.state_numel // (self.costs.axis(item.replicas).size if self.shards_optimizer else 1))
 
-    def sharded(self) -> tuple[Sharded, ...]:
-        return self._all
-
     @functools.cached_property
-    def _all(self) -> tuple[Sharded, ...]:
+    def sharded(self) -> tuple[Sharded, ...]:
         return tuple(map(self._sharded, self.trace.weights))
 
     @functools.cached_property
@@ -119,8 +116,8 @@ class Setting:
         for number, weight in enumerate(self.trace.weights):
             blocks.setdefault(weight.block_name, []).append(number)
         groups = {number: group for block in blocks.values() for group in [self._group(block)] for number in group}
-        members = dict.fromkeys(groups.get(number, (number,)) for number in range(len(self._all)))
-        return [_together([self._all[number] for number in each], each) for each in members]
+        members = dict.fromkeys(groups.get(number, (number,)) for number in range(len(self.sharded)))
+        return [_together([self.sharded[number] for number in each], each) for each in members]
 
     def _group(self, block: Sequence[int]) -> tuple[int, ...]:
         """The weights of a block that are a group, by the rules of ``_modules.group_blocks``; empty if none are."""
@@ -131,7 +128,7 @@ class Setting:
             for number in block
             if not (weight := self.trace.weights[number]).is_expert or is_worth_a_group(weight.numel, self.tokens)
         ]
-        items = [self._all[number] for number in found]
+        items = [self.sharded[number] for number in found]
         are_alike = all(item.is_in_block and not item.is_quantized and not item.lane for item in items)
         if len(items) < 2 or not are_alike or items[0].axis.size == 1:
             return ()
@@ -203,7 +200,7 @@ class Setting:
 
     def block_nbytes(self) -> int:
         """Of the gathered weights of the largest block: what is on the wire, as the runtime counts it."""
-        return self.trace.largest_block(item.wired for item in self.sharded())
+        return self.trace.largest_block(item.wired for item in self.sharded)
 
 
 class Step(NamedTuple):
@@ -218,7 +215,7 @@ class Step(NamedTuple):
 
 def plan_step(setting: Setting, schedule: Schedule) -> Step:
     """The plans that the runtime has after one step of ``setting``, by units."""
-    weights, units = setting.sharded(), setting.units
+    weights, units = setting.sharded, setting.units
     unit_of = [0] * len(weights)
     for number, unit in enumerate(units):
         for member in unit.members:

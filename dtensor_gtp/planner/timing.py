@@ -117,7 +117,7 @@ def _with_blocks(trace: Trace, number: int) -> Trace:
 def compute_ms(setting: Setting) -> list[float]:
     """Times of a forward and backward in which compute waits for no weight, which no schedule can be below: that of the
     loss, then of each weight with what is computed around it."""
-    costs, weights = setting.costs, setting.sharded()
+    costs, weights = setting.costs, setting.sharded
     again = {number for numbers in recomputed_uses(setting.trace, setting.checkpoint).values() for number in numbers}
 
     def ms(works: Iterable[Work]) -> float:
