@@ -19,6 +19,7 @@ from .machine import GIB, load_machine, preset_names
 
 _MAX_TRIED = 64  # simulations of one search
 _MAX_TIGHT = 24  # of those that do not fit, how many are looked at if none does
+_NUM_SMALL = 8  # and how many of those whose bounds are least
 # Of the least memory, what there is at least: allocators round.
 _CERTAIN = 0.97
 # A layout of a family is not tried if it could gain less than this on the best of the family.
@@ -180,11 +181,11 @@ class _Search:
 
     def what_lacks_least(self) -> Answer | None:
         """Where no layout fits: takes those that leaner code could run as the best; else gives the smallest one."""
-        found = [(memory_of(self._problem, layout), layout) for layout in self._refused_memory[:_MAX_TIGHT]]
-        if not found and _STATE not in self._refused:
+        smallest = heapq.nsmallest(_NUM_SMALL, self._refused_memory or self._refused.get(_STATE, []), key=self._size)
+        tight = [*self._refused_memory[:_MAX_TIGHT], *smallest]
+        found = [(memory_of(self._problem, layout), layout) for layout in tight]
+        if not found:
             return None
-        smallest = min(self._refused_memory or self._refused[_STATE], key=self._size)
-        found.append((memory_of(self._problem, smallest), smallest))
         for memory, layout in found:
             if memory.least <= self._capacity and len(self.best) < self._top:
                 self.best.setdefault(_family(layout), evaluate(self._problem, layout, memory))

@@ -114,8 +114,8 @@ def test_bounds_are_below_what_is_simulated(config: ModelConfig) -> None:
 )
 def test_16384_gpus_are_searched_with_few_simulations(name: str) -> None:
     found = search(Problem(Job(16384), PRESETS[name], load_machine("h100")))
-    # This bounds its time, 4 to 17 s on a core of its own.
-    assert found.num_simulated <= 200 < found.num_layouts
+    # This bounds its time.
+    assert found.num_simulated <= 64 < found.num_layouts
     for fixed in ({"pp": 32, "tp": 1}, {"pp": 4, "tp": 1}, {"pp": 16, "tp": 8}):
         part = search(Problem(Job(16384, fixed=fixed), PRESETS[name], load_machine("h100")), top=1)
         assert found.answers[0].step_ms <= 1.05 * part.answers[0].step_ms, fixed
