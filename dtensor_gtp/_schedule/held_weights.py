@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
@@ -24,13 +25,31 @@ class Held(NamedTuple):
 
 def held_nbytes(plan: Plan, kept: AbstractSet[int], nbytes: Sequence[int], *, is_backward: bool) -> Held:
     """What a pass holds. ``kept`` are the weights that stay from forward to backward; ``nbytes`` is by weight index."""
+    reasons: Counter[int] = Counter()  # by weight: how many gathers ahead are for it, and whether it is kept
     during, between = [], []
-    for cursor in range(len(plan.uses) + 1):
-        used = frozenset(plan.uses[:cursor])
-        held = kept - used if is_backward else kept & used
-        launches = plan.window(plan.cursors(cursor))
-        ahead = held | {plan.uses[position] for positions in launches for position in positions}
-        between.append(sum(nbytes[index] for index in ahead))
-        if cursor:
-            during.append(sum(nbytes[index] for index in {plan.uses[cursor - 1], *ahead}))
+    ahead: set[int] = set()  # positions whose gathers have been launched
+    used: set[int] = set()
+    total = 0
+
+    def change(index: int, number: int) -> None:
+        nonlocal total
+        was_held = reasons[index] > 0
+        reasons[index] += number
+        total += nbytes[index] * ((reasons[index] > 0) - was_held)
+
+    for index in kept if is_backward else ():
+        change(index, 1)
+    for step, launches in enumerate(plan.launches):
+        if step:
+            index = plan.uses[step - 1]
+            change(index, -(step - 1 in ahead))
+            if index in kept and index not in used:
+                change(index, -1 if is_backward else 1)
+            used.add(index)
+        for position in (position for launch in launches for position in launch.positions):
+            ahead.add(position)
+            change(plan.uses[position], 1)
+        between.append(total)
+        if step:
+            during.append(total if reasons[index] else total + nbytes[index])
     return Held(tuple(during), tuple(between))

@@ -9,19 +9,18 @@ from .costs import Costs
 from .evaluate import Problem, full_stages, inflight, lower_bound_ms, parts_of, setting_of, slowest
 from .job import OPTIMIZERS, Layout
 from .machine import GIB
-from .memory import FRAGMENTS, checkpointed, saved_nbytes
+from .memory import FRAGMENTS
 from .setting import PARAM_NBYTES
 from .timing import compute_ms
 from .trace import Part
 
 _FIRST, _LAST = "embedding", "head and loss"
 
-
 # Of one block or of several: time of a microbatch, and bytes of gathered weights, of full gradients, and elements
-# before they are cut over gtp; then those of experts.
+# before they are cut over gtp; then those of experts; and bytes of activations that stay until backward.
 Amounts = tuple[float, ...]
 _AXES = {"gtp": slice(1, 4), "expert_gtp": slice(4, 7)}
-_NOTHING = (0.0,) * 7
+_NOTHING = (0.0,) * 8
 
 
 class Bounds:
@@ -29,9 +28,9 @@ class Bounds:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._kinds: dict[tuple[object, ...], dict[object, Amounts]] = {}
+        self._blocks: dict[tuple[object, ...], dict[object, Amounts]] = {}
         self._sums: dict[tuple[object, ...], Amounts] = {}
-        self._passing: dict[tuple[object, ...], int] = {}
+        self._saved: dict[tuple[object, ...], dict[int, float]] = {}  # by the number of a stage
 
     def ms(self, layout: Layout) -> float:
         sums, axes = self._of(layout), layout.axes()
@@ -57,45 +56,36 @@ class Bounds:
         return int(total)
 
     def nbytes(self, layout: Layout) -> int:
-        """Of a rank: state, what blocks save, the weight in use and its gradient, and weights that stay."""
+        """Of a rank: state, what blocks save, and weights that stay."""
         num = layout.num_microbatches(self._problem.job)
-        key = (*replace(layout, replicate=1, gtp=1, expert_gtp=1).as_record().values(), num)
-        if key not in self._passing:
-            self._passing[key] = self._passing_nbytes(replace(layout, gtp=1, expert_gtp=1), num)
         stays = self.state_nbytes(layout) + int(self._problem.machine.reserve_gib * GIB)
         if num > 1:  # gradients stay from the first microbatch on
             stays += self._shards(layout, PARAM_NBYTES)
         if layout.keep:
             stays += int(sum(sum(self._of(layout)[place][:2]) for place in _AXES.values()))
-        return stays + int(self._passing[key] * (1 + FRAGMENTS))
-
-    def _passing_nbytes(self, layout: Layout, num: int) -> int:
-        """Of the fullest stage, with so many microbatches."""
-        parts, found = parts_of(self._problem, layout), []
-        for number in full_stages(parts):
-            setting = setting_of(self._problem, layout, parts[number])
-            trace = checkpointed(setting)
-            saved = int(max(saved_nbytes(trace), 0) * (inflight(self._problem, layout, number, num) - 1))
-            # A gradient in fp32 may be the shard's own.
-            grads = setting.reduce_nbytes < PARAM_NBYTES and not layout.keep
-            for weight, item in zip(trace.weights, setting.sharded(), strict=True):
-                used = 0 if weight.is_table or layout.keep else setting.held(item)
-                amounts = weight.amounts
-                found.append(saved + max(*amounts[:3], amounts.forward + used, amounts.wgrad + used * grads))
-        return max(found)
+        key = layout.pp, *_alike(layout)
+        if key not in self._saved:
+            parts = parts_of(self._problem, layout)
+            self._saved[key] = {number: self._sum_of(layout, parts[number])[-1] for number in full_stages(parts)}
+        held = {number: inflight(self._problem, layout, number, num) for number in self._saved[key]}
+        return stays + int(max(self._saved[key][number] * held[number] for number in held) * (1 + FRAGMENTS))
 
     def _of(self, layout: Layout) -> Amounts:
-        alike = layout.cp, layout.tp, layout.ep, layout.micro_batch, layout.checkpoint
-        key = layout.pp, *alike
+        key = layout.pp, *_alike(layout)
         if key not in self._sums:
-            if alike not in self._kinds:
-                self._kinds[alike] = self._by_kind(layout)
-            part, kinds = slowest(parts_of(self._problem, layout)), self._kinds[alike]
-            names: Iterable[object] = kinds
-            if part is not None:
-                names = [*part.kinds, *[_FIRST] * part.is_first, *[_LAST] * part.is_last]
-            self._sums[key] = _sum(kinds[name] for name in names)
+            self._sums[key] = self._sum_of(layout, slowest(parts_of(self._problem, layout)))
         return self._sums[key]
+
+    def _sum_of(self, layout: Layout, part: Part | None) -> Amounts:
+        """Of the blocks of a stage."""
+        key = _alike(layout)
+        if key not in self._blocks:
+            self._blocks[key] = self._by_kind(layout)
+        blocks = self._blocks[key]
+        names: Iterable[object] = blocks
+        if part is not None:
+            names = [*[_FIRST] * part.is_first, *part.kinds, *[_LAST] * part.is_last]
+        return _sum(blocks[name] for name in names)
 
     def _by_kind(self, layout: Layout) -> dict[object, Amounts]:
         """What there is in a block of each kind, and outside of blocks; a model of the user's code is one kind."""
@@ -104,14 +94,22 @@ class Bounds:
         setting = setting_of(self._problem, replace(layout, gtp=1, expert_gtp=1), part)
         loss_ms, *times = compute_ms(setting)
         found: dict[object, list[Amounts]] = {_FIRST: [_NOTHING], _LAST: [(loss_ms, *_NOTHING[1:])]}
-        for ms, item in zip(times, setting.sharded(), strict=True):
+        for ms, item in zip(times, setting.sharded, strict=True):
             weight = item.weight
             amounts = item.wired, item.sent, 0 if weight.is_tied else weight.numel
             outside = _FIRST if weight.is_table else _LAST
             name = outside if part is None or weight.block < 0 else part.kinds[weight.block]
             mine = (0, 0, 0, *amounts) if weight.is_expert else (*amounts, 0, 0, 0)
-            found.setdefault(name, []).append((ms, *mine))
+            found.setdefault(name, []).append((ms, *mine, 0))
+        if part is not None:
+            begins = [weights[0].live for weights in setting.trace.blocks.values()]
+            for kind, begin, end in zip(part.kinds, begins, (*begins[1:], setting.trace.end), strict=True):
+                found[kind].append((*_NOTHING[1:], max(end - begin, 0)))
         return {name: _sum(each) for name, each in found.items()}
+
+
+def _alike(layout: Layout) -> tuple[object, ...]:
+    return layout.cp, layout.tp, layout.ep, layout.micro_batch, layout.checkpoint
 
 
 def _sum(each: Iterable[Amounts]) -> Amounts:

@@ -27,7 +27,7 @@ from .calibrate_compute import TOGETHER, measure_compute, measure_host
 from .clock import Clock, Work, clock_of
 from .errors import PlanError
 from .machine import GIB, Machine, load_machine, preset_names, preset_of
-from .samples import Beside, Groups, Samples, fitted
+from .samples import Beside, Samples, fitted
 
 _CALIBRATED_SPREAD = 0.1
 _GPU_SIZES, _CPU_SIZES = (1 << 20, 1 << 26, 1 << 28), (1 << 12, 1 << 16, 1 << 20)
@@ -57,7 +57,8 @@ def calibrate(path: Path, *, device_type: str | None = None, clock: Clock | None
         if others is not None:
             Links(clock, others.get_group(), samples).sizes("network")
         measure_host(clock, samples, mesh, has_copies=engine is not None)
-        machine = fitted(base, samples, Groups(group.size(), 1 if others is None else others.size(), TOGETHER))
+        on_network = 1 if others is None else others.size()
+        machine = fitted(base, samples, fast=group.size(), network=on_network, together=TOGETHER)
         name = f"{base.name}, measured"
         machine = replace(machine, name=name, spread=_CALIBRATED_SPREAD if has_links else base.spread)
         if dist.get_rank() == 0:

@@ -20,8 +20,7 @@ from .errors import PlanError, expect, printable
 from .job import AXES, CHECKPOINTS, LOSSES, OPTIMIZERS, Job
 from .machine import load_machine, preset_names
 from .model import PRESETS
-from .text import PlanResult, duration
-from .timeline import as_chrome_trace, as_svg, timeline
+from .text import as_svg, duration
 
 _LOG = logging.getLogger(__name__)
 _EPILOG = """\
@@ -73,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
         axes.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", dest=name)
     add("--top", type=int, default=5, help="how many layouts are shown; default: 5")
     add("--code", action="store_true", help="print code to paste for the first one")
-    add("--explain", type=Path, metavar="NAME", help="write a timeline of its step: NAME.svg and NAME.trace.json")
+    add("--explain", type=Path, metavar="NAME", help="draw a timeline of its step: NAME.svg")
     add("--json", type=Path, metavar="FILE", help="write everything; - for the terminal")
     add("--calibrate", type=Path, metavar="FILE", help="measure this machine and write FILE; run it by torchrun")
     return parser
@@ -126,7 +125,7 @@ def _plan(options: argparse.Namespace) -> int:
     if options.code:
         print(f"\n{result.code()}", end="")
     if options.explain is not None:
-        _explain(result, options.explain)
+        _write(options.explain.with_name(options.explain.name + ".svg"), as_svg(result))
     return 0
 
 
@@ -135,13 +134,6 @@ def _job_of(options: argparse.Namespace) -> dict[str, Any]:
     given = {name: value for name, value in vars(options).items() if value is not None}
     fixed = {name: given[name] for name in (*AXES, "micro_batch") if name in given}
     return {item.name: given[item.name] for item in fields(Job) if item.name in given} | {"fixed": fixed}
-
-
-def _explain(result: PlanResult, path: Path) -> None:
-    found = timeline(result.problem, result.best)
-    title = f"{result.model}, {result.best.layout.describe()}, one microbatch"
-    _write(path.with_name(path.name + ".svg"), as_svg(found, title))
-    _write(path.with_name(path.name + ".trace.json"), as_chrome_trace(found))
 
 
 def _write(path: Path, text: str) -> None:

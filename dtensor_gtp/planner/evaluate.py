@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -16,7 +17,7 @@ from .memory import Memory, Stage, predict
 from .model import ModelConfig
 from .setting import COMPUTE_NBYTES, PARAM_NBYTES, Setting
 from .timing import Parts, few_and_more, measure, timeline_of
-from .trace import Part, Trace, Weight, record_reference, repeated, with_loss
+from .trace import Part, Trace, Weight, checkpointed, record_reference, repeated, with_loss
 from .user_model import UserModel
 
 
@@ -123,16 +124,22 @@ def parts_of(problem: Problem, layout: Layout) -> list[Part] | list[None]:
 
 def trace_of(problem: Problem, layout: Layout, part: Part | None) -> Trace:
     """What a rank of a stage computes in one microbatch."""
-    if part is None:
+    if problem.config is None or part is None:
         assert problem.user is not None
-        return with_loss(problem.user.trace(layout.tp), problem.job.loss).times(layout.micro_batch)
-    assert problem.config is not None
-    sizes = problem.job.seq_len, layout.tp, layout.cp, layout.ep
-    return _repeated(problem.config, layout.micro_batch, sizes, problem.job.loss, part)
+        trace = with_loss(problem.user.trace(layout.tp), problem.job.loss).times(layout.micro_batch)
+    else:
+        sizes = problem.job.seq_len, layout.tp, layout.cp, layout.ep
+        trace = _repeated(problem.config, layout.micro_batch, sizes, problem.job.loss, part)
+    return checkpointed(trace, layout.checkpoint)
 
 
 @functools.lru_cache(maxsize=512)
 def _repeated(config: ModelConfig, batch: int, sizes: tuple[int, int, int, int], loss: str, part: Part) -> Trace:
+    return repeated(_recorded(config, batch, sizes, loss), config, part)
+
+
+@functools.lru_cache(maxsize=512)
+def _recorded(config: ModelConfig, batch: int, sizes: tuple[int, int, int, int], loss: str) -> Trace:
     seq_len, tp, cp, ep = sizes
     # Equal loads: however many ranks share experts, each computes as much.
     few = next((size for size in range(2, ep + 1) if ep % size == 0), 1)
@@ -141,8 +148,7 @@ def _repeated(config: ModelConfig, batch: int, sizes: tuple[int, int, int, int],
         num, *matrix = weight.shape
         return weight._replace(shape=(num * few // ep, *matrix)) if weight.is_expert else weight
 
-    trace = record_reference(config, 1, seq_len, tp, cp, few, loss).with_weights(shared)
-    return repeated(trace.times(batch), config, part)
+    return record_reference(config, 1, seq_len, tp, cp, few, loss).with_weights(shared).times(batch)
 
 
 def setting_of(problem: Problem, layout: Layout, part: Part | None) -> Setting:
@@ -168,8 +174,8 @@ def full_stages(parts: list[Part] | list[None]) -> set[int]:
     return {0, len(parts) - 1, mixtures.index(max(mixtures))}
 
 
-def memory_of(problem: Problem, layout: Layout) -> Memory:
-    """Of the fullest rank."""
+def memory_of(problem: Problem, layout: Layout, enough: float = math.inf) -> Memory:
+    """Of the fullest rank, or of the first one that needs more than is ``enough``."""
     parts, found = parts_of(problem, layout), []
     num, optimizer_nbytes = layout.num_microbatches(problem.job), OPTIMIZERS[problem.job.optimizer]
     for number in full_stages(parts):
@@ -182,6 +188,8 @@ def memory_of(problem: Problem, layout: Layout) -> Memory:
         pairs = zip(few[:-1], more[:-1], strict=True)
         continued = (large + (large - small) * left // grown for small, large in pairs)
         found.append(Memory._make((*continued, more.moment)))
+        if found[-1].total > enough:
+            break
     return max(found, key=lambda memory: memory.total)
 
 
@@ -292,7 +300,7 @@ def inflight(problem: Problem, layout: Layout, number: int, num_microbatches: in
 
 
 def _optimizer_ms(setting: Setting, state_nbytes: int) -> float:
-    numel = sum(map(setting.optimizer_numel, setting.sharded()))
+    numel = sum(map(setting.optimizer_numel, setting.sharded))
     nbytes = numel * (3 * PARAM_NBYTES + 2 * state_nbytes)  # parameter and state read and written, gradient read
     return setting.costs.memory_ms(nbytes)
 
@@ -301,9 +309,9 @@ def _gather_parameters(setting: Setting, total: Parts) -> float:
     """Replicas get from each other the parameters that each has updated, in the dtype of compute, or whole for their
     quantization; adds it to ``total``."""
     spent = 0.0
-    for name in dict.fromkeys(item.replicas for item in setting.sharded()):
+    for name in dict.fromkeys(item.replicas for item in setting.sharded):
         axis = setting.costs.axis(name)
-        items = [item for item in setting.sharded() if item.replicas == name]
+        items = [item for item in setting.sharded if item.replicas == name]
         sizes = [COMPUTE_NBYTES if item.wired == item.gathered else PARAM_NBYTES for item in items]
         nbytes = sum(item.state_numel * size for item, size in zip(items, sizes, strict=True))
         spent += setting.costs.gather_ms(nbytes, axis)

@@ -26,7 +26,7 @@ class Unit:
 
 def units_of(setting: Setting) -> tuple[Unit, list[Unit]]:
     by_block: dict[int, list[Sharded]] = {}
-    for item in setting.sharded():
+    for item in setting.sharded:
         by_block.setdefault(item.weight.block, []).append(item)
     root = Unit(by_block.pop(-1))
     return root, [Unit(by_block[block]) for block in sorted(by_block)]
@@ -81,14 +81,14 @@ class _Step:
         table, *head = root.weights
         self._gather(root)
         self._wait(root)
-        self._forward([table])
+        tasks.forward([table])
         for unit in units:
             self._gather(unit)
             self._wait(unit)
-            self._forward(unit.weights)
-        self._forward(head)
+            tasks.forward(unit.weights)
+        tasks.forward(head)
         tasks.loss()
-        self._backward(head)
+        tasks.backward(head)
         for unit, following in zip(units[::-1], [*units[-2::-1], None], strict=True):
             if keeps:  # its hooks look for what there is to do
                 self._spend(unit, 1 / 4)
@@ -97,25 +97,14 @@ class _Step:
                 self._wait(unit)
                 if following is not None:
                     self._gather(following)
-            self._backward(unit.weights)
+            tasks.backward(unit.weights)
             self._reduce(unit)
-        self._backward([table])
+        tasks.backward([table])
         tasks.tail()
         self._reduce(root)
         for task in self._reducing:
             tasks.wait(task)
         return tasks.end()
-
-    def _forward(self, weights: Sequence[Sharded]) -> None:
-        for item in weights:
-            self._tasks.before(item)
-            self._tasks.multiply(item, "forward")
-
-    def _backward(self, weights: Sequence[Sharded]) -> None:
-        for item in reversed(weights):
-            self._tasks.before_backward(item)
-            for part in item.gradients():
-                self._tasks.multiply(item, part)
 
 
 def build_fully_shard(setting: Setting, *, keeps: bool = False) -> Program:

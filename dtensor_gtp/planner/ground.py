@@ -55,8 +55,9 @@ def ground_of(job: Job, layout: Layout, machine: Machine, *, has_experts: bool, 
 
 def is_too_wide(layout: Layout, machine: Machine) -> str | None:
     """The axis whose gathers cross more hosts than those of any published run; None if there is none."""
+    axes = layout.axes()
     for name in ("gtp", "expert_gtp"):
-        size, stride = layout.axes()[name]
+        size, stride = axes[name]
         if size > 1 and size * min(stride, machine.gpus_per_domain) > _MOST_DOMAINS * machine.gpus_per_domain:
             return f"{name} over more than {_MOST_DOMAINS} hosts"
     return None

@@ -207,23 +207,42 @@ class Layout:
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
-def refusal(layout: Layout, job: Job, config: ModelConfig, machine: Machine) -> str | None:
-    """Why a layout cannot be, before anything is computed; None if it can."""
+# Why a model of the user's code cannot have an axis.
+_NOT_FOR_USERS = {
+    "pp": "plan does not know where to cut the forward of your model",
+    "cp": "the attention of your model does not exchange keys and values",
+    **dict.fromkeys(("ep", "expert_gtp"), "plan knows experts only from a configuration"),
+}
+
+
+def refusal(layout: Layout, job: Job, config: ModelConfig | None, machine: Machine) -> str | None:
+    """Why a layout cannot be, before anything is computed; None if it can. ``config`` is None for a user's model."""
     if layout.ranks != job.gpus:
         return f"{layout.ranks} ranks on {job.gpus} GPUs"
+    if config is None:
+        found = next((name for name in _NOT_FOR_USERS if getattr(layout, name) > 1), None)
+        reason = None if found is None else f"{found}: {_NOT_FOR_USERS[found]}"
+    else:
+        reason = _refused_sizes(layout, job, config) or _refused_experts(layout, config)
+    if reason is not None:
+        return reason
+    if layout.tp > machine.gpus_per_domain:
+        return f"tp {layout.tp} leaves the fast link of {machine.gpus_per_domain} GPUs"
+    if job.batch % (layout.data_ranks * layout.micro_batch):
+        return f"{layout.data_ranks} data ranks with {layout.micro_batch} sequences each do not divide {job.batch}"
+    return None
+
+
+def _refused_sizes(layout: Layout, job: Job, config: ModelConfig) -> str | None:
     if config.heads % layout.tp or config.kv_heads % layout.tp:
         return f"tp {layout.tp} does not divide {config.heads} heads and {config.kv_heads} of keys and values"
     if config.hidden_dim % layout.tp or config.vocab_size % layout.tp:
         return f"tp {layout.tp} does not divide the feed-forward or the vocabulary"
-    if layout.tp > machine.gpus_per_domain:
-        return f"tp {layout.tp} leaves the fast link of {machine.gpus_per_domain} GPUs"
     if layout.pp > config.layers:
         return f"pp {layout.pp} has more stages than the model has layers ({config.layers})"
     if job.seq_len % (layout.cp * layout.tp):
         return f"cp {layout.cp} and tp {layout.tp} do not divide {job.seq_len} tokens"
-    if job.batch % (layout.data_ranks * layout.micro_batch):
-        return f"{layout.data_ranks} data ranks with {layout.micro_batch} sequences each do not divide {job.batch}"
-    return _refused_experts(layout, config)
+    return None
 
 
 def _refused_experts(layout: Layout, config: ModelConfig) -> str | None:

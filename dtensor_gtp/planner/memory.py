@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from .._comm.gather_backends import enough_nbytes, round_nbytes
@@ -12,8 +11,8 @@ from .._schedule.held_weights import Held, held_nbytes
 from ..policy import Schedule
 from .machine import GIB
 from .peak import Amounts, Peak, Use, predict_peak
-from .setting import COMPUTE_NBYTES, PARAM_NBYTES, Setting, Sharded, Step, plan_step, recomputed_uses
-from .trace import Trace, Weight
+from .setting import COMPUTE_NBYTES, PARAM_NBYTES, Setting, Sharded, Step, plan_step
+from .trace import Trace
 
 # What the allocator reserves beyond what it gives out, as a share of what comes and goes: by torchtitan's peaks.
 FRAGMENTS = 1 / 5
@@ -152,8 +151,7 @@ class Stage(NamedTuple):
 
 def predict(setting: Setting, schedule: Schedule, stage: Stage, optimizer_nbytes: int) -> Memory:
     """The memory of a step; ``optimizer_nbytes`` for each parameter."""
-    setting = replace(setting, trace=checkpointed(setting))
-    weights, step = setting.sharded(), plan_step(setting, schedule)
+    weights, step = setting.sharded, plan_step(setting, schedule)
     numel = sum(item.state_numel for item in weights) + setting.trace.small_numel
     uses = _uses(setting, step, schedule)
     if stage.num_microbatches > 1:  # gradients of the shards stay from the first microbatch on
@@ -175,8 +173,8 @@ def _memory(setting: Setting, schedule: Schedule, stage: Stage, state: tuple[int
     if stage.num_microbatches > 1:
         gradients = numel * PARAM_NBYTES
     if stage.keep:
-        gathered = sum(setting.held(item) for item in setting.sharded())
-        reductions = sum(item.sent for item in setting.sharded())
+        gathered = sum(setting.held(item) for item in setting.sharded)
+        reductions = sum(item.sent for item in setting.sharded)
     activations = peak.activations - logits + int(max(saved, 0) * (stage.num_inflight - 1))
     passing = activations + logits
     if not stage.keep:
@@ -211,7 +209,7 @@ def _uses(setting: Setting, step: Step, schedule: Schedule) -> list[Use]:
     # What is used in a forward that backward computes again is used in its gradient last.
     amounts = dict(zip(step.forward.uses, gathered_amounts(step.forward.uses, step.backward.uses, held), strict=True))
     uses = []
-    for number, item in enumerate(setting.sharded()):
+    for number, item in enumerate(setting.sharded):
         place = step.unit_of[number]
         unit = units[place]
         shard = Shard(unit.name, unit.weight.numel, unit.state_numel * PARAM_NBYTES, PARAM_NBYTES)
@@ -234,15 +232,15 @@ def _in_group(setting: Setting, group: Sharded, number: int, use: Use) -> Use:
     gathered = use.gathered
     if number != group.members[-1]:
         gathered = gathered._replace(after_forward=gathered.forward, before_backward=gathered.dgrad)
-    computed = [setting.sharded()[member].gathered for member in group.members if member >= number]
-    use = use._replace(name=setting.sharded()[number].name, gathered=gathered)
+    computed = [setting.sharded[member].gathered for member in group.members if member >= number]
+    use = use._replace(name=setting.sharded[number].name, gathered=gathered)
     use = use._replace(waiting=sum(computed) - computed[0], unreduced=computed[0])
     return use if number == group.members[0] else use._replace(wgrad=0, sent=0, grad=0, is_exchanged=True)
 
 
 def symmetric_nbytes(setting: Setting, schedule: Schedule) -> int:
     """What copy engines need: for gathers a stage of two rounds, for reductions a ring. The runtime has both sizes."""
-    weights = setting.sharded()
+    weights = setting.sharded
     total = 0
     for lane in {item.lane for item in weights}:
         items = [item for item in weights if item.lane == lane and item.axis.size > 1]
@@ -254,40 +252,3 @@ def symmetric_nbytes(setting: Setting, schedule: Schedule) -> int:
         if backends.reduces == "copy_engine":
             total += ring_nbytes([item.sent for item in items], enough_nbytes(schedule))
     return total
-
-
-def checkpointed(setting: Setting) -> Trace:
-    """The trace with the activations that blocks keep: their input with "full", and with "selective" the results of
-    those GEMMs that are not computed again."""
-    trace = setting.trace
-    blocks = trace.blocks
-    if setting.checkpoint == "none" or not blocks:
-        return trace
-    again = recomputed_uses(setting, setting.sharded())
-    names = [item.name for item in setting.sharded()]
-    lives = [weights[0].live for weights in blocks.values()]
-    ends = [*lives[1:], trace.end or lives[-1] + (lives[-1] - lives[-2] if len(lives) > 1 else 0)]
-    moved: dict[str, int] = {}
-    freed = 0
-    for (block, weights), begin, end in zip(blocks.items(), lives, ends, strict=True):
-        moved.update({weight.name: freed for weight in weights})
-        recomputed = {names[number] for number in again.get(block, ())}
-        kept = trace.input_nbytes
-        if setting.checkpoint == "selective":
-            kept += sum(_output_nbytes(weight) for weight in weights if weight.name not in recomputed)
-        freed += max(end - begin - kept, 0)
-    kept_weights = (lowered(weight, moved.get(weight.name, freed * (weight.block < 0))) for weight in trace.weights)
-    return replace(trace, weights=tuple(kept_weights), end=max(trace.end - freed, 0))
-
-
-def _output_nbytes(weight: Weight) -> int:
-    rows = weight.flops / (2 * weight.numel)
-    return int(rows * weight.numel / weight.shape[-1] * COMPUTE_NBYTES)
-
-
-def lowered(weight: Weight, nbytes: int) -> Weight:
-    """The use where fewer activations are saved."""
-    if weight.is_table:
-        return weight
-    amounts = Amounts(*(max(amount - nbytes, 0) for amount in weight.amounts))
-    return weight._replace(amounts=amounts, live=max(weight.live - nbytes, 0))

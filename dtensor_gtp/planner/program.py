@@ -89,6 +89,18 @@ class Tasks:
         """The GEMM of a use: "forward", "wgrad" or "dgrad"."""
         self.compute(product(self.setting, item, part), f"{'use' if part == 'forward' else part} {item.name}")
 
+    def forward(self, weights: Sequence[Sharded]) -> None:
+        """Of weights that are there."""
+        for item in weights:
+            self.before(item)
+            self.multiply(item, "forward")
+
+    def backward(self, weights: Sequence[Sharded]) -> None:
+        for item in reversed(weights):
+            self.before_backward(item)
+            for part in item.gradients():
+                self.multiply(item, part)
+
     def loss(self) -> None:
         """The end of forward; backward begins."""
         self.compute(self.costs.works(self.setting.trace.loss, is_block=False), "loss")
@@ -251,22 +263,17 @@ class Reductions:
 
 def build_compute(setting: Setting) -> Program:
     """Whole bf16 weights and no communication: a step without ``gtp_shard``."""
-    weights, tasks = setting.sharded(), Tasks(setting)
-    for item in weights:
-        tasks.before(item)
-        tasks.multiply(item, "forward")
+    tasks = Tasks(setting)
+    tasks.forward(setting.sharded)
     tasks.loss()
-    for item in reversed(weights):
-        tasks.before_backward(item)
-        for part in item.gradients():
-            tasks.multiply(item, part)
+    tasks.backward(setting.sharded)
     tasks.tail()
     return tasks.end()
 
 
 def build(setting: Setting, schedule: Schedule, *, is_last: bool = True) -> Program:
     """One forward and backward. ``is_last``: gradients are summed over replicas too."""
-    weights, step, tasks = setting.sharded(), plan_step(setting, schedule), Tasks(setting)
+    weights, step, tasks = setting.sharded, plan_step(setting, schedule), Tasks(setting)
     gathers = Gathers(tasks, setting.units, schedule)
     gathers.begin(step.forward)
     used = set(step.forward.uses)
@@ -297,7 +304,7 @@ def _use(tasks: Tasks, gathers: Gathers, step: Step, number: int, *, is_kept: bo
     if number == group.members[0]:
         tasks.spend(tasks.host.use_us * (_GROUP if group.is_group else 1))
         tasks.wait(gathers.use(unit, is_kept=is_kept))
-    tasks.multiply(tasks.setting.sharded()[number], "forward")
+    tasks.multiply(tasks.setting.sharded[number], "forward")
 
 
 def product(setting: Setting, item: Sharded, part: str) -> list[Work]:

@@ -48,20 +48,15 @@ class Samples(NamedTuple):
         return None if not found else statistics.median(sample.seconds / sample.amount for sample in found)
 
 
-class Groups(NamedTuple):
-    fast: int = 1  # ranks that measured the fast link; 1 if it was not measured
-    network: int = 1
-    together: int = 1  # weights that the host launched together
-
-
-def fitted(machine: Machine, samples: Samples, groups: Groups) -> Machine:
-    """``machine`` with all numbers that follow from the samples; its ``not_measured`` names the others."""
+def fitted(machine: Machine, samples: Samples, *, fast: int = 1, network: int = 1, together: int = 1) -> Machine:
+    """``machine`` with all numbers that follow from the samples; its ``not_measured`` names the others. ``fast`` and
+    ``network`` ranks measured these links, 1 if nobody did; the host launched as many weights ``together``."""
     found = {
         "compute": _compute(machine, samples),
-        "host": _host(samples, groups.together),
-        "fast": _link(machine.fast, "fast", samples, groups.fast),
-        "network": _link(machine.network, "network", samples, groups.network),
-        "copy": _copies(machine, samples, groups.fast),
+        "host": _host(samples, together),
+        "fast": _link(machine.fast, "fast", samples, fast),
+        "network": _link(machine.network, "network", samples, network),
+        "copy": _copies(machine, samples, fast),
         "contention": {name: beside.factor for name, beside in samples.beside.items()},
     }
     missing, changes = ["reserve_gib", "jitter"], {}  # never measured

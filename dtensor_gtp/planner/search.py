@@ -17,8 +17,9 @@ from .ground import is_too_wide
 from .job import AXES, CHECKPOINTS, Layout, refusal
 from .machine import GIB, load_machine, preset_names
 
-_MAX_TRIED = 100  # simulations of one search
+_MAX_TRIED = 64  # simulations of one search
 _MAX_TIGHT = 24  # of those that do not fit, how many are looked at if none does
+_NUM_SMALL = 8  # and how many of those whose bounds are least
 # Of the least memory, what there is at least: allocators round.
 _CERTAIN = 0.97
 # A layout of a family is not tried if it could gain less than this on the best of the family.
@@ -109,14 +110,14 @@ def search(problem: Problem, *, top: int = 5, report: Report | None = None) -> F
     queue, refused = _possible(problem, layouts, bounds)
     state = _Search(problem, bounds, refused, top)
     while queue and state.num < _MAX_TRIED:
-        expected, number, layout = heapq.heappop(queue)
-        likely = state.likely_ms(layout)
+        expected, number, layout, least = heapq.heappop(queue)
+        likely = state.likely_ms(layout, least)
         if likely > expected * _ENOUGH:
-            heapq.heappush(queue, (likely, number, layout))
+            heapq.heappush(queue, (likely, number, layout, least))
             continue
         if state.is_done(expected):
             break
-        if state.try_out(expected, layout) and report is not None:
+        if state.try_out(layout, expected, least) and report is not None:
             report(state.num, len(layouts), int(time.monotonic() - begin))
     nearest = None if state.best else state.what_lacks_least()
     reasons = [Refused(reason, len(found), found[0]) for reason, found in refused.items()]
@@ -135,16 +136,16 @@ class _Search:
         self.best: dict[tuple[int, ...], Answer] = {}  # of each family
         self.num = 0  # of simulations
 
-    def likely_ms(self, layout: Layout) -> float:
+    def likely_ms(self, layout: Layout, least: float) -> float:
         """Time by that of layouts like it, a little less than it will take."""
-        return self._bounds.ms(layout) * max(_LIKELY * self._factors.get(_alike(layout), 1.0), 1.0)
+        return least * max(_LIKELY * self._factors.get(_alike(layout), 1.0), 1.0)
 
     def is_done(self, expected: float) -> bool:
         """Whether no layout of so much time can be among the best."""
         leading = sorted(answer.step_ms for answer in self.best.values())
         return len(leading) >= self._top and expected > leading[self._top - 1]
 
-    def try_out(self, expected: float, layout: Layout) -> bool:
+    def try_out(self, layout: Layout, expected: float, least: float) -> bool:
         """Simulates a layout, unless it does not fit or another one of its family is as fast."""
         rival = self.best.get(_family(layout))
         if rival is not None and rival.step_ms <= expected * _ENOUGH:
@@ -153,14 +154,14 @@ class _Search:
             self._refused.setdefault(_STATE, []).append(layout)
             return False
         is_hopeless = self._bounds.nbytes(layout) * _CERTAIN > self._capacity or self._is_hopeless(layout)
-        memory = None if is_hopeless else memory_of(self._problem, layout)
+        memory = None if is_hopeless else memory_of(self._problem, layout, self._capacity)
         if memory is None or memory.total > self._capacity:
             self._refused.setdefault(_MEMORY, []).append(layout)
             self._refused_memory.append(layout)
             self._too_large.setdefault(_kind(layout), []).append(layout)
             return False
         answer = evaluate(self._problem, layout, memory)
-        factor = answer.step_ms / self._bounds.ms(layout)
+        factor = answer.step_ms / least
         self._factors[_alike(layout)] = min(factor, self._factors.get(_alike(layout), factor))
         if rival is None or answer.step_ms < rival.step_ms:
             self.best[_family(layout)] = answer
@@ -180,11 +181,11 @@ class _Search:
 
     def what_lacks_least(self) -> Answer | None:
         """Where no layout fits: takes those that leaner code could run as the best; else gives the smallest one."""
-        found = [(memory_of(self._problem, layout), layout) for layout in self._refused_memory[:_MAX_TIGHT]]
-        if not found and _STATE not in self._refused:
+        smallest = heapq.nsmallest(_NUM_SMALL, self._refused_memory or self._refused.get(_STATE, []), key=self._size)
+        tight = [*self._refused_memory[:_MAX_TIGHT], *smallest]
+        found = [(memory_of(self._problem, layout), layout) for layout in tight]
+        if not found:
             return None
-        smallest = min(self._refused_memory or self._refused[_STATE], key=self._size)
-        found.append((memory_of(self._problem, smallest), smallest))
         for memory, layout in found:
             if memory.least <= self._capacity and len(self.best) < self._top:
                 self.best.setdefault(_family(layout), evaluate(self._problem, layout, memory))
@@ -199,14 +200,16 @@ class _Search:
 
 def _possible(
     problem: Problem, layouts: list[Layout], bounds: Bounds
-) -> tuple[list[tuple[float, int, Layout]], dict[str, list[Layout]]]:
-    """A heap of the layouts that can be, with the least time that each could take; the others by the reason."""
-    queue: list[tuple[float, int, Layout]] = []
+) -> tuple[list[tuple[float, int, Layout, float]], dict[str, list[Layout]]]:
+    """A heap of the layouts that can be, with the time that each is expected to take, and that it takes at least; the
+    others by the reason."""
+    queue: list[tuple[float, int, Layout, float]] = []
     refused: dict[str, list[Layout]] = {}
     for number, layout in enumerate(layouts):
         reason = _refusal(problem, layout)
         if reason is None:
-            queue.append((bounds.ms(layout), number, layout))
+            least = bounds.ms(layout)
+            queue.append((least, number, layout, least))
         else:
             refused.setdefault(reason, []).append(layout)
     if not queue:
@@ -234,27 +237,8 @@ def _refusal(problem: Problem, layout: Layout) -> str | None:
     is_free = not {"gtp", "replicate", "expert_gtp"} & problem.job.fixed.keys()
     if is_free and (wide := is_too_wide(layout, problem.machine)) is not None:
         return f"{wide}: no published run was so wide; --gtp tries it all the same"
-    if problem.config is not None:
-        return refusal(layout, problem.job, problem.config, problem.machine)
-    assert problem.user is not None
-    found = next((name for name in _NOT_FOR_USERS if getattr(layout, name) > 1), None)
-    if found is not None:
-        return f"{found}: {_NOT_FOR_USERS[found]}"
-    if layout.tp > problem.machine.gpus_per_domain:
-        return f"tp {layout.tp} leaves the fast link of {problem.machine.gpus_per_domain} GPUs"
-    if (reason := problem.user.refuses(layout.tp)) is not None:
-        return reason
-    if problem.job.batch % (layout.data_ranks * layout.micro_batch):
-        return f"{layout.data_ranks} data ranks do not divide {problem.job.batch} sequences"
-    return None
-
-
-# Why a model of the user's code cannot have an axis.
-_NOT_FOR_USERS = {
-    "pp": "plan does not know where to cut the forward of your model",
-    "cp": "the attention of your model does not exchange keys and values",
-    **dict.fromkeys(("ep", "expert_gtp"), "plan knows experts only from a configuration"),
-}
+    reason = refusal(layout, problem.job, problem.config, problem.machine)
+    return problem.user.refuses(layout.tp) if reason is None and problem.user is not None else reason
 
 
 def _nothing(problem: Problem, refused: dict[str, list[Layout]]) -> str:
@@ -270,9 +254,8 @@ def advise(problem: Problem, closest: Answer) -> list[str]:
     for text, changed, layout in _changes(problem, closest.layout):
         if text.startswith("--gpus") and any(line.startswith("--gpus") for line in lines):
             continue  # fewer GPUs are enough
-        config, job, machine = changed.config, changed.job, changed.machine
-        if config is None or refusal(layout, job, config, machine) is None:
-            free = machine.memory_gib - memory_of(changed, layout).total / GIB
+        if refusal(layout, changed.job, changed.config, changed.machine) is None:
+            free = changed.machine.memory_gib - memory_of(changed, layout).total / GIB
             lines += [f"{text}: fits, {free:.1f} GiB are left"] * (free >= 0)
     return lines or ["no single change is enough: combine more GPUs, --checkpointing full and shorter sequences"]
 

@@ -26,7 +26,7 @@ from ..policy import ReduceScatterKind, Schedule, SchedulePolicy
 from ..quant.planes import Direction
 from ..quant.recipes import Recipe
 from .costs import Axis, Costs
-from .trace import Trace, Weight
+from .trace import Trace, Weight, recomputed_uses
 
 PARAM_NBYTES = 4  # of a master weight
 COMPUTE_NBYTES = 2
@@ -105,11 +105,8 @@ class Setting:
         """Elements whose optimizer state this rank holds."""
         return -(-item.state_numel // (self.costs.axis(item.replicas).size if self.shards_optimizer else 1))
 
-    def sharded(self) -> tuple[Sharded, ...]:
-        return self._all
-
     @functools.cached_property
-    def _all(self) -> tuple[Sharded, ...]:
+    def sharded(self) -> tuple[Sharded, ...]:
         return tuple(map(self._sharded, self.trace.weights))
 
     @functools.cached_property
@@ -119,8 +116,8 @@ class Setting:
         for number, weight in enumerate(self.trace.weights):
             blocks.setdefault(weight.block_name, []).append(number)
         groups = {number: group for block in blocks.values() for group in [self._group(block)] for number in group}
-        members = dict.fromkeys(groups.get(number, (number,)) for number in range(len(self._all)))
-        return [_together([self._all[number] for number in each], each) for each in members]
+        members = dict.fromkeys(groups.get(number, (number,)) for number in range(len(self.sharded)))
+        return [_together([self.sharded[number] for number in each], each) for each in members]
 
     def _group(self, block: Sequence[int]) -> tuple[int, ...]:
         """The weights of a block that are a group, by the rules of ``_modules.group_blocks``; empty if none are."""
@@ -131,7 +128,7 @@ class Setting:
             for number in block
             if not (weight := self.trace.weights[number]).is_expert or is_worth_a_group(weight.numel, self.tokens)
         ]
-        items = [self._all[number] for number in found]
+        items = [self.sharded[number] for number in found]
         are_alike = all(item.is_in_block and not item.is_quantized and not item.lane for item in items)
         if len(items) < 2 or not are_alike or items[0].axis.size == 1:
             return ()
@@ -203,7 +200,7 @@ class Setting:
 
     def block_nbytes(self) -> int:
         """Of the gathered weights of the largest block: what is on the wire, as the runtime counts it."""
-        return self.trace.largest_block(item.wired for item in self.sharded())
+        return self.trace.largest_block(item.wired for item in self.sharded)
 
 
 class Step(NamedTuple):
@@ -218,7 +215,7 @@ class Step(NamedTuple):
 
 def plan_step(setting: Setting, schedule: Schedule) -> Step:
     """The plans that the runtime has after one step of ``setting``, by units."""
-    weights, units = setting.sharded(), setting.units
+    weights, units = setting.sharded, setting.units
     unit_of = [0] * len(weights)
     for number, unit in enumerate(units):
         for member in unit.members:
@@ -231,7 +228,7 @@ def plan_step(setting: Setting, schedule: Schedule) -> Step:
     traits = [Traits(unit.wired, unit.lane, call) for unit, call in zip(units, calls, strict=True)]
     is_exchanged = setting.exchanges_lookup()
     gathered = [n for n, unit in enumerate(units) if not (unit.weight.is_table and is_exchanged)]
-    recomputed = recomputed_uses(setting, weights)
+    recomputed = recomputed_uses(setting.trace, setting.checkpoint)
     backward: list[int] = []
     for number in reversed(range(len(weights))):
         weight = weights[number].weight
@@ -263,16 +260,3 @@ def _kept(units: Sequence[Sharded], schedule: Schedule, forward: Plan, backward:
     lanes = [unit.lane for unit in units]
     asked = choose_kept(forward, backward, sizes, lanes, schedule.keep_nbytes) if schedule.keep_nbytes else ()
     return frozenset((*asked, *(turning if schedule.keep_last else ())))
-
-
-def recomputed_uses(setting: Setting, weights: Sequence[Sharded]) -> dict[int, tuple[int, ...]]:
-    """By block, the weights whose GEMMs backward computes again. The last GEMM of a block is not: nothing of it is
-    saved. "selective" keeps the results of every second GEMM and of attention, as torchtitan's option of that name."""
-    if setting.checkpoint == "none":
-        return {}
-    blocks: dict[int, list[int]] = {}
-    for number, item in enumerate(weights):
-        if item.is_in_block:
-            blocks.setdefault(item.weight.block, []).append(number)
-    step = 2 if setting.checkpoint == "selective" else 1
-    return {block: tuple(numbers[:-1][::step]) for block, numbers in blocks.items()}

@@ -1,4 +1,4 @@
-"""The answer as a person reads it, in lines of at most 100 columns, and as plain data."""
+"""The answer as a person reads it, in lines of at most 100 columns, as a picture, and as plain data."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ from typing import Any
 
 from .._comm.debug import format_nbytes
 from .._report.columns import in_columns, paragraph
+from .._trace.picture import draw
+from .._trace.read import COMMUNICATION, COMPUTE, Span, Timeline
 from .code import launch_lines, training_code
 from .errors import PlanError
-from .evaluate import Answer, Problem, fully_shard_ms
+from .evaluate import Answer, Problem, fully_shard_ms, parts_of, setting_of, slowest
 from .job import Job
 from .machine import GIB, VERSION, Machine
+from .program import build
 from .search import Found
+from .simulate import Stream
+from .timing import timeline_of
 
 WIDTH = 100
 _BAR = 40
@@ -193,6 +198,22 @@ def duration(answer: Answer, job: Job, tokens: float) -> str:
         f"{tokens:.3g} tokens: {steps:,.0f} steps, {days:.1f} days ({low:.1f} to {high:.1f}), {hours:,.0f} GPU-hours, "
         "restarts not counted"
     )
+
+
+def as_svg(result: PlanResult) -> str:
+    """One microbatch of the slowest stage, as ``python -m dtensor_gtp.trace`` draws measured steps."""
+    layout, machine = result.best.layout, result.machine
+    setting = setting_of(result.problem, layout, slowest(parts_of(result.problem, layout)))
+    found = timeline_of(build(setting, result.best.schedule), machine)
+    spans = []
+    for task, span in zip(found.program.tasks, found.spans, strict=True):
+        if span.end > span.begin:
+            kind = COMPUTE if task.stream is Stream.COMPUTE and not task.cause else COMMUNICATION
+            lane = task.stream.name.lower().replace("_", " ")
+            times = span.begin * 1e3, span.end * 1e3
+            spans.append(Span(*times, lane, kind, task.label, task.label, task.launch_ms * 1e3))
+    timeline = Timeline(1, (0.0, found.ms * 1e3), sorted(spans))
+    return draw(timeline, f"{result.model}, {layout.describe()}, one microbatch")
 
 
 def _bars(parts: dict[str, Any], whole: float, format_value: Callable[[Any], str]) -> list[str]:

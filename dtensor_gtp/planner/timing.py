@@ -12,11 +12,10 @@ from typing import NamedTuple
 from ..policy import Schedule
 from .costs import Work
 from .machine import Machine
-from .memory import lowered
 from .program import Program, build, product
-from .setting import COMPUTE_NBYTES, Setting, recomputed_uses
+from .setting import COMPUTE_NBYTES, Setting
 from .simulate import Span, Stream, simulate
-from .trace import Trace
+from .trace import Trace, recomputed_uses
 
 # A step of more blocks is simulated with these numbers of them, and continued: blocks in the middle are all alike.
 _FEW, _MORE = 6, 9
@@ -111,15 +110,15 @@ def _with_blocks(trace: Trace, number: int) -> Trace:
     shift = (lives[last[1]] - lives[last[0]]) * (len(blocks) - number)
     weights = [weight for weight in trace.weights if weight.block in first or weight.is_table]
     after = (*last, -1)
-    weights += [lowered(weight, shift) for weight in trace.weights if weight.block in after and not weight.is_table]
+    weights += [weight.shifted(-shift) for weight in trace.weights if weight.block in after and not weight.is_table]
     return replace(trace, weights=tuple(weights), end=max(trace.end - shift, 0))
 
 
 def compute_ms(setting: Setting) -> list[float]:
     """Times of a forward and backward in which compute waits for no weight, which no schedule can be below: that of the
     loss, then of each weight with what is computed around it."""
-    costs, weights = setting.costs, setting.sharded()
-    again = {number for numbers in recomputed_uses(setting, weights).values() for number in numbers}
+    costs, weights = setting.costs, setting.sharded
+    again = {number for numbers in recomputed_uses(setting.trace, setting.checkpoint).values() for number in numbers}
 
     def ms(works: Iterable[Work]) -> float:
         return sum(work.ms for work in works)

@@ -63,6 +63,11 @@ class Weight(NamedTuple):
         found = _BLOCK.search(self.name)
         return self.name[: found.end() - 1] if found else ""
 
+    @property
+    def output_nbytes(self) -> int:
+        """Of what its GEMM computes in forward."""
+        return int(self.flops / (2 * self.shape[-1]) * 2)
+
     def with_ops(self, change: Callable[[Op], Op]) -> Weight:
         parts = (self.before, self.use, self.backward, self.grads)
         before, use, backward, grads = (tuple(map(change, ops)) for ops in parts)
@@ -71,7 +76,7 @@ class Weight(NamedTuple):
     def shifted(self, nbytes: int) -> Weight:
         """The use after so many more bytes of activations."""
         amounts = Amounts(*(max(amount + nbytes, 0) for amount in self.amounts))
-        return self._replace(amounts=amounts, live=self.live + nbytes)
+        return self._replace(amounts=amounts, live=max(self.live + nbytes, 0))
 
     @property
     def flops(self) -> float:
@@ -263,6 +268,43 @@ def with_loss(trace: Trace, loss: str) -> Trace:
         return trace
     amounts = Amounts(*(head.live + int((amount - head.live) * _LOGITS[loss]) for amount in head.amounts))
     return replace(trace, weights=(*trace.weights[:-1], head._replace(amounts=amounts)))
+
+
+def recomputed_uses(trace: Trace, checkpoint: str) -> dict[int, tuple[int, ...]]:
+    """By block, numbers of the weights whose GEMMs backward computes again. The last GEMM of a block is not: nothing of
+    it is saved. "selective" keeps the results of every second GEMM and of attention, as torchtitan's option."""
+    if checkpoint == "none":
+        return {}
+    blocks: dict[int, list[int]] = {}
+    for number, weight in enumerate(trace.weights):
+        if weight.block >= 0:
+            blocks.setdefault(weight.block, []).append(number)
+    step = 2 if checkpoint == "selective" else 1
+    return {block: tuple(numbers[:-1][::step]) for block, numbers in blocks.items()}
+
+
+def checkpointed(trace: Trace, checkpoint: str) -> Trace:
+    """The trace with the activations that blocks keep: their input with "full", and with "selective" the results of
+    those GEMMs that are not computed again."""
+    if checkpoint == "none" or not trace.blocks:
+        return trace
+    again = {number for numbers in recomputed_uses(trace, checkpoint).values() for number in numbers}
+    kept = dict.fromkeys(trace.blocks, trace.input_nbytes)
+    for number, weight in enumerate(trace.weights):
+        if checkpoint == "selective" and weight.block >= 0 and number not in again:
+            kept[weight.block] += weight.output_nbytes
+    lives = [weights[0].live for weights in trace.blocks.values()]
+    ends = [*lives[1:], trace.end or lives[-1] + (lives[-1] - lives[-2] if len(lives) > 1 else 0)]
+    freed_before: dict[int, int] = {}
+    freed = 0
+    for (block, nbytes), begin, end in zip(kept.items(), lives, ends, strict=True):
+        freed_before[block] = freed
+        freed += max(end - begin - nbytes, 0)
+
+    def moved(weight: Weight) -> Weight:
+        return weight if weight.is_table else weight.shifted(-freed_before.get(weight.block, freed))
+
+    return replace(trace.with_weights(moved), end=max(trace.end - freed, 0))
 
 
 class Part(NamedTuple):

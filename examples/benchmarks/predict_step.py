@@ -118,7 +118,7 @@ def fully_shard_peak(setting: Setting) -> int:
     root, units = units_of(setting)
     table, *head = root.weights
     grads = sum(item.gathered for item in head)
-    peaks = [root.full + max(item.weight.amounts[:2]) for item in setting.sharded()]
+    peaks = [root.full + max(item.weight.amounts[:2]) for item in setting.sharded]
     peaks += [root.full + item.weight.amounts.before_backward for item in head]
     peaks += [root.full + item.gathered + item.weight.amounts.wgrad for item in head]
     reduced = reducing = 0

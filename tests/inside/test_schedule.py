@@ -10,6 +10,7 @@ from expecttest import TestCase
 from dtensor_gtp._comm.debug import format_nbytes
 from dtensor_gtp._report.facts import plan_report
 from dtensor_gtp._report.text import plan_text
+from dtensor_gtp._schedule.held_weights import held_nbytes
 from dtensor_gtp._schedule.order_of_gathers import Plan, Traits, Window, choose_kept
 from dtensor_gtp._schedule.order_of_uses import Chain
 
@@ -501,3 +502,30 @@ forward of Model: 3 weight uses; 1 use is gathered ahead
             [format_nbytes(n) for n in (0, 1023, 1536, 3 << 20, 5 << 29)],
             ["0 B", "1023 B", "1.5 KiB", "3.0 MiB", "2.5 GiB"],
         )
+
+
+class TestHeldWeights(TestCase):
+    """What a pass holds is counted as it goes: it is what the window has and what stays, at each use."""
+
+    def test_random_plans(self) -> None:
+        numbers = random.Random(7)
+        for _ in range(300):
+            num = numbers.randint(1, 8)
+            traits = [Traits(numbers.choice((1, 5, 9 << 20)), numbers.choice((0, 0, 1))) for _ in range(num)]
+            uses = [numbers.randrange(num) for _ in range(numbers.randint(0, 20))]
+            plan = Plan(
+                uses, traits, Window(numbers.randint(0, 3), numbers.choice((0, 10)), numbers.choice((0, 1 << 25)))
+            )
+            nbytes = [numbers.randint(1, 100) for _ in range(num)]
+            kept = frozenset(numbers.sample(range(num), numbers.randint(0, num)))
+            for is_backward in (False, True):
+                held = held_nbytes(plan, kept, nbytes, is_backward=is_backward)
+                for step in range(len(uses) + 1):
+                    used = set(uses[:step])
+                    there = set(kept - used if is_backward else kept & used)
+                    for positions in plan.window(plan.cursors(step)):
+                        there.update(uses[position] for position in positions)
+                    self.assertEqual(held.between[step], sum(nbytes[use] for use in there))
+                    if step:
+                        there.add(uses[step - 1])
+                        self.assertEqual(held.during[step - 1], sum(nbytes[use] for use in there))

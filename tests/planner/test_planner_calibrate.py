@@ -22,7 +22,7 @@ from dtensor_gtp.planner.command_line import main
 from dtensor_gtp.planner.costs import Axis, Costs
 from dtensor_gtp.planner.machine import Contention, Host, Link, Machine, load_machine
 from dtensor_gtp.planner.recorder import Kind, Op
-from dtensor_gtp.planner.samples import Beside, Groups, Samples, fitted
+from dtensor_gtp.planner.samples import Beside, Samples, fitted
 
 RANKS = 4
 ALWAYS_MISSING = {
@@ -97,7 +97,7 @@ def measured(known: Machine) -> Samples:
 
 def test_a_machine_is_found_again_from_what_it_measures() -> None:
     known = machine()
-    found = fitted(load_machine("h200"), measured(known), Groups(fast=RANKS, together=TOGETHER))
+    found = fitted(load_machine("h200"), measured(known), fast=RANKS, together=TOGETHER)
     for part in ("host", "contention", "fast", "copy"):
         assert vars(getattr(found, part)) == pytest.approx(vars(getattr(known, part)), rel=1e-6), part
     for name, value in vars(known.compute).items():
@@ -113,7 +113,7 @@ def test_what_is_not_measured_stays_as_it_was_and_is_named() -> None:
     samples = measured(machine())
     del samples.by_kind["copy: tensors"], samples.by_kind["cast"], samples.beside["kernel"]
     preset = load_machine("h200")
-    found = fitted(preset, samples, Groups(fast=RANKS, together=TOGETHER))
+    found = fitted(preset, samples, fast=RANKS, together=TOGETHER)
     assert (found.copy, found.compute.cast, found.contention.kernel) == (
         preset.copy,
         preset.compute.cast,
@@ -132,7 +132,7 @@ def test_noise_gives_numbers_that_a_file_may_hold() -> None:
     samples.by_kind["host: sharded layer"] = samples.by_kind["host: plain layer"]
     for rows in (samples.by_kind["fast: gather"], samples.by_kind["fast: reduce"]):
         rows[:] = [row._replace(seconds=1e-3) for row in rows]
-    found = fitted(load_machine("h200"), samples, Groups(fast=RANKS, together=TOGETHER))
+    found = fitted(load_machine("h200"), samples, fast=RANKS, together=TOGETHER)
     assert (found.contention.kernel, found.contention.wire, found.host.use_us) == (1, 10, 0)
     assert 0 < found.fast.share < 2
 

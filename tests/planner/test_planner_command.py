@@ -70,25 +70,18 @@ def test_everything_as_json(config: str, capsys: pytest.CaptureFixture[str], tmp
     assert record["is_calibrated"] is False
 
 
-def test_a_timeline_as_a_picture_and_a_trace(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_timeline_as_a_picture(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     name = tmp_path / "step"
     status, _, err = run(capsys, config, "--gpus", "8", "--seq-len", "512", "--gtp", "8", "--explain", str(name))
     assert status == 0
-    assert err.count("wrote") == 2
+    assert err.count("wrote") == 1
     root = ElementTree.fromstring((tmp_path / "step.svg").read_text())
     titles = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}title")]
     assert any(title.startswith("gather layers.0") for title in titles)
     texts = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"milliseconds", "gather", "compute"} <= set(texts)
     assert sum(bool(re.fullmatch(r"[\d.]+", text)) for text in texts) >= 5  # ticks of the time axis
-    events = json.loads((tmp_path / "step.trace.json").read_text())["traceEvents"]
-    assert {event["args"]["name"] for event in events if event["ph"] == "M"} >= {
-        "compute",
-        "gather",
-        "scatter",
-        "finish",
-    }
-    assert any(event["name"].startswith("reduce") for event in events)
+    assert any(title.startswith("reduce") for title in titles)
 
 
 @pytest.mark.parametrize(
@@ -150,6 +143,8 @@ def test_what_it_cannot_write_it_says(
         (["llama3-8b", "--gpus", "8", "--gpu\x1b[2J"], r"unrecognized arguments: --gpu\\x1b\[2J"),
         (["--calibrate", "no/such/folder.json"], "calibrate cannot write no/such/folder.json"),
         (["--calibrate", "/"], "calibrate cannot write /"),
+        (["llama3-8b", "--gpus", "8", "--explain", "/"], "expects the name of files to write as --explain"),
+        (["llama3-8b", "--gpus", "8", "--explain", ""], "expects the name of files to write as --explain"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(
@@ -202,12 +197,6 @@ def test_models_that_cannot_be_imported_are_one_line(
     test_bad_input_is_one_line_and_status_2(capsys, [text, "--gpus", "8"], "cannot be imported|expects one of")
 
 
-@pytest.mark.parametrize("name", ["/", ""])
-def test_names_of_timelines_are_names(config: str, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    arguments = [config, "--gpus", "8", "--explain", name]
-    test_bad_input_is_one_line_and_status_2(capsys, arguments, "expects the name of files to write as --explain")
-
-
 @pytest.mark.parametrize("option", ["--explain", "--json"])
 def test_names_that_no_file_can_have(config: str, capsys: pytest.CaptureFixture[str], option: str) -> None:
     status, _, err = run(capsys, config, "--gpus", "8", "--gtp", "8", "--seq-len", "512", option, "a\0b")
@@ -223,6 +212,15 @@ def test_names_that_no_file_can_have(config: str, capsys: pytest.CaptureFixture[
         ({"peak_tflops": {"bf16": float("nan")}}, "machine expects a number .* as peak_tflops.bf16"),
         ({"gemm": [[10**400, 0.5]]}, "machine"),
         ({"like": "\x1b[2J"}, r"as like, but .* has '\\x1b\[2J'"),
+        ({"like": "h300"}, "machine expects one of a100, .* as like, but .* has 'h300'. Name one."),
+        ({"version": 0}, "machine expects a file of version 2, but .* is of version 0. Write it anew by --calibrate."),
+        ({"hbm_gb_s": -1}, "machine expects a number from 0.1 to 100000 as hbm_gb_s, but .* has -1. Mend the file."),
+        ({"hbm_gb_s": True}, "machine expects a number .* as hbm_gb_s, but .* has True"),
+        ({"speed": 1}, "machine has no field speed, but .* does"),
+        ({"fast": {"gb_s": 1}}, "machine expects a field fast..*, but .* has none. Add it."),
+        ({"gpus_per_host": 9}, "machine expects gpus_per_host of at most gpus_per_domain, but .* has 9 and 8"),
+        ({"peak_tflops": {"float8": 10}}, "machine expects peak_tflops.bf16, but .* has no such field"),
+        ({"peak_tflops": {"bf17": 10}}, "machine has no field .*peak_tflops.bf17"),
     ],
 )
 def test_bad_files_of_machines_are_one_line(
@@ -263,27 +261,6 @@ def test_presets_name_their_sources_and_survive_a_round_trip(name: str) -> None:
     assert not machine.is_calibrated
     assert any("http" in source for source in machine.sources.values())
     assert machine_of(json.loads(machine.as_json()), "it") == machine
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"version": 0}, "machine expects a file of version 2, but it is of version 0. Write it anew by --calibrate."),
-        ({"hbm_gb_s": -1}, "machine expects a number from 0.1 to 100000 as hbm_gb_s, but it has -1. Mend the file."),
-        ({"hbm_gb_s": True}, "machine expects a number .* as hbm_gb_s, but it has True"),
-        ({"speed": 1}, "machine has no field speed, but it does"),
-        ({"fast": {"gb_s": 1}}, "machine expects a field fast..*, but it has none. Add it."),
-        ({"gpus_per_host": 9}, "machine expects gpus_per_host of at most gpus_per_domain, but it has 9 and 8"),
-        ({"peak_tflops": {"float8": 10}}, "machine expects peak_tflops.bf16, but it has no such field"),
-        ({"peak_tflops": {"bf17": 10}}, "machine has no field .*peak_tflops.bf17"),
-        ({"like": "h300"}, "machine expects one of a100, .* as like, but it has 'h300'. Name one."),
-    ],
-)
-def test_bad_machines(changes: dict[str, Any], message: str) -> None:
-    content = json.loads(load_machine("h100").as_json()) | changes
-    with pytest.raises(PlanError, match=message) as caught:
-        machine_of(content, "it")
-    assert "\n" not in str(caught.value)
 
 
 def test_a_machine_like_a_preset_names_what_is_different() -> None:

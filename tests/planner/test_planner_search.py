@@ -50,29 +50,21 @@ def test_bad_jobs(fields: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "reason"),
+    ("layout", "config", "reason"),
     [
-        (Layout(gtp=4), "4 ranks on 8 GPUs"),
-        (Layout(tp=8), "tp 8 does not divide 8 heads and 4 of keys and values"),
-        (Layout(pp=8), "pp 8 has more stages than the model has layers (6)"),
-        (Layout(gtp=8, micro_batch=4), "8 data ranks with 4 sequences each do not divide 16"),
-        (Layout(gtp=8, ep=2), "ep without experts"),
-        (Layout(gtp=8), None),
+        (Layout(gtp=4), SMALL, "4 ranks on 8 GPUs"),
+        (Layout(tp=8), SMALL, "tp 8 does not divide 8 heads and 4 of keys and values"),
+        (Layout(pp=8), SMALL, "pp 8 has more stages than the model has layers (6)"),
+        (Layout(gtp=8, micro_batch=4), SMALL, "8 data ranks with 4 sequences each do not divide 16"),
+        (Layout(gtp=8, ep=2), SMALL, "ep without experts"),
+        (Layout(gtp=8), SMALL, None),
+        (Layout(gtp=8, ep=3), MIXTURE, "ep 3 does not divide 8 experts"),
+        (Layout(gtp=8, ep=4, expert_gtp=4), MIXTURE, "ep 4 and expert_gtp 4 do not divide the 8 ranks of a stage"),
+        (Layout(cp=8), None, "cp: a model's own attention does not exchange keys and values"),
     ],
 )
-def test_layouts_are_refused_with_reasons(layout: Layout, reason: str | None) -> None:
-    assert refusal(layout, problem().job, SMALL, load_machine("h100")) == reason
-
-
-def test_experts_are_refused_with_reasons() -> None:
-    machine, job = load_machine("h100"), problem(gpus=24).job
-    assert (
-        refusal(Layout(gtp=24, ep=3), replace(job, global_batch=24), MIXTURE, machine)
-        == "ep 3 does not divide 8 experts"
-    )
-    layout = Layout(gtp=24, ep=8, expert_gtp=2)
-    expected = "ep 8 and expert_gtp 2 do not divide the 24 ranks of a stage"
-    assert refusal(layout, replace(job, global_batch=24), MIXTURE, machine) == expected
+def test_layouts_are_refused_with_reasons(layout: Layout, config: ModelConfig | None, reason: str | None) -> None:
+    assert refusal(layout, problem().job, config, load_machine("h100")) == reason
 
 
 def test_each_layout_is_listed_once_with_its_ranks() -> None:
@@ -122,8 +114,8 @@ def test_bounds_are_below_what_is_simulated(config: ModelConfig) -> None:
 )
 def test_16384_gpus_are_searched_with_few_simulations(name: str) -> None:
     found = search(Problem(Job(16384), PRESETS[name], load_machine("h100")))
-    # This bounds its time, 4 to 17 s on a core of its own.
-    assert found.num_simulated <= 200 < found.num_layouts
+    # This bounds its time.
+    assert found.num_simulated <= 64 < found.num_layouts
     for fixed in ({"pp": 32, "tp": 1}, {"pp": 4, "tp": 1}, {"pp": 16, "tp": 8}):
         part = search(Problem(Job(16384, fixed=fixed), PRESETS[name], load_machine("h100")), top=1)
         assert found.answers[0].step_ms <= 1.05 * part.answers[0].step_ms, fixed
@@ -242,17 +234,13 @@ def test_thousands_of_ranks_have_the_shards_that_gtp_shard_gives_them(num_ranks:
 
     from dtensor_gtp import gtp_shard
 
-    weight = nn.Linear(64, 14336, bias=False, device="meta").weight
     for rank in (0, num_ranks - 1):
         with fake_world(num_ranks, rank):
             mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("gtp",))
             with torch.device("meta"):
                 model = gtp_shard(nn.Linear(64, 14336, bias=False), mesh)
             local = model.weight.to_local().numel()
-        assert (local > 0) == (rank == 0)
-        if rank == 0:
-            costs = Costs(load_machine("h100"), (("gtp", Axis(num_ranks, 1)),))
-            assert local == -(-14336 // costs.axis("gtp").size) * 64 == -(-weight.shape[0] // num_ranks) * 64
+        assert local == (-(-14336 // num_ranks) * 64 if rank == 0 else 0)
 
 
 def test_stages_share_the_blocks() -> None:

@@ -62,7 +62,7 @@ def test_gathers_are_those_of_the_plan() -> None:
     """Each launch of the runtime's plan is one gather, in its order, and the uses between are those of the plan."""
     setting = tiny(policy=fixed_policy(prefetch_nbytes=1 << 20, coalesce_nbytes=1 << 20))
     schedule, _ = setting.choice(0)
-    weights = setting.sharded()
+    weights = setting.sharded
     step = plan_step(setting, schedule)
     expected = []
     for plan in (step.forward, step.backward):
@@ -91,7 +91,7 @@ def test_each_weight_is_gathered_twice_and_reduced_once() -> None:
     setting = tiny()
     schedule, _ = setting.choice(0)
     program = build(setting, schedule)
-    weights = setting.sharded()
+    weights = setting.sharded
     gathered = sum(item.gathered for item in weights)
     head, table = weights[-1].gathered, weights[0].gathered
     # The head is kept from forward to backward, and backward does not gather a table.
@@ -155,7 +155,7 @@ def test_fully_shard_gathers_by_blocks(keeps: bool) -> None:
 
 def test_recomputation_uses_weights_again() -> None:
     setting = tiny(checkpoint="full")
-    weights = setting.sharded()
+    weights = setting.sharded
     step = plan_step(setting, setting.choice(0)[0])
     names = [weights[use].name.removeprefix("layers.3.").removesuffix(".weight") for use in step.backward.uses[:13]]
     again = ["attention.wq", "attention.wk", "attention.wv", "attention.wo", "ffn.w1", "ffn.w3"]
@@ -171,8 +171,8 @@ def test_a_weight_is_used_in_forward_and_in_backward() -> None:
         slower = replace(machine, host=replace(machine.host, use_us=use_us))
         given = replace(setting, costs=replace(setting.costs, machine=slower))
         times.append(build(given, given.choice(0)[0]).host_ms)
-    with_both = [item for item in setting.sharded() if item.weight.has_dgrad]
-    tables = len(setting.sharded()) - len(with_both)
+    with_both = [item for item in setting.sharded if item.weight.has_dgrad]
+    tables = len(setting.sharded) - len(with_both)
     assert tables == 1  # the embedding has no gradient of its input
     assert times[1] - times[0] == pytest.approx(0.1 * (2 * len(with_both) + 1.5 * tables))
 
@@ -231,16 +231,14 @@ def test_gradients_within_a_host_travel_in_the_dtype_of_compute() -> None:
     by_group = fixed_policy(gather_backend="process_group", reduce_scatter="ring", coalesce_grad_nbytes=1 << 19)
     settings = [tiny(policy=by_group, world=world, reduce_nbytes=4) for world in (8, 16)]
     schedule = settings[0].choice(0)[0]
-    head, small = settings[0].sharded()[-1], settings[0].sharded()[2]
+    head, small = settings[0].sharded[-1], settings[0].sharded[2]
     assert head.sent > schedule.coalesce_grad_nbytes > small.sent
     assert [settings[0].sends_narrow(schedule, item) for item in (head, small)] == [True, False]
-    assert not any(settings[1].sends_narrow(schedule, item) for item in settings[1].sharded())  # on two hosts
+    assert not any(settings[1].sends_narrow(schedule, item) for item in settings[1].sharded)  # on two hosts
     assert not tiny(policy=by_group).sends_narrow(schedule, head)  # reduced in bf16
     near, far = (build(setting, schedule) for setting in settings)
     times = [next(task.ms for task in each.tasks if task.label == "reduce output") for each in (near, far)]
     assert times[0] == pytest.approx(settings[0].costs.scatter_ms(head.weight.numel * 2, head.axis))
-    assert times[1] == pytest.approx(
-        settings[1].costs.scatter_ms(head.weight.numel * 4, settings[1].sharded()[-1].axis)
-    )
+    assert times[1] == pytest.approx(settings[1].costs.scatter_ms(head.weight.numel * 4, settings[1].sharded[-1].axis))
     uses = _uses(settings[0], plan_step(settings[0], schedule), schedule)
     assert (uses[-1].wgrad, uses[-1].sent) == (head.weight.numel * 2, head.weight.numel * 2)
