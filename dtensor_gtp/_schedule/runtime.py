@@ -358,11 +358,6 @@ class Runtime(Gathering):
     def _is_backward_running(self) -> bool:
         return self._is_in_backward and self._end_of_backward is not None and self._end_of_backward() is not None
 
-    @property
-    def is_in_backward(self) -> bool:
-        """Whether a backward has begun and not ended."""
-        return self._is_in_backward
-
     def _hide_groups(self) -> None:
         """Let modules have what they have outside of forwards, unless one runs."""
         if not self.reads.frames:
@@ -372,8 +367,10 @@ class Runtime(Gathering):
     def _finish_backward(self) -> None:
         """End a backward, on the caller's stream. When this returns, all gradients are in ``.grad``."""
         with self._forgetting_on_failure():
+            misuse = self.reads.misuse_in(self.reads.in_backward)
             self.reads.release_read_in_backward()
             finish_backward(self, self.groups)
+            misuse = misuse or self.lost_writes.found("in a backward")
             self._release_read_outside()
             self._drop_prefetched()
             self._end_keeps()
@@ -385,6 +382,8 @@ class Runtime(Gathering):
             if self._records_graph:
                 for param in self.params:
                     param.mark_undifferentiable()
+            if misuse is not None:
+                raise misuse
 
     def complete_gradients(self) -> None:
         """Reduce all remaining gradients. After the last backward, all are in ``.grad`` when this returns."""
