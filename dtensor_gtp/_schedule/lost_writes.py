@@ -6,13 +6,16 @@ of the old values is dropped; where that comes too late, the write is found afte
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import _torch_compat as compat
 from .._params.managed_param import ManagedParam
+from .._params.saved_for_backward import hook_at_node
 from .._params.sharded_weight import ShardedWeight
 from .._params.weight_group import WeightGroup
 from .attribute_reads import AttributeReads, sum_of_bits
@@ -126,3 +129,11 @@ class LostWrites:
 
 def _bits_of_shards(group: WeightGroup) -> list[Tensor | None]:
     return [sum_of_bits(member.local) for member in group.members]
+
+
+def refuse_hooks_at_nodes(weights: Sequence[ShardedWeight]) -> None:
+    """Raise if code has registered hooks where autograd would bring gradients to the parameters: they never run."""
+    with compat.unseen_by_checkpoint_policies():
+        for weight in weights:
+            if not weight.is_cut_again and compat.has_hooks_at_node(weight.param):
+                raise RuntimeError(hook_at_node(weight.fqn, weight.param))

@@ -29,7 +29,7 @@ from .attribute_reads import AttributeReads, Frame
 from .block_uses import finish_backward, release_all
 from .first_forward import agree_on_order
 from .gathering import Gathering
-from .lost_writes import LostWrites
+from .lost_writes import LostWrites, refuse_hooks_at_nodes
 from .one_thread import OneThread
 from .optimizer_steps import optimizer_steps
 from .order_of_uses import Chain, Entry
@@ -74,7 +74,7 @@ class Runtime(Gathering):
             self._is_cut_again = any(param.is_cut_again for param in self.params)
         return self._by_id
 
-    def _member_of(self, param: object) -> ManagedParam | None:
+    def member_of(self, param: object) -> ManagedParam | None:
         """The managed parameter with this object; None if it is another one that has got its id."""
         member = self._known().get(id(param))
         return member if member is not None and member.param is param else None
@@ -87,17 +87,17 @@ class Runtime(Gathering):
 
     def note_handed_out(self, param: object) -> None:
         """Somebody has got hold of a parameter in a way in which writes to it leave no version."""
-        if (member := self._member_of(param)) is not None:
+        if (member := self.member_of(param)) is not None:
             self.lost_writes.note_handed_out(member)
 
     def note_untraced_write(self, param: object) -> None:
         """As ``note_handed_out``, where it is likely that all ranks do so."""
         self.note_handed_out(param)
-        self.parts.num_writes += self._member_of(param) is not None
+        self.parts.num_writes += self.member_of(param) is not None
 
     def refuse_new_data(self, param: object) -> None:
         """``param.data = ...`` in a forward."""
-        if self.reads.frames and (member := self._member_of(param)) is not None:
+        if self.reads.frames and (member := self.member_of(param)) is not None:
             self.lost_writes.refuse_new_data(member)
 
     def hold_until_end(self, group: WeightGroup) -> None:
@@ -271,6 +271,8 @@ class Runtime(Gathering):
             group.begin_forward()
         if self._is_offloaded:
             self.comm.note_uploads()
+        if self.reads.looks_at_bits and torch.is_grad_enabled():
+            refuse_hooks_at_nodes(self.weights)
         self.parts.begin(self.schedule.coalesce_nbytes)
         self._begin_quantized(self.weights)
         gather_for_any_use(self)
