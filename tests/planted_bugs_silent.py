@@ -199,7 +199,7 @@ SILENT = {
     ),
     "a write through .data to a weight of a group is lost": Bug(
         "call_block",
-        never("seen is not None"),
+        replace("None if seen is None else group.untraced_write(seen)", "None"),
         "test_gtp_shard_groups.py::TestGroups::test_writes_without_a_version_are_refused",
     ),
     "items of a module's parameters are shards in a forward": Bug(
@@ -302,5 +302,38 @@ SILENT = {
     ),
     "poison reaches the shards": Bug(
         "KeepAndFree._free", drop("carry_writes"), "test_debugging_aids.py::TestPoisonOfWhatIsFreed"
+    ),
+    "a write in a backward is lost": Bug(
+        "Runtime._finish_backward",
+        replace("self.reads.misuse_in(self.reads.in_backward)", "None"),
+        f"{WRITES_OUTSIDE}::test_in_a_backward",
+    ),
+    "a write through .data in the backward of a block is lost": Bug(
+        "BlockUse.begin", drop("note_read"), f"{WRITES_OUTSIDE}::test_in_a_backward"
+    ),
+    "a write through .data after the backward of a block is lost": Bug(
+        "LostWrites.note_read",
+        replace("self._reads.frames or self._runtime.is_in_backward", "self._reads.frames"),
+        f"{WRITES_OUTSIDE}::test_in_a_backward",
+    ),
+    "a block computes with shards that its forward has written": Bug(
+        "LostWrites._drop_in_forward",
+        never("group.live is not None and group not in self._seen_shards and runtime.comm.may_wait_on_host"),
+        f"{SILENT_GROUPS}::test_writes_to_shards_of_a_block_that_runs_are_refused",
+    ),
+    "a block may return a tensor that autograd does not follow into it": Bug(
+        "BlockUse._hold_for_hidden",
+        never("any(output.requires_grad and id(output) not in known for output in outputs)"),
+        f"{PARTS_OF_BLOCKS}::test_a_block_that_returns_a_detached_tensor_is_refused",
+    ),
+    "each rank takes its rows of a gradient of the full tensor from its own data": Bug(
+        "backward_inputs:install",
+        drop("wrap_full_tensor"),
+        "test_silent_params.py::TestDirectReads::test_sharded_parameter_read_outside_of_forward",
+    ),
+    "a hook at the node of a sharded parameter never runs": Bug(
+        "Runtime._begin_forward",
+        drop("refuse_hooks_at_nodes"),
+        f"{PARAMETER_HOOKS}::test_hooks_at_the_node_of_a_sharded_parameter_are_refused",
     ),
 }

@@ -1,7 +1,9 @@
-"""Runs of autograd's engine: ``backward(inputs=...)`` and ``torch.autograd.grad`` with respect to sharded parameters.
+"""Runs of autograd's engine: ``backward(inputs=...)``, ``torch.autograd.grad`` and ``full_tensor()`` of sharded
+parameters.
 
 Gradients do not reach a sharded parameter through autograd: a leaf stands for it in the graph. torch would find no path
-to the parameter, and compute nothing without an error.
+to the parameter, and compute nothing without an error. Where code outside of the model computes with the full tensor,
+they do, and torch would take each rank's rows from the gradient of that rank alone.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from .. import _torch_compat as compat
 from .._dtensor.remedies import explain
 from .._params.managed_param import ManagedParam
+from .._params.sharded_weight import ShardedWeight
 from .._params.whole_param import WholeParam
 from .._schedule.optimizer_steps import optimizer_steps
 from .._schedule.runtime import Runtime
@@ -27,8 +30,27 @@ from ..placement import GTPShard
 
 @functools.cache
 def install() -> None:
-    """Look at the inputs of each run of autograd's engine; once in a process."""
+    """Look at the inputs of each run of autograd's engine, and at ``full_tensor()``; once in a process."""
     compat.wrap_engine(_run)
+    compat.wrap_full_tensor(_averaged)
+
+
+def _averaged(param: DTensor) -> list[Placement] | None:
+    """How ranks hold the gradient of the full tensor of a sharded weight: each that of its own data."""
+    if torch.compiler.is_compiling() or not (param.is_leaf and param.requires_grad and torch.is_grad_enabled()):
+        return None
+    for runtime in _runtimes():
+        weight = runtime.member_of(param)
+        if isinstance(weight, ShardedWeight) and not weight.is_cut_again:
+            num_tp = 0 if weight.tp_spec is None else weight.tp_spec.mesh.ndim
+            is_tp = [axis < num_tp for axis in range(param.device_mesh.ndim)]
+            return [Replicate() if each else Partial("avg") for each in is_tp]
+    return None
+
+
+def _runtimes() -> list[Runtime]:
+    """All of the process."""
+    return [watcher for watcher in optimizer_steps().watchers if isinstance(watcher, Runtime)]
 
 
 def _run(stock: Callable[..., Any], outputs: Any, grads: Any, retain: Any, create: Any, inputs: Any, *args: Any) -> Any:
@@ -46,7 +68,7 @@ def _run_for(
     stock: Callable[..., Any], outputs: Any, grads: Any, retain: Any, create: Any, inputs: Any, *args: Any
 ) -> Any:
     """The same with respect to ``inputs``."""
-    runtimes = [watcher for watcher in optimizer_steps().watchers if isinstance(watcher, Runtime)]
+    runtimes = _runtimes()
     if any(isinstance(_tensor_of(given), DTensor) for given in inputs):
         inputs = _with_leaves(runtimes, outputs, inputs, accumulates=args[-1])
     before = [runtime.asked_for for runtime in runtimes]

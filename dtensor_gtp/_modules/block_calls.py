@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any, cast
 
 import torch
@@ -30,7 +31,7 @@ def call_block(block: BoundModule, call: Any, args: Any, kwargs: Any, compiler: 
             use = BlockUse(runtime, group) if torch.is_grad_enabled() else None
             if is_compiled or not was_in_pass:
                 group.views.show(is_compiled=is_compiled)
-            inputs = [*_tensors((args, kwargs))] if use is not None else []
+            inputs = [*tensors_in((args, kwargs))] if use is not None else []
             if compiler is None:
                 output = call(*args, **kwargs)
             else:
@@ -39,7 +40,9 @@ def call_block(block: BoundModule, call: Any, args: Any, kwargs: Any, compiler: 
                     output = call(*args, **kwargs)
                 finally:
                     compat.set_eval_frame(None)
-            if seen is not None and (misuse := group.untraced_write(seen)) is not None:
+            misuse = None if seen is None else group.untraced_write(seen)
+            misuse = misuse or runtime.lost_writes.written_in_use(group)
+            if misuse is not None:
                 raise misuse
             is_complete = True
         finally:
@@ -52,7 +55,7 @@ def call_block(block: BoundModule, call: Any, args: Any, kwargs: Any, compiler: 
     finally:
         runtime.leave(depth)
     if use is not None:
-        use.watch(inputs, _tensors(output))
+        use.watch(inputs, tensors_in(output))
     return output
 
 
@@ -61,7 +64,10 @@ def _needs_no_hooks(num_steps: int) -> bool:
     return False
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """Those in containers that pytree knows and in dataclasses."""
     for leaf in compat.tree_leaves(tree):
         if isinstance(leaf, Tensor):
             yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from tensors_in([getattr(leaf, field.name) for field in fields(leaf)])

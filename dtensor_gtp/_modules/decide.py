@@ -15,6 +15,7 @@ from .. import _torch_compat as compat
 from .._comm.collectives import has_replicas
 from .._howto import see
 from .._params.managed_param import ManagedParam, Site
+from .._params.saved_for_backward import hook_at_node
 from .._params.ties import check_tie, manager_of_replaced
 from ..placement import GTPShard
 from ..quant.master import master_of, place_quantized
@@ -218,11 +219,7 @@ def _check_param(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
         advice = "Convert it with to_dense() or pass it in ignored_params"
         raise NotImplementedError(f"gtp_shard does not support {what}. {advice}.")
     if compat.has_hooks_at_node(param):
-        raise ValueError(
-            f"gtp_shard expects no hook on the autograd node of a parameter, which will get no gradients any more, but "
-            f"code registered one for parameter '{fqn}' of shape {tuple(param.shape)} (rank {dist.get_rank()}). "
-            "Register it on the parameter: param.register_post_accumulate_grad_hook(hook)."
-        )
+        raise ValueError(hook_at_node(fqn, param))
     if not isinstance(param, DTensor):
         return
     axes, gtp_axes = param.device_mesh.mesh_dim_names, mesh.mesh_dim_names

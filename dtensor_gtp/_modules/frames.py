@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from .._howto import see
 from .._params.saved_for_backward import refuse_recording
 from .._schedule.order_of_uses import Entry
 from .binding import BoundModule, Reads, ShardGroup, trains_unmanaged, unmanaged_params
-from .block_calls import call_block
+from .block_calls import call_block, tensors_in
 from .torch_patches import follow_pipelining
 
 ADVICE_FOR_JIT = (
@@ -141,7 +141,7 @@ def _call_in_frame(
         follow_pipelining()
         # Tell the runtime when a backward through the output begins, so that its first gathers start at once.
         note = partial(runtime.note_backward, Entry(module, method))
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(lambda grad: note())
     return output
@@ -149,7 +149,7 @@ def _call_in_frame(
 
 def _num_tokens(inputs: Any) -> int:
     """How many tokens a first forward gets: the size of its largest tensor of integers."""
-    return max((tensor.numel() for tensor in _tensors(inputs) if not tensor.is_floating_point()), default=0)
+    return max((tensor.numel() for tensor in tensors_in(inputs) if not tensor.is_floating_point()), default=0)
 
 
 def _refuse_added_params(group: ShardGroup) -> None:
@@ -207,11 +207,3 @@ def _map_tensors(tree: Any, convert: Callable[[Tensor], Tensor]) -> Any:
             for field in fields(leaf):  # also of a frozen one
                 object.__setattr__(leaves[index], field.name, _map_tensors(getattr(leaf, field.name), convert))
     return compat.tree_unflatten(leaves, spec)
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    for leaf in compat.tree_flatten(tree)[0]:
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _tensors([getattr(leaf, field.name) for field in fields(leaf)])

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -281,3 +282,13 @@ def refuse_partial_recording(weight: ShardedWeight, is_capturing: bool) -> None:
             "sharded weights. Use dtensor_gtp.capture_step for whole steps and dtensor_gtp.capture_blocks for "
             "single modules. If you do not need the gradient, freeze the parameter with requires_grad_(False)."
         )
+
+
+def hook_at_node(fqn: str, param: Tensor) -> str:
+    """What is wrong with a hook of autograd's node of a parameter."""
+    return (
+        "gtp_shard expects no hook on the autograd node of a parameter, which will get no gradients any more, but "
+        f"code registered one for parameter '{fqn}' of shape {tuple(param.shape)} (rank {dist.get_rank()}), as "
+        "optimizers in backward do. Register it on the parameter: "
+        "param.register_post_accumulate_grad_hook(hook)."
+    )

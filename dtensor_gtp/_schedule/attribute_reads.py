@@ -38,7 +38,7 @@ class Seen(NamedTuple):
     @classmethod
     def of(cls, value: Tensor, looks_at_bits: bool) -> Seen:
         version = 0 if value.is_inference() else value._version
-        return cls(value, version, _sum_of_bits(value) if looks_at_bits else None, _address(value))
+        return cls(value, version, sum_of_bits(value) if looks_at_bits else None, _address(value))
 
     @property
     def is_written(self) -> bool:
@@ -46,7 +46,7 @@ class Seen(NamedTuple):
             return True
         if self.address and _address(self.value) not in (0, self.address):
             return True
-        bits = None if self.bits is None else _sum_of_bits(self.value)
+        bits = None if self.bits is None else sum_of_bits(self.value)
         return bits is not None and self.bits is not None and not torch.equal(bits, self.bits)
 
 
@@ -58,7 +58,7 @@ def _address(value: Tensor) -> int:
     return local.data_ptr()
 
 
-def _sum_of_bits(value: Tensor) -> Tensor | None:
+def sum_of_bits(value: Tensor) -> Tensor | None:
     local = compat.local_part(value.detach())
     if type(local) is not Tensor or local.is_complex():
         return None
@@ -183,10 +183,11 @@ class AttributeReads:
                     frame.seen[i] = other, seen._replace(version=seen.version + 1)
 
     def misuse_in(self, frame: Frame) -> RuntimeError | None:
-        """What the code of a frame did to weights that it has read, to no effect."""
+        """What the code of a frame, or of a backward, did to weights that it has read, to no effect."""
+        where = "in a backward" if frame is self.in_backward else "in a forward"
         for weight, seen in frame.seen:
             if seen.is_written:
-                return written_to_no_effect(weight, "in a forward")
+                return written_to_no_effect(weight, where)
             if weight.is_fused and seen.value.requires_grad and compat.tensor_hooks(seen.value):
                 return RuntimeError(
                     f"A forward registered a hook on the gathered parameter '{weight.fqn}' of shape "

@@ -14,11 +14,13 @@ from collections.abc import Iterable
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .._params.gathered import Gathered
 from .._params.sharded_weight import Gatherable
 from .._params.weight_group import WeightGroup
+from .lost_writes import LostWrites
 from .reduce_gradients import Gradients
 
 
@@ -26,10 +28,12 @@ class RunsBlocks(Protocol):
     """The runtime."""
 
     grads: Gradients
+    lost_writes: LostWrites
 
     def acquire(self, target: Gatherable) -> Gathered: ...
     def release(self, target: Gatherable, gathered: Gathered) -> None: ...
     def note_backward(self) -> None: ...
+    def hold_until_end(self, group: WeightGroup) -> None: ...
 
 
 class BlockUse:
@@ -45,16 +49,31 @@ class BlockUse:
         needed = [tensor for tensor in inputs if tensor.requires_grad]
         leaves = [tensor for tensor in needed if tensor.grad_fn is None]
         before = {tensor.grad_fn for tensor in needed if tensor.grad_fn is not None}
+        outputs = list(outputs)
         made = {output.grad_fn for output in outputs if output.grad_fn is not None}
         # An input that the block returns as it is, such as T5's position bias, has its gradient after all blocks. If
         # that is all it returns, its backward may begin there all the same.
         for node in made - before or made:
             node.register_prehook(self.begin)
+        if not made and (needed or any(leaf.requires_grad for leaf in self._leaves.by_member.values())):
+            self._hold_for_hidden(outputs, leaves)
         last = max(before, key=lambda node: node._sequence_nr(), default=None)
         if last is not None:
             last.register_prehook(self.end)
         elif leaves:
             leaves[0].register_hook(self.end)
+
+    def _hold_for_hidden(self, outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:
+        """No output that we see shows when the backward begins: they are in an object, or in a transform."""
+        known = set(map(id, inputs))
+        if any(output.requires_grad and id(output) not in known for output in outputs):
+            raise NotImplementedError(
+                f"A hook or the forward of block '{self._group.fqn}' returns a detached tensor that requires a "
+                f"gradient (rank {dist.get_rank()}), so nothing says when the backward of the block begins. Detach it "
+                "outside of the block."
+            )
+        self._group.views.note_gradients(self._runtime.note_backward)
+        self._runtime.hold_until_end(self._group)
 
     def begin(self, grads: object = None) -> None:
         """The backward of this forward begins: hold the weights for it."""
@@ -69,6 +88,7 @@ class BlockUse:
             self._group.views.note_gradients(self._runtime.note_backward)
         if running.held is None:
             running.held = self._runtime.acquire(self._group)
+            self._runtime.lost_writes.note_read(self._group)
 
     def end(self, grads: object = None) -> None:
         """All gradients of this forward have arrived: free the weights and reduce the gradients."""
@@ -76,6 +96,7 @@ class BlockUse:
         self._runtime.note_backward()
         running.uses.discard(self)
         if not (running.uses or running.creates_graph):
+            self._runtime.lost_writes.check(self._group)
             _release(self._runtime, self._group)
         self._runtime.grads.reduce_group(self._group)
 
@@ -103,6 +124,7 @@ def finish_backward(runtime: RunsBlocks, groups: Iterable[WeightGroup]) -> None:
         if group.in_backward.creates_graph:
             group.in_backward.creates_graph = False
         else:
+            runtime.lost_writes.check(group)
             _release(runtime, group)
         if group.pending_grad.have_arrived:
             runtime.grads.reduce_group(group)

@@ -78,6 +78,11 @@ class KeepAndFree:
         self._kept_if_last: frozenset[int] = frozenset()
         self.use_schedule(Schedule())  # until one is chosen
 
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward has begun and not ended."""
+        return self._is_in_backward
+
     def use_schedule(self, schedule: Schedule) -> None:
         self.schedule = self.grads.schedule = schedule
         self._window = Window(

@@ -6,14 +6,19 @@ of the old values is dropped; where that comes too late, the write is found afte
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from .. import _torch_compat as compat
 from .._params.managed_param import ManagedParam
+from .._params.saved_for_backward import hook_at_node
 from .._params.sharded_weight import ShardedWeight
 from .._params.weight_group import WeightGroup
-from .attribute_reads import AttributeReads
+from .attribute_reads import AttributeReads, sum_of_bits
 from .gathering import Gathering
 
 
@@ -23,8 +28,11 @@ class LostWrites:
     def __init__(self, runtime: Gathering, reads: AttributeReads) -> None:
         self._runtime, self._reads = runtime, reads
         self._outdated: set[ShardedWeight] = set()  # unsharded, and perhaps written since without a trace
-        # Groups that a forward reads outside of their blocks, as they were then; only if ``reads.looks_at_bits``.
+        # Groups that a forward reads outside of their blocks, and that a backward uses, as they were then; only if
+        # ``reads.looks_at_bits``.
         self._seen_outside: dict[WeightGroup, Any] = {}
+        # The shards of groups whose full weights are in use, when somebody got hold of these shards.
+        self._seen_shards: dict[WeightGroup, list[Tensor | None]] = {}
 
     def begin_forward(self) -> None:
         """Gather anew what may have been written since the last pass."""
@@ -32,6 +40,7 @@ class LostWrites:
             self._runtime.drop_kept(weight)
         self._outdated.clear()
         self._seen_outside.clear()
+        self._seen_shards.clear()
 
     def note_handed_out(self, member: ManagedParam) -> None:
         """Somebody has got hold of a parameter in a way in which writes to it leave no version."""
@@ -54,6 +63,8 @@ class LostWrites:
         """Drop what was gathered of a shard that is about to be written, and gather it at its next use alone."""
         runtime = self._runtime
         if group is not None:
+            if group.live is not None and group not in self._seen_shards and runtime.comm.may_wait_on_host:
+                self._seen_shards[group] = _bits_of_shards(group)
             runtime.handed_out.add(group.weight)
             runtime.forget_pending(group)
             runtime.forget_kept(group)
@@ -75,15 +86,54 @@ class LostWrites:
             )
 
     def note_read(self, group: WeightGroup) -> None:
-        """A forward reads a weight of ``group`` outside of its block."""
-        if self._reads.frames and self._reads.looks_at_bits and group not in self._seen_outside:
+        """A forward reads a weight of ``group`` outside of its block, or a backward uses the group."""
+        is_in_pass = self._reads.frames or self._runtime.is_in_backward
+        if is_in_pass and self._reads.looks_at_bits and group not in self._seen_outside:
             self._seen_outside[group] = group.leaves.seen()
 
-    def found(self) -> RuntimeError | None:
-        """What a forward has written to weights, outside of the blocks whose groups they are in, to no effect."""
+    def check(self, group: WeightGroup) -> None:
+        """Before the backward of a block frees ``group``: raise if it has written to weights to no effect."""
+        seen = self._seen_outside.pop(group, None)
+        if seen is not None and (misuse := group.untraced_write(seen, "in a backward")) is not None:
+            raise misuse
+
+    def written_in_use(self, group: WeightGroup) -> RuntimeError | None:
+        """At the end of a use of ``group``: an error if somebody wrote to its shards meanwhile. The block has computed
+        with the values of before."""
+        bits = self._seen_shards.pop(group, None)
+        if bits is None and not self._reads.looks_at_bits:
+            return None
+        is_written = group.version != group.leaves.version
+        if not is_written and bits is not None:
+            now = _bits_of_shards(group)
+            is_written = any(
+                a is not None and b is not None and not torch.equal(a, b) for a, b in zip(bits, now, strict=True)
+            )
+        if not is_written:
+            return None
+        return RuntimeError(
+            f"Parameters of block '{group.fqn}' were written while its forward runs, which computes with their values "
+            f"from before (rank {dist.get_rank()}). Write to the attributes of its modules, e.g. self.weight, under "
+            "torch.no_grad(), or before the forward of the block."
+        )
+
+    def found(self, where: str = "in a forward") -> RuntimeError | None:
+        """What a pass has written to weights, outside of the blocks whose groups they are in, to no effect."""
         if not self._reads.looks_at_bits:
             return None
-        found = [group.untraced_write(seen) for group, seen in self._seen_outside.items()]
+        found = [group.untraced_write(seen, where) for group, seen in self._seen_outside.items()]
         self._seen_outside.clear()
         found += [param.take_back() for param in self._runtime.whole]
         return next(filter(None, found), None)
+
+
+def _bits_of_shards(group: WeightGroup) -> list[Tensor | None]:
+    return [sum_of_bits(member.local) for member in group.members]
+
+
+def refuse_hooks_at_nodes(weights: Sequence[ShardedWeight]) -> None:
+    """Raise if code has registered hooks where autograd would bring gradients to the parameters: they never run."""
+    with compat.unseen_by_checkpoint_policies():
+        for weight in weights:
+            if not weight.is_cut_again and compat.has_hooks_at_node(weight.param):
+                raise RuntimeError(hook_at_node(weight.fqn, weight.param))

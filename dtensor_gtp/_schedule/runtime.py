@@ -29,7 +29,7 @@ from .attribute_reads import AttributeReads, Frame
 from .block_uses import finish_backward, release_all
 from .first_forward import agree_on_order
 from .gathering import Gathering
-from .lost_writes import LostWrites
+from .lost_writes import LostWrites, refuse_hooks_at_nodes
 from .one_thread import OneThread
 from .optimizer_steps import optimizer_steps
 from .order_of_uses import Chain, Entry
@@ -74,7 +74,7 @@ class Runtime(Gathering):
             self._is_cut_again = any(param.is_cut_again for param in self.params)
         return self._by_id
 
-    def _member_of(self, param: object) -> ManagedParam | None:
+    def member_of(self, param: object) -> ManagedParam | None:
         """The managed parameter with this object; None if it is another one that has got its id."""
         member = self._known().get(id(param))
         return member if member is not None and member.param is param else None
@@ -87,17 +87,17 @@ class Runtime(Gathering):
 
     def note_handed_out(self, param: object) -> None:
         """Somebody has got hold of a parameter in a way in which writes to it leave no version."""
-        if (member := self._member_of(param)) is not None:
+        if (member := self.member_of(param)) is not None:
             self.lost_writes.note_handed_out(member)
 
     def note_untraced_write(self, param: object) -> None:
         """As ``note_handed_out``, where it is likely that all ranks do so."""
         self.note_handed_out(param)
-        self.parts.num_writes += self._member_of(param) is not None
+        self.parts.num_writes += self.member_of(param) is not None
 
     def refuse_new_data(self, param: object) -> None:
         """``param.data = ...`` in a forward."""
-        if self.reads.frames and (member := self._member_of(param)) is not None:
+        if self.reads.frames and (member := self.member_of(param)) is not None:
             self.lost_writes.refuse_new_data(member)
 
     def hold_until_end(self, group: WeightGroup) -> None:
@@ -271,6 +271,8 @@ class Runtime(Gathering):
             group.begin_forward()
         if self._is_offloaded:
             self.comm.note_uploads()
+        if self.reads.looks_at_bits and torch.is_grad_enabled():
+            refuse_hooks_at_nodes(self.weights)
         self.parts.begin(self.schedule.coalesce_nbytes)
         self._begin_quantized(self.weights)
         gather_for_any_use(self)
@@ -358,11 +360,6 @@ class Runtime(Gathering):
     def _is_backward_running(self) -> bool:
         return self._is_in_backward and self._end_of_backward is not None and self._end_of_backward() is not None
 
-    @property
-    def is_in_backward(self) -> bool:
-        """Whether a backward has begun and not ended."""
-        return self._is_in_backward
-
     def _hide_groups(self) -> None:
         """Let modules have what they have outside of forwards, unless one runs."""
         if not self.reads.frames:
@@ -372,8 +369,10 @@ class Runtime(Gathering):
     def _finish_backward(self) -> None:
         """End a backward, on the caller's stream. When this returns, all gradients are in ``.grad``."""
         with self._forgetting_on_failure():
+            misuse = self.reads.misuse_in(self.reads.in_backward)
             self.reads.release_read_in_backward()
             finish_backward(self, self.groups)
+            misuse = misuse or self.lost_writes.found("in a backward")
             self._release_read_outside()
             self._drop_prefetched()
             self._end_keeps()
@@ -385,6 +384,8 @@ class Runtime(Gathering):
             if self._records_graph:
                 for param in self.params:
                     param.mark_undifferentiable()
+            if misuse is not None:
+                raise misuse
 
     def complete_gradients(self) -> None:
         """Reduce all remaining gradients. After the last backward, all are in ``.grad`` when this returns."""

@@ -75,6 +75,20 @@ def wrap_data_getter(note: Callable[[DTensor], None]) -> None:
     replace("data", DTensor, "data", property(get, stock.__set__))
 
 
+def wrap_full_tensor(placements_of_grad: Callable[[DTensor], list[Placement] | None]) -> None:
+    """Let ``tensor.full_tensor()`` of a DTensor take its gradient as ``placements_of_grad(tensor)``, unless it is None
+    or the caller says how, from now on."""
+    stock = DTensor.full_tensor
+
+    @functools.wraps(stock)
+    def full_tensor(tensor: DTensor, *, grad_placements: Any = None) -> Tensor:
+        if grad_placements is None:
+            grad_placements = placements_of_grad(tensor)
+        return stock(tensor, grad_placements=grad_placements)
+
+    replace("full_tensor", DTensor, "full_tensor", full_tensor)
+
+
 def read_items(key: str, metadata: Any, offsets: tuple[int, ...], sizes: torch.Size) -> list[Any]:
     """What ``torch.distributed.checkpoint`` reads for one part of a stored tensor."""
     chunk = ChunkStorageMetadata(torch.Size(offsets), sizes)

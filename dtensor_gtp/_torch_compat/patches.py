@@ -52,6 +52,11 @@ PATCHES = {
     "cached propagation": Patch(
         f"{_TENSOR}.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding", _ALL, "it caches the former"
     ),
+    "full_tensor": Patch(
+        f"{_TENSOR}.DTensor.full_tensor",
+        _ALL,
+        "in backward each rank takes its rows from its own gradient, not from the average over ranks",
+    ),
     "handlers": Patch(
         f"{_TENSOR}.DTensor._op_dispatcher._custom_op_handlers",
         _ALL,

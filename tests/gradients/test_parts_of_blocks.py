@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +31,35 @@ class Blocks(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
+
+
+@dataclass
+class Output:
+    x: torch.Tensor
+
+
+class Holder:
+    """A container that nobody knows."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+class Wraps(Block):
+    wrap: Callable[[torch.Tensor], Any] = Output
+
+    def forward(self, x: Any) -> Any:
+        return Wraps.wrap(super().forward(x.x if isinstance(x, Output | Holder) else x))
+
+
+class Unwraps(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Wraps() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = super().forward(x).x  # type: ignore[attr-defined]
+        return y
 
 
 class TestPartsOfBlocks(GlooTest):
@@ -83,6 +113,23 @@ class TestPartsOfBlocks(GlooTest):
                 self.check(model, reference, alone)
                 model.reshard()
                 self.check(model, reference, alone)
+
+    def test_outputs_in_objects(self) -> None:
+        """Nothing that pytree finds shows when the backward of a block begins."""
+        for Wraps.wrap in (Output, Holder):
+            for model, reference in self.pairs(Unwraps):
+                self.check(model, reference, square)
+        for model, reference in self.pairs():
+            self.check(model, reference, lambda each, x: torch.vmap(each)(x).square().mean())
+
+    def test_a_block_that_returns_a_detached_tensor_is_refused(self) -> None:
+        x = torch.randn(2, WIDTH)
+        for model, reference in self.pairs():
+            hook = model.layers[1].register_forward_hook(lambda _, args, y: y.detach().requires_grad_())
+            with self.assertRaisesRegex(NotImplementedError, "'layers.1' returns a detached tensor"):
+                model(x)
+            hook.remove()
+            self.check(model, reference, square)
 
     def test_the_first_use_of_all(self) -> None:
         """Makes the groups while a layer runs."""

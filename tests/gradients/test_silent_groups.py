@@ -285,6 +285,52 @@ class TestSilentGroups(GlooTest):
                             model.reshard()
                         square(model, x).backward()
 
+    def test_writes_to_shards_of_a_block_that_runs_are_refused(self) -> None:
+        """It computes with what was gathered of them before. Where the model has read a weight, so does a later call
+        of its block."""
+
+        class MovesItself(Block):
+            write: Any = None
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                if MovesItself.write is not None:
+                    with torch.no_grad():
+                        MovesItself.write(list(self.parameters()))
+                return super().forward(x)
+
+        class Moves(Model):
+            write: Any = None
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                norm = self.layers[1].up.weight.norm()
+                if Moves.write is not None:
+                    with torch.no_grad():
+                        Moves.write(list(self.layers[1].parameters()))
+                return super().forward(x) / norm
+
+        def by_data(params: list[Any]) -> None:
+            for param in params:
+                param.data.mul_(0.5)
+
+        def by_version(params: list[Any]) -> None:
+            params[1].mul_(0.5)
+
+        def check(mover: Any, model: nn.Module, reference: nn.Module) -> None:
+            mover.write = lambda params: sum(param.norm() for param in params)
+            self.run_both(model, reference, lambda each, x: square(each, x).backward(), 0)
+            self.check_grads(model, reference)
+            x = torch.randn(2, WIDTH)
+            for write in (by_data, lambda params: torch._foreach_mul_(params, 0.5), by_version):
+                mover.write = write  # in forwards that do not look at all bits
+                with self.assertRaisesRegex(RuntimeError, r"block 'layers.\d' were written while its forward runs"):
+                    model(x)
+                mover.write = None
+                square(model, x).backward()
+
+        for mover, make in ((MovesItself, lambda: Model(block=MovesItself)), (Moves, Moves)):
+            for model, reference in self.pairs(make):
+                check(mover, model, reference)
+
     def test_new_data_of_a_full_weight_raises_in_the_next_forward_at_the_latest(self) -> None:
         """Also where the forward that writes does not look at bits: modules would compute with it for ever."""
 

@@ -12,10 +12,11 @@ import torch.nn as nn
 from common import ALL, GlooTest, assert_same_params, rows_of_rank
 from runtime_common import WIDTH, Raw, make_rows, shard_copy, small_model, square_loss
 from schedules import explicit
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.tensor import DTensor, Replicate
 from torch.func import functional_call
 
-from dtensor_gtp import gtp_shard
+from dtensor_gtp import SchedulePolicy, gtp_shard
 
 
 class TestReplacedParameters(GlooTest):
@@ -103,6 +104,16 @@ class TestParameterHooks(GlooTest):
                 handle.remove()
                 square_loss(gtp_shard(model, self.gtp_mesh(), schedule=ALL), make_rows(0)).backward()
 
+    def test_hooks_at_the_node_of_a_sharded_parameter_are_refused(self) -> None:
+        """As optimizers in backward register them: in the next forward that looks at all of them."""
+        message = "no hooks of autograd's node.*'0.weight'.*register_post_accumulate_grad_hook"
+        for schedule in (ALL, SchedulePolicy(min_shard_numel=0)):
+            model = gtp_shard(small_model(), self.gtp_mesh(), schedule=schedule)
+            square_loss(model, make_rows(0)).backward()
+            _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+            with self.assertRaisesRegex(RuntimeError, message):
+                model(make_rows(0))
+
     def test_hook_on_what_a_fused_layer_does_not_read(self) -> None:
         class Hooked(nn.Module):
             def __init__(self) -> None:
@@ -184,6 +195,36 @@ class TestDirectReads(GlooTest):
                 scale = scale.full_tensor() if isinstance(scale, DTensor) else scale
                 (rows * scale).square().mean().backward()
             assert_same_params(model, reference, "grad")
+
+    def test_sharded_parameter_read_outside_of_forward(self) -> None:
+        """As whole ones: single weights and groups, over replicas, without sync, and beside a use in forward."""
+
+        def loss(each: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+            weight, first = full_of(each[0].weight), full_of(each[1].first)
+            y = each(rows) + rows @ weight @ first
+            return y.square().mean() + weight.square().sum() + first.exp().mean()
+
+        def full_of(param: torch.Tensor) -> torch.Tensor:
+            return param.full_tensor() if isinstance(param, DTensor) else param
+
+        for mesh, schedule in (
+            (self.gtp_mesh(), ALL),
+            (self.gtp_mesh(), SchedulePolicy(min_shard_numel=0)),
+            (self.hsdp_mesh(2), ALL),
+        ):
+            torch.manual_seed(0)
+            reference = nn.Sequential(nn.Linear(WIDTH, WIDTH), Raw())
+            model = shard_copy(reference, mesh, schedule=schedule)
+            for step, is_last in enumerate((True, False, True)):
+                x = make_rows(step)
+                model.set_requires_gradient_sync(is_last)
+                loss(model, rows_of_rank(x, mesh)).backward()
+                loss(reference, x).backward()
+                if is_last:
+                    assert_same_params(model, reference, "grad")
+            model.zero_grad()
+            with torch.no_grad():
+                torch.testing.assert_close(model[0].weight.full_tensor(), reference[0].weight)
 
 
 class Held(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -132,6 +133,10 @@ def replace_data(weight: Any) -> None:
     weight.data = weight.data * 0.5
 
 
+def halve_data(weight: Any) -> None:
+    weight.data.mul_(0.5)
+
+
 class TestWritesInForward(GlooTest):
     world_size = 2
 
@@ -259,6 +264,41 @@ class TestWritesInForward(GlooTest):
 
 class TestWritesOutside(GlooTest):
     world_size = 2
+
+    def test_in_a_backward(self) -> None:
+        """By a hook: to a weight of a group it is kept, otherwise it raises."""
+        mesh, x = self.gtp_mesh(), make_rows(0)
+        refused = r"A write in a backward .*('1.up.weight'|block '1')"
+
+        def by_version(weight: Any) -> None:
+            weight.mul_(0.5)
+
+        for schedule, write in itertools.product((ALL, SchedulePolicy(min_shard_numel=0)), (by_version, halve_data)):
+            torch.manual_seed(0)
+            reference = nn.Sequential(Layer(), Layer())
+            for index in (0, 1):  # the backward of the block has ended, or it runs
+                model = shard_copy(reference, mesh, schedule=schedule)
+                square_loss(model, make_rows(0)).backward()
+                model.zero_grad()
+                expected = copy.deepcopy(reference)
+                for each, rows in ((model, rows_of_rank(x, mesh)), (expected, x)):
+
+                    def hook(*grads: object, each: Any = each, write: Any = write) -> None:
+                        with torch.no_grad():
+                            write(each[1].up.weight)
+
+                    handle = each[index].register_full_backward_hook(hook)
+                    loss = square_loss(each, rows)
+                    if each is expected or (schedule is not ALL and write is by_version):
+                        loss.backward()
+                    else:
+                        with self.assertRaisesRegex(RuntimeError, refused):
+                            loss.backward()
+                    handle.remove()
+                if schedule is not ALL and write is by_version:
+                    assert_same_params(model, expected)
+                model.zero_grad()
+                square_loss(model, make_rows(0)).backward()
 
     def test_between_unshard_and_reshard(self) -> None:
         for write in (lambda weight: weight.add_(1), lambda weight: weight.data.add_(1), replace_data):
