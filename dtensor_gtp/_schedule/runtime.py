@@ -271,7 +271,7 @@ class Runtime(Gathering):
             group.begin_forward()
         if self._is_offloaded:
             self.comm.note_uploads()
-        if self.reads.looks_at_bits and torch.is_grad_enabled():
+        if self.reads.looks_at_bits and torch.is_grad_enabled() and not compat.in_func_transform():
             refuse_hooks_at_nodes(self.weights)
         self.parts.begin(self.schedule.coalesce_nbytes)
         self._begin_quantized(self.weights)

@@ -106,7 +106,7 @@ class TestParameterHooks(GlooTest):
 
     def test_hooks_at_the_node_of_a_sharded_parameter_are_refused(self) -> None:
         """As optimizers in backward register them: in the next forward that looks at all of them."""
-        message = "no hooks of autograd's node.*'0.weight'.*register_post_accumulate_grad_hook"
+        message = "no hook on the autograd node.*'0.weight'.*register_post_accumulate_grad_hook"
         for schedule in (ALL, SchedulePolicy(min_shard_numel=0)):
             model = gtp_shard(small_model(), self.gtp_mesh(), schedule=schedule)
             square_loss(model, make_rows(0)).backward()

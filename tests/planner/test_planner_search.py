@@ -60,7 +60,7 @@ def test_bad_jobs(fields: dict[str, Any], message: str) -> None:
         (Layout(gtp=8), SMALL, None),
         (Layout(gtp=8, ep=3), MIXTURE, "ep 3 does not divide 8 experts"),
         (Layout(gtp=8, ep=4, expert_gtp=4), MIXTURE, "ep 4 and expert_gtp 4 do not divide the 8 ranks of a stage"),
-        (Layout(cp=8), None, "cp: a model's own attention does not exchange keys and values"),
+        (Layout(cp=8), None, "cp: the attention of your model does not exchange keys and values"),
     ],
 )
 def test_layouts_are_refused_with_reasons(layout: Layout, config: ModelConfig | None, reason: str | None) -> None:
