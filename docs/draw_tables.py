@@ -233,15 +233,13 @@ STEPS = {
     ),
     "2xh200": Steps(
         (
-            Line("eager", "2xh200", LOOKUP),
-            Line("captured", "2xh200", GRAPH),
-            Line("captured, 8 GiB kept", "2xh200", GRAPH, is_kept=True),
+            Line("`gtp_shard(model, mesh)`", "2xh200", "gtp"),
+            Line("with `capture_step`", "2xh200", "gtp-graph"),
+            Line("with `capture_blocks`", "2xh200", "gtp-blockgraphs"),
             Line("`fully_shard`", "2xh200", FSDP2),
-            Line("`fully_shard`, weights kept", "2xh200", "fsdp2-bf16-kept"),
             Line("compute", "2xh200", "compute"),
         ),
-        (512, 2048, 8192),
-        "reserved_gib",
+        (512, 2048),
     ),
     "1xh100": Steps(
         (
@@ -256,21 +254,6 @@ STEPS = {
 
 
 # --- other tables -----------------------------------------------------------------------------------------------------
-
-
-def draw_casts() -> str:
-    """Fused ms, and how many times as fast as the reference; then a linear layer relative to bf16."""
-    casts = ("activation", "shard: quantize", "weight: dequantize", "both for wgrad")
-    cells = []
-    for recipe in dict.fromkeys(row["recipe"] for row in content("1xh200_casts")["linear"]):
-        found = {row["cast"]: row for row in rows("1xh200_casts") if row["recipe"] == recipe}
-        texts = []
-        for cast in casts:
-            row = found.get(cast)
-            texts.append("" if row is None else f"{row['fused_ms']:.3f} ({row['reference_ms'] / row['fused_ms']:.1f})")
-        linear = [row["fused"] for row in content("1xh200_casts")["linear"] if row["recipe"] == recipe]
-        cells.append([recipe, *texts, *(f"{value:.2f}" for value in linear)])
-    return markdown(["ms (x)", *casts, "linear, T=2048", "T=8192"], cells)
 
 
 def draw_moe(job: str) -> str:
@@ -296,7 +279,7 @@ _REAL_MODELS = {
 
 def draw_real_models() -> str:
     """A line for each model and number of tokens."""
-    job = "2xh100_real_models"
+    job = "2xh200_real_models"
     lines = []
     for case in dict.fromkeys(row["case"] for row in rows(job)):
         plain, peer, ours = (
@@ -391,13 +374,12 @@ def draw_history() -> str:
 
 
 TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
-    "casts": (draw_casts, ("1xh200_casts",)),
     "moe": (partial(draw_moe, "4xh200_moe"), ("4xh200_moe",)),
     "2xh100_moe": (partial(draw_moe, "2xh100_moe"), ("2xh100_moe",)),
     "4xh200_axes": (partial(draw_axes, "4xh200_axes"), ("4xh200_axes",)),
     "2xh200_recipes": (partial(draw_modes, "2xh200_recipes"), ("2xh200_recipes",)),
     "elastic": (draw_elastic, ("4xh200_elastic",)),
-    "2xh100_real_models": (draw_real_models, ("2xh100_real_models",)),
+    "2xh200_real_models": (draw_real_models, ("2xh200_real_models",)),
     "aims": (draw_aims, ("2xh100_first", "host_time")),
     "history": (draw_history, ()),
 }

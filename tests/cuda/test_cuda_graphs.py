@@ -315,7 +315,9 @@ class TestCudaGraphs(CudaTest):
                     dropped = F.dropout(self.linear(x * common), 0.5)
                 return common, dropped
 
-        model = gtp_shard(Noisy().cuda(), mesh.weights, schedule=SchedulePolicy())
+        with mesh.fork_rng("params"):
+            noisy = Noisy().cuda()
+        model = gtp_shard(noisy, mesh.weights, schedule=SchedulePolicy())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 
         def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

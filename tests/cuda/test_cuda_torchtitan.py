@@ -12,7 +12,6 @@ from integration_common import needs
 from titan_common import (
     CHUNKED_LOSS,
     SAVED,
-    _initial,
     check,
     checkpointed,
     choose_device,
@@ -53,19 +52,14 @@ def _in_bfloat16(config: Any) -> Any:
 @unittest.skipIf(NUM_RANKS < 2, "needs at least 2 GPUs")
 class TestCudaTorchtitanFloat8(CudaTest):
     def test_float8(self) -> None:
-        """torchao's linear layers multiply in float8, whose products have bfloat16."""
+        """torchao's linear layers multiply in float8, whose products have bfloat16: what rounds otherwise makes much of the
+        later steps."""
         choose_device()
         from torchtitan.components.quantization import Float8LinearConverter
 
         float8 = [Float8LinearConverter.Config(model_compile_enabled=False, filter_fqns=["lm_head"])]
         expected = run(_in_bfloat16(configuration(converters=float8)))
         actual = run(_in_bfloat16(sharded(converters=float8)))
-        errors = {
-            name: float((actual.params[name] - param).norm() / (param - _initial(name, param.shape).to(param)).norm())
-            for name, param in expected.params.items()
-        }
-        plain = run(_in_bfloat16(configuration()))
-        ours = run(_in_bfloat16(sharded()))
-        print("XX", actual.losses, expected.losses, plain.losses, ours.losses, sorted(errors.values())[-4:])
-        check(actual, expected, rtol=2e-3, most_apart=0.5)
-        self.assertNotEqual(actual.losses, ours.losses)
+        self.assertEqual(actual.losses[1], expected.losses[1])
+        check(actual, expected, rtol=2e-3, most_apart=0.3)
+        self.assertNotEqual(actual.losses, run(_in_bfloat16(sharded())).losses)

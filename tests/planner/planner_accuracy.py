@@ -250,7 +250,7 @@ def groups_of_llama() -> Row:
     """Eight layers of Llama-3-8B on two GPUs with 512 tokens, where blocks are groups. The plain model says how fast
     the host is."""
     config, seq_len = ModelConfig("llama", 4096, 8, 32, 8, 128, 14336, 32000), 512
-    rows = json.loads((CSV.with_name("2xh100_real_models.json")).read_text())["rows"]
+    rows = json.loads((CSV.with_name("2xh200_real_models.json")).read_text())["rows"]
     plain, _, row = (row for row in rows if row["case"] == f"llama:{seq_len}")
     machine = load_machine("h100")
     factor = plain["host_ms"] / build_compute(setting_of(machine, config, 1, "compute", seq_len, {})).host_ms
