@@ -207,10 +207,8 @@ STEPS = {
     "8xh200": Steps(
         (
             Line("captured", "8xh200", GRAPH),
-            Line("8 GiB kept", "8xh200", GRAPH, is_kept=True),
             Line("float8 gathers", "8xh200", FLOAT8),
             Line("`fully_shard`", "8xh200", FSDP2),
-            Line("megatron-fsdp", "8xh200_peers", "megatron-bf16"),
             Line("compute", "8xh200", "compute"),
             Line("compiled, captured", "8xh200_compiled", COMPILED, _C),
             Line("compiled, captured, float8", "8xh200_compiled", FLOAT8_COMPILED, _C),

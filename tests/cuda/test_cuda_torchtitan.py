@@ -52,8 +52,8 @@ def _in_bfloat16(config: Any) -> Any:
 @unittest.skipIf(NUM_RANKS < 2, "needs at least 2 GPUs")
 class TestCudaTorchtitanFloat8(CudaTest):
     def test_float8(self) -> None:
-        """torchao's linear layers multiply in float8, whose products have bfloat16: what rounds otherwise makes much of the
-        later steps."""
+        """torchao's linear layers multiply in float8, whose products have bfloat16. The first step is equal; later ones
+        make much of rounding."""
         choose_device()
         from torchtitan.components.quantization import Float8LinearConverter
 
