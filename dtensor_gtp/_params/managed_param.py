@@ -307,7 +307,7 @@ class ManagedParam:
             hook(reduced)
         spec = compat.dtensor_spec(param)  # type: ignore[arg-type]
         if hooks := compat.tensor_hooks(param):
-            reduced = _run_tensor_hooks(hooks, param, reduced, spec)
+            reduced = _run_tensor_hooks(hooks, self.fqn, param, reduced)
         grad, dtype = param.grad, compat.grad_dtype(param)
         earlier, self._wide_grad = self._wide_grad, None
         if grad is None:
@@ -394,11 +394,17 @@ def _as_dtensor(tensor: Tensor) -> DTensor:
 
 
 def _run_tensor_hooks(
-    hooks: list[Callable[[Tensor], Tensor | None]], param: Tensor, reduced: Tensor, spec: compat.DTensorSpec
+    hooks: list[Callable[[Tensor], Tensor | None]], fqn: str, param: Tensor, reduced: Tensor
 ) -> Tensor:
     """Hooks of ``Tensor.register_hook`` get the gradient in the dtype of ``param``, and may return another one."""
     for hook in hooks:
-        replaced = hook(compat.wrap_local(reduced.to(param.dtype), spec))
+        if compat.is_multi_grad_hook(hook):
+            raise RuntimeError(
+                f"Parameter '{fqn}' of shape {tuple(param.shape)} has a hook of register_multi_grad_hook(mode='all'), "
+                f"which would never run, because its gradient does not come from autograd (rank {dist.get_rank()}). "
+                "Register hooks by param.register_post_accumulate_grad_hook(hook)."
+            )
+        replaced = hook(compat.wrap_local(reduced.to(param.dtype), compat.dtensor_spec(_as_dtensor(param))))
         if replaced is not None:
             assert isinstance(replaced, DTensor)
             reduced = compat.local_tensor(replaced).to(reduced.dtype, copy=True)

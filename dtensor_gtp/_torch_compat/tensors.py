@@ -86,6 +86,11 @@ def tensor_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
     return list(hooks.values()) if hooks else []
 
 
+def is_multi_grad_hook(hook: Callable[..., object]) -> bool:
+    """Whether it is one of ``register_multi_grad_hook(mode="all")``, which counts nodes of autograd's graph."""
+    return getattr(hook, "__qualname__", "").startswith("register_multi_grad_hook.<locals>.get_inner_hook")
+
+
 def move_hooks(old: Tensor, new: Tensor) -> None:
     """Let the user's hooks of ``old`` be those of ``new``, in the same dicts, from which handles remove them."""
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):

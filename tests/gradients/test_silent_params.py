@@ -12,6 +12,7 @@ import torch.nn as nn
 from common import ALL, GlooTest, assert_same_params, rows_of_rank
 from runtime_common import WIDTH, Raw, make_rows, shard_copy, small_model, square_loss
 from schedules import explicit
+from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.tensor import DTensor, Replicate
 from torch.func import functional_call
@@ -62,6 +63,11 @@ class TestReplacedParameters(GlooTest):
         assert all(param.grad is None for param in model.parameters())
 
 
+def two_blocks() -> nn.Module:
+    """They are groups."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(2)))
+
+
 class TestParameterHooks(GlooTest):
     world_size = 2
 
@@ -89,6 +95,17 @@ class TestParameterHooks(GlooTest):
         square_loss(model, rows_of_rank(x, self.gtp_mesh())).backward()
         assert_same_params(model, reference, "grad")
         assert not seen
+
+    def test_hooks_of_several_parameters_are_refused(self) -> None:
+        """They count nodes of autograd's graph, in which no sharded parameter is."""
+        for schedule, make in ((ALL, small_model), (SchedulePolicy(min_shard_numel=0), two_blocks)):
+            model = gtp_shard(make(), self.gtp_mesh(), schedule=schedule)
+            handle = register_multi_grad_hook(list(model.parameters()), lambda grads: None)
+            with self.assertRaisesRegex(RuntimeError, "register_multi_grad_hook.*register_post_accumulate_grad_hook"):
+                square_loss(model, make_rows(0)).backward()
+            handle.remove()
+            square_loss(model, make_rows(0)).backward()
+            assert all(param.grad is not None for param in model.parameters())
 
     def test_hooks_at_the_node_of_a_parameter_are_refused(self) -> None:
         """Its node gets no gradient any more. The optimizer in backward of torch.distributed registers such hooks."""
