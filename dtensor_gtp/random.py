@@ -171,7 +171,7 @@ class MeshRNG:
         if not regions.is_registered(names):
             raise RuntimeError(
                 "fork_rng cannot be entered while a CUDA graph is captured, because a replay would draw the same "
-                f"numbers again, unless capture_step or capture_blocks captures it and an eager step has entered the "
+                "numbers again, unless capture_step or capture_blocks captures it and an eager step has entered the "
                 f"same axes before ({', '.join(names)}). Record the step with capture_step, or enter the region around "
                 "the capture."
             )

@@ -23,8 +23,9 @@ _REDUCTIONS = (128 << 20, 2)
 # With copy engines half the launches, each of which costs the host more than one of NCCL. As many bytes are in flight.
 _REDUCTIONS_BY_COPIES = (256 << 20, 1)
 _KEPT_OF_FREE = 8
-# Elements of a weight times tokens, on average over a block. Below that, its three GEMMs take less time than the host
-# needs for the weight by itself: 1e11 multiplications and additions take an H100 0.3 ms, a weight a slow host 0.7 ms.
+# Elements of a weight times tokens, on average over a block. Below that, a slow host needs longer for the weight by
+# itself than its GEMM takes: 57 single weights took one 21 ms more than their groups, 0.4 ms each; 1e11 multiplications
+# and additions take an H100 0.3 ms.
 # Llama of transformers, 2 x H200, as groups and as single weights: 68.9 and 75.3 ms at 6e10, 119.2 and 113.6 at 1.3e11.
 _SMALL_GEMM = 100e9
 # Where the number of tokens is not known (images, sound).

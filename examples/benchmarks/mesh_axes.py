@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -29,6 +29,7 @@ from dtensor_gtp import gtp_shard, init_weight_mesh, sharding_report
 from harness import MemoryMeter, World, allocate_workspaces, init_world, median, release_memory, time_steps
 from launch import UsageError, run
 from llama import Llama, LlamaConfig
+from peers import shard_blocks
 from report import environment, write_json
 
 FSDP2 = ("fsdp2", "hsdp", "fsdp2-tp")
@@ -53,12 +54,6 @@ def to_tensor_parallel(model: Llama, tp: DeviceMesh) -> None:
     parallelize_module(model, tp, plan)
 
 
-def to_fully_shard(model: Llama, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-
-
 def build(mode: str, config: LlamaConfig, world: World) -> Llama:
     """The sharded model with the same initial values in all modes."""
     with torch.device("meta"):
@@ -79,7 +74,7 @@ def build(mode: str, config: LlamaConfig, world: World) -> Llama:
         if mode == "fsdp2-tp":
             to_tensor_parallel(model, mesh["tp"])
             mesh = mesh["dp"]
-        to_fully_shard(model, mesh, policy)
+        shard_blocks(model, mesh, policy)
         return model
     axes = {"gtp": {"gtp": world.size}, "tp": {"gtp": half, "tp": 2}}.get(mode, {"replicate": 2, "gtp": half})
     weight_mesh = init_weight_mesh(kind, **axes)

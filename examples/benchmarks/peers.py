@@ -40,15 +40,22 @@ def to_fsdp2(model: Llama, policy: MixedPrecisionPolicy, world: World, option: s
     mesh = _zero_cta_mesh(world) if option == "symm" else init_device_mesh(world.device.type, (world.size,))
     # None: the root stays gathered, what is in it does not
     reshard = False if option == "kept" else None
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    sharded = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    sharded = shard_blocks(model, mesh, policy, reshard)
     if option == "tuned":
         _tune(model)
     elif option == "symm":
         for module in (*model.layers, model):
             module.set_symm_mem_for_comm()
     return sharded
+
+
+def shard_blocks(
+    model: Llama, mesh: DeviceMesh, policy: MixedPrecisionPolicy, reshard_after_forward: bool | None = None
+) -> FSDPModule:
+    """``fully_shard`` on each block and on the root, over ``mesh``."""
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    return fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
 
 
 def _zero_cta_mesh(world: World) -> DeviceMesh:
