@@ -26,7 +26,7 @@ _KEPT_OF_FREE = 8
 # Elements of a weight times tokens, on average over a block. Below that, a slow host needs longer for the weight by
 # itself than its GEMM takes: 57 single weights took one 21 ms more than their groups, 0.4 ms each; 1e11 multiplications
 # and additions take an H100 0.3 ms.
-# Llama of transformers, 2 x H200, as groups and as single weights: 68.9 and 75.3 ms at 6e10, 119.2 and 113.6 at 1.3e11.
+# Llama of transformers, 2 x H200, as groups and as single weights: 68.4 and 75.3 ms at 6e10, 119.2 and 113.6 at 1.3e11.
 _SMALL_GEMM = 100e9
 # Where the number of tokens is not known (images, sound).
 _SMALL_NUMEL = 16 << 20
