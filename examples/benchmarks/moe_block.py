@@ -24,6 +24,7 @@ that are routed differently: output, routing and gradients must have the bits of
 import argparse
 import dataclasses
 import faulthandler
+import math
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -121,6 +122,8 @@ def measure(mode: str, preset_name: str, layout: Layout, session: Session) -> li
         for num_blocks in preset.blocks:
             step = make_step(model, mode, preset, layout, tokens, num_blocks, world, options.seed)
             loss = world.mean(step().item())
+            if not math.isfinite(loss):
+                raise ValueError(f"measure expects a finite mean square of the output, but got {loss}.")
             is_captured = "-graph" in mode and world.is_cuda
             for _ in range(options.warmup - 1 + 3 * is_captured):  # capture_step has eager steps of its own before
                 step()

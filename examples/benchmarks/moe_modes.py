@@ -82,7 +82,10 @@ class Layout:
 
 
 class Blocks(nn.Module):
-    """Blocks of experts with residual connections, all on the same counts."""
+    """Blocks of experts with norms and residual connections, all on the same counts.
+
+    Without a norm each gated block squares what is largest: six of them overflowed.
+    """
 
     def __init__(self, preset: Preset, num_experts: int) -> None:
         super().__init__()
@@ -91,7 +94,7 @@ class Blocks(nn.Module):
 
     def forward(self, rows: torch.Tensor, split_sizes: torch.Tensor, num_blocks: int) -> torch.Tensor:
         for block in self.blocks[:num_blocks]:
-            rows = rows + block(rows, split_sizes)
+            rows = rows + block(nn.functional.rms_norm(rows, rows.shape[-1:]), split_sizes)
         return rows
 
 
