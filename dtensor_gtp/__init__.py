@@ -36,6 +36,7 @@ from . import _dtensor, elastic  # noqa: F401 (_dtensor prepares DTensor for GTP
 from ._modules.gtp_module import GTPModule, UnshardHandle
 from ._modules.whole_weights import whole_weights
 from ._version import __version__
+from .activations import SelectiveOffload
 from .api import gtp_shard, register_gtp_forward_method, shard_added
 from .graphs.capture_blocks import CapturedBlocks, capture_blocks
 from .graphs.capture_step import CapturedStep, capture_step
@@ -59,6 +60,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "PlanResult",
     "SchedulePolicy",
+    "SelectiveOffload",
     "ShardingReport",
     "UnshardHandle",
     "WeightMesh",

@@ -13,6 +13,7 @@ import torch
 from torch import _guards
 from torch.utils import _python_dispatch as python_dispatch
 from torch.utils import checkpoint
+from torch.utils._pytree import tree_map_only
 
 _T = TypeVar("_T")
 
@@ -34,6 +35,7 @@ set_eval_frame: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_fram
 
 
 TorchDispatchMode = python_dispatch.TorchDispatchMode
+OpOverload = torch._ops.OpOverload
 
 
 def fake_tensor_mode() -> AbstractContextManager[Any]:
@@ -54,6 +56,43 @@ def unseen_by_checkpoint_policies() -> AbstractContextManager[Any]:
     if not asks_checkpoint_policy():
         return _NOTHING
     return _without_checkpoint_modes(python_dispatch._get_current_dispatch_mode_stack())
+
+
+class _StoredByIndex(dict[int, Any]):
+    """Outputs of one op that a checkpoint saves, by the number of the call. What comes in goes through ``store``."""
+
+    def __init__(self, store: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._store = store
+
+    def __setitem__(self, index: int, entry: Any) -> None:
+        super().__setitem__(index, _stored(entry, self._store))
+
+
+class _StoredInOrder(list[Any]):
+    """The same in torch 2.11, which appends outputs and takes the first one."""
+
+    def __init__(self, store: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._store = store
+
+    def append(self, entry: Any) -> None:
+        super().append(_stored(entry, self._store))
+
+
+def _stored(entry: Any, store: Callable[[Any], Any]) -> Any:
+    return tree_map_only(checkpoint._VersionWrapper, store, entry)
+
+
+def checkpoint_contexts(policy: Callable[..., Any], store: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """``create_selective_checkpoint_contexts(policy)``, with ``store`` of each tensor that it saves instead of the
+    tensor. It gets an object with ``val`` and ``get_val(allow_cache_entry_mutation)``, and returns one with the latter.
+    pytorch 170384 would make this public."""
+    contexts: tuple[Any, Any] = checkpoint.create_selective_checkpoint_contexts(policy)
+    storage = contexts[0].storage
+    kind = _StoredByIndex if storage.default_factory is dict else _StoredInOrder
+    storage.default_factory = functools.partial(kind, store)
+    return contexts
 
 
 def is_exporting() -> bool:

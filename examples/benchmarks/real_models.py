@@ -10,6 +10,8 @@ A case is MODEL:TOKENS, the tokens of one rank. All modes have the same weights 
     MODE-c   the same with each block compiled
 
     gtp@RECIPE, gtp@RECIPE-c   blocks in that recipe of ``quantize_``, e.g. gtp@float8_tensorwise
+    MODE+recompute             blocks of transformers are checkpointed; +save, +offload: products of weights are not
+                               recomputed but saved on the device, or on the host by ``SelectiveOffload``
 
 Prints one line of JSON for each case and mode, of the slowest rank: medians in ms of forward and backward (``fb_ms``),
 of the host until ``backward()`` has returned (``host_ms``) and of the step with AdamW (``step_ms``); the first step in
@@ -27,6 +29,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,8 +37,9 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_context_fn
 
-from dtensor_gtp import gtp_shard, quantize_
+from dtensor_gtp import SelectiveOffload, gtp_shard, quantize_
 from dtensor_gtp.quant import RECIPES
 
 WARMUP_STEPS = 5
@@ -206,10 +210,19 @@ MODELS = {
     case.__name__: case for case in (llama, qwen3moe, bert, t5, gpt2, whisper, vit, convnext, swin)
 }  # a name is what the command takes
 MODES = ("plain", "fsdp2", "gtp")
+PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+CONTEXTS: dict[str, Callable[[], Any]] = {
+    "recompute": noop_context_fn,
+    "save": partial(create_selective_checkpoint_contexts, PRODUCTS),
+    "offload": SelectiveOffload(PRODUCTS),
+}
 
 
 def prepare(mode: str, model: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh) -> None:
-    """Compile and shard ``model`` as ``mode`` says, in place."""
+    """Checkpoint, compile and shard ``model`` as ``mode`` says, in place."""
+    mode, _, what = mode.partition("+")
+    if what:
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": CONTEXTS[what]})
     if mode.endswith("-c"):
         torch._dynamo.reset()
         for block in blocks:
@@ -285,7 +298,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         by_case.setdefault(row["case"], {})[row["mode"]] = row
     for case, modes in by_case.items():
         for mode, row in modes.items():
-            suffix = "-c" if mode.endswith("-c") else ""
+            suffix = mode[mode.index("+") :] if "+" in mode else "-c" if mode.endswith("-c") else ""
             peer, plain = modes.get("fsdp2" + suffix), modes.get("plain" + suffix)
             ratio = f"{peer['fb_ms'] / row['fb_ms']:.2f}" if peer else ""
             host = f"{row['host_ms'] / plain['host_ms']:.1f}" if plain else ""
@@ -298,7 +311,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="+", metavar="MODEL:TOKENS", help=", ".join(MODELS))
     eager = [*MODES, *(f"gtp@{recipe}" for recipe in RECIPES)]
-    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=[*eager, *(mode + "-c" for mode in eager)])
+    choices = [*eager, *(mode + "-c" for mode in eager), *(f"{mode}+{what}" for mode in MODES for what in CONTEXTS)]
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=choices)
     parser.add_argument("--steps", type=int, default=8, help="measured steps, after the warm-up")
     parser.add_argument("--table", action="store_true", help="print a table of ratios at the end")
     options = parser.parse_args()

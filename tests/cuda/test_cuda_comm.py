@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from common import environment, full
+from common import check_training, environment, full
 from cuda_common import BF16, NUM_RANKS, CudaTest
 from schedules import explicit
 from test_cuda import Stack, square_loss
@@ -332,3 +332,30 @@ class TestCudaComm(CudaTest):
             (model(x).sum() * (1.0 if self.rank == 0 else 2.0**-9)).backward()
             exact = torch.tensor((1 + (self.world_size - 1) * 2.0**-9) / self.world_size).bfloat16()
             self.assertTrue(full(model.weight.grad).eq(exact.cuda()).all(), kind)
+
+
+@unittest.skipIf(NUM_RANKS < 2, "needs at least 2 GPUs")
+class TestRegisteredBuffers(CudaTest):
+    """torch registers the memory of its allocator with NCCL, which then reads and writes it without copies between."""
+
+    @classmethod
+    def _init_pg(cls, rank: int, world_size: int, rdvz_file: str) -> None:
+        with environment(TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK="1"):
+            super()._init_pg(rank, world_size, rdvz_file)
+            dist.barrier()  # makes the communicator
+
+    def test_training_equals_one_process(self) -> None:
+        def batch(generator: torch.Generator) -> torch.Tensor:
+            return torch.randn(self.world_size * 64, 1024, generator=generator).cuda()
+
+        torch.manual_seed(0)
+        mesh, schedule = self.gtp_mesh(), explicit(gather_backend="process_group")
+        check_training(
+            Stack().cuda(),
+            lambda model: gtp_shard(model, mesh, schedule=schedule),
+            mesh,
+            batch,
+            square_loss,
+            make_optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+            tolerance={"rtol": 1e-4, "atol": 1e-6},
+        )

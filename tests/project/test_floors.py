@@ -20,7 +20,7 @@ FLOORS = (
     ("report", "metrics"),
     ("planner",),
     (
-        *("api", "mesh", "pretrained", "checkpoint", "optim", "random"),
+        *("api", "mesh", "pretrained", "checkpoint", "optim", "random", "activations"),
         *("_safetensors", "_saves", "_load_messages", "_gathered_optimizer"),
     ),
     ("graphs", "elastic", "nn", "_report"),

@@ -259,8 +259,12 @@ def test_only_the_compat_package_uses_private_torch_symbols() -> None:
 
 # --- streams ----------------------------------------------------------------------------------------------------------
 
-# The runtime's streams and events, the stream on which a graph is recorded, and those of the clock of a calibration.
-OWN_STREAMS = {"dtensor_gtp/_comm/streams.py", "dtensor_gtp/graphs/recorder.py", "dtensor_gtp/planner/clock.py"}
+# The runtime's streams and events, the stream of activations that leave, the one on which a graph is recorded, and those
+# of the clock of a calibration.
+OWN_STREAMS = {
+    *("dtensor_gtp/_comm/streams.py", "dtensor_gtp/activations.py"),
+    *("dtensor_gtp/graphs/recorder.py", "dtensor_gtp/planner/clock.py"),
+}
 
 
 def stream_makers(tree: ast.Module) -> set[str]:

@@ -65,6 +65,7 @@ MeshRNG
 MixedPrecisionPolicy
 PlanResult
 SchedulePolicy
+SelectiveOffload
 ShardingReport
 UnshardHandle
 WeightMesh
