@@ -9,6 +9,11 @@ Each mode trains the same model; N is the number of processes:
     shard_optimizer       as replicate, each replica with its part of the optimizer's states
     fsdp2-tp, tp          tensor-parallel pairs, sharded over N / 2; a pair has the same tokens
 
+and of a mixture of experts of the same depth:
+
+    fsdp2-moe, gtp-moe    sharded over all N
+    ep                    two ranks have different experts, each sharded over N / 2; all else over all N
+
 Prints one line of JSON for each mode, of the slowest process: medians in ms of forward and backward (``ms``) and of the
 whole step with AdamW (``step_ms``), peak memory in GiB with symmetric memory, and the mean loss.
 """
@@ -26,19 +31,39 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dtensor_gtp import gtp_shard, init_weight_mesh, sharding_report
+from dtensor_gtp.nn import parallelize_experts
 from harness import MemoryMeter, World, allocate_workspaces, init_world, median, release_memory, time_steps
 from launch import UsageError, run
 from llama import Llama, LlamaConfig
+from moe import MoEConfig, MoELlama
 from peers import shard_blocks
 from report import environment, write_json
 
-FSDP2 = ("fsdp2", "hsdp", "fsdp2-tp")
-MODES = ("fsdp2", "gtp", "hsdp", "replicate", "shard_optimizer", "fsdp2-tp", "tp")
+FSDP2 = ("fsdp2", "hsdp", "fsdp2-tp", "fsdp2-moe")
+MOE = ("fsdp2-moe", "gtp-moe", "ep")
+MODES = ("fsdp2", "gtp", "hsdp", "replicate", "shard_optimizer", "fsdp2-tp", "tp", *MOE)
 PRESETS = {
     "llama8b-width": LlamaConfig(
         128256, dim=4096, num_layers=8, num_heads=32, num_kv_heads=8, hidden_dim=14336, max_seq_len=8192
     ),
     "tiny": LlamaConfig(512, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=160, max_seq_len=64),
+}
+# Experts of DeepSeek-V2-Lite.
+MOE_PRESETS = {
+    "llama8b-width": MoEConfig(
+        32000,
+        dim=2048,
+        num_layers=8,
+        num_heads=16,
+        num_kv_heads=16,
+        hidden_dim=6 * 1408,
+        max_seq_len=8192,
+        num_experts=64,
+        top_k=6,
+    ),
+    "tiny": MoEConfig(
+        512, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=64, max_seq_len=64, num_experts=4, top_k=2
+    ),
 }
 
 
@@ -54,10 +79,10 @@ def to_tensor_parallel(model: Llama, tp: DeviceMesh) -> None:
     parallelize_module(model, tp, plan)
 
 
-def build(mode: str, config: LlamaConfig, world: World) -> Llama:
-    """The sharded model with the same initial values in all modes."""
+def build(mode: str, preset: str, world: World) -> Llama:
+    """The sharded model with the same initial values in all modes of a model."""
     with torch.device("meta"):
-        model = Llama(config)
+        model = MoELlama(MOE_PRESETS[preset]) if mode in MOE else Llama(PRESETS[preset])
     model.to_empty(device=world.device)
     torch.manual_seed(0)
     model.init_weights()
@@ -67,6 +92,7 @@ def build(mode: str, config: LlamaConfig, world: World) -> Llama:
     if mode in FSDP2:
         shape, names = {
             "fsdp2": ((world.size,), ("dp",)),
+            "fsdp2-moe": ((world.size,), ("dp",)),
             "hsdp": ((2, half), ("replicate", "dp")),
             "fsdp2-tp": ((half, 2), ("dp", "tp")),
         }[mode]
@@ -76,22 +102,31 @@ def build(mode: str, config: LlamaConfig, world: World) -> Llama:
             mesh = mesh["dp"]
         shard_blocks(model, mesh, policy)
         return model
-    axes = {"gtp": {"gtp": world.size}, "tp": {"gtp": half, "tp": 2}}.get(mode, {"replicate": 2, "gtp": half})
-    weight_mesh = init_weight_mesh(kind, **axes)
+    axes = {
+        "gtp": {"gtp": world.size},
+        "gtp-moe": {"gtp": world.size},
+        "ep": {"gtp": world.size, "ep": 2, "expert_gtp": half},
+        "tp": {"gtp": half, "tp": 2},
+    }
+    weight_mesh = init_weight_mesh(kind, **axes.get(mode, {"replicate": 2, "gtp": half}))
     if mode == "tp":
         to_tensor_parallel(model, weight_mesh["tp"])
+    for moe in model.moes if mode == "ep" and isinstance(model, MoELlama) else ():
+        parallelize_experts(moe.experts, weight_mesh["ep"])
+        gtp_shard(moe.experts.mlp, weight_mesh.expert_weights, mp_policy=policy)
+        moe.experts.mlp.set_gradient_divide_factor(world.size)
     gtp_shard(model, weight_mesh.weights, mp_policy=policy, shard_optimizer=mode == "shard_optimizer")
     return model
 
 
 def measure(mode: str, options: argparse.Namespace, world: World) -> dict[str, Any]:
     leftover = release_memory(world)
-    config = PRESETS[options.preset]
-    model = build(mode, config, world)
+    model = build(mode, options.preset, world)
+    vocab_size = model.config.vocab_size
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     sequence = world.rank // 2 if mode in ("tp", "fsdp2-tp") else world.rank
     generator = torch.Generator(world.device).manual_seed(1000 + sequence)
-    tokens = torch.randint(config.vocab_size, (1, options.seq_len + 1), device=world.device, generator=generator)
+    tokens = torch.randint(vocab_size, (1, options.seq_len + 1), device=world.device, generator=generator)
     losses = []
 
     def backward() -> None:

@@ -259,7 +259,7 @@ def test_only_the_compat_package_uses_private_torch_symbols() -> None:
 
 # --- streams ----------------------------------------------------------------------------------------------------------
 
-# The runtime's streams and events, the stream of activations that leave, the one on which a graph is recorded, and those
+# Streams and events of the runtime, of activations that leave, of a recorded graph, and those
 # of the clock of a calibration.
 OWN_STREAMS = {
     *("dtensor_gtp/_comm/streams.py", "dtensor_gtp/activations.py"),
