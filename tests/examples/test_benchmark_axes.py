@@ -9,6 +9,7 @@ from test_benchmark_script import SCRIPT, run_script
 AXES_SCRIPT = SCRIPT.with_name("mesh_axes.py")
 ALL_DATA = ["fsdp2", "gtp", "hsdp", "replicate", "shard_optimizer"]
 TENSOR_PARALLEL = ["fsdp2-tp", "tp"]  # half as many sequences
+EXPERTS = ["fsdp2-moe", "gtp-moe", "ep"]  # another model
 
 
 def test_every_mode_is_measured(tmp_path: Path) -> None:
@@ -16,8 +17,8 @@ def test_every_mode_is_measured(tmp_path: Path) -> None:
     status, output, content = run_script(tmp_path, *arguments, processes=4, script=AXES_SCRIPT, forked=True)
     assert status == 0, output
     results = {result["mode"]: result for result in content["results"]}
-    assert list(results) == [*ALL_DATA, *TENSOR_PARALLEL]
-    for modes in (ALL_DATA, TENSOR_PARALLEL):
+    assert list(results) == [*ALL_DATA, *TENSOR_PARALLEL, *EXPERTS]
+    for modes in (ALL_DATA, TENSOR_PARALLEL, EXPERTS):
         losses = [results[mode]["loss"] for mode in modes]
         assert all(math.isclose(loss, losses[0], rel_tol=1e-3) for loss in losses), losses
     assert all(result["ms"] > 0 and result["step_ms"] > 0 for result in results.values())
