@@ -186,8 +186,6 @@ _HEADLINE = (
     Line("`fully_shard`", "2xh100", FSDP2),
     Line("compute", "2xh100", "compute"),
 )
-# Below the table of a job.
-_NOTES = {"2xh100_memory": "The default was not measured in this job."}
 _C = "fsdp2-bf16-compiled"
 STEPS = {
     HEADLINE: Steps(_HEADLINE, (2048, 8192)),
@@ -196,8 +194,6 @@ STEPS = {
             *_HEADLINE,
             Line("`gtp_shard(model, mesh)`", "2xh100_peers", "gtp"),
             Line("megatron-fsdp", "2xh100_peers", "megatron-bf16"),
-            Line('`memory="least"`', "2xh100_memory", "gtp-least"),
-            Line('`memory="most_speed"`', "2xh100_memory", "gtp-most_speed"),
             Line("compiled, captured", "2xh100_compiled", "gtp-compiled-graph", _C),
             Line("compiled, captured, float8", "2xh100_compiled", "gtp@float8_tensorwise-compiled-graph", _C),
             Line("torchao float8", "2xh100_compiled", "torchao-bf16-compiled", _C),
@@ -312,19 +308,22 @@ def _spoken(mode: str) -> str:
     return name + f", {recipe}" * bool(recipe) + ", compiled" * mode.endswith("-c")
 
 
-_AXES = {  # what a line says, its mode, and that of its peer
-    "gtp 4": ("gtp", "fsdp2"),
-    "2 replicas, gtp 2": ("replicate", "hsdp"),
-    "the same, `shard_optimizer`": ("shard_optimizer", "hsdp"),
-    "gtp 2, tp 2": ("tp", "fsdp2-tp"),
+_AXES = {  # of a job: what a line says, its mode, and that of its peer
+    "4xh200_axes": {
+        "gtp 4": ("gtp", "fsdp2"),
+        "2 replicas, gtp 2": ("replicate", "hsdp"),
+        "the same, `shard_optimizer`": ("shard_optimizer", "hsdp"),
+        "gtp 2, tp 2": ("tp", "fsdp2-tp"),
+    },
+    "2xh200_axes": {"gtp 2": ("gtp-moe", "fsdp2-moe"), "gtp 2, ep 2": ("ep", "fsdp2-moe")},
 }
 
 
 def draw_axes(job: str) -> str:
-    """A line for each mesh, with ``fully_shard`` on the same axes."""
+    """A line for each mesh, with ``fully_shard`` of the same model; it knows no ep."""
     found = {row["mode"]: row for row in rows(job)}
     lines = []
-    for name, modes in _AXES.items():
+    for name, modes in _AXES[job].items():
         ours, peer = (found[mode] for mode in modes)
         times = [f"{ours[key]:.1f} ({peer[key] / ours[key]:.2f})" for key in ("ms", "step_ms")]
         lines.append([name, *times, f"{ours['peak_gib']:.2f}, {peer['peak_gib']:.2f}"])
@@ -375,6 +374,7 @@ TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "moe": (partial(draw_moe, "4xh200_moe"), ("4xh200_moe",)),
     "2xh100_moe": (partial(draw_moe, "2xh100_moe"), ("2xh100_moe",)),
     "4xh200_axes": (partial(draw_axes, "4xh200_axes"), ("4xh200_axes",)),
+    "2xh200_axes": (partial(draw_axes, "2xh200_axes"), ("2xh200_axes",)),
     "2xh200_recipes": (partial(draw_modes, "2xh200_recipes"), ("2xh200_recipes",)),
     "elastic": (draw_elastic, ("4xh200_elastic",)),
     "2xh200_real_models": (draw_real_models, ("2xh200_real_models",)),
@@ -405,9 +405,7 @@ def draw(name: str) -> str:
 
 
 def _with_caption(table: Steps) -> str:
-    job = table.lines[0].job
-    note = f"\n{_NOTES[job]}\n" if job in _NOTES else ""
-    return caption([job]) + draw_steps(table) + note
+    return caption([table.lines[0].job]) + draw_steps(table)
 
 
 # --- pages ------------------------------------------------------------------------------------------------------------

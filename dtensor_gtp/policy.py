@@ -223,7 +223,7 @@ class SchedulePolicy:
         embedding: How ``nn.Embedding`` is looked up where gradients are computed. ``"gather"`` gathers the table.
             ``"exchange"``: each rank looks up its own rows for the tokens of all ranks, and ranks exchange activations.
             ``"auto"``: whichever moves fewer bytes, if ranks know each other's numbers of tokens (``exchange_tokens``,
-            ``capture_step``) or the table is large (512 MiB with its gradient): hosts wait for each other to tell them
+            ``capture_step``) or the table is large (1 GiB with its gradient): hosts wait for each other to tell them
             in each lookup. Otherwise the table is gathered; so it is without gradients, and where ranks do not hold
             whole rows (tensor parallelism, quantized tables).
         head: How ``nn.functional.linear_cross_entropy`` computes losses where gradients are computed. ``"exchange"``:

@@ -30,9 +30,10 @@ _KEPT_OF_FREE = 8
 _SMALL_GEMM = 100e9
 # Where the number of tokens is not known (images, sound).
 _SMALL_NUMEL = 16 << 20
-# Bytes of a table and its gradient, which take a link of 300 GB/s 1.8 ms while nothing computes. For less it does not
-# pay that hosts wait for each other in each lookup: 47 of 371 ms with T5-large on 2 x H100.
-_LARGE_TABLE = 512 << 20
+# Bytes of a table and its gradient, which take a link of 300 GB/s 3.6 ms while nothing computes. For less it does not
+# pay that hosts wait for each other in each lookup: 47 of 371 ms with T5-large on 2 x H100 (0.26 GB), 1.2 of 66.1 ms
+# with Llama of 32,000 tokens on 2 x H200 (1.05 GB).
+_LARGE_TABLE = 1 << 30
 # Stands for the GPUs of a host, in measurements without a wire: what a rank launches shall be the same.
 _FAKE = "the process group is fake"
 

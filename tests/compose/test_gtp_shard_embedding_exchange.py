@@ -283,7 +283,7 @@ class TestEmbeddingExchange(GlooTest):
             (2, None, "lookup: exchange of up to 2 tokens per rank"),  # the table counts as large
         ):
             is_large = exchange_tokens is None and bool(said)
-            self.enterContext(mock.patch.object(choose_schedule, "_LARGE_TABLE", 0 if is_large else 512 << 20))
+            self.enterContext(mock.patch.object(choose_schedule, "_LARGE_TABLE", 0 if is_large else 1 << 30))
             schedule = explicit(min_shard_numel=0, embedding="auto", exchange_tokens=exchange_tokens)
             torch.manual_seed(0)
             reference = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Tanh())

@@ -95,14 +95,7 @@ def test_each_job_says_where_its_figures_come_from(script: ModuleType) -> None:
         assert script.rows(path.stem) or path.stem in NOT_JOBS, path.name
 
 
-@pytest.mark.parametrize(
-    ("name", "job"),
-    [
-        ("2 x H100, `882cfba`", "2xh100"),
-        ("2 x H100, `b71d7b9`", "2xh100_peers"),
-        ("2 x H100, least memory, `b71d7b9`", "2xh100_memory"),
-    ],
-)
+@pytest.mark.parametrize(("name", "job"), [("2 x H100, `882cfba`", "2xh100"), ("2 x H100, `b71d7b9`", "2xh100_peers")])
 def test_rows_that_are_predicted_are_those_that_a_benchmark_wrote(script: ModuleType, name: str, job: str) -> None:
     (predicted,) = (known for known in json.loads(script.MEASURED.read_text())["jobs"] if known["name"] == name)
     for row in predicted["rows"]:
@@ -138,13 +131,6 @@ def test_tables_of_several_jobs_name_the_job_of_each_figure(script: ModuleType) 
     for aim, line in zip(aims, script.draw("aims").splitlines()[2:], strict=True):
         assert set(re.findall(r"\(data/(\w+)\.json\)", line)) == {ratio["job"] for ratio in aim["reached"]}
         assert not re.search(r"\d\.\d", aim["missing"]), "figures are computed"
-
-
-def test_memory_says_that_the_default_is_of_another_job(script: ModuleType) -> None:
-    """Beside ``most_speed`` it would look slower: it was measured at another revision."""
-    (table,) = (each for each in script.jobs_of(script.STEPS["2xh100"]) if each.lines[0].job == "2xh100_memory")
-    assert all(row["mode"] != "gtp" for row in script.rows("2xh100_memory"))
-    assert script._with_caption(table).endswith("The default was not measured in this job.\n")
 
 
 @pytest.mark.parametrize("page", [DOCS.parent / "README.md", DOCS / "index.md"], ids=lambda page: page.name)
