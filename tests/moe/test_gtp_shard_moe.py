@@ -383,7 +383,14 @@ def deepep(mesh: DeviceMesh) -> Dispatcher:
         return DeepEPDispatcher(mesh, EXPERTS)
 
 
-OWN = {"own": SumOnTheWay, "own, in halves": Halves, "DeepEP's example": deepep}
+def hybridep(mesh: DeviceMesh) -> Dispatcher:
+    with deep_ep():
+        from hybridep_dispatcher import HybridEPDispatcher
+
+        return HybridEPDispatcher(mesh, EXPERTS, dim=WIDTH, max_tokens=TOKENS)
+
+
+OWN = {"own": SumOnTheWay, "own, in halves": Halves, "DeepEP's example": deepep, "HybridEP's example": hybridep}
 
 
 class Meshes(NamedTuple):

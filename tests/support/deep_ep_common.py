@@ -1,4 +1,4 @@
-"""A stand-in for ``deep_ep``: the calls of its ``Buffer`` that the example makes, by gloo's all-to-all."""
+"""A stand-in for ``deep_ep``: the calls of its buffers that the examples make, by gloo's all-to-all."""
 
 from __future__ import annotations
 
@@ -52,13 +52,55 @@ class Buffer:
         return back(x), None if topk_weights is None else back(topk_weights), None
 
     def _exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        output = rows.new_empty(sum(received), *rows.shape[1:])
-        dist.all_to_all_single(output, rows.contiguous(), received, sent, group=self.group)
-        return output
+        return exchange(self.group, rows, sent, received)
+
+
+class HybridEPBuffer:
+    def __init__(
+        self, *, group: dist.ProcessGroup, hidden_dim: int, max_num_of_tokens_per_rank: int, num_local_experts: int
+    ) -> None:
+        self.group, self.num_local = group, num_local_experts
+
+    def dispatch_with_permute(self, *, hidden: Tensor, handle: Any = None, **new: Any) -> tuple[Any, ...]:
+        if handle is not None:
+            return self._there(hidden, handle), None, None, None, None
+        assert new["num_of_experts_per_rank"] == self.num_local
+        expert, token = new["routing_map"].t().nonzero().unbind(1)
+        sent = torch.bincount(expert // self.num_local, minlength=self.group.size())
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        counts = sent.tolist(), received.tolist()
+        local, order = exchange(self.group, expert % self.num_local, *counts).sort(stable=True)
+        handle = expert, token, counts, order, new["routing_map"].shape
+        shares = exchange(self.group, new["probs"][token, expert], *counts)[order]
+        return self._there(hidden, handle), shares, None, local.bincount(minlength=self.num_local), handle
+
+    def combine_with_unpermute(
+        self, *, hidden: Tensor, probs: Tensor | None, handle: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        expert, token, (sent, received), order, shape = handle
+
+        def back(rows: Tensor) -> Tensor:
+            return exchange(self.group, torch.empty_like(rows).index_copy(0, order, rows), received, sent)
+
+        tokens = hidden.new_zeros(shape[0], hidden.shape[1]).index_add(0, token, back(hidden))
+        if probs is None:
+            return tokens, None
+        return tokens, probs.new_zeros(shape).index_put((token, expert), back(probs))
+
+    def _there(self, hidden: Tensor, handle: Any) -> Tensor:
+        _, token, counts, order, _ = handle
+        return exchange(self.group, hidden[token], *counts)[order]
+
+
+def exchange(group: dist.ProcessGroup, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    output = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(output, rows.contiguous(), received, sent, group=group)
+    return output
 
 
 @contextmanager
 def deep_ep() -> Iterator[None]:
     """``import deep_ep`` finds the stand-in."""
-    with mock.patch.dict(sys.modules, {"deep_ep": SimpleNamespace(Buffer=Buffer)}):
+    with mock.patch.dict(sys.modules, {"deep_ep": SimpleNamespace(Buffer=Buffer, HybridEPBuffer=HybridEPBuffer)}):
         yield
