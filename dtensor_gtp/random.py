@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -145,30 +145,33 @@ class MeshRNG:
             RuntimeError: In a recomputation or a CUDA graph that may not have it, see above.
         """
         names = self._resolve(axes)
-        if self._regions is not None and compat.is_stream_capturing():
-            with self._recorded(names, self._regions):
-                yield
-            return
-        seed = self._seed_of(names, self._draw(names))
-        if self._regions is not None:
-            self._regions.prepare(names, _mix(seed, "graph"))
-        devices = [] if self._device_index is None else [self._device_index]
-        with torch.random.fork_rng(devices=devices, device_type=self._device_type if devices else "cuda"):
-            self._seed_default(seed)
+        is_recorded = self._regions is not None and compat.is_stream_capturing()
+        with self._recorded(names) if is_recorded else self._seeded(names):
             self._num_open_forks += 1
             try:
                 yield
             finally:
                 self._num_open_forks -= 1
 
+    @contextmanager
+    def _seeded(self, names: tuple[str, ...]) -> Iterator[None]:
+        """A region in eager code."""
+        seed = self._seed_of(names, self._draw(names))
+        if self._regions is not None:
+            self._regions.prepare(names, _mix(seed, "graph"))
+        devices = [] if self._device_index is None else [self._device_index]
+        with torch.random.fork_rng(devices=devices, device_type=self._device_type if devices else "cuda"):
+            self._seed_default(seed)
+            yield
+
     def _seed_of(self, names: tuple[str, ...], number: int) -> int:
         """From a number that is the same on all ranks that must agree, and this rank's coordinates."""
         return _mix(number, *((axis, self._coordinates[axis]) for axis in names))
 
-    @contextmanager
-    def _recorded(self, names: tuple[str, ...], regions: compat.RegionStates) -> Iterator[None]:
+    def _recorded(self, names: tuple[str, ...]) -> AbstractContextManager[None]:
         """A region in a CUDA graph."""
-        if not regions.is_registered(names):
+        assert self._regions is not None
+        if not self._regions.is_registered(names):
             raise RuntimeError(
                 "fork_rng cannot be entered while a CUDA graph is captured, because a replay would draw the same "
                 "numbers again, unless capture_step or capture_blocks captures it and an eager step has entered the "
@@ -181,12 +184,7 @@ class MeshRNG:
                 "which would draw other numbers than the first time. Draw before the checkpointed function and pass "
                 "the result to it."
             )
-        self._num_open_forks += 1
-        try:
-            with regions.entered(names):
-                yield
-        finally:
-            self._num_open_forks -= 1
+        return self._regions.entered(names)
 
     def state_dict(self) -> dict[str, Any]:
         """The states of this rank's streams, under a key with the sizes of the mesh and the rank's position in it.

@@ -30,15 +30,15 @@ NUMBERS = {
         "ShardedEMA._write", drop("_reshard"), f"{SHARDED_EMA}::test_same_bits_as_one_process"
     ),
     "receivers add 16-bit gradients in 16 bits": Bug(
-        "add_up",
+        "add_rows",
         replace(
-            "(torch.mean if is_mean else torch.sum)(rows, 0, dtype=out.dtype, out=flat)",
-            "flat.copy_((torch.mean if is_mean else torch.sum)(rows, 0))",
+            "(torch.mean if is_mean else torch.sum)(rows, 0, dtype=out.dtype, out=out)",
+            "out.copy_((torch.mean if is_mean else torch.sum)(rows, 0))",
         ),
         f"{GROUPS}::test_gradients_of_16_bits_travel_as_they_are",
     ),
     "the fused kernel adds where a mean is asked for": Bug(
-        "add_up",
+        "add_rows",
         replace("1 / num_ranks if is_mean else 1.0", "1.0"),
         "test_addends.py::test_the_kernel_adds_only_many_addends",
     ),

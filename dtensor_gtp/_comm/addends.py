@@ -86,12 +86,26 @@ def is_worth_loading(nbytes: int) -> bool:
 
 def add_up(out: Tensor, addends: Tensor, num_ranks: int, *, is_mean: bool) -> None:
     """Make ``out``, of float32, the sum or mean over ranks of ``addends``, which lie one rank behind the other."""
-    rows, flat = addends.view(num_ranks, -1), out.view(-1)
     add = fused_sum(addends, num_ranks) if is_worth_loading(addends.nbytes) else None
+    add_rows(add, out.view(-1), addends.view(num_ranks, -1), num_ranks, is_mean=is_mean)
+
+
+def add_rows(
+    add: Sum | None,
+    out: Tensor,
+    rows: Tensor,
+    num_ranks: int,
+    *,
+    is_mean: bool,
+    own: Sequence[Tensor] = (),
+    rank: int = 0,
+) -> None:
+    """Make ``out`` (1-D) the sum or mean of ``rows`` of all ranks, by a kernel or torch. For a kernel this ``rank`` may
+    have its ``own`` row elsewhere, in parts."""
     if add is not None:
-        add(flat, rows, (), 0, num_ranks, 1 / num_ranks if is_mean else 1.0)
+        add(out, rows, own, rank, num_ranks, 1 / num_ranks if is_mean else 1.0)
     else:
-        (torch.mean if is_mean else torch.sum)(rows, 0, dtype=out.dtype, out=flat)
+        (torch.mean if is_mean else torch.sum)(rows, 0, dtype=out.dtype, out=out)
 
 
 def fused_sum(like: Tensor, num_ranks: int) -> Sum | None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .. import _torch_compat as compat
 from ..policy import ReduceScatterKind
-from .addends import fused_sum
+from .addends import add_rows, fused_sum
 from .collectives import Groups, ReduceScale
 from .context import CommContext
 from .send_ring import Place, SendRing
@@ -146,11 +146,7 @@ class Scattering:
         if self._ring is not None:
             rank = self._ring.rank
             own = [sent.view(self._num_ranks, -1)[rank] for sent in self._sent]
-        if self._add is not None:
-            factor = 1 / self._num_ranks if is_mean else 1.0
-            self._add(self._sum, self._received, own, rank, self._num_ranks, factor)
-            return
-        if own:
+        if own and self._add is None:
             for part, row in zip(self._received[rank].split(self._sizes), own, strict=True):
                 part.copy_(row)
-        (torch.mean if is_mean else torch.sum)(self._received, 0, dtype=self._sum.dtype, out=self._sum)
+        add_rows(self._add, self._sum, self._received, self._num_ranks, is_mean=is_mean, own=own, rank=rank)
