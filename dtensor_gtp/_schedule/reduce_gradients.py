@@ -306,7 +306,9 @@ class Gradients:
         ``.grad``."""
         # Earlier microbatches left gradients of weights that the last microbatch did not use. What ranks may use in
         # different ways is reduced here, in the order of registration.
-        weights: list[Reducible] = [*(p for p in params if isinstance(p, ShardedWeight)), *groups]
+        whole = [param for param in params if isinstance(param, WholeParam)]
+        singles = (param for param in params if isinstance(param, ShardedWeight) and param.group is None)
+        weights: list[Reducible] = [*singles, *groups]
         synced = [weight for weight in weights if weight.flags.requires_gradient_sync]
         for weight in synced:
             if weight.pending_grad.unsharded is not None:
@@ -326,7 +328,6 @@ class Gradients:
                 scale = collectives.reduce_scale(slot.dtype, weight.num_ranks, factor)
                 share = 1.0 if self.launches.replicas is None else self.launches.replicas.share(factor)
                 self.launches.complete_later(Gradient(weight, None, scale, True, share), slot)
-        whole = [param for param in params if isinstance(param, WholeParam)]
         if not self._comm.is_capturing:
             self.launches.order.check(is_next_step=True)
         reduce_whole(whole, self._comm, self.launches.replicas, self.launches.order)
