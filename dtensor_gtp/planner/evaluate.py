@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ..policy import Schedule
+from ..policy import Schedule, SchedulePolicy
 from .costs import Axis, Costs
 from .fully_shard import build_fully_shard
 from .ground import Ground, ground_of
@@ -32,12 +32,6 @@ class Problem:
     def whole(self) -> Trace:
         """What a rank alone would compute of one sequence."""
         return trace_of(self, Layout(), parts_of(self, Layout())[0])
-
-    def flops_per_token(self) -> float:
-        return self.whole.model_flops / self.job.seq_len
-
-    def numel(self) -> int:
-        return self.whole.numel
 
 
 @dataclass(frozen=True)
@@ -129,18 +123,14 @@ def trace_of(problem: Problem, layout: Layout, part: Part | None) -> Trace:
         trace = with_loss(problem.user.trace(layout.tp), problem.job.loss).times(layout.micro_batch)
     else:
         sizes = problem.job.seq_len, layout.tp, layout.cp, layout.ep
-        trace = _repeated(problem.config, layout.micro_batch, sizes, problem.job.loss, part)
+        recorded = _recorded(problem.config, layout.micro_batch, sizes, problem.job.loss)
+        trace = repeated(recorded, problem.config, part)
     return checkpointed(trace, layout.checkpoint)
 
 
 @functools.lru_cache(maxsize=512)
-def _repeated(config: ModelConfig, batch: int, sizes: tuple[int, int, int, int], loss: str, part: Part) -> Trace:
-    return repeated(_recorded(config, batch, sizes, loss), config, part)
-
-
-@functools.lru_cache(maxsize=512)
 def _recorded(config: ModelConfig, batch: int, sizes: tuple[int, int, int, int], loss: str) -> Trace:
-    seq_len, tp, cp, ep = sizes
+    *others, ep = sizes
     # Equal loads: however many ranks share experts, each computes as much.
     few = next((size for size in range(2, ep + 1) if ep % size == 0), 1)
 
@@ -148,17 +138,25 @@ def _recorded(config: ModelConfig, batch: int, sizes: tuple[int, int, int, int],
         num, *matrix = weight.shape
         return weight._replace(shape=(num * few // ep, *matrix)) if weight.is_expert else weight
 
-    return record_reference(config, 1, seq_len, tp, cp, few, loss).with_weights(shared).times(batch)
+    return record_reference(config, 1, *others, few, loss).with_weights(shared).times(batch)
 
 
 def setting_of(problem: Problem, layout: Layout, part: Part | None) -> Setting:
-    job, length = problem.job, problem.job.seq_len // layout.cp
-    axes = tuple(layout.axes().items())
+    job, config = problem.job, problem.config
+    costs = Costs(
+        problem.machine,
+        layout.axes(),
+        job.precision,
+        job.is_compiled,
+        job.recipe == "float8_rowwise",
+        job.seq_len // layout.cp,
+        choices=0 if config is None or job.dispatch == "rows" else config.experts_per_token,
+    )
     return Setting(
         trace_of(problem, layout, part),
-        Costs(problem.machine, axes, job.precision, job.is_compiled, job.is_rowwise, length),
-        job.policy,
-        job.reduce_nbytes,
+        costs,
+        SchedulePolicy(memory=job.memory),  # type: ignore[arg-type]  # a job has checked it
+        2 if job.reduce_dtype == "bf16" else 4,
         job.quantization,
         layout.checkpoint,
         job.is_captured,
@@ -202,9 +200,14 @@ def evaluate(problem: Problem, layout: Layout, memory: Memory | None = None) -> 
     num = layout.num_microbatches(job)
     other = last = measure(setting, schedule, is_last=True)
     if num > 1 and layout.keep:
-        other = measure(_without_wire(setting), schedule, is_last=False)
+        # Weights are there, and gradients stay.
+        alone = dict.fromkeys(("gtp", "expert_gtp", "replicate", "expert_replicate"), Axis(1, 1))
+        costs = replace(setting.costs, axes={**setting.costs.axes, **alone})
+        other = measure(replace(setting, costs=costs), schedule, is_last=False)
     elif num > 1 and layout.axes()["replicate"].size > 1:
         other = measure(setting, schedule, is_last=False)
+    if job.dispatch == "hidden":
+        last, other = last.hiding("ep"), other.hiding("ep")
     total = _with_bubble(last.plus(other, num - 1), other, problem, layout)
     optimizer = _optimizer_ms(setting, OPTIMIZERS[job.optimizer])
     total.exposed["optimizer"] = optimizer
@@ -215,7 +218,8 @@ def evaluate(problem: Problem, layout: Layout, memory: Memory | None = None) -> 
         total.exposed["stragglers"] = straggling
     step_ms = total.ms + optimizer + straggling
     tokens_per_s = job.batch * job.seq_len / job.gpus / step_ms * 1e3
-    mfu = tokens_per_s * problem.flops_per_token() / (machine.peak_tflops["bf16"] * 1e12)
+    flops_per_token = problem.whole.model_flops / job.seq_len
+    mfu = tokens_per_s * flops_per_token / (machine.peak_tflops["bf16"] * 1e12)
     has_experts = problem.config is not None and problem.config.experts > 0
     return Answer(
         layout,
@@ -240,7 +244,7 @@ def fully_shard_ms(problem: Problem, answer: Answer) -> float | None:
     is_plain = layout.checkpoint == "none" and job.quantization is None and not job.is_captured
     setting = setting_of(problem, layout, parts_of(problem, layout)[0])
     is_first, *are_tables = [weight.is_table for weight in setting.trace.weights]
-    has_blocks = setting.trace.num_blocks > 0 and is_first and not any(are_tables)
+    has_blocks = bool(setting.trace.blocks) and is_first and not any(are_tables)
     sizes = layout.ranks * layout.ep * layout.expert_gtp
     if sizes > layout.gtp or layout.gtp == 1 or not is_plain or not has_blocks:
         return None
@@ -254,13 +258,6 @@ def slowest(parts: list[Part] | list[None]) -> Part | None:
     if len(parts) == 1:
         return parts[0]
     return max((part for part in parts if part is not None), key=lambda part: (len(part.kinds), part.is_last))
-
-
-def _without_wire(setting: Setting) -> Setting:
-    """A microbatch whose weights are there and whose gradients stay."""
-    axes = dict(setting.costs.axes)
-    axes |= dict.fromkeys(("gtp", "expert_gtp", "replicate", "expert_replicate"), Axis(1, 1))
-    return replace(setting, costs=replace(setting.costs, axes=tuple(axes.items())))
 
 
 def _with_bubble(total: Parts, one: Parts, problem: Problem, layout: Layout) -> Parts:
@@ -318,9 +315,3 @@ def _gather_parameters(setting: Setting, total: Parts) -> float:
         total.received[name] = total.received.get(name, 0.0) + nbytes * (axis.size - 1) / axis.size
     total.exposed["replicas"] = total.exposed.get("replicas", 0.0) + spent
     return spent
-
-
-def lower_bound_ms(problem: Problem, layout: Layout, one_ms: float) -> float:
-    """What a step takes at least, if a microbatch takes ``one_ms`` at least."""
-    num = layout.num_microbatches(problem.job) + (layout.pp - 1) / virtual_stages(problem, layout)
-    return one_ms * num * (1 + problem.machine.straggling(problem.job.gpus))

@@ -74,6 +74,13 @@ class Sharded(NamedTuple):
         return self.wired != self.gathered
 
     @property
+    def cast_nbytes(self) -> float:
+        """What is read and written to make of a shard what is sent."""
+        if not self.is_quantized:
+            return self.shard_numel * (PARAM_NBYTES + COMPUTE_NBYTES)
+        return self.shard_numel * (2 * PARAM_NBYTES + self.wired / self.weight.numel)
+
+    @property
     def is_group(self) -> bool:
         return len(self.members) > 1
 
@@ -121,7 +128,7 @@ class Setting:
 
     def _group(self, block: Sequence[int]) -> tuple[int, ...]:
         """The weights of a block that are a group, by the rules of ``_modules.group_blocks``; empty if none are."""
-        if self.policy._numbers or self.trace.num_blocks < 2 or self.costs.axis("tp").size > 1:
+        if self.policy._numbers or len(self.trace.blocks) < 2 or self.costs.axis("tp").size > 1:
             return ()
         found = [
             number
@@ -167,7 +174,7 @@ class Setting:
         why_groups = (f"groups: {len(groups)} blocks, each gathered as a whole",) * bool(groups)
         facts = Facts(
             self.no_copy_engines("gtp"),
-            self.block_nbytes(),
+            self.trace.largest_block(item.wired for item in self.sharded),
             free_nbytes,
             group_nbytes=sum(groups),
             single_nbytes=sum(unit.gathered for unit in self.units) - sum(groups),
@@ -197,10 +204,6 @@ class Setting:
         kind = self.backends(schedule, item.lane).reduces
         is_alone = item.is_group or not may_wait(item.sent, schedule.coalesce_grad_nbytes)
         return is_alone and is_near and may_send_narrow(kind, item.axis.size) and is_exact_in(torch.bfloat16, wide)
-
-    def block_nbytes(self) -> int:
-        """Of the gathered weights of the largest block: what is on the wire, as the runtime counts it."""
-        return self.trace.largest_block(item.wired for item in self.sharded)
 
 
 class Step(NamedTuple):
@@ -240,7 +243,12 @@ def plan_step(setting: Setting, schedule: Schedule) -> Step:
             if not (units[place].is_group and place in backward):
                 backward.append(place)
     plans = Plan(gathered, traits, window), Plan(backward, traits, window)
-    return Step(*plans, _kept(units, schedule, *plans), recomputed, unit_of)
+    turning = turning_point(*plans)
+    sizes = [0 if number in turning else unit.gathered for number, unit in enumerate(units)]
+    lanes = [unit.lane for unit in units]
+    asked = choose_kept(*plans, sizes, lanes, schedule.keep_nbytes) if schedule.keep_nbytes else ()
+    kept = frozenset((*asked, *(turning if schedule.keep_last else ())))
+    return Step(*plans, kept, recomputed, unit_of)
 
 
 def _together(items: Sequence[Sharded], members: tuple[int, ...]) -> Sharded:
@@ -252,11 +260,3 @@ def _together(items: Sequence[Sharded], members: tuple[int, ...]) -> Sharded:
     sums = {name: sum(getattr(item, name) for item in items) for name in ("gathered", "wired", "sent", "shard_numel")}
     weight = first.weight._replace(name=first.weight.block_name, shape=(numel,), has_dgrad=True)
     return first._replace(weight=weight, members=members, **sums)
-
-
-def _kept(units: Sequence[Sharded], schedule: Schedule, forward: Plan, backward: Plan) -> frozenset[int]:
-    turning = turning_point(forward, backward)
-    sizes = [0 if number in turning else unit.gathered for number, unit in enumerate(units)]
-    lanes = [unit.lane for unit in units]
-    asked = choose_kept(forward, backward, sizes, lanes, schedule.keep_nbytes) if schedule.keep_nbytes else ()
-    return frozenset((*asked, *(turning if schedule.keep_last else ())))

@@ -75,7 +75,7 @@ def setting_of(
     if is_fake:  # it has no peers to copy from, and collectives of several tensors are copies of each
         machine = replace(machine, gpus_per_host=1, contention=replace(machine.contention, grouped=1))
     kind = FakeCosts if is_fake else Costs
-    costs = kind(machine, (("gtp", Axis(ranks, 1)),), precision, "compiled" in mode, name == "float8_rowwise")
+    costs = kind(machine, {"gtp": Axis(ranks, 1)}, precision, "compiled" in mode, name == "float8_rowwise")
     memory = MEMORY.get(Mode.parse(mode).base)
     if memory is not None and not schedule:
         policy = SchedulePolicy(memory=memory)
