@@ -68,7 +68,9 @@ PLANNER = {
         "_operand_nbytes", replace("(3, 2)", "(1, 1)"), "test_planner_ranges.py::test_ranges_of_published_rows"
     ),
     "the stage with most experts is not looked at": Bug(
-        "full_stages", returns("{0}"), f"{PLANNER_SEARCH}::test_a_stage_of_one_block_is_checkpointed"
+        "Problem.full_stages",
+        returns("{0: self.parts(layout)[0]}"),
+        f"{PLANNER_SEARCH}::test_a_stage_of_one_block_is_checkpointed",
     ),
     "the last block of a stage keeps all of its activations": Bug(
         "memory:predict",
@@ -91,7 +93,7 @@ PLANNER = {
         "test_planner_ranges.py::test_memory_of_published_runs",
     ),
     "chunks of a pipeline hold no more microbatches": Bug(
-        "inflight",
+        "Problem.inflight",
         replace("2 * after", "after"),
         f"{PLANNER_SEARCH}::test_chunks_of_a_pipeline_shorten_the_bubble_and_hold_more",
     ),

@@ -12,7 +12,7 @@ from .._trace.picture import draw
 from .._trace.read import COMMUNICATION, COMPUTE, Span, Timeline
 from .code import launch_lines, training_code
 from .errors import PlanError, expect
-from .evaluate import Answer, Problem, fully_shard_ms, parts_of, setting_of, slowest
+from .evaluate import Answer, Problem, fully_shard_ms
 from .job import Job
 from .machine import GIB, VERSION, Machine, load_machine
 from .program import build
@@ -254,7 +254,7 @@ def duration(answer: Answer, job: Job, tokens: float) -> str:
 def as_svg(result: PlanResult) -> str:
     """One microbatch of the slowest stage, as ``python -m dtensor_gtp.trace`` draws measured steps."""
     layout, machine = result.best.layout, result.machine
-    setting = setting_of(result.problem, layout, slowest(parts_of(result.problem, layout)))
+    setting = result.problem.setting(layout, result.problem.slowest(layout))
     found = timeline_of(build(setting, result.best.schedule), machine)
     spans = []
     for task, span in zip(found.program.tasks, found.spans, strict=True):

@@ -12,18 +12,7 @@ from typing import Any
 
 from .costs import Costs
 from .errors import PlanError
-from .evaluate import (
-    Answer,
-    Problem,
-    evaluate,
-    full_stages,
-    inflight,
-    memory_of,
-    parts_of,
-    setting_of,
-    slowest,
-    virtual_stages,
-)
+from .evaluate import Answer, Problem, evaluate, memory_of
 from .ground import is_too_wide
 from .job import AXES, CHECKPOINTS, OPTIMIZERS, Job, Layout, refusal
 from .machine import GIB, load_machine, preset_names
@@ -156,21 +145,21 @@ class Bounds:
     """Time and memory that a layout cannot be below, from one block of each kind: once for all that compute alike."""
 
     def __init__(self, problem: Problem) -> None:
-        self._problem = problem
+        self._problem, self._costs = problem, Costs(problem.machine)
         self._blocks: dict[tuple[object, ...], dict[object, Amounts]] = {}
         self._sums: dict[tuple[object, ...], Amounts] = {}
         self._saved: dict[tuple[object, ...], dict[int, float]] = {}  # by the number of a stage
 
     def ms(self, layout: Layout) -> float:
         sums, axes = self._of(layout), layout.axes()
-        num, costs = layout.num_microbatches(self._problem.job), Costs(self._problem.machine)
+        num, costs = layout.num_microbatches(self._problem.job), self._costs
         times = {True: 0.0, False: 0.0}  # by link
         for name, place in _AXES.items():
             gathered, sent, _ = sums[place]
             if axes[name].size > 1 and gathered:
                 nbytes = (2 * gathered + sent) * (1 if layout.keep else num)
                 times[costs.wire(axes[name]).is_fast] += costs.gather_ms(nbytes, axes[name])
-        busy = sums[0] * (num + (layout.pp - 1) / virtual_stages(self._problem, layout))
+        busy = sums[0] * (num + (layout.pp - 1) / self._problem.virtual_stages(layout))
         return max(busy * (1 + self._problem.machine.straggling(self._problem.job.gpus)), *times.values())
 
     def state_nbytes(self, layout: Layout) -> int:
@@ -195,16 +184,16 @@ class Bounds:
             stays += int(sum(sum(self._of(layout)[place][:2]) for place in _AXES.values()))
         key = layout.pp, *_computing(layout)
         if key not in self._saved:
-            parts = parts_of(self._problem, layout)
-            self._saved[key] = {number: self._sum_of(layout, parts[number])[-1] for number in full_stages(parts)}
+            parts = self._problem.full_stages(layout).items()
+            self._saved[key] = {number: self._sum_of(layout, part)[-1] for number, part in parts}
         stages = self._saved[key].items()
-        saved = max(nbytes * inflight(self._problem, layout, number, num) for number, nbytes in stages)
+        saved = max(nbytes * self._problem.inflight(layout, number, num) for number, nbytes in stages)
         return stays + int(saved * (1 + FRAGMENTS))
 
     def _of(self, layout: Layout) -> Amounts:
         key = layout.pp, *_computing(layout)
         if key not in self._sums:
-            self._sums[key] = self._sum_of(layout, slowest(parts_of(self._problem, layout)))
+            self._sums[key] = self._sum_of(layout, self._problem.slowest(layout))
         return self._sums[key]
 
     def _sum_of(self, layout: Layout, part: Part | None) -> Amounts:
@@ -222,7 +211,7 @@ class Bounds:
         """What there is in a block of each kind, and outside of blocks; a model of the user's code is one kind."""
         config = self._problem.config
         part = None if config is None else Part(tuple(sorted(set(config.kinds))))
-        setting = setting_of(self._problem, replace(layout, gtp=1, expert_gtp=1), part)
+        setting = self._problem.setting(replace(layout, gtp=1, expert_gtp=1), part)
         loss_ms, *times = compute_ms(setting, "ep" if self._problem.job.dispatch == "hidden" else "")
         found: dict[object, list[Amounts]] = {_FIRST: [_NOTHING], _LAST: [(loss_ms, *_NOTHING[1:])]}
         for ms, item in zip(times, setting.sharded, strict=True):

@@ -124,7 +124,19 @@ class Setting:
             blocks.setdefault(weight.block_name, []).append(number)
         groups = {number: group for block in blocks.values() for group in [self._group(block)] for number in group}
         members = dict.fromkeys(groups.get(number, (number,)) for number in range(len(self.sharded)))
-        return [_together([self.sharded[number] for number in each], each) for each in members]
+        return list(map(self.together, members))
+
+    def together(self, members: Sequence[int]) -> Sharded:
+        """Weights that are gathered at once, as one."""
+        first, *others = items = [self.sharded[number] for number in members]
+        if not others:
+            return first._replace(members=tuple(members))
+        sums = {
+            name: sum(getattr(item, name) for item in items) for name in ("gathered", "wired", "sent", "shard_numel")
+        }
+        shape = (sum(item.weight.numel for item in items),)
+        weight = first.weight._replace(name=first.weight.block_name, shape=shape, has_dgrad=True)
+        return first._replace(weight=weight, members=tuple(members), **sums)
 
     def _group(self, block: Sequence[int]) -> tuple[int, ...]:
         """The weights of a block that are a group, by the rules of ``_modules.group_blocks``; empty if none are."""
@@ -249,14 +261,3 @@ def plan_step(setting: Setting, schedule: Schedule) -> Step:
     asked = choose_kept(*plans, sizes, lanes, schedule.keep_nbytes) if schedule.keep_nbytes else ()
     kept = frozenset((*asked, *(turning if schedule.keep_last else ())))
     return Step(*plans, kept, recomputed, unit_of)
-
-
-def _together(items: Sequence[Sharded], members: tuple[int, ...]) -> Sharded:
-    """Weights that are gathered at once, as one."""
-    first = items[0]
-    if len(items) == 1:
-        return first._replace(members=members)
-    numel = sum(item.weight.numel for item in items)
-    sums = {name: sum(getattr(item, name) for item in items) for name in ("gathered", "wired", "sent", "shard_numel")}
-    weight = first.weight._replace(name=first.weight.block_name, shape=(numel,), has_dgrad=True)
-    return first._replace(weight=weight, members=members, **sums)

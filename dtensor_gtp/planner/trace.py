@@ -120,6 +120,7 @@ class Trace:
     def with_weights(self, change: Callable[[Weight], Weight]) -> Trace:
         return replace(self, weights=tuple(map(change, self.weights)))
 
+    @functools.lru_cache(maxsize=64)  # noqa: B019  # traces are few
     def times(self, batch: int) -> Trace:
         """The same for several sequences: operations and activations grow with them."""
 

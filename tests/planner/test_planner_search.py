@@ -10,7 +10,7 @@ import pytest
 from dtensor_gtp import plan
 from dtensor_gtp.planner.costs import Axis, Costs
 from dtensor_gtp.planner.errors import PlanError
-from dtensor_gtp.planner.evaluate import Problem, evaluate, inflight, memory_of, stage_parts
+from dtensor_gtp.planner.evaluate import Problem, evaluate, memory_of, stage_parts
 from dtensor_gtp.planner.job import Job, Layout, refusal
 from dtensor_gtp.planner.machine import Machine, load_machine
 from dtensor_gtp.planner.model import PRESETS, ModelConfig
@@ -282,11 +282,10 @@ def test_memory_of_microbatches() -> None:
 
 
 def test_memory_of_many_blocks_is_continued_from_a_few() -> None:
-    from dtensor_gtp.planner.evaluate import setting_of
     from dtensor_gtp.planner.memory import Stage, predict
 
     one = problem(LARGE)
-    setting = setting_of(one, Layout(gtp=8), stage_parts(one.config, 1)[0])  # type: ignore[arg-type]
+    setting = one.setting(Layout(gtp=8), one.parts(Layout(gtp=8))[0])
     whole = predict(setting, setting.choice(0)[0], Stage(1, 2), 8)
     few = memory_of(one, Layout(gtp=8))
     assert few[:-1] == pytest.approx(whole[:-1], rel=0.001)
@@ -323,8 +322,8 @@ def test_chunks_of_a_pipeline_shorten_the_bubble_and_hold_more() -> None:
     jobs = [problem(gpus=4, global_batch=16, seq_len=4096, virtual_stages=chunks) for chunks in (1, 2)]
     plain, chunked = (evaluate(one, layout) for one in jobs)
     assert chunked.exposed_ms["bubble"] < plain.exposed_ms["bubble"]
-    assert [inflight(one, layout, 0, 8) for one in jobs] == [2, 2.5]
-    assert [inflight(one, layout, 1, 8) for one in jobs] == [1, 1.5]
+    assert [one.inflight(layout, 0, 8) for one in jobs] == [2, 2.5]
+    assert [one.inflight(layout, 1, 8) for one in jobs] == [1, 1.5]
     assert chunked.memory.activations > plain.memory.activations
 
 
@@ -356,11 +355,12 @@ def test_compute_hides_tokens_on_their_way_as_far_as_it_lasts() -> None:
     layout, slow = Layout(gtp=16, ep=8, expert_gtp=2), load_machine("h100").with_limits(network_gb_s=0.5)
     found = []
     for dispatch in ("rows", "hosts", "hidden"):
-        found.append(evaluate(problem(MIXTURE, slow, gpus=16, dispatch=dispatch), layout))
+        found.append(evaluate(problem(MIXTURE, slow, gpus=16, global_batch=32, dispatch=dispatch), layout))
     rows, hosts, hidden = found
     assert rows.step_ms > hosts.step_ms > hidden.step_ms
     # More of it than there is compute: what is left is waited for.
     assert rows.exposed_ms["ep"] > hosts.exposed_ms["ep"] > hidden.exposed_ms["ep"] > 0
     assert hosts.exposed_ms["ep"] - hidden.exposed_ms["ep"] == pytest.approx(hosts.compute_ms, rel=0.01)
-    fast = evaluate(problem(MIXTURE, gpus=16, dispatch="hidden"), layout)
-    assert fast.exposed_ms["ep"] == 0
+    fast, alone = (problem(MIXTURE, gpus=16, global_batch=batch, dispatch="hidden") for batch in (32, 16))
+    assert evaluate(fast, layout).exposed_ms["ep"] == 0
+    assert evaluate(alone, layout).exposed_ms["ep"] > 0  # of one microbatch there is no other
