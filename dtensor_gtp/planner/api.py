@@ -210,6 +210,9 @@ def _details(result: PlanResult, answer: Answer) -> list[str]:
         parts = {"compute": answer.compute_ms, **answer.exposed_ms}
         lines += ["  time of a step, and what compute waits for", *_bars(parts, answer.step_ms, format_ms)]
         lines.append(f"  range: from published runs ({answer.ground.kind})")
+        if answer.exposed_ms.get("ep", 0.0) > answer.step_ms / 10 and result.job.dispatch == "rows":
+            other = "Other dispatchers send less or hide it: --dispatch hosts or hidden"
+            lines += paragraph(f"ep: a row for each expert. {other}", WIDTH, "  ")
     free = answer.capacity - answer.memory.total
     if free < 0:
         text = (

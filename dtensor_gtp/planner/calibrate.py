@@ -27,7 +27,7 @@ from .calibrate_compute import TOGETHER, measure_compute, measure_host
 from .clock import Clock, Work, clock_of
 from .errors import PlanError
 from .machine import GIB, Machine, load_machine, preset_names, preset_of
-from .samples import Beside, Samples, fitted
+from .samples import Samples, fitted
 
 _CALIBRATED_SPREAD = 0.1
 _GPU_SIZES, _CPU_SIZES = (1 << 20, 1 << 26, 1 << 28), (1 << 12, 1 << 16, 1 << 20)
@@ -204,7 +204,7 @@ class Links:
         calls, others = 8, max(round(8 * alone[0] / alone[1]), 1)
         if (together := self._clock.time_with(gemm, calls, kernel, others, joins=True)) is not None:
             longest = max(calls * alone[0], others * alone[1])
-            self._samples.beside["kernel"] = Beside(longest, self._agreed(together))
+            self._samples.add_beside("kernel", longest, self._agreed(together))
         twin = compat.twin_group(self._group, self._device, "calibrate")
         self._both("wire", gather, "", self._reduce(self._beside, twin))
         # Several tensors in one collective, beside one tensor of as many bytes.
@@ -213,7 +213,7 @@ class Links:
         outputs = [self._bytes(nbytes // _TENSORS) for _ in range(_TENSORS)]
         several = partial(compat.all_gather_coalesced, outputs, shards, self._group, False)
         one = self._time(self._gather(nbytes), 4)
-        self._samples.beside["grouped"] = Beside(one, self._time(several, 4))
+        self._samples.add_beside("grouped", one, self._time(several, 4))
 
     def _both(self, first: str, work: Work, second: str, other: Work) -> None:
         """``work`` beside ``other``, and if it has a name, ``other`` beside ``work``."""
@@ -223,4 +223,4 @@ class Links:
             # Twice as long as what is timed takes alone, so that it runs to the end of it.
             others = min(math.ceil(2 * calls * seconds / one) + 1, 200)
             if name and (beside := self._clock.time_with(timed, calls, background, others, joins=False)) is not None:
-                self._samples.beside[name] = Beside(seconds, self._agreed(beside / calls))
+                self._samples.add_beside(name, seconds, self._agreed(beside / calls))
