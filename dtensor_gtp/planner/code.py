@@ -68,9 +68,11 @@ def _changes(problem: Problem, layout: Layout) -> list[str]:
     found = []
     if (recipe := problem.job.quantization) is not None:
         name, _, compute = problem.job.recipe.partition(":")
-        kind = type(recipe).__name__
-        found += [f"from dtensor_gtp.quant import {kind}"] * bool(compute)
-        found.append(f"quantize_(model.layers, {f'{kind}(compute={compute!r})' if compute else repr(name)})")
+        if compute:
+            kind = type(recipe).__name__
+            found += [f"from dtensor_gtp.quant import {kind}", f"quantize_(model.layers, {kind}(compute={compute!r}))"]
+        else:
+            found.append(f"quantize_(model.layers, {name!r})")
     if layout.tp > 1 and problem.user is None:
         found.append(_snippet("tensor_parallel"))
     elif layout.tp > 1 and problem.user is not None:

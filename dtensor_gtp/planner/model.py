@@ -80,7 +80,7 @@ def config_of_json(path: Path) -> ModelConfig | None:
     kind = content["model_type"]
     if kind not in _KNOWN_TYPES:
         return None
-    if not content.get("use_sliding_window", kind in ("mistral", "mixtral")):  # these alone do not say it
+    if not content.get("use_sliding_window", kind in ("mistral", "mixtral")):  # these two need not say it
         content["sliding_window"] = 0
     values: dict[str, Any] = {"name": printable(content.get("_name_or_path") or path.parent.name or path.stem)}
     for item in fields(ModelConfig):
