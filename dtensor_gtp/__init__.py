@@ -48,8 +48,7 @@ from .random import MeshRNG
 from .report import ShardingReport, sharding_report
 
 if _typing.TYPE_CHECKING:
-    from .planner.api import plan
-    from .planner.text import PlanResult
+    from .planner.api import PlanResult, plan
 
 __all__ = [
     "CapturedBlocks",
@@ -81,14 +80,10 @@ __all__ = [
 
 def __getattr__(name: str) -> _typing.Any:
     """Load the planner when it is asked for: training does not need it."""
-    if name == "plan":
-        from .planner.api import plan
+    if name in ("plan", "PlanResult"):
+        from .planner import api
 
-        return plan
-    if name == "PlanResult":
-        from .planner.text import PlanResult
-
-        return PlanResult
+        return getattr(api, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

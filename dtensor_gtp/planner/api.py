@@ -1,17 +1,28 @@
-"""``dtensor_gtp.plan``: what the command line does, from Python."""
+"""``dtensor_gtp.plan``, and its answer: as text of at most 100 columns, as a picture, and as plain data."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from .._comm.debug import format_nbytes
+from .._report.columns import in_columns, paragraph
+from .._trace.picture import draw
+from .._trace.read import COMMUNICATION, COMPUTE, Span, Timeline
+from .code import launch_lines, training_code
 from .errors import PlanError, expect
-from .evaluate import Problem
+from .evaluate import Answer, Problem, fully_shard_ms
 from .job import Job
-from .machine import Machine, load_machine
-from .search import Report, advise, search
-from .text import PlanResult
+from .machine import GIB, VERSION, Machine, load_machine
+from .program import build
+from .search import Found, Report, advise, search
+from .simulate import Stream
+from .timing import timeline_of
 from .user_model import load_model
+
+WIDTH = 100
+_BAR = 40
 
 
 def plan(
@@ -63,3 +74,238 @@ def plan(
     found = search(problem, top=top, report=report)
     advice = () if found.closest is None else tuple(advise(problem, found.closest))
     return PlanResult(**vars(found), model=name, problem=problem, advice=advice)
+
+
+@dataclass(frozen=True)
+class PlanResult(Found):
+    """The answers of :func:`plan`. ``str()`` is what the command prints.
+
+    Args:
+        answers: Layouts, the fastest first; empty if none fits.
+        refused: Why others were refused.
+        closest: If none fits, the layout that lacks least memory.
+        num_layouts: Layouts that were considered.
+        num_simulated: Layouts that were simulated.
+        seconds: Time of the search.
+        model: Name of the model.
+        problem: The job, the machine and the sizes of the model.
+        advice: If none fits, what to change.
+
+    Example:
+        >>> result = plan("llama3-8b", "h100", gpus=8, global_batch=8, fixed={"gtp": 8})
+        >>> result.best.step_ms > 0
+        True
+        >>> "gtp_shard" in result.code()
+        True
+        >>> sorted(result.as_record())[:3]
+        ['advice', 'answers', 'closest']
+    """
+
+    model: str
+    problem: Problem
+    advice: tuple[str, ...]
+
+    @property
+    def job(self) -> Job:
+        """What was asked for."""
+        return self.problem.job
+
+    @property
+    def machine(self) -> Machine:
+        """The GPUs."""
+        return self.problem.machine
+
+    @property
+    def best(self) -> Answer:
+        """The fastest layout.
+
+        Raises:
+            PlanError: None fits.
+        """
+        if not self.answers:
+            raise PlanError("plan found no layout that fits: see its advice, what to change.")
+        return self.answers[0]
+
+    def code(self) -> str:
+        """Python for the fastest layout, and below it the lines that start it."""
+        launch = "\n".join(f"# {line}" for line in launch_lines(self.problem, self.best).splitlines())
+        return f"{training_code(self.problem, self.best)}\n\n{launch}\n"
+
+    def as_record(self) -> dict[str, Any]:
+        """All of it as plain data, for JSON."""
+        return {
+            "version": VERSION,
+            "model": self.model,
+            "parameters": self.problem.whole.numel,
+            "machine": self.machine.name,
+            "is_calibrated": self.machine.is_calibrated,
+            "not_measured": list(self.machine.not_measured),
+            "job": asdict(self.job),
+            "answers": [_record(answer) for answer in self.answers],
+            "closest": None if self.closest is None else _record(self.closest),
+            "advice": list(self.advice),
+            "refused": [asdict(each) for each in self.refused],
+            **{name: getattr(self, name) for name in ("num_layouts", "num_simulated", "seconds")},
+        }
+
+    def __str__(self) -> str:
+        job = self.job
+        numel, tokens = self.problem.whole.numel / 1e9, job.batch * job.seq_len / 1e6
+        lines = [
+            f"{self.model} ({numel:.1f}B) on {job.gpus} x {self.machine.describe()}",
+            f"{job.batch} sequences of {job.seq_len} tokens a step ({tokens:.2f}M), {job.recipe}, {job.optimizer}, "
+            f"memory {job.memory}" + ", compiled" * job.is_compiled + ", one CUDA graph" * job.is_captured,
+            "",
+        ]
+        if self.answers:
+            lines += [*_ranking(self.answers), "", *_details(self, self.answers[0])]
+        else:
+            lines += _nothing_fits(self)
+        head = f"{self.num_layouts} layouts, the {self.num_simulated} most promising simulated in {self.seconds:.1f} s."
+        lines += ["", f"{head} Refused:" if self.refused else f"{head} None refused."]
+        for item in self.refused[:6]:
+            lines.append(f"  {item.count:>5}  {item.reason} (e.g. {item.example.describe()})"[:WIDTH])
+        return "\n".join(line.rstrip() for line in lines)
+
+
+_COLUMNS = ("", "layout", "batch", "step", "range", "tok/s/GPU", "MFU", "memory", "waits")
+
+
+def _ranking(answers: tuple[Answer, ...]) -> list[str]:
+    """A table; where names of layouts leave too little room, without the columns that the details repeat."""
+    rows = [_COLUMNS, *(_row(number, answer) for number, answer in enumerate(answers, 1))]
+    for name in ("waits", "range"):
+        if max(map(len, in_columns(rows))) > WIDTH:
+            place = rows[0].index(name)
+            rows = [(*row[:place], *row[place + 1 :]) for row in rows]
+    return in_columns(rows)
+
+
+def _row(number: int, answer: Answer) -> tuple[str, ...]:
+    layout, found = answer.layout, answer.range_ms
+    described = layout.describe().replace("replicate", "rep").replace("expert_gtp", "egtp")
+    batch = f"{layout.micro_batch}" + {"none": "", "selective": "/sel", "full": "/full"}[layout.checkpoint]
+    times = ("not known", "", "", "")
+    if found:
+        spread = f"{format_ms(found[0])}-{format_ms(found[1])}"
+        times = format_ms(answer.step_ms), spread, f"{answer.tokens_per_s:.0f}", f"{answer.mfu:.0%}"
+    memory = f"{answer.memory.total / GIB:.1f}" + "~" * (not answer.is_fitting)
+    cause, ms = max(answer.exposed_ms.items(), key=lambda item: item[1], default=("", 0.0))
+    waits = f"{cause} {ms / answer.step_ms:.0%}"
+    return str(number), described + " kept" * layout.keep, batch, *times, memory, waits
+
+
+def format_ms(ms: float) -> str:
+    """A time in three digits or so: 34.1ms, 340ms, 3.40s."""
+    if ms >= 1000:
+        return f"{ms / 1e3:.2f}s"
+    return f"{ms:.1f}ms" if ms < 100 else f"{ms:.0f}ms"
+
+
+def _details(result: PlanResult, answer: Answer) -> list[str]:
+    lines = [f"1: {answer.layout.describe()}"]
+    if isinstance(answer.ground, str):
+        lines += paragraph(f"time: {answer.ground}", WIDTH, "  ")
+    else:
+        parts = {"compute": answer.compute_ms, **answer.exposed_ms}
+        lines += ["  time of a step, and what compute waits for", *_bars(parts, answer.step_ms, format_ms)]
+        lines.append(f"  range: from published runs ({answer.ground.kind})")
+        if answer.exposed_ms.get("ep", 0.0) > answer.step_ms / 10 and result.job.dispatch == "rows":
+            other = "Other dispatchers send less or hide it: --dispatch hosts or hidden"
+            lines += paragraph(f"ep: a row for each expert. {other}", WIDTH, "  ")
+    free = answer.capacity - answer.memory.total
+    if free < 0:
+        text = (
+            f"~ counts {-free / GIB:.1f} GiB more than a GPU has. The leanest code known needs "
+            f"{answer.memory.least / GIB:.1f} GiB: fused kernels, a compiler or 8 bits that keep a third of the "
+            "activations, a loss without whole logits. Measure a step, or take --checkpointing full."
+        )
+        lines += paragraph(text, WIDTH, "  ")
+    lines.append(f"  memory of the fullest rank, {answer.memory.moment}"[:WIDTH])
+    lines += _bars(answer.memory.parts() | {"free": free}, answer.capacity, format_nbytes)
+    if answer.received:
+        received = [f"{axis} {format_nbytes(int(nbytes))}" for axis, nbytes in answer.received.items() if nbytes]
+        lines.append(f"  into each GPU in a step: {', '.join(received)}"[:WIDTH])
+    lines += paragraph("schedule: " + "; ".join(answer.reasons), WIDTH, "  ")
+    if result.job.quantization is not None and result.job.precision == "bf16":
+        text = "This package gathers the format and computes in bf16 with it; only gathers are smaller."
+        lines += paragraph(f"{result.job.recipe}: GEMMs are in bf16. {text}", WIDTH, "  ")
+    if answer.range_ms and (peer := fully_shard_ms(result.problem, answer)) is not None:
+        lines.append(f"  fully_shard in the place of gtp_shard: {format_ms(peer)}")
+    if not result.machine.is_calibrated:
+        missing = "measure your machine by --calibrate FILE"
+        if not result.machine.is_preset:
+            missing = ", ".join(result.machine.not_measured)
+        lines += paragraph(f"not calibrated: {missing}", WIDTH, "  ")
+    return lines
+
+
+def duration(answer: Answer, job: Job, tokens: float) -> str:
+    """How long a job runs for so many tokens, without restarts and evaluations."""
+    found = answer.range_ms
+    if found is None:
+        return f"{tokens:.3g} tokens: no time is known, {answer.ground}"
+    steps = tokens / (job.batch * job.seq_len)
+    low, days, high = (ms * steps / 86_400_000 for ms in (found[0], answer.step_ms, found[1]))
+    hours = days * 24 * job.gpus
+    return (
+        f"{tokens:.3g} tokens: {steps:,.0f} steps, {days:.1f} days ({low:.1f} to {high:.1f}), {hours:,.0f} GPU-hours, "
+        "restarts not counted"
+    )
+
+
+def as_svg(result: PlanResult) -> str:
+    """One microbatch of the slowest stage, as ``python -m dtensor_gtp.trace`` draws measured steps."""
+    layout, machine = result.best.layout, result.machine
+    setting = result.problem.setting(layout, result.problem.slowest(layout))
+    found = timeline_of(build(setting, result.best.schedule), machine)
+    spans = []
+    for task, span in zip(found.program.tasks, found.spans, strict=True):
+        if span.end > span.begin:
+            kind = COMPUTE if task.stream is Stream.COMPUTE and not task.cause else COMMUNICATION
+            lane = task.stream.name.lower().replace("_", " ")
+            times = span.begin * 1e3, span.end * 1e3
+            spans.append(Span(*times, lane, kind, task.label, task.label, task.launch_ms * 1e3))
+    timeline = Timeline(1, (0.0, found.ms * 1e3), sorted(spans))
+    return draw(timeline, f"{result.model}, {layout.describe()}, one microbatch")
+
+
+def _bars(parts: dict[str, Any], whole: float, format_value: Callable[[Any], str]) -> list[str]:
+    lines = []
+    for name, value in parts.items():
+        if value <= 0 or value < whole * 0.0005:
+            continue
+        bar = "#" * max(round(value / whole * _BAR), 1)
+        lines.append(f"    {name:<12} {format_value(value):>10} {value / whole:>6.1%}  {bar}")
+    return lines
+
+
+def _nothing_fits(result: PlanResult) -> list[str]:
+    lines = ["No layout fits."]
+    if (closest := result.closest) is not None:
+        missing = (closest.memory.total - closest.capacity) / GIB
+        layout = closest.layout
+        described = f"{layout.describe()}, {layout.micro_batch} sequences, checkpoint {layout.checkpoint}"
+        lines.append(f"Closest: {described}: does not fit by {missing:.1f} GiB."[:WIDTH])
+        lines += _bars(closest.memory.parts(), closest.memory.total, format_nbytes)
+    return [*lines, "What to change:", *(f"  {line}"[:WIDTH] for line in result.advice)]
+
+
+def _record(answer: Answer) -> dict[str, Any]:
+    found = answer.range_ms
+    return {
+        "layout": asdict(answer.layout),
+        "step_ms": answer.step_ms if found else None,
+        "step_ms_range": list(found) if found else None,
+        "ground": answer.ground if isinstance(answer.ground, str) else answer.ground.kind,
+        "tokens_per_s_per_gpu": answer.tokens_per_s if found else None,
+        "mfu": answer.mfu if found else None,
+        "fits": "yes" if answer.is_fitting else "only with leaner code" if answer.may_fit else "no",
+        "memory_bytes": answer.memory._asdict() | {"total": answer.memory.total, "least": answer.memory.least},
+        "capacity_bytes": answer.capacity,
+        "received_bytes": dict(answer.received),
+        "exposed_ms": dict(answer.exposed_ms),
+        "compute_ms": answer.compute_ms,
+        "schedule": vars(answer.schedule),
+        "reasons": list(answer.reasons),
+    }

@@ -27,7 +27,7 @@ from .calibrate_compute import TOGETHER, measure_compute, measure_host
 from .clock import Clock, Work, clock_of
 from .errors import PlanError
 from .machine import GIB, Machine, load_machine, preset_names, preset_of
-from .samples import Beside, Samples, fitted
+from .samples import Samples, fitted
 
 _CALIBRATED_SPREAD = 0.1
 _GPU_SIZES, _CPU_SIZES = (1 << 20, 1 << 26, 1 << 28), (1 << 12, 1 << 16, 1 << 20)
@@ -44,8 +44,9 @@ def calibrate(path: Path, *, device_type: str | None = None, clock: Clock | None
         device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
         clock, samples, base = clock or clock_of(device), Samples({}, {}), _base(device)
         measure_compute(clock, samples)
-        if kind == "cpu":
-            base = _with_peaks_of_cpu(base, samples)
+        if kind == "cpu":  # it has no data sheet here: the fastest GEMM and the fastest kernel are its peaks
+            peak, memory = (max(sample.rate for sample in samples.by_kind[name]) for name in ("bf16 GEMM", "memory"))
+            base = replace(base, peak_tflops={"bf16": peak / 1e12}, hbm_gb_s=memory / 1e9)
         group, engine = mesh.get_group(), None
         has_links = group.size() > 1
         if has_links:
@@ -105,13 +106,6 @@ def _base(device: torch.device) -> Machine:
         f"calibrate knows the peaks of {', '.join(preset_names())}, but this GPU is {found!r}. Copy a preset of "
         "dtensor_gtp/planner/machines, fill in its peaks, and pass it as --machine."
     )
-
-
-def _with_peaks_of_cpu(machine: Machine, samples: Samples) -> Machine:
-    """A CPU has no data sheet here: the fastest GEMM and the fastest kernel are its peaks."""
-    peak = max(sample.rate for sample in samples.by_kind["bf16 GEMM"]) / 1e12
-    memory = max(sample.rate for sample in samples.by_kind["memory"]) / 1e9
-    return replace(machine, peak_tflops={"bf16": peak}, hbm_gb_s=memory)
 
 
 class Links:
@@ -204,18 +198,22 @@ class Links:
         self._both("gemm_beside_nccl", gemm, "nccl_beside_gemm", gather)
         if engine is not None:
             self._both("gemm_beside_copy", gemm, "copy_beside_gemm", self._copy(engine, self._beside))
-        self._kernels(gemm, partial(self._bytes(self._beside).mul_, 1))
+        # Two kernels that take turns on the SMs: the later one to end decides, if alone they take equally long.
+        kernel = partial(self._bytes(self._beside).mul_, 1)
+        alone = self._time(gemm, 4), self._time(kernel, 4)
+        calls, others = 8, max(round(8 * alone[0] / alone[1]), 1)
+        if (together := self._clock.time_with(gemm, calls, kernel, others, joins=True)) is not None:
+            longest = max(calls * alone[0], others * alone[1])
+            self._samples.add_beside("kernel", longest, self._agreed(together))
         twin = compat.twin_group(self._group, self._device, "calibrate")
         self._both("wire", gather, "", self._reduce(self._beside, twin))
-        self._grouped()
-
-    def _kernels(self, work: Work, other: Work) -> None:
-        """Two kernels that take turns on the SMs: the later one to end decides, if alone they take equally long."""
-        alone = self._time(work, 4), self._time(other, 4)
-        calls, others = 8, max(round(8 * alone[0] / alone[1]), 1)
-        if (together := self._clock.time_with(work, calls, other, others, joins=True)) is not None:
-            longest = max(calls * alone[0], others * alone[1])
-            self._samples.beside["kernel"] = Beside(longest, self._agreed(together))
+        # Several tensors in one collective, beside one tensor of as many bytes.
+        nbytes = self._sizes[1]
+        shards = [self._bytes(nbytes // _TENSORS // self._size) for _ in range(_TENSORS)]
+        outputs = [self._bytes(nbytes // _TENSORS) for _ in range(_TENSORS)]
+        several = partial(compat.all_gather_coalesced, outputs, shards, self._group, False)
+        one = self._time(self._gather(nbytes), 4)
+        self._samples.add_beside("grouped", one, self._time(several, 4))
 
     def _both(self, first: str, work: Work, second: str, other: Work) -> None:
         """``work`` beside ``other``, and if it has a name, ``other`` beside ``work``."""
@@ -225,13 +223,4 @@ class Links:
             # Twice as long as what is timed takes alone, so that it runs to the end of it.
             others = min(math.ceil(2 * calls * seconds / one) + 1, 200)
             if name and (beside := self._clock.time_with(timed, calls, background, others, joins=False)) is not None:
-                self._samples.beside[name] = Beside(seconds, self._agreed(beside / calls))
-
-    def _grouped(self) -> None:
-        """Several tensors in one collective, beside one tensor of as many bytes."""
-        nbytes = self._sizes[1]
-        shards = [self._bytes(nbytes // _TENSORS // self._size) for _ in range(_TENSORS)]
-        outputs = [self._bytes(nbytes // _TENSORS) for _ in range(_TENSORS)]
-        several = partial(compat.all_gather_coalesced, outputs, shards, self._group, False)
-        one = self._time(self._gather(nbytes), 4)
-        self._samples.beside["grouped"] = Beside(one, self._time(several, 4))
+                self._samples.add_beside(name, seconds, self._agreed(beside / calls))

@@ -15,12 +15,11 @@ from typing import Any, NoReturn, get_args
 from .._progress import Progress
 from ..policy import Memory
 from ..quant.recipes import RECIPES
-from .api import plan
+from .api import as_svg, duration, plan
 from .errors import PlanError, expect, printable
-from .job import AXES, CHECKPOINTS, LOSSES, OPTIMIZERS, Job
+from .job import AXES, CHECKPOINTS, DISPATCHES, LOSSES, OPTIMIZERS, Job
 from .machine import load_machine, preset_names
 from .model import PRESETS
-from .text import as_svg, duration
 
 _LOG = logging.getLogger(__name__)
 _EPILOG = """\
@@ -63,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--memory", default="balanced", help=f"{', '.join(get_args(Memory))}: as in SchedulePolicy")
     add("--reduce-dtype", default="bf16", help="bf16 or fp32: of gradients on the wire")
     add("--loss", default="fp32", help=f"{', '.join(LOSSES)}: how logits and loss are computed; default: fp32")
+    add("--dispatch", default="rows", help=f"{', '.join(DISPATCHES)}: how tokens go to experts; default: rows")
     add("--virtual-stages", type=int, metavar="N", help="chunks of a rank of a pipeline; default: a block each")
     add("--zero1", action="store_true", dest="shards_optimizer", help="optimizer states are divided over replicas too")
     add("--compile", action="store_true", dest="is_compiled", help="blocks are compiled")
@@ -111,7 +111,11 @@ def _plan(options: argparse.Namespace) -> int:
 
         machine = load_machine(options.machine)
         machine = machine.with_limits(watts=options.watts, network_gb_s=options.network_gb_s)
-        result = plan(options.model, machine, top=options.top, report=report, **_job_of(options))
+        # Options have the names of a job's fields.
+        given = {name: value for name, value in vars(options).items() if value is not None}
+        asked: dict[str, Any] = {item.name: given[item.name] for item in fields(Job) if item.name in given}
+        asked["fixed"] = {name: given[name] for name in (*AXES, "micro_batch") if name in given}
+        result = plan(options.model, machine, top=options.top, report=report, **asked)
     is_json = options.json is not None and str(options.json) == "-"
     if options.json is not None:
         text = json.dumps(result.as_record(), indent=1)
@@ -127,13 +131,6 @@ def _plan(options: argparse.Namespace) -> int:
     if options.explain is not None:
         _write(options.explain.with_name(options.explain.name + ".svg"), as_svg(result))
     return 0
-
-
-def _job_of(options: argparse.Namespace) -> dict[str, Any]:
-    """The fields of a job that were given: options have their names."""
-    given = {name: value for name, value in vars(options).items() if value is not None}
-    fixed = {name: given[name] for name in (*AXES, "micro_batch") if name in given}
-    return {item.name: given[item.name] for item in fields(Job) if item.name in given} | {"fixed": fixed}
 
 
 def _write(path: Path, text: str) -> None:

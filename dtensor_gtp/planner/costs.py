@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .errors import PlanError
@@ -39,18 +39,15 @@ class Work(NamedTuple):
 @dataclass(frozen=True)
 class Costs:
     machine: Machine  # the machine
-    axes: tuple[tuple[str, Axis], ...] = ()  # the groups of a layout by the name of their axis
+    axes: Mapping[str, Axis] = field(default_factory=dict)  # the groups of a layout by the name of their axis
     precision: str = "bf16"  # what GEMMs of the blocks compute in: "bf16", "float8" or "float4"
     is_compiled: bool = False  # whether blocks are compiled, so that elementwise kernels are fused
     is_rowwise: bool = False  # whether float8 GEMMs have a scale for each row
     seq_len: int = 0  # tokens of a sequence on one rank: kernels of attention reach less at long ones
+    choices: int = 0  # experts of a token, where it goes once to each of their hosts; 0 where it goes to each expert
 
     def axis(self, name: str) -> Axis:
-        return self._by_name.get(name, Axis(1, 1))
-
-    @functools.cached_property
-    def _by_name(self) -> dict[str, Axis]:
-        return dict(self.axes)
+        return self.axes.get(name, Axis(1, 1))
 
     def gemm_ms(self, op: Op, precision: str = "bf16") -> float:
         """One kernel, which reaches of the peak what a GEMM of the size of one of its groups does."""
@@ -65,17 +62,14 @@ class Costs:
         share *= compute.ragged if op.is_ragged else 1
         return compute.kernel_us / 1e3 + op.flops / (peaks[precision] * share) * 1e-9
 
-    def memory_ms(self, nbytes: float) -> float:
-        """One kernel that reads and writes so many bytes."""
-        return self._bytes_ms(nbytes, self.machine.compute.hbm)
+    def memory_ms(self, nbytes: float, share: float = 0.0) -> float:
+        """One kernel that reads and writes so many bytes, at this share of the memory's bandwidth."""
+        rate = self.machine.hbm_gb_s * (share or self.machine.compute.hbm)
+        return self.machine.compute.kernel_us / 1e3 + nbytes / rate * _PER_GB_S if nbytes else 0
 
     def cast_ms(self, nbytes: float) -> float:
         """One cast to a format of a recipe that reads and writes so many bytes."""
-        return self._bytes_ms(nbytes, self.machine.compute.cast)
-
-    def _bytes_ms(self, nbytes: float, share: float) -> float:
-        rate = self.machine.hbm_gb_s * share
-        return self.machine.compute.kernel_us / 1e3 + nbytes / rate * _PER_GB_S if nbytes else 0
+        return self.memory_ms(nbytes, self.machine.compute.cast)
 
     def op_ms(self, op: Op) -> float:
         """One operation that is no collective."""
@@ -104,24 +98,20 @@ class Costs:
         ms = host = 0.0
         for op in ops:
             if op.kind in (Kind.TP, Kind.CP, Kind.EP):
-                if ms or host:
-                    works.append(Work(ms, "", host))
+                works += [Work(ms, "", host)] * bool(ms or host)
                 ms = host = 0.0
-                works.append(self._collective(op))
+                axis, nbytes = self.axis(op.kind.value), op.nbytes
+                if op.kind is Kind.TP and self.precision == "float8" and self.is_compiled and not self.is_rowwise:
+                    # Inputs are cast before they are gathered: half of all messages have half of the bytes, and
+                    # one more finds the scale.
+                    nbytes *= 0.85
+                spent = (self.exchange_ms if op.kind is Kind.EP else self.gather_ms)(nbytes, axis)
+                works.append(Work(spent, op.kind.value, self.machine.host.collective_us / 1e3, nbytes))
                 continue
-            is_fused = op.kind in (Kind.MEMORY, Kind.VIEW)
-            ms += self.op_ms(op) * (factor if is_fused else 1)
-            host += op_ms * (factor if is_fused else 1)
+            left = factor if op.kind in (Kind.MEMORY, Kind.VIEW) else 1.0
+            ms += self.op_ms(op) * left
+            host += op_ms * left
         return [*works, Work(ms, "", host)] if ms or host else works
-
-    def _collective(self, op: Op) -> Work:
-        axis = self.axis(op.kind.value)
-        if op.kind is Kind.TP and self.precision == "float8" and self.is_compiled and not self.is_rowwise:
-            # Inputs are cast before they are gathered: half of all messages have half of the bytes, and
-            # one more finds the scale.
-            op = op._replace(nbytes=op.nbytes * 0.85)
-        ms = (self.exchange_ms if op.kind is Kind.EP else self.gather_ms)(op.nbytes, axis)
-        return Work(ms, op.kind.value, self.machine.host.collective_us / 1e3, op.nbytes)
 
     def wire(self, axis: Axis) -> Wire:
         """How a group communicates: over the fast link, or in rings through the network, one ring for each of its
@@ -184,7 +174,11 @@ class Costs:
         members = self.members(axis)
         fast, network = machine.fast, machine.network
         within = nbytes * (members - 1) / axis.size / (fast.gb_s * fast.share) * _PER_GB_S
-        beyond = nbytes * (axis.size - members) / axis.size / (network.gb_s * network.share) * _PER_GB_S
+        sent = nbytes * (axis.size - members) / axis.size
+        if self.choices:  # to how many other domains, if experts are chosen at random
+            domains = axis.size / members
+            sent = nbytes / self.choices * (domains - 1) * (1 - (1 - 1 / domains) ** self.choices)
+        beyond = sent / (network.gb_s * network.share) * _PER_GB_S
         return max(within, beyond) + _start_ms(fast if members == axis.size else network, 1)
 
     def send_ms(self, nbytes: float, axis: Axis) -> float:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ..policy import Schedule
+from ..policy import Schedule, SchedulePolicy
 from .costs import Axis, Costs
 from .fully_shard import build_fully_shard
 from .ground import Ground, ground_of
@@ -31,13 +31,75 @@ class Problem:
     @functools.cached_property
     def whole(self) -> Trace:
         """What a rank alone would compute of one sequence."""
-        return trace_of(self, Layout(), parts_of(self, Layout())[0])
+        return self.trace(Layout(), self.parts(Layout())[0])
 
-    def flops_per_token(self) -> float:
-        return self.whole.model_flops / self.job.seq_len
+    def parts(self, layout: Layout) -> list[Part] | list[None]:
+        """The stages of a layout; one that is not known in blocks for a model of the user's own code."""
+        return [None] if self.config is None else stage_parts(self.config, layout.pp)
 
-    def numel(self) -> int:
-        return self.whole.numel
+    def slowest(self, layout: Layout) -> Part | None:
+        """The stage with most to compute: one with the head, or the one with most blocks."""
+        known = [part for part in self.parts(layout) if part is not None]
+        return max(known, key=lambda part: (len(part.kinds), part.is_last), default=None)
+
+    def full_stages(self, layout: Layout) -> dict[int, Part | None]:
+        """The stages that may be the fullest, by number: the first has most microbatches, the last the logits, the
+        first of those with most mixtures most parameters."""
+        parts = self.parts(layout)
+        mixtures = [0 if part is None else sum(part.kinds) for part in parts]
+        return {number: parts[number] for number in {0, len(parts) - 1, mixtures.index(max(mixtures))}}
+
+    def trace(self, layout: Layout, part: Part | None) -> Trace:
+        """What a rank of a stage computes in one microbatch."""
+        if self.config is None or part is None:
+            assert self.user is not None
+            trace = with_loss(self.user.trace(layout.tp), self.job.loss).times(layout.micro_batch)
+        else:
+            sizes = self.job.seq_len, layout.tp, layout.cp, layout.ep
+            recorded = _recorded(self.config, layout.micro_batch, sizes, self.job.loss)
+            trace = repeated(recorded, self.config, part)
+        return checkpointed(trace, layout.checkpoint)
+
+    def setting(self, layout: Layout, part: Part | None) -> Setting:
+        job, config = self.job, self.config
+        costs = Costs(
+            self.machine,
+            layout.axes(),
+            job.precision,
+            job.is_compiled,
+            job.recipe == "float8_rowwise",
+            job.seq_len // layout.cp,
+            choices=0 if config is None or job.dispatch == "rows" else config.experts_per_token,
+        )
+        return Setting(
+            self.trace(layout, part),
+            costs,
+            SchedulePolicy(memory=job.memory),  # type: ignore[arg-type]  # a job has checked it
+            2 if job.reduce_dtype == "bf16" else 4,
+            job.quantization,
+            layout.checkpoint,
+            job.is_captured,
+            job.shards_optimizer,
+            tokens=layout.micro_batch * job.seq_len // layout.cp,
+        )
+
+    def virtual_stages(self, layout: Layout) -> int:
+        """Chunks of a stage in an interleaved schedule: by default a block each."""
+        if self.config is None:
+            return 1
+        most = max((self.config.layers + 2) // layout.pp, 1)
+        return min(self.job.virtual_stages or most, most)
+
+    def inflight(self, layout: Layout, number: int, num_microbatches: int) -> float:
+        """Microbatches whose activations a stage holds: as many as there are stages from it on, as 1F1B and DualPipe
+        do. Where chunks were asked for, those of Megatron's interleaved schedule, which begins backward later (arXiv
+        2104.04473, section 2.2)."""
+        after = layout.pp - 1 - number
+        held = after + 1.0
+        if self.job.virtual_stages > 1 and layout.pp > 1:
+            chunks = self.virtual_stages(layout)
+            held = ((chunks - 1) * layout.pp + 2 * after + 1) / chunks
+        return min(held, num_microbatches)
 
 
 @dataclass(frozen=True)
@@ -117,30 +179,9 @@ def stage_parts(config: ModelConfig, pp: int) -> list[Part]:
     return parts
 
 
-def parts_of(problem: Problem, layout: Layout) -> list[Part] | list[None]:
-    """The stages of a layout; one that is not known in blocks for a model of the user's own code."""
-    return [None] if problem.config is None else stage_parts(problem.config, layout.pp)
-
-
-def trace_of(problem: Problem, layout: Layout, part: Part | None) -> Trace:
-    """What a rank of a stage computes in one microbatch."""
-    if problem.config is None or part is None:
-        assert problem.user is not None
-        trace = with_loss(problem.user.trace(layout.tp), problem.job.loss).times(layout.micro_batch)
-    else:
-        sizes = problem.job.seq_len, layout.tp, layout.cp, layout.ep
-        trace = _repeated(problem.config, layout.micro_batch, sizes, problem.job.loss, part)
-    return checkpointed(trace, layout.checkpoint)
-
-
-@functools.lru_cache(maxsize=512)
-def _repeated(config: ModelConfig, batch: int, sizes: tuple[int, int, int, int], loss: str, part: Part) -> Trace:
-    return repeated(_recorded(config, batch, sizes, loss), config, part)
-
-
 @functools.lru_cache(maxsize=512)
 def _recorded(config: ModelConfig, batch: int, sizes: tuple[int, int, int, int], loss: str) -> Trace:
-    seq_len, tp, cp, ep = sizes
+    *others, ep = sizes
     # Equal loads: however many ranks share experts, each computes as much.
     few = next((size for size in range(2, ep + 1) if ep % size == 0), 1)
 
@@ -148,40 +189,17 @@ def _recorded(config: ModelConfig, batch: int, sizes: tuple[int, int, int, int],
         num, *matrix = weight.shape
         return weight._replace(shape=(num * few // ep, *matrix)) if weight.is_expert else weight
 
-    return record_reference(config, 1, seq_len, tp, cp, few, loss).with_weights(shared).times(batch)
-
-
-def setting_of(problem: Problem, layout: Layout, part: Part | None) -> Setting:
-    job, length = problem.job, problem.job.seq_len // layout.cp
-    axes = tuple(layout.axes().items())
-    return Setting(
-        trace_of(problem, layout, part),
-        Costs(problem.machine, axes, job.precision, job.is_compiled, job.is_rowwise, length),
-        job.policy,
-        job.reduce_nbytes,
-        job.quantization,
-        layout.checkpoint,
-        job.is_captured,
-        job.shards_optimizer,
-        tokens=layout.micro_batch * job.seq_len // layout.cp,
-    )
-
-
-def full_stages(parts: list[Part] | list[None]) -> set[int]:
-    """Numbers of the stages that may be the fullest: the first has most microbatches, the last the logits, the first
-    of those with most mixtures most parameters."""
-    mixtures = [0 if part is None else sum(part.kinds) for part in parts]
-    return {0, len(parts) - 1, mixtures.index(max(mixtures))}
+    return record_reference(config, 1, *others, few, loss).times(batch).with_weights(shared)
 
 
 def memory_of(problem: Problem, layout: Layout, enough: float = math.inf) -> Memory:
     """Of the fullest rank, or of the first one that needs more than is ``enough``."""
-    parts, found = parts_of(problem, layout), []
+    found = []
     num, optimizer_nbytes = layout.num_microbatches(problem.job), OPTIMIZERS[problem.job.optimizer]
-    for number in full_stages(parts):
-        setting = setting_of(problem, layout, parts[number])
+    for number, part in problem.full_stages(layout).items():
+        setting = problem.setting(layout, part)
         schedule, _ = setting.choice(problem.machine.memory_nbytes)
-        stage = Stage(inflight(problem, layout, number, num), num, layout.keep)
+        stage = Stage(problem.inflight(layout, number, num), num, layout.keep)
         settings, left, grown = few_and_more(setting)
         memories = [predict(one, schedule, stage, optimizer_nbytes) for one in settings]
         few, more = memories[0], memories[-1]
@@ -196,15 +214,20 @@ def memory_of(problem: Problem, layout: Layout, enough: float = math.inf) -> Mem
 def evaluate(problem: Problem, layout: Layout, memory: Memory | None = None) -> Answer:
     job, machine = problem.job, problem.machine
     memory = memory or memory_of(problem, layout)
-    setting = setting_of(problem, layout, slowest(parts_of(problem, layout)))
+    setting = problem.setting(layout, problem.slowest(layout))
     free = max(int((machine.memory_gib - machine.reserve_gib) * GIB) - memory.total, 0)
     schedule, reasons = setting.choice(free)
     num = layout.num_microbatches(job)
     other = last = measure(setting, schedule, is_last=True)
     if num > 1 and layout.keep:
-        other = measure(_without_wire(setting), schedule, is_last=False)
+        # Weights are there, and gradients stay.
+        alone = dict.fromkeys(("gtp", "expert_gtp", "replicate", "expert_replicate"), Axis(1, 1))
+        costs = replace(setting.costs, axes={**setting.costs.axes, **alone})
+        other = measure(replace(setting, costs=costs), schedule, is_last=False)
     elif num > 1 and layout.axes()["replicate"].size > 1:
         other = measure(setting, schedule, is_last=False)
+    if job.dispatch == "hidden" and num > 1:
+        last, other = last.hiding("ep"), other.hiding("ep")
     total = _with_bubble(last.plus(other, num - 1), other, problem, layout)
     optimizer = _optimizer_ms(setting, OPTIMIZERS[job.optimizer])
     total.exposed["optimizer"] = optimizer
@@ -215,7 +238,8 @@ def evaluate(problem: Problem, layout: Layout, memory: Memory | None = None) -> 
         total.exposed["stragglers"] = straggling
     step_ms = total.ms + optimizer + straggling
     tokens_per_s = job.batch * job.seq_len / job.gpus / step_ms * 1e3
-    mfu = tokens_per_s * problem.flops_per_token() / (machine.peak_tflops["bf16"] * 1e12)
+    flops_per_token = problem.whole.model_flops / job.seq_len
+    mfu = tokens_per_s * flops_per_token / (machine.peak_tflops["bf16"] * 1e12)
     has_experts = problem.config is not None and problem.config.experts > 0
     return Answer(
         layout,
@@ -238,29 +262,15 @@ def fully_shard_ms(problem: Problem, answer: Answer) -> float | None:
     than gtp, for recomputation, recipes and CUDA graphs."""
     layout, job = answer.layout, problem.job
     is_plain = layout.checkpoint == "none" and job.quantization is None and not job.is_captured
-    setting = setting_of(problem, layout, parts_of(problem, layout)[0])
+    setting = problem.setting(layout, problem.parts(layout)[0])
     is_first, *are_tables = [weight.is_table for weight in setting.trace.weights]
-    has_blocks = setting.trace.num_blocks > 0 and is_first and not any(are_tables)
+    has_blocks = bool(setting.trace.blocks) and is_first and not any(are_tables)
     sizes = layout.ranks * layout.ep * layout.expert_gtp
     if sizes > layout.gtp or layout.gtp == 1 or not is_plain or not has_blocks:
         return None
     ms = timeline_of(build_fully_shard(setting), problem.machine).ms * layout.num_microbatches(job)
     ms += _optimizer_ms(setting, OPTIMIZERS[job.optimizer])
     return ms * (1 + problem.machine.straggling(job.gpus))
-
-
-def slowest(parts: list[Part] | list[None]) -> Part | None:
-    """The stage with most to compute: one with the head, or the one with most blocks."""
-    if len(parts) == 1:
-        return parts[0]
-    return max((part for part in parts if part is not None), key=lambda part: (len(part.kinds), part.is_last))
-
-
-def _without_wire(setting: Setting) -> Setting:
-    """A microbatch whose weights are there and whose gradients stay."""
-    axes = dict(setting.costs.axes)
-    axes |= dict.fromkeys(("gtp", "expert_gtp", "replicate", "expert_replicate"), Axis(1, 1))
-    return replace(setting, costs=replace(setting.costs, axes=tuple(axes.items())))
 
 
 def _with_bubble(total: Parts, one: Parts, problem: Problem, layout: Layout) -> Parts:
@@ -271,32 +281,12 @@ def _with_bubble(total: Parts, one: Parts, problem: Problem, layout: Layout) -> 
     assert problem.config is not None
     nbytes = layout.micro_batch * job.seq_len // (layout.cp * layout.tp) * problem.config.dim * 2
     send = 2 * Costs(problem.machine).send_ms(nbytes, layout.axes()["pp"])
-    chunks = virtual_stages(problem, layout)
+    chunks = problem.virtual_stages(layout)
     bubble = (layout.pp - 1) / chunks * one.ms
     # A message hides behind the other microbatches, but where the pipeline fills and drains.
     bubble += 2 * (layout.pp - 1) * send
     received = {"pp": 2 * nbytes * layout.num_microbatches(job) * chunks}
     return Parts(total.ms + bubble, total.exposed | {"bubble": bubble}, total.received | received)
-
-
-def virtual_stages(problem: Problem, layout: Layout) -> int:
-    """Chunks of a stage in an interleaved schedule: by default a block each."""
-    if problem.config is None:
-        return 1
-    most = max((problem.config.layers + 2) // layout.pp, 1)
-    return min(problem.job.virtual_stages or most, most)
-
-
-def inflight(problem: Problem, layout: Layout, number: int, num_microbatches: int) -> float:
-    """Microbatches whose activations a stage holds: as many as there are stages from it on, as 1F1B and DualPipe do.
-    Where chunks were asked for, those of Megatron's interleaved schedule, which begins backward later (arXiv
-    2104.04473, section 2.2)."""
-    after = layout.pp - 1 - number
-    held = after + 1.0
-    if problem.job.virtual_stages > 1 and layout.pp > 1:
-        chunks = virtual_stages(problem, layout)
-        held = ((chunks - 1) * layout.pp + 2 * after + 1) / chunks
-    return min(held, num_microbatches)
 
 
 def _optimizer_ms(setting: Setting, state_nbytes: int) -> float:
@@ -318,9 +308,3 @@ def _gather_parameters(setting: Setting, total: Parts) -> float:
         total.received[name] = total.received.get(name, 0.0) + nbytes * (axis.size - 1) / axis.size
     total.exposed["replicas"] = total.exposed.get("replicas", 0.0) + spent
     return spent
-
-
-def lower_bound_ms(problem: Problem, layout: Layout, one_ms: float) -> float:
-    """What a step takes at least, if a microbatch takes ``one_ms`` at least."""
-    num = layout.num_microbatches(problem.job) + (layout.pp - 1) / virtual_stages(problem, layout)
-    return one_ms * num * (1 + problem.machine.straggling(problem.job.gpus))

@@ -6,30 +6,21 @@ result is copied out on the GPU, one reduce-scatter is in flight.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from .program import Program, Tasks
 from .setting import COMPUTE_NBYTES, PARAM_NBYTES, Setting, Sharded
 from .simulate import Load, Stream
 
 
-class Unit:
-    """The parameters of one ``fully_shard`` call."""
-
-    def __init__(self, weights: Sequence[Sharded]) -> None:
-        self.weights = weights
-        self.name = f"block {weights[0].weight.block}" if weights[0].is_in_block else "root"
-        self.full = sum(item.gathered for item in weights)
-        self.sent = sum(item.sent for item in weights)
-        self.shard_numel = sum(item.shard_numel for item in weights)
-
-
-def units_of(setting: Setting) -> tuple[Unit, list[Unit]]:
-    by_block: dict[int, list[Sharded]] = {}
-    for item in setting.sharded:
-        by_block.setdefault(item.weight.block, []).append(item)
-    root = Unit(by_block.pop(-1))
-    return root, [Unit(by_block[block]) for block in sorted(by_block)]
+def units_of(setting: Setting) -> tuple[Sharded, list[Sharded]]:
+    """What each ``fully_shard`` call gathers: that of the root, and those of the blocks."""
+    by_block: dict[int, list[int]] = {}
+    for number, item in enumerate(setting.sharded):
+        by_block.setdefault(item.weight.block, []).append(number)
+    units = []
+    for block, numbers in sorted(by_block.items()):
+        unit, name = setting.together(numbers), "root" if block < 0 else f"block {block}"
+        units.append(unit._replace(weight=unit.weight._replace(name=name)))
+    return units[0], units[1:]
 
 
 class _Step:
@@ -39,10 +30,13 @@ class _Step:
         self._gathers: dict[str, int] = {}
         self._copied_out, self._reducing = list[int](), list[int]()
 
-    def _spend(self, unit: Unit, share: float) -> None:
-        self._tasks.spend(len(unit.weights) * self._tasks.host.fsdp_use_us * share)
+    def _weights(self, unit: Sharded) -> list[Sharded]:
+        return [self._setting.sharded[number] for number in unit.members]
 
-    def _gather(self, unit: Unit) -> None:
+    def _spend(self, unit: Sharded, share: float) -> None:
+        self._tasks.spend(len(unit.members) * self._tasks.host.fsdp_use_us * share)
+
+    def _gather(self, unit: Sharded) -> None:
         """Shards are cast and copied in, then gathered, after the last gather was copied out."""
         if unit.name in self._gathers:
             return
@@ -52,24 +46,24 @@ class _Step:
         nbytes = unit.shard_numel * (2 * PARAM_NBYTES + 3 * COMPUTE_NBYTES)
         after = self._copied_out or tasks.fork()
         cast = tasks.add(Stream.GATHER, Load.KERNEL, costs.memory_ms(nbytes), after, f"copy in {unit.name}")
-        ms, label = costs.gather_ms(unit.full, self._axis), f"gather {unit.name}"
-        self._gathers[unit.name] = tasks.transfer(Stream.GATHER, "gtp", unit.full, ms, [cast], label, "gathers")
+        ms, label = costs.gather_ms(unit.gathered, self._axis), f"gather {unit.name}"
+        self._gathers[unit.name] = tasks.transfer(Stream.GATHER, "gtp", unit.gathered, ms, [cast], label, "gathers")
 
-    def _wait(self, unit: Unit) -> None:
+    def _wait(self, unit: Sharded) -> None:
         """The gather is copied to where modules read it."""
         self._spend(unit, 1 / 4)
         self._tasks.wait(self._gathers.pop(unit.name))
-        ms, label = self._tasks.costs.memory_ms(2 * unit.full), f"copy out {unit.name}"
+        ms, label = self._tasks.costs.memory_ms(2 * unit.gathered), f"copy out {unit.name}"
         self._copied_out = [self._tasks.add(Stream.COMPUTE, Load.COMPUTE, ms, label=label, cause="gathers")]
 
-    def _reduce(self, unit: Unit) -> None:
+    def _reduce(self, unit: Sharded) -> None:
         """Gradients are copied in, cast if need be, and reduced, after the last reduction."""
         tasks, costs = self._tasks, self._tasks.costs
         self._spend(unit, 1 / 2)
         tasks.spend(tasks.host.collective_us)
         while self._reducing:
             tasks.wait(self._reducing.pop())
-        ms = costs.memory_ms(unit.full + unit.sent)
+        ms = costs.memory_ms(unit.gathered + unit.sent)
         copied = tasks.add(Stream.COMPUTE, Load.COMPUTE, ms, label=f"copy in gradients of {unit.name}")
         ms = costs.scatter_ms(unit.sent, self._axis)
         tasks.transfer(Stream.SCATTER, "gtp", unit.sent, ms, [copied], f"reduce {unit.name}", "reductions")
@@ -78,14 +72,14 @@ class _Step:
 
     def run(self, *, keeps: bool) -> Program:
         tasks, (root, units) = self._tasks, units_of(self._setting)
-        table, *head = root.weights
+        table, *head = self._weights(root)
         self._gather(root)
         self._wait(root)
         tasks.forward([table])
         for unit in units:
             self._gather(unit)
             self._wait(unit)
-            tasks.forward(unit.weights)
+            tasks.forward(self._weights(unit))
         tasks.forward(head)
         tasks.loss()
         tasks.backward(head)
@@ -97,7 +91,7 @@ class _Step:
                 self._wait(unit)
                 if following is not None:
                     self._gather(following)
-            tasks.backward(unit.weights)
+            tasks.backward(self._weights(unit))
             self._reduce(unit)
         tasks.backward([table])
         tasks.tail()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, get_args
+from dataclasses import dataclass, field
+from typing import get_args
 
-from ..policy import Memory, SchedulePolicy
+from ..policy import Memory
 from ..quant.recipes import RECIPES, Recipe
 from .costs import Axis
 from .errors import expect
@@ -17,9 +17,20 @@ from .model import ModelConfig
 AXES = ("pp", "replicate", "cp", "gtp", "tp", "ep", "expert_gtp")
 # Logits and the loss in fp32, as most code has them; in bf16; in chunks of tokens; in a kernel that makes no logits.
 LOSSES = ("fp32", "bf16", "chunked", "fused")
+# How tokens go to experts: a row for each choice, as this package sends them; once to each host that has experts of a
+# token, as DeepEP does; and that behind compute of another microbatch, as DualPipe does.
+DISPATCHES = ("rows", "hosts", "hidden")
 CHECKPOINTS = ("none", "selective", "full")
 # Bytes of optimizer state for a parameter in float32.
 OPTIMIZERS: Mapping[str, int] = {"adamw": 8, "sgd": 0, "sgd-momentum": 4, "muon": 4}
+_CHOICES = {
+    "checkpointing": ("auto", *CHECKPOINTS),
+    "optimizer": tuple(OPTIMIZERS),
+    "memory": get_args(Memory),
+    "loss": LOSSES,
+    "dispatch": DISPATCHES,
+    "reduce_dtype": ("bf16", "fp32"),
+}
 
 
 @dataclass(frozen=True)
@@ -39,6 +50,7 @@ class Job:
             each with the memory of 1F1B.
         shards_optimizer: Whether optimizer states are divided over replicas too (ZeRO-1).
         loss: "fp32", "bf16", "chunked" or "fused": what there is of the logits.
+        dispatch: "rows", "hosts" or "hidden": how tokens go to experts.
         is_compiled: Whether blocks are compiled.
         is_captured: Whether the step is replayed as a CUDA graph.
         fixed: Sizes of axes that are not searched, by name; "micro_batch" too.
@@ -61,6 +73,7 @@ class Job:
     memory: str = "balanced"
     reduce_dtype: str = "bf16"
     loss: str = "fp32"
+    dispatch: str = "rows"
     is_compiled: bool = False
     is_captured: bool = False
     virtual_stages: int = 0
@@ -73,14 +86,11 @@ class Job:
             value = getattr(self, name)
             is_fine = type(value) is int and least <= value <= most
             expect(is_fine, f"plan expects {name} from {least} to {most}", f"got {value!r}. Pass another.")
-        self._check("recipe", self.recipe.removesuffix(":dequantize"), ("bf16", *RECIPES))
-        self._check("checkpointing", self.checkpointing, ("auto", *CHECKPOINTS))
-        self._check("optimizer", self.optimizer, tuple(OPTIMIZERS))
-        self._check("memory", self.memory, get_args(Memory))
-        self._check("loss", self.loss, LOSSES)
-        self._check("reduce_dtype", self.reduce_dtype, ("bf16", "fp32"))
+        _check("recipe", self.recipe.removesuffix(":dequantize"), ("bf16", *RECIPES))
+        for name, known in _CHOICES.items():
+            _check(name, getattr(self, name), known)
         for name, size in self.fixed.items():
-            self._check("axis", name, (*AXES, "micro_batch"))
+            _check("axis", name, (*AXES, "micro_batch"))
             is_fine = type(size) is int and size >= 1
             expect(is_fine, f"plan expects a positive size of {name}", f"got {size!r}. Pass another.")
         given = {name: self.fixed[name] for name in AXES[:5] if name in self.fixed}
@@ -88,19 +98,10 @@ class Job:
         wrong = f"{asked} = {product} does not. Pass other sizes, or leave one to the search."
         expect(not self.gpus % product, f"plan expects a product of axes that divides {self.gpus} GPUs", wrong)
 
-    def _check(self, name: str, value: str, known: tuple[str, ...]) -> None:
-        wrong = f"got {value!r}. Pass one of them."
-        expect(value in known, f"plan expects one of {', '.join(known)} as {name}", wrong)
-
     @property
     def batch(self) -> int:
         """Sequences of a step; by default one for each GPU."""
         return self.global_batch or self.gpus
-
-    @property
-    def reduce_nbytes(self) -> int:
-        """Bytes of an element of a gradient that is reduced."""
-        return 2 if self.reduce_dtype == "bf16" else 4
 
     @property
     def quantization(self) -> Recipe | None:
@@ -116,15 +117,10 @@ class Job:
         recipe = self.quantization
         return "float8" if recipe is not None and recipe.has_gemms and recipe.compute != "dequantize" else "bf16"
 
-    @property
-    def is_rowwise(self) -> bool:
-        """Whether operands of float8 GEMMs have a scale for each row."""
-        return self.recipe == "float8_rowwise"
 
-    @property
-    def policy(self) -> SchedulePolicy:
-        """What is passed to ``gtp_shard``."""
-        return SchedulePolicy(memory=self.memory)  # type: ignore[arg-type]  # checked above
+def _check(name: str, value: str, known: tuple[str, ...]) -> None:
+    wrong = f"got {value!r}. Pass one of them."
+    expect(value in known, f"plan expects one of {', '.join(known)} as {name}", wrong)
 
 
 @dataclass(frozen=True, order=True)
@@ -202,9 +198,19 @@ class Layout:
         """The axes that are larger than one, as text."""
         return ", ".join(f"{name} {getattr(self, name)}" for name in AXES if getattr(self, name) > 1) or "one GPU"
 
-    def as_record(self) -> dict[str, Any]:
-        """All sizes as plain data, for JSON."""
-        return {item.name: getattr(self, item.name) for item in fields(self)}
+
+def refusal(layout: Layout, job: Job, config: ModelConfig | None, machine: Machine) -> str | None:
+    """Why a layout cannot be, before anything is computed; None if it can. ``config`` is None for a user's model."""
+    if layout.ranks != job.gpus:
+        return f"{layout.ranks} ranks on {job.gpus} GPUs"
+    reason = _refused_for_users(layout) if config is None else _refused_sizes(layout, job, config)
+    if reason is not None:
+        return reason
+    if layout.tp > machine.gpus_per_domain:
+        return f"tp {layout.tp} leaves the fast link of {machine.gpus_per_domain} GPUs"
+    if job.batch % (layout.data_ranks * layout.micro_batch):
+        return f"{layout.data_ranks} data ranks with {layout.micro_batch} sequences each do not divide {job.batch}"
+    return None
 
 
 # Why a model of the user's code cannot have an axis.
@@ -215,22 +221,8 @@ _NOT_FOR_USERS = {
 }
 
 
-def refusal(layout: Layout, job: Job, config: ModelConfig | None, machine: Machine) -> str | None:
-    """Why a layout cannot be, before anything is computed; None if it can. ``config`` is None for a user's model."""
-    if layout.ranks != job.gpus:
-        return f"{layout.ranks} ranks on {job.gpus} GPUs"
-    if config is None:
-        found = next((name for name in _NOT_FOR_USERS if getattr(layout, name) > 1), None)
-        reason = None if found is None else f"{found}: {_NOT_FOR_USERS[found]}"
-    else:
-        reason = _refused_sizes(layout, job, config) or _refused_experts(layout, config)
-    if reason is not None:
-        return reason
-    if layout.tp > machine.gpus_per_domain:
-        return f"tp {layout.tp} leaves the fast link of {machine.gpus_per_domain} GPUs"
-    if job.batch % (layout.data_ranks * layout.micro_batch):
-        return f"{layout.data_ranks} data ranks with {layout.micro_batch} sequences each do not divide {job.batch}"
-    return None
+def _refused_for_users(layout: Layout) -> str | None:
+    return next((f"{name}: {why}" for name, why in _NOT_FOR_USERS.items() if getattr(layout, name) > 1), None)
 
 
 def _refused_sizes(layout: Layout, job: Job, config: ModelConfig) -> str | None:
@@ -242,10 +234,6 @@ def _refused_sizes(layout: Layout, job: Job, config: ModelConfig) -> str | None:
         return f"pp {layout.pp} has more stages than the model has layers ({config.layers})"
     if job.seq_len % (layout.cp * layout.tp):
         return f"cp {layout.cp} and tp {layout.tp} do not divide {job.seq_len} tokens"
-    return None
-
-
-def _refused_experts(layout: Layout, config: ModelConfig) -> str | None:
     stage = layout.ranks // layout.pp
     if not config.experts:
         return "ep without experts" if layout.ep * layout.expert_gtp > 1 else None

@@ -148,11 +148,7 @@ class Machine:
         return int(self.memory_gib * GIB)
 
     def straggling(self, ranks: int) -> float:
-        """By what share of a step the slowest of several ranks is late: the expected maximum of as many normal times.
-
-        Args:
-            ranks: How many.
-        """
+        """By what share of a step the slowest of so many ranks is late: the expected maximum of normal times."""
         return self.jitter * math.sqrt(2 * math.log(ranks))
 
     def as_json(self) -> str:
@@ -224,11 +220,10 @@ def load_machine(text: str) -> Machine:
         >>> load_machine("h100").gpus_per_host
         8
     """
-    path = Path(text)
-    if text.lower() in preset_names():
-        path = _PRESETS / f"{text.lower()}.json"
-    names = ", ".join(preset_names())
-    expect(path.is_file(), f"machine expects one of {names}, or a file of --calibrate", f"got {text!r}. Name one.")
+    names = preset_names()
+    path = _PRESETS / f"{text.lower()}.json" if text.lower() in names else Path(text)
+    expected = f"machine expects one of {', '.join(names)}, or a file of --calibrate"
+    expect(path.is_file(), expected, f"got {text!r}. Name one.")
     return machine_of(read_json(path, "machine expects a JSON file of --calibrate", "Write it anew."), str(path))
 
 
@@ -264,26 +259,22 @@ def machine_of(content: Any, where: str) -> Machine:
     expect(has_version, "machine expects a JSON object with a version", f"{where} has none. Write it by --calibrate.")
     wrong = f"{where} is of version {content['version']!r}. Write it anew by --calibrate."
     expect(content["version"] == VERSION, f"machine expects a file of version {VERSION}", wrong)
-    machine: Machine = _build(Machine, _completed(content, where), where)
+    values = {name: value for name, value in content.items() if name not in ("version", "like")}
+    if "like" in content:  # the preset of all that is not here
+        names, like = preset_names(), content["like"]
+        expect(like in names, f"machine expects one of {', '.join(names)} as like", f"{where} has {like!r}. Name one.")
+        base = asdict(load_machine(like))
+        for name, value in base.items():
+            is_part = name not in ("peak_tflops", "sources") and isinstance(value, dict)
+            if is_part and isinstance(values.get(name), dict):
+                values[name] = value | values[name]
+        values = base | values
+    machine: Machine = _build(Machine, values, where)
     host, domain = machine.gpus_per_host, machine.gpus_per_domain
     most = "machine expects gpus_per_host of at most gpus_per_domain"
     expect(host <= domain, most, f"{where} has {host} and {domain}. Mend the file.")
     expect("bf16" in machine.peak_tflops, "machine expects peak_tflops.bf16", f"{where} has no such field. Add it.")
     return machine
-
-
-def _completed(content: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields of a file, and those that it leaves to the preset which it is ``like``."""
-    values = {name: value for name, value in content.items() if name not in ("version", "like")}
-    if "like" not in content:
-        return values
-    names, like = preset_names(), content["like"]
-    expect(like in names, f"machine expects one of {', '.join(names)} as like", f"{where} has {like!r}. Name one.")
-    base = asdict(load_machine(like))
-    for name, value in base.items():
-        if name not in ("peak_tflops", "sources") and isinstance(value, dict) and isinstance(values.get(name), dict):
-            values[name] = value | values[name]
-    return base | values
 
 
 def _build(kind: Any, values: Any, where: str, prefix: str = "") -> Any:
@@ -296,10 +287,8 @@ def _build(kind: Any, values: Any, where: str, prefix: str = "") -> Any:
     for name, item in known.items():
         is_there = name in values or (item.default, item.default_factory) != (MISSING, MISSING)
         expect(is_there, f"machine expects a field {prefix}{name}", f"{where} has none. Add it.")
-    made = {}
-    for name, value in values.items():
-        made[name] = _checked(types[name], known[name].metadata.get("range"), value, where, prefix + name)
-    return kind(**made)
+    bounds = {name: item.metadata.get("range") for name, item in known.items()}
+    return kind(**{n: _checked(types[n], bounds[n], value, where, prefix + n) for n, value in values.items()})
 
 
 def _checked(kind: Any, bounds: Any, value: Any, where: str, name: str) -> Any:

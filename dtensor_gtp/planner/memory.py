@@ -1,24 +1,127 @@
-"""The memory of one rank by kind, at the fullest moment of a step."""
+"""The memory of one rank by kind, at the fullest moment of a step.
+
+The amounts come from the model and from the plan that ``sharding_report`` shows, none from an allocator, so that the
+sum can be held against what an allocator has measured.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from .._comm.gather_backends import enough_nbytes, round_nbytes
 from .._comm.send_ring import ring_nbytes
 from .._schedule.held_weights import Held, held_nbytes
+from .._schedule.order_of_reductions import Together
 from ..policy import Schedule
 from .machine import GIB
-from .peak import Amounts, Peak, Use, predict_peak
 from .setting import COMPUTE_NBYTES, PARAM_NBYTES, Setting, Sharded, Step, plan_step
-from .trace import Trace
+from .trace import Amounts
 
 # What the allocator reserves beyond what it gives out, as a share of what comes and goes: by torchtitan's peaks.
 FRAGMENTS = 1 / 5
 # Llama 3 405B ran on 80 GB without recomputation (arXiv 2407.21783, 3.3.2): half of what is counted here. DeepSeek-V3
 # kept activations in 8 bits and computed norms and up-projections again (arXiv 2412.19437, 3.2.3, 3.3.3): a third.
 _LEAN, _LEAN_LOGITS = 0.35, 0.25
+
+
+class Use(NamedTuple):
+    """One use of a weight in the forward; backward comes by in the reverse order. All in bytes."""
+
+    name: str
+    gathered: Amounts  # gathered weights: the one in use, those kept for backward, and those that are gathered ahead
+    activations: Amounts  # what is saved for backward and not yet used up, gradients of activations, results
+    wgrad: int  # the full gradient, in the dtype of its reduction
+    sent: int  # what the reduction needs beside the full gradient, until it is complete
+    grad: int  # the shard's gradient, which stays until the optimizer has seen it
+    unreduced: int = 0  # what computing the full gradient needs beside it
+    is_in_ring: bool = False  # whether the full gradient is written to symmetric memory, which is not counted here
+    waiting: int = 0  # full gradients that wait for this one
+    is_exchanged: bool = False  # whether activations are exchanged instead of the weight: there is no full gradient
+
+    @property
+    def buffer(self) -> int:
+        """The full gradient, as far as it is counted."""
+        return 0 if self.is_in_ring else self.wgrad
+
+
+class Peak(NamedTuple):
+    """The fullest moment of a step, in bytes."""
+
+    moment: str  # the pass, and the name of the weight that is in use, or was or will be
+    state: int  # parameters, buffers and optimizer state, which are always there
+    gradients: int  # of the shards, as far as they have been reduced
+    gathered: int  # gathered weights
+    wgrad: int  # full gradients that are computed or on their way, and what their reduction needs beside them
+    activations: int  # what is saved for backward, gradients of activations, logits
+
+    @property
+    def total(self) -> int:
+        return sum(self[1:])
+
+
+def moments(
+    uses: Sequence[Use], state: int, max_inflight: int, together: int = 0, *, wgrad_first: bool = True
+) -> list[Peak]:
+    """The moments of a forward and backward that may be the fullest, in order; see :func:`predict_peak`."""
+    found = []
+    for use in uses:
+        gathered, activations = use.gathered, use.activations
+        found.append(Peak(f"in forward of {use.name}", state, 0, gathered.forward, 0, activations.forward))
+        after = gathered.after_forward, 0, activations.after_forward
+        found.append(Peak(f"after forward of {use.name}", state, 0, *after))
+    grads = 0
+    waiting = Together[Use](together)
+    inflight: deque[list[Use]] = deque(maxlen=max_inflight)  # once it is full, the oldest are waited for
+
+    def reducing() -> int:
+        on_the_way = sum(use.buffer + use.sent for launch in inflight for use in launch)
+        return on_the_way + sum(use.buffer for use in waiting.waiting)
+
+    def add(moment: str, use: Use, gathered: int, activations: int, wgrad: int) -> None:
+        found.append(Peak(f"{moment} of {use.name}", state, grads, gathered, wgrad, activations))
+
+    backward = list(reversed(uses))
+    for use, following in zip(backward, [*backward[1:], None], strict=True):
+        gathered, activations = use.gathered, use.activations
+        before = reducing() + use.waiting
+        add("before backward", use, gathered.before_backward, activations.before_backward, before)
+        if not wgrad_first:
+            add("in backward", use, gathered.dgrad, activations.dgrad, before)
+            # The gathered weight is freed, and the gradient of the input is there.
+            released = gathered.wgrad if following is None else following.gathered.before_backward
+            gathered, activations = gathered._replace(wgrad=released), activations._replace(wgrad=activations.dgrad)
+        # The buffers of a reduction are made while as many as may be are in flight; then the oldest is waited for.
+        if use.waiting and not use.is_exchanged:  # a group is reduced: all others have been waited for
+            inflight.clear()
+            before = reducing() + use.waiting
+            launches = [[use]]
+        else:
+            launches = [] if use.is_exchanged else waiting.submit(use, use.wgrad)
+        new_grads = sum(other.grad for launch in launches for other in launch) + use.grad * use.is_exchanged
+        new_buffers = new_grads + sum(other.sent for launch in launches for other in launch)
+        add("in backward", use, gathered.wgrad, activations.wgrad, before + use.unreduced + use.buffer + new_buffers)
+        inflight.extend(launches)
+        grads += new_grads
+        if wgrad_first:
+            add("in backward", use, gathered.dgrad, activations.dgrad, reducing() + use.waiting)
+    before = reducing()
+    if launches := waiting.flush():
+        added = sum(other.sent + other.grad for other in launches[0])
+        add("after backward", uses[0], uses[0].gathered.dgrad, uses[0].activations.dgrad, before + added)
+    return found
+
+
+def predict_peak(
+    uses: Sequence[Use], state: int, max_inflight: int, together: int = 0, *, wgrad_first: bool = True
+) -> Peak:
+    """Where a forward and backward have their peak, by uses in the order of the forward; ``together`` is
+    ``Schedule.coalesce_grad_nbytes``."""
+    if not uses:
+        raise ValueError("predict_peak expects at least one use of a weight, but got none.")
+    found = moments(uses, state, max_inflight, together, wgrad_first=wgrad_first)
+    return max(found, key=lambda moment: moment.total)
 
 
 class Reducing(NamedTuple):
@@ -136,10 +239,6 @@ class Memory(NamedTuple):
         """Bytes by kind."""
         return dict(zip(self._fields[:-1], self[:-1], strict=True))
 
-    def as_record(self) -> dict[str, int | str]:
-        """All of it as plain data, for JSON."""
-        return self._asdict() | {"total": self.total, "least": self.least}
-
 
 class Stage(NamedTuple):
     """What a rank of a pipeline has beside one microbatch."""
@@ -151,38 +250,30 @@ class Stage(NamedTuple):
 
 def predict(setting: Setting, schedule: Schedule, stage: Stage, optimizer_nbytes: int) -> Memory:
     """The memory of a step; ``optimizer_nbytes`` for each parameter."""
-    weights, step = setting.sharded, plan_step(setting, schedule)
-    numel = sum(item.state_numel for item in weights) + setting.trace.small_numel
-    uses = _uses(setting, step, schedule)
-    if stage.num_microbatches > 1:  # gradients of the shards stay from the first microbatch on
+    weights, trace = setting.sharded, setting.trace
+    uses = _uses(setting, plan_step(setting, schedule), schedule)
+    has_several = stage.num_microbatches > 1
+    if has_several:  # gradients of the shards stay from the first microbatch on
         uses = [use._replace(grad=0) for use in uses]
     together = schedule.coalesce_grad_nbytes if setting.backends(schedule, 0).reduces != "all_to_all" else 0
     peak = predict_peak(uses, 0, schedule.max_inflight_reduce_scatters, together, wgrad_first=schedule.wgrad_first)
-    states = sum(map(setting.optimizer_numel, weights)) + setting.trace.small_numel
-    return _memory(setting, schedule, stage, (numel, numel * PARAM_NBYTES, states * optimizer_nbytes), peak)
-
-
-def _memory(setting: Setting, schedule: Schedule, stage: Stage, state: tuple[int, int, int], peak: Peak) -> Memory:
-    numel, parameters, optimizer = state
-    trace = setting.trace
-    saved = saved_nbytes(trace)
-    before_loss = min(peak.activations, max(trace.weights[-1].live, 0))
+    numel = sum(item.state_numel for item in weights) + trace.small_numel
+    states = sum(map(setting.optimizer_numel, weights)) + trace.small_numel
     is_loss = trace.weights[-1].block < 0 and peak.moment.endswith(trace.weights[-1].name)
-    logits = peak.activations - before_loss if is_loss else 0
-    gathered, reductions, gradients = peak.gathered, peak.wgrad, peak.gradients
-    if stage.num_microbatches > 1:
-        gradients = numel * PARAM_NBYTES
+    logits = max(peak.activations - max(trace.weights[-1].live, 0), 0) if is_loss else 0
+    gathered, reductions = peak.gathered, peak.wgrad
     if stage.keep:
-        gathered = sum(setting.held(item) for item in setting.sharded)
-        reductions = sum(item.sent for item in setting.sharded)
+        gathered = sum(map(setting.held, weights))
+        reductions = sum(item.sent for item in weights)
+    # What a microbatch leaves in a stage until its backward.
+    is_end_known = trace.weights[-1].block >= 0 and trace.end > 0
+    saved = (trace.end if is_end_known else trace.weights[-1].live) - trace.weights[0].live
     activations = peak.activations - logits + int(max(saved, 0) * (stage.num_inflight - 1))
-    passing = activations + logits
-    if not stage.keep:
-        passing += gathered + reductions
+    passing = activations + logits + (0 if stage.keep else gathered + reductions)
     return Memory(
-        parameters,
-        gradients,
-        optimizer,
+        numel * PARAM_NBYTES,
+        numel * PARAM_NBYTES if has_several else peak.gradients,
+        states * optimizer_nbytes,
         gathered,
         reductions,
         activations,
@@ -193,12 +284,6 @@ def _memory(setting: Setting, schedule: Schedule, stage: Stage, state: tuple[int
     )
 
 
-def saved_nbytes(trace: Trace) -> int:
-    """What a microbatch leaves in a stage until its backward."""
-    is_end_known = trace.weights[-1].block >= 0 and trace.end > 0
-    return (trace.end if is_end_known else trace.weights[-1].live) - trace.weights[0].live
-
-
 def _uses(setting: Setting, step: Step, schedule: Schedule) -> list[Use]:
     units = setting.units
     nbytes = [setting.held(unit) for unit in units]
@@ -207,7 +292,8 @@ def _uses(setting: Setting, step: Step, schedule: Schedule) -> list[Use]:
         held_nbytes(step.backward, step.kept, nbytes, is_backward=True),
     )
     # What is used in a forward that backward computes again is used in its gradient last.
-    amounts = dict(zip(step.forward.uses, gathered_amounts(step.forward.uses, step.backward.uses, held), strict=True))
+    gathered = gathered_amounts(step.forward.uses, step.backward.uses, held)
+    amounts = dict(zip(step.forward.uses, gathered, strict=True))
     uses = []
     for number, item in enumerate(setting.sharded):
         place = step.unit_of[number]
@@ -240,12 +326,12 @@ def _in_group(setting: Setting, group: Sharded, number: int, use: Use) -> Use:
 
 def symmetric_nbytes(setting: Setting, schedule: Schedule) -> int:
     """What copy engines need: for gathers a stage of two rounds, for reductions a ring. The runtime has both sizes."""
-    weights = setting.sharded
+    lanes: dict[int, list[Sharded]] = {}
+    for item in setting.sharded:
+        if item.axis.size > 1:
+            lanes.setdefault(item.lane, []).append(item)
     total = 0
-    for lane in {item.lane for item in weights}:
-        items = [item for item in weights if item.lane == lane and item.axis.size > 1]
-        if not items:
-            continue
+    for lane, items in lanes.items():
         backends = setting.backends(schedule, lane)
         if backends.gathers == "copy_engine":
             total += 2 * round_nbytes(schedule, items[0].axis.size)

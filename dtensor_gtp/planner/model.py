@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from .errors import PlanError, expect, printable
 from .machine import read_json
+
+# More would take minutes, or more memory than the host has, and is a mistake.
+MAX_LAYERS, _MAX_SIZE = 10_000, 1 << 31
+
+
+def _size(*keys: str, least: int = 0) -> Any:
+    """A size, its names in a ``config.json``, and the least that it may be: 0 of what a model may lack."""
+    return field(default=0 if least == 0 else MISSING, metadata={"keys": keys, "least": least})
 
 
 @dataclass(frozen=True)
@@ -17,24 +25,25 @@ class ModelConfig:
     """The sizes of a decoder with RMSNorm, rotary embeddings and SwiGLU."""
 
     name: str  # for people
-    dim: int  # of the residual stream
-    layers: int  # number of blocks
-    heads: int  # of queries
-    kv_heads: int  # of keys and values
-    head_dim: int  # of a head; with latent attention, of its part without rotary embedding
-    hidden_dim: int  # of a dense feed-forward
-    vocab_size: int  # rows of the embedding and of the head
-    experts: int = 0  # of a mixture; 0 for a dense model
-    experts_per_token: int = 0  # that each token is sent to
-    expert_hidden_dim: int = 0  # of one expert
-    shared_experts: int = 0  # that see all tokens
-    dense_layers: int = 0  # blocks before the first mixture
-    q_rank: int = 0  # of latent queries; 0 without latent attention
-    kv_rank: int = 0  # of latent keys and values
-    rope_head_dim: int = 0  # of the rotary part of a head, with latent attention
-    value_head_dim: int = 0  # of values, with latent attention
+    dim: int = _size("hidden_size", least=1)  # of the residual stream
+    layers: int = _size("num_hidden_layers", least=1)  # number of blocks
+    heads: int = _size("num_attention_heads", least=1)  # of queries
+    kv_heads: int = _size("num_key_value_heads", least=1)  # of keys and values
+    # of a head; with latent attention, of its part without rotary embedding
+    head_dim: int = _size("qk_nope_head_dim", "head_dim", least=1)
+    hidden_dim: int = _size("intermediate_size", least=1)  # of a dense feed-forward
+    vocab_size: int = _size("vocab_size", least=2)  # rows of the embedding and of the head
+    experts: int = _size("num_local_experts", "num_experts", "n_routed_experts")  # of a mixture; 0 for a dense model
+    experts_per_token: int = _size("num_experts_per_tok")  # that each token is sent to
+    expert_hidden_dim: int = _size("moe_intermediate_size")  # of one expert
+    shared_experts: int = _size("n_shared_experts")  # that see all tokens
+    dense_layers: int = _size("first_k_dense_replace")  # blocks before the first mixture
+    q_rank: int = _size("q_lora_rank")  # of latent queries; 0 without latent attention
+    kv_rank: int = _size("kv_lora_rank")  # of latent keys and values
+    rope_head_dim: int = _size("qk_rope_head_dim")  # of the rotary part of a head, with latent attention
+    value_head_dim: int = _size("v_head_dim")  # of values, with latent attention
     is_tied: bool = False  # whether embedding and head are one matrix
-    window: int = 0  # tokens that attention looks back at; 0 for all
+    window: int = _size("sliding_window")  # tokens that attention looks back at; 0 for all
     window_every: int = 0  # of so many blocks one looks at all tokens; 0 if all blocks have the window
 
     def looked_at(self, seq_len: int) -> float:
@@ -54,29 +63,7 @@ class ModelConfig:
 
 # model_type of config.json, whose blocks are those of ``reference``: attention and SwiGLU without biases that matter.
 _KNOWN_TYPES = {"llama", "mistral", "qwen2", "qwen3", "mixtral", "deepseek_v3"}
-# More would take minutes, or more memory than the host has, and is a mistake.
-MAX_LAYERS, _MAX_SIZE = 10_000, 1 << 31
 _LAYER_KEYS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers"}
-_NEEDED = {
-    "dim": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "hidden_dim": "intermediate_size",
-    "vocab_size": "vocab_size",
-}
-_OPTIONAL = {
-    "kv_heads": ("num_key_value_heads",),
-    "head_dim": ("qk_nope_head_dim", "head_dim"),
-    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
-    "experts_per_token": ("num_experts_per_tok",),
-    "expert_hidden_dim": ("moe_intermediate_size",),
-    "shared_experts": ("n_shared_experts",),
-    "dense_layers": ("first_k_dense_replace",),
-    "q_rank": ("q_lora_rank",),
-    "kv_rank": ("kv_lora_rank",),
-    "rope_head_dim": ("qk_rope_head_dim",),
-    "value_head_dim": ("v_head_dim",),
-}
 
 
 def config_of_json(path: Path) -> ModelConfig | None:
@@ -93,24 +80,16 @@ def config_of_json(path: Path) -> ModelConfig | None:
     kind = content["model_type"]
     if kind not in _KNOWN_TYPES:
         return None
+    if not content.get("use_sliding_window", kind in ("mistral", "mixtral")):  # these two need not say it
+        content["sliding_window"] = 0
     values: dict[str, Any] = {"name": printable(content.get("_name_or_path") or path.parent.name or path.stem)}
-    for name, key in _NEEDED.items():
-        expect(key in content, f"model expects {key} in {path}", "there is none. Add it.")
-        values[name] = content[key]
-    # What a file does not say. These types alone have windows then.
-    has_window = content.get("use_sliding_window", kind in ("mistral", "mixtral"))
-    heads = _checked("heads", values["heads"], str(path))
-    defaults = {"kv_heads": heads, "head_dim": _checked("dim", values["dim"], str(path)) // heads}
-    for name, keys in _OPTIONAL.items():
-        values[name] = next((content[key] for key in keys if content.get(key)), defaults.get(name, 0))
+    for item in fields(ModelConfig):
+        if item.metadata:
+            values[item.name] = _size_of(item, content, values, str(path))
     if values["experts"] and not values["expert_hidden_dim"]:
         values["expert_hidden_dim"] = values["hidden_dim"]
     values["is_tied"] = bool(content.get("tie_word_embeddings"))
-    values["window"] = (content.get("sliding_window") or 0) if has_window else 0
     config, has = ModelConfig(**values), f"{path} has"
-    for name, value in vars(config).items():
-        if name not in ("name", "is_tied"):
-            _checked(name, value, str(path))
     wrong = f"{has} {config.kv_heads} and {config.heads}. Mend it."
     expect(config.heads % config.kv_heads == 0, "model expects kv_heads to divide heads", wrong)
     is_fine, wrong = 0 < config.experts_per_token <= config.experts, f"{has} {config.experts_per_token}. Mend it."
@@ -118,15 +97,19 @@ def config_of_json(path: Path) -> ModelConfig | None:
     return config
 
 
-_LEAST = {"dim": 1, "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 1, "hidden_dim": 1, "vocab_size": 2}
-
-
-def _checked(name: str, value: Any, where: str) -> int:
-    """A size, or PlanError that names it."""
-    least, most = _LEAST.get(name, 0), MAX_LAYERS if name == "layers" else _MAX_SIZE
+def _size_of(item: Field[int], content: Mapping[str, Any], before: Mapping[str, int], where: str) -> int:
+    """A size in a file that has those ``before``; PlanError names one that is missing or wrong."""
+    keys, least = item.metadata["keys"], item.metadata["least"]
+    value = next((content[key] for key in keys if content.get(key)), 0)
+    if not value and item.name in ("kv_heads", "head_dim"):  # what a file may leave out
+        value = before["heads"] if item.name == "kv_heads" else before["dim"] // before["heads"]
+    elif not value and least:
+        expect(keys[0] in content, f"model expects {keys[0]} in {where}", "there is none. Add it.")
+        value = content[keys[0]]
     is_fine, wrong = type(value) is int and value >= least, f"{where} has {value!r}. Mend it."
-    expect(is_fine, f"model expects an integer of at least {least} as {name}", wrong)
-    expect(value <= most, f"model expects at most {most} as {name}", f"{where} has more. Mend it.")
+    expect(is_fine, f"model expects an integer of at least {least} as {item.name}", wrong)
+    most = MAX_LAYERS if item.name == "layers" else _MAX_SIZE
+    expect(value <= most, f"model expects at most {most} as {item.name}", f"{where} has more. Mend it.")
     return int(value)
 
 

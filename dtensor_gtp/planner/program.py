@@ -30,7 +30,6 @@ class Program(NamedTuple):
     tasks: list[Task]  # all of them
     host_ms: float  # when the host has launched the last one
     received: dict[str, float]  # bytes that a rank receives, by axis
-    turning: int  # number of the first task of backward
 
 
 class Tasks:
@@ -41,9 +40,9 @@ class Tasks:
         self.host = self.costs.machine.host
         self.tasks: list[Task] = []
         self.received: dict[str, float] = {}
-        self.turning = 0
+
         self.host_ms = self.host.replay_us / 1e3 if setting.is_captured else 0.0
-        self._last: dict[Stream, int] = {}
+        self._last_compute: tuple[int, ...] = ()
         self._waits: list[int] = []  # what the next task of compute waits for
 
     def spend(self, us: float) -> None:
@@ -53,21 +52,19 @@ class Tasks:
     def add(
         self, stream: Stream, load: Load, ms: float, after: Iterable[int] = (), label: str = "", cause: str = ""
     ) -> int:
-        waits = (*after, *self._waits) if stream is Stream.COMPUTE else tuple(after)
+        waits = tuple(after)
         if stream is Stream.COMPUTE:
-            self._waits = []
+            waits, self._waits, self._last_compute = (*waits, *self._waits), [], (len(self.tasks),)
         self.tasks.append(Task(stream, load, ms, waits, self.host_ms, label, cause))
-        self._last[stream] = len(self.tasks) - 1
         return len(self.tasks) - 1
 
     def wait(self, task: int) -> None:
-        """The next task of compute waits for it."""
+        """The next task of compute waits for ``task``."""
         self._waits.append(task)
 
     def fork(self) -> list[int]:
         """What another stream waits for that is to wait for compute."""
-        last = self._last.get(Stream.COMPUTE)
-        return [*self._waits, *([] if last is None else [last])]
+        return [*self._waits, *self._last_compute]
 
     def compute(self, works: Sequence[Work], label: str) -> None:
         """Compute, and the collectives of other axes, which compute waits for."""
@@ -102,9 +99,7 @@ class Tasks:
                 self.multiply(item, part)
 
     def loss(self) -> None:
-        """The end of forward; backward begins."""
         self.compute(self.costs.works(self.setting.trace.loss, is_block=False), "loss")
-        self.turning = len(self.tasks)
 
     def tail(self) -> None:
         """What backward computes after the last weight."""
@@ -123,7 +118,7 @@ class Tasks:
         """Compute waits for what it was told to."""
         if self._waits:
             self.add(Stream.COMPUTE, Load.COMPUTE, 0.0, label="end", cause="reductions")
-        return Program(self.tasks, self.host_ms, self.received, self.turning)
+        return Program(self.tasks, self.host_ms, self.received)
 
 
 class Gathers:
@@ -172,7 +167,8 @@ class Gathers:
         first, names = weights[0], _names(weights)
         is_copy = tasks.setting.backends(self._schedule, first.lane).gathers == "copy_engine"
         tasks.spend(tasks.host.copy_us if is_copy and first.axis.size > 1 else tasks.host.collective_us)
-        cast_ms = (costs.cast_ms if first.is_quantized else costs.memory_ms)(sum(map(_cast_nbytes, weights)))
+        read_and_written = sum(weight.cast_nbytes for weight in weights)
+        cast_ms = (costs.cast_ms if first.is_quantized else costs.memory_ms)(read_and_written)
         if first.axis.size == 1:
             return [tasks.add(Stream.COMPUTE, Load.COMPUTE, cast_ms, label=f"cast {names}")] * len(numbers)
         stream = Stream.EXPERT_GATHER if first.lane else Stream.GATHER
@@ -205,10 +201,6 @@ class Reductions:
         self._tasks.add(Stream.COMPUTE, Load.COMPUTE, ms, label=f"pack {group.name}")
         self._launch([group])
 
-    def submit_rows(self, weight: Sharded, nbytes: float) -> None:
-        """A gradient of rows, which an exchange of activations has summed up: only what follows a reduce-scatter."""
-        self._finish([weight], self._tasks.fork(), nbytes)
-
     def finish(self) -> None:
         """Backward ends: compute waits for all of them."""
         for together in self._together.values():
@@ -235,14 +227,15 @@ class Reductions:
         # The sum of the addends; else the reduced rows are cast to the dtype of the parameter.
         has_addends = is_copy or tasks.setting.sends_narrow(self._schedule, weights[0])
         read = nbytes if has_addends else shard * tasks.setting.reduce_nbytes
-        self._finish(weights, after, read + shard * PARAM_NBYTES)
+        self.sum_up(weights, after, read + shard * PARAM_NBYTES)
 
     def _sent_nbytes(self, weights: Sequence[Sharded]) -> int:
         if self._tasks.setting.sends_narrow(self._schedule, weights[0]):
             return weights[0].weight.numel * COMPUTE_NBYTES
         return sum(weight.sent for weight in weights)
 
-    def _finish(self, weights: Sequence[Sharded], after: Sequence[int], nbytes: float) -> None:
+    def sum_up(self, weights: Sequence[Sharded], after: Sequence[int], nbytes: float) -> None:
+        """What follows a reduce-scatter: a kernel that touches ``nbytes``, and what replicas exchange."""
         tasks, costs, names = self._tasks, self._tasks.costs, _names(weights)
         is_copy = tasks.setting.backends(self._schedule, weights[0].lane).reduces == "copy_engine"
         stream = Stream.FINISH if is_copy else Stream.SCATTER
@@ -403,14 +396,7 @@ def _exchanged_grad(tasks: Tasks, reductions: Reductions, item: Sharded) -> None
     tasks.wait(tasks.transfer(Stream.GATHER, item.axis_name, nbytes, ms, tasks.fork(), label, "lookup"))
     sums = tasks.costs.memory_ms(3 * nbytes + 2 * item.shard_numel * PARAM_NBYTES)
     tasks.add(Stream.COMPUTE, Load.COMPUTE, sums, label=f"wgrad {item.name}")
-    reductions.submit_rows(item, 2 * item.shard_numel * PARAM_NBYTES)
-
-
-def _cast_nbytes(item: Sharded) -> float:
-    """What is read and written to make of a shard what is sent."""
-    if not item.is_quantized:
-        return item.shard_numel * (PARAM_NBYTES + COMPUTE_NBYTES)
-    return item.shard_numel * (2 * PARAM_NBYTES + item.wired / item.weight.numel)
+    reductions.sum_up([item], tasks.fork(), 2 * item.shard_numel * PARAM_NBYTES)
 
 
 def _names(weights: Sequence[Sharded]) -> str:

@@ -80,19 +80,15 @@ class Recorder(compat.TorchDispatchMode):
         given, results = (
             [t for t in compat.tree_leaves(tree) if isinstance(t, torch.Tensor)] for tree in ((args, kwargs), result)
         )
-        for tensor in results:
-            self._count(tensor.untyped_storage())
+        for storage in (tensor.untyped_storage() for tensor in results):
+            if storage not in self._known:
+                self._known.add(storage)
+                nbytes = math.ceil(storage.nbytes() / _GRANULE) * _GRANULE
+                self._grow(nbytes)
+                weakref.finalize(storage, self._grow, -nbytes).atexit = False
         if (op := _op_of(func, given, results)) is not None:
             self._ops.append(op)
         return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        if storage in self._known:
-            return
-        self._known.add(storage)
-        nbytes = math.ceil(storage.nbytes() / _GRANULE) * _GRANULE
-        self._grow(nbytes)
-        weakref.finalize(storage, self._grow, -nbytes).atexit = False
 
     def _grow(self, nbytes: int) -> None:
         self._live += nbytes

@@ -7,13 +7,15 @@ embeddings in float32 and grouped-query or multi-head latent attention (DeepSeek
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
 from .model import ModelConfig
-from .stand_ins import Collectives, Experts, vocabulary_loss
+from .stand_ins import Collectives, Experts, VocabularyLoss
 
 
 class _Rotary(nn.Module):
@@ -164,5 +166,5 @@ class Reference(nn.Module):
         x_BTC = collectives.gather_sequence(self.norm(x_BTC))
         logits_BTV = self.output(x_BTC)
         logits_BTV = logits_BTV if kind == "bf16" else logits_BTV.float()
-        loss = vocabulary_loss if self.tp > 1 else F.cross_entropy
-        return loss(logits_BTV.flatten(0, 1), targets_BT.flatten())
+        loss: Any = VocabularyLoss.apply if self.tp > 1 else F.cross_entropy
+        return loss(logits_BTV.flatten(0, 1), targets_BT.flatten())  # type: ignore[no-any-return]

@@ -22,25 +22,18 @@ class Sample(NamedTuple):
         return self.amount / self.seconds
 
 
-class Beside(NamedTuple):
-    """Seconds of work alone, and of the same work beside other work."""
-
-    alone: float
-    beside: float
-
-    @property
-    def factor(self) -> float:
-        return min(max(self.beside / self.alone, FACTORS[0]), FACTORS[1])
-
-
 class Samples(NamedTuple):
     """All measurements by kind; kinds that could not be measured are missing."""
 
     by_kind: dict[str, list[Sample]]
-    beside: dict[str, Beside]
+    beside: dict[str, float]  # how many times as long work takes beside other work
 
     def add(self, kind: str, amount: float, seconds: float) -> None:
         self.by_kind.setdefault(kind, []).append(Sample(amount, seconds))
+
+    def add_beside(self, name: str, alone: float, beside: float) -> None:
+        """Seconds of work alone, and of the same work beside other work."""
+        self.beside[name] = min(max(beside / alone, FACTORS[0]), FACTORS[1])
 
     def seconds(self, kind: str) -> float | None:
         """Of one unit of a kind with one sample; None if it is missing."""
@@ -57,7 +50,7 @@ def fitted(machine: Machine, samples: Samples, *, fast: int = 1, network: int = 
         "fast": _link(machine.fast, "fast", samples, fast),
         "network": _link(machine.network, "network", samples, network),
         "copy": _copies(machine, samples, fast),
-        "contention": {name: beside.factor for name, beside in samples.beside.items()},
+        "contention": samples.beside,
     }
     missing, changes = ["reserve_gib", "jitter"], {}  # never measured
     for part in ("fast", "copy", "network", "compute", "host", "contention"):

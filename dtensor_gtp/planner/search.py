@@ -6,16 +6,20 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .bounds import Bounds
+from .costs import Costs
 from .errors import PlanError
 from .evaluate import Answer, Problem, evaluate, memory_of
 from .ground import is_too_wide
-from .job import AXES, CHECKPOINTS, Layout, refusal
+from .job import AXES, CHECKPOINTS, OPTIMIZERS, Job, Layout, refusal
 from .machine import GIB, load_machine, preset_names
+from .memory import FRAGMENTS
+from .setting import PARAM_NBYTES
+from .timing import compute_ms
+from .trace import Part
 
 _MAX_TRIED = 64  # simulations of one search
 _MAX_TIGHT = 24  # of those that do not fit, how many are looked at if none does
@@ -67,8 +71,10 @@ def layouts_of(problem: Problem) -> Iterator[Layout]:
         for gtp in _divisors(rest) if not remainder else ():
             replicate = rest // gtp
             if (fixed.get("gtp", gtp), fixed.get("replicate", replicate)) == (gtp, replicate):
-                for experts in _expert_axes(problem, Layout(pp=pp, replicate=replicate, cp=cp, gtp=gtp, tp=tp)):
-                    yield from _batches(problem, experts)
+                experts = _expert_axes(problem, job.gpus // pp, gtp * tp)
+                for (ep, expert_gtp), batch in itertools.product(experts, _batches(job, gtp, replicate)):
+                    micro_batch, checkpoint, keep = batch
+                    yield Layout(pp, replicate, cp, gtp, tp, ep, expert_gtp, micro_batch, checkpoint, keep)
 
 
 def _divisors(number: int) -> list[int]:
@@ -76,74 +82,194 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // size for size in small)})
 
 
-def _expert_axes(problem: Problem, layout: Layout) -> Iterator[Layout]:
+def _expert_axes(problem: Problem, stage: int, dense: int) -> list[tuple[int, int]]:
+    """Sizes of ep and expert_gtp, for a stage of so many ranks whose dense weights are cut into so many parts."""
     config, fixed = problem.config, problem.job.fixed
     if config is None or not config.experts:
-        yield replace(layout, ep=fixed.get("ep", 1), expert_gtp=fixed.get("expert_gtp", 1))
-        return
-    stage = layout.ranks // layout.pp
+        return [(fixed.get("ep", 1), fixed.get("expert_gtp", 1))]
+    found = []
     divisors = [size for size in _divisors(stage) if config.experts % size == 0]
     for ep in [fixed["ep"]] if "ep" in fixed else divisors:
         # As many ranks of experts as of dense weights, or all ranks of a stage.
-        wanted = {max(layout.gtp * layout.tp // ep, 1), max(stage // ep, 1)}
-        for expert_gtp in [fixed["expert_gtp"]] if "expert_gtp" in fixed else sorted(wanted):
-            yield replace(layout, ep=ep, expert_gtp=expert_gtp)
+        wanted = {max(dense // ep, 1), max(stage // ep, 1)}
+        found += [(ep, size) for size in ([fixed["expert_gtp"]] if "expert_gtp" in fixed else sorted(wanted))]
+    return found
 
 
-def _batches(problem: Problem, layout: Layout) -> Iterator[Layout]:
-    job = problem.job
-    per_rank = job.batch // layout.data_ranks
+def _batches(job: Job, gtp: int, replicate: int) -> Iterator[tuple[int, str, bool]]:
+    """Sequences of a forward, what is computed again, and whether weights stay for the step."""
+    per_rank = job.batch // (gtp * replicate)
     micro = job.fixed.get("micro_batch")
     sizes = [micro] if micro else [size for size in (1, 2, 4) if size <= max(per_rank, 1)]
     checkpoints = CHECKPOINTS if job.checkpointing == "auto" else (job.checkpointing,)
-    for micro_batch, checkpoint in itertools.product(sizes, checkpoints):
-        one = replace(layout, micro_batch=micro_batch, checkpoint=checkpoint)
-        yield one
-        if per_rank // micro_batch > 1 and layout.gtp > 1:
-            yield replace(one, keep=True)
+    for size, checkpoint in itertools.product(sizes, checkpoints):
+        yield size, checkpoint, False
+        if per_rank // size > 1 and gtp > 1:
+            yield size, checkpoint, True
 
 
 def search(problem: Problem, *, top: int = 5, report: Report | None = None) -> Found:
     """The fastest layouts that fit, ``top`` of them. Raises PlanError if no layout has the axes that were asked for."""
     begin = time.monotonic()
-    layouts, bounds = list(layouts_of(problem)), Bounds(problem)
-    queue, refused = _possible(problem, layouts, bounds)
-    state = _Search(problem, bounds, refused, top)
+    layouts, state = list(layouts_of(problem)), _Search(problem, top)
+    queue = state.possible(layouts)
     while queue and state.num < _MAX_TRIED:
         expected, number, layout, least = heapq.heappop(queue)
-        likely = state.likely_ms(layout, least)
+        # By the time of layouts like it, a little less than it will take.
+        likely = least * max(_LIKELY * state.factors.get(_alike(layout), 1.0), 1.0)
         if likely > expected * _ENOUGH:
             heapq.heappush(queue, (likely, number, layout, least))
             continue
-        if state.is_done(expected):
+        leading = sorted(answer.step_ms for answer in state.best.values())
+        if len(leading) >= top and expected > leading[top - 1]:
             break
         if state.try_out(layout, expected, least) and report is not None:
             report(state.num, len(layouts), int(time.monotonic() - begin))
     nearest = None if state.best else state.what_lacks_least()
-    reasons = [Refused(reason, len(found), found[0]) for reason, found in refused.items()]
+    reasons = [Refused(reason, len(found), found[0]) for reason, found in state.refused.items()]
     reasons.sort(key=lambda item: -item.count)
     answers = sorted(state.best.values(), key=lambda answer: (answer.step_ms, answer.layout))
     return Found(tuple(answers[:top]), tuple(reasons), nearest, len(layouts), state.num, time.monotonic() - begin)
 
 
+_FIRST, _LAST = "embedding", "head and loss"
+
+# Of one block or of several: time of a microbatch, and bytes of gathered weights, of full gradients, and elements
+# before they are cut over gtp; then those of experts; and bytes of activations that stay until backward.
+Amounts = tuple[float, ...]
+_AXES = {"gtp": slice(1, 4), "expert_gtp": slice(4, 7)}
+_NOTHING = (0.0,) * 8
+
+
+class Bounds:
+    """Time and memory that a layout cannot be below, from one block of each kind: once for all that compute alike."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem, self._costs = problem, Costs(problem.machine)
+        self._blocks: dict[tuple[object, ...], dict[object, Amounts]] = {}
+        self._sums: dict[tuple[object, ...], Amounts] = {}
+        self._saved: dict[tuple[object, ...], dict[int, float]] = {}  # by the number of a stage
+
+    def ms(self, layout: Layout) -> float:
+        sums, axes = self._of(layout), layout.axes()
+        num, costs = layout.num_microbatches(self._problem.job), self._costs
+        times = {True: 0.0, False: 0.0}  # by link
+        for name, place in _AXES.items():
+            gathered, sent, _ = sums[place]
+            if axes[name].size > 1 and gathered:
+                nbytes = (2 * gathered + sent) * (1 if layout.keep else num)
+                times[costs.wire(axes[name]).is_fast] += costs.gather_ms(nbytes, axes[name])
+        busy = sums[0] * (num + (layout.pp - 1) / self._problem.virtual_stages(layout))
+        return max(busy * (1 + self._problem.machine.straggling(self._problem.job.gpus)), *times.values())
+
+    def state_nbytes(self, layout: Layout) -> int:
+        """Parameters and optimizer state of a rank."""
+        return self._shards(layout, PARAM_NBYTES, OPTIMIZERS[self._problem.job.optimizer])
+
+    def _shards(self, layout: Layout, nbytes: int, nbytes_of_replicas: int = 0) -> int:
+        """Of all shards, with so many bytes for an element, and so many that replicas may share."""
+        sums, axes, total = self._of(layout), layout.axes(), 0.0
+        for name, place in _AXES.items():
+            replicas = axes[name.replace("gtp", "replicate")].size if self._problem.job.shards_optimizer else 1
+            total += sums[place][2] / axes[name].size * (nbytes + nbytes_of_replicas / replicas)
+        return int(total)
+
+    def nbytes(self, layout: Layout) -> int:
+        """Of a rank: state, what blocks save, and weights that stay."""
+        num = layout.num_microbatches(self._problem.job)
+        stays = self.state_nbytes(layout) + int(self._problem.machine.reserve_gib * GIB)
+        if num > 1:  # gradients stay from the first microbatch on
+            stays += self._shards(layout, PARAM_NBYTES)
+        if layout.keep:
+            stays += int(sum(sum(self._of(layout)[place][:2]) for place in _AXES.values()))
+        key = layout.pp, *_computing(layout)
+        if key not in self._saved:
+            parts = self._problem.full_stages(layout).items()
+            self._saved[key] = {number: self._sum_of(layout, part)[-1] for number, part in parts}
+        stages = self._saved[key].items()
+        saved = max(nbytes * self._problem.inflight(layout, number, num) for number, nbytes in stages)
+        return stays + int(saved * (1 + FRAGMENTS))
+
+    def _of(self, layout: Layout) -> Amounts:
+        key = layout.pp, *_computing(layout)
+        if key not in self._sums:
+            self._sums[key] = self._sum_of(layout, self._problem.slowest(layout))
+        return self._sums[key]
+
+    def _sum_of(self, layout: Layout, part: Part | None) -> Amounts:
+        """Of the blocks of a stage."""
+        key = _computing(layout)
+        if key not in self._blocks:
+            self._blocks[key] = self._by_kind(layout)
+        blocks = self._blocks[key]
+        names: Iterable[object] = blocks
+        if part is not None:
+            names = [*[_FIRST] * part.is_first, *part.kinds, *[_LAST] * part.is_last]
+        return _sum(blocks[name] for name in names)
+
+    def _by_kind(self, layout: Layout) -> dict[object, Amounts]:
+        """What there is in a block of each kind, and outside of blocks; a model of the user's code is one kind."""
+        config = self._problem.config
+        part = None if config is None else Part(tuple(sorted(set(config.kinds))))
+        setting = self._problem.setting(replace(layout, gtp=1, expert_gtp=1), part)
+        loss_ms, *times = compute_ms(setting, "ep" if self._problem.job.dispatch == "hidden" else "")
+        found: dict[object, list[Amounts]] = {_FIRST: [_NOTHING], _LAST: [(loss_ms, *_NOTHING[1:])]}
+        for ms, item in zip(times, setting.sharded, strict=True):
+            weight = item.weight
+            amounts = item.wired, item.sent, 0 if weight.is_tied else weight.numel
+            outside = _FIRST if weight.is_table else _LAST
+            name = outside if part is None or weight.block < 0 else part.kinds[weight.block]
+            mine = (0, 0, 0, *amounts) if weight.is_expert else (*amounts, 0, 0, 0)
+            found.setdefault(name, []).append((ms, *mine, 0))
+        if part is not None:
+            begins = [weights[0].live for weights in setting.trace.blocks.values()]
+            for kind, begin, end in zip(part.kinds, begins, (*begins[1:], setting.trace.end), strict=True):
+                found[kind].append((*_NOTHING[1:], max(end - begin, 0)))
+        return {name: _sum(each) for name, each in found.items()}
+
+
+def _computing(layout: Layout) -> tuple[object, ...]:
+    return layout.cp, layout.tp, layout.ep, layout.micro_batch, layout.checkpoint
+
+
+def _sum(each: Iterable[Amounts]) -> Amounts:
+    return tuple(map(sum, zip(*each, strict=True)))
+
+
 class _Search:
-    def __init__(self, problem: Problem, bounds: Bounds, refused: dict[str, list[Layout]], top: int) -> None:
-        self._problem, self._bounds, self._refused, self._top = problem, bounds, refused, top
+    def __init__(self, problem: Problem, top: int) -> None:
+        self._problem, self._bounds, self._top = problem, Bounds(problem), top
         self._capacity = problem.machine.memory_nbytes
-        self._factors: dict[tuple[object, ...], float] = {}  # of times over their bounds
+        self.factors: dict[tuple[object, ...], float] = {}  # of times over their bounds
         self._too_large: dict[tuple[object, ...], list[Layout]] = {}
         self._refused_memory: list[Layout] = []
+        self.refused: dict[str, list[Layout]] = {}  # by the reason
         self.best: dict[tuple[int, ...], Answer] = {}  # of each family
         self.num = 0  # of simulations
 
-    def likely_ms(self, layout: Layout, least: float) -> float:
-        """Time by that of layouts like it, a little less than it will take."""
-        return least * max(_LIKELY * self._factors.get(_alike(layout), 1.0), 1.0)
-
-    def is_done(self, expected: float) -> bool:
-        """Whether no layout of so much time can be among the best."""
-        leading = sorted(answer.step_ms for answer in self.best.values())
-        return len(leading) >= self._top and expected > leading[self._top - 1]
+    def possible(self, layouts: list[Layout]) -> list[tuple[float, int, Layout, float]]:
+        """A heap of the layouts that can be, with the time that each is expected to take, and takes at least."""
+        queue: list[tuple[float, int, Layout, float]] = []
+        job, user, machine = self._problem.job, self._problem.user, self._problem.machine
+        is_free = not {"gtp", "replicate", "expert_gtp"} & job.fixed.keys()
+        for number, layout in enumerate(layouts):
+            reason = refusal(layout, job, self._problem.config, machine)
+            if is_free and (wide := is_too_wide(layout, machine)) is not None:
+                reason = f"{wide}: no published run was so wide; --gtp tries it all the same"
+            elif reason is None and user is not None:
+                reason = user.refuses(layout.tp)
+            if reason is None:
+                least = self._bounds.ms(layout)
+                queue.append((least, number, layout, least))
+            else:
+                self.refused.setdefault(reason, []).append(layout)
+        if not queue:
+            asked = ", ".join(f"{name} {job.fixed[name]}" for name in AXES if name in job.fixed) or "any axes"
+            others = "their product is another number"
+            reason = max(self.refused, key=lambda key: len(self.refused[key]), default=others)
+            raise PlanError(f"plan finds no layout of {job.gpus} GPUs with {asked}: {reason}. Pass other sizes.")
+        heapq.heapify(queue)
+        return queue
 
     def try_out(self, layout: Layout, expected: float, least: float) -> bool:
         """Simulates a layout, unless it does not fit or another one of its family is as fast."""
@@ -151,26 +277,25 @@ class _Search:
         if rival is not None and rival.step_ms <= expected * _ENOUGH:
             return False
         if self._bounds.state_nbytes(layout) > self._capacity:
-            self._refused.setdefault(_STATE, []).append(layout)
+            self.refused.setdefault(_STATE, []).append(layout)
             return False
         is_hopeless = self._bounds.nbytes(layout) * _CERTAIN > self._capacity or self._is_hopeless(layout)
         memory = None if is_hopeless else memory_of(self._problem, layout, self._capacity)
         if memory is None or memory.total > self._capacity:
-            self._refused.setdefault(_MEMORY, []).append(layout)
+            self.refused.setdefault(_MEMORY, []).append(layout)
             self._refused_memory.append(layout)
             self._too_large.setdefault(_kind(layout), []).append(layout)
             return False
         answer = evaluate(self._problem, layout, memory)
         factor = answer.step_ms / least
-        self._factors[_alike(layout)] = min(factor, self._factors.get(_alike(layout), factor))
+        self.factors[_alike(layout)] = min(factor, self.factors.get(_alike(layout), factor))
         if rival is None or answer.step_ms < rival.step_ms:
             self.best[_family(layout)] = answer
         self.num += 1
         return True
 
     def _is_hopeless(self, layout: Layout) -> bool:
-        """Whether one of its kind does not fit that cuts weights into as many parts: another one, or the one that cuts
-        them into most."""
+        """Whether a layout of its kind does not fit that cuts weights into as many parts, or into most."""
         kind = _kind(layout)
         if kind not in self._too_large:
             experts = layout.ranks // layout.pp // layout.ep if layout.expert_gtp > 1 else 1
@@ -181,7 +306,11 @@ class _Search:
 
     def what_lacks_least(self) -> Answer | None:
         """Where no layout fits: takes those that leaner code could run as the best; else gives the smallest one."""
-        smallest = heapq.nsmallest(_NUM_SMALL, self._refused_memory or self._refused.get(_STATE, []), key=self._size)
+
+        def size(layout: Layout) -> tuple[int, int]:
+            return self._bounds.nbytes(layout), -CHECKPOINTS.index(layout.checkpoint)
+
+        smallest = heapq.nsmallest(_NUM_SMALL, self._refused_memory or self.refused.get(_STATE, []), key=size)
         tight = [*self._refused_memory[:_MAX_TIGHT], *smallest]
         found = [(memory_of(self._problem, layout), layout) for layout in tight]
         if not found:
@@ -193,29 +322,6 @@ class _Search:
             return None
         memory, layout = min(found, key=lambda item: item[0].total)
         return evaluate(self._problem, layout, memory)
-
-    def _size(self, layout: Layout) -> tuple[int, int]:
-        return self._bounds.nbytes(layout), -CHECKPOINTS.index(layout.checkpoint)
-
-
-def _possible(
-    problem: Problem, layouts: list[Layout], bounds: Bounds
-) -> tuple[list[tuple[float, int, Layout, float]], dict[str, list[Layout]]]:
-    """A heap of the layouts that can be, with the time that each is expected to take, and that it takes at least; the
-    others by the reason."""
-    queue: list[tuple[float, int, Layout, float]] = []
-    refused: dict[str, list[Layout]] = {}
-    for number, layout in enumerate(layouts):
-        reason = _refusal(problem, layout)
-        if reason is None:
-            least = bounds.ms(layout)
-            queue.append((least, number, layout, least))
-        else:
-            refused.setdefault(reason, []).append(layout)
-    if not queue:
-        raise PlanError(_nothing(problem, refused))
-    heapq.heapify(queue)
-    return queue, refused
 
 
 def _family(layout: Layout) -> tuple[int, ...]:
@@ -231,21 +337,6 @@ def _kind(layout: Layout) -> tuple[object, ...]:
 def _alike(layout: Layout) -> tuple[object, ...]:
     """Layouts that are slower than their bounds by much the same factor."""
     return *_family(layout), layout.micro_batch, layout.keep, layout.gtp > 1  # whole weights make no groups
-
-
-def _refusal(problem: Problem, layout: Layout) -> str | None:
-    is_free = not {"gtp", "replicate", "expert_gtp"} & problem.job.fixed.keys()
-    if is_free and (wide := is_too_wide(layout, problem.machine)) is not None:
-        return f"{wide}: no published run was so wide; --gtp tries it all the same"
-    reason = refusal(layout, problem.job, problem.config, problem.machine)
-    return problem.user.refuses(layout.tp) if reason is None and problem.user is not None else reason
-
-
-def _nothing(problem: Problem, refused: dict[str, list[Layout]]) -> str:
-    job = problem.job
-    asked = ", ".join(f"{name} {job.fixed[name]}" for name in AXES if name in job.fixed) or "any axes"
-    reason = max(refused, key=lambda key: len(refused[key]), default="their product is another number")
-    return f"plan finds no layout of {job.gpus} GPUs with {asked}: {reason}. Pass other sizes."
 
 
 def advise(problem: Problem, closest: Answer) -> list[str]:

@@ -74,6 +74,13 @@ class Sharded(NamedTuple):
         return self.wired != self.gathered
 
     @property
+    def cast_nbytes(self) -> float:
+        """What is read and written to make of a shard what is sent."""
+        if not self.is_quantized:
+            return self.shard_numel * (PARAM_NBYTES + COMPUTE_NBYTES)
+        return self.shard_numel * (2 * PARAM_NBYTES + self.wired / self.weight.numel)
+
+    @property
     def is_group(self) -> bool:
         return len(self.members) > 1
 
@@ -117,11 +124,23 @@ class Setting:
             blocks.setdefault(weight.block_name, []).append(number)
         groups = {number: group for block in blocks.values() for group in [self._group(block)] for number in group}
         members = dict.fromkeys(groups.get(number, (number,)) for number in range(len(self.sharded)))
-        return [_together([self.sharded[number] for number in each], each) for each in members]
+        return list(map(self.together, members))
+
+    def together(self, members: Sequence[int]) -> Sharded:
+        """Weights that are gathered at once, as one."""
+        first, *others = items = [self.sharded[number] for number in members]
+        if not others:
+            return first._replace(members=tuple(members))
+        sums = {
+            name: sum(getattr(item, name) for item in items) for name in ("gathered", "wired", "sent", "shard_numel")
+        }
+        shape = (sum(item.weight.numel for item in items),)
+        weight = first.weight._replace(name=first.weight.block_name, shape=shape, has_dgrad=True)
+        return first._replace(weight=weight, members=tuple(members), **sums)
 
     def _group(self, block: Sequence[int]) -> tuple[int, ...]:
         """The weights of a block that are a group, by the rules of ``_modules.group_blocks``; empty if none are."""
-        if self.policy._numbers or self.trace.num_blocks < 2 or self.costs.axis("tp").size > 1:
+        if self.policy._numbers or len(self.trace.blocks) < 2 or self.costs.axis("tp").size > 1:
             return ()
         found = [
             number
@@ -167,7 +186,7 @@ class Setting:
         why_groups = (f"groups: {len(groups)} blocks, each gathered as a whole",) * bool(groups)
         facts = Facts(
             self.no_copy_engines("gtp"),
-            self.block_nbytes(),
+            self.trace.largest_block(item.wired for item in self.sharded),
             free_nbytes,
             group_nbytes=sum(groups),
             single_nbytes=sum(unit.gathered for unit in self.units) - sum(groups),
@@ -197,10 +216,6 @@ class Setting:
         kind = self.backends(schedule, item.lane).reduces
         is_alone = item.is_group or not may_wait(item.sent, schedule.coalesce_grad_nbytes)
         return is_alone and is_near and may_send_narrow(kind, item.axis.size) and is_exact_in(torch.bfloat16, wide)
-
-    def block_nbytes(self) -> int:
-        """Of the gathered weights of the largest block: what is on the wire, as the runtime counts it."""
-        return self.trace.largest_block(item.wired for item in self.sharded)
 
 
 class Step(NamedTuple):
@@ -240,23 +255,9 @@ def plan_step(setting: Setting, schedule: Schedule) -> Step:
             if not (units[place].is_group and place in backward):
                 backward.append(place)
     plans = Plan(gathered, traits, window), Plan(backward, traits, window)
-    return Step(*plans, _kept(units, schedule, *plans), recomputed, unit_of)
-
-
-def _together(items: Sequence[Sharded], members: tuple[int, ...]) -> Sharded:
-    """Weights that are gathered at once, as one."""
-    first = items[0]
-    if len(items) == 1:
-        return first._replace(members=members)
-    numel = sum(item.weight.numel for item in items)
-    sums = {name: sum(getattr(item, name) for item in items) for name in ("gathered", "wired", "sent", "shard_numel")}
-    weight = first.weight._replace(name=first.weight.block_name, shape=(numel,), has_dgrad=True)
-    return first._replace(weight=weight, members=members, **sums)
-
-
-def _kept(units: Sequence[Sharded], schedule: Schedule, forward: Plan, backward: Plan) -> frozenset[int]:
-    turning = turning_point(forward, backward)
+    turning = turning_point(*plans)
     sizes = [0 if number in turning else unit.gathered for number, unit in enumerate(units)]
     lanes = [unit.lane for unit in units]
-    asked = choose_kept(forward, backward, sizes, lanes, schedule.keep_nbytes) if schedule.keep_nbytes else ()
-    return frozenset((*asked, *(turning if schedule.keep_last else ())))
+    asked = choose_kept(*plans, sizes, lanes, schedule.keep_nbytes) if schedule.keep_nbytes else ()
+    kept = frozenset((*asked, *(turning if schedule.keep_last else ())))
+    return Step(*plans, kept, recomputed, unit_of)

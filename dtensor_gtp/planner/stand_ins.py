@@ -96,7 +96,7 @@ class _Attention(torch.autograd.Function):
         return grad_query, torch.empty_like(key), torch.empty_like(value), None, None
 
 
-class _VocabularyLoss(torch.autograd.Function):
+class VocabularyLoss(torch.autograd.Function):
     """What torch's ``loss_parallel`` computes on this rank's columns of the logits: its kernels are not fused, so
     backward holds four tensors of their size at once."""
 
@@ -112,10 +112,6 @@ class _VocabularyLoss(torch.autograd.Function):
         (result,) = ctx.saved_tensors
         of_targets = torch.zeros_like(result)
         return (of_targets + result.exp()) * grad, None
-
-
-def vocabulary_loss(logits_TV: Tensor, targets_T: Tensor) -> Any:
-    return _VocabularyLoss.apply(logits_TV, targets_T)  # type: ignore[no-untyped-call]
 
 
 class _Exchange(torch.autograd.Function):
@@ -197,64 +193,51 @@ def use_matrices(model: nn.Module, mark: Callable[[str, str], None]) -> None:
             module.forward = partial(forward, module, name, functions[type(module).forward])
 
 
-def other_owners(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules with their own matrices that are not known and have none with matrices below, by name."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if not is_known(module) and _own_matrices(module) and not _has_matrices_below(module)
-    }
-
-
-def loose_numel(model: nn.Module) -> int:
-    """Elements of matrices beside modules that have some too, as a class token is. They are few and count as whole."""
-    return sum(
-        param.numel()
-        for module in model.modules()
-        if not is_known(module) and _has_matrices_below(module)
-        for param in _own_matrices(module)
-    )
+def other_owners(model: nn.Module) -> tuple[dict[str, nn.Module], int]:
+    """Modules with matrices that are not known and have none with matrices below, by name. Matrices beside such modules
+    are few, as a class token is, and count as whole: how many elements they have."""
+    owners, loose = {}, 0
+    for name, module in model.named_modules():
+        if is_known(module):
+            continue
+        if any(_own_matrices(below) for below in module.modules() if below is not module):
+            loose += sum(param.numel() for param in _own_matrices(module))
+        elif _own_matrices(module):
+            owners[name] = module
+    return owners, loose
 
 
 def _own_matrices(module: nn.Module) -> list[nn.Parameter]:
     return [param for param in module.parameters(recurse=False) if param.ndim > 1]
 
 
-def _has_matrices_below(module: nn.Module) -> bool:
-    return any(_own_matrices(below) for below in module.modules() if below is not module)
-
-
 def shape_of(module: nn.Module) -> tuple[int, ...]:
     """Of the matrix of a module; of several, one of as many elements."""
     matrices = _own_matrices(module)
-    if len(matrices) == 1:
-        param = matrices[0]
-        return tuple(param.shape) if param.ndim < 4 else (param.shape[0], param.numel() // param.shape[0])
-    width = matrices[0].shape[-1]
+    if len(matrices) == 1 and matrices[0].ndim < 4:
+        return tuple(matrices[0].shape)
+    width = matrices[0][0].numel() if len(matrices) == 1 else matrices[0].shape[-1]
     return sum(param.numel() for param in matrices) // width, width
 
 
 def use_module(name: str, module: nn.Module, recorder: Recorder) -> None:
     forward = module.forward
     for param in _own_matrices(module):
-        param.register_post_accumulate_grad_hook(_drop_grad)  # it is no activation
+        # Its gradient is no activation.
+        param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
 
     def begin_backward() -> None:
         recorder.mark("wgrad", name)
         recorder.mark("dgrad", name)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _through((args, kwargs), lambda: recorder.mark("after_backward", name))
+        args, kwargs = through((args, kwargs), lambda: recorder.mark("after_backward", name))
         recorder.mark("forward", name)
         output = forward(*args, **kwargs)
         recorder.mark("after_forward", name)
-        return _through(output, begin_backward)
+        return through(output, begin_backward)
 
     module.forward = run
-
-
-def _drop_grad(param: Tensor) -> None:
-    param.grad = None
 
 
 class _Through(torch.autograd.Function):
@@ -271,7 +254,7 @@ class _Through(torch.autograd.Function):
         return None, *grads
 
 
-def _through(values: Any, in_backward: Callable[[], None]) -> Any:
+def through(values: Any, in_backward: Callable[[], None]) -> Any:
     """The same structure, its tensors that need gradients led through :class:`_Through` together."""
     leaves, spec = compat.tree_flatten(values)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]

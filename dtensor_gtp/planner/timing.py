@@ -5,6 +5,7 @@ A step of many alike blocks is simulated with a few of them, twice, and continue
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
@@ -52,6 +53,12 @@ class Parts(NamedTuple):
 
         return Parts(self.ms + times * other.ms, add(self.exposed, other.exposed), add(self.received, other.received))
 
+    def hiding(self, cause: str) -> Parts:
+        """The same where compute of another microbatch hides what it can of ``cause``."""
+        hidden = min(self.exposed.get(cause, 0.0), self.ms - sum(self.exposed.values()))
+        left = {cause: self.exposed.get(cause, 0.0) - hidden}
+        return Parts(self.ms - hidden, self.exposed | left, self.received)
+
 
 def exposed(timeline: Timeline) -> dict[str, float]:
     """Time in which the compute stream does nothing for the model, by cause: it waits, or runs a collective."""
@@ -77,11 +84,20 @@ def exposed(timeline: Timeline) -> dict[str, float]:
 def few_and_more(setting: Setting) -> tuple[list[Setting], int, int]:
     """What to compute instead of a step of many blocks: one of few and one of more. Then how many blocks the second
     lacks, and how many it has beyond the first."""
-    trace = setting.trace
-    if not _is_long(trace):
+    few, more = _few_and_more(setting.trace)
+    if few is more:
         return [setting], 0, 1
-    settings = [replace(setting, trace=_with_blocks(trace, number)) for number in (_FEW, _MORE)]
-    return settings, trace.num_blocks - _MORE, _MORE - _FEW
+    return [replace(setting, trace=few), replace(setting, trace=more)], len(setting.trace.blocks) - _MORE, _MORE - _FEW
+
+
+@functools.lru_cache(maxsize=128)
+def _few_and_more(trace: Trace) -> tuple[Trace, Trace]:
+    block_nbytes = trace.largest_block(weight.numel * COMPUTE_NBYTES for weight in trace.weights)
+    shapes = [tuple(weight.shape for weight in weights) for weights in trace.blocks.values()]
+    are_alike = len(set(shapes[_FEW // 2 :])) == 1  # those after the first few
+    if len(shapes) <= _MORE + 3 or block_nbytes < _LARGE_BLOCK or not are_alike:
+        return trace, trace
+    return _with_blocks(trace, _FEW), _with_blocks(trace, _MORE)
 
 
 def measure(setting: Setting, schedule: Schedule, *, is_last: bool) -> Parts:
@@ -93,13 +109,6 @@ def measure(setting: Setting, schedule: Schedule, *, is_last: bool) -> Parts:
         found.append(Parts(timeline.ms, exposed(timeline), timeline.program.received))
     few, more = found[0], found[-1]
     return more.plus(more.plus(few, -1), left / grown)
-
-
-def _is_long(trace: Trace) -> bool:
-    """Whether it has many blocks, of which those after the first few are of one kind."""
-    block_nbytes = trace.largest_block(weight.numel * COMPUTE_NBYTES for weight in trace.weights)
-    shapes = [tuple(weight.shape for weight in weights) for weights in trace.blocks.values()]
-    return len(shapes) > _MORE + 3 and block_nbytes >= _LARGE_BLOCK and len(set(shapes[_FEW // 2 :])) == 1
 
 
 def _with_blocks(trace: Trace, number: int) -> Trace:
@@ -114,14 +123,14 @@ def _with_blocks(trace: Trace, number: int) -> Trace:
     return replace(trace, weights=tuple(weights), end=max(trace.end - shift, 0))
 
 
-def compute_ms(setting: Setting) -> list[float]:
+def compute_ms(setting: Setting, hidden: str = "") -> list[float]:
     """Times of a forward and backward in which compute waits for no weight, which no schedule can be below: that of the
-    loss, then of each weight with what is computed around it."""
+    loss, then of each weight with what is computed around it. Collectives of the axis ``hidden`` take none."""
     costs, weights = setting.costs, setting.sharded
     again = {number for numbers in recomputed_uses(setting.trace, setting.checkpoint).values() for number in numbers}
 
     def ms(works: Iterable[Work]) -> float:
-        return sum(work.ms for work in works)
+        return sum(work.ms for work in works if not hidden or work.axis != hidden)
 
     times = [ms(costs.works(setting.trace.loss, is_block=False))]
     for number, item in enumerate(weights):

@@ -17,23 +17,23 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
+from . import stand_ins
 from .model import ModelConfig
-from .peak import Amounts
 from .recorder import Kind, Op, Recorder, Stretch
 from .reference import Reference
-from .stand_ins import (
-    Collectives,
-    Experts,
-    is_known,
-    loose_numel,
-    other_owners,
-    recording,
-    shape_of,
-    use_matrices,
-    use_module,
-)  # fmt: skip
+from .stand_ins import Collectives, Experts
 
 _BLOCK = re.compile(r"(?:^|\.)(\d+)\.")
+
+
+class Amounts(NamedTuple):
+    """What there is of one kind of memory around one use of a weight, at most, in bytes."""
+
+    forward: int  # while forward uses the weight
+    after_forward: int  # from there until forward uses the next one, or ends with the loss
+    before_backward: int  # from the end of the use that backward comes from, or from the loss
+    wgrad: int  # while backward computes the weight's gradient
+    dgrad: int  # while it computes that of the input
 
 
 class Weight(NamedTuple):
@@ -63,11 +63,6 @@ class Weight(NamedTuple):
         found = _BLOCK.search(self.name)
         return self.name[: found.end() - 1] if found else ""
 
-    @property
-    def output_nbytes(self) -> int:
-        """Of what its GEMM computes in forward."""
-        return int(self.flops / (2 * self.shape[-1]) * 2)
-
     def with_ops(self, change: Callable[[Op], Op]) -> Weight:
         parts = (self.before, self.use, self.backward, self.grads)
         before, use, backward, grads = (tuple(map(change, ops)) for ops in parts)
@@ -84,7 +79,7 @@ class Weight(NamedTuple):
         return sum(op.flops for op in self.use)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared by identity, as keys of caches
 class Trace:
     weights: tuple[Weight, ...]  # in the order of the forward
     loss: tuple[Op, ...]  # operations of forward after the last use
@@ -114,10 +109,6 @@ class Trace:
             found.setdefault(weight.block, []).append(weight)
         return {block: weights for block, weights in found.items() if block >= 0}
 
-    @property
-    def num_blocks(self) -> int:
-        return len(self.blocks)
-
     def largest_block(self, sizes: Iterable[int]) -> int:
         """The sum of the largest block, where uses have these sizes; of all uses if there are no blocks."""
         sums: dict[int, int] = {}
@@ -129,6 +120,7 @@ class Trace:
     def with_weights(self, change: Callable[[Weight], Weight]) -> Trace:
         return replace(self, weights=tuple(map(change, self.weights)))
 
+    @functools.lru_cache(maxsize=64)  # noqa: B019  # traces are few
     def times(self, batch: int) -> Trace:
         """The same for several sequences: operations and activations grow with them."""
 
@@ -149,17 +141,17 @@ def record(make_model: Callable[[], nn.Module], loss_of: Callable[[nn.Module, Re
     with torch.device("meta"):
         model = make_model()
         tied = _tied(model)
-        owners, loose = other_owners(model), loose_numel(model)
+        owners, loose = stand_ins.other_owners(model)
         for module in model.modules():
             for name, param in list(module.named_parameters(recurse=False)):
                 if param.ndim > 1 or owners:  # their code may not cast: vectors are bf16 too then
                     setattr(module, name, nn.Parameter(param.detach().bfloat16()))
         recorder = Recorder([*model.parameters(), *model.buffers()])
-        use_matrices(model, recorder.mark)
+        stand_ins.use_matrices(model, recorder.mark)
         for name, module in owners.items():
-            use_module(name, module, recorder)
+            stand_ins.use_module(name, module, recorder)
         modules = dict(model.named_modules())
-        with recording(recorder):
+        with stand_ins.recording(recorder):
             loss = loss_of(model, recorder)
             recorder.mark("after_backward")
             loss.backward()
@@ -190,7 +182,7 @@ def _trace_of(stretches: list[Stretch], modules: dict[str, nn.Module], small_num
         weights.append(
             Weight(
                 f"{name}.weight",
-                tuple(module.get_parameter("weight").shape) if is_known(module) else shape_of(module),
+                stand_ins.shape_of(module),
                 isinstance(module, nn.Embedding),
                 isinstance(module, Experts),
                 has_dgrad=bool(dgrad.ops),
@@ -283,6 +275,7 @@ def recomputed_uses(trace: Trace, checkpoint: str) -> dict[int, tuple[int, ...]]
     return {block: tuple(numbers[:-1][::step]) for block, numbers in blocks.items()}
 
 
+@functools.lru_cache(maxsize=128)
 def checkpointed(trace: Trace, checkpoint: str) -> Trace:
     """The trace with the activations that blocks keep: their input with "full", and with "selective" the results of
     those GEMMs that are not computed again."""
@@ -292,7 +285,7 @@ def checkpointed(trace: Trace, checkpoint: str) -> Trace:
     kept = dict.fromkeys(trace.blocks, trace.input_nbytes)
     for number, weight in enumerate(trace.weights):
         if checkpoint == "selective" and weight.block >= 0 and number not in again:
-            kept[weight.block] += weight.output_nbytes
+            kept[weight.block] += int(weight.flops / (2 * weight.shape[-1]) * 2)  # what its GEMM computes
     lives = [weights[0].live for weights in trace.blocks.values()]
     ends = [*lives[1:], trace.end or lives[-1] + (lives[-1] - lives[-2] if len(lives) > 1 else 0)]
     freed_before: dict[int, int] = {}
@@ -315,6 +308,7 @@ class Part(NamedTuple):
     is_last: bool = True  # whether the head and the loss are here
 
 
+@functools.lru_cache(maxsize=512)
 def repeated(trace: Trace, config: ModelConfig, part: Part) -> Trace:
     """The step of ``part`` of the model, from a recording of :func:`record_reference`."""
     recorded = sorted(set(config.kinds))

@@ -25,6 +25,7 @@ from torch import Tensor
 from .errors import PlanError, expect
 from .model import PRESETS, ModelConfig, known_model
 from .recorder import Kind, Op, Recorder
+from .stand_ins import through
 from .trace import Trace, record
 
 _CLASS = re.compile(r"For[A-Z]\w+$|LMHeadModel$")
@@ -75,8 +76,9 @@ class UserModel:
             cut(model, self.plan, tp)
 
         def loss(module: nn.Module, recorder: Recorder) -> Tensor:
-            if tp > 1:
-                communicate(module, self.plan, recorder)
+            for name, style in self.plan.styles.items() if tp > 1 else ():
+                layer = module.get_submodule(name)
+                layer.forward = partial(_communicate, layer.forward, recorder, style)
             return loss_of(module)
 
         expected = f"a forward and backward that run on the meta device, but {self._name} raised"
@@ -296,37 +298,16 @@ def cut(model: nn.Module, plan: TPPlan, tp: int) -> None:
             layer.bias = nn.Parameter(layer.bias.new_empty(layer.out_features))
 
 
-def communicate(model: nn.Module, plan: TPPlan, recorder: Recorder) -> None:
-    """Let the layers note their collectives: row-wise ones all-reduce what they return, column-wise ones the gradient
-    of their input, each its own."""
-    for name, style in plan.styles.items():
-        layer = model.get_submodule(name)
-        layer.forward = partial(_communicate, layer.forward, recorder, style == ROWWISE)
+def _communicate(forward: Callable[..., Any], recorder: Recorder, style: str, input: Tensor) -> Any:
+    """Row-wise layers all-reduce what they return, column-wise ones the gradient of their input, each its own."""
 
+    def reduce(nbytes: int) -> None:
+        """An all-reduce takes as long as a reduce-scatter and an all-gather."""
+        for _ in range(2):
+            recorder.note(Op(Kind.TP, nbytes=nbytes))
 
-def _communicate(forward: Callable[..., Any], recorder: Recorder, in_forward: bool, input: Tensor) -> Any:
-    if in_forward:
-        return _AllReduce.apply(forward(input), recorder, True)  # type: ignore[no-untyped-call]
-    return forward(_AllReduce.apply(input, recorder, False))  # type: ignore[no-untyped-call]
-
-
-class _AllReduce(torch.autograd.Function):
-    """An all-reduce over tp in forward or in backward. It takes as long as a reduce-scatter and an all-gather."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, recorder: Recorder, in_forward: bool) -> Tensor:
-        ctx.recorder, ctx.in_forward = recorder, in_forward
-        if in_forward:
-            _note(recorder, input)
-        return input.view_as(input)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        if not ctx.in_forward:
-            _note(ctx.recorder, grad)
-        return grad, None, None
-
-
-def _note(recorder: Recorder, tensor: Tensor) -> None:
-    for _ in range(2):
-        recorder.note(Op(Kind.TP, nbytes=tensor.nbytes))
+    if style == COLWISE:
+        return forward(through(input, partial(reduce, input.nbytes)))
+    output = forward(input)
+    reduce(output.nbytes)
+    return through(output, lambda: None)

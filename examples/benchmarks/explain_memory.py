@@ -9,10 +9,9 @@ import torch.nn.functional as F
 
 from dtensor_gtp import SchedulePolicy, sharding_report
 from dtensor_gtp._schedule.held_weights import Held
-from dtensor_gtp.planner.memory import Reducing, Shard, gathered_amounts, make_lookup, make_use
-from dtensor_gtp.planner.peak import Amounts, Peak, Use, predict_peak
+from dtensor_gtp.planner.memory import Peak, Reducing, Shard, Use, gathered_amounts, make_lookup, make_use, predict_peak
 from dtensor_gtp.planner.recorder import Recorder
-from dtensor_gtp.planner.trace import record
+from dtensor_gtp.planner.trace import Amounts, record
 from dtensor_gtp.policy import Schedule
 from dtensor_gtp.report import ReportRow, ShardingReport
 from harness import World, state_bytes

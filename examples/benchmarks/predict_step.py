@@ -75,7 +75,7 @@ def setting_of(
     if is_fake:  # it has no peers to copy from, and collectives of several tensors are copies of each
         machine = replace(machine, gpus_per_host=1, contention=replace(machine.contention, grouped=1))
     kind = FakeCosts if is_fake else Costs
-    costs = kind(machine, (("gtp", Axis(ranks, 1)),), precision, "compiled" in mode, name == "float8_rowwise")
+    costs = kind(machine, {"gtp": Axis(ranks, 1)}, precision, "compiled" in mode, name == "float8_rowwise")
     memory = MEMORY.get(Mode.parse(mode).base)
     if memory is not None and not schedule:
         policy = SchedulePolicy(memory=memory)
@@ -116,19 +116,19 @@ def fully_shard_peak(setting: Setting) -> int:
     reduced, and the shards' gradients of the blocks before.
     """
     root, units = units_of(setting)
-    table, *head = root.weights
+    table, *head = (setting.sharded[number] for number in root.members)
     grads = sum(item.gathered for item in head)
-    peaks = [root.full + max(item.weight.amounts[:2]) for item in setting.sharded]
-    peaks += [root.full + item.weight.amounts.before_backward for item in head]
-    peaks += [root.full + item.gathered + item.weight.amounts.wgrad for item in head]
+    peaks = [root.gathered + max(item.weight.amounts[:2]) for item in setting.sharded]
+    peaks += [root.gathered + item.weight.amounts.before_backward for item in head]
+    peaks += [root.gathered + item.gathered + item.weight.amounts.wgrad for item in head]
     reduced = reducing = 0
     for unit in reversed(units):
-        ahead = unit.full if unit is not units[0] else 0
+        ahead = unit.gathered if unit is not units[0] else 0
         computed = 0
-        for item in reversed(unit.weights):
+        for item in (setting.sharded[number] for number in reversed(unit.members)):
             computed += item.gathered
-            held = root.full + grads + unit.full + ahead + computed + reducing + reduced
+            held = root.gathered + grads + unit.gathered + ahead + computed + reducing + reduced
             peaks.append(held + max(item.weight.amounts[2:]))
         reduced += unit.shard_numel * PARAM_NBYTES
         reducing = unit.sent
-    return max(*peaks, root.full + grads + table.gathered + root.sent + reduced)
+    return max(*peaks, root.gathered + grads + table.gathered + root.sent + reduced)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import dtensor_gtp
-from dtensor_gtp.planner.peak import Peak
+from dtensor_gtp.planner.memory import Peak
 from harness import Memory, World, median
 from modes import COMPILED, RECIPE
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtensor_gtp import gtp_shard, sharding_report
-from dtensor_gtp.planner import peak
+from dtensor_gtp.planner import memory
 from dtensor_gtp.report import PassReport
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "examples" / "benchmarks"
@@ -42,7 +42,7 @@ def scripts() -> Scripts:
         import report
     finally:
         sys.path.remove(str(SCRIPTS))
-    return Scripts(peak, explain_memory, modes, llama, report)
+    return Scripts(memory, explain_memory, modes, llama, report)
 
 
 @pytest.fixture(scope="module")

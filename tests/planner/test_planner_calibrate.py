@@ -22,7 +22,7 @@ from dtensor_gtp.planner.command_line import main
 from dtensor_gtp.planner.costs import Axis, Costs
 from dtensor_gtp.planner.machine import Contention, Host, Link, Machine, load_machine
 from dtensor_gtp.planner.recorder import Kind, Op
-from dtensor_gtp.planner.samples import Beside, Samples, fitted
+from dtensor_gtp.planner.samples import Samples, fitted
 
 RANKS = 4
 ALWAYS_MISSING = {
@@ -91,7 +91,7 @@ def measured(known: Machine) -> Samples:
     samples.add("host: copied layer", 16, 16 * (plain + 2 * host.use_us + 3 * host.copy_us / TOGETHER) / 1e6)
     samples.add("host: fully_shard layer", 16, 16 * (plain + 1.5 * host.fsdp_use_us + launches / TOGETHER) / 1e6)
     for name, factor in vars(known.contention).items():
-        samples.beside[name] = Beside(2e-3, 2e-3 * factor)
+        samples.add_beside(name, 2e-3, 2e-3 * factor)
     return samples
 
 
@@ -127,8 +127,8 @@ def test_what_is_not_measured_stays_as_it_was_and_is_named() -> None:
 def test_noise_gives_numbers_that_a_file_may_hold() -> None:
     """Work that is faster beside other work, layers that are faster sharded, large messages as fast as small ones."""
     samples = measured(machine())
-    samples.beside["kernel"] = Beside(2e-3, 1e-3)
-    samples.beside["wire"] = Beside(1e-5, 1.0)
+    samples.add_beside("kernel", 2e-3, 1e-3)
+    samples.add_beside("wire", 1e-5, 1.0)
     samples.by_kind["host: sharded layer"] = samples.by_kind["host: plain layer"]
     for rows in (samples.by_kind["fast: gather"], samples.by_kind["fast: reduce"]):
         rows[:] = [row._replace(seconds=1e-3) for row in rows]

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from common import GlooTest, full
 
 from dtensor_gtp import plan
-from dtensor_gtp.planner.text import PlanResult
+from dtensor_gtp.planner.api import PlanResult
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from llama import Llama, LlamaConfig

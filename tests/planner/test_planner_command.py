@@ -298,6 +298,16 @@ def test_no_ground_is_no_number(config: str, capsys: pytest.CaptureFixture[str])
     assert "ms" not in out.split("1: gtp 8")[1].split("memory of")[0]
 
 
+def test_tokens_that_compute_waits_for_name_the_option(capsys: pytest.CaptureFixture[str]) -> None:
+    axes = ["--gtp", "16", "--ep", "8", "--expert-gtp", "2"]
+    arguments = ["mixtral-8x7b", "--gpus", "16", "--seq-len", "512", *axes, "--top", "1", "--machine", "h200"]
+    _, rows, _ = run(capsys, *arguments)
+    assert "--dispatch hosts or hidden" in rows
+    _, hidden, _ = run(capsys, *arguments, "--dispatch", "hidden", "--global-batch", "64")
+    assert "1: gtp 16, ep 8, expert_gtp 2" in hidden
+    assert "--dispatch" not in hidden
+
+
 def test_a_recipe_without_gemms_says_so(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [config, "--gpus", "8", "--gtp", "8", "--seq-len", "512", "--machine", "b200", "--recipe", "mxfp8"]
     status, out, _ = run(capsys, *arguments)

@@ -18,6 +18,12 @@ def test_ranges_of_published_rows() -> None:
     assert all(row.holds for row in found)
 
 
+def test_experts_are_predicted_where_it_is_known_how_tokens_travel() -> None:
+    errors = [abs(row.factor - 1) for row in ranges.rows() if row.kind.startswith("experts")]
+    assert len(errors) == 3
+    assert max(errors) < 0.2
+
+
 def test_there_is_no_range_without_ground() -> None:
     job, layout = Job(8, seq_len=262144), Layout(gtp=8)
     found = ground_of(job, layout, load_machine("h100"), has_experts=False, filled=0.5)

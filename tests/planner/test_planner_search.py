@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 
 from dtensor_gtp import plan
-from dtensor_gtp.planner.bounds import Bounds
 from dtensor_gtp.planner.costs import Axis, Costs
 from dtensor_gtp.planner.errors import PlanError
-from dtensor_gtp.planner.evaluate import Problem, evaluate, inflight, memory_of, stage_parts
+from dtensor_gtp.planner.evaluate import Problem, evaluate, memory_of, stage_parts
 from dtensor_gtp.planner.job import Job, Layout, refusal
 from dtensor_gtp.planner.machine import Machine, load_machine
 from dtensor_gtp.planner.model import PRESETS, ModelConfig
-from dtensor_gtp.planner.search import layouts_of, search
+from dtensor_gtp.planner.search import Bounds, layouts_of, search
 
 SMALL = ModelConfig("small", 512, 6, 8, 4, 64, 1024, 4096)
 LARGE = ModelConfig("large", 2048, 20, 16, 8, 128, 8192, 32000)
@@ -35,6 +34,7 @@ def problem(config: ModelConfig = SMALL, machine: Machine | None = None, **job: 
         ({"seq_len": True}, "plan expects seq_len from 1 to"),
         ({"recipe": "float7"}, "plan expects one of bf16, .* as recipe, but got 'float7'. Pass one of them."),
         ({"checkpointing": "some"}, "plan expects one of auto, none, selective, full as checkpointing"),
+        ({"dispatch": "all"}, "plan expects one of rows, hosts, hidden as dispatch, but got 'all'"),
         ({"optimizer": "adam"}, "plan expects one of adamw, .* as optimizer"),
         ({"memory": "little"}, "plan expects one of balanced, least, most_speed as memory"),
         ({"fixed": {"tp": 3}}, "plan expects a product of axes that divides 8 GPUs, but tp 3 = 3 does not"),
@@ -97,9 +97,12 @@ def test_the_search_finds_what_trying_all_layouts_finds(config: ModelConfig, job
     assert all(answer.is_fitting for answer in found.answers)
 
 
-@pytest.mark.parametrize("config", [SMALL, MIXTURE, replace(MIXTURE, dense_layers=1)])
-def test_bounds_are_below_what_is_simulated(config: ModelConfig) -> None:
-    one = problem(config, gpus=16)
+@pytest.mark.parametrize(
+    ("config", "dispatch"),
+    [(SMALL, "rows"), (MIXTURE, "rows"), (replace(MIXTURE, dense_layers=1), "hosts"), (MIXTURE, "hidden")],
+)
+def test_bounds_are_below_what_is_simulated(config: ModelConfig, dispatch: str) -> None:
+    one = problem(config, gpus=16, dispatch=dispatch)
     bounds = Bounds(one)
     possible = [lay for lay in layouts_of(one) if refusal(lay, one.job, config, one.machine) is None]
     for layout in possible[:: len(possible) // 12]:
@@ -179,7 +182,7 @@ def test_the_loss_decides_what_there_is_of_logits() -> None:
 def test_a_tied_matrix_is_counted_once() -> None:
     one, tied = (problem(replace(SMALL, is_tied=is_tied), gpus=1, global_batch=1) for is_tied in (False, True))
     table = SMALL.dim * SMALL.vocab_size
-    assert one.numel() - tied.numel() == table
+    assert one.whole.numel - tied.whole.numel == table
     assert memory_of(one, Layout()).parameters - memory_of(tied, Layout()).parameters == 4 * table
 
 
@@ -257,7 +260,7 @@ def test_memory_by_kind() -> None:
     """A stack of 1 rank against the sums of its parts, then what changes it."""
     one = problem(gpus=1, global_batch=1)
     memory = memory_of(one, Layout())
-    assert memory.parameters == pytest.approx(one.numel() * 4, rel=0.001)
+    assert memory.parameters == pytest.approx(one.whole.numel * 4, rel=0.001)
     assert memory.optimizer == 2 * memory.parameters
     assert memory.total == sum(memory[:-1])
     assert memory_of(problem(), Layout(gtp=8)).parameters == pytest.approx(memory.parameters / 8, rel=0.01)
@@ -275,15 +278,14 @@ def test_memory_of_microbatches() -> None:
     memory = memory_of(one, Layout(gtp=2))
     assert memory.gradients == memory.parameters
     kept = memory_of(one, Layout(gtp=2, keep=True))
-    assert kept.gathered == kept.reductions == pytest.approx(one.numel() * 2, rel=0.001)
+    assert kept.gathered == kept.reductions == pytest.approx(one.whole.numel * 2, rel=0.001)
 
 
 def test_memory_of_many_blocks_is_continued_from_a_few() -> None:
-    from dtensor_gtp.planner.evaluate import setting_of
     from dtensor_gtp.planner.memory import Stage, predict
 
     one = problem(LARGE)
-    setting = setting_of(one, Layout(gtp=8), stage_parts(one.config, 1)[0])  # type: ignore[arg-type]
+    setting = one.setting(Layout(gtp=8), one.parts(Layout(gtp=8))[0])
     whole = predict(setting, setting.choice(0)[0], Stage(1, 2), 8)
     few = memory_of(one, Layout(gtp=8))
     assert few[:-1] == pytest.approx(whole[:-1], rel=0.001)
@@ -320,8 +322,8 @@ def test_chunks_of_a_pipeline_shorten_the_bubble_and_hold_more() -> None:
     jobs = [problem(gpus=4, global_batch=16, seq_len=4096, virtual_stages=chunks) for chunks in (1, 2)]
     plain, chunked = (evaluate(one, layout) for one in jobs)
     assert chunked.exposed_ms["bubble"] < plain.exposed_ms["bubble"]
-    assert [inflight(one, layout, 0, 8) for one in jobs] == [2, 2.5]
-    assert [inflight(one, layout, 1, 8) for one in jobs] == [1, 1.5]
+    assert [one.inflight(layout, 0, 8) for one in jobs] == [2, 2.5]
+    assert [one.inflight(layout, 1, 8) for one in jobs] == [1, 1.5]
     assert chunked.memory.activations > plain.memory.activations
 
 
@@ -336,3 +338,29 @@ def test_optimizer_states_over_replicas() -> None:
     bounds = Bounds(problem(shards_optimizer=True))
     state = divided.memory.optimizer + divided.memory.parameters
     assert 0.8 * state < bounds.state_nbytes(layout) <= state
+
+
+def test_a_token_goes_once_to_each_host() -> None:
+    """Of eight choices at random, fewer hosts than rows: 7 x (1 - (7/8)^8) of the 8 x 7/8 that leave a host."""
+    machine, far, near = load_machine("h100"), Axis(64, 1), Axis(8, 1)
+    rows, hosts, one = (Costs(machine, choices=choices) for choices in (0, 8, 1))
+    start = rows.exchange_ms(0, far)
+    share = (hosts.exchange_ms(1e9, far) - start) / (rows.exchange_ms(1e9, far) - start)
+    assert share == pytest.approx(1 - (7 / 8) ** 8)
+    assert one.exchange_ms(1e9, far) == pytest.approx(rows.exchange_ms(1e9, far))
+    assert hosts.exchange_ms(1e9, near) == rows.exchange_ms(1e9, near)
+
+
+def test_compute_hides_tokens_on_their_way_as_far_as_it_lasts() -> None:
+    layout, slow = Layout(gtp=16, ep=8, expert_gtp=2), load_machine("h100").with_limits(network_gb_s=0.5)
+    found = []
+    for dispatch in ("rows", "hosts", "hidden"):
+        found.append(evaluate(problem(MIXTURE, slow, gpus=16, global_batch=32, dispatch=dispatch), layout))
+    rows, hosts, hidden = found
+    assert rows.step_ms > hosts.step_ms > hidden.step_ms
+    # More of it than there is compute: what is left is waited for.
+    assert rows.exposed_ms["ep"] > hosts.exposed_ms["ep"] > hidden.exposed_ms["ep"] > 0
+    assert hosts.exposed_ms["ep"] - hidden.exposed_ms["ep"] == pytest.approx(hosts.compute_ms, rel=0.01)
+    fast, alone = (problem(MIXTURE, gpus=16, global_batch=batch, dispatch="hidden") for batch in (32, 16))
+    assert evaluate(fast, layout).exposed_ms["ep"] == 0
+    assert evaluate(alone, layout).exposed_ms["ep"] > 0  # of one microbatch there is no other

@@ -9,9 +9,8 @@ import pytest
 from dtensor_gtp.planner.costs import Axis, Costs
 from dtensor_gtp.planner.fully_shard import build_fully_shard
 from dtensor_gtp.planner.machine import Contention, load_machine
-from dtensor_gtp.planner.memory import _uses
+from dtensor_gtp.planner.memory import _uses, moments
 from dtensor_gtp.planner.model import ModelConfig
-from dtensor_gtp.planner.peak import moments
 from dtensor_gtp.planner.program import build, build_compute
 from dtensor_gtp.planner.setting import Setting, plan_step
 from dtensor_gtp.planner.simulate import Load, Stream, Task, simulate
@@ -26,7 +25,7 @@ TINY = ModelConfig("tiny", 256, 4, 4, 2, 64, 512, 1024)
 def tiny(num_blocks: int = 4, world: int = 8, **options: object) -> Setting:
     config = replace(TINY, layers=num_blocks)
     trace = repeated(record_reference(config, 1, 256), config, Part(tuple(config.kinds)))
-    costs = Costs(load_machine("h200"), (("gtp", Axis(world, 1)),))
+    costs = Costs(load_machine("h200"), {"gtp": Axis(world, 1)})
     return Setting(trace, costs, options.pop("policy", fixed_policy()), tokens=256, **options)  # type: ignore[arg-type]
 
 
