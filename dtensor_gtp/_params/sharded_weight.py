@@ -245,6 +245,10 @@ class ShardedWeight(ManagedParam, Gatherable):
         else:
             self.edition += 1
 
+    def refuse_graphs(self) -> None:
+        super().refuse_graphs()
+        self.num_updates += 1  # a frozen weight has no leaf in the graph, but its values count
+
     def follow_frozen(self) -> None:
         super().follow_frozen()
         self.stand_in = StandIn(self.leaf.requires_grad)

@@ -52,6 +52,7 @@ class WholeParam(ManagedParam):
             self.tp_spec = compat.make_spec(spec.mesh, spec.placements, spec.shape, value.dtype)
             value = compat.wrap_local(value, self.tp_spec)
         self.leaf = nn.Parameter(value, requires_grad=self.param.requires_grad)
+        self._version = self.param._version
         if self.leaf.is_floating_point() or self.leaf.is_complex():
             self.leaf.requires_grad_(True)  # torch demands it of a tensor that gets a hook
             # Autograd owns the hook, where the garbage collector does not see it: it must not keep this object alive.
@@ -77,6 +78,13 @@ class WholeParam(ManagedParam):
         this = weakref.ref(self)
         self._node.register_prehook(lambda grads: _take_direct(this(), grads))
 
+    def follow_writes(self) -> None:
+        """The leaf has the parameter's memory, but counts writes by itself. Autograd shall refuse a backward through
+        the values before."""
+        if self._version != self.param._version:
+            self._version = self.param._version
+            torch.autograd.graph.increment_version(self.leaf)
+
     def take_back(self) -> RuntimeError | None:
         """Let modules see the parameter's own memory. Returns an error if ``set_`` or ``.data = ...`` had given them
         other memory, which no optimizer and no checkpoint knows."""
@@ -96,6 +104,7 @@ class WholeParam(ManagedParam):
 
     def begin_forward(self, is_captured: bool) -> None:
         super().begin_forward(is_captured)
+        self.follow_writes()
         if (misuse := self.take_back()) is not None:
             raise misuse
         if self.offload is not None and not self.shard.is_meta:
