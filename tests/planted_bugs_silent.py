@@ -367,4 +367,13 @@ SILENT = {
     "an optimizer step forgets what was written after unshard": Bug(
         "Runtime.note_step", never("errors"), f"{WRITES_OUTSIDE}::test_between_unshard_and_reshard"
     ),
+    "new data of a whole parameter lose its gradient": Bug(
+        "WholeParam._rebound", drop("set_grad_aside"), f"{WRITES_OUTSIDE}::test_new_data_between_microbatches"
+    ),
+    "new data of a weight lose gradients of its group": Bug(
+        "WeightGroup._follow_replaced", drop("set_grad_aside"), f"{WRITES_OUTSIDE}::test_new_data_between_microbatches"
+    ),
+    "an error calls a weight written that was replaced": Bug(
+        "check_unmodified", never("version[2] < weight.replaced_at"), "test_silent_params.py::TestReplacedParameters"
+    ),
 }

@@ -41,9 +41,13 @@ class WholeParam(ManagedParam):
         self._wide_local_grad: Tensor | None = None  # of uses in a compute dtype that is wider than that of ``leaf``
         self.on_local_grad: Callable[[], None] | None = None
         self.record_use: Callable[[WholeParam], Tensor] | None = None  # set while a block is recorded
-        self._rebound()
+        self._make_leaf()
 
     def _rebound(self) -> None:
+        self.set_grad_aside()
+        self._make_leaf()
+
+    def _make_leaf(self) -> None:
         value = self.shard.detach()
         if self.offload is not None and not value.is_meta:
             value = value.to(self.device, copy=True)
@@ -62,10 +66,13 @@ class WholeParam(ManagedParam):
         self._take_direct_grads()
 
     def follow_frozen(self) -> None:
-        # The parameter was trained when these gradients were computed.
-        self.unsynced_grad = self._with_unsynced(self._take_grad_of_leaf())
+        self.set_grad_aside()  # the parameter was trained when these gradients were computed
         super().follow_frozen()
         self._take_direct_grads()
+
+    def set_grad_aside(self) -> None:
+        """The leaf is about to change: keep its gradient of earlier microbatches."""
+        self.unsynced_grad = self._with_unsynced(self._take_grad_of_leaf())
 
     def _take_direct_grads(self) -> None:
         """Reduce what arrives at the parameter itself, a DTensor, which code outside of forwards reads

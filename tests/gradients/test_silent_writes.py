@@ -353,6 +353,23 @@ class TestWritesOutside(GlooTest):
                     loss.backward()
                 assert_same_params(model, reference, "grad")
 
+    def test_new_data_between_microbatches(self) -> None:
+        """Gradients that are not reduced yet stay: of single parameters, and of a group with another weight."""
+        mesh = self.gtp_mesh()
+        mixed = SchedulePolicy(min_shard_numel=4 * WIDTH)  # biases stay whole
+        for make, name in ((small_model, "2.weight"), (lambda: nn.Sequential(Layer(), Layer()), "1.up.weight")):
+            torch.manual_seed(0)
+            reference = make()
+            model = shard_copy(reference, mesh, schedule=mixed)
+            for seed, is_last in enumerate((False, True)):
+                model.set_is_last_backward(is_last)
+                x = make_rows(seed)
+                for each, rows in ((model, rows_of_rank(x, mesh)), (reference, x)):
+                    square_loss(each, rows).backward()
+                    param = each.get_parameter(name)
+                    param.data = param.detach() * 0.5
+            assert_same_params(model, reference, "grad")
+
 
 class TestWritesBeforeBackward(GlooTest):
     world_size = 2
@@ -415,5 +432,5 @@ class TestWritesBeforeBackward(GlooTest):
             loss = square_loss(model, make_rows(0))
             model.load_state_dict({name: model.state_dict()[name] * 0.5}, assign=True, strict=False)
             model(make_rows(0))
-            with self.assertRaisesRegex(RuntimeError, "modified by an inplace operation"):
+            with self.assertRaisesRegex(RuntimeError, "was replaced between|modified by an inplace operation"):
                 loss.backward()
