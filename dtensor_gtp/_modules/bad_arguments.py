@@ -205,12 +205,12 @@ def _check_memory(module: nn.Module, params: dict[str, nn.Parameter]) -> None:
         attributes = ((f"{prefix}.{name}".lstrip("."), value) for name, value in vars(submodule).items())
         tensors |= {name: value for name, value in attributes if isinstance(value, Tensor)}
     spans = sorted((*span, name) for name, tensor in tensors.items() if (span := _span(tensor)) is not None)
-    end, last = 0, ""
+    end, last, names = 0, "", list(tensors)
     for begin, new_end, name in spans:
-        pair = {last, name}
+        pair = [last, name]
         is_trained = any(each in params and params[each].requires_grad for each in pair)
         if begin < end and is_trained and tensors[name] is not tensors[last]:
-            shared, other = sorted(pair, key=lambda each: each not in params)
+            shared, other = sorted(pair, key=lambda each: (each not in params, names.index(each)))
             text = (
                 f"{'parameter' if isinstance(tensors[other], nn.Parameter) else 'tensor'} '{other}' of shape "
                 f"{tuple(tensors[other].shape)} lies in the memory of parameter '{shared}' (rank {dist.get_rank()}), "

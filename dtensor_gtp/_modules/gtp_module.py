@@ -332,8 +332,8 @@ class GTPModule(RefusedMethods, BoundModule):
         """Choose whether the next backward is the last one before ``.grad`` is read.
 
         Args:
-            is_last_backward: False leaves gradients in flight when backward returns. Beside them ``capture_step``
-                refuses to record or replay.
+            is_last_backward: False leaves gradients in flight when backward returns. ``zero_grad()`` does not drop
+                these; :meth:`reset_iter_state` does. Beside them ``capture_step`` refuses to record or replay.
 
         Example:
             >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
