@@ -6,6 +6,7 @@ Each rank checks for itself. Then one exchange tells all ranks of the mesh wheth
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Set
@@ -30,6 +31,8 @@ from .. import _torch_compat as compat
 from .._comm.process_groups import device_types, has_device
 from ..policy import SchedulePolicy
 from .binding import binding_of
+
+logger = logging.getLogger(__name__)
 
 # A placement on the mesh of the call; a pair of a placement and another mesh; or torch's ``ShardPlacementResult``.
 ShardPlacementFn = Callable[[nn.Parameter], Placement | tuple[Placement | None, DeviceMesh] | Any | None]
@@ -189,8 +192,46 @@ def validate_module(module: nn.Module, mesh: DeviceMesh, ignored: Set[nn.Paramet
                 f"(rank {dist.get_rank()}). Move the module, or build the mesh for its device."
             )
     _refuse_params_of("fully_shard", compat.fully_shard_params(), replaced)
+    _check_memory(module, replaced)
     if held := _held_elsewhere(module, replaced):
         _refuse_holders(held, mesh)
+
+
+def _check_memory(module: nn.Module, params: dict[str, nn.Parameter]) -> None:
+    """What lies in the memory of a parameter of ``params`` follows its updates, and would not follow those of shards:
+    refuse other parameters there, and warn of other tensors."""
+    tensors: dict[str, Tensor] = dict([*module.named_buffers(), *module.named_parameters()])
+    for prefix, submodule in module.named_modules():
+        attributes = ((f"{prefix}.{name}".lstrip("."), value) for name, value in vars(submodule).items())
+        tensors |= {name: value for name, value in attributes if isinstance(value, Tensor)}
+    spans = sorted((*span, name) for name, tensor in tensors.items() if (span := _span(tensor)) is not None)
+    end, last, names = 0, "", list(tensors)
+    for begin, new_end, name in spans:
+        pair = [last, name]
+        is_trained = any(each in params and params[each].requires_grad for each in pair)
+        if begin < end and is_trained and tensors[name] is not tensors[last]:
+            shared, other = sorted(pair, key=lambda each: (each not in params, names.index(each)))
+            text = (
+                f"{'parameter' if isinstance(tensors[other], nn.Parameter) else 'tensor'} '{other}' of shape "
+                f"{tuple(tensors[other].shape)} lies in the memory of parameter '{shared}' (rank {dist.get_rank()}), "
+                "and would not follow it once that is sharded. Register one parameter in both places, or clone() it."
+            )
+            if isinstance(tensors[other], nn.Parameter):
+                raise ValueError(f"gtp_shard expects parameters with memory of their own, but {text}")
+            logger.warning("%s", text)
+        if new_end > end:
+            end, last = new_end, name
+
+
+def _span(tensor: Tensor) -> tuple[int, int] | None:
+    """Where a tensor begins and ends in memory, if it has all that lies in between."""
+    local = compat.local_part(tensor)
+    if type(local) not in (Tensor, nn.Parameter, nn.Buffer) or local.is_meta or local.layout is not torch.strided:
+        return None
+    spanned = 1 + sum((size - 1) * stride for size, stride in zip(local.size(), local.stride(), strict=True))
+    if local.numel() == 0 or spanned != local.numel():
+        return None
+    return local.data_ptr(), local.data_ptr() + local.numel() * local.itemsize
 
 
 def _refuse_params_of(wrapper: str, held: Iterable[Tensor], params: dict[str, nn.Parameter]) -> None:

@@ -10,7 +10,6 @@ from torch import Tensor
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import ShardedWeight
 from .._params.whole_param import WholeParam
-from .._schedule.attribute_reads import written_to_no_effect
 from .._schedule.runtime import Runtime
 from ..policy import SchedulePolicy
 from .binding import BoundModule, binding_of
@@ -54,16 +53,11 @@ def unshard_params(runtime: Runtime, params: list[ManagedParam]) -> UnshardHandl
 
 def reshard_params(runtime: Runtime, params: list[ManagedParam]) -> None:
     """Free what ``unshard_params`` has gathered."""
+    weights = _weights_among(params)
+    errors: list[RuntimeError | None] = [*runtime.lost_writes.written_outside(weights)]
+    errors += [param.take_back() for param in params if isinstance(param, WholeParam)]
     for param in params:
         param.is_pinned = False
-    weights = _weights_among(params)
-    errors: list[RuntimeError | None] = [
-        written_to_no_effect(weight, "between unshard() and reshard()")
-        for weight in weights
-        if runtime.reads.is_written_outside(weight)
-    ]
-    errors += [param.take_back() for param in params if isinstance(param, WholeParam)]
-    errors += [group.write_outside() for group in {weight.group: None for weight in weights if weight.group}]
     for weight in weights:
         if weight.group is not None:
             weight.group.views.unpin()
@@ -338,8 +332,8 @@ class GTPModule(RefusedMethods, BoundModule):
         """Choose whether the next backward is the last one before ``.grad`` is read.
 
         Args:
-            is_last_backward: False leaves gradients in flight when backward returns. Beside them ``capture_step``
-                refuses to record or replay.
+            is_last_backward: False leaves gradients in flight when backward returns. ``zero_grad()`` does not drop
+                these; :meth:`reset_iter_state` does. Beside them ``capture_step`` refuses to record or replay.
 
         Example:
             >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)

@@ -36,11 +36,11 @@ def _runtimes() -> list[Runtime]:
 
 def _write_foreach(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A foreach function writes to the tensors of its first argument. Its caller may have them since long before."""
-    runtimes = [runtime for runtime in _runtimes() if runtime.holds_weights]
-    if runtimes and not (torch.compiler.is_compiling() or compat.is_in_compiler()):
-        for param in args[0]:
-            for runtime in runtimes:
+    if not (torch.compiler.is_compiling() or compat.is_in_compiler()):
+        for runtime in _runtimes():
+            for param in args[0] if runtime.holds_weights else ():
                 runtime.note_untraced_write(param)
+            runtime.note_written(args[0])
     with compat.stock_dtensor_dispatch(op):
         return op(*args, **kwargs)
 
@@ -50,6 +50,9 @@ def _set_data(stock: Any, param: DTensor, value: Any) -> None:
         for runtime in _runtimes():
             runtime.refuse_new_data(param)
     stock(param, value)
+    if isinstance(param, nn.Parameter):
+        for runtime in _runtimes():
+            runtime.note_new_data(param)
 
 
 def _note(param: DTensor) -> None:

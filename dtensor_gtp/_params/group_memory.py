@@ -83,9 +83,17 @@ class GroupLeaves:
         self.storage.resize_(self.nbytes)
         if self.version not in (None, version):
             # Autograd shall refuse a backward through what was computed with the values before.
-            torch.autograd.graph.increment_version(list(self.by_member.values()))
-            self.written = self.versions()
+            self._count_write()
         self.version = version
+
+    def refuse_graphs(self, why: str) -> None:
+        """No backward through what was computed with the present values."""
+        self.refusal = why
+        self._count_write()
+
+    def _count_write(self) -> None:
+        torch.autograd.graph.increment_version(list(self.by_member.values()))
+        self.written = self.versions()
 
     @property
     def are_elsewhere(self) -> bool:

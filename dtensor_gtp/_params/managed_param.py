@@ -151,8 +151,7 @@ class ManagedParam:
         if current.dtype != self._extent[1]:  # ``current`` may be the same object, with other data
             self._wide_grad = None
         if not self.is_cut_again:
-            for leaf in self.leaves:
-                self._refuse_backward_to(leaf)
+            self.refuse_graphs()
         self._set_param(current)
         if self.on_replaced is not None:
             self.on_replaced()
@@ -167,17 +166,19 @@ class ManagedParam:
         """What stands for the parameter in graphs of its uses."""
         return [self.leaf]
 
-    def _refuse_backward_to(self, leaf: Tensor) -> None:
-        """A graph that has ``leaf`` in it was made with a parameter that ``follow`` has put aside: its backward would
-        gather the new one, and give it the gradient of the old one."""
-        if not leaf.requires_grad:
-            return
+    def refuse_graphs(self) -> None:
+        """Other data, or another parameter, take the place of this one. The backward of a graph that was made with it
+        would gather the new one, and give it the gradient of the old one."""
         text = self.replaced_before_backward()
 
         def refuse(_: object) -> None:
             raise RuntimeError(text)
 
-        compat.accumulate_node(leaf).register_prehook(refuse)
+        for leaf in self.leaves:
+            if leaf.requires_grad:
+                compat.accumulate_node(leaf).register_prehook(refuse)
+            else:
+                torch.autograd.graph.increment_version(leaf)
 
     def replaced_before_backward(self) -> str:
         """What an error says."""

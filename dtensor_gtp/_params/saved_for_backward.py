@@ -244,6 +244,8 @@ def _parts_of(tensor: Tensor) -> dict[str, Tensor]:
 
 def check_unmodified(weight: ShardedWeight, version: Version) -> None:
     """Raise a RuntimeError, as autograd does, if the weight was written after the forward that used it."""
+    if version[2] < weight.replaced_at:
+        raise RuntimeError(weight.replaced_before_backward())
     if weight.version != version:
         raise RuntimeError(
             f"Parameter '{weight.fqn}' is needed for gradient computation, but it has been modified by an inplace "

@@ -199,6 +199,7 @@ class ShardedWeight(ManagedParam, Gatherable):
         self.losses: TokenExchange | None = None
         self.is_fused = False  # whether a layer multiplies with it, or looks it up, without reading it as an attribute
         self.num_updates = 0  # optimizer steps that may have written to the shard
+        self.replaced_at = 0  # ``num_updates`` when other data took the place of the shard
         self.edition = 0  # see [Note: data made from a shard]
         self.compiled_version: Version  # read by the last use in compiled code, which cannot save it for its backward
         self._rebound()
@@ -244,6 +245,11 @@ class ShardedWeight(ManagedParam, Gatherable):
             self.edition += is_first_microbatch
         else:
             self.edition += 1
+
+    def refuse_graphs(self) -> None:
+        super().refuse_graphs()
+        self.num_updates += 1  # a frozen weight has no leaf in the graph, but its values count
+        self.replaced_at = self.num_updates
 
     def follow_frozen(self) -> None:
         super().follow_frozen()

@@ -92,6 +92,6 @@ def _holders_of(params: list[nn.Parameter | None]) -> list[str]:
                 found["a dict"] = None
         elif isinstance(holder, list | tuple | set | frozenset):
             found[f"a {type(holder).__name__} of {len(holder)} items"] = None
-        elif isinstance(holder, functools.partial | types.CellType | types.MethodType):
+        elif not isinstance(holder, types.FrameType | types.GeneratorType):  # a local variable harms nobody
             found[f"a {type(holder).__name__}"] = None
     return list(found)

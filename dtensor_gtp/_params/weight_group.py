@@ -388,7 +388,9 @@ class WeightGroup(Gatherable):
 
     def _follow_replaced(self, first: ManagedParam) -> None:
         """Other objects are registered as parameters, perhaps of another dtype (``to``, ``load_state_dict``)."""
-        self.leaves.refusal = first.replaced_before_backward()
+        self.leaves.refuse_graphs(first.replaced_before_backward())
+        for param in self.whole:
+            param.set_grad_aside()
         self.num_updates += 1
         self._shards, self._parts = self._find_shards(), None
         dtypes = {(member.compute_dtype, member.reduce_dtype) for member in self.members}

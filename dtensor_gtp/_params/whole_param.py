@@ -41,9 +41,13 @@ class WholeParam(ManagedParam):
         self._wide_local_grad: Tensor | None = None  # of uses in a compute dtype that is wider than that of ``leaf``
         self.on_local_grad: Callable[[], None] | None = None
         self.record_use: Callable[[WholeParam], Tensor] | None = None  # set while a block is recorded
-        self._rebound()
+        self._make_leaf()
 
     def _rebound(self) -> None:
+        self.set_grad_aside()
+        self._make_leaf()
+
+    def _make_leaf(self) -> None:
         value = self.shard.detach()
         if self.offload is not None and not value.is_meta:
             value = value.to(self.device, copy=True)
@@ -52,6 +56,7 @@ class WholeParam(ManagedParam):
             self.tp_spec = compat.make_spec(spec.mesh, spec.placements, spec.shape, value.dtype)
             value = compat.wrap_local(value, self.tp_spec)
         self.leaf = nn.Parameter(value, requires_grad=self.param.requires_grad)
+        self._version = self.param._version
         if self.leaf.is_floating_point() or self.leaf.is_complex():
             self.leaf.requires_grad_(True)  # torch demands it of a tensor that gets a hook
             # Autograd owns the hook, where the garbage collector does not see it: it must not keep this object alive.
@@ -61,10 +66,13 @@ class WholeParam(ManagedParam):
         self._take_direct_grads()
 
     def follow_frozen(self) -> None:
-        # The parameter was trained when these gradients were computed.
-        self.unsynced_grad = self._with_unsynced(self._take_grad_of_leaf())
+        self.set_grad_aside()  # the parameter was trained when these gradients were computed
         super().follow_frozen()
         self._take_direct_grads()
+
+    def set_grad_aside(self) -> None:
+        """The leaf is about to change: keep its gradient of earlier microbatches."""
+        self.unsynced_grad = self._with_unsynced(self._take_grad_of_leaf())
 
     def _take_direct_grads(self) -> None:
         """Reduce what arrives at the parameter itself, a DTensor, which code outside of forwards reads
@@ -76,6 +84,13 @@ class WholeParam(ManagedParam):
         self._node = compat.accumulate_node(self.param)
         this = weakref.ref(self)
         self._node.register_prehook(lambda grads: _take_direct(this(), grads))
+
+    def follow_writes(self) -> None:
+        """The leaf has the parameter's memory, but counts writes by itself. Autograd shall refuse a backward through
+        the values before."""
+        if self._version != self.param._version:
+            self._version = self.param._version
+            torch.autograd.graph.increment_version(self.leaf)
 
     def take_back(self) -> RuntimeError | None:
         """Let modules see the parameter's own memory. Returns an error if ``set_`` or ``.data = ...`` had given them
@@ -96,6 +111,7 @@ class WholeParam(ManagedParam):
 
     def begin_forward(self, is_captured: bool) -> None:
         super().begin_forward(is_captured)
+        self.follow_writes()
         if (misuse := self.take_back()) is not None:
             raise misuse
         if self.offload is not None and not self.shard.is_meta:

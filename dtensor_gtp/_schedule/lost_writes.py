@@ -6,7 +6,7 @@ of the old values is dropped; where that comes too late, the write is found afte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from .._params.managed_param import ManagedParam
 from .._params.saved_for_backward import hook_at_node
 from .._params.sharded_weight import ShardedWeight
 from .._params.weight_group import WeightGroup
-from .attribute_reads import AttributeReads, sum_of_bits
+from .attribute_reads import AttributeReads, sum_of_bits, written_to_no_effect
 from .gathering import Gathering
 
 
@@ -36,11 +36,39 @@ class LostWrites:
 
     def begin_forward(self) -> None:
         """Gather anew what may have been written since the last pass."""
-        for weight in self._outdated:
+        pinned = [weight for weight in self._runtime.weights if weight.is_pinned]
+        errors = self.written_outside(pinned)
+        for weight in pinned if errors else self._outdated:
             self._runtime.drop_kept(weight)
         self._outdated.clear()
         self._seen_outside.clear()
         self._seen_shards.clear()
+        if errors:
+            raise errors[0]
+
+    def gather_outdated(self) -> None:
+        """Before a backward, which computes with what was written through ``.data``, as in one process."""
+        if not self._outdated:
+            return
+        for weight in self._outdated:
+            if weight.group is None:
+                self._runtime.drop_kept(weight)
+        groups = {weight.group for weight in self._outdated}
+        for group in self._runtime.groups:  # in one order on all ranks
+            if group in groups:
+                # What was read outside of the block is in the memory of the group, so that has to be full.
+                self._runtime.gather_and_keep([group])
+                self._runtime.wait_kept(group.weights[0])
+        self._outdated.clear()
+
+    def written_outside(self, weights: Iterable[ShardedWeight]) -> list[RuntimeError]:
+        """Errors of writes to full weights that ``unshard`` keeps, outside of forwards and to no effect."""
+        weights = [weight for weight in weights if weight.is_pinned]
+        where = "between unshard() and reshard()"
+        single = [weight for weight in weights if weight.group is None and self._reads.is_written_outside(weight)]
+        groups = {weight.group: None for weight in weights if weight.group is not None}
+        found = [group.write_outside() for group in groups]
+        return [*(written_to_no_effect(weight, where) for weight in single), *filter(None, found)]
 
     def note_handed_out(self, member: ManagedParam) -> None:
         """Somebody has got hold of a parameter in a way in which writes to it leave no version."""

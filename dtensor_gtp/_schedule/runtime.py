@@ -7,7 +7,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -95,10 +95,21 @@ class Runtime(Gathering):
         self.note_handed_out(param)
         self.parts.num_writes += self.member_of(param) is not None
 
+    def note_written(self, params: Iterable[object]) -> None:
+        """Somebody writes to these, if they are ours, and leaves no version."""
+        self._count_writes([self._by_id[key] for key in set(map(id, params)) & self._known().keys()])
+
     def refuse_new_data(self, param: object) -> None:
         """``param.data = ...`` in a forward."""
         if self.reads.frames and (member := self.member_of(param)) is not None:
             self.lost_writes.refuse_new_data(member)
+
+    def note_new_data(self, param: object) -> None:
+        """After ``param.data = ...``."""
+        if (member := self.member_of(param)) is not None and not member.is_cut_again:
+            member.refuse_graphs()
+            if member.group is not None:
+                member.group.leaves.refuse_graphs(member.replaced_before_backward())
 
     def hold_until_end(self, group: WeightGroup) -> None:
         super().hold_until_end(group)
@@ -110,16 +121,24 @@ class Runtime(Gathering):
         self.num_steps += bool(written) or self._is_cut_again
         self.parts.num_writes += bool(written)
         self.num_trained += 1
+        errors = self.lost_writes.written_outside(param for param in written if isinstance(param, ShardedWeight))
+        self._count_writes(written)
         for group in {param.group for param in written if param.group is not None}:
-            group.num_updates += 1
             self.forget_kept(group)
         for param in written:
-            if param.group is not None:
-                continue
-            if isinstance(param, ShardedWeight):
-                param.num_updates += 1
+            if isinstance(param, ShardedWeight) and param.group is None:
                 self.drop_kept(param)
-            elif isinstance(param, WholeParam):
+        if errors:
+            raise errors[0]
+
+    def _count_writes(self, written: Sequence[ManagedParam]) -> None:
+        """Autograd shall refuse a backward through what was computed with the values before."""
+        for group in {param.group for param in written if param.group is not None}:
+            group.num_updates += 1
+        for param in written:
+            if param.group is None and isinstance(param, ShardedWeight):
+                param.num_updates += 1
+            elif param.group is None:
                 torch.autograd.graph.increment_version(param.leaf)
 
     def close(self) -> None:
@@ -297,6 +316,9 @@ class Runtime(Gathering):
             return
         self.drop_broken_backward()  # if the last one raised, and no forward came in between
         self._is_in_backward = True
+        for each in self.whole:
+            if each.group is None:
+                each.follow_writes()
         asked = self.asked_for
         free = (weight for weight in self.weights if weight.flags.reduce_scatter_unused_params)
         for param in (*self.whole, *free):
@@ -307,6 +329,7 @@ class Runtime(Gathering):
             group.pending_grad.asked_for = asked
         self._records_graph = torch.is_grad_enabled()
         self.comm.begin_pass()
+        self.lost_writes.gather_outdated()
         end = partial(self._finish_backward)
         try:
             self._end_of_backward = weakref.ref(end)

@@ -273,6 +273,16 @@ class InClosure:
         return self.call(x)
 
 
+class InSlot:
+    __slots__ = ("weight",)
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        self.weight = weight
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
 class TestEscapedParameters(GlooTest):
     """What is trained beside the sharded parameters, or with the parameters that they have replaced."""
 
@@ -318,6 +328,7 @@ class TestEscapedParameters(GlooTest):
             "a list of 1 items": InList,
             "a partial": lambda weight: functools.partial(torch.matmul, weight),
             "a cell": InClosure,
+            "a InSlot": InSlot,
         }
         for holder, keep in keeps.items():
             model = gtp_shard(Held(keep), self.gtp_mesh(), schedule=ALL)
@@ -327,6 +338,26 @@ class TestEscapedParameters(GlooTest):
             self.assertRegex(logs.output[0], f"{holder} still holds old parameters .*'layer.weight'")
             with self.assertRaisesRegex(RuntimeError, f"replaced by 'layer.weight'.*{holder} still uses the old one"):
                 loss.backward()
+
+    def test_in_one_memory(self) -> None:
+        """Tied by ``.data``, or by a view that shall follow the weight."""
+        mesh = self.gtp_mesh()
+        model = small_model()
+        model[3].weight.data = model[0].weight.data[: WIDTH // 2].t().t()  # a part of it
+        with self.assertRaisesRegex(ValueError, "'3.weight' of shape .* lies in the memory of parameter '0.weight'"):
+            gtp_shard(model, mesh, schedule=ALL)
+        assert type(model) is nn.Sequential
+        model.requires_grad_(False)
+        gtp_shard(model, mesh, schedule=ALL)  # they stay equal
+        model = small_model()
+        model[1].register_buffer("view", model[0].weight.detach())
+        with self.assertLogs("dtensor_gtp", "WARNING") as logs:
+            gtp_shard(model, mesh, schedule=ALL)
+        assert "tensor '1.view' of shape (12, 12) lies in the memory of parameter '0.weight'" in logs.output[0]
+        model = small_model()
+        torch.nn.utils.vector_to_parameters(torch.zeros(1000), model.parameters())  # beside each other
+        with self.assertNoLogs("dtensor_gtp", "WARNING"):
+            gtp_shard(model, mesh, schedule=ALL)
 
     def test_tied_outside_of_the_root(self) -> None:
         body, head = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)

@@ -301,7 +301,13 @@ class TestWritesOutside(GlooTest):
                 square_loss(model, make_rows(0)).backward()
 
     def test_between_unshard_and_reshard(self) -> None:
-        for write in (lambda weight: weight.add_(1), lambda weight: weight.data.add_(1), replace_data):
+        writes: list[Callable[[Any], Any]] = [lambda w: w.add_(1), lambda w: w.data.add_(1), replace_data]
+        ends: list[Callable[[Any], Any]] = [
+            lambda model: model.reshard(),
+            lambda model: model(make_rows(0)),
+            lambda model: torch.optim.SGD(model.parameters()).step(),
+        ]
+        for write, end in itertools.product(writes, ends):
             model = gtp_shard(small_model(), self.gtp_mesh(), schedule=ALL)
             model.unshard()
             with torch.set_grad_enabled(write is replace_data):
@@ -311,7 +317,7 @@ class TestWritesOutside(GlooTest):
                 model[0].bias.add_(1)
             message = r"A write between unshard\(\) and reshard\(\) changed only .* '0.weight' "
             with self.assertRaisesRegex(RuntimeError, message):
-                model.reshard()
+                end(model)
             square_loss(model, make_rows(0)).backward()
             model.unshard()
             model[0].weight.detach().clone().add_(1)
@@ -320,10 +326,15 @@ class TestWritesOutside(GlooTest):
     def test_shards_of_weights_that_stay_gathered(self) -> None:
         mesh, x = self.gtp_mesh(), make_rows(0)
         torch.manual_seed(0)
-        for keep in (lambda model: model.unshard(), lambda model: model.set_reshard_after_backward(False)):
+        keeps = (lambda model: model.unshard(), lambda model: model.set_reshard_after_backward(False))
+        kinds: tuple[tuple[SchedulePolicy, Any], ...] = (
+            (ALL, small_model),
+            (SchedulePolicy(min_shard_numel=0), lambda: nn.Sequential(Layer(), Layer())),
+        )
+        for keep, (schedule, make) in itertools.product(keeps, kinds):
             for is_foreach in (False, True):
-                reference = small_model()
-                model = shard_copy(reference, mesh)
+                reference = make()
+                model = shard_copy(reference, mesh, schedule=schedule)
                 keep(model)
                 for each, rows in ((model, rows_of_rank(x, mesh)), (reference, x)):
                     square_loss(each, rows).backward()
@@ -336,4 +347,90 @@ class TestWritesOutside(GlooTest):
                             for param in params:
                                 param.data.mul_(0.5)
                     square_loss(each, rows).backward()
+                    loss = square_loss(each, rows)
+                    for param in each.parameters():
+                        param.data.mul_(0.5)  # as in one process, the backward computes with what was written
+                    loss.backward()
                 assert_same_params(model, reference, "grad")
+
+    def test_new_data_between_microbatches(self) -> None:
+        """Gradients that are not reduced yet stay: of single parameters, and of a group with another weight."""
+        mesh = self.gtp_mesh()
+        mixed = SchedulePolicy(min_shard_numel=4 * WIDTH)  # biases stay whole
+        for make, name in ((small_model, "2.weight"), (lambda: nn.Sequential(Layer(), Layer()), "1.up.weight")):
+            torch.manual_seed(0)
+            reference = make()
+            model = shard_copy(reference, mesh, schedule=mixed)
+            for seed, is_last in enumerate((False, True)):
+                model.set_is_last_backward(is_last)
+                x = make_rows(seed)
+                for each, rows in ((model, rows_of_rank(x, mesh)), (reference, x)):
+                    square_loss(each, rows).backward()
+                    param = each.get_parameter(name)
+                    param.data = param.detach() * 0.5
+            assert_same_params(model, reference, "grad")
+
+
+class TestWritesBeforeBackward(GlooTest):
+    world_size = 2
+
+    def check(self, reference: nn.Module, name: str, write: Callable[[nn.Parameter], None], **options: Any) -> None:
+        """The backward raises, and the next step is right."""
+        mesh, x = self.gtp_mesh(), make_rows(0)
+        model = shard_copy(reference, mesh, **options)
+        reference = copy.deepcopy(reference)
+        square_loss(model, x).backward()
+        for each in (model, reference):
+            each.get_parameter(name).requires_grad_(reference.get_parameter(name).requires_grad)
+        loss = square_loss(model, x)
+        for each in (model, reference):
+            write(each.get_parameter(name))
+        with self.assertRaisesRegex(RuntimeError, f"Parameter '{name}' .*(modified|replaced)|has been modified by an"):
+            loss.backward()
+        for each, rows in ((model, rows_of_rank(x, mesh)), (reference, x)):
+            each.zero_grad()
+            square_loss(each, rows).backward()
+        assert_same_params(model, reference, "grad")
+
+    def test_new_data(self) -> None:
+        """Plain torch computes with the old or the new values, as the op has saved the weight or a view of it."""
+
+        def write(param: Any) -> None:
+            param.data = param.detach() * 0.5
+
+        torch.manual_seed(0)
+        blocks = nn.Sequential(Layer(), Layer())
+        for reference, schedule in ((small_model(), ALL), (blocks, SchedulePolicy(min_shard_numel=0))):
+            for name, param in reference.named_parameters():
+                self.check(reference, name, write, schedule=schedule)
+                if name in ("1.first", "2.weight", "3.weight", "1.up.weight"):
+                    param.requires_grad_(False)
+                    self.check(reference, name, write, schedule=schedule)
+                    param.requires_grad_(True)
+
+    def test_in_place(self) -> None:
+        def by_version(param: Any) -> None:
+            with torch.no_grad():
+                param.mul_(0.5)
+
+        def by_foreach(param: Any) -> None:
+            with torch.no_grad():
+                torch._foreach_mul_([param], 0.5)
+
+        torch.manual_seed(0)
+        blocks = nn.Sequential(Layer(), Layer())
+        for write in (by_version, by_foreach):
+            for name in ("1.first", "2.weight", "3.weight"):
+                self.check(small_model(), name, write)
+            self.check(blocks, "1.up.weight", write, schedule=SchedulePolicy(min_shard_numel=0))
+
+    def test_other_parameters_and_another_forward(self) -> None:
+        """A frozen weight has no leaf in the graph of the forward before."""
+        for name in ("1.first", "2.weight", "3.weight"):
+            model: Any = gtp_shard(small_model(), self.gtp_mesh(), schedule=ALL)
+            model.get_parameter(name).requires_grad_(False)
+            loss = square_loss(model, make_rows(0))
+            model.load_state_dict({name: model.state_dict()[name] * 0.5}, assign=True, strict=False)
+            model(make_rows(0))
+            with self.assertRaisesRegex(RuntimeError, "was replaced between|modified by an inplace operation"):
+                loss.backward()
