@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -80,6 +81,8 @@ def remedy_for(error: BaseException) -> str | None:
     if _is_in_formula(frames):
         return f"This backward starts from a sharded tensor, because a term of the loss is one. {_PENALTY}"
     text = next(text for starts, text in _REMEDIES if found[1].startswith(starts))
+    if text != _REMEDIES[0][1] and any(frame.f_code.co_name == "step" and _is_optimizer(frame) for frame in frames):
+        return _NEEDS_WHOLE
     method = _unregistered_method(frames)
     return text if method is None else f"{method} is not the forward of a module, so its weights are sharded. {text}"
 
@@ -98,6 +101,10 @@ def _is_in_formula(frames: Sequence[FrameType]) -> bool:
         return False
     inner = [frame.f_globals.get("__name__", "") for frame in frames[names.index("_engine_run_backward") :]]
     return all(name.startswith((_PACKAGE, "torch.")) and name != "torch.utils.checkpoint" for name in inner)
+
+
+def _is_optimizer(frame: FrameType) -> bool:
+    return isinstance(frame.f_locals.get("self"), torch.optim.Optimizer)
 
 
 def _unregistered_method(frames: Iterable[FrameType]) -> str | None:

@@ -21,6 +21,14 @@ from dtensor_gtp import SchedulePolicy, gtp_shard, register_gtp_forward_method
 from dtensor_gtp._dtensor.remedies import remedy_for
 
 
+class OfColumns(torch.optim.Optimizer):
+    """Keeps plain tensors of the size of a column, as Adafactor of transformers does."""
+
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            torch.zeros(len(param)).add_(param.grad.mean(-1))
+
+
 class TestRemedies(unittest.TestCase):
     def model(self, ignored: tuple[str, ...] = ()) -> nn.Module:
         model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8))
@@ -100,6 +108,7 @@ class TestRemedies(unittest.TestCase):
             cause = caught.exception.__cause__
             assert cause is not None
             self.assertRegex("".join(cause.__notes__), remedy)
+            self.check(remedy, OfColumns(model.parameters(), {}).step)
 
     def test_a_method_that_is_not_registered_is_named(self) -> None:
         class Encoder(nn.Module):
