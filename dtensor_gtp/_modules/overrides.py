@@ -45,8 +45,16 @@ class _Changed(dict[str, Any]):
                 is_changed = self.apply(param) is not param
             if is_changed:
                 self._note(name)
-            if is_changed or not isinstance(param, DTensor):
+            if not isinstance(param, DTensor):
                 yield name, param
+            elif is_changed:
+                # Torch cannot swap a frozen one that has an accumulation node, of hooks or of an earlier backward.
+                is_frozen = param.is_floating_point() and not param.requires_grad
+                param.requires_grad_(param.requires_grad or is_frozen)
+                try:
+                    yield name, param
+                finally:
+                    param.requires_grad_(param.requires_grad and not is_frozen)
 
     def apply(self, tensor: Tensor) -> Tensor:
         """``fn(tensor)``, which torch asks for a second time."""
