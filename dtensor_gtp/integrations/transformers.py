@@ -68,15 +68,7 @@ class GTPTrainer(Trainer):
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
-        """As in ``Trainer``. Adafactor, which needs whole parameters, gets :func:`dtensor_gtp.optim.gathered`.
-
-        Args:
-            args: The training arguments.
-            model: The model.
-
-        Returns:
-            The class of the optimizer and its options.
-        """
+        """As in ``Trainer``; Adafactor, which needs whole parameters, is :func:`dtensor_gtp.optim.gathered`."""
         cls, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
         return gathered(cls) if cls is Adafactor else cls, options
 
