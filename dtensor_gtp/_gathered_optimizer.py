@@ -158,7 +158,10 @@ class GatheredOptimizer(torch.optim.Optimizer):
         """
         super().load_state_dict(state_dict)
         for slot in (slot for slots in self._slots for slot in slots if slot.is_owned):
-            self.inner.state[slot.whole] = self.state[slot.param]
+            if slot.param in self.state:
+                self.inner.state[slot.whole] = self.state[slot.param]
+            else:  # accelerate loads the state of a new optimizer
+                self.inner.state.pop(slot.whole, None)
         self._copy_options(self, self.inner)
 
 

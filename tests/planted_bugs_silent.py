@@ -5,6 +5,7 @@ from __future__ import annotations
 from planted_bugs_changes import argument, assign, drop, negate, never, replace, without
 from planted_bugs_type import Bug
 
+CASTS = "test_casts.py::TestCasts"
 ESCAPED_PARAMETERS = "test_silent_params.py::TestEscapedParameters"
 EXACT_TYPES = "test_exact_types.py::TestExactTypes"
 HANDOVER = "test_elastic_handover.py::TestHandover"
@@ -383,5 +384,25 @@ SILENT = {
         "ties:_holders_of",
         never("not isinstance(holder, types.FrameType | types.GeneratorType)"),
         f"{ESCAPED_PARAMETERS}::test_held_in_another_way",
+    ),
+    "a write to what a checkpoint policy has saved goes unseen": Bug(
+        "linear:_forward",
+        replace("not is_policy_asked", "True"),
+        "test_gtp_shard_selective.py::TestSelective::test_a_write_to_what_a_policy_has_saved_is_refused",
+    ),
+    "a cast in the forward of a block does not reach its gathered weights": Bug(
+        "overrides:_apply.refuse_in_group",
+        never("group is not None and name in binding.params"),
+        f"{CASTS}::test_with_effect_in_a_forward",
+    ),
+    "a cast without effect replaces parameters": Bug(
+        "_Changed.items",
+        replace("self.apply(param) is not param", "True"),
+        f"{CASTS}::test_without_effect_in_forwards_and_before_backwards",
+    ),
+    "a new gathered optimizer that accelerate has reset is not filled": Bug(
+        "GatheredOptimizer.load_state_dict",
+        replace("slot.param in self.state", "True"),
+        "test_gathered_optimizers.py::TestGathered::test_groups_schedules_and_checkpoints_on_another_mesh",
     ),
 }

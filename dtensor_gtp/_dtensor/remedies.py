@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -49,6 +50,7 @@ _NEEDS_WHOLE = (
     f"parameters. Elsewhere: {_WHOLE}."
 )
 _PACKAGE = f"{__name__.partition('.')[0]}."
+_DTENSOR = "torch.distributed.tensor."
 _MARK = "dtensor_gtp: "
 
 
@@ -70,6 +72,10 @@ def explain(error: BaseException) -> None:
 
 def remedy_for(error: BaseException) -> str | None:
     """What to write instead of code that DTensor refuses; None for other errors."""
+    if isinstance(error, AssertionError) and not str(error):  # DTensor's own, e.g. of sizes that do not fit
+        frames = list(_frames(error.__traceback__))
+        is_dtensors = frames[-1].f_globals.get("__name__", "").startswith(_DTENSOR)
+        return _NEEDS_WHOLE if is_dtensors and any(map(_is_step, frames)) else None
     if not isinstance(error, RuntimeError):
         return None
     if _IN_PLACE.search(str(error)):
@@ -80,6 +86,8 @@ def remedy_for(error: BaseException) -> str | None:
     if _is_in_formula(frames):
         return f"This backward starts from a sharded tensor, because a term of the loss is one. {_PENALTY}"
     text = next(text for starts, text in _REMEDIES if found[1].startswith(starts))
+    if text != _REMEDIES[0][1] and any(map(_is_step, frames)):
+        return _NEEDS_WHOLE
     method = _unregistered_method(frames)
     return text if method is None else f"{method} is not the forward of a module, so its weights are sharded. {text}"
 
@@ -98,6 +106,11 @@ def _is_in_formula(frames: Sequence[FrameType]) -> bool:
         return False
     inner = [frame.f_globals.get("__name__", "") for frame in frames[names.index("_engine_run_backward") :]]
     return all(name.startswith((_PACKAGE, "torch.")) and name != "torch.utils.checkpoint" for name in inner)
+
+
+def _is_step(frame: FrameType) -> bool:
+    """Whether it is a method of an optimizer."""
+    return isinstance(frame.f_locals.get("self"), torch.optim.Optimizer)
 
 
 def _unregistered_method(frames: Iterable[FrameType]) -> str | None:

@@ -8,6 +8,7 @@ from types import MappingProxyType, MethodType
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 import torch.distributed.tensor as distributed_tensor
 import torch.nn as nn
 from torch import Tensor
@@ -17,18 +18,75 @@ from .. import _torch_compat as compat
 from .._dtensor.random_init import zero_row
 from .._howto import see
 from .._params.sharded_weight import ShardedWeight
+from .._params.weight_group import FullParams
 from .binding import BoundModule
 from .frames import ADVICE_FOR_JIT
 from .other_libraries import generate_together, is_alone_by_default, resize_or_refuse
 from .untraced_writes import as_users_see
 
 
-def _apply(self: BoundModule, *args: Any, **kwargs: Any) -> Any:
+class _Changed(dict[str, Any]):
+    """``_parameters`` for torch's ``_apply``: it iterates over those that ``fn`` changes.
+
+    Torch would swap all DTensors for new ones, also in a ``to`` without effect, as loops and forwards have it. The
+    backward of an earlier forward would find another parameter.
+    """
+
+    def __init__(self, params: dict[str, Any], fn: Callable[[Tensor], Tensor], note: Callable[[str], None]) -> None:
+        super().__init__(dict.items(params))
+        self._fn, self._note = fn, note
+        self._last: tuple[Tensor, Tensor] | None = None
+
+    def items(self) -> Any:
+        for name, param in dict.items(self):
+            if param is None:
+                continue
+            with torch.no_grad():
+                is_changed = self.apply(param) is not param
+            if is_changed:
+                self._note(name)
+            if not isinstance(param, DTensor):
+                yield name, param
+            elif is_changed:
+                # Torch cannot swap a frozen one that has an accumulation node, of hooks or of an earlier backward.
+                is_frozen = param.is_floating_point() and not param.requires_grad
+                param.requires_grad_(param.requires_grad or is_frozen)
+                try:
+                    yield name, param
+                finally:
+                    param.requires_grad_(param.requires_grad and not is_frozen)
+
+    def apply(self, tensor: Tensor) -> Tensor:
+        """``fn(tensor)``, which torch asks for a second time."""
+        if self._last is None or self._last[0] is not tensor:
+            self._last = tensor, self._fn(tensor)
+        return self._last[1]
+
+
+def _apply(self: BoundModule, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
     """``to``, ``to_empty`` and the like may register new parameter objects: follow them, and keep ties tied."""
-    result = type(self)._apply(self, *args, **kwargs)  # type: ignore[no-untyped-call]
-    binding = self._gtp_binding
-    for name, managed in binding.params.items():
-        managed.follow(binding.sites[name])
+    binding, attributes = self._gtp_binding, self.__dict__
+    shown = attributes["_parameters"]
+    group = shown.group if isinstance(shown, FullParams) else None
+    registered = shown if group is None else shown.sharded
+
+    def refuse_in_group(name: str) -> None:
+        if group is not None and name in binding.params:
+            raise RuntimeError(
+                f"Parameter '{binding.params[name].fqn}' cannot be cast or moved in a forward or between unshard() and "
+                f"reshard(), because it was gathered with block '{group.fqn}' (rank {dist.get_rank()}). Do it before "
+                "gtp_shard, which gathers blocks of several dtypes weight by weight."
+            )
+
+    changed = attributes["_parameters"] = _Changed(registered, fn, refuse_in_group)
+    try:
+        result = type(self)._apply(self, changed.apply, *args, **kwargs)  # type: ignore[no-untyped-call]
+        registered.update(dict.items(changed))
+        attributes["_parameters"] = registered
+        for name, managed in binding.params.items():
+            managed.follow(binding.sites[name])
+    finally:
+        attributes["_parameters"] = shown
     return result
 
 

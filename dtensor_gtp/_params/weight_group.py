@@ -51,11 +51,11 @@ class FullParams(dict[str, Any]):
 
     def __init__(self, params: dict[str, Any], group: WeightGroup, grouped: set[str], sharded: dict[str, Any]) -> None:
         super().__init__(params)
-        self._group, self._grouped, self._sharded = group, grouped, sharded
+        self.group, self._grouped, self.sharded = group, grouped, sharded
 
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
-        group = self._group
+        group = self.group
         if group.live is None and name in self._grouped:
             group.reader.hold_until_end(group)
         return value
@@ -66,17 +66,17 @@ class FullParams(dict[str, Any]):
         return self[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if self._group.views.is_pinned and not self._group.views.is_in_pass and value is not self.get(name):
+        if self.group.views.is_pinned and not self.group.views.is_in_pass and value is not self.get(name):
             raise RuntimeError(
-                f"Parameter '{name}' of block '{self._group.fqn}' was replaced between unshard() and reshard() (rank "
+                f"Parameter '{name}' of block '{self.group.fqn}' was replaced between unshard() and reshard() (rank "
                 f"{dist.get_rank()}). Call reshard() before you replace parameters."
             )
         super().__setitem__(name, value)
 
     def items(self) -> Any:
         # After ``unshard``, optimizers and state dicts get the sharded parameters.
-        if not (self._group.views.is_in_pass and self._group.reader.gives_full_params):
-            return self._sharded.items()
+        if not (self.group.views.is_in_pass and self.group.reader.gives_full_params):
+            return self.sharded.items()
         return ((name, self[name]) for name in self)
 
     def values(self) -> Any:

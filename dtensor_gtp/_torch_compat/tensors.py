@@ -125,6 +125,12 @@ def quick_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return cast("Callable[..., Any]", cast("Any", super(torch.autograd.Function, function)).apply)
 
 
+def no_view(tensor: Tensor) -> Tensor:
+    """A new tensor, for an autograd function to return: torch refuses writes to a view that such a function made
+    (``nn.ReLU(inplace=True)`` after a linear layer with a bias, whose output is a view if it has more than 2 dims)."""
+    return tensor.data if tensor._is_view() else tensor
+
+
 def without_torch_function(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call ``func`` as if no argument had a ``__torch_function__``. The result is not converted to a subclass."""
     with torch._C.DisableTorchFunctionSubclass():

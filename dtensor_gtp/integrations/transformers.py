@@ -17,12 +17,13 @@ from torch.distributed.tensor import DTensor
 
 from .._modules.binding import outermost_calls
 from ..checkpoint import save
+from ..optim import gathered
 from . import needs_extra
 from ._sharded import is_offloaded, move_unsharded, take_gpu_generator
 
 with needs_extra("transformers"):
     from accelerate.utils import is_peft_model
-    from transformers import Trainer
+    from transformers import Adafactor, Trainer
     from transformers.trainer_pt_utils import safe_globals
 
     from .accelerate import STATE_FOLDER, GTPAccelerator, empty_groups_kept, options_of, whole_state_dict
@@ -64,6 +65,12 @@ class GTPTrainer(Trainer):
         """Make ``self.accelerator`` a ``GTPAccelerator``."""
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = GTPAccelerator  # it has methods of its own, and no state
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
+        """As in ``Trainer``; Adafactor, which needs whole parameters, is :func:`dtensor_gtp.optim.gathered`."""
+        cls, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
+        return gathered(cls) if cls is Adafactor else cls, options
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave shards on the host where the model's ``offload_policy`` keeps them there."""

@@ -40,12 +40,15 @@ def _forward(
     ctx: Any, input: Tensor, leaf: Tensor, bias: Tensor | None, runtime: Runtime, weight: ShardedWeight
 ) -> Tensor:
     ctx.use = runtime, weight, weight.version, weight.gemms
+    is_policy_asked = compat.num_dispatch_modes() and compat.asks_checkpoint_policy()
     if weight.gemms is not None:
         output = _float8_linear(input, bias, runtime, weight)
-    elif compat.num_dispatch_modes() and compat.asks_checkpoint_policy():
+    elif is_policy_asked:
         output = F.linear(input, UngatheredWeight(runtime, weight), bias)
     else:
         output = runtime.compute(F.linear, input, weight, bias)
+    if not is_policy_asked:  # torch must see writes to what a policy has saved
+        output = compat.no_view(output)
     # The gradient of a frozen weight is not computed, so its input is not saved.
     ctx.save_for_backward(input if ctx.needs_input_grad[1] else None)
     return output

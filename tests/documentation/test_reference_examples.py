@@ -51,6 +51,7 @@ CALLED_BY_OTHERS = {
     "dtensor_gtp.integrations.lightning.GTPStrategy.model_to_device": "Trainer",
     "dtensor_gtp.integrations.lightning.GTPStrategy.setup_environment": "Trainer",
     "dtensor_gtp.integrations.transformers.GTPTrainer.create_accelerator_and_postprocess": "Trainer",
+    "dtensor_gtp.integrations.transformers.GTPTrainer.get_optimizer_cls_and_kwargs": "Trainer",
     "dtensor_gtp.nn.GroupedLinear.check_gtp_placement": "gtp_shard",
     "dtensor_gtp.nn.GroupedLinear.check_input": "forward",
     "dtensor_gtp.nn.GroupedLinear.default_gtp_placement": "gtp_shard",

@@ -116,6 +116,21 @@ class TestTrainer(GlooTest):
                 trainer.evaluate()
                 self.check_equal(trainer, reference)
 
+    def test_an_optimizer_that_needs_whole_parameters_by_its_name(self) -> None:
+        options = {"optim": "adafactor", "learning_rate": 1e-3}
+        with shared_directory() as folder:
+            with process(1):
+                reference = stock_trainer(arguments(folder, 1, **options))
+                reference.train()
+            with process(2):
+                saves = {"save_strategy": "steps", "save_steps": STEPS // 2}
+                trainer = trainer_of(make_llama(), arguments(folder, 2, **options, **saves), 2)
+                trainer.train()
+                self.check_equal(trainer, reference)
+                resumed = trainer_of(make_llama(), arguments(folder / "resumed", 2, **options), 2)
+                resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{STEPS // 2}"))
+                assert_same_params(resumed.model, reference.model, atol=2e-5, rtol=2e-4)
+
     def test_all_ranks_gather_what_rank_0_writes(self) -> None:
         """``Trainer.save_model`` calls ``_save`` on all ranks, older versions on rank 0 alone."""
         from transformers import Trainer

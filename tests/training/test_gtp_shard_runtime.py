@@ -191,11 +191,19 @@ class TestPasses(GlooTest):
                 return (hidden @ self.second).sigmoid_()
 
         torch.manual_seed(5)
-        reference = nn.Sequential(InPlace(), nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), InPlace())
+
+        class OfSequences(nn.Sequential):
+            """The output of a linear layer with a bias is a view if its input has more than two dims."""
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return super().forward(x.unsqueeze(1)).squeeze(1)
+
         mesh = self.gtp_mesh()
-        model = shard_copy(reference, mesh)
-        for seed in range(2):
-            check_step(reference, model, mesh, make_rows(seed), square_step)
+        for cls in (nn.Sequential, OfSequences):
+            reference = cls(InPlace(), nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), InPlace())
+            model = shard_copy(reference, mesh)
+            for seed in range(2):
+                check_step(reference, model, mesh, make_rows(seed), square_step)
 
     # --- failures -----------------------------------------------------------------------------------------------------
 

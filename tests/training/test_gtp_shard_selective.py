@@ -149,6 +149,21 @@ class TestSelective(GlooTest):
                 used = self.gathers(self.fresh(partial(selective, make_policy)), schedule=schedule)
                 assert used == expected, f"{name}, depth {depth}: {used}"
 
+    def test_a_write_to_what_a_policy_has_saved_is_refused(self) -> None:
+        """Of a view, too: the output of a layer with a bias for sequences."""
+
+        def run(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            def write(x: torch.Tensor) -> torch.Tensor:
+                return block.up(x).add_(1).sin()
+
+            contexts = partial(create_selective_checkpoint_contexts, save(*GEMMS))
+            return checkpoint(write, x, use_reentrant=False, context_fn=contexts)
+
+        model = shard_copy(Blocks(run), self.gtp_mesh())
+        for rows in (make_rows(0), make_rows(0).unsqueeze(1)):
+            with self.assertRaisesRegex(RuntimeError, "mutated|modified inplace"):
+                square_loss(model, rows).backward()
+
     def test_policy_around_the_root(self) -> None:
         """Also in the first forward, where ranks tell each other that they can begin. It saves all but GEMMs."""
 
