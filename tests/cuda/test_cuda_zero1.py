@@ -7,6 +7,7 @@ goes on), fused kernels, and memory. Two ranks may share a GPU: RANKS_PER_GPU=2.
 from __future__ import annotations
 
 import copy
+import gc
 import unittest
 from functools import partial
 from typing import Any
@@ -191,6 +192,7 @@ class TestCudaShardOptimizer(CudaTest):
         found = []
         for split in (False, True):
             model = gtp_shard(mlp(), self.mesh, shard_optimizer=split)
+            gc.collect()  # models of other tests
             before = torch.cuda.memory_allocated()
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
             square(model, rows_of_rank(self.rows(0), self.mesh)).backward()
