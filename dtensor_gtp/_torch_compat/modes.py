@@ -105,9 +105,7 @@ def is_exporting() -> bool:
 def is_tracing() -> bool:
     """Whether the compiler or ``make_fx`` records the ops that run now in a graph, also those before autograd."""
     key = torch._C._TorchDispatchModeKey.PROXY
-    return (
-        torch._C._get_dispatch_mode(key) is not None or torch._ops._get_dispatch_mode_pre_dispatch(key) is not None
-    )
+    return torch._C._get_dispatch_mode(key) is not None or torch._ops._get_dispatch_mode_pre_dispatch(key) is not None
 
 
 def is_symbolic_tracing() -> bool:
