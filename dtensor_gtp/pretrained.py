@@ -77,10 +77,10 @@ def load_pretrained(
         key = next((key for key in keys if names[key] in stored), keys[0])
         weight = planes.get(key.rpartition(".")[0])
         if names[key] in stored:
-            _check_dtype(path, names[key], stored[names[key]].dtype, state[key].dtype, weight is not None)
+            _check_is_value(path, names[key], stored[names[key]].dtype, state[key].dtype, weight is not None)
             wanted[names[key]] = state[key]
         elif weight in stored:
-            _check_dtype(path, weight, stored[weight].dtype, torch.float32)
+            _check_is_value(path, weight, stored[weight].dtype, torch.float32)
             wanted[names[key]] = state[key]
         else:
             missing.append(names[key])
@@ -98,7 +98,7 @@ def load_pretrained(
     return tuple(sorted(set(stored) - set(names.values())))
 
 
-def _check_dtype(
+def _check_is_value(
     path: str | os.PathLike[str], name: str, found: torch.dtype, dtype: torch.dtype, is_plane: bool = False
 ) -> None:
     """Elements of 8 bits are no values without their scales, which are tensors of their own in files of others."""

@@ -27,7 +27,7 @@ SILENT = {
         "frames:_call", never("compat.is_tracing() and params"), "test_silent_programs.py::TestRecordings"
     ),
     "quantized elements are loaded without their scales": Bug(
-        "pretrained:_check_dtype",
+        "_check_is_value",
         never("found != dtype and not is_cast and not is_plane"),
         "test_pretrained.py::TestLoadPretrained::test_refusals",
     ),
