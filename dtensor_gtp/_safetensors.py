@@ -6,6 +6,7 @@ Files are mapped into memory: of a tensor that is sliced, the system reads the p
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from collections.abc import Iterable, Mapping
@@ -60,7 +61,7 @@ class Stored(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def stored_in(path: str | os.PathLike[str]) -> dict[str, Stored]:
@@ -84,7 +85,10 @@ def _files(path: Path) -> list[Path]:
         return [path]
     index = path if path.is_file() else path / INDEX
     if index.is_file():
-        return [index.parent / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        match _json(index.read_bytes(), index):
+            case {"weight_map": dict(names)} if all(isinstance(name, str) for name in names.values()):
+                return [index.parent / name for name in sorted(set(names.values()))]
+        raise ValueError(f"{index} is no index of safetensors files: it has no weight_map with their names.")
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{path} is no safetensors file and no folder with such files.")
@@ -98,18 +102,35 @@ def _header(path: Path) -> dict[str, Stored]:
         length = struct.unpack("<Q", begin)[0] if len(begin) == 8 else _MOST_HEADER + 1
         if length > min(_MOST_HEADER, size - 8):
             raise ValueError(f"{path} is no safetensors file: its header would have {length} bytes.")
-        header = json.loads(file.read(length))
+        header = _json(file.read(length), path)
+    if not isinstance(header, dict):
+        raise ValueError(f"{path} is no safetensors file: its header is no table of tensors.")
     header.pop("__metadata__", None)
-    tensors = {}
-    for name, entry in header.items():
-        if entry["dtype"] not in DTYPES:
-            raise ValueError(f"{path} has '{name}' in a dtype that torch does not know: {entry['dtype']}.")
-        first, last = entry["data_offsets"]
-        stored = Stored(path, 8 + length + first, DTYPES[entry["dtype"]], tuple(entry["shape"]))
-        if stored.nbytes != last - first or 8 + length + last > size:
-            raise ValueError(f"{path} is damaged or cut off: '{name}' has other bytes than its shape.")
-        tensors[name] = stored
-    return tensors
+    return {name: _entry(path, name, entry, 8 + length, size) for name, entry in header.items()}
+
+
+def _json(text: bytes, path: Path) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}.") from None
+
+
+def _entry(path: Path, name: str, entry: Any, begin: int, size: int) -> Stored:
+    """One tensor of a header; tensors begin at byte ``begin`` of a file of ``size`` bytes."""
+    match entry:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(first), int(last)]} if first >= 0:
+            is_shape = all(isinstance(length, int) and length >= 0 for length in shape)
+        case _:
+            is_shape = False
+    if not is_shape:
+        raise ValueError(f"{path} is damaged: the header has no dtype, shape and place of '{name}'.")
+    if dtype not in DTYPES:
+        raise ValueError(f"{path} has '{name}' in a dtype that torch does not know: {dtype}.")
+    stored = Stored(path, begin + first, DTYPES[dtype], tuple(shape))
+    if stored.nbytes != last - first or begin + last > size:
+        raise ValueError(f"{path} is damaged or cut off: '{name}' has other bytes than its shape.")
+    return stored
 
 
 class SafetensorsReader(StorageReader):

@@ -52,7 +52,7 @@ def load_pretrained(
 
     Raises:
         ValueError: Tensors of the model are not in the files; the message names the most similar ones. Or shapes
-            differ, a file is damaged, or a buffer cannot be recomputed.
+            differ, a file is damaged or holds quantized elements of a weight, or a buffer cannot be recomputed.
         FileNotFoundError: There are no such files.
 
     Example:
@@ -75,7 +75,12 @@ def load_pretrained(
     missing = []
     for keys in _by_tensor(model, state):
         key = next((key for key in keys if names[key] in stored), keys[0])
-        if names[key] in stored or planes.get(key.rpartition(".")[0]) in stored:
+        weight = planes.get(key.rpartition(".")[0])
+        if names[key] in stored:
+            _check_is_value(path, names[key], stored[names[key]].dtype, state[key].dtype, weight is not None)
+            wanted[names[key]] = state[key]
+        elif weight in stored:
+            _check_is_value(path, weight, stored[weight].dtype, torch.float32)
             wanted[names[key]] = state[key]
         else:
             missing.append(names[key])
@@ -91,6 +96,18 @@ def load_pretrained(
     with Progress(_LOG, f"reading {path}"):
         load(wanted, model=model, storage_reader=SafetensorsReader(stored))
     return tuple(sorted(set(stored) - set(names.values())))
+
+
+def _check_is_value(
+    path: str | os.PathLike[str], name: str, found: torch.dtype, dtype: torch.dtype, is_plane: bool = False
+) -> None:
+    """Elements of 8 bits are no values without their scales, which are tensors of their own in files of others."""
+    is_cast = found.is_floating_point and found.itemsize > 1 if dtype.is_floating_point else not found.is_floating_point
+    if found != dtype and not is_cast and not is_plane:  # planes are checked where they are read
+        raise ValueError(
+            f"load_pretrained expects '{name}' as {dtype} or in a dtype that can be cast to it, but {path} has {found}."
+            " If the files are quantized, dequantize them first: scales that they may have would not be used."
+        )
 
 
 def _by_tensor(model: nn.Module, state: dict[str, Any]) -> list[list[str]]:

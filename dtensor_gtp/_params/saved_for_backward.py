@@ -275,6 +275,12 @@ def refuse_recording(recorder: str, fqn: str) -> NoReturn:
     )
 
 
+def refuse_symbolic_tracing(fqn: str) -> None:
+    """Called where code reads a full weight, which the program of a symbolic trace would keep as it is now."""
+    if compat.is_symbolic_tracing():
+        refuse_recording("torch.fx.symbolic_trace", fqn)
+
+
 def refuse_partial_recording(weight: ShardedWeight, is_capturing: bool) -> None:
     """Called in a backward that skips the gradient of a trained weight: a recording of it would skip it for ever."""
     if is_capturing:

@@ -21,7 +21,7 @@ from .. import _torch_compat as compat
 from .._comm.collectives import as_integers
 from .._params.gathered import Gathered, Version
 from .._params.managed_param import ManagedParam
-from .._params.saved_for_backward import GathersAgain, SavedWeights, check_differentiable
+from .._params.saved_for_backward import GathersAgain, SavedWeights, check_differentiable, refuse_symbolic_tracing
 from .._params.sharded_weight import ShardedWeight
 from .._params.whole_param import WholeParam
 from .reduce_gradients import Gradients
@@ -138,6 +138,7 @@ class AttributeReads:
 
     def read(self, param: ManagedParam) -> Tensor:
         """The value of a module attribute in a forward or backward."""
+        refuse_symbolic_tracing(param.fqn)
         if isinstance(param, WholeParam):
             return param.value()
         assert isinstance(param, ShardedWeight)
@@ -221,7 +222,9 @@ class AttributeReads:
             param = managed.get(id(member))
             if param is None or not isinstance(member, DTensor) or param.is_cut_again:
                 yield name, member
-            elif isinstance(param, WholeParam):
+                continue
+            refuse_symbolic_tracing(param.fqn)
+            if isinstance(param, WholeParam):
                 yield name, param.value()
             else:
                 assert isinstance(param, ShardedWeight)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import _guards
+from torch.fx import _symbolic_trace as symbolic_trace
 from torch.utils import _python_dispatch as python_dispatch
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_map_only
@@ -102,8 +103,14 @@ def is_exporting() -> bool:
 
 
 def is_tracing() -> bool:
-    """Whether the compiler records the ops that run now in a graph."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    """Whether the compiler or ``make_fx`` records the ops that run now in a graph, also those before autograd."""
+    key = torch._C._TorchDispatchModeKey.PROXY
+    return torch._C._get_dispatch_mode(key) is not None or torch._ops._get_dispatch_mode_pre_dispatch(key) is not None
+
+
+def is_symbolic_tracing() -> bool:
+    """Whether ``torch.fx.symbolic_trace`` runs code with stand-ins for tensors."""
+    return symbolic_trace._is_fx_tracing_flag
 
 
 def without_dispatch_modes() -> AbstractContextManager[Any]:

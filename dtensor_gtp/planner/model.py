@@ -72,8 +72,11 @@ def config_of_json(path: Path) -> ModelConfig | None:
     has_type = isinstance(content, dict) and "model_type" in content
     expect(has_type, "model expects a config.json with a model_type", f"{path} has none. Name another.")
     for key in ("model_type", "_name_or_path"):
-        is_text = isinstance(content.get(key) or "", str)
+        is_text = isinstance(content.get(key), str | None)
         expect(is_text, f"model expects a text as {key}", f"{path} has another value. Mend it.")
+    for key in ("tie_word_embeddings", "use_sliding_window"):
+        is_fine = isinstance(content.get(key), bool | None)
+        expect(is_fine, f"model expects true or false as {key}", f"{path} has {content.get(key)!r}. Mend it.")
     for key in content.keys() & _LAYER_KEYS:
         if isinstance(content[key], int) and content[key] > MAX_LAYERS:
             raise PlanError(f"model expects at most {MAX_LAYERS} as {key}, but {path} has more. Mend it.")
@@ -100,12 +103,12 @@ def config_of_json(path: Path) -> ModelConfig | None:
 def _size_of(item: Field[int], content: Mapping[str, Any], before: Mapping[str, int], where: str) -> int:
     """A size in a file that has those ``before``; PlanError names one that is missing or wrong."""
     keys, least = item.metadata["keys"], item.metadata["least"]
-    value = next((content[key] for key in keys if content.get(key)), 0)
-    if not value and item.name in ("kv_heads", "head_dim"):  # what a file may leave out
+    value = next((content[key] for key in keys if content.get(key) is not None), None)
+    if value is None and item.name in ("kv_heads", "head_dim"):  # what a file may leave out
         value = before["heads"] if item.name == "kv_heads" else before["dim"] // before["heads"]
-    elif not value and least:
-        expect(keys[0] in content, f"model expects {keys[0]} in {where}", "there is none. Add it.")
-        value = content[keys[0]]
+    elif value is None:
+        expect(not least, f"model expects {keys[0]} in {where}", "there is none. Add it.")
+        value = 0
     is_fine, wrong = type(value) is int and value >= least, f"{where} has {value!r}. Mend it."
     expect(is_fine, f"model expects an integer of at least {least} as {item.name}", wrong)
     most = MAX_LAYERS if item.name == "layers" else _MAX_SIZE

@@ -110,7 +110,7 @@ def _errors_of_others(expected: str, remedy: str) -> Iterator[None]:
         yield
     except PlanError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         text = " ".join(str(error).split())[:200]
         raise PlanError(f"model expects {expected} {type(error).__name__}: {text}. {remedy}") from None
 

@@ -139,6 +139,8 @@ class TestLoadPretrained(GlooTest):
 
     def test_refusals(self) -> None:
         model = gtp_shard(nn.Sequential(nn.Linear(8, 8)), self.gtp_mesh(), schedule=ALL)
+        native = quantize_(nn.Sequential(nn.Linear(8, 8)), "float8_rowwise", storage="native")
+        native = gtp_shard(native, self.gtp_mesh(), schedule=ALL)
         with shared_directory() as folder:
             if self.rank == 0:
                 write(folder / "names.safetensors", {"model.0.weight": torch.ones(8, 8), "0.bais": torch.ones(8)})
@@ -146,6 +148,8 @@ class TestLoadPretrained(GlooTest):
                 whole = (folder / "names.safetensors").read_bytes()
                 (folder / "cut.safetensors").write_bytes(whole[:-4])
                 (folder / "text.safetensors").write_bytes(b"hello")
+                scaled = {"0.weight": torch.ones(8, 8).to(torch.float8_e4m3fn), "0.weight_scale_inv": torch.ones(1, 1)}
+                write(folder / "scaled.safetensors", scaled | {"0.bias": torch.ones(8)})
             dist.barrier()
             for name, error in (
                 (
@@ -155,9 +159,11 @@ class TestLoadPretrained(GlooTest):
                 ("shapes", r"'0.weight' of shape \(8, 8\).* has one of shape \(9, 8\)"),
                 ("cut", "damaged or cut off: '0.bais'"),
                 ("text", "is no safetensors file"),
+                ("scaled", "'0.weight' as torch.float32 or .* has torch.float8_e4m3fn.*dequantize them first"),
             ):
-                with self.assertRaisesRegex(ValueError, error):
-                    load_pretrained(model, folder / f"{name}.safetensors")
+                for each in (model, native) if name == "scaled" else (model,):
+                    with self.assertRaisesRegex(ValueError, error):
+                        load_pretrained(each, folder / f"{name}.safetensors")
             with self.assertRaisesRegex(FileNotFoundError, "no folder with such files"):
                 load_pretrained(model, folder / "nothing")
 

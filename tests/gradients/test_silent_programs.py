@@ -27,6 +27,18 @@ class Around(nn.Module):
         return 2 * self.inner(x)
 
 
+class Penalized(nn.Module):
+    """Reads its parameters in a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x) + sum(param.square().sum() for param in self.parameters())
+        return y
+
+
 class TestRecordings(GlooTest):
     world_size = 2
 
@@ -50,9 +62,14 @@ class TestRecordings(GlooTest):
         for module, given in cases:
             with self.assertRaisesRegex(RuntimeError, "torch.export cannot record a use of parameter .*torch.compile"):
                 torch.export.export(module, (given,))
-        for module in (linear, Around(linear), raw):
-            with self.assertRaisesRegex(RuntimeError, "torch.fx cannot record a use of parameter"):
-                make_fx(module)(x)
+        for module in (linear, Around(linear), raw, norm):
+            for pre_dispatch in (False, True):
+                with self.assertRaisesRegex(RuntimeError, "torch.fx cannot record a use of parameter"):
+                    make_fx(module, pre_dispatch=pre_dispatch)(x)
+        for module in (raw, gtp_shard(Penalized(), self.gtp_mesh(), schedule=ALL)):
+            with self.assertRaisesRegex(RuntimeError, "torch.fx.symbolic_trace cannot record a use of parameter"):
+                torch.fx.symbolic_trace(Around(module))
+            module(x).sum().backward()
         torch.testing.assert_close(torch.fx.symbolic_trace(Around(linear))(x), 2 * linear(x))  # it runs our module
         torch.export.export(Around(nn.Linear(WIDTH, WIDTH)), (x,))
 
