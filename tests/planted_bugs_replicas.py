@@ -22,9 +22,7 @@ REPLICAS = {
         "Runtime.note_untraced_write", drop("self.parts.num_writes += ..."), f"{WRITES}::test_writes_reach_all_replicas"
     ),
     "foreach functions outside of forwards are not noticed": Bug(
-        "Runtime.holds_weights",
-        replace("bool(self.parts.weights)", "False"),
-        f"{WRITES}::test_writes_reach_all_replicas",
+        "_write_foreach", drop("note_written"), f"{WRITES}::test_writes_reach_all_replicas"
     ),
     "a write in a forward stays on its replica": Bug(
         "ReplicaGathers.bring", never("is_outdated"), "test_shard_optimizer.py::TestWritesInForward"

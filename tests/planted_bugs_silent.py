@@ -26,7 +26,7 @@ SILENT = {
     ),
     "a program of make_fx has whole parameters of now": Bug(
         "frames:_call",
-        never("compat.is_tracing() and (params := module._gtp_binding.group.params)"),
+        never("compat.is_recording() and (params := module._gtp_binding.group.params)"),
         "test_silent_programs.py::TestRecordings",
     ),
     "quantized elements are loaded without their scales": Bug(
@@ -153,11 +153,6 @@ SILENT = {
         "RecordedStep.replay",
         drop("pending.owed |= owed"),
         "test_capture_step.py::test_unsynced_gradients_of_blocks_survive_replays",
-    ),
-    "a foreach function writes to what was gathered ahead": Bug(
-        "_write_foreach",
-        drop("note_untraced_write"),
-        f"{WRITES_IN_FORWARD}::test_foreach_on_a_list_made_before_the_forward",
     ),
     "an input that a block returns begins its backward again": Bug(
         "BlockUse.watch",

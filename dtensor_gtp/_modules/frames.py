@@ -49,11 +49,11 @@ def _call(module: BoundModule, call: Any, args: Any, kwargs: Any, *method: Any) 
         return _call_in_graph(module, call, args, kwargs)
     if compat.is_jit_tracing():
         raise RuntimeError(f"torch.jit.trace cannot record a {type(module).__name__} after gtp_shard. {ADVICE_FOR_JIT}")
-    if compat.is_tracing() and (params := module._gtp_binding.group.params):
-        refuse_recording("torch.fx", params[0].fqn)
     # torch.compile(module) compiles what is called from here, but neither this frame (see below) nor the runtime.
     compiler = compat.set_eval_frame(None)
     try:
+        if compat.is_recording() and (params := module._gtp_binding.group.params):
+            refuse_recording("torch.fx", params[0].fqn)
         return (call_block if is_of_group else _call_in_frame)(module, call, args, kwargs, compiler, *method)
     finally:
         compat.set_eval_frame(compiler)

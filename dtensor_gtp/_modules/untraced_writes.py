@@ -38,6 +38,7 @@ def _write_foreach(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     """A foreach function writes to the tensors of its first argument. Its caller may have them since long before."""
     if not (torch.compiler.is_compiling() or compat.is_in_compiler()):
         for runtime in _runtimes():
+            # Compute waits for gathers in flight that read these, before it writes.
             for param in args[0] if runtime.holds_weights else ():
                 runtime.note_untraced_write(param)
             runtime.note_written(args[0])

@@ -80,7 +80,7 @@ class Gathering(KeepAndFree):
         """Take or launch the gather of a weight that is not live, and launch those that the plan has next."""
         if not self.is_initialized:
             self.ensure_initialized()
-        if compat.is_tracing():
+        if compat.is_recording():
             refuse_recording("torch.fx", target.weight.fqn)
         if target.weight.is_cut_again:
             target.weight.check_readable()

@@ -83,7 +83,7 @@ class Runtime(Gathering):
     def holds_weights(self) -> bool:
         """Whether a forward runs, or what was gathered stays for later ones. Steps of optimizers ask, for each op."""
         is_kept = any(target.kept is not None for target in self.gatherables)
-        return bool(self.reads.frames) or is_kept or bool(self.parts.weights)
+        return bool(self.reads.frames) or is_kept
 
     def note_handed_out(self, param: object) -> None:
         """Somebody has got hold of a parameter in a way in which writes to it leave no version."""

@@ -103,9 +103,14 @@ def is_exporting() -> bool:
 
 
 def is_tracing() -> bool:
-    """Whether the compiler or ``make_fx`` records the ops that run now in a graph, also those before autograd."""
+    """Whether the compiler or ``make_fx`` records the ops that run now in a graph."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+def is_recording() -> bool:
+    """As ``is_tracing``, also of ops before autograd (``pre_dispatch=True``). The compiler cannot trace this call."""
     key = torch._C._TorchDispatchModeKey.PROXY
-    return torch._C._get_dispatch_mode(key) is not None or torch._ops._get_dispatch_mode_pre_dispatch(key) is not None
+    return is_tracing() or torch._ops._get_dispatch_mode_pre_dispatch(key) is not None
 
 
 def is_symbolic_tracing() -> bool:

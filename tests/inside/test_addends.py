@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from common import imports_as
 
 from dtensor_gtp._comm import addends
 from dtensor_gtp._comm.addends import _Key
@@ -67,7 +67,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def triton(kernel: Callable[..., None] | None) -> Any:
     module = None if kernel is None else SimpleNamespace(add=kernel)
-    return mock.patch.dict(sys.modules, {"dtensor_gtp._comm.triton_addends": module})
+    return imports_as("dtensor_gtp._comm.triton_addends", module)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from common import imports_as
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_gtp import gtp_shard, quantize_
@@ -118,7 +119,7 @@ class TestLongWork(unittest.TestCase):
         """Each kernel counts; the casts of this machine's CPU take the place of Triton's."""
         module = mock.Mock(TritonCasts=lambda has_float8: Casts())
         with (
-            mock.patch.dict("sys.modules", {"dtensor_gtp.quant.triton_casts": module}),
+            imports_as("dtensor_gtp.quant.triton_casts", module),
             mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
             self.assertLogs("dtensor_gtp.quant.casts", logging.INFO) as logged,
         ):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
+from common import imports_as
 
 from dtensor_gtp.quant import Quantized, casts
 from dtensor_gtp.quant.cast import Casts
@@ -92,7 +91,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def triton(kind: type[Casts] | None) -> Any:
     module = None if kind is None else SimpleNamespace(TritonCasts=kind)
-    return mock.patch.dict(sys.modules, {"dtensor_gtp.quant.triton_casts": module})
+    return imports_as("dtensor_gtp.quant.triton_casts", module)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -198,6 +199,21 @@ def shared_directory() -> Iterator[Path]:
     finally:
         if dist.get_rank() == 0:
             shutil.rmtree(names[0])
+
+
+@contextmanager
+def imports_as(name: str, module: object) -> Iterator[None]:
+    """Let ``import name`` find ``module``, or nothing if it is None. ``mock.patch.dict`` would also undo what threads
+    import meanwhile: the workers could not start any more."""
+    before = sys.modules.get(name, ...)
+    sys.modules[name] = module  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if before is ...:
+            sys.modules.pop(name, None)
+        else:
+            sys.modules[name] = before  # type: ignore[assignment]
 
 
 @contextmanager

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
+from common import imports_as
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
@@ -102,5 +102,5 @@ def exchange(group: dist.ProcessGroup, rows: Tensor, sent: list[int], received: 
 @contextmanager
 def deep_ep() -> Iterator[None]:
     """``import deep_ep`` finds the stand-in."""
-    with mock.patch.dict(sys.modules, {"deep_ep": SimpleNamespace(Buffer=Buffer, HybridEPBuffer=HybridEPBuffer)}):
+    with imports_as("deep_ep", SimpleNamespace(Buffer=Buffer, HybridEPBuffer=HybridEPBuffer)):
         yield
