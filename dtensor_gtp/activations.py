@@ -1,8 +1,8 @@
 """Activations that wait for their backward in host memory: which ones, a policy of selective checkpoints says.
 
 torch has a word for it (``CheckpointPolicy.MUST_CPU_OFFLOAD``), which torch.compile follows; eager code recomputes
-instead (2.13). ``torch.autograd.graph.save_on_cpu`` moves all that autograd saves, and compute waits for each copy. So
-the copies are here, beside compute; who saves what, and when, stays torch's.
+instead (2.11 to 2.13). ``torch.autograd.graph.save_on_cpu`` moves all that autograd saves, and compute waits for each
+copy. So the copies are here, beside compute; who saves what, and when, stays torch's.
 
 [Note: copies of activations]
 A copy to the host reads memory of the compute stream. The tensor is held until the copy is complete or, where several
@@ -26,9 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 from . import _torch_compat as compat
 
 _MAX_LEAVING = 4  # copies to the host under way before compute waits for the oldest
-# torch 2.11 may not have these.
-_OFFLOADS = {getattr(CheckpointPolicy, f"{how}_CPU_OFFLOAD", None) for how in ("MUST", "PREFER")} - {None}
-_OFFLOAD: Any = object()  # what a list of ops answers
+_OFFLOADS = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
 
 _Policy = Callable[..., CheckpointPolicy | bool]
 
@@ -44,7 +42,7 @@ class SelectiveOffload:
     Args:
         policy_fn_or_list: Ops (``OpOverload``) whose outputs are offloaded, all others are recomputed; or a policy as
             ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes it, which may answer
-            ``CheckpointPolicy.MUST_CPU_OFFLOAD`` or ``PREFER_CPU_OFFLOAD`` (torch 2.12 and newer).
+            ``CheckpointPolicy.MUST_CPU_OFFLOAD`` or ``PREFER_CPU_OFFLOAD``.
 
     Raises:
         TypeError: ``policy_fn_or_list`` is neither callable nor a list of ``OpOverload``.
@@ -82,7 +80,7 @@ class SelectiveOffload:
         self._stream: torch.Stream | None = None
 
     def _of_ops(self, context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> Any:
-        return _OFFLOAD if op in self._ops else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_CPU_OFFLOAD if op in self._ops else CheckpointPolicy.PREFER_RECOMPUTE
 
     def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """The contexts of the forward and of the recomputation of one checkpoint."""
@@ -114,7 +112,7 @@ class _Region:
     def decide(self, context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> Any:
         """What torch is to do with the output of ``op``."""
         answer = self._owner._policy(context, op, *args, **kwargs)
-        self._is_offloaded = answer is _OFFLOAD or answer in _OFFLOADS
+        self._is_offloaded = answer in _OFFLOADS
         return CheckpointPolicy.MUST_SAVE if self._is_offloaded else answer
 
     def store(self, saved: Any) -> Any:
