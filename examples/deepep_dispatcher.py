@@ -10,7 +10,7 @@
 A token travels once to each rank that has experts of it, with its choices and weights. Results are multiplied by the
 weights there, and DeepEP sums them up on the way back. Its kernels take tokens in bf16 and weights in float32, and the
 host waits for the counts of each dispatch. The calls are those of ``deep_ep.Buffer`` of release 1; they ran with a
-stand-in over gloo, never with DeepEP's own kernels.
+stand-in over gloo, never with DeepEP's own kernels. ``hybridep_dispatcher.py`` does the same with HybridEP.
 """
 
 from collections.abc import Callable
@@ -41,14 +41,14 @@ class DeepEPDispatcher:
         self, run_experts: Callable[[Tensor, Tensor], Tensor], tokens: Tensor, experts: Tensor, weights: Tensor
     ) -> Tensor:
         trip = _Trip(self._buffer, self._num_experts)
-        received, shares, chosen = _There.apply(tokens, weights, experts, trip)
+        received, shares, chosen = There.apply(tokens, weights.float(), experts, trip)
         # A row for each token and expert of this rank; -1 stands for an expert of another one.
         token, slot = (chosen >= 0).nonzero(as_tuple=True)
         expert, order = chosen[token, slot].sort(stable=True)
         token, slot = token[order], slot[order]
         results = run_experts(received[token], expert.bincount(minlength=self._num_local))
         weighted = results * shares[token, slot, None].to(results.dtype)
-        return _Back.apply(torch.zeros_like(received, dtype=weighted.dtype).index_add(0, token, weighted), trip)
+        return Back.apply(torch.zeros_like(received, dtype=weighted.dtype).index_add(0, token, weighted), trip)
 
 
 class _Trip:
@@ -63,7 +63,7 @@ class _Trip:
         received, chosen, shares, _, self._handle, _ = self._buffer.dispatch(
             tokens,
             topk_idx=experts,
-            topk_weights=weights.float(),
+            topk_weights=weights,
             num_tokens_per_rank=of_rank,
             num_tokens_per_rdma_rank=of_host,
             is_token_in_rank=is_in_rank,
@@ -80,25 +80,29 @@ class _Trip:
         return tokens, weights
 
 
-class _There(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tokens: Tensor, weights: Tensor, experts: Tensor, trip: _Trip
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.trip, ctx.dtype = trip, weights.dtype
-        received, shares, chosen = trip.there(tokens, weights, experts)
-        ctx.mark_non_differentiable(chosen)
-        return received, shares, chosen
+class There(torch.autograd.Function):
+    """``trip.there``; in backward, ``trip.back`` brings gradients of rows and of their weights, in float32.
+
+    ``experts`` says where tokens go, and the last result where rows have come, so neither has a gradient.
+    """
 
     @staticmethod
-    def backward(ctx: Any, received: Tensor, shares: Tensor, chosen: Tensor) -> tuple[Tensor | None, ...]:
-        tokens, weights = ctx.trip.back(received.contiguous(), shares.contiguous())
-        return tokens, weights.to(ctx.dtype), None, None
+    def forward(ctx: Any, tokens: Tensor, weights: Tensor, experts: Tensor, trip: Any) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.trip = trip
+        received, shares, places = trip.there(tokens, weights, experts)
+        ctx.mark_non_differentiable(places)
+        return received, shares, places
 
-
-class _Back(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, received: Tensor, trip: _Trip) -> Tensor:
+    def backward(ctx: Any, received: Tensor, shares: Tensor, places: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.trip.back(received.contiguous(), shares.contiguous()), None, None
+
+
+class Back(torch.autograd.Function):
+    """``trip.back``; in backward, gradients take the way of the tokens with ``trip.there_again``."""
+
+    @staticmethod
+    def forward(ctx: Any, received: Tensor, trip: Any) -> Tensor:
         ctx.trip = trip
         return trip.back(received)[0]
 

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from deepep_dispatcher import Back, There
+
 
 class HybridEPDispatcher:
     """Brings tokens to the experts of all ranks of ``mesh``, and the weighted sums back.
@@ -49,9 +51,9 @@ class HybridEPDispatcher:
         chosen = torch.zeros(shape, dtype=torch.bool, device=tokens.device).scatter(1, experts, True)
         shares = torch.zeros(shape, device=tokens.device).scatter(1, experts, weights.float())
         trip = _Trip(self._buffer, self._num_local)
-        rows, row_shares, split_sizes = _There.apply(tokens, shares, chosen, trip)
+        rows, row_shares, split_sizes = There.apply(tokens, shares, chosen, trip)
         results = run_experts(rows, split_sizes)
-        return _Back.apply(results * row_shares.unsqueeze(1).to(results.dtype), trip)
+        return Back.apply(results * row_shares.unsqueeze(1).to(results.dtype), trip)
 
 
 class _Trip:
@@ -74,27 +76,3 @@ class _Trip:
     def back(self, rows: Tensor, row_shares: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         tokens, shares = self._buffer.combine_with_unpermute(hidden=rows, probs=row_shares, handle=self._handle)
         return tokens, shares
-
-
-class _There(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, shares: Tensor, chosen: Tensor, trip: _Trip) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.trip = trip
-        rows, row_shares, split_sizes = trip.there(tokens, shares, chosen)
-        ctx.mark_non_differentiable(split_sizes)
-        return rows, row_shares, split_sizes
-
-    @staticmethod
-    def backward(ctx: Any, rows: Tensor, row_shares: Tensor, split_sizes: Tensor) -> tuple[Tensor | None, ...]:
-        return *ctx.trip.back(rows.contiguous(), row_shares.contiguous()), None, None
-
-
-class _Back(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, trip: _Trip) -> Tensor:
-        ctx.trip = trip
-        return trip.back(rows)[0]
-
-    @staticmethod
-    def backward(ctx: Any, tokens: Tensor) -> tuple[Tensor, None]:
-        return ctx.trip.there_again(tokens.contiguous()), None

@@ -49,7 +49,7 @@ RUNTIME = {
         f"{GROUPS}::test_a_backward_through_weights_of_an_earlier_step_is_refused",
     ),
     "a group does not see an optimizer step": Bug(
-        "Runtime._count_writes",
+        "lost_writes:count_writes",
         drop("group.num_updates += 1"),
         f"{GROUPS}::test_a_backward_through_weights_of_an_earlier_step_is_refused",
     ),

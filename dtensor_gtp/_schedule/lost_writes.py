@@ -36,8 +36,8 @@ class LostWrites:
 
     def begin_forward(self) -> None:
         """Gather anew what may have been written since the last pass."""
-        pinned = [weight for weight in self._runtime.weights if weight.is_pinned]
-        errors = self.written_outside(pinned)
+        errors = self.written_outside(self._runtime.weights)
+        pinned = (weight for weight in self._runtime.weights if weight.is_pinned)
         for weight in pinned if errors else self._outdated:
             self._runtime.drop_kept(weight)
         self._outdated.clear()
@@ -113,6 +113,14 @@ class LostWrites:
                 "torch.no_grad(): param.copy_(value)."
             )
 
+    def note_new_data(self, member: ManagedParam) -> None:
+        """After ``param.data = ...``."""
+        if member.is_cut_again:
+            return
+        member.refuse_graphs()
+        if member.group is not None:
+            member.group.leaves.refuse_graphs(member.replaced_before_backward())
+
     def note_read(self, group: WeightGroup) -> None:
         """A forward reads a weight of ``group`` outside of its block, or a backward uses the group."""
         is_in_pass = self._reads.frames or self._runtime.is_in_backward
@@ -153,6 +161,17 @@ class LostWrites:
         self._seen_outside.clear()
         found += [param.take_back() for param in self._runtime.whole]
         return next(filter(None, found), None)
+
+
+def count_writes(written: Sequence[ManagedParam]) -> None:
+    """Of what leaves no version: autograd shall refuse a backward through what was computed with the values before."""
+    for group in {param.group for param in written if param.group is not None}:
+        group.num_updates += 1
+    for param in written:
+        if param.group is None and isinstance(param, ShardedWeight):
+            param.num_updates += 1
+        elif param.group is None:
+            torch.autograd.graph.increment_version(param.leaf)
 
 
 def _bits_of_shards(group: WeightGroup) -> list[Tensor | None]:

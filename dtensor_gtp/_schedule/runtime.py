@@ -29,7 +29,7 @@ from .attribute_reads import AttributeReads, Frame
 from .block_uses import finish_backward, release_all
 from .first_forward import agree_on_order
 from .gathering import Gathering
-from .lost_writes import LostWrites, refuse_hooks_at_nodes
+from .lost_writes import LostWrites, count_writes, refuse_hooks_at_nodes
 from .one_thread import OneThread
 from .optimizer_steps import optimizer_steps
 from .order_of_uses import Chain, Entry
@@ -79,6 +79,10 @@ class Runtime(Gathering):
         member = self._known().get(id(param))
         return member if member is not None and member.param is param else None
 
+    def _members(self, ids: set[int]) -> list[ManagedParam]:
+        """The managed parameters among objects with these ids."""
+        return [self._by_id[key] for key in ids & self._known().keys()]
+
     @property
     def holds_weights(self) -> bool:
         """Whether a forward runs, or what was gathered stays for later ones. Steps of optimizers ask, for each op."""
@@ -97,7 +101,7 @@ class Runtime(Gathering):
 
     def note_written(self, params: Iterable[object]) -> None:
         """Somebody writes to these, if they are ours, and leaves no version."""
-        self._count_writes([self._by_id[key] for key in set(map(id, params)) & self._known().keys()])
+        count_writes(self._members(set(map(id, params))))
 
     def refuse_new_data(self, param: object) -> None:
         """``param.data = ...`` in a forward."""
@@ -106,10 +110,8 @@ class Runtime(Gathering):
 
     def note_new_data(self, param: object) -> None:
         """After ``param.data = ...``."""
-        if (member := self.member_of(param)) is not None and not member.is_cut_again:
-            member.refuse_graphs()
-            if member.group is not None:
-                member.group.leaves.refuse_graphs(member.replaced_before_backward())
+        if (member := self.member_of(param)) is not None:
+            self.lost_writes.note_new_data(member)
 
     def hold_until_end(self, group: WeightGroup) -> None:
         super().hold_until_end(group)
@@ -117,12 +119,12 @@ class Runtime(Gathering):
 
     def note_step(self, updated: set[int]) -> None:
         """An optimizer has written to the parameters with these ids. There may be very many optimizers."""
-        written = [self._by_id[key] for key in updated & self._known().keys()]
+        written = self._members(updated)
         self.num_steps += bool(written) or self._is_cut_again
         self.parts.num_writes += bool(written)
         self.num_trained += 1
         errors = self.lost_writes.written_outside(param for param in written if isinstance(param, ShardedWeight))
-        self._count_writes(written)
+        count_writes(written)
         for group in {param.group for param in written if param.group is not None}:
             self.forget_kept(group)
         for param in written:
@@ -130,16 +132,6 @@ class Runtime(Gathering):
                 self.drop_kept(param)
         if errors:
             raise errors[0]
-
-    def _count_writes(self, written: Sequence[ManagedParam]) -> None:
-        """Autograd shall refuse a backward through what was computed with the values before."""
-        for group in {param.group for param in written if param.group is not None}:
-            group.num_updates += 1
-        for param in written:
-            if param.group is None and isinstance(param, ShardedWeight):
-                param.num_updates += 1
-            elif param.group is None:
-                torch.autograd.graph.increment_version(param.leaf)
 
     def close(self) -> None:
         """Another runtime has taken over all calls of this one."""

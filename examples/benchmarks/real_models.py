@@ -298,7 +298,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         by_case.setdefault(row["case"], {})[row["mode"]] = row
     for case, modes in by_case.items():
         for mode, row in modes.items():
-            suffix = mode[mode.index("+") :] if "+" in mode else "-c" if mode.endswith("-c") else ""
+            _, plus, what = mode.partition("+")
+            suffix = plus + what or ("-c" if mode.endswith("-c") else "")
             peer, plain = modes.get("fsdp2" + suffix), modes.get("plain" + suffix)
             ratio = f"{peer['fb_ms'] / row['fb_ms']:.2f}" if peer else ""
             host = f"{row['host_ms'] / plain['host_ms']:.1f}" if plain else ""
