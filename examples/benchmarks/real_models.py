@@ -15,8 +15,9 @@ A case is MODEL:TOKENS, the tokens of one rank. All modes have the same weights 
 
 Prints one line of JSON for each case and mode, of the slowest rank: medians in ms of forward and backward (``fb_ms``),
 of the host until ``backward()`` has returned (``host_ms``) and of the step with AdamW (``step_ms``); the first step in
-ms; peak memory in GiB, allocated and reserved; the mean loss of the first and of the last step. With ``--table``, a
-table of ratios follows.
+ms; peak memory in GiB, allocated and reserved; the mean loss of the first and of the last step. With ``--rounds N`` the
+modes of a case take turns N times, and numbers are medians of the rounds, because a host's speed drifts within a job.
+With ``--table``, a table of ratios follows.
 """
 
 from __future__ import annotations
@@ -287,6 +288,14 @@ def measure(case: str, mode: str, mesh: DeviceMesh, device: torch.device, num_st
     return {"case": case, "mode": mode, "params": num_params, **values, "losses": mean.tolist()}
 
 
+def median_row(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """The rows of one case and mode as one."""
+    names = [name for name, value in rounds[0].items() if isinstance(value, float)]
+    medians = {name: round(statistics.median(row[name] for row in rounds), 2) for name in names}
+    spread = [row["fb_ms"] for row in rounds]
+    return {**rounds[0], **medians, **({"rounds_fb_ms": spread} if len(rounds) > 1 else {})}
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """Forward and backward of each case beside ``fully_shard``, and the host's time beside the plain model's."""
     lines = [
@@ -315,6 +324,7 @@ def main() -> None:
     choices = [*eager, *(mode + "-c" for mode in eager), *(f"{mode}+{what}" for mode in MODES for what in CONTEXTS)]
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=choices)
     parser.add_argument("--steps", type=int, default=8, help="measured steps, after the warm-up")
+    parser.add_argument("--rounds", type=int, default=1, help="in which the modes of a case take turns")
     parser.add_argument("--table", action="store_true", help="print a table of ratios at the end")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -324,13 +334,17 @@ def main() -> None:
     mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("gtp",))
     rows = []
     for case in options.cases:
-        for mode in options.modes:
-            rows.append(measure(case, mode, mesh, device, options.steps))
+        by_mode: dict[str, list[dict[str, Any]]] = {mode: [] for mode in options.modes}
+        for _ in range(options.rounds):
+            for mode, rounds in by_mode.items():
+                rounds.append(measure(case, mode, mesh, device, options.steps))
+                gc.collect()
+                torch.cuda.empty_cache()
+                dist.barrier()
+        for rounds in by_mode.values():
+            rows.append(median_row(rounds))
             if dist.get_rank() == 0:
                 print(json.dumps(rows[-1]), flush=True)
-            gc.collect()
-            torch.cuda.empty_cache()
-            dist.barrier()
     if options.table and dist.get_rank() == 0:
         print(table(rows))
     dist.destroy_process_group()
