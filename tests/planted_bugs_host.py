@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planted_bugs_changes import assign, drop, replace, without
+from planted_bugs_changes import assign, drop, never, replace, without
 from planted_bugs_type import Bug
 
 OFFLOAD = "test_gtp_shard_offload.py::TestOffload"
@@ -53,6 +53,19 @@ HOST = {
         "activations:_Region.load",
         replace("(self, before)", "(self,)"),
         "test_activations.py::test_gradients_are_those_of_one_pass_and_loads_are_one_checkpoint_ahead",
+    ),
+    "groups of gloo have two threads, which race": Bug(
+        "OneThreadGloo.__call__",
+        replace(
+            "options._devices, options._timeout, options._threads = self._devices, timeout, 1",
+            "options._devices, options._timeout, options._threads = self._devices, timeout, 2",
+        ),
+        "test_gloo_threads.py::test_groups_that_the_package_makes",
+    ),
+    "weights travel in a group of gloo with two threads": Bug(
+        "CommContext.groups",
+        never("not self.has_streams and gather.size() > 1 and compat.has_racing_threads(gather)"),
+        "test_gloo_threads.py::test_groups_that_the_user_has_made",
     ),
     "kernel is tried before it is loaded": Bug(
         "addends:_try", drop("join"), "test_addends.py::test_a_kernel_is_loaded_once_and_tried_when_that_is_done"

@@ -75,6 +75,23 @@ def wrap_data_getter(note: Callable[[DTensor], None]) -> None:
     replace("data", DTensor, "data", property(get, stock.__set__))
 
 
+class _FullTensor(torch.autograd.Function):
+    """As ``full_tensor(grad_placements=...)``, whose backward fails where the gradient is undefined (2.13)."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, stock: Callable[..., Tensor], grad_placements: list[Placement]) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.mesh, ctx.placements, ctx.grad_placements = tensor.device_mesh, tensor.placements, grad_placements
+        return stock(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        if grad is None:
+            return None, None, None
+        whole = DTensor.from_local(grad, ctx.mesh, ctx.grad_placements, run_check=False)
+        return whole.redistribute(placements=ctx.placements), None, None
+
+
 def wrap_full_tensor(placements_of_grad: Callable[[DTensor], list[Placement] | None]) -> None:
     """Let ``tensor.full_tensor()`` of a DTensor take its gradient as ``placements_of_grad(tensor)``, unless it is None
     or the caller says how, from now on."""
@@ -82,9 +99,11 @@ def wrap_full_tensor(placements_of_grad: Callable[[DTensor], list[Placement] | N
 
     @functools.wraps(stock)
     def full_tensor(tensor: DTensor, *, grad_placements: Any = None) -> Tensor:
-        if grad_placements is None:
-            grad_placements = placements_of_grad(tensor)
-        return stock(tensor, grad_placements=grad_placements)
+        own = placements_of_grad(tensor) if grad_placements is None else None
+        if own is None:
+            return stock(tensor, grad_placements=grad_placements)
+        whole: Tensor = _FullTensor.apply(tensor, stock, own)  # type: ignore[no-untyped-call]
+        return whole
 
     replace("full_tensor", DTensor, "full_tensor", full_tensor)
 

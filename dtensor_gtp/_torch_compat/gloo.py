@@ -1,8 +1,9 @@
 """Process groups of gloo with one thread each.
 
 Torch gives each two. Both assign one ``std::string`` without a lock when a collective ends (``lastCompletedWorkName``
-in ``ProcessGroupGloo::runLoop``, seen in torch 2.13). Names of more than 15 characters are on the heap, where two
-threads may free one: the process dies of it later, by chance. It takes two collectives in flight in one group.
+in ``ProcessGroupGloo::runLoop``, seen in torch 2.13). Names of more than 15 characters, such as that of gathers of
+several tensors (``ALLGATHER_COALESCED``), are on the heap, where two threads may free one: the process dies of it
+later, by chance. It takes two collectives in flight in one group.
 """
 
 from __future__ import annotations

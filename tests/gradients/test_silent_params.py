@@ -243,6 +243,32 @@ class TestDirectReads(GlooTest):
             with torch.no_grad():
                 torch.testing.assert_close(model[0].weight.full_tensor(), reference[0].weight)
 
+    def test_full_tensors_for_which_a_kernel_has_no_gradient(self) -> None:
+        """As TRL's distillation reads the head of a teacher that was not frozen: sharded and whole parameters."""
+        mesh, x = self.gtp_mesh(), make_rows(0)
+        torch.manual_seed(0)
+        reference = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
+        model, teacher = shard_copy(reference, mesh), shard_copy(reference, mesh)
+        for each, head, rows in ((model, teacher, rows_of_rank(x, mesh)), (reference, reference, x)):
+            read = [head[0].weight, head[0].bias, head[1].weight]
+            whole = [param.full_tensor() if isinstance(param, DTensor) else param.detach() for param in read]
+            Scaled.apply(each(rows), *whole).square().mean().backward()
+        assert_same_params(model, reference, "grad")
+        self.assertEqual([param.grad for param in teacher.parameters()], [None] * 4)
+
+
+class Scaled(torch.autograd.Function):
+    """Has no gradient with respect to the factors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *factors: torch.Tensor) -> torch.Tensor:
+        ctx.factor, ctx.num_factors = sum(factor.sum().item() for factor in factors), len(factors)
+        return x * ctx.factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return grad * ctx.factor, *[None] * ctx.num_factors
+
 
 class Held(nn.Module):
     """Computes with a weight of its layer that it keeps in another way."""

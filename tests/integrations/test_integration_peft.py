@@ -12,7 +12,8 @@ import torch.distributed as dist
 import torch.nn as nn
 from common import ALL, GlooTest, assert_same_params, rows_of_rank, shared_directory
 from integration_common import VOCABULARY, make_llama, needs, process
-from test_integration_transformers import STEPS, arguments, stock_trainer, trainer_of
+from test_integration_transformers import STEPS, arguments, logged, stock_trainer, trainer_of
+from torch.distributed.tensor import DTensor
 
 from dtensor_gtp import gtp_shard, whole_weights
 
@@ -128,6 +129,40 @@ class TestPeft(GlooTest):
         assert_same_params(model, reference, atol=1e-5, rtol=1e-3)
         with reference.disable_adapter(), model.disable_adapter(), torch.no_grad():
             self.assertEqual(model(batch()).logits, reference(batch()).logits)
+
+    def test_adapters_that_come_after_sharding(self) -> None:
+        """Loaded from a file or new, they are sharded at once, and train."""
+        import peft
+
+        reference = adapted("LoRA")
+        model = self.shard(copy.deepcopy(reference))
+        with shared_directory() as folder:
+            if self.rank == 0:
+                adapted("LoRA").save_pretrained(str(folder))
+            dist.barrier()
+            for each in (reference, model):
+                each.load_adapter(str(folder), "loaded", is_trainable=True)
+                torch.manual_seed(3)
+                each.add_adapter("new", peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **LORA))
+        added = [param for name, param in model.named_parameters() if ".loaded." in name or ".new." in name]
+        self.assertTrue(added and all(isinstance(param, DTensor) for param in added))
+        for adapter in ("loaded", "new", "default"):
+            reference.set_adapter(adapter)
+            model.set_adapter(adapter)
+            self.train((reference, model))
+        assert_same_params(model, reference, atol=1e-5, rtol=1e-3)
+
+    def test_label_smoothing_goes_by_the_model_within(self) -> None:
+        options = {"label_smoothing_factor": 0.1}
+        with shared_directory() as folder:
+            with process(1):
+                reference = stock_trainer(arguments(folder / f"{self.rank}", 1, **options), adapted("LoRA"))
+                reference.train()
+            with process(2):
+                trainer = trainer_of(adapted("LoRA"), arguments(folder, 2, **options), 2)
+                trainer.train()
+        self.assertEqual(logged(trainer, "loss"), logged(reference, "loss"), atol=2e-4, rtol=2e-4)
+        assert_same_params(trainer.model, reference.model, atol=1e-4, rtol=1e-3)
 
     def test_merges(self) -> None:
         """Those of LoRA on shards; all on whole weights."""

@@ -116,6 +116,35 @@ class TestTrainer(GlooTest):
                 trainer.evaluate()
                 self.check_equal(trainer, reference)
 
+    def test_a_callback_evaluates_and_generates(self) -> None:
+        """After each step, on each rank as many tokens as it likes."""
+        from transformers import TrainerCallback
+
+        class Evaluates(TrainerCallback):
+            def __init__(self, num_tokens: int) -> None:
+                self.num_tokens, self.trainer, self.sequences = num_tokens, None, []
+
+            def on_step_end(self, *args: Any, model: Any, **options: Any) -> None:
+                self.trainer.evaluate()
+                self.sequences.append(model.generate(torch.arange(1, 5)[None], max_new_tokens=self.num_tokens))
+                model.train()
+
+        with shared_directory() as folder:
+            found = []
+            for num_processes in (1, 2):
+                with process(num_processes):
+                    args = arguments(folder / f"{num_processes}_{self.rank}", num_processes)
+                    is_alone = num_processes == 1
+                    trainer = stock_trainer(args) if is_alone else trainer_of(make_llama(), args, 2)
+                    callback = Evaluates(3 + 2 * self.rank)
+                    callback.trainer = trainer
+                    trainer.add_callback(callback)
+                    trainer.train()
+                    found.append((trainer, callback.sequences))
+            (reference, expected), (trainer, actual) = found
+            self.check_equal(trainer, reference)
+            self.assertEqual(actual, expected)
+
     def test_an_optimizer_that_needs_whole_parameters_by_its_name(self) -> None:
         options = {"optim": "adafactor", "learning_rate": 1e-3}
         with shared_directory() as folder:
