@@ -1,4 +1,4 @@
-"""How messages end: with the command that prints the page which helps, or with the name that was meant."""
+"""How messages end (with the command that prints the page which helps, or the name that was meant) and print names."""
 
 from __future__ import annotations
 
@@ -28,15 +28,20 @@ def see(page: Page) -> str:
     return f"Read `python -m dtensor_gtp.help {page}`."
 
 
+def printable(text: str) -> str:
+    """``text`` in one line, without what a terminal would obey: names come from files of others."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """ ", did you mean 'x'?" with the nearest of these dotted names; empty if none is near."""
     best, likeness = "", 0.0
     for other in names:
         if _is_nested(name, other) or other.startswith(f"{name}_"):
-            return f", did you mean '{other}'?"
+            return f", did you mean {other!r}?"
         if (ratio := _likeness(name, other)) > likeness:
             best, likeness = other, ratio
-    return f", did you mean '{best}'?" if best else ""
+    return f", did you mean {best!r}?" if best else ""
 
 
 def _is_nested(name: str, other: str) -> bool:

@@ -22,7 +22,7 @@ _NUMBERED = re.compile(r"(?P<outer>.*\.)?state\.\d+\.\w+")  # as optimizer.state
 
 def missing(keys: Sequence[str], stored: Mapping[str, Any]) -> str:
     """Of keys that the checkpoint does not have."""
-    named = _listed([f"'{key}'{did_you_mean(key, stored)}" for key in keys])
+    named = _listed([f"{key!r}{did_you_mean(key, stored)}" for key in keys])
     text = f"load expects {len(keys)} key{'s' * (len(keys) > 1)} that the checkpoint lacks: {named}."
     outer = {name.partition(".")[0] for name in stored if name.partition(".")[2] == keys[0]}
     if outer:
@@ -46,9 +46,9 @@ def differing(state_dict: Mapping[str, Any], stored: Mapping[str, Any]) -> str:
         if not isinstance(entry, TensorStorageMetadata):
             continue
         if not isinstance(value, Tensor):
-            found.append(f"'{key}' is of type {type(value).__name__} here and a tensor there")
+            found.append(f"{key!r} is of type {type(value).__name__} here and a tensor there")
         elif value.shape != entry.size:
-            found.append(f"'{key}' is {tuple(value.shape)} here and {tuple(entry.size)} there")
+            found.append(f"{key!r} is {tuple(value.shape)} here and {tuple(entry.size)} there")
     if not found:
         return ""
     return (

@@ -75,7 +75,7 @@ def stored_in(path: str | os.PathLike[str]) -> dict[str, Stored]:
     for file in _files(Path(path)):
         for name, stored in _header(file).items():
             if name in found:
-                raise ValueError(f"{path} has '{name}' twice, in {found[name].path.name} and in {file.name}.")
+                raise ValueError(f"{path} has {name!r} twice, in {found[name].path.name} and in {file.name}.")
             found[name] = stored
     return found
 
@@ -124,12 +124,12 @@ def _entry(path: Path, name: str, entry: Any, begin: int, size: int) -> Stored:
         case _:
             is_shape = False
     if not is_shape:
-        raise ValueError(f"{path} is damaged: the header has no dtype, shape and place of '{name}'.")
+        raise ValueError(f"{path} is damaged: the header has no dtype, shape and place of {name!r}.")
     if dtype not in DTYPES:
-        raise ValueError(f"{path} has '{name}' in a dtype that torch does not know: {dtype}.")
+        raise ValueError(f"{path} has {name!r} in a dtype that torch does not know: {dtype}.")
     stored = Stored(path, begin + first, DTYPES[dtype], tuple(shape))
     if stored.nbytes != last - first or begin + last > size:
-        raise ValueError(f"{path} is damaged or cut off: '{name}' has other bytes than its shape.")
+        raise ValueError(f"{path} is damaged or cut off: {name!r} has other bytes than its shape.")
     return stored
 
 

@@ -272,6 +272,6 @@ def register_gtp_forward_method(module: nn.Module, method_name: str) -> None:
     if not callable(stock) or isinstance(stock, nn.Module):
         raise ValueError(
             f"register_gtp_forward_method expects the name of a method of {type(module).__name__}, but got "
-            f"'{method_name}'{did_you_mean(method_name, dir(type(module)))}."
+            f"{method_name!r}{did_you_mean(method_name, dir(type(module)))}."
         )
     setattr(module, method_name, as_forward(stock, method_name).__get__(module, type(module)))

@@ -210,7 +210,7 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
             if (weight == name or weight.endswith(f".{name}")) and native_of(param) is not None:
                 return param
         raise ValueError(
-            f"load expects the module that has '{weight}' as model, because the checkpoint does not hold this weight "
+            f"load expects the module that has {weight!r} as model, because the checkpoint does not hold this weight "
             f"as data of {recipe}, so load must quantize it. Pass the module as model=. " + see("resume_on_other_gpus")
         )
 
@@ -307,7 +307,7 @@ def _checked(
     meta = stored.get(key)
     if not isinstance(meta, TensorStorageMetadata) or meta.size != shape:
         got = f"one of shape {tuple(meta.size)}" if isinstance(meta, TensorStorageMetadata) else "none"
-        raise ValueError(f"load expects a tensor '{key}' of shape {tuple(shape)} in the checkpoint, but found {got}.")
+        raise ValueError(f"load expects a tensor {key!r} of shape {tuple(shape)} in the checkpoint, but found {got}.")
     if dtype is not None:
         _check_dtype("load", key, meta.properties.dtype, dtype)
     return meta
@@ -315,7 +315,7 @@ def _checked(
 
 def _check_dtype(caller: str, key: str, found: torch.dtype, dtype: torch.dtype) -> None:
     if found not in (dtype, torch.uint8) or found.itemsize != dtype.itemsize:
-        raise ValueError(f"{caller} expects {dtype} or bytes of it as '{key}', but found {found}.")
+        raise ValueError(f"{caller} expects {dtype} or bytes of it as {key!r}, but found {found}.")
 
 
 def dequantize_state_dict(
@@ -354,7 +354,7 @@ def dequantize_state_dict(
             if param is None or recipe is None:
                 raise ValueError(
                     f"dequantize_state_dict expects parameters for all planes in {type(module).__name__}, but it has "
-                    f"no '{weight}'."
+                    f"no {weight!r}."
                 )
             stored = {}
             for name, spec in native_planes(recipe).items():
@@ -363,7 +363,7 @@ def dequantize_state_dict(
                 if not isinstance(plane, Tensor) or plane.shape != shape:
                     got = f"one of shape {tuple(plane.shape)}" if isinstance(plane, Tensor) else "none"
                     raise ValueError(
-                        f"dequantize_state_dict expects a tensor '{key}' of shape {tuple(shape)}, but found {got}."
+                        f"dequantize_state_dict expects a tensor {key!r} of shape {tuple(shape)}, but found {got}."
                     )
                 _check_dtype("dequantize_state_dict", key, plane.dtype, spec.dtype)
                 stored[name] = plane

@@ -89,7 +89,7 @@ def load_pretrained(
     for name, tensor in wanted.items():
         if name in stored and tuple(tensor.shape) != stored[name].shape:
             raise ValueError(
-                f"load_pretrained expects '{name}' of shape {tuple(tensor.shape)}, as {type(model).__name__} has it, "
+                f"load_pretrained expects {name!r} of shape {tuple(tensor.shape)}, as {type(model).__name__} has it, "
                 f"but {path} has one of shape {stored[name].shape}. Build the model from the configuration beside "
                 "the files."
             )
@@ -105,7 +105,7 @@ def _check_is_value(
     is_cast = found.is_floating_point and found.itemsize > 1 if dtype.is_floating_point else not found.is_floating_point
     if found != dtype and not is_cast and not is_plane:  # planes are checked where they are read
         raise ValueError(
-            f"load_pretrained expects '{name}' as {dtype} or in a dtype that can be cast to it, but {path} has {found}."
+            f"load_pretrained expects {name!r} as {dtype} or in a dtype that can be cast to it, but {path} has {found}."
             " If the files are quantized, dequantize them first: scales that they may have would not be used."
         )
 
@@ -155,7 +155,7 @@ def save_pretrained(
     for key, stored in dtypes.items():
         if stored not in NAMES:
             raise ValueError(
-                f"save_pretrained cannot write '{key}': safetensors has no name for {stored}. Pass dtype=."
+                f"save_pretrained cannot write {key!r}: safetensors has no name for {stored}. Pass dtype=."
             )
     sizes = {key: tensor.numel() * dtypes[key].itemsize for key, tensor in tensors.items()}
     files = _in_files(sizes, max_file_nbytes)
@@ -253,7 +253,7 @@ def _leave_meta(model: nn.Module) -> None:
             reset()
         else:
             raise ValueError(
-                f"load_pretrained cannot recompute the buffers of '{names[module]}' ({type(module).__name__}), which "
+                f"load_pretrained cannot recompute the buffers of {names[module]!r} ({type(module).__name__}), which "
                 "are in no file. Call to_empty(device=...) on the model, compute them, then call load_pretrained."
             )
 
@@ -269,7 +269,7 @@ def _buffers(model: nn.Module) -> Iterable[tuple[nn.Module, str, Tensor]]:
 
 
 def _missing(model: nn.Module, path: object, missing: list[str], stored: Iterable[str]) -> str:
-    named = "; ".join(f"'{name}'{did_you_mean(name, stored)}" for name in missing[:_MOST_NAMED])
+    named = "; ".join(f"{name!r}{did_you_mean(name, stored)}" for name in missing[:_MOST_NAMED])
     more = f"; and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
     return (
         f"load_pretrained does not find {len(missing)} tensors of {type(model).__name__} in {path}: {named}{more}. "

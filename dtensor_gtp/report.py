@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from ._comm.debug import format_nbytes
+from ._howto import printable
 from ._modules.binding import Fused, binding_of, join_name, unmanaged_params
 from ._params.managed_param import ManagedParam
 from ._params.pack_planes import QuantizedWire
@@ -177,7 +178,7 @@ def sharding_report(
         inner = binding_of(submodule)
         for name in submodule._parameters:
             if inner is not None and name in inner.params:
-                sites.setdefault(inner.params[name], {})[join_name(prefix, name)] = submodule
+                sites.setdefault(inner.params[name], {})[printable(join_name(prefix, name))] = submodule
     rows = [_row(managed, modules) for managed, modules in sites.items()]
     for fqn, _, param in unmanaged_params(module):
         nbytes = param.numel() * param.element_size()

@@ -188,7 +188,7 @@ def validate_module(module: nn.Module, mesh: DeviceMesh, ignored: Set[nn.Paramet
         if param.device.type not in ("meta", "cpu", mesh.device_type):
             raise ValueError(
                 f"gtp_shard expects parameters on '{mesh.device_type}' (the mesh's device), cpu or meta, but parameter "
-                f"'{name}' of shape {tuple(param.shape)} is on {param.device}, with mesh axes {mesh.mesh_dim_names} "
+                f"{name!r} of shape {tuple(param.shape)} is on {param.device}, with mesh axes {mesh.mesh_dim_names} "
                 f"(rank {dist.get_rank()}). Move the module, or build the mesh for its device."
             )
     _refuse_params_of("fully_shard", compat.fully_shard_params(), replaced)
@@ -212,8 +212,8 @@ def _check_memory(module: nn.Module, params: dict[str, nn.Parameter]) -> None:
         if begin < end and is_trained and tensors[name] is not tensors[last]:
             shared, other = sorted(pair, key=lambda each: (each not in params, names.index(each)))
             text = (
-                f"{'parameter' if isinstance(tensors[other], nn.Parameter) else 'tensor'} '{other}' of shape "
-                f"{tuple(tensors[other].shape)} lies in the memory of parameter '{shared}' (rank {dist.get_rank()}), "
+                f"{'parameter' if isinstance(tensors[other], nn.Parameter) else 'tensor'} {other!r} of shape "
+                f"{tuple(tensors[other].shape)} lies in the memory of parameter {shared!r} (rank {dist.get_rank()}), "
                 "and would not follow it once that is sharded. Register one parameter in both places, or clone() it."
             )
             if isinstance(tensors[other], nn.Parameter):
@@ -241,7 +241,7 @@ def _refuse_params_of(wrapper: str, held: Iterable[Tensor], params: dict[str, nn
         if id(param) in names:
             raise ValueError(
                 f"gtp_shard expects parameters that no other data parallelism manages yet, but {wrapper} on an outer "
-                f"module manages parameter '{names[id(param)]}' of shape {tuple(param.shape)} (rank "
+                f"module manages parameter {names[id(param)]!r} of shape {tuple(param.shape)} (rank "
                 f"{dist.get_rank()}). Call gtp_shard first, then {wrapper}."
             )
 
@@ -277,7 +277,7 @@ def _refuse_holders(params: dict[str, nn.Parameter], mesh: DeviceMesh) -> None:
     if early is not None:
         optimizer, name = early
         raise ValueError(
-            f"gtp_shard replaces parameters, but an optimizer ({optimizer}) already holds parameter '{name}' of shape "
+            f"gtp_shard replaces parameters, but an optimizer ({optimizer}) already holds parameter {name!r} of shape "
             f"{tuple(params[name].shape)}, to be sharded over mesh axes {mesh.mesh_dim_names}, and its updates would "
             f"be lost (rank {dist.get_rank()}). Create the optimizer after gtp_shard."
         )

@@ -11,6 +11,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from .._howto import printable
 from .._params.managed_param import ManagedParam, Site
 from .._params.sharded_weight import ShardedWeight
 from .._params.whole_param import WholeParam
@@ -159,12 +160,12 @@ def managed_params(module: nn.Module, remove_duplicate: bool = True) -> Iterator
 
 
 def unmanaged_params(module: nn.Module) -> Iterator[tuple[str, Site, nn.Parameter]]:
-    """Names, places and parameters below ``module`` that no call manages."""
+    """Names for messages, places and parameters below ``module`` that no call manages."""
     for prefix, submodule in module.named_modules():
         binding = binding_of(submodule)
         for name, param in dict.items(submodule._parameters):  # gathers nothing, see ``FullParams``
             if param is not None and (binding is None or name not in binding.params):
-                yield join_name(prefix, name), Site(submodule, name), param
+                yield printable(join_name(prefix, name)), Site(submodule, name), param
 
 
 def trains_unmanaged(group: ShardGroup) -> bool:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .. import _torch_compat as compat
 from .._comm.collectives import has_replicas
-from .._howto import see
+from .._howto import printable, see
 from .._params.managed_param import ManagedParam, Site
 from .._params.saved_for_backward import hook_at_node
 from .._params.ties import check_tie, manager_of_replaced
@@ -66,7 +66,7 @@ def decide(module: nn.Module, arguments: Arguments) -> tuple[list[Decision], set
                 decisions[id(param)].sites.append(site)
             else:
                 existing = managed.get(id(param)) or manager_of_replaced(param)
-                decisions[id(param)] = _decide(join_name(prefix, name), site, param, existing, arguments)
+                decisions[id(param)] = _decide(printable(join_name(prefix, name)), site, param, existing, arguments)
     for decision in decisions.values():
         _check_sites(decision)
     return list(decisions.values()), unmanaged

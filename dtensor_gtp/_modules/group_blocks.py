@@ -14,6 +14,7 @@ from types import MethodType
 
 import torch.nn as nn
 
+from .._howto import printable
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import ShardedWeight
 from .._params.weight_group import WeightGroup
@@ -94,7 +95,7 @@ def _blocks(module: nn.Module, prefix: str, total: int) -> Iterator[tuple[str, n
     """The outermost blocks below ``module`` that are no large part of it, with their names."""
     blocks = set(blocks_in(module))
     for name, child in module.named_children():
-        fqn = join_name(prefix, name)
+        fqn = printable(join_name(prefix, name))
         is_container = isinstance(child, nn.ModuleList | nn.ModuleDict)
         if child in blocks and not is_container:
             inner = list(_blocks(child, fqn, total))

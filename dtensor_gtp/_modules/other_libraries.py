@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from .._howto import printable
+
 logger = logging.getLogger(__name__)
 
 INSTEAD_OF_DDP = (
@@ -66,7 +68,7 @@ def run_all_layers(module: nn.Module) -> None:
     for name, submodule in module.named_modules():
         if type(submodule).__module__.startswith("transformers.") and submodule.__dict__.get("layerdrop"):
             submodule.layerdrop = 0.0
-            names.append(name)
+            names.append(printable(name))
     if names:
         text = "layerdrop of %s is 0 after gtp_shard: all ranks must run the same layers. Those of transformers that "
         logger.warning(text + "support fully_shard do so, too", ", ".join(names))

@@ -13,6 +13,7 @@ from .. import _torch_compat as compat
 from .._comm.collectives import has_replicas
 from .._dtensor import data_setter, gradients, random_init, remedies
 from .._dtensor.block_layout import has_torch_chunks
+from .._howto import printable
 from .._params.layout import WeightLayout
 from .._params.managed_param import ManagedParam, Policies, Site
 from .._params.pack_planes import make_wire
@@ -89,7 +90,7 @@ def _adopt_earlier(module: nn.Module, decisions: list[Decision], runtime: Runtim
         runtime.calls += earlier.calls
         earlier.close()
     for name, param in reversed(list(managed_params(module))):  # reversed: a tied parameter keeps its first name
-        param.fqn = name
+        param.fqn = printable(name)
     return set(nested)
 
 

@@ -167,7 +167,7 @@ def _refuse_wrappers() -> None:
             for name, _ in _managed(module) if isinstance(module, nn.Module) else ():
                 raise RuntimeError(
                     f"torch.cuda.make_graphed_callables does not support a {type(module).__name__} after gtp_shard: "
-                    f"the gradient of '{name}' is reduced over ranks outside of autograd, so the graph would not "
+                    f"the gradient of {name!r} is reduced over ranks outside of autograd, so the graph would not "
                     "have it. Use dtensor_gtp.capture_step for whole steps, dtensor_gtp.capture_blocks for single "
                     "modules."
                 )
@@ -201,7 +201,7 @@ def _managed(module: nn.Module, ignored: Collection[nn.Parameter] = ()) -> list[
 
 def _refusal(what: str, name: str, param: ManagedParam) -> ValueError:
     return ValueError(
-        f"{what} cannot wrap a module after gtp_shard: parameter '{name}' of shape {tuple(param.param.shape)} is "
+        f"{what} cannot wrap a module after gtp_shard: parameter {name!r} of shape {tuple(param.param.shape)} is "
         f"sharded, and its gradient averaged, over mesh axes {param.mesh.mesh_dim_names} only (rank "
         f"{dist.get_rank()}). Pass a 2-D (replicate, gtp) mesh to gtp_shard instead, or call fully_shard over the "
         "outer mesh axis after it. To reduce only other parameters, pass the sharded modules to replicate as "

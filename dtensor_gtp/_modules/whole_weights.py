@@ -49,7 +49,7 @@ def whole_weights(module: nn.Module, *, trained_only: bool = False) -> Iterator[
     for name, param in managed:
         if native_of(param.param) is not None:
             raise NotImplementedError(
-                f"whole_weights cannot write high-precision values to parameter '{name}' of shape "
+                f"whole_weights cannot write high-precision values to parameter {name!r} of shape "
                 f"{tuple(param.param.shape)} with native storage. Use storage='master', or trained_only=True."
             )
     pinned = [param for _, param in managed if param.is_pinned]

@@ -96,9 +96,10 @@ class PartedRanks:
             )
             return error
         return RuntimeError(
-            f"The ranks of one mesh use different weights ({parted}), so their collectives do not fit together. All "
-            "ranks must use the same weights in the same order: a branch that depends on a rank's data or random "
-            f"numbers must not decide whether a layer runs. {see('ranks_diverge')}"
+            f"The ranks of one mesh use different weights ({parted}), so their collectives do not fit together. If "
+            "another rank raised an error of its own, that is the cause. Else: all ranks must use the same weights in "
+            "the same order: a branch that depends on a rank's data or random numbers must not decide whether a layer "
+            f"runs. {see('ranks_diverge')}"
         )
 
     def _find(self) -> str | None:

@@ -12,11 +12,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
+from .._howto import printable
 from .._progress import Progress
 from ..policy import Memory
 from ..quant.recipes import RECIPES
 from .api import as_svg, duration, plan
-from .errors import PlanError, expect, printable
+from .errors import PlanError, expect
 from .job import AXES, CHECKPOINTS, DISPATCHES, LOSSES, OPTIMIZERS, Job
 from .machine import load_machine, preset_names
 from .model import PRESETS

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from .._howto import printable
+
 
 class PlanError(ValueError):
     """The planner cannot answer: the message is one line that says what is wrong and how to mend it.
@@ -20,8 +22,3 @@ def expect(is_fine: object, expected: str, found: str) -> None:
     """Raise, unless all is fine: what is ``expected``, but what was ``found`` and how to mend it."""
     if not is_fine:
         raise PlanError(f"{expected}, but {found}")
-
-
-def printable(text: str) -> str:
-    """``text`` in one line, without what a terminal would obey: names come from files of others."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -14,7 +14,8 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass,
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from .errors import PlanError, expect, printable
+from .._howto import printable
+from .errors import PlanError, expect
 
 GIB = 2**30
 VERSION = 2

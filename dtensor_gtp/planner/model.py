@@ -8,7 +8,8 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from .errors import PlanError, expect, printable
+from .._howto import printable
+from .errors import PlanError, expect
 from .machine import read_json
 
 # More would take minutes, or more memory than the host has, and is a mistake.

@@ -118,8 +118,9 @@ import os, signal, sys, pathlib
 import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp, torch.nn as nn
 from dtensor_gtp import checkpoint, gtp_shard, init_weight_mesh
 
-point, path = sys.argv[1], sys.argv[2]
+call, point, path = sys.argv[1:]
 dist.init_process_group("gloo")
+behind = dist.new_group(backend="gloo")
 model = gtp_shard(nn.Linear(6, 6, bias=False), init_weight_mesh("cpu", gtp=2).weights)
 
 def fill(value):
@@ -143,16 +144,22 @@ elif point == "metadata":
     struck(os, "fsync", 0, 2)
 else:  # the first rename is that of the metadata
     struck(pathlib.Path, "rename", 0, {"old folder": 2, "new folder": 3}[point])
-checkpoint.save(fill(2.0), path)
+if call == "save":
+    checkpoint.save(fill(2.0), path)
+else:
+    saving = checkpoint.async_save(fill(2.0), path, process_group=behind)
+    fill(3.0)  # training goes on
+    saving.result()
 """
 
 
 @pytest.mark.parametrize("point", ["data", "metadata", "old folder", "new folder"])
-def test_a_rank_is_killed(point: str, tmp_path: Path) -> None:
-    """Within a save over a checkpoint: that one is found, whole."""
+@pytest.mark.parametrize("call", ["save", "async_save"])
+def test_a_rank_is_killed(call: str, point: str, tmp_path: Path) -> None:
+    """Within a save over a checkpoint, or behind training: that one is found, whole."""
     script = tmp_path / "job.py"
     script.write_text(_KILLED)
-    result = run_forked([script, point, tmp_path / "run" / "last"], 2)
+    result = run_forked([script, call, point, tmp_path / "run" / "last"], 2)
     assert result.status == -9, result.output
     found = checkpoint.latest(tmp_path / "run")
     assert found is not None

@@ -55,6 +55,13 @@ def test_indexes(text: str, tmp_path: Path) -> None:
         stored_in(tmp_path)
 
 
+def test_names_reach_no_terminal(tmp_path: Path) -> None:
+    write(tmp_path / "a.safetensors", json.dumps({"a\x1b[2Jb\nc": FINE | {"dtype": "F1"}}))
+    with pytest.raises(ValueError, match=r"has 'a\\x1b\[2Jb\\nc' in a dtype") as raised:
+        stored_in(tmp_path)
+    assert "\x1b" not in str(raised.value)
+
+
 def write(path: Path, header: str) -> None:
     text = header.encode(errors="surrogateescape")
     path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(256))

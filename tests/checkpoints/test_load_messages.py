@@ -38,6 +38,14 @@ class TestMissingKeys(unittest.TestCase):
             asked = {"model": state, "stepp": 0}
             checkpoint.load(asked, checkpoint_id=f"{folder}/nested", no_dist=True, allow_partial_load=True)
 
+    def test_names_of_others_reach_no_terminal(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            dcp.save({"bias\x1b[2J": torch.ones(2)}, checkpoint_id=folder, no_dist=True)
+            for asked in ({"bias": torch.ones(2)}, {"bias\x1b[2J": torch.ones(3)}):
+                with self.assertRaisesRegex((RuntimeError, ValueError), r"'bias\\x1b\[2J'") as raised:
+                    checkpoint.load(asked, checkpoint_id=folder, no_dist=True)
+                self.assertNotIn("\x1b", str(raised.exception))
+
     def test_no_checkpoint(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
             with self.assertRaisesRegex(FileNotFoundError, rf"a checkpoint in '{folder}/none', but there is none"):

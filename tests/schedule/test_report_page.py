@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import torch
 import torch.nn as nn
-from common import fake_world
+from common import ALL, fake_world
 from schedules import explicit
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -129,6 +129,21 @@ class TestTimeline(unittest.TestCase):
                     self.assertTrue(x >= 0 and x + width <= right and y >= 0 and y + height <= bottom)
 
 
+HOSTILE = "a\x1b[2Jb\nc"
+
+
+class Named(nn.Module):
+    """Calls one of its blocks by its name."""
+
+    def __init__(self, blocks: nn.ModuleDict, name: str) -> None:
+        super().__init__()
+        self.blocks, self.name = blocks, name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.blocks[self.name](x)
+        return y
+
+
 class TestPage(unittest.TestCase):
     def test_file(self) -> None:
         report = observed(5)
@@ -155,6 +170,20 @@ class TestPage(unittest.TestCase):
             html = sharding_report(gtp_shard(nn.Linear(64, 64), mesh))._repr_html_()
         self.assertIn("Not observed yet", html)
         self.assertIn("whole on every rank", html)  # the bias
+
+    def test_names_reach_no_terminal(self) -> None:
+        """Of modules whose names are those of a stranger's file."""
+        blocks = nn.ModuleDict({HOSTILE: nn.Linear(64, 64), "other": nn.Linear(64, 64)})
+        ignored = set(blocks["other"].parameters())
+        with fake_world():
+            mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
+            model = gtp_shard(Named(blocks, HOSTILE), mesh, schedule=ALL, ignored_params=ignored)
+            model(torch.ones(2, 64)).sum().backward()
+            for verbose in (False, True):
+                report = sharding_report(model, verbose=verbose)
+                for text in (str(report), report.schedule, report._repr_html_()):
+                    self.assertNotIn("\x1b", text)
+                    self.assertIn(r"a\x1b[2Jb\nc", text)
 
     def test_names_are_escaped(self) -> None:
         row = ReportRow("a<b>&c", (8, 4), torch.float32, "(G(0))", 32, 128, "<i>", cuts=(Cut("<x>", 4, 0, 0),))

@@ -9,6 +9,7 @@ import copy
 import pickle
 import unittest
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -171,6 +172,32 @@ class TestRefusalsLater(unittest.TestCase):
         with self.assertRaisesRegex(RuntimeError, "backward through the graph a second time"):
             loss.backward()
         self.net(self.x).sum().backward()
+
+    def test_names_reach_no_terminal(self) -> None:
+        """Errors before and after ``gtp_shard``, of parameters that are sharded, are whole, and came later."""
+
+        def hostile() -> nn.Module:
+            return nn.Sequential(OrderedDict({"a\x1b[2Jb\nc": nn.Linear(6, 6)}))
+
+        def told(run: Callable[[], Any]) -> None:
+            with self.assertRaises((RuntimeError, ValueError)) as raised:
+                run()
+            self.assertNotIn("\x1b", str(raised.exception))
+            self.assertRegex(str(raised.exception), r"'a\\x1b\[2Jb\\nc\.(weight|bias|lora)'")
+
+        net = hostile()
+        optimizer = torch.optim.SGD(net.parameters())
+        told(lambda: gtp_shard(net, self.mesh, schedule=ALL))
+        del optimizer
+        changes: list[Callable[[nn.Module], Any]] = [
+            lambda layer: setattr(layer, "weight", nn.Parameter(torch.ones(6, 6))),
+            lambda layer: delattr(layer, "bias"),
+            lambda layer: layer.register_parameter("lora", nn.Parameter(torch.ones(6))),
+        ]
+        for change in changes:
+            net = gtp_shard(hostile(), self.mesh, schedule=ALL)
+            change(net[0])
+            told(lambda net=net: net(self.x))
 
     def test_copies(self) -> None:
         for module in (self.net, self.net.head, self.net.inner):

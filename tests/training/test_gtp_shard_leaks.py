@@ -17,7 +17,7 @@ from common import ALL, GlooTest, fake_world
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_gtp import gtp_shard, init_weight_mesh, sharding_report, whole_weights
+from dtensor_gtp import SchedulePolicy, gtp_shard, init_weight_mesh, sharding_report, whole_weights
 from dtensor_gtp.graphs.capture_step import CapturedStep
 from dtensor_gtp.optim import Muon, ShardedEMA, gathered
 
@@ -33,6 +33,10 @@ def counts() -> tuple[int, int, int, int]:
 def resident_nbytes() -> int:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def num_tensors() -> int:
+    return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
 
 
 def swap_averages(model: nn.Module) -> None:
@@ -96,6 +100,27 @@ class TestLeaks(GlooTest):
     @pytest.mark.long
     def test_much_that_is_made_beside_a_model(self) -> None:
         self.make_beside(300)
+
+    @pytest.mark.soak  # minutes
+    def test_ten_thousand_steps_of_single_weights(self) -> None:
+        self.train_on(ALL)
+
+    @pytest.mark.soak  # minutes
+    def test_ten_thousand_steps_of_groups(self) -> None:
+        self.train_on(SchedulePolicy(min_shard_numel=0))
+
+    def train_on(self, schedule: SchedulePolicy) -> None:
+        """What there is after 1,000 steps is there after 10,000, and no more."""
+        torch.manual_seed(0)
+        blocks = (nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(2))
+        model = gtp_shard(nn.Sequential(*blocks), self.gtp_mesh(), schedule=schedule)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        for step in range(10_000):
+            step_with(optimizer, model)
+            if step == 1_000:
+                before, nbytes = (*counts(), num_tensors()), resident_nbytes()
+        self.assertEqual((*counts(), num_tensors()), before)
+        self.assertLess(resident_nbytes() - nbytes, 8 << 20)
 
     def make_beside(self, number: int) -> None:
         model = one_layer(self.gtp_mesh())

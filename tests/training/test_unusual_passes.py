@@ -1,0 +1,340 @@
+"""Forwards and backwards in unusual numbers, orders and grad modes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn as nn
+from common import GlooTest
+from passes_common import Cases, by_call, calling, check_cases, mean, usual
+
+CASES = Cases()
+
+# --- several forwards and backwards -----------------------------------------------------------------------------------
+
+
+@CASES.add
+def many_forwards_without_a_backward(model: Any, x: torch.Tensor) -> None:
+    outputs = [model(x + shift) for shift in range(4)]
+    del outputs
+    usual(model, x)
+    model(x)
+
+
+@CASES.add
+def backwards_in_the_order_of_forwards(model: Any, x: torch.Tensor) -> None:
+    for loss in [mean(model(x + shift)) for shift in range(3)]:
+        loss.backward()
+
+
+@CASES.add
+def backwards_in_the_other_order(model: Any, x: torch.Tensor) -> None:
+    for loss in reversed([mean(model(x + shift)) for shift in range(3)]):
+        loss.backward()
+
+
+@CASES.add
+def retained_graph(model: Any, x: torch.Tensor) -> None:
+    loss = mean(model(x))
+    loss.backward(retain_graph=True)
+    usual(model, x - 1)
+    loss.backward()
+
+
+@CASES.add
+def several_roots_of_one_backward(model: Any, x: torch.Tensor) -> None:
+    y = model(x)
+    torch.autograd.backward([mean(y), y.mean(), mean(model(x + 1))])
+
+
+@CASES.add
+def backward_with_a_gradient(model: Any, x: torch.Tensor) -> None:
+    y = model(x)
+    y.backward(gradient=(x.cos() / len(x)))
+
+
+@CASES.add
+def gradients_that_add_up_over_steps(model: Any, x: torch.Tensor) -> None:
+    for shift in range(3):
+        usual(model, x + shift)
+
+
+@CASES.add
+def gradients_that_are_zeroed_between_forward_and_backward(model: Any, x: torch.Tensor) -> None:
+    usual(model, x - 1)
+    loss = mean(model(x))
+    model.zero_grad()
+    loss.backward()
+
+
+@CASES.add
+def gradients_that_are_zeroed_in_place(model: Any, x: torch.Tensor) -> None:
+    usual(model, x - 1)
+    model.zero_grad(set_to_none=False)
+    usual(model, x)
+
+
+@CASES.add
+def gradients_that_are_halved_between_backwards(model: Any, x: torch.Tensor) -> None:
+    usual(model, x)
+    for param in model.parameters():
+        param.grad.mul_(0.5)
+    usual(model, x + 1)
+
+
+@CASES.add
+def model_fed_to_itself(model: Any, x: torch.Tensor) -> None:
+    mean(model(model(model(x)))).backward()
+
+
+@CASES.add
+def backward_of_one_forward_in_the_next(model: Any, x: torch.Tensor) -> None:
+    loss = mean(model(x))
+
+    def call(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if block is model.blocks[1]:
+            loss.backward()
+        result: torch.Tensor = block(x)
+        return result
+
+    with calling(model, call):
+        later = mean(model(x + 1))
+    later.backward()
+
+
+@CASES.add
+def a_step_in_the_backward_of_another(model: Any, x: torch.Tensor) -> None:
+    y = model(x)
+    values = x + 1
+
+    def train_more(grad: torch.Tensor) -> None:
+        with torch.enable_grad():
+            usual(model, values)
+
+    y.register_hook(train_more)
+    mean(y).backward()
+
+
+@CASES.add
+def a_forward_in_a_backward(model: Any, x: torch.Tensor) -> None:
+    def call(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = block(x)
+        if y.requires_grad and block is model.blocks[1]:
+            y.register_hook(lambda grad: grad + torch.no_grad()(model)(x.detach()) / x.numel())
+        return y
+
+    by_call(call)(model, x)
+
+
+# --- grad modes -------------------------------------------------------------------------------------------------------
+
+
+@CASES.add
+def forward_without_gradients_within_a_forward(model: Any, x: torch.Tensor) -> None:
+    def call(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            target = block(x)
+        result: torch.Tensor = block(x) - 0.5 * target
+        return result
+
+    by_call(call)(model, x)
+
+
+@CASES.add
+def blocks_without_gradients(model: Any, x: torch.Tensor) -> None:
+    def call(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.set_grad_enabled(block is not model.blocks[0]):
+            result: torch.Tensor = block(x)
+        return result
+
+    by_call(call)(model, x)
+
+
+@CASES.add
+def gradients_within_a_forward_without(model: Any, x: torch.Tensor) -> None:
+    def call(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            y: torch.Tensor = block(x)
+            mean(y).backward()
+        return y.detach()
+
+    with torch.no_grad(), calling(model, call):
+        model(x)
+
+
+@CASES.add
+def inference_between_forward_and_backward(model: Any, x: torch.Tensor) -> None:
+    loss = mean(model(x))
+    model.eval()
+    with torch.inference_mode():
+        model(x + 1)
+    model.train()
+    loss.backward()
+    with torch.inference_mode():
+        model(x)
+
+
+@CASES.add
+def backward_without_grad_mode(model: Any, x: torch.Tensor) -> None:
+    loss = mean(model(x))
+    with torch.no_grad():
+        loss.backward()
+
+
+@CASES.add
+def backward_in_the_thread_of_its_caller(model: Any, x: torch.Tensor) -> None:
+    with torch.autograd.set_multithreading_enabled(False):
+        usual(model, x)
+
+
+@CASES.add
+def anomaly_mode(model: Any, x: torch.Tensor) -> None:
+    with torch.autograd.set_detect_anomaly(True):
+        usual(model, x)
+
+
+# --- what backward is asked for ---------------------------------------------------------------------------------------
+
+
+@CASES.add
+def a_part_of_the_outputs(model: Any, x: torch.Tensor) -> None:
+    mean(model(x)[:, :3]).backward()
+
+
+@CASES.add
+def outputs_that_nobody_uses(model: Any, x: torch.Tensor) -> None:
+    def call(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        block(x + 1)
+        result: torch.Tensor = block(x)
+        return result
+
+    by_call(call)(model, x)
+
+
+@CASES.add
+def one_output_in_two_losses(model: Any, x: torch.Tensor) -> None:
+    y = model(x)
+    (mean(y) + y.exp().mean()).backward()
+
+
+@CASES.add
+def gradient_of_the_input_alone(model: Any, x: torch.Tensor) -> None:
+    x = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(mean(model(x)), x)
+    mean(model(x.detach() + grad.sign())).backward()
+
+
+@CASES.add
+def gradient_of_the_input_and_then_all(model: Any, x: torch.Tensor) -> None:
+    x = x.clone().requires_grad_()
+    loss = mean(model(x))
+    torch.autograd.grad(loss, x, retain_graph=True)
+    loss.backward()
+
+
+@CASES.add
+def gradient_of_a_hidden_state(model: Any, x: torch.Tensor) -> None:
+    seen: list[torch.Tensor] = []
+
+    def call(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        seen.append(block(x))
+        return seen[-1]
+
+    with calling(model, call):
+        loss = mean(model(x))
+    torch.autograd.grad(loss, seen[0], retain_graph=True)
+    seen[1].retain_grad()
+    loss.backward()
+    assert seen[1].grad is not None
+
+
+@CASES.add
+def gradients_of_chosen_parameters(model: Any, x: torch.Tensor) -> None:
+    names = ("first.weight", "blocks.1.norm.bias", "blocks.0.raw.second", "blocks.1.up.weight")
+    mean(model(x)).backward(inputs=[model.get_parameter(name) for name in names])
+
+
+@CASES.add
+def a_loss_that_ends_before_the_model_does(model: Any, x: torch.Tensor) -> None:
+    seen: list[torch.Tensor] = []
+    handle = model.blocks[0].register_forward_hook(lambda module, args, y: seen.append(y))
+    model(x)
+    handle.remove()
+    mean(seen[0]).backward()
+
+
+# --- modules in another order or number -------------------------------------------------------------------------------
+
+
+@CASES.add
+def a_block_called_twice(model: Any, x: torch.Tensor) -> None:
+    by_call(lambda block, x: block(block(x)))(model, x)
+
+
+@CASES.add
+def a_block_that_calls_itself(model: Any, x: torch.Tensor) -> None:
+    def call(block: nn.Module, x: torch.Tensor, depth: int = 3) -> torch.Tensor:
+        result: torch.Tensor = block(x) if depth == 1 else block(x) + call(block, x * 0.5, depth - 1)
+        return result
+
+    by_call(call)(model, x)
+
+
+@CASES.add
+def blocks_in_another_order(model: Any, x: torch.Tensor) -> None:
+    y = model.first(x)
+    for block in reversed(model.blocks):
+        y = block(y)
+    mean(model.last(y)).backward()
+
+
+@CASES.add
+def a_block_that_is_skipped(model: Any, x: torch.Tensor) -> None:
+    by_call(lambda block, x: x if block is model.blocks[0] else block(x))(model, x)
+
+
+@CASES.add
+def a_block_alone_beside_the_model(model: Any, x: torch.Tensor) -> None:
+    early = model.blocks[1](x)
+    (mean(model(x)) + mean(early) + mean(model.blocks[0](early))).backward()
+
+
+@CASES.add
+def a_layer_alone(model: Any, x: torch.Tensor) -> None:
+    mean(model.blocks[0].up(x)).backward()
+
+
+@CASES.add
+def forward_methods_called_directly(model: Any, x: torch.Tensor) -> None:
+    mean(model.last(model.blocks[1](model.first.forward(x)))).backward()
+    mean(model.forward(x)).backward()
+
+
+@CASES.add
+def a_generator_that_runs_blocks(model: Any, x: torch.Tensor) -> None:
+    def states(x: torch.Tensor) -> Iterator[torch.Tensor]:
+        x = model.first(x)
+        for block in model.blocks:
+            x = block(x)
+            yield x
+
+    running = states(x)
+    first = mean(next(running))
+    usual(model, x)
+    (first + mean(next(running))).backward()
+
+
+@CASES.add
+def a_model_called_by_a_hook(model: Any, x: torch.Tensor) -> None:
+    other = nn.Identity()
+    other.register_forward_hook(lambda module, args, y: model(y))
+    mean(other(x)).backward()
+
+
+class TestUnusualPasses(GlooTest):
+    world_size = 2
+
+    def test_each_equals_one_process(self) -> None:
+        check_cases(CASES, self.gtp_mesh(), {})

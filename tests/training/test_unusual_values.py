@@ -1,0 +1,300 @@
+"""Unusual inputs, outputs and parameters of forwards; what is saved for backward, recomputed, frozen and copied."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+from common import GlooTest
+from passes_common import NUM_ROWS, WIDTH, Cases, Step, by_call, calling, check_cases, hooked, is_whole, mean, usual
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+CASES = Cases()
+
+
+# --- recomputation and what is saved ----------------------------------------------------------------------------------
+
+
+@CASES.add
+def checkpointed_blocks(model: Any, x: torch.Tensor) -> None:
+    by_call(lambda block, x: checkpoint(block, x, use_reentrant=False))(model, x)
+
+
+@CASES.add
+def reentrant_checkpoints(model: Any, x: torch.Tensor) -> None:
+    by_call(lambda block, x: checkpoint(block, x, use_reentrant=True))(model, x)
+
+
+@CASES.add
+def nested_checkpoints(model: Any, x: torch.Tensor) -> None:
+    inner = lambda block, x: checkpoint(block, x, use_reentrant=False)  # noqa: E731
+    with calling(model, inner):
+        mean(checkpoint(model, x, use_reentrant=False)).backward()
+
+
+@CASES.add
+def checkpointed_segments(model: Any, x: torch.Tensor) -> None:
+    mean(checkpoint_sequential(list(model.blocks), 2, model.first(x), use_reentrant=False)).backward()
+
+
+@CASES.add
+def a_checkpoint_without_a_backward(model: Any, x: torch.Tensor) -> None:
+    with calling(model, lambda block, x: checkpoint(block, x, use_reentrant=False)):
+        model(x)
+    usual(model, x)
+
+
+class Recomputes(torch.autograd.Function):
+    """Runs a block without gradients, and again in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        ctx.block = block
+        ctx.save_for_backward(x)
+        result: torch.Tensor = block(x)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.block(x)
+        torch.autograd.backward(y, *grads)
+        return None, x.grad
+
+
+@CASES.add
+def an_autograd_function_that_runs_a_block_again(model: Any, x: torch.Tensor) -> None:
+    by_call(Recomputes.apply)(model, x)
+
+
+@CASES.add
+def saved_tensors_on_the_host(model: Any, x: torch.Tensor) -> None:
+    with save_on_cpu():
+        loss = mean(model(x))
+    loss.backward()
+
+
+@CASES.add
+def saved_tensors_that_a_hook_copies(model: Any, x: torch.Tensor) -> None:
+    with saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor):
+        loss = mean(model(x))
+    loss.backward()
+
+
+# --- inputs and outputs -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Output:
+    y: torch.Tensor
+    nothing: None = None
+
+
+class Pair(NamedTuple):
+    y: torch.Tensor
+    other: Any
+
+
+def out_of(wrap: Callable[[torch.Tensor], Any], unwrap: Callable[[Any], torch.Tensor]) -> Step:
+    """Blocks return ``y`` wrapped."""
+
+    def step(model: Any, x: torch.Tensor) -> None:
+        handles = [block.register_forward_hook(lambda module, args, y: wrap(y)) for block in model.blocks]
+        by_call(lambda block, x: unwrap(block(x)))(model, x)
+        for handle in handles:
+            handle.remove()
+
+    return step
+
+
+CASES.update(
+    {
+        "outputs in a dict": out_of(lambda y: {"y": y, "none": None}, lambda output: output["y"]),
+        "outputs in a dataclass": out_of(Output, lambda output: output.y),
+        "outputs in a named tuple": out_of(lambda y: Pair(y, [None, y * 2]), lambda pair: pair.y + pair.other[1]),
+        "outputs in nested lists": out_of(lambda y: [[y], (y, None)], lambda lists: lists[0][0]),
+        "no outputs but None": lambda model, x: (model.blocks[0](x), None) and usual(model, x),
+        "outputs as views": out_of(lambda y: y.view(-1), lambda flat: flat.view(-1, WIDTH)),
+        "outputs that are expanded": out_of(lambda y: y.expand(2, *y.shape), lambda y: y[0] + y[1]),
+        "outputs written in place": out_of(lambda y: y, lambda y: y.mul_(0.5).relu_()),
+        "outputs detached": out_of(lambda y: y, lambda y: y.detach().requires_grad_()),
+        "outputs beside their detached selves": out_of(lambda y: (y, y.detach()), lambda pair: pair[0] * pair[1]),
+    }
+)
+
+
+@CASES.add
+def hooks_on_inputs_and_outputs(model: Any, x: torch.Tensor) -> None:
+    def call(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda grad: 2 * grad)
+        y: torch.Tensor = block(x)
+        y.register_hook(lambda grad: grad + 0.1 / y.numel())
+        return y
+
+    by_call(call)(model, x)
+
+
+@CASES.add
+def module_hooks_that_replace_gradients(model: Any, x: torch.Tensor) -> None:
+    hooked(lambda model: model.blocks[1].register_full_backward_hook(lambda m, grads, _: (grads[0] * 2,)))(model, x)
+
+
+@CASES.add
+def pre_hooks_that_replace_inputs(model: Any, x: torch.Tensor) -> None:
+    hooked(lambda model: model.blocks[1].register_forward_pre_hook(lambda m, args: (args[0] * 2,)))(model, x)
+
+
+@CASES.add
+def inputs_that_need_gradients(model: Any, x: torch.Tensor) -> None:
+    x = x.clone().requires_grad_()
+    usual(model, x)
+    assert x.grad is not None
+
+
+@CASES.add
+def inputs_by_keyword(model: Any, x: torch.Tensor) -> None:
+    with calling(model, lambda block, x: block(x=x)):
+        mean(model(x=x)).backward()
+
+
+@CASES.add
+def inputs_of_three_dims_and_of_one(model: Any, x: torch.Tensor) -> None:
+    mean(model(torch.stack([x, x + 1], 1))).backward()
+    torch.stack([mean(model(row)) for row in x]).mean().backward()
+
+
+@CASES.add
+def inputs_that_are_not_contiguous(model: Any, x: torch.Tensor) -> None:
+    usual(model, torch.stack([x, x + 1], -1)[..., 1])
+
+
+@CASES.add
+def no_rows(model: Any, x: torch.Tensor) -> None:
+    model(x[:0]).sum().backward()
+
+
+@CASES.add
+def no_rows_on_one_rank(model: Any, x: torch.Tensor) -> None:
+    """The first rank has all of them."""
+    half = NUM_ROWS // 2
+    rows = x[:half]
+    if not is_whole(x) and next(model.parameters()).device_mesh.get_local_rank():
+        rows = x[:0]
+    (model(rows).square().sum() / (2 * half if is_whole(x) else half)).backward()
+
+
+@CASES.add
+def vmap_without_gradients(model: Any, x: torch.Tensor) -> None:
+    with torch.no_grad():
+        target = torch.vmap(model)(x)
+    mean(model(x + 1) - target).backward()
+
+
+@CASES.add
+def functional_call_with_its_own_parameters(model: Any, x: torch.Tensor) -> None:
+    mean(functional_call(model, dict(model.named_parameters()), (x,))).backward()
+
+
+@CASES.add
+def activations_that_are_copied(model: Any, x: torch.Tensor) -> None:
+    by_call(lambda block, x: block(x.clone()).to(torch.float64).to(torch.float32))(model, x)
+
+
+@CASES.add
+def garbage_collected_between(model: Any, x: torch.Tensor) -> None:
+    y = model(x)
+    loss = mean(y)
+    del y
+    gc.collect()
+    loss.backward()
+
+
+# --- parameters -------------------------------------------------------------------------------------------------------
+
+
+@CASES.add
+def copies_of_parameters(model: Any, x: torch.Tensor) -> None:
+    def add(block: Any, args: Any, y: torch.Tensor) -> torch.Tensor:
+        return y + block.raw.first.clone().square().mean() + block.up.weight.clone().sum() / 100
+
+    hooked(lambda model: model.blocks[0].register_forward_hook(add))(model, x)
+
+
+@CASES.add
+def all_are_frozen(model: Any, x: torch.Tensor) -> None:
+    model.requires_grad_(False)
+    x = x.clone().requires_grad_()
+    usual(model, x)
+    assert x.grad is not None
+    model.requires_grad_(True)
+
+
+@CASES.add
+def frozen_in_the_middle_of_a_forward(model: Any, x: torch.Tensor) -> None:
+    def call(block: Any, x: torch.Tensor) -> torch.Tensor:
+        block.up.requires_grad_(block is not model.blocks[1])
+        block.norm.requires_grad_(block is not model.blocks[0])
+        y: torch.Tensor = block(x)
+        block.requires_grad_(True)
+        return y
+
+    try:
+        by_call(call)(model, x)
+    finally:
+        model.requires_grad_(True)
+
+
+@CASES.add
+def frozen_between_forward_and_backward(model: Any, x: torch.Tensor) -> None:
+    loss = mean(model(x))
+    model.blocks[0].requires_grad_(False)
+    model.blocks[1].up.requires_grad_(False)
+    loss.backward()
+    model.requires_grad_(True)
+
+
+@CASES.add
+def unfrozen_between_forward_and_backward(model: Any, x: torch.Tensor) -> None:
+    model.blocks[0].requires_grad_(False)
+    model.last.weight.requires_grad_(False)
+    loss = mean(model(x))
+    model.requires_grad_(True)
+    loss.backward()
+
+
+@CASES.add
+def a_step_between_two_forwards(model: Any, x: torch.Tensor) -> None:
+    usual(model, x)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    model.zero_grad()
+    usual(model, x + 1)
+
+
+@CASES.add
+def a_hook_that_raises(model: Any, x: torch.Tensor) -> None:
+    def fail(*args: Any) -> None:
+        raise ZeroDivisionError
+
+    for name in ("register_forward_pre_hook", "register_forward_hook", "register_full_backward_hook"):
+        with contextlib.suppress(ZeroDivisionError):
+            hooked(lambda model, name=name: getattr(model.blocks[0].down, name)(fail))(model, x)
+        model.zero_grad()
+    usual(model, x)
+
+
+class TestUnusualValues(GlooTest):
+    world_size = 2
+
+    def test_each_equals_one_process(self) -> None:
+        # In a forward, parameters of single weights are full weights.
+        refused = {"frozen in the middle of a forward": "only change requires_grad flags of leaf variables"}
+        check_cases(CASES, self.gtp_mesh(), refused)
