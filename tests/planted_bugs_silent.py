@@ -73,7 +73,7 @@ SILENT = {
         f"{PARAMETER_HOOKS}::test_hook_on_what_a_fused_layer_does_not_read",
     ),
     "frozen in the last microbatch, earlier gradients are lost": Bug(
-        "ManagedParam.publish_grad",
+        "ReducedGradient.publish",
         replace(
             "(reduced := self.reduced) is None", "(reduced := self.reduced) is None or not self.param.requires_grad"
         ),
@@ -84,7 +84,7 @@ SILENT = {
     ),
     "parameters that a rank did not use are left out of the sum": Bug(
         "Runtime.note_backward",
-        assign("param.awaits_reduction", "False"),
+        assign("param.gradient.awaits_reduction", "False"),
         "test_silent_params.py::TestOtherParametersOnOtherRanks",
     ),
     "weights that a rank did not use are left out of the reduction": Bug(
@@ -259,7 +259,7 @@ SILENT = {
         "test_checkpoint_save.py::test_a_rank_is_killed",
     ),
     "weights of a group that no rank has used get zeros": Bug(
-        "ManagedParam._drop_zeros",
+        "ReducedGradient._drop_zeros",
         never("not self.is_used_elsewhere"),
         f"{SILENT_GROUPS}::test_weights_that_no_rank_has_used",
     ),
@@ -311,7 +311,7 @@ SILENT = {
         f"{SILENT_GROUPS}::test_new_data_of_a_full_weight_raises_in_the_next_forward_at_the_latest",
     ),
     "hooks of several parameters never run": Bug(
-        "managed_param:_run_tensor_hooks",
+        "gradient:_run_tensor_hooks",
         replace("compat.is_multi_grad_hook(hook)", "False"),
         f"{PARAMETER_HOOKS}::test_hooks_of_several_parameters_are_refused",
     ),

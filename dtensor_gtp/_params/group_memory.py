@@ -234,12 +234,12 @@ class GroupGradients(PendingGradient):
         *parts, marks = compat.unflatten(slot, self._slots_like)
         for weight, rows in zip(self.weights, parts, strict=True):
             if self._takes(weight, marks):
-                weight.accumulate(rows if weight.layout.is_as_buffer else weight.layout.shard_of_rows(rows))
+                weight.accumulate(rows)
 
     def _takes(self, weight: ShardedWeight, marks: Tensor) -> bool:
         """Whether a weight gets its reduced gradient; notes whether other ranks alone have used it."""
         if weight in self.owed:
-            weight.note_use_elsewhere(None if weight in self._used else marks[self._all.index(weight)])
+            weight.gradient.note_use_elsewhere(None if weight in self._used else marks[self._all.index(weight)])
         return weight in self.owed
 
     def for_replicas(self, slot: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""One managed parameter: who holds it, when it is replaced, and how a reduced gradient becomes its ``.grad``.
+"""One managed parameter: who holds it, and when it is replaced.
 
 ``ShardedWeight`` lives on every rank as a shard and is gathered for each use. ``WholeParam`` is small and stays whole;
 only its gradient is reduced. Both know the modules that hold the parameter (several, if it is tied). If the user or
@@ -7,7 +7,6 @@ another library registers another parameter object there, ``follow`` takes it ov
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,9 +25,7 @@ from .._comm.agreement import device_of
 from .._comm.collectives import Groups
 from .._howto import see
 from ..placement import GTPShard
-
-# Cached, because each gradient needs it, and torch runs an op to compute it.
-wider = functools.cache(torch.promote_types)
+from .gradient import ReducedGradient, as_dtensor
 
 
 class Site(NamedTuple):
@@ -77,6 +74,7 @@ class ManagedParam:
         self.flags = SyncFlags()
         self._mp_policy, self.offload = policies
         self._mesh_device = device_of(mesh)
+        self.gradient = ReducedGradient(self.offload)
         self._set_param(param)
         self.replaced: weakref.ref[nn.Parameter] | None = None  # the parameter that gtp_shard replaced by ``param``
         self.on_replaced: Callable[[], None] | None = None  # called after ``follow`` took over another object
@@ -84,17 +82,12 @@ class ManagedParam:
         self.is_pinned = False  # after ``unshard`` modules see the full parameter outside of forwards, too
         # An outer fully_shard cuts the parameter again. It registers our parameter only while it has gathered it.
         self.is_cut_again = False
-        self.awaits_reduction = False  # trained in a backward since the last reduction
-        self.reduced: Tensor | None = None  # reduced gradient of the running backward, rows of this rank
-        self._more_reduced: list[Tensor] = []  # those of further uses, with shards on the host
-        self.is_used_elsewhere = False  # in the last backward in which this rank did not use it
-        self._use_elsewhere: Tensor | None = None  # positive if other ranks have used it in this backward
-        self._wide_grad: Tensor | None = None  # sum over microbatches, if .grad has a narrower dtype than the sum
 
     def _set_param(self, param: nn.Parameter) -> None:
         self.param = param
-        self.local = self._pinned(_as_dtensor(param))
+        self.local = self._pinned(as_dtensor(param))
         self.shard = self.local  # unless the replicas split it, see ``ReplicaPart``
+        self.gradient.follow(param)
         self._extent = param.shape, param.dtype, self.local.shape  # no optimizer and no load changes these
         policy = self._mp_policy if param.is_floating_point() else MixedPrecisionPolicy()
         self.compute_dtype: torch.dtype = policy.param_dtype or param.dtype
@@ -148,8 +141,6 @@ class ManagedParam:
         # functional_call registers a tensor that is no parameter. Such a tensor would never get its gradient.
         if not isinstance(current, nn.Parameter) or not isinstance(current, DTensor) or not self._same_layout(current):
             raise self._replaced_by(current)
-        if current.dtype != self._extent[1]:  # ``current`` may be the same object, with other data
-            self._wide_grad = None
         if not self.is_cut_again:
             self.refuse_graphs()
         self._set_param(current)
@@ -224,7 +215,7 @@ class ManagedParam:
 
     @property
     def spec(self) -> compat.DTensorSpec:
-        return compat.dtensor_spec(_as_dtensor(self.param))
+        return compat.dtensor_spec(as_dtensor(self.param))
 
     def _same_layout(self, other: DTensor) -> bool:
         spec, mine = compat.dtensor_spec(other), self.spec
@@ -258,77 +249,6 @@ class ManagedParam:
     def _rebound(self) -> None:
         """Make what depends on the parameter object, after ``follow`` has taken over another one."""
 
-    def accumulate(self, reduced: Tensor) -> None:
-        """Add a reduced gradient (shape of the shard) to those of this backward, on the current stream."""
-        if reduced.dtype != self._extent[1]:
-            reduced = reduced.to(wider(reduced.dtype, self._extent[1]))  # sum in the wider of the two dtypes
-        if self.offload is not None:
-            reduced = self._to_host(reduced, self.offload)
-        if self.reduced is not None and self.offload is not None:
-            self._more_reduced.append(reduced)  # it may not have arrived yet
-        elif self.reduced is None:
-            self.reduced = reduced
-        else:
-            self.reduced += reduced
-
-    def _to_host(self, reduced: Tensor, offload: CPUOffloadPolicy) -> Tensor:
-        """A copy on the host. It is complete when the stream that is current now has come to it."""
-        is_pinned = offload.pin_memory and reduced.is_cuda
-        host = torch.empty(reduced.shape, dtype=reduced.dtype, device="cpu", pin_memory=is_pinned)
-        return host.copy_(reduced, non_blocking=True)
-
-    def note_use_elsewhere(self, is_used: Tensor | None) -> None:
-        """This rank has no gradient of its own, and ``is_used`` is positive if another one has; None: it has one."""
-        if is_used is not None and self._use_elsewhere is not None:
-            is_used = is_used + self._use_elsewhere
-        self._use_elsewhere = is_used
-
-    def _drop_zeros(self, is_used: Tensor, is_recorded: bool) -> None:
-        """What no rank has used gets no gradient, not zeros, with which an optimizer would decay and move it."""
-        self._use_elsewhere = None
-        if not is_recorded:  # a graph cannot ask: it does as the last eager step did
-            self.is_used_elsewhere = bool(is_used != 0)  # waits for the device
-        if not self.is_used_elsewhere:
-            self.reduced = None
-            self._more_reduced.clear()
-
-    def publish_grad(self, is_recorded: bool) -> None:
-        """Move the reduced gradient into ``param.grad``, on the compute stream, and run the user's hooks. If it was
-        copied to the host, the caller has waited for that."""
-        if self._use_elsewhere is not None:
-            self._drop_zeros(self._use_elsewhere, is_recorded)
-        if (reduced := self.reduced) is None:
-            return
-        self.reduced, param = None, self.param
-        for more in self._more_reduced:
-            reduced += more
-        self._more_reduced.clear()
-        if (hook := self.flags.all_reduce_hook) is not None:
-            # Here, not behind backward: replicas may launch their reductions in different orders.
-            hook(reduced)
-        spec = compat.dtensor_spec(param)  # type: ignore[arg-type]
-        if hooks := compat.tensor_hooks(param):
-            reduced = _run_tensor_hooks(hooks, self.fqn, param, reduced)
-        grad, dtype = param.grad, compat.grad_dtype(param)
-        earlier, self._wide_grad = self._wide_grad, None
-        if grad is None:
-            param.grad = compat.wrap_local(reduced if reduced.dtype == dtype else reduced.to(dtype), spec)
-        else:
-            local = compat.local_tensor(_as_dtensor(grad))
-            total = local.to(reduced.dtype)  # .grad itself if the dtypes are equal
-            if earlier is not None:
-                # Add to the wide sum where .grad still equals the rounded sum. Elsewhere the user has changed .grad
-                # (clipping, zeroing), perhaps without a change of its version: add to .grad.
-                total = torch.where(earlier.to(dtype) == local, earlier, total)
-            total += reduced
-            if total is not local:
-                local.copy_(total)
-            reduced = total
-        if reduced.dtype != dtype:
-            self._wide_grad = reduced
-        for post_hook in compat.post_accumulate_grad_hooks(param):
-            post_hook(param)
-
     def mark_undifferentiable(self) -> None:
         """After a backward with ``create_graph=True``, whose graph ends where gradients are reduced."""
         grad = self.param.grad
@@ -346,8 +266,7 @@ class ManagedParam:
                 )
         self.check_memory()
         param = self.param
-        if self._wide_grad is not None and param.grad is None:
-            self._wide_grad = None
+        self.gradient.begin_forward()
         if self.leaf.requires_grad is not param.requires_grad:
             self.follow_frozen()
 
@@ -384,32 +303,7 @@ class ManagedParam:
 
     def reset_grads(self) -> None:
         """Forget gradients of a backward that raised."""
-        self.reduced = self._use_elsewhere = None
-        self.awaits_reduction = False
-        self._more_reduced.clear()
-
-
-def _as_dtensor(tensor: Tensor) -> DTensor:
-    assert isinstance(tensor, DTensor)
-    return tensor
-
-
-def _run_tensor_hooks(
-    hooks: list[Callable[[Tensor], Tensor | None]], fqn: str, param: Tensor, reduced: Tensor
-) -> Tensor:
-    """Hooks of ``Tensor.register_hook`` get the gradient in the dtype of ``param``, and may return another one."""
-    for hook in hooks:
-        if compat.is_multi_grad_hook(hook):
-            raise RuntimeError(
-                f"Parameter '{fqn}' of shape {tuple(param.shape)} has a hook of register_multi_grad_hook(mode='all'), "
-                f"which would never run, because its gradient does not come from autograd (rank {dist.get_rank()}). "
-                "Register hooks by param.register_post_accumulate_grad_hook(hook)."
-            )
-        replaced = hook(compat.wrap_local(reduced.to(param.dtype), compat.dtensor_spec(_as_dtensor(param))))
-        if replaced is not None:
-            assert isinstance(replaced, DTensor)
-            reduced = compat.local_tensor(replaced).to(reduced.dtype, copy=True)
-    return reduced
+        self.gradient.reset()
 
 
 def _cuts_alike(outer: Placement, mine: Placement) -> bool:

@@ -241,7 +241,9 @@ class ShardedWeight(ManagedParam, Gatherable):
         # quantized data, which are slow to make, serve all microbatches until the optimizer steps. A CUDA graph that
         # records a forward makes them, too, because its replays read other shards.
         if self.wire is not None and self.wire.is_made_once and not (is_captured or self.is_cut_again):
-            is_first_microbatch = self.pending_grad.is_empty and self.reduced is None and self.param.grad is None
+            is_first_microbatch = (
+                self.pending_grad.is_empty and self.gradient.reduced is None and self.param.grad is None
+            )
             self.edition += is_first_microbatch
         else:
             self.edition += 1
@@ -322,6 +324,10 @@ class ShardedWeight(ManagedParam, Gatherable):
                 return buffer.view(buffer.shape)
         return self.new_buffer()
 
+    def accumulate(self, slot: Tensor) -> None:
+        """Add this rank's rows of a reduced gradient."""
+        self.gradient.accumulate(slot if self.layout.is_as_buffer else self.layout.shard_of_rows(slot))
+
     # Gradients that the replicas reduce-scatter: as rows for all of them, and as the row of this one.
 
     @property
@@ -339,7 +345,7 @@ class ShardedWeight(ManagedParam, Gatherable):
         return self.shard.numel() if self.part is None else math.prod(self.part.layout.slot_shape)
 
     def accumulate_part(self, row: Tensor) -> None:
-        self.accumulate(row.view(self.shard.shape) if self.part is None else self.part.of_received(row))
+        self.gradient.accumulate(row.view(self.shard.shape) if self.part is None else self.part.of_received(row))
 
     def reset_grads(self) -> None:
         super().reset_grads()

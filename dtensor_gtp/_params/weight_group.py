@@ -370,8 +370,7 @@ class WeightGroup(Gatherable):
                 for site in member.sites:
                     member.follow(site)
                 replaced.append(member)
-            if member._wide_grad is not None and member.param.grad is None:
-                member._wide_grad = None
+            member.gradient.begin_forward()
             is_frozen = is_frozen or leaf.requires_grad is not member.param.requires_grad
         if replaced:
             self._follow_replaced(replaced[0])

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
-from .managed_param import ManagedParam, Policies, Site, wider
+from .gradient import wider
+from .managed_param import ManagedParam, Policies, Site
 
 
 class WholeParam(ManagedParam):

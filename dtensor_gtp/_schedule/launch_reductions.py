@@ -185,7 +185,7 @@ class ReductionLaunches:
         elif weight.has_parts:
             weight.accumulate_part(slot)
         else:
-            weight.accumulate(slot if weight.layout.is_as_buffer else weight.layout.shard_of_rows(slot))
+            weight.accumulate(slot)
 
 
 def single(weight: Reducible) -> ShardedWeight:

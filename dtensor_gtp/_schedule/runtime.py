@@ -316,7 +316,7 @@ class Runtime(Gathering):
         for param in (*self.whole, *free):
             leaf = param.leaf if param.group is None else param.group.leaves.by_member[param]
             if param.param.requires_grad and (asked is None or id(leaf) in asked):
-                param.awaits_reduction = True
+                param.gradient.awaits_reduction = True
         for group in self.groups:
             group.pending_grad.asked_for = asked
         self._records_graph = torch.is_grad_enabled()
@@ -452,7 +452,7 @@ class Runtime(Gathering):
     def has_gradients_in_flight(self) -> bool:
         """Whether earlier backwards, none of them the last one, have left gradients for the next one to add to."""
         of_whole = (grad for param in self.whole for grad in (param.leaf.grad, param._wide_local_grad))
-        reduced = (param.reduced for param in self.params)
+        reduced = (param.gradient.reduced for param in self.params)
         return self.comm.is_reducing or any(grad is not None for grad in (*reduced, *of_whole))
 
     def drop_broken_backward(self) -> None:

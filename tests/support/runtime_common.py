@@ -122,7 +122,7 @@ def assert_idle(module: nn.Module) -> None:
         "gradients that wait": runtime.grads._waiting,
     }
     for param in runtime.params:
-        left[f"reduced {param.fqn}"] = param.reduced
+        left[f"reduced {param.fqn}"] = param.gradient.reduced
     for weight in runtime.weights:
         for target in weight.gatherables:
             left[f"gathered {target.index} {weight.fqn}"] = [*target.pending, *filter(None, (target.live, target.kept))]
