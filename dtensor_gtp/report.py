@@ -319,7 +319,9 @@ def _exchanges(runtime: Runtime) -> tuple[str, ...]:
 
 
 def _plans(runtime: Runtime) -> tuple[PlanReport, ...]:
-    columnwise = {id(weight.for_backward) for weight in runtime.weights if weight.for_backward is not weight}
+    columnwise = {
+        id(weight.for_backward) for weight in runtime.weights if weight.for_backward is not weight.for_forward
+    }
     names = [g.weight.fqn + " (columnwise)" * (id(g) in columnwise) for g in runtime.gatherables]
     plans = []
     for key, chain in list(runtime.chains.items()):

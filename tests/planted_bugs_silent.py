@@ -333,7 +333,9 @@ SILENT = {
     ),
     "a block computes with shards that its forward has written": Bug(
         "LostWrites._drop_in_forward",
-        never("group.live is not None and group not in self._seen_shards and runtime.comm.may_wait_on_host"),
+        never(
+            "group.for_forward.live is not None and group not in self._seen_shards and runtime.comm.may_wait_on_host"
+        ),
         f"{SILENT_GROUPS}::test_writes_to_shards_of_a_block_that_runs_are_refused",
     ),
     "a block may return a tensor that autograd does not follow into it": Bug(

@@ -54,7 +54,8 @@ def make_groups(runtime: Runtime, num_tokens: int) -> tuple[str, ...]:
             whole = [param for param in params if isinstance(param, WholeParam)]
             _dress_as_group(modules, block)
             group = WeightGroup(name, block, weights, whole)
-            group.call, group.on_dissolved = weights[0].call, partial(_dress_as_group, modules, None)
+            group.for_forward.call = weights[0].for_forward.call
+            group.on_dissolved = partial(_dress_as_group, modules, None)
             groups.append(group)
             parts = {site.module for param in params for site in param.sites} - {block}
             for module in (block, *parts):
@@ -143,7 +144,7 @@ def _why_single(modules: list[nn.Module], params: list[ManagedParam], num_tokens
         layout = weight.layout
         if weight.wire is not None or layout.dim != 0 or layout.block_size != 1 or layout.world == 1:
             return f"'{weight.fqn}' is quantized or sharded in another way"
-        if weight.companions:
+        if weight.for_forward.companions:
             return f"'{weight.fqn}' travels with others"
     if any(isinstance(module, nn.RNNBase) for module in modules):
         return "recurrent layers keep a list of their weights"

@@ -17,7 +17,7 @@ from .gathered import Gathered
 from .group_memory import Parts
 from .layout import WeightLayout
 from .sharded_weight import Gatherable, Packed, ShardedWeight
-from .weight_group import WeightGroup
+from .weight_group import GatherableGroup
 
 # One tensor to gather: where its rows lie in the buffer, this rank's part, and the buffer.
 _Plane = tuple[WeightLayout, Tensor, Tensor]
@@ -34,7 +34,7 @@ def launch(targets: Sequence[Gatherable], comm: CommContext) -> None:
         comm.check_finite("the all_gather of weights", values, weight.groups)
     if weight.is_plain and len(targets) == 1:
         with profiler_range("GTP::all_gather", weight.fqn):
-            _launch_plain(weight, comm)
+            _launch_plain(targets[0], comm)
     elif weight.layout.world == 1:
         for target in targets:
             target.add(_alone(target, comm))
@@ -43,8 +43,9 @@ def launch(targets: Sequence[Gatherable], comm: CommContext) -> None:
             _launch_together(targets, comm)
 
 
-def _launch_plain(weight: ShardedWeight, comm: CommContext) -> None:
+def _launch_plain(target: Gatherable, comm: CommContext) -> None:
     """As ``_launch_together``, but for one weight that is gathered as it is: the most frequent case, so it is short."""
+    weight = target.weight
     layout, shard, rows = weight.layout, weight.shard, weight.rows
     buffer = torch.empty_like(weight.full_like) if weight.fixed is None else weight.gather_buffer()
     if weight.is_sendable or weight.groups.casts_shards:
@@ -54,8 +55,7 @@ def _launch_plain(weight: ShardedWeight, comm: CommContext) -> None:
         done = comm.all_gather(weight.groups, weight.fqn, [buffer], [slot], ([layout.filled(slot)], [rows]))
     full = buffer if layout.is_as_buffer else layout.full_view(buffer)
     version = weight.param._version, weight.local._version, weight.num_updates
-    weight.num_gathers += 1
-    weight.pending.append(Gathered(buffer, full, done, shard, version))
+    target.add(Gathered(buffer, full, done, shard, version))
 
 
 def _alone(target: Gatherable, comm: CommContext) -> Gathered:
@@ -90,7 +90,7 @@ def _pack(targets: Sequence[Gatherable], comm: CommContext) -> dict[Gatherable, 
 
 
 def _direction(target: Gatherable) -> Direction:
-    return Direction.ROWWISE if target is target.weight else Direction.COLUMNWISE
+    return Direction.ROWWISE if target is target.weight.for_forward else Direction.COLUMNWISE
 
 
 def _side_by_side(targets: Sequence[Gatherable]) -> dict[Gatherable, Tensor]:
@@ -110,7 +110,7 @@ def _side_by_side(targets: Sequence[Gatherable]) -> dict[Gatherable, Tensor]:
 
 def weights_of(target: Gatherable) -> list[ShardedWeight]:
     """The weight itself, or those of a group."""
-    return target.weights if isinstance(target, WeightGroup) else [target.weight]
+    return target.group.weights if isinstance(target, GatherableGroup) else [target.weight]
 
 
 def _planes(weight: ShardedWeight, packed: Packed | None, buffer: Tensor | None, copy: Tensor | None) -> list[_Plane]:
@@ -129,10 +129,10 @@ def _planes(weight: ShardedWeight, packed: Packed | None, buffer: Tensor | None,
 def _launch_together(targets: Sequence[Gatherable], comm: CommContext) -> None:
     """Gather several tensors in one launch, each into a buffer of its own, so that each weight is freed by itself."""
     groups, names = targets[0].weight.groups, ", ".join(target.weight.fqn for target in targets)
-    grouped = [target for target in targets if isinstance(target, WeightGroup)]
-    singles = targets if not grouped else [target for target in targets if not isinstance(target, WeightGroup)]
+    grouped = [target for target in targets if isinstance(target, GatherableGroup)]
+    singles = targets if not grouped else [target for target in targets if not isinstance(target, GatherableGroup)]
     parts = Parts([], [], [], [])
-    for group in grouped:
+    for group in (target.group for target in grouped):
         group.leaves.allocate(group.version)
         for lists, more in zip(parts, group.parts, strict=True):
             lists += more
@@ -149,14 +149,15 @@ def _launch_together(targets: Sequence[Gatherable], comm: CommContext) -> None:
             parts.add(layout, layout.rows_of(part), buffer, groups.casts_shards)
     copied = (parts.copied, parts.sources) if parts.copied else None
     done = comm.all_gather(groups, names, parts.outputs, parts.slots, copied, uploaded)
-    for group in grouped:
+    for target in grouped:
+        group = target.group
         assert group.leaves.version is not None
         first = group.leaves.outputs[0]
-        group.add(Gathered(first, first, done, group.weights[0].shard, group.leaves.version))
-    for target, planes in planes_of.items():
-        gathered = _gathered(target.weight, planes, packed.get(target), done, comm)
-        gathered.uploaded = copies.get(target)
-        target.add(gathered)
+        target.add(Gathered(first, first, done, group.weights[0].shard, group.leaves.version))
+    for single, planes in planes_of.items():
+        gathered = _gathered(single.weight, planes, packed.get(single), done, comm)
+        gathered.uploaded = copies.get(single)
+        single.add(gathered)
 
 
 def _gathered(

@@ -81,8 +81,8 @@ class Wire(ABC):
 
 
 class Gatherable:
-    """The weight itself, or the columnwise data that backward needs in some low-precision formats; and its gathers that
-    are in memory or in flight."""
+    """What is gathered of a weight: all of it, or the columnwise data that backward needs in some low-precision
+    formats. Has the gathers that are in memory or in flight."""
 
     def __init__(self, weight: ShardedWeight) -> None:
         self.weight = weight
@@ -168,7 +168,7 @@ class FixedBuffers(NamedTuple):
     grad: Tensor
 
 
-class ShardedWeight(ManagedParam, Gatherable):
+class ShardedWeight(ManagedParam):
     """A weight that is cut over the gtp axis."""
 
     def __init__(
@@ -182,14 +182,14 @@ class ShardedWeight(ManagedParam, Gatherable):
         tp_spec: compat.DTensorSpec | None,
         part: ReplicaPart | None = None,
     ) -> None:
-        ManagedParam.__init__(self, fqn, sites, param, mesh, policies)
-        Gatherable.__init__(self, self)
+        super().__init__(fqn, sites, param, mesh, policies)
         self.layout = layout
         self.part = part  # of the shard, if the replicas split its optimizer states
         self.tp_spec = tp_spec  # of the tp-local slice that modules see; None without tensor parallelism
         self.wire: Wire | None = None
         self.is_plain = layout.world > 1 and self.offload is None  # what other ranks have of it is gathered as it is
-        self.for_backward: Gatherable = self  # gathered in backward to compute the gradient of the input
+        self.for_forward = Gatherable(self)
+        self.for_backward = self.for_forward  # gathered in backward to compute the gradient of the input
         self.pending_grad = PendingGradient()
         self.gemms: Float8GEMMs | None = None  # multiply with the quantized weight; None: with the full weight
         self.fixed: FixedBuffers | None = None  # set for weights of recorded blocks
@@ -208,7 +208,7 @@ class ShardedWeight(ManagedParam, Gatherable):
         """Gather the weight as ``wire`` says; None gathers the weight itself."""
         self.wire = wire
         self.is_plain = wire is None and self.layout.world > 1 and self.offload is None
-        self.for_backward = Gatherable(self) if wire is not None and wire.has_columnwise else self
+        self.for_backward = Gatherable(self) if wire is not None and wire.has_columnwise else self.for_forward
         self.gemms = None if wire is None else wire.gemms()
 
     def _rebound(self) -> None:
@@ -298,7 +298,8 @@ class ShardedWeight(ManagedParam, Gatherable):
 
     @property
     def gatherables(self) -> list[Gatherable]:
-        return [self] if self.for_backward is self else [self, self.for_backward]
+        """Once each, if it is gathered in backward as in forward."""
+        return [*dict.fromkeys((self.for_forward, self.for_backward))]
 
     def for_modules(self, gathered: Gathered) -> Tensor:
         """The full weight for module code: contiguous, and a DTensor where the module is tensor-parallel."""

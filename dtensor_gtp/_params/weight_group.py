@@ -56,7 +56,7 @@ class FullParams(dict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
         group = self.group
-        if group.live is None and name in self._grouped:
+        if group.for_forward.live is None and name in self._grouped:
             group.reader.hold_until_end(group)
         return value
 
@@ -165,7 +165,23 @@ class InBackward:
     creates_graph: bool = False  # a second backward will compute with what this one has saved
 
 
-class WeightGroup(Gatherable):
+class GatherableGroup(Gatherable):
+    """A group in the place of a weight, for the schedule, which asks a group what it asks a weight."""
+
+    def __init__(self, group: WeightGroup) -> None:
+        super().__init__(cast("ShardedWeight", group))
+        self.group = group
+
+    @property
+    def nbytes(self) -> int:
+        return self.group.leaves.nbytes
+
+    @property
+    def kept_nbytes(self) -> int:
+        return self.group.leaves.nbytes
+
+
+class WeightGroup:
     """The weights and whole parameters of one ``module``, all of one mesh, dtype and ``gtp_shard`` call."""
 
     # What a single weight may have and a group never has: the schedule asks both.
@@ -179,7 +195,7 @@ class WeightGroup(Gatherable):
     def __init__(
         self, fqn: str, module: nn.Module, weights: Sequence[ShardedWeight], whole: Sequence[WholeParam]
     ) -> None:
-        super().__init__(cast("ShardedWeight", self))  # the schedule asks a group what it asks a weight
+        self.for_forward = GatherableGroup(self)
         self.fqn = fqn
         self.sites = [Site(module, "")]
         self.weights, self.whole = list(weights), list(whole)
@@ -213,7 +229,11 @@ class WeightGroup(Gatherable):
 
     @property
     def for_backward(self) -> Gatherable:
-        return self
+        return self.for_forward
+
+    @property
+    def gatherables(self) -> list[Gatherable]:
+        return [self.for_forward]
 
     @property
     def layout(self) -> WeightLayout:
@@ -231,14 +251,6 @@ class WeightGroup(Gatherable):
     @property
     def is_pinned(self) -> bool:
         return self.views.is_pinned
-
-    @property
-    def nbytes(self) -> int:
-        return self.leaves.nbytes
-
-    @property
-    def kept_nbytes(self) -> int:
-        return self.leaves.nbytes
 
     def _find_shards(self) -> list[Tensor]:
         """The parameters and their local tensors, whose versions count writes to them."""
@@ -297,14 +309,16 @@ class WeightGroup(Gatherable):
 
     def note_read_outside(self) -> None:
         """Code outside of passes reads the weights that ``unshard`` keeps, and may write to them."""
-        if self.kept is not None and self.kept.seen is None:
-            self.kept.seen = self.leaves.seen()
+        kept = self.for_forward.kept
+        if kept is not None and kept.seen is None:
+            kept.seen = self.leaves.seen()
 
     def write_outside(self) -> RuntimeError | None:
         """An error if a write between ``unshard`` and ``reshard`` is lost."""
-        if self.kept is None or self.kept.seen is None:
+        kept = self.for_forward.kept
+        if kept is None or kept.seen is None:
             return None
-        return self.untraced_write(self.kept.seen, "between unshard() and reshard()")
+        return self.untraced_write(kept.seen, "between unshard() and reshard()")
 
     @torch.no_grad()
     def _carry_writes(self) -> None:
@@ -330,7 +344,7 @@ class WeightGroup(Gatherable):
 
     def is_fresh(self, gathered: Gathered) -> bool:
         """Whether ``gathered`` has the present values of all shards. One in use has those of the start of its use."""
-        return gathered is self.live or gathered.version == self.version
+        return gathered is self.for_forward.live or gathered.version == self.version
 
     @property
     def has_gradient(self) -> bool:

@@ -53,7 +53,7 @@ def gather_for_any_use(runtime: GathersAhead) -> None:
                 f"fully_shard has sharded, too (rank {dist.get_rank()}). Pass a (replicate, gtp) mesh to gtp_shard "
                 "instead of the fully_shard around it."
             )
-        is_needed = runtime.is_in_backward or target is weight
+        is_needed = runtime.is_in_backward or target is weight.for_forward
         if is_needed and (target.kept is None or not weight.is_fresh(target.kept)) and target.live is None:
             by_mesh.setdefault(weight.groups, []).append(target)
     for targets in by_mesh.values():

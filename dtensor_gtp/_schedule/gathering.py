@@ -25,7 +25,7 @@ from .._params.managed_param import ManagedParam
 from .._params.pack_planes import QuantizedWire, agree_on_amax
 from .._params.saved_for_backward import refuse_recording
 from .._params.sharded_weight import Gatherable, ShardedWeight
-from .._params.weight_group import WeightGroup
+from .._params.weight_group import GatherableGroup, WeightGroup
 from .._progress import Progress
 from ..policy import SchedulePolicy
 from .any_use import absent_beside, may_be_left_out
@@ -44,7 +44,7 @@ class Gathering(KeepAndFree):
     def __init__(self, device: torch.device, policy: SchedulePolicy, debug: DebugFlags) -> None:
         super().__init__(device, policy, debug)
         self.parts = ReplicaGathers(self.comm)
-        self._read_outside: list[tuple[WeightGroup, Gathered]] = []  # by code outside of a use, see ``hold_until_end``
+        self._read_outside: list[tuple[Gatherable, Gathered]] = []  # by code outside of a use, see ``hold_until_end``
         self.handed_out: set[ShardedWeight] = set()  # in this pass, to code that may write to them without a trace
         self.parted = PartedRanks(lambda index: self.gatherables[index].weight.fqn)
         self.comm.explain = self.parted.explain
@@ -126,14 +126,14 @@ class Gathering(KeepAndFree):
         if target.live is gathered:
             target.live = None
         is_kept = self._stays(target) or (target.index in self._kept_if_last and self._is_turning_point(target))
-        if isinstance(target, WeightGroup):
+        if isinstance(target, GatherableGroup):
             is_kept = is_kept or self._is_next(target)
         if is_kept and target.weight.is_fresh(gathered) and target.weight not in self.handed_out:
             target.kept = gathered
         else:
             self._free(target, gathered)
 
-    def _is_next(self, group: WeightGroup) -> bool:
+    def _is_next(self, group: GatherableGroup) -> bool:
         """Whether a group that was just used is used again soon: it has memory for one gather at a time."""
         chain = self._running_chain
         if chain is None or chain.plan.uses.count(group.index) < 2:
@@ -144,15 +144,16 @@ class Gathering(KeepAndFree):
     def gather_kept(self, weight: ShardedWeight) -> None:
         """Gather a weight ahead of any use, for ``unshard``."""
         self.ensure_initialized()
-        if weight.live is None and (weight.kept is None or not weight.is_fresh(weight.kept)):
+        target = weight.for_forward
+        if target.live is None and (target.kept is None or not weight.is_fresh(target.kept)):
             self.drop_kept(weight)
             weight.follow(weight.sites[0])
             weight.check_readable()
             self.comm.begin_pass(weight.groups)
-            if (kept := self._take(weight)) is None:
-                self._gather([weight])
-                kept = weight.pending.pop()
-            weight.kept = kept
+            if (kept := self._take(target)) is None:
+                self._gather([target])
+                kept = target.pending.pop()
+            target.kept = kept
 
     def gather_and_keep(self, targets: Sequence[Gatherable]) -> None:
         """Gather weights of one mesh ahead of any use, in one launch."""
@@ -174,7 +175,7 @@ class Gathering(KeepAndFree):
         """Gather and reduce each weight by itself from now on, as graphs of single blocks need it."""
         self.make_groups = None
         for group in self.groups:
-            self.forget_kept(group)
+            self.forget_kept(group.for_forward)
             group.dissolve()
         self.groups = []
         self._plan_anew([target for weight in self.weights for target in weight.gatherables])
@@ -183,11 +184,12 @@ class Gathering(KeepAndFree):
 
     def hold_until_end(self, group: WeightGroup) -> None:
         """Code outside of a use reads a weight of ``group``: gather it until the pass ends."""
-        if group.is_pinned and group.kept is not None and group.is_fresh(group.kept):
-            self.comm.wait(group.kept.done)
+        target = group.for_forward
+        if group.is_pinned and target.kept is not None and group.is_fresh(target.kept):
+            self.comm.wait(target.kept.done)
             group.note_read_outside()
         else:
-            self._read_outside.append((group, self.acquire(group)))
+            self._read_outside.append((target, self.acquire(target)))
 
     def _release_read_outside(self) -> None:
         while self._read_outside:
@@ -245,7 +247,7 @@ class Gathering(KeepAndFree):
             self._gather(missing)
 
     def _is_missing(self, chain: Chain, target: Gatherable, position: int) -> bool:
-        if self._stays(target) or isinstance(target, WeightGroup):
+        if self._stays(target) or isinstance(target, GatherableGroup):
             return target.is_absent
         available = len(target.pending) + (target.kept is not None)
         return available == 0 or available < chain.num_expected(target.index, position)

@@ -21,7 +21,7 @@ from .._params.gathered import Gathered
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import Gatherable, ShardedWeight
 from .._params.ties import warn_of_holders
-from .._params.weight_group import Reducible, WeightGroup
+from .._params.weight_group import GatherableGroup, Reducible, WeightGroup
 from .._params.whole_param import WholeParam
 from .._progress import Progress
 from ..policy import Schedule, SchedulePolicy
@@ -127,7 +127,7 @@ class KeepAndFree:
             no_copies,
             block_nbytes((call.module for call in self.calls), self.weights),
             free_nbytes,
-            group_nbytes=sum(group.nbytes for group in self.groups),
+            group_nbytes=sum(group.leaves.nbytes for group in self.groups),
             single_nbytes=sum(weight.gatherables[0].nbytes for weight in self.single_weights),
         )
         if torch.is_grad_enabled():
@@ -148,7 +148,7 @@ class KeepAndFree:
         if adds_addends(self.policy, facts):
             kinds = {(weight.reduce_dtype, weight.layout.world) for weight in self.weights}
         else:  # groups send theirs as they are
-            large = [group for group in self.groups if is_worth_loading(group.nbytes)]
+            large = [group for group in self.groups if is_worth_loading(group.leaves.nbytes)]
             kinds = {(group.leaves.dtype, group.layout.world) for group in large}
         for dtype, num_ranks in kinds:
             load_ahead(self.device, dtype, num_ranks)
@@ -284,14 +284,14 @@ class KeepAndFree:
                     self.forget_kept(target)
 
     def wait_kept(self, weight: ShardedWeight) -> None:
-        kept = weight.kept if weight.group is None else weight.group.kept
+        kept = (weight.group or weight).for_forward.kept
         if kept is not None:
             self.comm.wait(kept.done)
             self.comm.finish_uploads()
 
     def drop_kept(self, weight: ShardedWeight) -> None:
         """Drop everything that was made of a shard."""
-        for target in weight.gatherables if weight.group is None else (weight.group,):
+        for target in (weight.group or weight).gatherables:
             self.forget_kept(target)
         weight.edition += 1
         if weight.wire is not None:
@@ -311,13 +311,13 @@ class KeepAndFree:
 
     def _free(self, target: Gatherable, gathered: Gathered) -> None:
         """Drop a buffer that this runtime no longer needs. Poison it if nobody else holds it."""
-        if isinstance(target, WeightGroup):
+        if isinstance(target, GatherableGroup):
             if self.debug.poison:  # whoever reads the memory before the next gather is complete finds it
-                target.carry_writes()
+                target.group.carry_writes()
                 with compat.unseen_by_checkpoint_policies():
-                    for output in target.leaves.outputs:
+                    for output in target.group.leaves.outputs:
                         poison(output)
-            target.free()
+            target.group.free()
         elif self.debug.poison and not gathered.is_alias:
             gathered.forget()
             # We are two of the owners: the buffer, and the Python object of its storage.

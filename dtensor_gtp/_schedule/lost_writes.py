@@ -57,7 +57,7 @@ class LostWrites:
         for group in self._runtime.groups:  # in one order on all ranks
             if group in groups:
                 # What was read outside of the block is in the memory of the group, so that has to be full.
-                self._runtime.gather_and_keep([group])
+                self._runtime.gather_and_keep([group.for_forward])
                 self._runtime.wait_kept(group.weights[0])
         self._outdated.clear()
 
@@ -84,18 +84,18 @@ class LostWrites:
         elif member.is_pinned:
             self._outdated.add(weight)  # until the next forward, as one rank alone may read it until then
         else:
-            for target in weight.gatherables if group is None else (group,):
+            for target in (group or weight).gatherables:
                 self._runtime.forget_kept(target)
 
     def _drop_in_forward(self, weight: ShardedWeight, group: WeightGroup | None) -> None:
         """Drop what was gathered of a shard that is about to be written, and gather it at its next use alone."""
         runtime = self._runtime
         if group is not None:
-            if group.live is not None and group not in self._seen_shards and runtime.comm.may_wait_on_host:
+            if group.for_forward.live is not None and group not in self._seen_shards and runtime.comm.may_wait_on_host:
                 self._seen_shards[group] = _bits_of_shards(group)
-            runtime.handed_out.add(group.weight)
-            runtime.forget_pending(group)
-            runtime.forget_kept(group)
+            runtime.handed_out.add(group.for_forward.weight)
+            runtime.forget_pending(group.for_forward)
+            runtime.forget_kept(group.for_forward)
             return
         runtime.handed_out.add(weight)
         runtime.drop_prefetched_of([weight])

@@ -126,7 +126,7 @@ class Runtime(Gathering):
         errors = self.lost_writes.written_outside(param for param in written if isinstance(param, ShardedWeight))
         count_writes(written)
         for group in {param.group for param in written if param.group is not None}:
-            self.forget_kept(group)
+            self.forget_kept(group.for_forward)
         for param in written:
             if isinstance(param, ShardedWeight) and param.group is None:
                 self.drop_kept(param)
@@ -339,7 +339,12 @@ class Runtime(Gathering):
         self.groups = list(groups)
         for group in groups:
             group.reader = self
-        self._plan_anew([*(target for target in self.gatherables if target.weight.group is None), *groups])
+        self._plan_anew(
+            [
+                *(target for target in self.gatherables if target.weight.group is None),
+                *(group.for_forward for group in groups),
+            ]
+        )
 
     def gather_kept(self, weight: ShardedWeight) -> None:
         """Gather a weight, or its group, ahead of any use, for ``unshard``."""
@@ -353,10 +358,11 @@ class Runtime(Gathering):
         if not (group.is_pinned or self.reads.frames):
             group.begin_forward()  # follows parameters that were replaced
         group.views.pin(self.note_backward)
-        if group.live is None and (group.kept is None or not group.is_fresh(group.kept)):
-            self.forget_kept(group)
+        target = group.for_forward
+        if target.live is None and (target.kept is None or not group.is_fresh(target.kept)):
+            self.forget_kept(target)
             self.comm.begin_pass(group.groups)
-            group.kept = self._take(group) or self._gather_now(group)
+            target.kept = self._take(target) or self._gather_now(target)
 
     @property
     def gives_full_params(self) -> bool:

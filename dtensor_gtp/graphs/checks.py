@@ -61,7 +61,7 @@ def check_blocks(blocks: Sequence[nn.Module], names: dict[nn.Module, str]) -> No
     for block in blocks:
         _check_block(names[block], block, owners)
     asked = runtimes_of(blocks[0], "capture_blocks")[0].policy.prefetch_nbytes
-    nbytes = max(sum(weight.kept_nbytes for weight in weights_of(block)) for block in blocks)
+    nbytes = max(sum(weight.for_forward.kept_nbytes for weight in weights_of(block)) for block in blocks)
     if asked and asked < nbytes:
         logger.warning(
             "capture_blocks: SchedulePolicy(prefetch_nbytes=%d) gathers the rest of the %d bytes of a block only "

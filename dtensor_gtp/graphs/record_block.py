@@ -224,9 +224,9 @@ class BlockGraph:
         try:
             for index, weight in enumerate(weights, start=1):
                 weight.follow(weight.sites[0])
-                gathered = runtime.acquire(weight)
+                gathered = runtime.acquire(weight.for_forward)
                 if weight in weights[index:]:
-                    runtime.release(weight, gathered)  # the next use has its own gather, as without a graph
+                    runtime.release(weight.for_forward, gathered)  # the next use has its own gather, as without a graph
                 else:
                     held.append((weight, gathered))
             for weight, gathered in held:
@@ -234,7 +234,7 @@ class BlockGraph:
             replay()
         finally:
             for weight, gathered in held:
-                runtime.release(weight, gathered)
+                runtime.release(weight.for_forward, gathered)
 
 
 class _Call:

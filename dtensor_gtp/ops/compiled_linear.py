@@ -61,7 +61,7 @@ def grouped_linear(
 @torch.library.custom_op("dtensor_gtp::linear", mutates_args=())
 def _linear(input: Tensor, leaf: Tensor, bias: Tensor | None, handle: Tensor, out_features: int) -> Tensor:
     runtime, weight = handles()[handle].resolve_in_forward()
-    return runtime.compute(F.linear, input, weight, bias)
+    return runtime.compute(F.linear, input, weight.for_forward, bias)
 
 
 @torch.library.custom_op("dtensor_gtp::grouped_linear", mutates_args=())
@@ -75,7 +75,7 @@ def _float8_linear(
     input: Tensor, leaf: Tensor, casts: list[Tensor], handle: Tensor, out_features: int, gemms: str
 ) -> Tensor:
     runtime, weight = handles()[handle].resolve_in_forward()
-    with using_quantized(runtime, weight) as quantized:
+    with using_quantized(runtime, weight.for_forward) as quantized:
         output = gemms_of_name(gemms).output(casts, quantized, weight.compute_dtype)
     return output.view(*input.shape[:-1], out_features)
 

@@ -33,7 +33,7 @@ def linear(input: Tensor, bias: Tensor | None, runtime: Runtime, weight: Sharded
         return result
     if weight.gemms is not None:
         return _float8_linear(input, bias, runtime, weight)
-    return runtime.compute(F.linear, input, weight, bias)
+    return runtime.compute(F.linear, input, weight.for_forward, bias)
 
 
 def _forward(
@@ -46,7 +46,7 @@ def _forward(
     elif is_policy_asked:
         output = F.linear(input, UngatheredWeight(runtime, weight), bias)
     else:
-        output = runtime.compute(F.linear, input, weight, bias)
+        output = runtime.compute(F.linear, input, weight.for_forward, bias)
     if not is_policy_asked:  # torch must see writes to what a policy has saved
         output = compat.no_view(output)
     # The gradient of a frozen weight is not computed, so its input is not saved.

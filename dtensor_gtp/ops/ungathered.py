@@ -34,7 +34,7 @@ def float8_product(input_MK: Tensor, runtime: Runtime, weight: ShardedWeight) ->
     """``input @ weight.T`` in float8. The cast comes before the wait for the gather, which it helps to hide."""
     assert weight.gemms is not None
     operands = weight.gemms.cast_input(input_MK)
-    with using_quantized(runtime, weight) as quantized:
+    with using_quantized(runtime, weight.for_forward) as quantized:
         return weight.gemms.output(operands, quantized, weight.compute_dtype)
 
 
@@ -69,5 +69,5 @@ class UngatheredWeight(Tensor):
             return func(*real[0], **real[1])
 
     def _gathered(self, stack: ExitStack) -> Tensor:
-        full = stack.enter_context(self._runtime.using(self._weight))
+        full = stack.enter_context(self._runtime.using(self._weight.for_forward))
         return full.t() if self._is_transposed else full

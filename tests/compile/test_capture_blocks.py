@@ -307,7 +307,9 @@ class TestCaptureBlocks:
         pair.prepare()
         for seed in range(3, 6):
             assert pair.run(train(seed)) == REPLAYED
-        eager, recorded = (sum(weight.num_gathers for weight in runtime_of(model).weights) for model in pair.models)
+        eager, recorded = (
+            sum(weight.for_forward.num_gathers for weight in runtime_of(model).weights) for model in pair.models
+        )
         assert recorded > eager
 
     def test_weights_are_gathered_where_graphs_read_them(self, world: Any) -> None:
@@ -458,15 +460,15 @@ class TestCaptureBlocks:
         assert pair.run(train(3)) == REPLAYED
         del holder
         runtime.gather_kept(weights[1])  # as a prefetch, to be used when block 0 has been
-        assert weights[1].kept is not None
-        assert weights[1].kept.is_in(weights[1].fixed.gathered)
-        gathered = runtime.acquire(weights[0])
+        assert weights[1].for_forward.kept is not None
+        assert weights[1].for_forward.kept.is_in(weights[1].fixed.gathered)
+        gathered = runtime.acquire(weights[0].for_forward)
         assert not gathered.is_in(weights[0].fixed.gathered)
         runtime.place(weights[0], gathered)
-        assert not weights[1].kept.is_in(weights[1].fixed.gathered)
-        for weight, value in ((weights[0], weights[0].fixed.gathered), (weights[1], weights[1].kept.value)):
+        assert not weights[1].for_forward.kept.is_in(weights[1].fixed.gathered)
+        for weight, value in ((weights[0], weights[0].fixed.gathered), (weights[1], weights[1].for_forward.kept.value)):
             assert torch.equal(value, torch.cat([weight.shard] * 4))
-        runtime.release(weights[0], gathered)
+        runtime.release(weights[0].for_forward, gathered)
         runtime.drop_kept(weights[1])
 
     def test_removal(self, pair: Pair) -> None:

@@ -97,7 +97,7 @@ def test_own_parameters(world: Any, schedule: Any, is_checkpointed: bool) -> Non
             pair.run(train(seed))
         assert pair.run(train(6, 7)) == ["replay"] * 16
     for model in pair.models:
-        assert not any(w.kept or w.live or w.pending for w in runtime_of(model).weights)
+        assert not any(t.kept or t.live or t.pending for t in runtime_of(model).gatherables)
 
 
 def test_hooks_that_read_what_the_block_reads(world: Any) -> None:

@@ -45,7 +45,7 @@ class TestGathered(GlooTest):
             seen.append(quantized)
             return dequantize(self, quantized, *args)
 
-        target = weight if direction is Direction.ROWWISE else weight.for_backward
+        target = weight.for_forward if direction is Direction.ROWWISE else weight.for_backward
         with mock.patch.object(type(recipe), "dequantize", spy), runtime.using(target) as whole:
             return seen[0], whole.clone()
 
@@ -222,11 +222,11 @@ class TestGathered(GlooTest):
         handle = model.unshard(async_op=True)
         handle.wait()
         handle.wait()
-        first, second = runtime.acquire(weight), runtime.acquire(weight)
+        first, second = runtime.acquire(weight.for_forward), runtime.acquire(weight.for_forward)
         self.assertIs(first, second)
         self.assertIs(first.full, first.full)
         expected = dequantized(full(weight.param.detach()), NVFP4(), Direction.ROWWISE)
         self.assertTrue(torch.equal(first.full, expected))
         for gathered in (first, second):
-            runtime.release(weight, gathered)
+            runtime.release(weight.for_forward, gathered)
         model.reshard()

@@ -68,7 +68,7 @@ class OnHost:
             pending.owed = before
 
     def check_nothing_is_kept(self) -> None:
-        assert all(weight.kept is None for weight in runtime_of(self.sharded).weights)
+        assert all(weight.for_forward.kept is None for weight in runtime_of(self.sharded).weights)
 
     def record(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         self.events.append("record")
