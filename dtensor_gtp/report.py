@@ -285,12 +285,12 @@ def _row(managed: ManagedParam, modules: dict[str, nn.Module]) -> ReportRow:
             exchanges = [f"{e.purpose}: {e.describe()}" for e in (managed.lookups, managed.losses) if e is not None]
             use = ", ".join(("fused op", *exchanges))
         gathered = managed.layout.shape.numel() * managed.compute_dtype.itemsize
-        if native is None and isinstance(managed.wire, QuantizedWire):
-            storage = f"{managed.wire.recipe.name} from master"
-        if managed.wire is not None:
-            gathered = managed.wire.num_bytes() or gathered
+        if native is None and isinstance(managed.form.wire, QuantizedWire):
+            storage = f"{managed.form.wire.recipe.name} from master"
+        if managed.form.wire is not None:
+            gathered = managed.form.wire.num_bytes() or gathered
             in_gemm = any(fused is not None and fused.multiplies for fused in map(_fused_of, modules.values()))
-            use = f"{use}, {managed.wire.describe('' if in_gemm else 'no fused nn.Linear')}"
+            use = f"{use}, {managed.form.wire.describe('' if in_gemm else 'no fused nn.Linear')}"
     shape, name = tuple(param.shape), " = ".join(modules)
     return ReportRow(name, shape, param.dtype, placements, local_nbytes, gathered, use, storage, _cuts(managed))
 

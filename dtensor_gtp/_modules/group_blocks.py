@@ -142,7 +142,7 @@ def _why_single(modules: list[nn.Module], params: list[ManagedParam], num_tokens
             return f"'{param.fqn}' has another dtype"
     for weight in weights:
         layout = weight.layout
-        if weight.wire is not None or layout.dim != 0 or layout.block_size != 1 or layout.world == 1:
+        if weight.form.wire is not None or layout.dim != 0 or layout.block_size != 1 or layout.world == 1:
             return f"'{weight.fqn}' is quantized or sharded in another way"
         if weight.for_forward.companions:
             return f"'{weight.fqn}' travels with others"

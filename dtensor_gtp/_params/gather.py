@@ -13,10 +13,11 @@ from .._comm.debug import profiler_range
 from .._comm.streams import Done
 from ..quant.planes import Direction
 from ..quant.weight import WeightWithRecipe
+from .gather_form import Packed
 from .gathered import Gathered
 from .group_memory import Parts
 from .layout import WeightLayout
-from .sharded_weight import Gatherable, Packed, ShardedWeight
+from .sharded_weight import Gatherable, ShardedWeight
 from .weight_group import GatherableGroup
 
 # One tensor to gather: where its rows lie in the buffer, this rank's part, and the buffer.
@@ -32,7 +33,7 @@ def launch(targets: Sequence[Gatherable], comm: CommContext) -> None:
         # A tensor of another library may have no isfinite.
         values = [(n, s) for n, s in shards.items() if type(s) is Tensor or isinstance(s, WeightWithRecipe)]
         comm.check_finite("the all_gather of weights", values, weight.groups)
-    if weight.is_plain and len(targets) == 1:
+    if weight.form.is_plain and len(targets) == 1:
         with profiler_range("GTP::all_gather", weight.fqn):
             _launch_plain(targets[0], comm)
     elif weight.layout.world == 1:
@@ -46,15 +47,15 @@ def launch(targets: Sequence[Gatherable], comm: CommContext) -> None:
 def _launch_plain(target: Gatherable, comm: CommContext) -> None:
     """As ``_launch_together``, but for one weight that is gathered as it is: the most frequent case, so it is short."""
     weight = target.weight
-    layout, shard, rows = weight.layout, weight.shard, weight.rows
-    buffer = torch.empty_like(weight.full_like) if weight.fixed is None else weight.gather_buffer()
-    if weight.is_sendable or weight.groups.casts_shards:
+    layout, shard, form, rows = weight.layout, weight.shard, weight.form, weight.form.rows
+    buffer = torch.empty_like(form.full_like) if form.fixed is None else form.gather_buffer()
+    if form.is_sendable or weight.groups.casts_shards:
         done = comm.all_gather(weight.groups, weight.fqn, [buffer], [rows])
     else:
         slot = layout.slot(buffer)
         done = comm.all_gather(weight.groups, weight.fqn, [buffer], [slot], ([layout.filled(slot)], [rows]))
     full = buffer if layout.is_as_buffer else layout.full_view(buffer)
-    version = weight.param._version, weight.local._version, weight.num_updates
+    version = weight.param._version, weight.local._version, weight.versions.num_updates
     target.add(Gathered(buffer, full, done, shard, version))
 
 
@@ -62,8 +63,8 @@ def _alone(target: Gatherable, comm: CommContext) -> Gathered:
     """Make the full weight from the shard on an axis of one rank, without communication."""
     weight, done = target.weight, comm.at_once()
     layout, shard, version = weight.layout, weight.shard, weight.version
-    if weight.wire is not None:
-        packed = weight.wire.pack(_direction(target), comm)
+    if weight.form.wire is not None:
+        packed = weight.form.wire.pack(_direction(target), comm)
         own = [plane for _, plane in packed.planes]
         gathered = Gathered(as_sendable(own[0]), shard, done, shard, version)
         gathered.is_alias = True
@@ -82,7 +83,7 @@ def _alone(target: Gatherable, comm: CommContext) -> Gathered:
 
 def _pack(targets: Sequence[Gatherable], comm: CommContext) -> dict[Gatherable, Packed]:
     """Quantize or pack the shards that are not sent as they are."""
-    wires = [(target, wire) for target in targets if (wire := target.weight.wire) is not None]
+    wires = [(target, wire) for target in targets if (wire := target.weight.form.wire) is not None]
     if not wires:
         return {}
     with comm.packing(targets[0].weight.groups):
@@ -100,7 +101,7 @@ def _side_by_side(targets: Sequence[Gatherable]) -> dict[Gatherable, Tensor]:
     for companions in dict.fromkeys(target.companions for target in targets if target.companions):
         weights = [target.weight for target in companions]
         kinds = {(weight.layout.buffer_shape, weight.compute_dtype) for weight in weights}
-        is_plain = all(weight.wire is None and weight.fixed is None for weight in weights)
+        is_plain = all(weight.form.wire is None and weight.form.fixed is None for weight in weights)
         if is_plain and len(kinds) == 1 and set(companions) <= set(targets):
             shape = (len(weights), *weights[0].layout.buffer_shape)
             whole = torch.empty(shape, dtype=weights[0].compute_dtype, device=weights[0].device)
@@ -118,7 +119,7 @@ def _planes(weight: ShardedWeight, packed: Packed | None, buffer: Tensor | None,
     of a shard on the host."""
     if packed is None:
         shard = weight.shard if copy is None else copy
-        return [(weight.layout, shard, weight.gather_buffer() if buffer is None else buffer)]
+        return [(weight.layout, shard, weight.form.gather_buffer() if buffer is None else buffer)]
     planes = []
     for layout, plane in packed.planes:
         part = as_sendable(plane)

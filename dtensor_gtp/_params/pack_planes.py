@@ -25,9 +25,10 @@ from ..quant.native import NativeWeight, recipe_groups
 from ..quant.planes import Direction, PlaneSpec, Quantized
 from ..quant.recipes import Recipe
 from ..quant.weight import GatheredWeight
+from .gather_form import Packed, Wire
 from .gathered import Version
 from .layout import WeightLayout
-from .sharded_weight import Packed, ShardedWeight, Wire
+from .sharded_weight import ShardedWeight
 
 
 class QuantizedWire(Wire):
@@ -87,7 +88,7 @@ class QuantizedWire(Wire):
         def unpack(parts: list[Tensor]) -> Tensor:
             return recipe.dequantize(assemble(parts), layout.shape, direction, dtype)
 
-        return Packed(planes, unpack, None if self.weight.gemms is None else assemble)
+        return Packed(planes, unpack, None if self.weight.form.gemms is None else assemble)
 
     def _path(self) -> ComputePath:
         weight, device = self.weight, torch.device(self.weight.mesh.device_type)
@@ -148,7 +149,7 @@ def agree_on_amax(weights: Sequence[ShardedWeight], comm: CommContext) -> None:
     """Give each weight the statistic of its shard over all ranks, by one all_reduce on each axis for all weights."""
     by_groups: dict[tuple[str, ...], list[tuple[QuantizedWire, Tensor]]] = {}
     for weight in weights:
-        wire = weight.wire
+        wire = weight.form.wire
         assert isinstance(wire, QuantizedWire)
         amax = wire.recipe.amax(weight.shard)
         if amax is None or not wire.groups:

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
+from .gather_form import GatherForm
 from .gathered import Gathered, Version
 from .group_memory import GroupGradients, GroupLeaves, Parts, version_of
 from .layout import WeightLayout
@@ -186,9 +187,6 @@ class WeightGroup:
 
     # What a single weight may have and a group never has: the schedule asks both.
     is_cut_again = False
-    is_plain = False
-    fixed = None
-    wire = None
     offload = None
     group = None
 
@@ -206,6 +204,7 @@ class WeightGroup:
         self.reader: ReadsWeights
         self.num_updates = 0  # writes to members that leave no version behind
         self.in_backward = InBackward()
+        self.form = GatherForm()
         for member in self.members:
             member.flags, member.group = self.flags, self
         self._shards = self._find_shards()
@@ -265,7 +264,7 @@ class WeightGroup:
                 # Whole parameters have a place among the leaves, where their values are copied.
                 for member, output in zip(self.members, self.leaves.outputs, strict=True):
                     if isinstance(member, ShardedWeight):
-                        parts.add(member.layout, member.rows, output, self.groups.casts_shards)
+                        parts.add(member.layout, member.form.rows, output, self.groups.casts_shards)
                     else:
                         parts.copied.append(output)
                         parts.sources.append(member.shard)

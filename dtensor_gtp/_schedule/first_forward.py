@@ -160,7 +160,7 @@ def _check_materialized(params: Sequence[ManagedParam], device: torch.device) ->
     if not meta:
         for param in params:
             param.check_memory()
-            if isinstance(param, ShardedWeight) and param.wire is None and has_hooks(param.shard):
+            if isinstance(param, ShardedWeight) and param.form.wire is None and has_hooks(param.shard):
                 raise RuntimeError(
                     "gtp_shard expects fsdp_pre_all_gather on a parameter before the call, but parameter "
                     f"'{param.fqn}' of shape {tuple(param.param.shape)} got it later (rank {dist.get_rank()}). "

@@ -312,7 +312,7 @@ class Gathering(KeepAndFree):
         self._agreeing.clear()
         changed = []
         for weight in weights:
-            wire = weight.wire
+            wire = weight.form.wire
             if wire is not None and isinstance(wire, QuantizedWire) and wire.begin_forward():
                 if wire.is_within_mesh and weight.groups.casts_shards:
                     self._to_agree.setdefault(weight.groups, []).append(weight)

@@ -213,7 +213,7 @@ class KeepAndFree:
         sizes = [0] * len(self.gatherables)
         for target in self.gatherables:
             weight = target.weight
-            if weight.flags.reshard_after_forward and weight.fixed is None and target.index not in turning:
+            if weight.flags.reshard_after_forward and weight.form.fixed is None and target.index not in turning:
                 sizes[target.index] = target.kept_nbytes
         lanes = [target.lane for target in self.gatherables]
         return choose_kept(forward, backward, sizes, lanes, self.schedule.keep_nbytes)
@@ -234,7 +234,7 @@ class KeepAndFree:
         weight = target.weight
         if weight.is_pinned or may_be_left_out(target):
             return True
-        if weight.fixed is not None:
+        if weight.form.fixed is not None:
             return False  # see [Note: fixed buffers]
         if self._is_in_backward:
             return not weight.flags.reshard_after_backward
@@ -257,7 +257,7 @@ class KeepAndFree:
         """Whether a weight that ``_kept_if_last`` names is the last one of a forward. It is the first of the backward,
         so nothing would hide a gather in between."""
         chain = self._forward_chain
-        if self._is_in_backward or target.weight.fixed is not None:
+        if self._is_in_backward or target.weight.form.fixed is not None:
             return False
         return chain is not None and chain.is_at_end(target.lane)
 
@@ -293,9 +293,9 @@ class KeepAndFree:
         """Drop everything that was made of a shard."""
         for target in (weight.group or weight).gatherables:
             self.forget_kept(target)
-        weight.edition += 1
-        if weight.wire is not None:
-            weight.wire.forget()
+        weight.versions.edition += 1
+        if weight.form.wire is not None:
+            weight.form.wire.forget()
 
     def forget_kept(self, target: Gatherable) -> None:
         """Drop what stays in memory of a weight or a group without a use."""
@@ -327,8 +327,8 @@ class KeepAndFree:
 
     def place(self, weight: ShardedWeight, gathered: Gathered) -> None:
         """Bring a weight in use to the fixed buffer, where the graph of a recorded block reads it."""
-        assert weight.fixed is not None
-        fixed = weight.fixed.gathered
+        assert weight.form.fixed is not None
+        fixed = weight.form.fixed.gathered
         if not gathered.is_in(fixed):
             # A gather for a later use may have the fixed buffer, or one for eager code that did not pass the weight on
             # (see ``leave_fixed``). Move those to other buffers.
@@ -336,10 +336,10 @@ class KeepAndFree:
                 for other in (*target.pending, *filter(None, (target.kept, target.live))):
                     if other is not gathered and other.is_in(fixed):
                         self.comm.wait(other.done)
-                        other.move(target.weight.new_buffer(), target.weight.layout)
+                        other.move(target.weight.form.new_buffer(), target.weight.layout)
             fixed.copy_(gathered.buffer)
 
     def leave_fixed(self, weight: ShardedWeight, gathered: Gathered) -> None:
         """Copy the weight out of the fixed buffer before eager code keeps it: the next replay overwrites the buffer."""
-        if weight.fixed is not None and self.recording is None and gathered.is_in(weight.fixed.gathered):
-            gathered.move(weight.new_buffer(), weight.layout)
+        if weight.form.fixed is not None and self.recording is None and gathered.is_in(weight.form.fixed.gathered):
+            gathered.move(weight.form.new_buffer(), weight.layout)

@@ -169,7 +169,7 @@ def count_writes(written: Sequence[ManagedParam]) -> None:
         group.num_updates += 1
     for param in written:
         if param.group is None and isinstance(param, ShardedWeight):
-            param.num_updates += 1
+            param.versions.num_updates += 1
         elif param.group is None:
             torch.autograd.graph.increment_version(param.leaf)
 

@@ -491,7 +491,7 @@ class Runtime(Gathering):
             group.free()
             group.num_updates += 1
         for weight in self.weights:
-            weight.num_updates += 1  # so that nothing reuses a gather of the recording
+            weight.versions.num_updates += 1  # so that nothing reuses a gather of the recording
             self.drop_kept(weight)
         self._is_in_backward = False
         self._hide_groups()

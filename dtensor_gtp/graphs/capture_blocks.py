@@ -21,7 +21,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from .. import _torch_compat as compat
-from .._params.sharded_weight import FixedBuffers, ShardedWeight
+from .._params.gather_form import FixedBuffers
+from .._params.sharded_weight import ShardedWeight
 from .._schedule.runtime import Runtime
 from .checks import check_at_least, check_blocks, check_on_gpu, check_places, params_of, runtimes_of, weights_of
 from .record_again import KnownCalls, signature
@@ -104,8 +105,8 @@ class Rings:
         for position, weight in enumerate(weights):
             key = (kind, turn, position)
             if key not in self._buffers:
-                self._buffers[key] = FixedBuffers(weight.new_buffer(), weight.pending_grad.send_buffer())
-            weight.fixed = self._buffers[key]
+                self._buffers[key] = FixedBuffers(weight.form.new_buffer(), weight.pending_grad.send_buffer())
+            weight.form.fixed = self._buffers[key]
 
 
 class CapturedBlocks:
@@ -189,7 +190,7 @@ class _CapturedBlock:
     def remove(self) -> None:
         self.calls.forget()
         for weight in self._weights:
-            weight.fixed = None
+            weight.form.fixed = None
         if self._had_forward:
             self._block.forward = self.own.forward
         else:
@@ -245,7 +246,7 @@ class _CapturedBlock:
 
     def _check_buffers(self) -> None:
         for weight in self._weights:
-            fixed = weight.fixed
+            fixed = weight.form.fixed
             if fixed is None or (fixed.gathered.dtype, fixed.grad.dtype) != (weight.compute_dtype, weight.reduce_dtype):
                 what = f"The dtype of '{weight.fqn}' has changed since capture_blocks"
                 raise RuntimeError(f"{what}: call remove() on its result, then capture_blocks again.")

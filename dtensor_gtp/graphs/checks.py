@@ -92,8 +92,8 @@ def _check_block(name: str, block: nn.Module, owners: dict[ManagedParam, str]) -
         first = owners.setdefault(managed, name)
         obstacles = {
             "is tensor-parallel": getattr(managed, "tp_spec", None) is not None,
-            "is quantized for its gather": weight is not None and weight.wire is not None,
-            "belongs to another recorded block": weight is not None and weight.fixed is not None,
+            "is quantized for its gather": weight is not None and weight.form.wire is not None,
+            "belongs to another recorded block": weight is not None and weight.form.fixed is not None,
             "is on the meta device": weight is not None and weight.shard.is_meta,
             f"is one of '{first}', too": first != name,
         }

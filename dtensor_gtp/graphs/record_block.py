@@ -51,10 +51,10 @@ class Recording:
 
     def acquire(self, target: Gatherable) -> Gathered:
         weight = target.weight
-        if weight.fixed is None:
+        if weight.form.fixed is None:
             raise NotImplementedError(f"capture_blocks expects blocks that use their own weights, not '{weight.fqn}'.")
         self.used.append(weight)
-        buffer = weight.fixed.gathered.view(weight.fixed.gathered.shape)  # counts as a holder
+        buffer = weight.form.fixed.gathered.view(weight.form.fixed.gathered.shape)  # counts as a holder
         full = weight.layout.full_view(buffer)
         gathered = Gathered(buffer, full, Done(), weight.shard, weight.version)
         gathered.is_alias, gathered.holds = True, 1
@@ -62,8 +62,8 @@ class Recording:
 
     def target(self, weight: ShardedWeight, dtype: torch.dtype | None = None) -> Tensor:
         """Where to put the gradient of a use. Each is reduced by itself: all but the first get memory of the graph."""
-        assert weight.fixed is not None
-        grad, dtype = weight.fixed.grad, dtype or weight.reduce_dtype
+        assert weight.form.fixed is not None
+        grad, dtype = weight.form.fixed.grad, dtype or weight.reduce_dtype
         if dtype.itemsize > grad.dtype.itemsize or any(weight is other.weight for other in self.written):
             return torch.empty_like(grad, dtype=dtype)
         if dtype == grad.dtype:

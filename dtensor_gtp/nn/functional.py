@@ -91,7 +91,7 @@ def _losses(hidden: Tensor, linear: nn.Linear | nn.Embedding, targets: Tensor, l
         return _cross_entropy(logits, targets, label_smoothing)
     runtime = binding.group.runtime
     weight.follow(Site(linear, "weight"))
-    if not torch.is_grad_enabled() and weight.tp_spec is None and weight.wire is None:
+    if not torch.is_grad_enabled() and weight.tp_spec is None and weight.form.wire is None:
         bias = _bias(linear, binding)
         pairs = zip(hidden.split(_EVALUATED_TOKENS), targets.split(_EVALUATED_TOKENS), strict=True)
         with runtime.using(weight.for_forward) as full:

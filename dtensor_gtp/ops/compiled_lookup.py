@@ -72,8 +72,8 @@ def _embedding_grad(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 @torch.library.custom_op("dtensor_gtp::materialize", mutates_args=())
 def _materialize(leaf: Tensor, handle: Tensor, shape: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     runtime, weight = handles()[handle].resolve_in_forward()
-    if weight.wire is not None:
-        weight.wire.note_read()
+    if weight.form.wire is not None:
+        weight.form.wire.note_read()
     gathered = runtime.acquire(weight.for_forward)
     full = gathered.contiguous().detach()  # owns the memory: without an owner, DTENSOR_GTP_DEBUG=poison overwrites it
     runtime.release(weight.for_forward, gathered)

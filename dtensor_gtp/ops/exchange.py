@@ -30,7 +30,7 @@ def can_exchange(runtime: Runtime, weight: ShardedWeight) -> bool:
     """Whether each rank has whole rows of the plain matrix ``weight``, and all ranks count alike."""
     layout = weight.layout
     has_rows = len(layout.shape) == 2 and layout.dim == 0 and layout.world > 1
-    is_plain = weight.wire is None and weight.tp_spec is None and weight.param.is_floating_point()
+    is_plain = weight.form.wire is None and weight.tp_spec is None and weight.param.is_floating_point()
     is_used_by_all = not weight.flags.reduce_scatter_unused_params
     return has_rows and is_plain and is_used_by_all and runtime.grads.launches.replicas is None
 

@@ -121,7 +121,7 @@ def _without_tail(output_TN: Tensor, ends_G: Tensor) -> Tensor:
 
 def multiply(x_TK: Tensor, ends_G: Tensor, runtime: Runtime, weights: Weights) -> Tensor:
     """Forward's grouped GEMM, in float8 where the weight's recipe and the hardware have it."""
-    gemms = weights[0].gemms
+    gemms = weights[0].form.gemms
     if not isinstance(gemms, GroupedGEMMs):
         with _using(runtime, weights, False) as full_GNK:
             return grouped_mm(x_TK, full_GNK.mT, ends_G)
@@ -131,7 +131,7 @@ def multiply(x_TK: Tensor, ends_G: Tensor, runtime: Runtime, weights: Weights) -
 
 def multiply_grad(grad_TN: Tensor, ends_G: Tensor, runtime: Runtime, weights: Weights) -> Tensor:
     """dgrad's grouped GEMM."""
-    gemms = weights[0].gemms
+    gemms = weights[0].form.gemms
     if not isinstance(gemms, GroupedGEMMs):
         with _using(runtime, weights, True) as full_GNK:
             return grouped_mm(grad_TN, full_GNK, ends_G)

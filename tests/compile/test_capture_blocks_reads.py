@@ -143,7 +143,7 @@ def test_blocks_of_several_runtimes_share_no_buffers(world: Any) -> None:
             model.zero_grad()
             model(tokens_of(seed)).backward()
             grads.append([local(param.grad).clone() for param in model.parameters()])
-        assert all(runtime_of(block).weights[0].fixed is not None for block in model.blocks) == is_captured
+        assert all(runtime_of(block).weights[0].form.fixed is not None for block in model.blocks) == is_captured
     for eager, captured in zip(grads[:6], grads[6:], strict=True):
         assert all(map(torch.equal, eager, captured))
 

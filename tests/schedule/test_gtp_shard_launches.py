@@ -59,9 +59,9 @@ def recorded(model: nn.Module) -> Iterator[list[str]]:
     runtime, lines = runtime_of(model), []
     gather, acquire = runtime._gather, runtime.acquire
 
-    def launch(targets: Sequence[Gatherable]) -> list[Gathered]:
+    def launch(targets: Sequence[Gatherable]) -> None:
         lines.append("  gather " + " + ".join(target.weight.fqn.removesuffix(".weight") for target in targets))
-        return gather(targets)
+        gather(targets)
 
     def use(target: Gatherable) -> Gathered:
         lines.append("use " + target.weight.fqn.removesuffix(".weight"))
