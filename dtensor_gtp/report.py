@@ -282,7 +282,9 @@ def _row(managed: ManagedParam, modules: dict[str, nn.Module]) -> ReportRow:
         use = f"whole ({managed.reason})"
     if isinstance(managed, ShardedWeight):
         if _fused_of(next(iter(modules.values()))) is not None:
-            exchanges = [f"{e.purpose}: {e.describe()}" for e in (managed.lookups, managed.losses) if e is not None]
+            exchanges = [
+                f"{e.purpose}: {e.describe()}" for e in (managed.fused.lookups, managed.fused.losses) if e is not None
+            ]
             use = ", ".join(("fused op", *exchanges))
         gathered = managed.layout.shape.numel() * managed.compute_dtype.itemsize
         if native is None and isinstance(managed.form.wire, QuantizedWire):
@@ -313,7 +315,7 @@ def _exchanges(runtime: Runtime) -> tuple[str, ...]:
     return tuple(
         f"{exchange.purpose} of {weight.fqn}: {exchange.describe()}"
         for weight in runtime.weights
-        for exchange in (weight.lookups, weight.losses)
+        for exchange in (weight.fused.lookups, weight.fused.losses)
         if exchange is not None
     )
 

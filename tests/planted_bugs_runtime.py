@@ -131,7 +131,7 @@ RUNTIME = {
     ),
     "divisor without the replicas": Bug(
         "ManagedParam.__init__",
-        assign("self.num_ranks", "mesh.size(mesh.ndim - 1)"),
+        argument("ReducedGradient", 0, "mesh.size(mesh.ndim - 1)"),
         f"{GRADIENTS}::test_all_ones_gradient_with_a_reduction_in_float16",
     ),
     "no all-reduce over replicas": Bug(

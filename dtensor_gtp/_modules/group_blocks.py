@@ -57,7 +57,7 @@ def make_groups(runtime: Runtime, num_tokens: int) -> tuple[str, ...]:
             group.for_forward.call = weights[0].for_forward.call
             group.on_dissolved = partial(_dress_as_group, modules, None)
             groups.append(group)
-            parts = {site.module for param in params for site in param.sites} - {block}
+            parts = {site.module for param in params for site in param.registration.sites} - {block}
             for module in (block, *parts):
                 module.__dict__["_gtp_group"] = group
             group.views.calls = {part: MethodType(call_in_frame, part) for part in parts}
@@ -130,11 +130,11 @@ def _why_single(modules: list[nn.Module], params: list[ManagedParam], num_tokens
     if first.flags.reduce_scatter_unused_params:
         return "set_reduce_scatter_unused_params lets ranks use each weight as they like"
     for param in params:
-        if any(site.module not in inside for site in param.sites):
+        if any(site.module not in inside for site in param.registration.sites):
             return f"'{param.fqn}' is shared with other modules"
         if param.mesh != first.mesh or param.flags != first.flags or param.is_pinned:
             return f"'{param.fqn}' has another mesh or other settings"
-        if param.is_cut_again or param.param is not param.sites[0].module._parameters.get(param.sites[0].name):
+        if param.registration.is_cut_again or not param.is_readable:
             return f"'{param.fqn}' was sharded again or replaced"
         if param.offload is not None or getattr(param, "tp_spec", None) is not None:
             return f"'{param.fqn}' is offloaded or tensor-parallel"

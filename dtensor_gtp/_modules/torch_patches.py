@@ -55,7 +55,7 @@ def _wrap_fully_shard() -> None:
         stock_init(group, params, modules, *args, **kwargs)
         for runtime, param, (module, name) in _managed_in(group):
             runtime.forget_objects()
-            param.is_cut_again = True
+            param.registration.is_cut_again = True
             if module._parameters.get(name) is not param.param:
                 optimizer_steps().note_replaced(param.param, param.fqn)
 

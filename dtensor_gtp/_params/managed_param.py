@@ -21,7 +21,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Placement
 
 from .. import _torch_compat as compat
-from .._comm.agreement import device_of
 from .._comm.collectives import Groups
 from .._howto import see
 from ..placement import GTPShard
@@ -57,7 +56,32 @@ class Policies(NamedTuple):
     """What a ``gtp_shard`` call says of dtypes and of where shards live."""
 
     mp: MixedPrecisionPolicy
-    offload: CPUOffloadPolicy | None = None  # set: on the host
+    offload: CPUOffloadPolicy | None  # set: on the host
+    device: torch.device  # where weights are computed with
+
+
+class Registration:
+    """Where a parameter is registered, and what may take its place."""
+
+    extent: tuple[torch.Size, torch.dtype, torch.Size]  # with that of the shard: no optimizer and no load changes them
+
+    def __init__(self, sites: list[Site]) -> None:
+        self.sites = sites  # all places where the parameter is registered
+        # An outer fully_shard cuts the parameter again. It registers our parameter only while it has gathered it.
+        self.is_cut_again = False
+        self.replaced: weakref.ref[nn.Parameter] | None = None  # the parameter that gtp_shard replaced by ours
+        self.on_replaced: Callable[[], None] | None = None  # called after another object was taken over
+
+    @property
+    def current(self) -> Tensor | None:
+        """What is registered at the first site now."""
+        module, name = self.sites[0]
+        return module._parameters.get(name)
+
+    def register(self, param: nn.Parameter) -> None:
+        """Register ``param`` at all sites."""
+        for module, name in self.sites:
+            module._parameters[name] = param
 
 
 class ManagedParam:
@@ -68,28 +92,22 @@ class ManagedParam:
 
     def __init__(self, fqn: str, sites: list[Site], param: nn.Parameter, mesh: DeviceMesh, policies: Policies) -> None:
         self.fqn = fqn  # the first one, if the parameter is tied
-        self.sites = sites  # all places where the parameter is registered
+        self.registration = Registration(sites)
         self.mesh = mesh  # 1-D (gtp) or 2-D (replicate, gtp)
-        self.num_ranks = mesh.size()  # the gradient is averaged over them
         self.flags = SyncFlags()
-        self._mp_policy, self.offload = policies
-        self._mesh_device = device_of(mesh)
-        self.gradient = ReducedGradient(self.offload)
+        self.policies = policies
+        self.gradient = ReducedGradient(mesh.size(), self.offload)
         self._set_param(param)
-        self.replaced: weakref.ref[nn.Parameter] | None = None  # the parameter that gtp_shard replaced by ``param``
-        self.on_replaced: Callable[[], None] | None = None  # called after ``follow`` took over another object
         self.group: Any = None  # the ``WeightGroup`` that gathers and reduces it, if one does, see [Note: groups]
         self.is_pinned = False  # after ``unshard`` modules see the full parameter outside of forwards, too
-        # An outer fully_shard cuts the parameter again. It registers our parameter only while it has gathered it.
-        self.is_cut_again = False
 
     def _set_param(self, param: nn.Parameter) -> None:
         self.param = param
         self.local = self._pinned(as_dtensor(param))
         self.shard = self.local  # unless the replicas split it, see ``ReplicaPart``
         self.gradient.follow(param)
-        self._extent = param.shape, param.dtype, self.local.shape  # no optimizer and no load changes these
-        policy = self._mp_policy if param.is_floating_point() else MixedPrecisionPolicy()
+        self.registration.extent = param.shape, param.dtype, self.local.shape
+        policy = self.policies.mp if param.is_floating_point() else MixedPrecisionPolicy()
         self.compute_dtype: torch.dtype = policy.param_dtype or param.dtype
         # As in fully_shard: without a reduce_dtype, gradients are reduced in the dtype in which they are computed.
         self.reduce_dtype: torch.dtype = policy.reduce_dtype or self.compute_dtype
@@ -97,7 +115,7 @@ class ManagedParam:
     def _pinned(self, param: DTensor) -> Tensor:
         """The local tensor of ``param``, moved into pinned memory if copies to a GPU are to overlap with compute."""
         local = compat.local_tensor(param)
-        if self._mesh_device.type == "cpu" or self.offload is None or not self.offload.pin_memory:
+        if self.policies.device.type == "cpu" or self.offload is None or not self.offload.pin_memory:
             return local
         if local.device.type == "cpu" and not local.is_pinned():
             local = local.pin_memory()
@@ -105,9 +123,19 @@ class ManagedParam:
         return local
 
     @property
+    def offload(self) -> CPUOffloadPolicy | None:
+        """Set: the shard lives on the host."""
+        return self.policies.offload
+
+    @property
+    def num_ranks(self) -> int:
+        """The gradient is averaged over them."""
+        return self.gradient.num_ranks
+
+    @property
     def device(self) -> torch.device:
         """Where the parameter is gathered and computed with."""
-        return self.shard.device if self.offload is None else self._mesh_device
+        return self.shard.device if self.offload is None else self.policies.device
 
     @property
     def gtp_axis(self) -> int:
@@ -131,7 +159,7 @@ class ManagedParam:
                 self.follow_frozen()
             return
         if isinstance(current, DTensor) and self._is_cut_by_fully_shard(current):
-            if not self.is_cut_again:
+            if not self.registration.is_cut_again:
                 raise NotImplementedError(
                     f"Parameter '{self.fqn}' was sharded again by the fully_shard of torch {torch.__version__}, "
                     "which this package does not know. Use a torch release that it was tested with, or shard the "
@@ -141,14 +169,13 @@ class ManagedParam:
         # functional_call registers a tensor that is no parameter. Such a tensor would never get its gradient.
         if not isinstance(current, nn.Parameter) or not isinstance(current, DTensor) or not self._same_layout(current):
             raise self._replaced_by(current)
-        if not self.is_cut_again:
+        if not self.registration.is_cut_again:
             self.refuse_graphs()
         self._set_param(current)
-        if self.on_replaced is not None:
-            self.on_replaced()
-        if not self.is_cut_again:
-            for other in self.sites:
-                other.module._parameters[other.name] = current
+        if self.registration.on_replaced is not None:
+            self.registration.on_replaced()
+        if not self.registration.is_cut_again:
+            self.registration.register(current)
         with torch.inference_mode(False):  # later training uses what is made here
             self._rebound()
 
@@ -196,8 +223,9 @@ class ManagedParam:
     @property
     def _expected(self) -> str:
         """What error messages say that ``gtp_shard`` expects."""
+        shape = tuple(self.registration.extent[0])
         return (
-            f"gtp_shard expects a parameter of shape {tuple(self._extent[0])} with placements {tuple(self.placements)} "
+            f"gtp_shard expects a parameter of shape {shape} with placements {tuple(self.placements)} "
             f"on mesh axes {self.spec.mesh.mesh_dim_names} (rank {dist.get_rank()})"
         )
 
@@ -234,12 +262,11 @@ class ManagedParam:
     @property
     def is_readable(self) -> bool:
         """Whether the shard is in memory: an outer ``fully_shard`` registers it only while it has gathered it."""
-        module, name = self.sites[0]
-        return module._parameters.get(name) is self.param
+        return self.registration.current is self.param
 
     def check_readable(self) -> None:
         """Raise a RuntimeError if an outer ``fully_shard`` has not gathered the shard."""
-        if self.is_cut_again and not self.is_readable:
+        if self.registration.is_cut_again and not self.is_readable:
             raise RuntimeError(
                 f"Parameter '{self.fqn}' of shape {tuple(self.param.shape)} is used outside of the forward or backward "
                 "of the fully_shard module that manages it, so its gtp shard is not gathered over the outer axes. Call "
@@ -257,7 +284,7 @@ class ManagedParam:
 
     def begin_forward(self, is_captured: bool) -> None:
         """Follow what the user has changed since the last pass, or raise a RuntimeError if that is not possible."""
-        for module, name in self.sites:
+        for module, name in self.registration.sites:
             if name not in module._parameters:
                 raise RuntimeError(
                     f"Parameter '{self.fqn}' was removed from its module, but {self._expected}: weight_norm, a "
@@ -272,15 +299,15 @@ class ManagedParam:
 
     def check_memory(self) -> None:
         """Raise a RuntimeError if the parameter or its shard has another size or dtype than before, or no memory."""
-        param, shard = self.param, self.local
-        is_same = (param.shape, param.dtype, shard.shape) == self._extent
+        param, shard, extent = self.param, self.local, self.registration.extent
+        is_same = (param.shape, param.dtype, shard.shape) == extent
         # A tensor subclass may have no memory of its own.
         has_memory = type(shard) is not Tensor or shard.data_ptr() != 0 or shard.numel() == 0
         is_on_host = self.offload is None or shard.device.type in ("cpu", "meta")
         if is_same and has_memory and is_on_host:
             return
         # An outer fully_shard frees the shard that it has gathered. Another shard is taken over at its next use.
-        if self.is_cut_again or shard is not compat.local_tensor(param):  # type: ignore[arg-type]
+        if self.registration.is_cut_again or shard is not compat.local_tensor(param):  # type: ignore[arg-type]
             return
         if not is_on_host:
             raise RuntimeError(
@@ -288,8 +315,8 @@ class ManagedParam:
                 f"offload_policy says, but it is on {shard.device} (rank {dist.get_rank()}). Move it back with "
                 f"module.to('cpu'). {see('offload')}"
             )
+        _, dtype, local_shape = extent
         found = f"it is of shape {tuple(param.shape)} and {param.dtype}, its shard of shape {tuple(shard.shape)}"
-        _, dtype, local_shape = self._extent
         raise RuntimeError(
             f"Parameter '{self.fqn}' was resized or cast in place after gtp_shard: "
             f"{found if has_memory else 'its shard has no memory'}, but {self._expected}, a shard of shape "

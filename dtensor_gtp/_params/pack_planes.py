@@ -59,7 +59,7 @@ class QuantizedWire(Wire):
         is_current = self._is_current()
         if not is_current:
             self.forget()
-        return bool(self.recipe.amax_dims) and not self.weight.is_cut_again and not is_current
+        return bool(self.recipe.amax_dims) and not self.weight.registration.is_cut_again and not is_current
 
     def _is_current(self) -> bool:
         made_of = self._made_of
@@ -201,7 +201,7 @@ class HookWire(Wire):
             inputs, metadata = pre(mesh)
         else:
             stride = torch.empty(layout.shape, device="meta").stride()
-            inputs, metadata = pre(mesh, layout.shape, stride, weight.sites[0].module, self._mp_policy)
+            inputs, metadata = pre(mesh, layout.shape, stride, weight.registration.sites[0].module, self._mp_policy)
         inputs = [_without_padding(tensor, layout) for tensor in inputs]
         planes = [(_hook_layout(weight, tensor), tensor) for tensor in inputs]
 

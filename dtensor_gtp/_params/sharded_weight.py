@@ -118,6 +118,16 @@ class PendingGradient:
         self.unsharded = self.unreplicated = None
 
 
+class FusedUses:
+    """Uses that do not read a weight as an attribute, and the exchanges of activations among them."""
+
+    def __init__(self, *, may_exchange: bool) -> None:
+        self.is_any = False  # whether a layer multiplies with the weight, or looks it up
+        self.may_exchange = may_exchange  # an embedding needs its rows on the device
+        self.lookups: TokenExchange | None = None  # of an embedding
+        self.losses: TokenExchange | None = None  # of a head with a vocabulary-parallel loss
+
+
 class ShardedWeight(ManagedParam):
     """A weight that is cut over the gtp axis."""
 
@@ -140,11 +150,7 @@ class ShardedWeight(ManagedParam):
         self.for_forward = Gatherable(self)
         self.for_backward = self.for_forward  # gathered in backward to compute the gradient of the input
         self.pending_grad = PendingGradient()
-        # Exchanges of activations, for an embedding and for a head with a vocabulary-parallel loss.
-        self.may_exchange = self.offload is None  # an embedding would need its rows on the device
-        self.lookups: TokenExchange | None = None
-        self.losses: TokenExchange | None = None
-        self.is_fused = False  # whether a layer multiplies with it, or looks it up, without reading it as an attribute
+        self.fused = FusedUses(may_exchange=self.offload is None)
         self.versions = ShardVersions()
         self._rebound()
 
@@ -180,7 +186,7 @@ class ShardedWeight(ManagedParam):
         # quantized data, which are slow to make, serve all microbatches until the optimizer steps. A CUDA graph that
         # records a forward makes them, too, because its replays read other shards.
         wire = self.form.wire
-        if wire is not None and wire.is_made_once and not (is_captured or self.is_cut_again):
+        if wire is not None and wire.is_made_once and not (is_captured or self.registration.is_cut_again):
             is_first_microbatch = (
                 self.pending_grad.is_empty and self.gradient.reduced is None and self.param.grad is None
             )

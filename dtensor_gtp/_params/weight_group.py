@@ -32,7 +32,7 @@ from .gather_form import GatherForm
 from .gathered import Gathered, Version
 from .group_memory import GroupGradients, GroupLeaves, Parts, version_of
 from .layout import WeightLayout
-from .managed_param import ManagedParam, Site
+from .managed_param import ManagedParam, Registration, Site
 from .sharded_weight import Gatherable, ShardedWeight
 from .whole_param import WholeParam
 
@@ -96,7 +96,9 @@ class GroupViews:
 
     def make(self) -> None:
         """Look up the parameters of the modules anew."""
-        leaf_of = {site: leaf for member, leaf in self._group.leaves.by_member.items() for site in member.sites}
+        leaf_of = {
+            site: leaf for member, leaf in self._group.leaves.by_member.items() for site in member.registration.sites
+        }
         self._of_modules = []
         for module in dict.fromkeys(site.module for site in leaf_of):
             sharded = module._parameters
@@ -186,7 +188,6 @@ class WeightGroup:
     """The weights and whole parameters of one ``module``, all of one mesh, dtype and ``gtp_shard`` call."""
 
     # What a single weight may have and a group never has: the schedule asks both.
-    is_cut_again = False
     offload = None
     group = None
 
@@ -195,7 +196,7 @@ class WeightGroup:
     ) -> None:
         self.for_forward = GatherableGroup(self)
         self.fqn = fqn
-        self.sites = [Site(module, "")]
+        self.registration = Registration([Site(module, "")])
         self.weights, self.whole = list(weights), list(whole)
         self.members: list[ManagedParam] = [*self.weights, *self.whole]
         first = self.weights[0]
@@ -375,12 +376,12 @@ class WeightGroup:
         is_frozen = False
         for index, (member, leaf) in enumerate(self.leaves.by_member.items()):
             param = member.param
-            module, name = member.sites[0]
+            module, name = member.registration.sites[0]
             is_known = self._shards[2 * index] is param and self._shards[2 * index + 1] is member.local
             is_registered = module._parameters.get(name) is param
             if not (is_known and is_registered and compat.local_part(param) is member.local):
                 member.begin_forward(False)
-                for site in member.sites:
+                for site in member.registration.sites:
                     member.follow(site)
                 replaced.append(member)
             member.gradient.begin_forward()

@@ -195,7 +195,7 @@ def _notify(param: WholeParam | None) -> None:
 
 def _take_direct(param: WholeParam | None, grads: tuple[Tensor | None, ...]) -> tuple[None, ...] | None:
     (grad,) = grads
-    if param is None or grad is None or param.is_cut_again:
+    if param is None or grad is None or param.registration.is_cut_again:
         return None
     if isinstance(grad, DTensor):
         if grad.placements != param.param.placements:  # type: ignore[attr-defined]

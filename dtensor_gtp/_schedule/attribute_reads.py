@@ -189,7 +189,7 @@ class AttributeReads:
         for weight, seen in frame.seen:
             if seen.is_written:
                 return written_to_no_effect(weight, where)
-            if weight.is_fused and seen.value.requires_grad and compat.tensor_hooks(seen.value):
+            if weight.fused.is_any and seen.value.requires_grad and compat.tensor_hooks(seen.value):
                 return RuntimeError(
                     f"A forward registered a hook on the gathered parameter '{weight.fqn}' of shape "
                     f"{tuple(weight.layout.shape)}, but the layer does not read its weight, so the hook would never "
@@ -220,7 +220,7 @@ class AttributeReads:
         long as the caller holds them: one who goes over a model needs memory for one at a time."""
         for name, member in members:
             param = managed.get(id(member))
-            if param is None or not isinstance(member, DTensor) or param.is_cut_again:
+            if param is None or not isinstance(member, DTensor) or param.registration.is_cut_again:
                 yield name, member
                 continue
             refuse_symbolic_tracing(param.fqn)

@@ -132,7 +132,7 @@ def _comparable(param: ManagedParam) -> Tensor:
     replicas, or several tensors (a quantized weight)."""
     values = param.shard.detach()
     has_parts = isinstance(param, ShardedWeight) and param.has_parts
-    if has_parts or param.is_cut_again or type(values) is not Tensor or values.is_quantized:
+    if has_parts or param.registration.is_cut_again or type(values) is not Tensor or values.is_quantized:
         return torch.empty(0)
     return values
 
@@ -153,8 +153,8 @@ def _check_materialized(params: Sequence[ManagedParam], device: torch.device) ->
     """Refuse parameters that are on the meta device, have no memory, or are not those that ``gtp_shard`` registered."""
     meta = []
     for param in params:
-        param.follow(param.sites[0])
-        registered = param.sites[0].module._parameters.get(param.sites[0].name)
+        param.follow(param.registration.sites[0])
+        registered = param.registration.current
         if registered is not None and compat.local_tensor(registered).is_meta:  # type: ignore[arg-type]
             meta.append(param)
     if not meta:

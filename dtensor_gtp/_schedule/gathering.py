@@ -82,7 +82,7 @@ class Gathering(KeepAndFree):
             self.ensure_initialized()
         if compat.is_recording():
             refuse_recording("torch.fx", target.weight.fqn)
-        if target.weight.is_cut_again:
+        if target.weight.registration.is_cut_again:
             target.weight.check_readable()
         gathered = target.live = self._take(target) or self._gather_now(target)
         if (chain := self._running_chain) is not None and not may_be_left_out(target):
@@ -147,7 +147,7 @@ class Gathering(KeepAndFree):
         target = weight.for_forward
         if target.live is None and (target.kept is None or not weight.is_fresh(target.kept)):
             self.drop_kept(weight)
-            weight.follow(weight.sites[0])
+            weight.follow(weight.registration.sites[0])
             weight.check_readable()
             self.comm.begin_pass(weight.groups)
             if (kept := self._take(target)) is None:
@@ -239,7 +239,7 @@ class Gathering(KeepAndFree):
             target = self.gatherables[uses[position]]
             if target.weight in self.handed_out:
                 continue
-            if target.weight.is_cut_again and not target.weight.is_readable:
+            if target.weight.registration.is_cut_again and not target.weight.is_readable:
                 self._gaps.add(target.lane)  # until an outer fully_shard has gathered it
             elif not (target.live or target.kept or target.pending) or self._is_missing(chain, target, position):
                 missing.append(target)
@@ -272,7 +272,7 @@ class Gathering(KeepAndFree):
             self._gather(absent_beside(target, self.gatherables))
             return target.pending.pop()
         others = [other for other in target.companions if other is not target and other.is_absent]
-        others = [other for other in others if not other.weight.is_cut_again or other.weight.is_readable]
+        others = [other for other in others if not other.weight.registration.is_cut_again or other.weight.is_readable]
         if (chain := self._running_chain) is not None:
             self.parted.note(chain, target.index, len(chain.observed))
         self._gather([target, *others])

@@ -280,7 +280,9 @@ class KeepAndFree:
         for target in self.gatherables:
             if target.kept is not None:
                 weight = target.weight
-                if weight.is_cut_again or not (weight.is_pinned or not weight.flags.reshard_after_backward):
+                if weight.registration.is_cut_again or not (
+                    weight.is_pinned or not weight.flags.reshard_after_backward
+                ):
                     self.forget_kept(target)
 
     def wait_kept(self, weight: ShardedWeight) -> None:

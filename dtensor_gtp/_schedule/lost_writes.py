@@ -115,7 +115,7 @@ class LostWrites:
 
     def note_new_data(self, member: ManagedParam) -> None:
         """After ``param.data = ...``."""
-        if member.is_cut_again:
+        if member.registration.is_cut_again:
             return
         member.refuse_graphs()
         if member.group is not None:
@@ -182,5 +182,5 @@ def refuse_hooks_at_nodes(weights: Sequence[ShardedWeight]) -> None:
     """Raise if code has registered hooks where autograd would bring gradients to the parameters: they never run."""
     with compat.unseen_by_checkpoint_policies():
         for weight in weights:
-            if not weight.is_cut_again and compat.has_hooks_at_node(weight.param):
+            if not weight.registration.is_cut_again and compat.has_hooks_at_node(weight.param):
                 raise RuntimeError(hook_at_node(weight.fqn, weight.param))

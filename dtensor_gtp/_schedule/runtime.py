@@ -71,7 +71,7 @@ class Runtime(Gathering):
         if not self._by_id:
             self._by_id = {id(param.param): param for param in self.params}
             # Of these parameters, optimizers hold the objects that an outer fully_shard has made.
-            self._is_cut_again = any(param.is_cut_again for param in self.params)
+            self._is_cut_again = any(param.registration.is_cut_again for param in self.params)
         return self._by_id
 
     def member_of(self, param: object) -> ManagedParam | None:
@@ -146,7 +146,7 @@ class Runtime(Gathering):
         self.forget_objects()
         self._num_calls += 1
         for param in params:
-            param.on_replaced = self.forget_objects
+            param.registration.on_replaced = self.forget_objects
             self._is_offloaded |= param.offload is not None
             if isinstance(param, WholeParam):
                 param.on_local_grad = self.note_backward

@@ -305,7 +305,7 @@ class ReplicaSync:
         # Of each group, in the same order on all ranks: indices of parameters, and what its ranks share of them.
         shared: dict[str, list[tuple[int, Tensor]]] = {}
         for index, (param, weight) in enumerate(zip(self._params, self.plan.weights, strict=True)):
-            param.follow(param.sites[0])
+            param.follow(param.registration.sites[0])
             for channel, slices in self._parts.get(param, []):
                 shared.setdefault(channel.group_name, []).append((index, param.shard[slices]))
             # Whole parameters that tensor parallelism cuts differ along tp: the weights beside them are compared.

@@ -146,7 +146,7 @@ class CapturedBlocks:
             runtime = runtimes_of(block, "capture_blocks")[0]
             rings[runtime].assign(weights_of(block))
             for weight in weights_of(block):
-                weight.may_exchange = runtime.policy.embedding == "exchange"  # else its table is gathered
+                weight.fused.may_exchange = runtime.policy.embedding == "exchange"  # else its table is gathered
             own = Block(names[block], block.forward, params_of(block), runtime, recorder)
             self._blocks.append(_CapturedBlock(block, own, KnownCalls(warmup_calls, max_graphs)))
 
@@ -231,7 +231,9 @@ class _CapturedBlock:
         )
 
     def _describe(self) -> Hashable:
-        exchanged = next((w.fqn for w in self._weights if w.lookups is not None or w.losses is not None), None)
+        exchanged = next(
+            (w.fqn for w in self._weights if w.fused.lookups is not None or w.fused.losses is not None), None
+        )
         if exchanged is not None:
             raise NotImplementedError(
                 f"capture_blocks does not support block '{self.own.name}': it exchanges activations for '{exchanged}'. "
@@ -239,7 +241,7 @@ class _CapturedBlock:
             )
         params = []
         for param in self.own.params:
-            registered = param.sites[0].module._parameters.get(param.sites[0].name)
+            registered = param.registration.current
             params.append((id(registered), id(param.shard), registered is not None and registered.requires_grad))
         buffers = tuple(buffer.data_ptr() for buffer in self._block.buffers())
         return tuple(params), tuple(module.training for module in self._block.modules()), buffers

@@ -37,7 +37,7 @@ def runtimes_of(module: nn.Module, caller: str = "capture_step") -> list[Runtime
         what = f"a module that gtp_shard was called on, or one around it, but got a plain {type(module).__name__}"
         raise ValueError(f"{caller} expects {what}. Call gtp_shard first.")
     for runtime in runtimes:
-        if any(param.is_cut_again for param in runtime.params):
+        if any(param.registration.is_cut_again for param in runtime.params):
             raise NotImplementedError(f"{caller} does not support an outer fully_shard. Use a (replicate, gtp) mesh.")
         if any(param.offload is not None for param in runtime.params):
             raise NotImplementedError(

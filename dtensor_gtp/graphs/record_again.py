@@ -131,7 +131,7 @@ class Surroundings:
     def _describe(self) -> list[Any]:
         modules = self._modules.values()
         managed = [param for runtime in self.runtimes for param in runtime.params]
-        registered = [param.sites[0].module._parameters.get(param.sites[0].name) for param in managed]
+        registered = [param.registration.current for param in managed]
         return [
             [runtime.is_last_backward for runtime in self.runtimes],
             [module.training for module in modules],

@@ -223,7 +223,7 @@ class BlockGraph:
         held = []
         try:
             for index, weight in enumerate(weights, start=1):
-                weight.follow(weight.sites[0])
+                weight.follow(weight.registration.sites[0])
                 gathered = runtime.acquire(weight.for_forward)
                 if weight in weights[index:]:
                     runtime.release(weight.for_forward, gathered)  # the next use has its own gather, as without a graph

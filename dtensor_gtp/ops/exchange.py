@@ -66,20 +66,20 @@ def exchanged_ids(indices: Tensor, runtime: Runtime, weight: ShardedWeight) -> T
     choice = runtime.policy.embedding
     if choice == "gather" or (choice == "auto" and not _may_ask(runtime, weight)):
         return None
-    if weight.is_pinned or not weight.may_exchange or not can_exchange(runtime, weight):
+    if weight.is_pinned or not weight.fused.may_exchange or not can_exchange(runtime, weight):
         return None
-    if weight.lookups is None:
+    if weight.fused.lookups is None:
 
         def token_nbytes() -> int:
             has_gradient = weight.param.requires_grad
             return lookup_nbytes(weight.layout.shape[1], weight.compute_dtype.itemsize, has_gradient=has_gradient)
 
-        weight.lookups = new_exchange(runtime, weight, "lookup", choice, token_nbytes)
+        weight.fused.lookups = new_exchange(runtime, weight, "lookup", choice, token_nbytes)
     runtime.ensure_initialized()
     weight.check_readable()
     with profiler_range("GTP::exchange", weight.fqn), compat.unseen_by_checkpoint_policies():
         runtime.parts.complete([weight])
-        return weight.lookups.gather(indices.reshape(-1), 0, runtime.comm, weight.groups)
+        return weight.fused.lookups.gather(indices.reshape(-1), 0, runtime.comm, weight.groups)
 
 
 def exchanged_lookup(indices: Tensor, runtime: Runtime, weight: ShardedWeight) -> tuple[Tensor, Tensor] | None:

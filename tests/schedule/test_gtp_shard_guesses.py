@@ -199,7 +199,7 @@ class TestGuesses(TestCase):
         self.assertEqual(chain.num_deviations, 4, "the table, the first block twice, the head")
 
     def weight(self, model: Model, block: nn.Module) -> Any:
-        (found,) = [w for w in runtime_of(model).weights if w.sites[0].module is block.unused]
+        (found,) = [w for w in runtime_of(model).weights if w.registration.sites[0].module is block.unused]
         return found
 
     def test_what_may_never_be_gathered_is_not_guessed(self) -> None:
