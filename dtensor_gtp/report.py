@@ -276,7 +276,7 @@ def _row(managed: ManagedParam, modules: dict[str, nn.Module]) -> ReportRow:
     native = native_of(shard)
     local_nbytes = shard.numel() * shard.element_size() if native is None else native.stored_nbytes
     storage = "" if native is None else f"native {native.recipe.name}"
-    storage = storage if managed.offload is None else "on the host"
+    storage = storage if managed.policies.offload is None else "on the host"
     gathered, use = 0, "attribute" if managed.group is None else "with its block"
     if isinstance(managed, WholeParam):
         use = f"whole ({managed.reason})"

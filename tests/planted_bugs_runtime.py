@@ -156,7 +156,7 @@ RUNTIME = {
     ),
     "wide sum of microbatches is dropped": Bug(
         "ReducedGradient.publish",
-        drop("self._wide = ..."),
+        drop("self.wide = ..."),
         f"{GRADIENTS}::test_bf16_parameters_sum_microbatches_in_fp32",
     ),
     "unsynced microbatch is overwritten": Bug(

@@ -136,7 +136,7 @@ def _why_single(modules: list[nn.Module], params: list[ManagedParam], num_tokens
             return f"'{param.fqn}' has another mesh or other settings"
         if param.registration.is_cut_again or not param.is_readable:
             return f"'{param.fqn}' was sharded again or replaced"
-        if param.offload is not None or getattr(param, "tp_spec", None) is not None:
+        if param.policies.offload is not None or getattr(param, "tp_spec", None) is not None:
             return f"'{param.fqn}' is offloaded or tensor-parallel"
         if (param.compute_dtype, param.reduce_dtype) != (first.compute_dtype, first.reduce_dtype):
             return f"'{param.fqn}' has another dtype"

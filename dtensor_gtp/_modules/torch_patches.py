@@ -110,7 +110,7 @@ def _check_cuts(params: Sequence[nn.Parameter], modules: Sequence[nn.Module], cu
         if managed is None or not isinstance(param, DTensor):
             continue
         what = f"parameter '{managed.fqn}' of shape {tuple(param.shape)} (rank {dist.get_rank()})"
-        if managed.offload is not None:
+        if managed.policies.offload is not None:
             raise NotImplementedError(
                 f"fully_shard cannot wrap gtp_shard with offload_policy, which keeps {what} on the host. Pass a "
                 f"(replicate, gtp) mesh to gtp_shard instead, or leave out offload_policy. {see('offload')}"

@@ -70,7 +70,7 @@ def _alone(target: Gatherable, comm: CommContext) -> Gathered:
         gathered.is_alias = True
         return _with_planes(gathered, packed, lambda: own)
     rows = layout.rows_of(shard)
-    if weight.offload is not None:
+    if weight.policies.offload is not None:
         (copy,), uploaded = comm.upload([shard])
         comm.wait(Done(uploaded))
         buffer = layout.rows_of(copy).to(weight.compute_dtype)
@@ -133,12 +133,13 @@ def _launch_together(targets: Sequence[Gatherable], comm: CommContext) -> None:
     grouped = [target for target in targets if isinstance(target, GatherableGroup)]
     singles = targets if not grouped else [target for target in targets if not isinstance(target, GatherableGroup)]
     parts = Parts([], [], [], [])
-    for group in (target.group for target in grouped):
+    for target in grouped:
+        group = target.group
         group.leaves.allocate(group.version)
         for lists, more in zip(parts, group.parts, strict=True):
             lists += more
     packed, buffers = _pack(singles, comm), _side_by_side(singles)
-    hosted = [target for target in singles if target.weight.offload is not None]
+    hosted = [target for target in singles if target.weight.policies.offload is not None]
     uploads, uploaded = comm.upload([target.weight.shard for target in hosted]) if hosted else ([], None)
     copies = dict(zip(hosted, uploads, strict=True))
     planes_of = {

@@ -32,18 +32,18 @@ class ReducedGradient:
         self._more_reduced: list[Tensor] = []  # those of further uses, with shards on the host
         self.is_used_elsewhere = False  # in the last backward in which this rank did not use the parameter
         self._use_elsewhere: Tensor | None = None  # positive if other ranks have used it in this backward
-        self._wide: Tensor | None = None  # sum over microbatches, if .grad has a narrower dtype than the sum
+        self.wide: Tensor | None = None  # sum over microbatches, if .grad has a narrower dtype than the sum
 
     def follow(self, param: nn.Parameter) -> None:
         """Gradients are those of ``param`` from now on. It may be the same object as before, with other data."""
-        if self._wide is not None and param.dtype != self.dtype:
-            self._wide = None
+        if self.wide is not None and param.dtype != self.dtype:
+            self.wide = None
         self.param, self.dtype = param, param.dtype
 
-    def begin_forward(self) -> None:
+    def forget_if_cleared(self) -> None:
         """Forget the sum over microbatches if the user has cleared ``.grad``."""
-        if self._wide is not None and self.param.grad is None:
-            self._wide = None
+        if self.param.grad is None:
+            self.wide = None
 
     def accumulate(self, reduced: Tensor) -> None:
         """Add a reduced gradient (shape of the shard) to those of this backward, on the current stream."""
@@ -97,7 +97,7 @@ class ReducedGradient:
         if hooks := compat.tensor_hooks(param):
             reduced = _run_tensor_hooks(hooks, fqn, param, reduced)
         grad, dtype = param.grad, compat.grad_dtype(param)
-        earlier, self._wide = self._wide, None
+        earlier, self.wide = self.wide, None
         if grad is None:
             param.grad = compat.wrap_local(reduced if reduced.dtype == dtype else reduced.to(dtype), spec)
         else:
@@ -112,7 +112,7 @@ class ReducedGradient:
                 local.copy_(total)
             reduced = total
         if reduced.dtype != dtype:
-            self._wide = reduced
+            self.wide = reduced
         for post_hook in compat.post_accumulate_grad_hooks(param):
             post_hook(param)
 

@@ -96,7 +96,7 @@ class ManagedParam:
         self.mesh = mesh  # 1-D (gtp) or 2-D (replicate, gtp)
         self.flags = SyncFlags()
         self.policies = policies
-        self.gradient = ReducedGradient(mesh.size(), self.offload)
+        self.gradient = ReducedGradient(mesh.size(), policies.offload)
         self._set_param(param)
         self.group: Any = None  # the ``WeightGroup`` that gathers and reduces it, if one does, see [Note: groups]
         self.is_pinned = False  # after ``unshard`` modules see the full parameter outside of forwards, too
@@ -115,17 +115,13 @@ class ManagedParam:
     def _pinned(self, param: DTensor) -> Tensor:
         """The local tensor of ``param``, moved into pinned memory if copies to a GPU are to overlap with compute."""
         local = compat.local_tensor(param)
-        if self.policies.device.type == "cpu" or self.offload is None or not self.offload.pin_memory:
+        _, offload, device = self.policies
+        if device.type == "cpu" or offload is None or not offload.pin_memory:
             return local
         if local.device.type == "cpu" and not local.is_pinned():
             local = local.pin_memory()
             compat.set_local(param, local, compat.dtensor_spec(param))
         return local
-
-    @property
-    def offload(self) -> CPUOffloadPolicy | None:
-        """Set: the shard lives on the host."""
-        return self.policies.offload
 
     @property
     def num_ranks(self) -> int:
@@ -135,7 +131,7 @@ class ManagedParam:
     @property
     def device(self) -> torch.device:
         """Where the parameter is gathered and computed with."""
-        return self.shard.device if self.offload is None else self.policies.device
+        return self.shard.device if self.policies.offload is None else self.policies.device
 
     @property
     def gtp_axis(self) -> int:
@@ -293,7 +289,8 @@ class ManagedParam:
                 )
         self.check_memory()
         param = self.param
-        self.gradient.begin_forward()
+        if self.gradient.wide is not None:
+            self.gradient.forget_if_cleared()
         if self.leaf.requires_grad is not param.requires_grad:
             self.follow_frozen()
 
@@ -303,7 +300,7 @@ class ManagedParam:
         is_same = (param.shape, param.dtype, shard.shape) == extent
         # A tensor subclass may have no memory of its own.
         has_memory = type(shard) is not Tensor or shard.data_ptr() != 0 or shard.numel() == 0
-        is_on_host = self.offload is None or shard.device.type in ("cpu", "meta")
+        is_on_host = self.policies.offload is None or shard.device.type in ("cpu", "meta")
         if is_same and has_memory and is_on_host:
             return
         # An outer fully_shard frees the shard that it has gathered. Another shard is taken over at its next use.

@@ -146,11 +146,11 @@ class ShardedWeight(ManagedParam):
         self.layout = layout
         self.part = part  # of the shard, if the replicas split its optimizer states
         self.tp_spec = tp_spec  # of the tp-local slice that modules see; None without tensor parallelism
-        self.form = GatherForm(is_plain=layout.world > 1 and self.offload is None)
+        self.form = GatherForm(is_plain=layout.world > 1 and self.policies.offload is None)
         self.for_forward = Gatherable(self)
         self.for_backward = self.for_forward  # gathered in backward to compute the gradient of the input
         self.pending_grad = PendingGradient()
-        self.fused = FusedUses(may_exchange=self.offload is None)
+        self.fused = FusedUses(may_exchange=self.policies.offload is None)
         self.versions = ShardVersions()
         self._rebound()
 

@@ -188,7 +188,6 @@ class WeightGroup:
     """The weights and whole parameters of one ``module``, all of one mesh, dtype and ``gtp_shard`` call."""
 
     # What a single weight may have and a group never has: the schedule asks both.
-    offload = None
     group = None
 
     def __init__(
@@ -200,7 +199,7 @@ class WeightGroup:
         self.weights, self.whole = list(weights), list(whole)
         self.members: list[ManagedParam] = [*self.weights, *self.whole]
         first = self.weights[0]
-        self.flags = first.flags
+        self.flags, self.policies = first.flags, first.policies
         self.on_dissolved: Callable[[], None]  # makes modules of single weights of the modules again
         self.reader: ReadsWeights
         self.num_updates = 0  # writes to members that leave no version behind
@@ -384,7 +383,8 @@ class WeightGroup:
                 for site in member.registration.sites:
                     member.follow(site)
                 replaced.append(member)
-            member.gradient.begin_forward()
+            if member.gradient.wide is not None:
+                member.gradient.forget_if_cleared()
             is_frozen = is_frozen or leaf.requires_grad is not member.param.requires_grad
         if replaced:
             self._follow_replaced(replaced[0])

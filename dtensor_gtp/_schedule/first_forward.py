@@ -169,7 +169,7 @@ def _check_materialized(params: Sequence[ManagedParam], device: torch.device) ->
         return
     named = [f"'{param.fqn}' of shape {tuple(param.param.shape)}" for param in meta[:_MAX_NAMED]]
     more = f" and {len(meta) - _MAX_NAMED} more" if len(meta) > _MAX_NAMED else ""
-    where = device.type if meta[0].offload is None else "cpu"
+    where = device.type if meta[0].policies.offload is None else "cpu"
     raise RuntimeError(
         f"Parameters {', '.join(named)}{more} on mesh axes {meta[0].mesh.mesh_dim_names} are still on the meta device "
         f"at the first forward (rank {dist.get_rank()}). Materialize them with "

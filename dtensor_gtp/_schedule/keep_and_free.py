@@ -110,7 +110,7 @@ class KeepAndFree:
     def _initialize(self, progress: Progress) -> None:
         gathering = [mesh.get_group(mesh.ndim - 1) for mesh in {param.mesh for param in self.params}]
         no_copies = no_copy_engines(self.device, gathering, self.grads.launches.replicas is not None)
-        if any(param.offload is not None for param in self.params):
+        if any(param.policies.offload is not None for param in self.params):
             no_copies = "offload_policy keeps shards on the host"
             if self.policy.gather_backend == "copy_engine":
                 raise ValueError(

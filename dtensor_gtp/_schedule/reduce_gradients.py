@@ -335,7 +335,7 @@ class Gradients:
         self.launches.order.check(is_next_step=False)
         if self.launches.replicas is not None:
             self.launches.replicas.finish()
-        if any(param.offload is not None for param in params):
+        if any(param.policies.offload is not None for param in params):
             self._comm.finish_on_host()
         is_recorded = self._comm.is_capturing
         for param in params:

@@ -147,7 +147,7 @@ class Runtime(Gathering):
         self._num_calls += 1
         for param in params:
             param.registration.on_replaced = self.forget_objects
-            self._is_offloaded |= param.offload is not None
+            self._is_offloaded |= param.policies.offload is not None
             if isinstance(param, WholeParam):
                 param.on_local_grad = self.note_backward
                 self.whole.append(param)

@@ -39,7 +39,7 @@ def runtimes_of(module: nn.Module, caller: str = "capture_step") -> list[Runtime
     for runtime in runtimes:
         if any(param.registration.is_cut_again for param in runtime.params):
             raise NotImplementedError(f"{caller} does not support an outer fully_shard. Use a (replicate, gtp) mesh.")
-        if any(param.offload is not None for param in runtime.params):
+        if any(param.policies.offload is not None for param in runtime.params):
             raise NotImplementedError(
                 f"{caller} does not support offload_policy: a graph cannot wait for the host. {see('offload')}"
             )

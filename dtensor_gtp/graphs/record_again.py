@@ -150,13 +150,13 @@ def places_of_sums(runtime: Runtime) -> list[Place]:
     owners: list[Any] = [*runtime.whole, *(param.gradient for param in runtime.params)]
     owners += [weight.pending_grad for weight in runtime.weights]
     owners += [group.pending_grad for group in runtime.groups]
-    names = ("_wide", "unsynced_grad", "unsharded", "unreplicated")
+    names = ("wide", "unsynced_grad", "unsharded", "unreplicated")
     return [(owner, name) for owner in owners for name in names if hasattr(owner, name)]
 
 
 def read_values(places: list[Place]) -> list[Tensor | None]:
     # A wide sum belongs to a gradient: without the gradient it is void.
-    return [None if name == "_wide" and o.param.grad is None else getattr(o, name) for o, name in places]
+    return [None if name == "wide" and o.param.grad is None else getattr(o, name) for o, name in places]
 
 
 def write_values(places: list[Place], values: list[Tensor | None]) -> None:

@@ -154,7 +154,7 @@ class TestRefused(TestCase):
             ):
                 with self.assertRaisesRegex((TypeError, NotImplementedError), message):
                     call()
-            self.assertIsNone(self.shard(nn.Linear(32, 32), mesh, OffloadPolicy())._params()[0].offload)
+            self.assertIsNone(self.shard(nn.Linear(32, 32), mesh, OffloadPolicy())._params()[0].policies.offload)
             with mock.patch("dtensor_gtp.api.refuse_unavailable"):  # there is no GPU to ask
                 other = gtp_shard(nn.Linear(32, 32), mesh["gtp"], schedule=copies, **OFFLOAD)
             with self.assertRaisesRegex(ValueError, "gather_backend='copy_engine'. with offload_policy"):
