@@ -50,7 +50,7 @@ RUNTIME = {
     ),
     "a group does not see an optimizer step": Bug(
         "lost_writes:count_writes",
-        drop("group.num_updates += 1"),
+        drop("group.shards.num_updates += 1"),
         f"{GROUPS}::test_a_backward_through_weights_of_an_earlier_step_is_refused",
     ),
     "writes of a forward to weights of a group are lost": Bug(

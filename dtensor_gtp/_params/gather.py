@@ -136,7 +136,7 @@ def _launch_together(targets: Sequence[Gatherable], comm: CommContext) -> None:
     for target in grouped:
         group = target.group
         group.leaves.allocate(group.version)
-        for lists, more in zip(parts, group.parts, strict=True):
+        for lists, more in zip(parts, group.shards.parts(group.leaves.outputs, groups.casts_shards), strict=True):
             lists += more
     packed, buffers = _pack(singles, comm), _side_by_side(singles)
     hosted = [target for target in singles if target.weight.policies.offload is not None]

@@ -40,6 +40,35 @@ class Parts(NamedTuple):
         self.outputs.append(output)
 
 
+class GroupShards:
+    """The shards of the members: which values they have, and what a gather sends of them."""
+
+    def __init__(self, members: Sequence[ManagedParam]) -> None:
+        self._members = members
+        self.num_updates = 0  # writes to members that leave no version behind
+        self.follow()
+
+    def follow(self) -> None:
+        """Members may have other parameters or shards than before."""
+        # Their versions count writes.
+        self.tensors = [tensor for member in self._members for tensor in (member.param, member.local)]
+        self._parts: Parts | None = None  # until the first gather of these shards
+
+    def parts(self, outputs: Sequence[Tensor], casts_shards: bool) -> Parts:
+        """What a gather sends and fills, to be read only."""
+        if self._parts is None:
+            parts = self._parts = Parts([], [], [], [])
+            with torch.inference_mode(False):
+                # Whole parameters have a place among the leaves, where their values are copied.
+                for member, output in zip(self._members, outputs, strict=True):
+                    if isinstance(member, ShardedWeight):
+                        parts.add(member.layout, member.form.rows, output, casts_shards)
+                    else:
+                        parts.copied.append(output)
+                        parts.sources.append(member.shard)
+        return self._parts
+
+
 class GroupLeaves:
     """The full weights: leaves of autograd in one storage, which gathers fill through views of their own."""
 

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .. import _torch_compat as compat
 from .gather_form import GatherForm
 from .gathered import Gathered, Version
-from .group_memory import GroupGradients, GroupLeaves, Parts, version_of
+from .group_memory import GroupGradients, GroupLeaves, GroupShards, version_of
 from .layout import WeightLayout
 from .managed_param import ManagedParam, Registration, Site
 from .sharded_weight import Gatherable, ShardedWeight
@@ -176,10 +176,6 @@ class GatherableGroup(Gatherable):
         self.group = group
 
     @property
-    def nbytes(self) -> int:
-        return self.group.leaves.nbytes
-
-    @property
     def kept_nbytes(self) -> int:
         return self.group.leaves.nbytes
 
@@ -202,13 +198,11 @@ class WeightGroup:
         self.flags, self.policies = first.flags, first.policies
         self.on_dissolved: Callable[[], None]  # makes modules of single weights of the modules again
         self.reader: ReadsWeights
-        self.num_updates = 0  # writes to members that leave no version behind
         self.in_backward = InBackward()
         self.form = GatherForm()
         for member in self.members:
             member.flags, member.group = self.flags, self
-        self._shards = self._find_shards()
-        self._parts: Parts | None = None  # until the first gather of these shards
+        self.shards = GroupShards(self.members)
         self.leaves = GroupLeaves(self.weights, self.whole, first.compute_dtype, self.device)
         self.pending_grad = GroupGradients(self.leaves, first.reduce_dtype)
         self.pending_grad.reduce_only(weight for weight in self.weights if weight.param.requires_grad)
@@ -250,25 +244,6 @@ class WeightGroup:
     @property
     def is_pinned(self) -> bool:
         return self.views.is_pinned
-
-    def _find_shards(self) -> list[Tensor]:
-        """The parameters and their local tensors, whose versions count writes to them."""
-        return [tensor for member in self.members for tensor in (member.param, member.local)]
-
-    @property
-    def parts(self) -> Parts:
-        """What a gather sends and fills, to be read only."""
-        if self._parts is None:
-            parts = self._parts = Parts([], [], [], [])
-            with torch.inference_mode(False):
-                # Whole parameters have a place among the leaves, where their values are copied.
-                for member, output in zip(self.members, self.leaves.outputs, strict=True):
-                    if isinstance(member, ShardedWeight):
-                        parts.add(member.layout, member.form.rows, output, self.groups.casts_shards)
-                    else:
-                        parts.copied.append(output)
-                        parts.sources.append(member.shard)
-        return self._parts
 
     def free(self) -> None:
         """Free the leaves' memory, and carry what was written to them to the shards."""
@@ -334,12 +309,13 @@ class WeightGroup:
             member.shard.copy_(part)
         leaves.put_back()
         leaves.written = versions
-        self.num_updates += 1
+        self.shards.num_updates += 1
         leaves.version = self.version  # a gather gives the values that were written
 
     @property
     def version(self) -> Version:
-        return self.num_updates + sum(map(version_of, self._shards)), 0, 0
+        shards = self.shards
+        return shards.num_updates + sum(map(version_of, shards.tensors)), 0, 0
 
     def is_fresh(self, gathered: Gathered) -> bool:
         """Whether ``gathered`` has the present values of all shards. One in use has those of the start of its use."""
@@ -372,11 +348,11 @@ class WeightGroup:
         if self.leaves.are_elsewhere and self.leaves.put_back():
             raise self._lost_write("in an earlier forward")
         replaced: list[ManagedParam] = []
-        is_frozen = False
+        is_frozen, shards = False, self.shards.tensors
         for index, (member, leaf) in enumerate(self.leaves.by_member.items()):
             param = member.param
             module, name = member.registration.sites[0]
-            is_known = self._shards[2 * index] is param and self._shards[2 * index + 1] is member.local
+            is_known = shards[2 * index] is param and shards[2 * index + 1] is member.local
             is_registered = module._parameters.get(name) is param
             if not (is_known and is_registered and compat.local_part(param) is member.local):
                 member.begin_forward(False)
@@ -404,8 +380,8 @@ class WeightGroup:
         self.leaves.refuse_graphs(first.replaced_before_backward())
         for param in self.whole:
             param.set_grad_aside()
-        self.num_updates += 1
-        self._shards, self._parts = self._find_shards(), None
+        self.shards.num_updates += 1
+        self.shards.follow()
         dtypes = {(member.compute_dtype, member.reduce_dtype) for member in self.members}
         if len(dtypes) > 1:
             raise RuntimeError(

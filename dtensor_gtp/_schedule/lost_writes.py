@@ -166,7 +166,7 @@ class LostWrites:
 def count_writes(written: Sequence[ManagedParam]) -> None:
     """Of what leaves no version: autograd shall refuse a backward through what was computed with the values before."""
     for group in {param.group for param in written if param.group is not None}:
-        group.num_updates += 1
+        group.shards.num_updates += 1
     for param in written:
         if param.group is None and isinstance(param, ShardedWeight):
             param.versions.num_updates += 1

@@ -489,7 +489,7 @@ class Runtime(Gathering):
         for group in self.groups:
             group.in_backward.held = None
             group.free()
-            group.num_updates += 1
+            group.shards.num_updates += 1
         for weight in self.weights:
             weight.versions.num_updates += 1  # so that nothing reuses a gather of the recording
             self.drop_kept(weight)
