@@ -1,8 +1,9 @@
-"""The reduced gradient of one parameter: sums over uses and microbatches, on the way into ``.grad``."""
+"""The gradient of one parameter on its way into ``.grad``: what is not reduced yet, and what is."""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 import torch
@@ -13,9 +14,43 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
+from .._comm.send_ring import SendRing
+from .layout import WeightLayout
 
 # Cached, because each gradient needs it, and torch runs an op to compute it.
 wider = functools.cache(torch.promote_types)
+
+
+class PendingGradient:
+    """What of the gradient of a weight, or of a group of weights, is not reduced yet; and buffers for it."""
+
+    def __init__(self) -> None:
+        self.unsharded: Tensor | None = None  # full gradient of microbatches without gradient sync
+        # Rows reduced over gtp but not yet over the replicas (set_requires_all_reduce(False)).
+        self.unreplicated: Tensor | None = None
+        self.ring: SendRing | None = None  # set where copy engines fetch the gradient, before the first forward
+        self.sent_nbytes = 0  # in a reduce-scatter
+
+    def lay_out(self, layout: WeightLayout, dtype: torch.dtype, device: torch.device) -> None:
+        """The gradient has this layout, and is sent in this dtype."""
+        self.sent_nbytes = math.prod(layout.buffer_shape) * dtype.itemsize
+        self._sent_like = compat.template(layout.buffer_shape, dtype, device)
+        self._slot_like = compat.template(layout.slot_shape, dtype, device)
+
+    @property
+    def is_empty(self) -> bool:
+        return self.unsharded is None and self.unreplicated is None
+
+    def send_buffer(self) -> Tensor:
+        """An uninitialized buffer for the full gradient of this rank. No rank reads its padding."""
+        return torch.empty_like(self._sent_like)
+
+    def new_slot(self) -> Tensor:
+        """An uninitialized buffer for this rank's rows of the gradient, in the dtype in which it is sent."""
+        return torch.empty_like(self._slot_like)
+
+    def forget(self) -> None:
+        self.unsharded = self.unreplicated = None
 
 
 class ReducedGradient:

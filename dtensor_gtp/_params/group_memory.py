@@ -13,9 +13,10 @@ from torch import Tensor
 
 from .. import _torch_compat as compat
 from .gathered import Version
+from .gradient import PendingGradient
 from .layout import WeightLayout
 from .managed_param import ManagedParam
-from .sharded_weight import PendingGradient, ShardedWeight
+from .sharded_weight import ShardedWeight
 from .whole_param import WholeParam
 
 version_of = attrgetter("_version")  # in C: each launch of a group asks all its tensors

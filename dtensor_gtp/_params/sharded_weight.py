@@ -1,4 +1,4 @@
-"""A weight that lives on every rank as a shard and is gathered for each use, and how it is gathered."""
+"""A weight that lives on every rank as a shard and is gathered for each use, and what is gathered of it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate
 
 from .. import _torch_compat as compat
-from .._comm.send_ring import SendRing
 from .._comm.tokens import TokenExchange
 from ..placement import GTPShard
 from .gather_form import GatherForm, Wire
 from .gathered import Gathered, ShardVersions, Version
+from .gradient import PendingGradient
 from .layout import WeightLayout
 from .managed_param import ManagedParam, Policies, Site
 from .replica_part import ReplicaPart
@@ -84,38 +84,6 @@ def gather_together(weights: Sequence[ShardedWeight]) -> None:
         companions = tuple(weight.gatherables[number] for weight in weights)
         for target in companions:
             target.companions = companions
-
-
-class PendingGradient:
-    """What of the gradient of a weight, or of a group of weights, is not reduced yet; and buffers for it."""
-
-    def __init__(self) -> None:
-        self.unsharded: Tensor | None = None  # full gradient of microbatches without gradient sync
-        # Rows reduced over gtp but not yet over the replicas (set_requires_all_reduce(False)).
-        self.unreplicated: Tensor | None = None
-        self.ring: SendRing | None = None  # set where copy engines fetch the gradient, before the first forward
-        self.sent_nbytes = 0  # in a reduce-scatter
-
-    def lay_out(self, layout: WeightLayout, dtype: torch.dtype, device: torch.device) -> None:
-        """The gradient has this layout, and is sent in this dtype."""
-        self.sent_nbytes = math.prod(layout.buffer_shape) * dtype.itemsize
-        self._sent_like = compat.template(layout.buffer_shape, dtype, device)
-        self._slot_like = compat.template(layout.slot_shape, dtype, device)
-
-    @property
-    def is_empty(self) -> bool:
-        return self.unsharded is None and self.unreplicated is None
-
-    def send_buffer(self) -> Tensor:
-        """An uninitialized buffer for the full gradient of this rank. No rank reads its padding."""
-        return torch.empty_like(self._sent_like)
-
-    def new_slot(self) -> Tensor:
-        """An uninitialized buffer for this rank's rows of the gradient, in the dtype in which it is sent."""
-        return torch.empty_like(self._slot_like)
-
-    def forget(self) -> None:
-        self.unsharded = self.unreplicated = None
 
 
 class FusedUses:
