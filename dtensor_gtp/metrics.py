@@ -207,7 +207,7 @@ def flops_of(model: nn.Module) -> float | None:
             continue
         if managed.param.ndim != 2:
             return None
-        if not all(isinstance(site.module, nn.Embedding) for site in managed.sites):
+        if not all(isinstance(site.module, nn.Embedding) for site in managed.registration.sites):
             flops += managed.layout.shape.numel() * _PER_ELEMENT[managed.param.requires_grad]
     return flops
 

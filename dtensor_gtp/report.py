@@ -277,21 +277,23 @@ def _row(managed: ManagedParam, modules: dict[str, nn.Module]) -> ReportRow:
     native = native_of(shard)
     local_nbytes = shard.numel() * shard.element_size() if native is None else native.stored_nbytes
     storage = "" if native is None else f"native {native.recipe.name}"
-    storage = storage if managed.offload is None else "on the host"
+    storage = storage if managed.policies.offload is None else "on the host"
     gathered, use = 0, "attribute" if managed.group is None else "with its block"
     if isinstance(managed, WholeParam):
         use = f"whole ({managed.reason})"
     if isinstance(managed, ShardedWeight):
         if _fused_of(next(iter(modules.values()))) is not None:
-            exchanges = [f"{e.purpose}: {e.describe()}" for e in (managed.lookups, managed.losses) if e is not None]
+            exchanges = [
+                f"{e.purpose}: {e.describe()}" for e in (managed.fused.lookups, managed.fused.losses) if e is not None
+            ]
             use = ", ".join(("fused op", *exchanges))
         gathered = managed.layout.shape.numel() * managed.compute_dtype.itemsize
-        if native is None and isinstance(managed.wire, QuantizedWire):
-            storage = f"{managed.wire.recipe.name} from master"
-        if managed.wire is not None:
-            gathered = managed.wire.num_bytes() or gathered
+        if native is None and isinstance(managed.form.wire, QuantizedWire):
+            storage = f"{managed.form.wire.recipe.name} from master"
+        if managed.form.wire is not None:
+            gathered = managed.form.wire.num_bytes() or gathered
             in_gemm = any(fused is not None and fused.multiplies for fused in map(_fused_of, modules.values()))
-            use = f"{use}, {managed.wire.describe('' if in_gemm else 'no fused nn.Linear')}"
+            use = f"{use}, {managed.form.wire.describe('' if in_gemm else 'no fused nn.Linear')}"
     shape, name = tuple(param.shape), " = ".join(modules)
     return ReportRow(name, shape, param.dtype, placements, local_nbytes, gathered, use, storage, _cuts(managed))
 
@@ -314,13 +316,15 @@ def _exchanges(runtime: Runtime) -> tuple[str, ...]:
     return tuple(
         f"{exchange.purpose} of {weight.fqn}: {exchange.describe()}"
         for weight in runtime.weights
-        for exchange in (weight.lookups, weight.losses)
+        for exchange in (weight.fused.lookups, weight.fused.losses)
         if exchange is not None
     )
 
 
 def _plans(runtime: Runtime) -> tuple[PlanReport, ...]:
-    columnwise = {id(weight.for_backward) for weight in runtime.weights if weight.for_backward is not weight}
+    columnwise = {
+        id(weight.for_backward) for weight in runtime.weights if weight.for_backward is not weight.for_forward
+    }
     names = [g.weight.fqn + " (columnwise)" * (id(g) in columnwise) for g in runtime.gatherables]
     plans = []
     for key, chain in list(runtime.chains.items()):

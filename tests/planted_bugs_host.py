@@ -14,7 +14,7 @@ HOST = {
         "gather:_planes", assign("shard", "weight.shard"), f"{OFFLOAD}::test_copies_are_made"
     ),
     "gradient of a second use does not reach the host": Bug(
-        "ManagedParam.accumulate", drop("append"), f"{OFFLOAD}::test_same_bits_as_without"
+        "ReducedGradient.accumulate", drop("append"), f"{OFFLOAD}::test_same_bits_as_without"
     ),
     "whole parameter on the host is copied once": Bug(
         "WholeParam.begin_forward", drop("copy_"), f"{OFFLOAD}::test_same_bits_as_without"

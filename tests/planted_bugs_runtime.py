@@ -50,7 +50,7 @@ RUNTIME = {
     ),
     "a group does not see an optimizer step": Bug(
         "lost_writes:count_writes",
-        drop("group.num_updates += 1"),
+        drop("group.shards.num_updates += 1"),
         f"{GROUPS}::test_a_backward_through_weights_of_an_earlier_step_is_refused",
     ),
     "writes of a forward to weights of a group are lost": Bug(
@@ -131,7 +131,7 @@ RUNTIME = {
     ),
     "divisor without the replicas": Bug(
         "ManagedParam.__init__",
-        assign("self.num_ranks", "mesh.size(mesh.ndim - 1)"),
+        argument("ReducedGradient", 0, "mesh.size(mesh.ndim - 1)"),
         f"{GRADIENTS}::test_all_ones_gradient_with_a_reduction_in_float16",
     ),
     "no all-reduce over replicas": Bug(
@@ -145,18 +145,18 @@ RUNTIME = {
         f"{GRADIENTS}::test_r20_rank_distinct_gradients_are_averaged_through_every_gather",
     ),
     "second use replaces the first gradient": Bug(
-        "ManagedParam.accumulate",
+        "ReducedGradient.accumulate",
         replace("self.reduced += reduced", "self.reduced = reduced"),
         f"{OVERLAP}::test_r4_reused_module_gathers_equal_uses_and_gradients_add_up",
     ),
     "microbatch replaces the gradient": Bug(
-        "ManagedParam.publish_grad",
+        "ReducedGradient.publish",
         replace("total += reduced", "total = reduced"),
         "test_gtp_shard_mixed_precision.py::TestMixedPrecision::test_what_the_user_does_to_grad_between_microbatches_counts",
     ),
     "wide sum of microbatches is dropped": Bug(
-        "ManagedParam.publish_grad",
-        drop("self._wide_grad = ..."),
+        "ReducedGradient.publish",
+        drop("self.wide = ..."),
         f"{GRADIENTS}::test_bf16_parameters_sum_microbatches_in_fp32",
     ),
     "unsynced microbatch is overwritten": Bug(
@@ -235,10 +235,10 @@ RUNTIME = {
         f"{GRADIENTS}::test_a_weight_that_is_frozen_between_steps_is_reduced_no_more",
     ),
     "hook after the accumulation is not run": Bug(
-        "ManagedParam.publish_grad", drop("post_hook"), f"{SWITCHES}::test_hooks_fire_once_with_the_right_values"
+        "ReducedGradient.publish", drop("post_hook"), f"{SWITCHES}::test_hooks_fire_once_with_the_right_values"
     ),
     "what a gradient hook returns is dropped": Bug(
-        "ManagedParam.publish_grad",
+        "ReducedGradient.publish",
         replace("reduced = _run_tensor_hooks(...)", "_run_tensor_hooks(hooks, param, reduced, spec)"),
         "test_gtp_shard_hooks.py::TestHooks::test_parameter_hooks_may_replace_the_gradient",
     ),
@@ -299,7 +299,7 @@ RUNTIME = {
         "_CapturedBlock.__call__", never("graph.awaits_backward"), f"{CAPTURE_BLOCKS}::test_microbatches"
     ),
     "all-reduce hook changes a copy": Bug(
-        "ManagedParam.publish_grad",
+        "ReducedGradient.publish",
         argument("hook", 0, "reduced.clone()"),
         "test_gtp_shard_from_fully_shard.py::TestAllReduceHook::test_replicas_of_ones_own",
     ),

@@ -69,11 +69,11 @@ SILENT = {
     ),
     "a hook on what a fused layer does not read never runs": Bug(
         "AttributeReads.misuse_in",
-        never("weight.is_fused"),
+        never("weight.fused.is_any"),
         f"{PARAMETER_HOOKS}::test_hook_on_what_a_fused_layer_does_not_read",
     ),
     "frozen in the last microbatch, earlier gradients are lost": Bug(
-        "ManagedParam.publish_grad",
+        "ReducedGradient.publish",
         replace(
             "(reduced := self.reduced) is None", "(reduced := self.reduced) is None or not self.param.requires_grad"
         ),
@@ -84,7 +84,7 @@ SILENT = {
     ),
     "parameters that a rank did not use are left out of the sum": Bug(
         "Runtime.note_backward",
-        assign("param.awaits_reduction", "False"),
+        assign("param.gradient.awaits_reduction", "False"),
         "test_silent_params.py::TestOtherParametersOnOtherRanks",
     ),
     "weights that a rank did not use are left out of the reduction": Bug(
@@ -259,7 +259,7 @@ SILENT = {
         "test_checkpoint_save.py::test_a_rank_is_killed",
     ),
     "weights of a group that no rank has used get zeros": Bug(
-        "ManagedParam._drop_zeros",
+        "ReducedGradient._drop_zeros",
         never("not self.is_used_elsewhere"),
         f"{SILENT_GROUPS}::test_weights_that_no_rank_has_used",
     ),
@@ -311,7 +311,7 @@ SILENT = {
         f"{SILENT_GROUPS}::test_new_data_of_a_full_weight_raises_in_the_next_forward_at_the_latest",
     ),
     "hooks of several parameters never run": Bug(
-        "managed_param:_run_tensor_hooks",
+        "gradient:_run_tensor_hooks",
         replace("compat.is_multi_grad_hook(hook)", "False"),
         f"{PARAMETER_HOOKS}::test_hooks_of_several_parameters_are_refused",
     ),
@@ -333,7 +333,9 @@ SILENT = {
     ),
     "a block computes with shards that its forward has written": Bug(
         "LostWrites._drop_in_forward",
-        never("group.live is not None and group not in self._seen_shards and runtime.comm.may_wait_on_host"),
+        never(
+            "group.for_forward.live is not None and group not in self._seen_shards and runtime.comm.may_wait_on_host"
+        ),
         f"{SILENT_GROUPS}::test_writes_to_shards_of_a_block_that_runs_are_refused",
     ),
     "a block may return a tensor that autograd does not follow into it": Bug(
@@ -361,7 +363,7 @@ SILENT = {
     ),
     "a backward gathers another frozen weight than its forward": Bug(
         "ShardedWeight.refuse_graphs",
-        drop("self.num_updates += ..."),
+        drop("self.versions.num_updates += ..."),
         f"{WRITES_BEFORE_BACKWARD}::test_other_parameters_and_another_forward",
     ),
     "a backward computes with a whole parameter that was written": Bug(
@@ -388,7 +390,9 @@ SILENT = {
         "WeightGroup._follow_replaced", drop("set_grad_aside"), f"{WRITES_OUTSIDE}::test_new_data_between_microbatches"
     ),
     "an error calls a weight written that was replaced": Bug(
-        "check_unmodified", never("version[2] < weight.replaced_at"), "test_silent_params.py::TestReplacedParameters"
+        "check_unmodified",
+        never("version[2] < weight.versions.replaced_at"),
+        "test_silent_params.py::TestReplacedParameters",
     ),
     "parameters in one memory become independent": Bug(
         "validate_module", drop("_check_memory"), f"{ESCAPED_PARAMETERS}::test_in_one_memory"

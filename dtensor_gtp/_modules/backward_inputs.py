@@ -43,7 +43,7 @@ def _averaged(param: DTensor) -> list[Placement] | None:
         weight = runtime.member_of(param)
         if isinstance(weight, WholeParam):
             return [Replicate()] * param.device_mesh.ndim
-        if isinstance(weight, ShardedWeight) and not weight.is_cut_again:
+        if isinstance(weight, ShardedWeight) and not weight.registration.is_cut_again:
             num_tp = 0 if weight.tp_spec is None else weight.tp_spec.mesh.ndim
             is_tp = [axis < num_tp for axis in range(param.device_mesh.ndim)]
             return [Replicate() if each else Partial("avg") for each in is_tp]

@@ -100,7 +100,7 @@ class Binding:
         runtime = self.group.runtime
         if runtime.is_materializing:
             managed.follow(self.sites[name])
-            if managed.is_cut_again and not managed.is_readable:
+            if managed.registration.is_cut_again and not managed.is_readable:
                 return registered  # an outer fully_shard, which has not gathered it yet, reads it
             return runtime.reads.read(managed)
         if not managed.is_pinned:

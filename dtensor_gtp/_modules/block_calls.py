@@ -26,7 +26,7 @@ def call_block(block: BoundModule, call: Any, args: Any, kwargs: Any, compiler: 
         try:
             frame = runtime.enter(block, _needs_no_hooks)
             was_in_pass = group.views.is_in_pass
-            gathered = runtime.acquire(group)
+            gathered = runtime.acquire(group.for_forward)
             seen = group.leaves.seen() if runtime.reads.looks_at_bits else None
             use = BlockUse(runtime, group) if torch.is_grad_enabled() else None
             if is_compiled or not was_in_pass:
@@ -50,7 +50,7 @@ def call_block(block: BoundModule, call: Any, args: Any, kwargs: Any, compiler: 
                 if is_compiled or not was_in_pass:
                     group.views.show(is_in_pass=was_in_pass)
                 if gathered is not None:
-                    runtime.release(group, gathered)
+                    runtime.release(group.for_forward, gathered)
                 runtime.exit(frame, is_complete)
     finally:
         runtime.leave(depth)

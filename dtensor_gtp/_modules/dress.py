@@ -68,9 +68,9 @@ def bind(module: nn.Module, binding: Binding, own: type | None) -> None:
     if binding.fused is None and weights:
         binding.reads.is_reading = True
     for weight in weights:
-        weight.is_fused |= binding.fused is not None
+        weight.fused.is_any |= binding.fused is not None
     if getattr(type(module), "gtp_gathers_together", False) and len({weight.mesh for weight in weights}) == 1:
-        gather_together([weight for weight in weights if weight.sites[0].module is module])
+        gather_together([weight for weight in weights if weight.registration.sites[0].module is module])
     attributes = module.__dict__
     attributes[BINDING] = binding
     if own is not None:

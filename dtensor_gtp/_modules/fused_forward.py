@@ -96,7 +96,7 @@ def find_fused(module: nn.Module, params: dict[str, ManagedParam]) -> Fused | No
         return cast("Fused | None", of_layer(module, params))
     weight = params.get("weight")
     # What hooks make of a weight (HookWire), only code that knows the hooks can use.
-    if not isinstance(weight, ShardedWeight) or isinstance(weight.wire, HookWire) or "forward" in module.__dict__:
+    if not isinstance(weight, ShardedWeight) or isinstance(weight.form.wire, HookWire) or "forward" in module.__dict__:
         return None
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return Fused(linear_forward, multiplies=True)

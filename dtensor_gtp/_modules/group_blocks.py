@@ -55,9 +55,10 @@ def make_groups(runtime: Runtime, num_tokens: int) -> tuple[str, ...]:
             whole = [param for param in params if isinstance(param, WholeParam)]
             _dress_as_group(modules, block)
             group = WeightGroup(name, block, weights, whole)
-            group.call, group.on_dissolved = weights[0].call, partial(_dress_as_group, modules, None)
+            group.for_forward.call = weights[0].for_forward.call
+            group.on_dissolved = partial(_dress_as_group, modules, None)
             groups.append(group)
-            parts = {site.module for param in params for site in param.sites} - {block}
+            parts = {site.module for param in params for site in param.registration.sites} - {block}
             for module in (block, *parts):
                 module.__dict__["_gtp_group"] = group
             group.views.calls = {part: MethodType(call_in_frame, part) for part in parts}
@@ -130,21 +131,21 @@ def _why_single(modules: list[nn.Module], params: list[ManagedParam], num_tokens
     if first.flags.reduce_scatter_unused_params:
         return "set_reduce_scatter_unused_params lets ranks use each weight as they like"
     for param in params:
-        if any(site.module not in inside for site in param.sites):
+        if any(site.module not in inside for site in param.registration.sites):
             return f"'{param.fqn}' is shared with other modules"
         if param.mesh != first.mesh or param.flags != first.flags or param.is_pinned:
             return f"'{param.fqn}' has another mesh or other settings"
-        if param.is_cut_again or param.param is not param.sites[0].module._parameters.get(param.sites[0].name):
+        if param.registration.is_cut_again or not param.is_readable:
             return f"'{param.fqn}' was sharded again or replaced"
-        if param.offload is not None or getattr(param, "tp_spec", None) is not None:
+        if param.policies.offload is not None or getattr(param, "tp_spec", None) is not None:
             return f"'{param.fqn}' is offloaded or tensor-parallel"
         if (param.compute_dtype, param.reduce_dtype) != (first.compute_dtype, first.reduce_dtype):
             return f"'{param.fqn}' has another dtype"
     for weight in weights:
         layout = weight.layout
-        if weight.wire is not None or layout.dim != 0 or layout.block_size != 1 or layout.world == 1:
+        if weight.form.wire is not None or layout.dim != 0 or layout.block_size != 1 or layout.world == 1:
             return f"'{weight.fqn}' is quantized or sharded in another way"
-        if weight.companions:
+        if weight.for_forward.companions:
             return f"'{weight.fqn}' travels with others"
     if any(isinstance(module, nn.RNNBase) for module in modules):
         return "recurrent layers keep a list of their weights"

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .. import _torch_compat as compat
+from .._comm.agreement import device_of
 from .._comm.collectives import has_replicas
 from .._dtensor import data_setter, gradients, random_init, remedies
 from .._dtensor.block_layout import has_torch_chunks
@@ -54,7 +55,7 @@ def shard_module(
             param = _make_param(decision, arguments, runtime.device)
             group.params.append(param)
         else:
-            param.sites.extend(decision.sites)
+            param.registration.sites.extend(decision.sites)
         for site in decision.sites:
             site.module._parameters[site.name] = param.param
             owned.setdefault(site.module, {})[site.name] = param
@@ -80,7 +81,7 @@ def _adopt_earlier(module: nn.Module, decisions: list[Decision], runtime: Runtim
     """Give ``runtime`` to earlier calls on submodules, and to calls elsewhere that share a parameter with ``module``.
     Returns the modules below ``module`` that earlier calls manage."""
     nested = [m for m in module.modules() if binding_of(m) is not None]
-    tied = [d.existing.sites[0].module for d in decisions if d.existing is not None]
+    tied = [d.existing.registration.sites[0].module for d in decisions if d.existing is not None]
     # In an order that is the same on all ranks: it becomes the order of collectives.
     found = [binding.group.runtime for m in (*nested, *tied) if (binding := binding_of(m)) is not None]
     for earlier in dict.fromkeys(found):
@@ -122,14 +123,14 @@ def _make_param(decision: Decision, arguments: Arguments, device: torch.device) 
             new.__dict__.setdefault(key, value)  # tags that users put on parameters
     compat.move_hooks(old, new)
     managed: ManagedParam
-    policies = Policies(arguments.mp_policy, arguments.offload)
+    policies = Policies(arguments.mp_policy, arguments.offload, device_of(mesh))
     if layout is not None:
         managed = weight = ShardedWeight(decision.fqn, decision.sites, new, mesh, policies, layout, tp_spec, part)
         weight.set_wire(make_wire(weight, recipe, arguments.mp_policy))
     else:
         managed = WholeParam(decision.fqn, decision.sites, new, mesh, policies, tp_spec, decision.reason)
     managed.flags.reshard_after_forward = arguments.reshard_after_forward
-    managed.replaced = replaced = ReplacedParam(old)
+    managed.registration.replaced = replaced = ReplacedParam(old)
     replaced.manager = managed
     if old.requires_grad:
         old.register_hook(partial(refuse_gradient_of_replaced, replaced))

@@ -55,7 +55,7 @@ def _wrap_fully_shard() -> None:
         stock_init(group, params, modules, *args, **kwargs)
         for runtime, param, (module, name) in _managed_in(group):
             runtime.forget_objects()
-            param.is_cut_again = True
+            param.registration.is_cut_again = True
             if module._parameters.get(name) is not param.param:
                 optimizer_steps().note_replaced(param.param, param.fqn)
 
@@ -110,7 +110,7 @@ def _check_cuts(params: Sequence[nn.Parameter], modules: Sequence[nn.Module], cu
         if managed is None or not isinstance(param, DTensor):
             continue
         what = f"parameter '{managed.fqn}' of shape {tuple(param.shape)} (rank {dist.get_rank()})"
-        if managed.offload is not None:
+        if managed.policies.offload is not None:
             raise NotImplementedError(
                 f"fully_shard cannot wrap gtp_shard with offload_policy, which keeps {what} on the host. Pass a "
                 f"(replicate, gtp) mesh to gtp_shard instead, or leave out offload_policy. {see('offload')}"

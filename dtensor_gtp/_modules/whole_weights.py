@@ -75,8 +75,7 @@ def _put_whole(param: ManagedParam) -> nn.Parameter:
     whole = nn.Parameter(value, requires_grad=param.param.requires_grad)
     if param.param.grad is not None:
         whole.grad = param.param.grad.full_tensor()  # type: ignore[attr-defined]
-    for module, name in param.sites:
-        module._parameters[name] = whole
+    param.registration.register(whole)
     return whole
 
 
@@ -86,6 +85,6 @@ def _put_shard(param: ManagedParam, whole: nn.Parameter) -> None:
     spec = compat.dtensor_spec(sharded)  # type: ignore[arg-type]
     master_of(compat.local_part(sharded)).copy_(compat.own_part(whole.detach(), spec.mesh, spec.placements))
     torch.autograd.graph.increment_version(sharded)
-    for module, name in param.sites:
+    for module, name in param.registration.sites:
         if module._parameters.get(name) is whole:  # unless the code has put another one there
             module._parameters[name] = sharded

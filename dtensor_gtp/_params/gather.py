@@ -13,11 +13,12 @@ from .._comm.debug import profiler_range
 from .._comm.streams import Done
 from ..quant.planes import Direction
 from ..quant.weight import WeightWithRecipe
+from .gather_form import Packed
 from .gathered import Gathered
 from .group_memory import Parts
 from .layout import WeightLayout
-from .sharded_weight import Gatherable, Packed, ShardedWeight
-from .weight_group import WeightGroup
+from .sharded_weight import Gatherable, ShardedWeight
+from .weight_group import GatherableGroup
 
 # One tensor to gather: where its rows lie in the buffer, this rank's part, and the buffer.
 _Plane = tuple[WeightLayout, Tensor, Tensor]
@@ -32,9 +33,9 @@ def launch(targets: Sequence[Gatherable], comm: CommContext) -> None:
         # A tensor of another library may have no isfinite.
         values = [(n, s) for n, s in shards.items() if type(s) is Tensor or isinstance(s, WeightWithRecipe)]
         comm.check_finite("the all_gather of weights", values, weight.groups)
-    if weight.is_plain and len(targets) == 1:
+    if weight.form.is_plain and len(targets) == 1:
         with profiler_range("GTP::all_gather", weight.fqn):
-            _launch_plain(weight, comm)
+            _launch_plain(targets[0], comm)
     elif weight.layout.world == 1:
         for target in targets:
             target.add(_alone(target, comm))
@@ -43,33 +44,33 @@ def launch(targets: Sequence[Gatherable], comm: CommContext) -> None:
             _launch_together(targets, comm)
 
 
-def _launch_plain(weight: ShardedWeight, comm: CommContext) -> None:
+def _launch_plain(target: Gatherable, comm: CommContext) -> None:
     """As ``_launch_together``, but for one weight that is gathered as it is: the most frequent case, so it is short."""
-    layout, shard, rows = weight.layout, weight.shard, weight.rows
-    buffer = torch.empty_like(weight.full_like) if weight.fixed is None else weight.gather_buffer()
-    if weight.is_sendable or weight.groups.casts_shards:
+    weight = target.weight
+    layout, shard, form, rows = weight.layout, weight.shard, weight.form, weight.form.rows
+    buffer = torch.empty_like(form.full_like) if form.fixed is None else form.gather_buffer()
+    if form.is_sendable or weight.groups.casts_shards:
         done = comm.all_gather(weight.groups, weight.fqn, [buffer], [rows])
     else:
         slot = layout.slot(buffer)
         done = comm.all_gather(weight.groups, weight.fqn, [buffer], [slot], ([layout.filled(slot)], [rows]))
     full = buffer if layout.is_as_buffer else layout.full_view(buffer)
-    version = weight.param._version, weight.local._version, weight.num_updates
-    weight.num_gathers += 1
-    weight.pending.append(Gathered(buffer, full, done, shard, version))
+    version = weight.param._version, weight.local._version, weight.versions.num_updates
+    target.add(Gathered(buffer, full, done, shard, version))
 
 
 def _alone(target: Gatherable, comm: CommContext) -> Gathered:
     """Make the full weight from the shard on an axis of one rank, without communication."""
     weight, done = target.weight, comm.at_once()
     layout, shard, version = weight.layout, weight.shard, weight.version
-    if weight.wire is not None:
-        packed = weight.wire.pack(_direction(target), comm)
+    if weight.form.wire is not None:
+        packed = weight.form.wire.pack(_direction(target), comm)
         own = [plane for _, plane in packed.planes]
         gathered = Gathered(as_sendable(own[0]), shard, done, shard, version)
         gathered.is_alias = True
         return _with_planes(gathered, packed, lambda: own)
     rows = layout.rows_of(shard)
-    if weight.offload is not None:
+    if weight.policies.offload is not None:
         (copy,), uploaded = comm.upload([shard])
         comm.wait(Done(uploaded))
         buffer = layout.rows_of(copy).to(weight.compute_dtype)
@@ -82,7 +83,7 @@ def _alone(target: Gatherable, comm: CommContext) -> Gathered:
 
 def _pack(targets: Sequence[Gatherable], comm: CommContext) -> dict[Gatherable, Packed]:
     """Quantize or pack the shards that are not sent as they are."""
-    wires = [(target, wire) for target in targets if (wire := target.weight.wire) is not None]
+    wires = [(target, wire) for target in targets if (wire := target.weight.form.wire) is not None]
     if not wires:
         return {}
     with comm.packing(targets[0].weight.groups):
@@ -90,7 +91,7 @@ def _pack(targets: Sequence[Gatherable], comm: CommContext) -> dict[Gatherable, 
 
 
 def _direction(target: Gatherable) -> Direction:
-    return Direction.ROWWISE if target is target.weight else Direction.COLUMNWISE
+    return Direction.ROWWISE if target is target.weight.for_forward else Direction.COLUMNWISE
 
 
 def _side_by_side(targets: Sequence[Gatherable]) -> dict[Gatherable, Tensor]:
@@ -100,7 +101,7 @@ def _side_by_side(targets: Sequence[Gatherable]) -> dict[Gatherable, Tensor]:
     for companions in dict.fromkeys(target.companions for target in targets if target.companions):
         weights = [target.weight for target in companions]
         kinds = {(weight.layout.buffer_shape, weight.compute_dtype) for weight in weights}
-        is_plain = all(weight.wire is None and weight.fixed is None for weight in weights)
+        is_plain = all(weight.form.wire is None and weight.form.fixed is None for weight in weights)
         if is_plain and len(kinds) == 1 and set(companions) <= set(targets):
             shape = (len(weights), *weights[0].layout.buffer_shape)
             whole = torch.empty(shape, dtype=weights[0].compute_dtype, device=weights[0].device)
@@ -110,7 +111,7 @@ def _side_by_side(targets: Sequence[Gatherable]) -> dict[Gatherable, Tensor]:
 
 def weights_of(target: Gatherable) -> list[ShardedWeight]:
     """The weight itself, or those of a group."""
-    return target.weights if isinstance(target, WeightGroup) else [target.weight]
+    return target.group.weights if isinstance(target, GatherableGroup) else [target.weight]
 
 
 def _planes(weight: ShardedWeight, packed: Packed | None, buffer: Tensor | None, copy: Tensor | None) -> list[_Plane]:
@@ -118,7 +119,7 @@ def _planes(weight: ShardedWeight, packed: Packed | None, buffer: Tensor | None,
     of a shard on the host."""
     if packed is None:
         shard = weight.shard if copy is None else copy
-        return [(weight.layout, shard, weight.gather_buffer() if buffer is None else buffer)]
+        return [(weight.layout, shard, weight.form.gather_buffer() if buffer is None else buffer)]
     planes = []
     for layout, plane in packed.planes:
         part = as_sendable(plane)
@@ -129,15 +130,16 @@ def _planes(weight: ShardedWeight, packed: Packed | None, buffer: Tensor | None,
 def _launch_together(targets: Sequence[Gatherable], comm: CommContext) -> None:
     """Gather several tensors in one launch, each into a buffer of its own, so that each weight is freed by itself."""
     groups, names = targets[0].weight.groups, ", ".join(target.weight.fqn for target in targets)
-    grouped = [target for target in targets if isinstance(target, WeightGroup)]
-    singles = targets if not grouped else [target for target in targets if not isinstance(target, WeightGroup)]
+    grouped = [target for target in targets if isinstance(target, GatherableGroup)]
+    singles = targets if not grouped else [target for target in targets if not isinstance(target, GatherableGroup)]
     parts = Parts([], [], [], [])
-    for group in grouped:
+    for target in grouped:
+        group = target.group
         group.leaves.allocate(group.version)
-        for lists, more in zip(parts, group.parts, strict=True):
+        for lists, more in zip(parts, group.shards.parts(group.leaves.outputs, groups.casts_shards), strict=True):
             lists += more
     packed, buffers = _pack(singles, comm), _side_by_side(singles)
-    hosted = [target for target in singles if target.weight.offload is not None]
+    hosted = [target for target in singles if target.weight.policies.offload is not None]
     uploads, uploaded = comm.upload([target.weight.shard for target in hosted]) if hosted else ([], None)
     copies = dict(zip(hosted, uploads, strict=True))
     planes_of = {
@@ -149,14 +151,15 @@ def _launch_together(targets: Sequence[Gatherable], comm: CommContext) -> None:
             parts.add(layout, layout.rows_of(part), buffer, groups.casts_shards)
     copied = (parts.copied, parts.sources) if parts.copied else None
     done = comm.all_gather(groups, names, parts.outputs, parts.slots, copied, uploaded)
-    for group in grouped:
+    for target in grouped:
+        group = target.group
         assert group.leaves.version is not None
         first = group.leaves.outputs[0]
-        group.add(Gathered(first, first, done, group.weights[0].shard, group.leaves.version))
-    for target, planes in planes_of.items():
-        gathered = _gathered(target.weight, planes, packed.get(target), done, comm)
-        gathered.uploaded = copies.get(target)
-        target.add(gathered)
+        target.add(Gathered(first, first, done, group.weights[0].shard, group.leaves.version))
+    for single, planes in planes_of.items():
+        gathered = _gathered(single.weight, planes, packed.get(single), done, comm)
+        gathered.uploaded = copies.get(single)
+        single.add(gathered)
 
 
 def _gathered(

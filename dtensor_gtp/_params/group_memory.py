@@ -13,9 +13,10 @@ from torch import Tensor
 
 from .. import _torch_compat as compat
 from .gathered import Version
+from .gradient import PendingGradient
 from .layout import WeightLayout
 from .managed_param import ManagedParam
-from .sharded_weight import PendingGradient, ShardedWeight
+from .sharded_weight import ShardedWeight
 from .whole_param import WholeParam
 
 version_of = attrgetter("_version")  # in C: each launch of a group asks all its tensors
@@ -38,6 +39,35 @@ class Parts(NamedTuple):
             self.copied.append(layout.filled(rows))
         self.slots.append(rows)
         self.outputs.append(output)
+
+
+class GroupShards:
+    """The shards of the members: which values they have, and what a gather sends of them."""
+
+    def __init__(self, members: Sequence[ManagedParam]) -> None:
+        self._members = members
+        self.num_updates = 0  # writes to members that leave no version behind
+        self.follow()
+
+    def follow(self) -> None:
+        """Members may have other parameters or shards than before."""
+        # Their versions count writes.
+        self.tensors = [tensor for member in self._members for tensor in (member.param, member.local)]
+        self._parts: Parts | None = None  # until the first gather of these shards
+
+    def parts(self, outputs: Sequence[Tensor], casts_shards: bool) -> Parts:
+        """What a gather sends and fills, to be read only."""
+        if self._parts is None:
+            parts = self._parts = Parts([], [], [], [])
+            with torch.inference_mode(False):
+                # Whole parameters have a place among the leaves, where their values are copied.
+                for member, output in zip(self._members, outputs, strict=True):
+                    if isinstance(member, ShardedWeight):
+                        parts.add(member.layout, member.form.rows, output, casts_shards)
+                    else:
+                        parts.copied.append(output)
+                        parts.sources.append(member.shard)
+        return self._parts
 
 
 class GroupLeaves:
@@ -234,12 +264,12 @@ class GroupGradients(PendingGradient):
         *parts, marks = compat.unflatten(slot, self._slots_like)
         for weight, rows in zip(self.weights, parts, strict=True):
             if self._takes(weight, marks):
-                weight.accumulate(rows if weight.layout.is_as_buffer else weight.layout.shard_of_rows(rows))
+                weight.accumulate(rows)
 
     def _takes(self, weight: ShardedWeight, marks: Tensor) -> bool:
         """Whether a weight gets its reduced gradient; notes whether other ranks alone have used it."""
         if weight in self.owed:
-            weight.note_use_elsewhere(None if weight in self._used else marks[self._all.index(weight)])
+            weight.gradient.note_use_elsewhere(None if weight in self._used else marks[self._all.index(weight)])
         return weight in self.owed
 
     def for_replicas(self, slot: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""One managed parameter: who holds it, when it is replaced, and how a reduced gradient becomes its ``.grad``.
+"""One managed parameter: who holds it, and when it is replaced.
 
 ``ShardedWeight`` lives on every rank as a shard and is gathered for each use. ``WholeParam`` is small and stays whole;
 only its gradient is reduced. Both know the modules that hold the parameter (several, if it is tied). If the user or
@@ -7,7 +7,6 @@ another library registers another parameter object there, ``follow`` takes it ov
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,13 +21,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Placement
 
 from .. import _torch_compat as compat
-from .._comm.agreement import device_of
 from .._comm.collectives import Groups
 from .._howto import see
 from ..placement import GTPShard
-
-# Cached, because each gradient needs it, and torch runs an op to compute it.
-wider = functools.cache(torch.promote_types)
+from .gradient import ReducedGradient, as_dtensor
 
 
 class Site(NamedTuple):
@@ -60,7 +56,32 @@ class Policies(NamedTuple):
     """What a ``gtp_shard`` call says of dtypes and of where shards live."""
 
     mp: MixedPrecisionPolicy
-    offload: CPUOffloadPolicy | None = None  # set: on the host
+    offload: CPUOffloadPolicy | None  # set: on the host
+    device: torch.device  # where weights are computed with
+
+
+class Registration:
+    """Where a parameter is registered, and what may take its place."""
+
+    extent: tuple[torch.Size, torch.dtype, torch.Size]  # with that of the shard: no optimizer and no load changes them
+
+    def __init__(self, sites: list[Site]) -> None:
+        self.sites = sites  # all places where the parameter is registered
+        # An outer fully_shard cuts the parameter again. It registers our parameter only while it has gathered it.
+        self.is_cut_again = False
+        self.replaced: weakref.ref[nn.Parameter] | None = None  # the parameter that gtp_shard replaced by ours
+        self.on_replaced: Callable[[], None] | None = None  # called after another object was taken over
+
+    @property
+    def current(self) -> Tensor | None:
+        """What is registered at the first site now."""
+        module, name = self.sites[0]
+        return module._parameters.get(name)
+
+    def register(self, param: nn.Parameter) -> None:
+        """Register ``param`` at all sites."""
+        for module, name in self.sites:
+            module._parameters[name] = param
 
 
 class ManagedParam:
@@ -71,32 +92,22 @@ class ManagedParam:
 
     def __init__(self, fqn: str, sites: list[Site], param: nn.Parameter, mesh: DeviceMesh, policies: Policies) -> None:
         self.fqn = fqn  # the first one, if the parameter is tied
-        self.sites = sites  # all places where the parameter is registered
+        self.registration = Registration(sites)
         self.mesh = mesh  # 1-D (gtp) or 2-D (replicate, gtp)
-        self.num_ranks = mesh.size()  # the gradient is averaged over them
         self.flags = SyncFlags()
-        self._mp_policy, self.offload = policies
-        self._mesh_device = device_of(mesh)
+        self.policies = policies
+        self.gradient = ReducedGradient(mesh.size(), policies.offload)
         self._set_param(param)
-        self.replaced: weakref.ref[nn.Parameter] | None = None  # the parameter that gtp_shard replaced by ``param``
-        self.on_replaced: Callable[[], None] | None = None  # called after ``follow`` took over another object
         self.group: Any = None  # the ``WeightGroup`` that gathers and reduces it, if one does, see [Note: groups]
         self.is_pinned = False  # after ``unshard`` modules see the full parameter outside of forwards, too
-        # An outer fully_shard cuts the parameter again. It registers our parameter only while it has gathered it.
-        self.is_cut_again = False
-        self.awaits_reduction = False  # trained in a backward since the last reduction
-        self.reduced: Tensor | None = None  # reduced gradient of the running backward, rows of this rank
-        self._more_reduced: list[Tensor] = []  # those of further uses, with shards on the host
-        self.is_used_elsewhere = False  # in the last backward in which this rank did not use it
-        self._use_elsewhere: Tensor | None = None  # positive if other ranks have used it in this backward
-        self._wide_grad: Tensor | None = None  # sum over microbatches, if .grad has a narrower dtype than the sum
 
     def _set_param(self, param: nn.Parameter) -> None:
         self.param = param
-        self.local = self._pinned(_as_dtensor(param))
+        self.local = self._pinned(as_dtensor(param))
         self.shard = self.local  # unless the replicas split it, see ``ReplicaPart``
-        self._extent = param.shape, param.dtype, self.local.shape  # no optimizer and no load changes these
-        policy = self._mp_policy if param.is_floating_point() else MixedPrecisionPolicy()
+        self.gradient.follow(param)
+        self.registration.extent = param.shape, param.dtype, self.local.shape
+        policy = self.policies.mp if param.is_floating_point() else MixedPrecisionPolicy()
         self.compute_dtype: torch.dtype = policy.param_dtype or param.dtype
         # As in fully_shard: without a reduce_dtype, gradients are reduced in the dtype in which they are computed.
         self.reduce_dtype: torch.dtype = policy.reduce_dtype or self.compute_dtype
@@ -104,7 +115,8 @@ class ManagedParam:
     def _pinned(self, param: DTensor) -> Tensor:
         """The local tensor of ``param``, moved into pinned memory if copies to a GPU are to overlap with compute."""
         local = compat.local_tensor(param)
-        if self._mesh_device.type == "cpu" or self.offload is None or not self.offload.pin_memory:
+        _, offload, device = self.policies
+        if device.type == "cpu" or offload is None or not offload.pin_memory:
             return local
         if local.device.type == "cpu" and not local.is_pinned():
             local = local.pin_memory()
@@ -112,9 +124,14 @@ class ManagedParam:
         return local
 
     @property
+    def num_ranks(self) -> int:
+        """The gradient is averaged over them."""
+        return self.gradient.num_ranks
+
+    @property
     def device(self) -> torch.device:
         """Where the parameter is gathered and computed with."""
-        return self.shard.device if self.offload is None else self._mesh_device
+        return self.shard.device if self.policies.offload is None else self.policies.device
 
     @property
     def gtp_axis(self) -> int:
@@ -138,7 +155,7 @@ class ManagedParam:
                 self.follow_frozen()
             return
         if isinstance(current, DTensor) and self._is_cut_by_fully_shard(current):
-            if not self.is_cut_again:
+            if not self.registration.is_cut_again:
                 raise NotImplementedError(
                     f"Parameter '{self.fqn}' was sharded again by the fully_shard of torch {torch.__version__}, "
                     "which this package does not know. Use a torch release that it was tested with, or shard the "
@@ -148,16 +165,13 @@ class ManagedParam:
         # functional_call registers a tensor that is no parameter. Such a tensor would never get its gradient.
         if not isinstance(current, nn.Parameter) or not isinstance(current, DTensor) or not self._same_layout(current):
             raise self._replaced_by(current)
-        if current.dtype != self._extent[1]:  # ``current`` may be the same object, with other data
-            self._wide_grad = None
-        if not self.is_cut_again:
+        if not self.registration.is_cut_again:
             self.refuse_graphs()
         self._set_param(current)
-        if self.on_replaced is not None:
-            self.on_replaced()
-        if not self.is_cut_again:
-            for other in self.sites:
-                other.module._parameters[other.name] = current
+        if self.registration.on_replaced is not None:
+            self.registration.on_replaced()
+        if not self.registration.is_cut_again:
+            self.registration.register(current)
         with torch.inference_mode(False):  # later training uses what is made here
             self._rebound()
 
@@ -205,8 +219,9 @@ class ManagedParam:
     @property
     def _expected(self) -> str:
         """What error messages say that ``gtp_shard`` expects."""
+        shape = tuple(self.registration.extent[0])
         return (
-            f"gtp_shard expects a parameter of shape {tuple(self._extent[0])} with placements {tuple(self.placements)} "
+            f"gtp_shard expects a parameter of shape {shape} with placements {tuple(self.placements)} "
             f"on mesh axes {self.spec.mesh.mesh_dim_names} (rank {dist.get_rank()})"
         )
 
@@ -224,7 +239,7 @@ class ManagedParam:
 
     @property
     def spec(self) -> compat.DTensorSpec:
-        return compat.dtensor_spec(_as_dtensor(self.param))
+        return compat.dtensor_spec(as_dtensor(self.param))
 
     def _same_layout(self, other: DTensor) -> bool:
         spec, mine = compat.dtensor_spec(other), self.spec
@@ -243,12 +258,11 @@ class ManagedParam:
     @property
     def is_readable(self) -> bool:
         """Whether the shard is in memory: an outer ``fully_shard`` registers it only while it has gathered it."""
-        module, name = self.sites[0]
-        return module._parameters.get(name) is self.param
+        return self.registration.current is self.param
 
     def check_readable(self) -> None:
         """Raise a RuntimeError if an outer ``fully_shard`` has not gathered the shard."""
-        if self.is_cut_again and not self.is_readable:
+        if self.registration.is_cut_again and not self.is_readable:
             raise RuntimeError(
                 f"Parameter '{self.fqn}' of shape {tuple(self.param.shape)} is used outside of the forward or backward "
                 "of the fully_shard module that manages it, so its gtp shard is not gathered over the outer axes. Call "
@@ -258,77 +272,6 @@ class ManagedParam:
     def _rebound(self) -> None:
         """Make what depends on the parameter object, after ``follow`` has taken over another one."""
 
-    def accumulate(self, reduced: Tensor) -> None:
-        """Add a reduced gradient (shape of the shard) to those of this backward, on the current stream."""
-        if reduced.dtype != self._extent[1]:
-            reduced = reduced.to(wider(reduced.dtype, self._extent[1]))  # sum in the wider of the two dtypes
-        if self.offload is not None:
-            reduced = self._to_host(reduced, self.offload)
-        if self.reduced is not None and self.offload is not None:
-            self._more_reduced.append(reduced)  # it may not have arrived yet
-        elif self.reduced is None:
-            self.reduced = reduced
-        else:
-            self.reduced += reduced
-
-    def _to_host(self, reduced: Tensor, offload: CPUOffloadPolicy) -> Tensor:
-        """A copy on the host. It is complete when the stream that is current now has come to it."""
-        is_pinned = offload.pin_memory and reduced.is_cuda
-        host = torch.empty(reduced.shape, dtype=reduced.dtype, device="cpu", pin_memory=is_pinned)
-        return host.copy_(reduced, non_blocking=True)
-
-    def note_use_elsewhere(self, is_used: Tensor | None) -> None:
-        """This rank has no gradient of its own, and ``is_used`` is positive if another one has; None: it has one."""
-        if is_used is not None and self._use_elsewhere is not None:
-            is_used = is_used + self._use_elsewhere
-        self._use_elsewhere = is_used
-
-    def _drop_zeros(self, is_used: Tensor, is_recorded: bool) -> None:
-        """What no rank has used gets no gradient, not zeros, with which an optimizer would decay and move it."""
-        self._use_elsewhere = None
-        if not is_recorded:  # a graph cannot ask: it does as the last eager step did
-            self.is_used_elsewhere = bool(is_used != 0)  # waits for the device
-        if not self.is_used_elsewhere:
-            self.reduced = None
-            self._more_reduced.clear()
-
-    def publish_grad(self, is_recorded: bool) -> None:
-        """Move the reduced gradient into ``param.grad``, on the compute stream, and run the user's hooks. If it was
-        copied to the host, the caller has waited for that."""
-        if self._use_elsewhere is not None:
-            self._drop_zeros(self._use_elsewhere, is_recorded)
-        if (reduced := self.reduced) is None:
-            return
-        self.reduced, param = None, self.param
-        for more in self._more_reduced:
-            reduced += more
-        self._more_reduced.clear()
-        if (hook := self.flags.all_reduce_hook) is not None:
-            # Here, not behind backward: replicas may launch their reductions in different orders.
-            hook(reduced)
-        spec = compat.dtensor_spec(param)  # type: ignore[arg-type]
-        if hooks := compat.tensor_hooks(param):
-            reduced = _run_tensor_hooks(hooks, self.fqn, param, reduced)
-        grad, dtype = param.grad, compat.grad_dtype(param)
-        earlier, self._wide_grad = self._wide_grad, None
-        if grad is None:
-            param.grad = compat.wrap_local(reduced if reduced.dtype == dtype else reduced.to(dtype), spec)
-        else:
-            local = compat.local_tensor(_as_dtensor(grad))
-            total = local.to(reduced.dtype)  # .grad itself if the dtypes are equal
-            if earlier is not None:
-                # Add to the wide sum where .grad still equals the rounded sum. Elsewhere the user has changed .grad
-                # (clipping, zeroing), perhaps without a change of its version: add to .grad.
-                total = torch.where(earlier.to(dtype) == local, earlier, total)
-            total += reduced
-            if total is not local:
-                local.copy_(total)
-            reduced = total
-        if reduced.dtype != dtype:
-            self._wide_grad = reduced
-        for post_hook in compat.post_accumulate_grad_hooks(param):
-            post_hook(param)
-
     def mark_undifferentiable(self) -> None:
         """After a backward with ``create_graph=True``, whose graph ends where gradients are reduced."""
         grad = self.param.grad
@@ -337,7 +280,7 @@ class ManagedParam:
 
     def begin_forward(self, is_captured: bool) -> None:
         """Follow what the user has changed since the last pass, or raise a RuntimeError if that is not possible."""
-        for module, name in self.sites:
+        for module, name in self.registration.sites:
             if name not in module._parameters:
                 raise RuntimeError(
                     f"Parameter '{self.fqn}' was removed from its module, but {self._expected}: weight_norm, a "
@@ -346,22 +289,22 @@ class ManagedParam:
                 )
         self.check_memory()
         param = self.param
-        if self._wide_grad is not None and param.grad is None:
-            self._wide_grad = None
+        if self.gradient.wide is not None:
+            self.gradient.forget_if_cleared()
         if self.leaf.requires_grad is not param.requires_grad:
             self.follow_frozen()
 
     def check_memory(self) -> None:
         """Raise a RuntimeError if the parameter or its shard has another size or dtype than before, or no memory."""
-        param, shard = self.param, self.local
-        is_same = (param.shape, param.dtype, shard.shape) == self._extent
+        param, shard, extent = self.param, self.local, self.registration.extent
+        is_same = (param.shape, param.dtype, shard.shape) == extent
         # A tensor subclass may have no memory of its own.
         has_memory = type(shard) is not Tensor or shard.data_ptr() != 0 or shard.numel() == 0
-        is_on_host = self.offload is None or shard.device.type in ("cpu", "meta")
+        is_on_host = self.policies.offload is None or shard.device.type in ("cpu", "meta")
         if is_same and has_memory and is_on_host:
             return
         # An outer fully_shard frees the shard that it has gathered. Another shard is taken over at its next use.
-        if self.is_cut_again or shard is not compat.local_tensor(param):  # type: ignore[arg-type]
+        if self.registration.is_cut_again or shard is not compat.local_tensor(param):  # type: ignore[arg-type]
             return
         if not is_on_host:
             raise RuntimeError(
@@ -369,8 +312,8 @@ class ManagedParam:
                 f"offload_policy says, but it is on {shard.device} (rank {dist.get_rank()}). Move it back with "
                 f"module.to('cpu'). {see('offload')}"
             )
+        _, dtype, local_shape = extent
         found = f"it is of shape {tuple(param.shape)} and {param.dtype}, its shard of shape {tuple(shard.shape)}"
-        _, dtype, local_shape = self._extent
         raise RuntimeError(
             f"Parameter '{self.fqn}' was resized or cast in place after gtp_shard: "
             f"{found if has_memory else 'its shard has no memory'}, but {self._expected}, a shard of shape "
@@ -384,32 +327,7 @@ class ManagedParam:
 
     def reset_grads(self) -> None:
         """Forget gradients of a backward that raised."""
-        self.reduced = self._use_elsewhere = None
-        self.awaits_reduction = False
-        self._more_reduced.clear()
-
-
-def _as_dtensor(tensor: Tensor) -> DTensor:
-    assert isinstance(tensor, DTensor)
-    return tensor
-
-
-def _run_tensor_hooks(
-    hooks: list[Callable[[Tensor], Tensor | None]], fqn: str, param: Tensor, reduced: Tensor
-) -> Tensor:
-    """Hooks of ``Tensor.register_hook`` get the gradient in the dtype of ``param``, and may return another one."""
-    for hook in hooks:
-        if compat.is_multi_grad_hook(hook):
-            raise RuntimeError(
-                f"Parameter '{fqn}' of shape {tuple(param.shape)} has a hook of register_multi_grad_hook(mode='all'), "
-                f"which would never run, because its gradient does not come from autograd (rank {dist.get_rank()}). "
-                "Register hooks by param.register_post_accumulate_grad_hook(hook)."
-            )
-        replaced = hook(compat.wrap_local(reduced.to(param.dtype), compat.dtensor_spec(_as_dtensor(param))))
-        if replaced is not None:
-            assert isinstance(replaced, DTensor)
-            reduced = compat.local_tensor(replaced).to(reduced.dtype, copy=True)
-    return reduced
+        self.gradient.reset()
 
 
 def _cuts_alike(outer: Placement, mine: Placement) -> bool:

@@ -25,9 +25,10 @@ from ..quant.native import NativeWeight, recipe_groups
 from ..quant.planes import Direction, PlaneSpec, Quantized
 from ..quant.recipes import Recipe
 from ..quant.weight import GatheredWeight
+from .gather_form import Packed, Wire
 from .gathered import Version
 from .layout import WeightLayout
-from .sharded_weight import Packed, ShardedWeight, Wire
+from .sharded_weight import ShardedWeight
 
 
 class QuantizedWire(Wire):
@@ -58,7 +59,7 @@ class QuantizedWire(Wire):
         is_current = self._is_current()
         if not is_current:
             self.forget()
-        return bool(self.recipe.amax_dims) and not self.weight.is_cut_again and not is_current
+        return bool(self.recipe.amax_dims) and not self.weight.registration.is_cut_again and not is_current
 
     def _is_current(self) -> bool:
         made_of = self._made_of
@@ -87,7 +88,7 @@ class QuantizedWire(Wire):
         def unpack(parts: list[Tensor]) -> Tensor:
             return recipe.dequantize(assemble(parts), layout.shape, direction, dtype)
 
-        return Packed(planes, unpack, None if self.weight.gemms is None else assemble)
+        return Packed(planes, unpack, None if self.weight.form.gemms is None else assemble)
 
     def _path(self) -> ComputePath:
         weight, device = self.weight, torch.device(self.weight.mesh.device_type)
@@ -148,7 +149,7 @@ def agree_on_amax(weights: Sequence[ShardedWeight], comm: CommContext) -> None:
     """Give each weight the statistic of its shard over all ranks, by one all_reduce on each axis for all weights."""
     by_groups: dict[tuple[str, ...], list[tuple[QuantizedWire, Tensor]]] = {}
     for weight in weights:
-        wire = weight.wire
+        wire = weight.form.wire
         assert isinstance(wire, QuantizedWire)
         amax = wire.recipe.amax(weight.shard)
         if amax is None or not wire.groups:
@@ -200,7 +201,7 @@ class HookWire(Wire):
             inputs, metadata = pre(mesh)
         else:
             stride = torch.empty(layout.shape, device="meta").stride()
-            inputs, metadata = pre(mesh, layout.shape, stride, weight.sites[0].module, self._mp_policy)
+            inputs, metadata = pre(mesh, layout.shape, stride, weight.registration.sites[0].module, self._mp_policy)
         inputs = [_without_padding(tensor, layout) for tensor in inputs]
         planes = [(_hook_layout(weight, tensor), tensor) for tensor in inputs]
 

@@ -174,7 +174,7 @@ class SavedWeights:
             return packed.unpack()
         if isinstance(packed, _Composed):
             view = packed.compose({name: self._unpack(part) for name, part in packed.parts.items()})
-        elif packed.use.weight.wire is None and _is_ignored(packed):
+        elif packed.use.weight.form.wire is None and _is_ignored(packed):
             dtype, device = packed.use.weight.compute_dtype, packed.use.weight.device
             view = torch.empty_strided(packed.size, packed.stride, dtype=dtype, device=device)
         else:
@@ -244,7 +244,7 @@ def _parts_of(tensor: Tensor) -> dict[str, Tensor]:
 
 def check_unmodified(weight: ShardedWeight, version: Version) -> None:
     """Raise a RuntimeError, as autograd does, if the weight was written after the forward that used it."""
-    if version[2] < weight.replaced_at:
+    if version[2] < weight.versions.replaced_at:
         raise RuntimeError(weight.replaced_before_backward())
     if weight.version != version:
         raise RuntimeError(

@@ -1,12 +1,10 @@
-"""A weight that lives on every rank as a shard and is gathered for each use, and how it is gathered."""
+"""A weight that lives on every rank as a shard and is gathered for each use, and what is gathered of it."""
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -15,13 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate
 
 from .. import _torch_compat as compat
-from .._comm.context import CommContext
-from .._comm.send_ring import SendRing
 from .._comm.tokens import TokenExchange
 from ..placement import GTPShard
-from ..quant.float8_gemms import Float8GEMMs
-from ..quant.planes import Direction, Quantized
-from .gathered import Gathered, Version
+from .gather_form import GatherForm, Wire
+from .gathered import Gathered, ShardVersions, Version
+from .gradient import PendingGradient
 from .layout import WeightLayout
 from .managed_param import ManagedParam, Policies, Site
 from .replica_part import ReplicaPart
@@ -41,48 +37,9 @@ class StandIn:
         return self._node is not None and compat.is_node_awaited(self._node)
 
 
-class Packed(NamedTuple):
-    """What a rank sends of its shard, and what is made of all gathered planes."""
-
-    planes: list[tuple[WeightLayout, Tensor]]  # tensors to gather, each with the layout of its rows
-    unpack: Callable[[list[Tensor]], Tensor]  # makes the full weight
-    quantized: Callable[[list[Tensor]], Quantized] | None = None  # the quantized weight, if GEMMs use it
-
-
-class Wire(ABC):
-    """How one weight is gathered."""
-
-    has_columnwise = False  # backward gathers columnwise data
-    is_made_once = False  # packed data serve several microbatches, see [Note: data made from a shard]
-
-    @abstractmethod
-    def pack(self, direction: Direction, comm: CommContext) -> Packed:
-        """Pack this rank's shard on the current stream (see ``CommContext.packing``)."""
-
-    @abstractmethod
-    def describe(self, not_fused: str) -> str:
-        """For the report; ``not_fused`` says why no fused layer uses the weight (empty if one does)."""
-
-    def gemms(self) -> Float8GEMMs | None:
-        """How linear layers multiply with the gathered planes; None if they need the full weight."""
-        return None
-
-    def num_bytes(self) -> int | None:
-        """Bytes that are gathered of the whole weight in forward; None if only ``pack`` knows."""
-        return None
-
-    def note_read(self) -> None:
-        """Called when code other than fused layers gets the full weight."""
-        return
-
-    def forget(self) -> None:
-        """Drop the data that were made from the shard."""
-        return
-
-
 class Gatherable:
-    """The weight itself, or the columnwise data that backward needs in some low-precision formats; and its gathers that
-    are in memory or in flight."""
+    """What is gathered of a weight: all of it, or the columnwise data that backward needs in some low-precision
+    formats. Has the gathers that are in memory or in flight."""
 
     def __init__(self, weight: ShardedWeight) -> None:
         self.weight = weight
@@ -105,7 +62,7 @@ class Gatherable:
     @property
     def nbytes(self) -> int:
         """Number of gathered bytes."""
-        wire = self.weight.wire
+        wire = self.weight.form.wire
         return (None if wire is None else wire.num_bytes()) or self.kept_nbytes
 
     @property
@@ -129,46 +86,17 @@ def gather_together(weights: Sequence[ShardedWeight]) -> None:
             target.companions = companions
 
 
-class PendingGradient:
-    """What of the gradient of a weight, or of a group of weights, is not reduced yet; and buffers for it."""
+class FusedUses:
+    """Uses that do not read a weight as an attribute, and the exchanges of activations among them."""
 
-    def __init__(self) -> None:
-        self.unsharded: Tensor | None = None  # full gradient of microbatches without gradient sync
-        # Rows reduced over gtp but not yet over the replicas (set_requires_all_reduce(False)).
-        self.unreplicated: Tensor | None = None
-        self.ring: SendRing | None = None  # set where copy engines fetch the gradient, before the first forward
-        self.sent_nbytes = 0  # in a reduce-scatter
-
-    def lay_out(self, layout: WeightLayout, dtype: torch.dtype, device: torch.device) -> None:
-        """The gradient has this layout, and is sent in this dtype."""
-        self.sent_nbytes = math.prod(layout.buffer_shape) * dtype.itemsize
-        self._sent_like = compat.template(layout.buffer_shape, dtype, device)
-        self._slot_like = compat.template(layout.slot_shape, dtype, device)
-
-    @property
-    def is_empty(self) -> bool:
-        return self.unsharded is None and self.unreplicated is None
-
-    def send_buffer(self) -> Tensor:
-        """An uninitialized buffer for the full gradient of this rank. No rank reads its padding."""
-        return torch.empty_like(self._sent_like)
-
-    def new_slot(self) -> Tensor:
-        """An uninitialized buffer for this rank's rows of the gradient, in the dtype in which it is sent."""
-        return torch.empty_like(self._slot_like)
-
-    def forget(self) -> None:
-        self.unsharded = self.unreplicated = None
+    def __init__(self, *, may_exchange: bool) -> None:
+        self.is_any = False  # whether a layer multiplies with the weight, or looks it up
+        self.may_exchange = may_exchange  # an embedding needs its rows on the device
+        self.lookups: TokenExchange | None = None  # of an embedding
+        self.losses: TokenExchange | None = None  # of a head with a vocabulary-parallel loss
 
 
-class FixedBuffers(NamedTuple):
-    """Where a recorded block reads a full weight and writes its gradient, see [Note: fixed buffers]."""
-
-    gathered: Tensor
-    grad: Tensor
-
-
-class ShardedWeight(ManagedParam, Gatherable):
+class ShardedWeight(ManagedParam):
     """A weight that is cut over the gtp axis."""
 
     def __init__(
@@ -182,39 +110,27 @@ class ShardedWeight(ManagedParam, Gatherable):
         tp_spec: compat.DTensorSpec | None,
         part: ReplicaPart | None = None,
     ) -> None:
-        ManagedParam.__init__(self, fqn, sites, param, mesh, policies)
-        Gatherable.__init__(self, self)
+        super().__init__(fqn, sites, param, mesh, policies)
         self.layout = layout
         self.part = part  # of the shard, if the replicas split its optimizer states
         self.tp_spec = tp_spec  # of the tp-local slice that modules see; None without tensor parallelism
-        self.wire: Wire | None = None
-        self.is_plain = layout.world > 1 and self.offload is None  # what other ranks have of it is gathered as it is
-        self.for_backward: Gatherable = self  # gathered in backward to compute the gradient of the input
+        self.form = GatherForm(is_plain=layout.world > 1 and self.policies.offload is None)
+        self.for_forward = Gatherable(self)
+        self.for_backward = self.for_forward  # gathered in backward to compute the gradient of the input
         self.pending_grad = PendingGradient()
-        self.gemms: Float8GEMMs | None = None  # multiply with the quantized weight; None: with the full weight
-        self.fixed: FixedBuffers | None = None  # set for weights of recorded blocks
-        # Exchanges of activations, for an embedding and for a head with a vocabulary-parallel loss.
-        self.may_exchange = self.offload is None  # an embedding would need its rows on the device
-        self.lookups: TokenExchange | None = None
-        self.losses: TokenExchange | None = None
-        self.is_fused = False  # whether a layer multiplies with it, or looks it up, without reading it as an attribute
-        self.num_updates = 0  # optimizer steps that may have written to the shard
-        self.replaced_at = 0  # ``num_updates`` when other data took the place of the shard
-        self.edition = 0  # see [Note: data made from a shard]
-        self.compiled_version: Version  # read by the last use in compiled code, which cannot save it for its backward
+        self.fused = FusedUses(may_exchange=self.policies.offload is None)
+        self.versions = ShardVersions()
         self._rebound()
 
     def set_wire(self, wire: Wire | None) -> None:
         """Gather the weight as ``wire`` says; None gathers the weight itself."""
-        self.wire = wire
-        self.is_plain = wire is None and self.layout.world > 1 and self.offload is None
-        self.for_backward = Gatherable(self) if wire is not None and wire.has_columnwise else self
-        self.gemms = None if wire is None else wire.gemms()
+        self.form.set_wire(wire)
+        self.for_backward = Gatherable(self) if wire is not None and wire.has_columnwise else self.for_forward
 
     def _rebound(self) -> None:
-        self.edition += 1
+        self.versions.edition += 1
         if self.part is not None:
-            self.num_updates += 1
+            self.versions.num_updates += 1
             self.local = self.part.take(self.local)
             self.shard = self.part.shard
             compat.set_local(self.param, self.local, self.spec)  # type: ignore[arg-type]
@@ -224,11 +140,8 @@ class ShardedWeight(ManagedParam, Gatherable):
         if self.param.is_floating_point():
             self.leaf.requires_grad_(self.param.requires_grad)
         self.stand_in = StandIn(self.leaf.requires_grad)
-        self.rows = self.layout.rows_of(self.shard)
-        self.full_like = compat.template(self.layout.buffer_shape, self.compute_dtype, self.device)
+        self.form.follow(self.layout, self.shard, self.compute_dtype, self.device)
         self.pending_grad.lay_out(self.layout, self.reduce_dtype, self.device)
-        self.is_sendable = self.layout.is_sendable(self.rows, self.compute_dtype)
-        self.gemms = None if self.wire is None else self.wire.gemms()
         if self.tp_spec is not None:
             spec = self.tp_spec  # the full weight is gathered in the compute dtype
             self.tp_spec = compat.make_spec(spec.mesh, spec.placements, spec.shape, self.compute_dtype)
@@ -240,16 +153,19 @@ class ShardedWeight(ManagedParam, Gatherable):
         # forward makes new data, because writes to ``.data`` do not change the version: it counts up ``edition``. Only
         # quantized data, which are slow to make, serve all microbatches until the optimizer steps. A CUDA graph that
         # records a forward makes them, too, because its replays read other shards.
-        if self.wire is not None and self.wire.is_made_once and not (is_captured or self.is_cut_again):
-            is_first_microbatch = self.pending_grad.is_empty and self.reduced is None and self.param.grad is None
-            self.edition += is_first_microbatch
+        wire = self.form.wire
+        if wire is not None and wire.is_made_once and not (is_captured or self.registration.is_cut_again):
+            is_first_microbatch = (
+                self.pending_grad.is_empty and self.gradient.reduced is None and self.param.grad is None
+            )
+            self.versions.edition += is_first_microbatch
         else:
-            self.edition += 1
+            self.versions.edition += 1
 
     def refuse_graphs(self) -> None:
         super().refuse_graphs()
-        self.num_updates += 1  # a frozen weight has no leaf in the graph, but its values count
-        self.replaced_at = self.num_updates
+        self.versions.num_updates += 1  # a frozen weight has no leaf in the graph, but its values count
+        self.versions.replaced_at = self.versions.num_updates
 
     def follow_frozen(self) -> None:
         super().follow_frozen()
@@ -280,11 +196,11 @@ class ShardedWeight(ManagedParam, Gatherable):
 
     @property
     def version(self) -> Version:
-        return self.param._version, self.local._version, self.num_updates
+        return self.param._version, self.local._version, self.versions.num_updates
 
     def is_fresh(self, gathered: Gathered) -> bool:
         """Whether ``gathered`` has the present values of the shard, and autograd accepts it."""
-        version = self.param._version, self.local._version, self.num_updates
+        version = self.param._version, self.local._version, self.versions.num_updates
         if gathered.source is not self.shard or gathered.version != version:
             return False
         return not gathered.buffer.is_inference() or torch.is_inference_mode_enabled()
@@ -292,16 +208,17 @@ class ShardedWeight(ManagedParam, Gatherable):
     @property
     def state_of_shard(self) -> tuple[Version, int]:
         """Changes when data that were made from the shard become stale."""
-        return self.version, self.edition
+        return self.version, self.versions.edition
 
     @property
     def gatherables(self) -> list[Gatherable]:
-        return [self] if self.for_backward is self else [self, self.for_backward]
+        """Once each, if it is gathered in backward as in forward."""
+        return [*dict.fromkeys((self.for_forward, self.for_backward))]
 
     def for_modules(self, gathered: Gathered) -> Tensor:
         """The full weight for module code: contiguous, and a DTensor where the module is tensor-parallel."""
-        if self.wire is not None:
-            self.wire.note_read()
+        if self.form.wire is not None:
+            self.form.wire.note_read()
         full = gathered.contiguous().detach()
         return full if self.tp_spec is None else compat.wrap_local(full, self.tp_spec)
 
@@ -309,18 +226,9 @@ class ShardedWeight(ManagedParam, Gatherable):
         """A new exchange of activations for uses of this weight."""
         return TokenExchange(self.fqn, self.layout.shape, self.mesh, purpose, declared, is_worth)
 
-    def new_buffer(self) -> Tensor:
-        """An uninitialized buffer for the full weight."""
-        return torch.empty_like(self.full_like)
-
-    def gather_buffer(self) -> Tensor:
-        """A buffer to gather into: the fixed one, if the weight has one that nobody holds."""
-        if self.fixed is not None and self.fixed.gathered.dtype == self.compute_dtype:
-            buffer = self.fixed.gathered
-            # Two owners are ``buffer`` and the Python object of its storage. A third one would be another gather.
-            if compat.storage_use_count(buffer.untyped_storage()) <= 2:
-                return buffer.view(buffer.shape)
-        return self.new_buffer()
+    def accumulate(self, slot: Tensor) -> None:
+        """Add this rank's rows of a reduced gradient."""
+        self.gradient.accumulate(slot if self.layout.is_as_buffer else self.layout.shard_of_rows(slot))
 
     # Gradients that the replicas reduce-scatter: as rows for all of them, and as the row of this one.
 
@@ -339,7 +247,7 @@ class ShardedWeight(ManagedParam, Gatherable):
         return self.shard.numel() if self.part is None else math.prod(self.part.layout.slot_shape)
 
     def accumulate_part(self, row: Tensor) -> None:
-        self.accumulate(row.view(self.shard.shape) if self.part is None else self.part.of_received(row))
+        self.gradient.accumulate(row.view(self.shard.shape) if self.part is None else self.part.of_received(row))
 
     def reset_grads(self) -> None:
         super().reset_grads()

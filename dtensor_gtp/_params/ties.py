@@ -63,8 +63,8 @@ def refuse_gradient_of_replaced(replaced: ReplacedParam, _: object) -> None:
 
 def warn_of_holders(params: Iterable[ManagedParam]) -> None:
     """In the first forward, name what still holds parameters that ``gtp_shard`` has replaced."""
-    held = [managed for managed in params if managed.replaced is not None and managed.replaced() is not None]
-    replaced = [managed.replaced() for managed in held if managed.replaced is not None]
+    held = [m for m in params if (old := m.registration.replaced) is not None and old() is not None]
+    replaced = [old() for managed in held if (old := managed.registration.replaced) is not None]
     if held and (holders := _holders_of(replaced)):
         names = ", ".join(f"'{managed.fqn}'" for managed in held[:8])
         text = (

@@ -28,10 +28,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
+from .gather_form import GatherForm
 from .gathered import Gathered, Version
-from .group_memory import GroupGradients, GroupLeaves, Parts, version_of
+from .group_memory import GroupGradients, GroupLeaves, GroupShards, version_of
 from .layout import WeightLayout
-from .managed_param import ManagedParam, Site
+from .managed_param import ManagedParam, Registration, Site
 from .sharded_weight import Gatherable, ShardedWeight
 from .whole_param import WholeParam
 
@@ -56,7 +57,7 @@ class FullParams(dict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
         group = self.group
-        if group.live is None and name in self._grouped:
+        if group.for_forward.live is None and name in self._grouped:
             group.reader.hold_until_end(group)
         return value
 
@@ -95,7 +96,9 @@ class GroupViews:
 
     def make(self) -> None:
         """Look up the parameters of the modules anew."""
-        leaf_of = {site: leaf for member, leaf in self._group.leaves.by_member.items() for site in member.sites}
+        leaf_of = {
+            site: leaf for member, leaf in self._group.leaves.by_member.items() for site in member.registration.sites
+        }
         self._of_modules = []
         for module in dict.fromkeys(site.module for site in leaf_of):
             sharded = module._parameters
@@ -165,35 +168,41 @@ class InBackward:
     creates_graph: bool = False  # a second backward will compute with what this one has saved
 
 
-class WeightGroup(Gatherable):
+class GatherableGroup(Gatherable):
+    """A group in the place of a weight, for the schedule, which asks a group what it asks a weight."""
+
+    def __init__(self, group: WeightGroup) -> None:
+        super().__init__(cast("ShardedWeight", group))
+        self.group = group
+
+    @property
+    def kept_nbytes(self) -> int:
+        return self.group.leaves.nbytes
+
+
+class WeightGroup:
     """The weights and whole parameters of one ``module``, all of one mesh, dtype and ``gtp_shard`` call."""
 
     # What a single weight may have and a group never has: the schedule asks both.
-    is_cut_again = False
-    is_plain = False
-    fixed = None
-    wire = None
-    offload = None
     group = None
 
     def __init__(
         self, fqn: str, module: nn.Module, weights: Sequence[ShardedWeight], whole: Sequence[WholeParam]
     ) -> None:
-        super().__init__(cast("ShardedWeight", self))  # the schedule asks a group what it asks a weight
+        self.for_forward = GatherableGroup(self)
         self.fqn = fqn
-        self.sites = [Site(module, "")]
+        self.registration = Registration([Site(module, "")])
         self.weights, self.whole = list(weights), list(whole)
         self.members: list[ManagedParam] = [*self.weights, *self.whole]
         first = self.weights[0]
-        self.flags = first.flags
+        self.flags, self.policies = first.flags, first.policies
         self.on_dissolved: Callable[[], None]  # makes modules of single weights of the modules again
         self.reader: ReadsWeights
-        self.num_updates = 0  # writes to members that leave no version behind
         self.in_backward = InBackward()
+        self.form = GatherForm()
         for member in self.members:
             member.flags, member.group = self.flags, self
-        self._shards = self._find_shards()
-        self._parts: Parts | None = None  # until the first gather of these shards
+        self.shards = GroupShards(self.members)
         self.leaves = GroupLeaves(self.weights, self.whole, first.compute_dtype, self.device)
         self.pending_grad = GroupGradients(self.leaves, first.reduce_dtype)
         self.pending_grad.reduce_only(weight for weight in self.weights if weight.param.requires_grad)
@@ -213,7 +222,11 @@ class WeightGroup(Gatherable):
 
     @property
     def for_backward(self) -> Gatherable:
-        return self
+        return self.for_forward
+
+    @property
+    def gatherables(self) -> list[Gatherable]:
+        return [self.for_forward]
 
     @property
     def layout(self) -> WeightLayout:
@@ -231,33 +244,6 @@ class WeightGroup(Gatherable):
     @property
     def is_pinned(self) -> bool:
         return self.views.is_pinned
-
-    @property
-    def nbytes(self) -> int:
-        return self.leaves.nbytes
-
-    @property
-    def kept_nbytes(self) -> int:
-        return self.leaves.nbytes
-
-    def _find_shards(self) -> list[Tensor]:
-        """The parameters and their local tensors, whose versions count writes to them."""
-        return [tensor for member in self.members for tensor in (member.param, member.local)]
-
-    @property
-    def parts(self) -> Parts:
-        """What a gather sends and fills, to be read only."""
-        if self._parts is None:
-            parts = self._parts = Parts([], [], [], [])
-            with torch.inference_mode(False):
-                # Whole parameters have a place among the leaves, where their values are copied.
-                for member, output in zip(self.members, self.leaves.outputs, strict=True):
-                    if isinstance(member, ShardedWeight):
-                        parts.add(member.layout, member.rows, output, self.groups.casts_shards)
-                    else:
-                        parts.copied.append(output)
-                        parts.sources.append(member.shard)
-        return self._parts
 
     def free(self) -> None:
         """Free the leaves' memory, and carry what was written to them to the shards."""
@@ -297,14 +283,16 @@ class WeightGroup(Gatherable):
 
     def note_read_outside(self) -> None:
         """Code outside of passes reads the weights that ``unshard`` keeps, and may write to them."""
-        if self.kept is not None and self.kept.seen is None:
-            self.kept.seen = self.leaves.seen()
+        kept = self.for_forward.kept
+        if kept is not None and kept.seen is None:
+            kept.seen = self.leaves.seen()
 
     def write_outside(self) -> RuntimeError | None:
         """An error if a write between ``unshard`` and ``reshard`` is lost."""
-        if self.kept is None or self.kept.seen is None:
+        kept = self.for_forward.kept
+        if kept is None or kept.seen is None:
             return None
-        return self.untraced_write(self.kept.seen, "between unshard() and reshard()")
+        return self.untraced_write(kept.seen, "between unshard() and reshard()")
 
     @torch.no_grad()
     def _carry_writes(self) -> None:
@@ -321,16 +309,17 @@ class WeightGroup(Gatherable):
             member.shard.copy_(part)
         leaves.put_back()
         leaves.written = versions
-        self.num_updates += 1
+        self.shards.num_updates += 1
         leaves.version = self.version  # a gather gives the values that were written
 
     @property
     def version(self) -> Version:
-        return self.num_updates + sum(map(version_of, self._shards)), 0, 0
+        shards = self.shards
+        return shards.num_updates + sum(map(version_of, shards.tensors)), 0, 0
 
     def is_fresh(self, gathered: Gathered) -> bool:
         """Whether ``gathered`` has the present values of all shards. One in use has those of the start of its use."""
-        return gathered is self.live or gathered.version == self.version
+        return gathered is self.for_forward.live or gathered.version == self.version
 
     @property
     def has_gradient(self) -> bool:
@@ -359,19 +348,19 @@ class WeightGroup(Gatherable):
         if self.leaves.are_elsewhere and self.leaves.put_back():
             raise self._lost_write("in an earlier forward")
         replaced: list[ManagedParam] = []
-        is_frozen = False
+        is_frozen, shards = False, self.shards.tensors
         for index, (member, leaf) in enumerate(self.leaves.by_member.items()):
             param = member.param
-            module, name = member.sites[0]
-            is_known = self._shards[2 * index] is param and self._shards[2 * index + 1] is member.local
+            module, name = member.registration.sites[0]
+            is_known = shards[2 * index] is param and shards[2 * index + 1] is member.local
             is_registered = module._parameters.get(name) is param
             if not (is_known and is_registered and compat.local_part(param) is member.local):
                 member.begin_forward(False)
-                for site in member.sites:
+                for site in member.registration.sites:
                     member.follow(site)
                 replaced.append(member)
-            if member._wide_grad is not None and member.param.grad is None:
-                member._wide_grad = None
+            if member.gradient.wide is not None:
+                member.gradient.forget_if_cleared()
             is_frozen = is_frozen or leaf.requires_grad is not member.param.requires_grad
         if replaced:
             self._follow_replaced(replaced[0])
@@ -391,8 +380,8 @@ class WeightGroup(Gatherable):
         self.leaves.refuse_graphs(first.replaced_before_backward())
         for param in self.whole:
             param.set_grad_aside()
-        self.num_updates += 1
-        self._shards, self._parts = self._find_shards(), None
+        self.shards.num_updates += 1
+        self.shards.follow()
         dtypes = {(member.compute_dtype, member.reduce_dtype) for member in self.members}
         if len(dtypes) > 1:
             raise RuntimeError(

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
-from .managed_param import ManagedParam, Policies, Site, wider
+from .gradient import wider
+from .managed_param import ManagedParam, Policies, Site
 
 
 class WholeParam(ManagedParam):
@@ -49,7 +50,7 @@ class WholeParam(ManagedParam):
 
     def _make_leaf(self) -> None:
         value = self.shard.detach()
-        if self.offload is not None and not value.is_meta:
+        if self.policies.offload is not None and not value.is_meta:
             value = value.to(self.device, copy=True)
         if self.tp_spec is not None:
             spec = self.tp_spec
@@ -96,7 +97,7 @@ class WholeParam(ManagedParam):
         """Let modules see the parameter's own memory. Returns an error if ``set_`` or ``.data = ...`` had given them
         other memory, which no optimizer and no checkpoint knows."""
         leaf = compat.local_part(self.leaf)  # no op: torch.func would wrap the result
-        is_plain = self.group is None and self.offload is None and type(self.shard) is Tensor
+        is_plain = self.group is None and self.policies.offload is None and type(self.shard) is Tensor
         if not is_plain or leaf.is_meta or leaf.data_ptr() == self.shard.data_ptr():
             return None
         if self.tp_spec is None:
@@ -114,7 +115,7 @@ class WholeParam(ManagedParam):
         self.follow_writes()
         if (misuse := self.take_back()) is not None:
             raise misuse
-        if self.offload is not None and not self.shard.is_meta:
+        if self.policies.offload is not None and not self.shard.is_meta:
             # Without a new version: a graph of an earlier forward may have saved the leaf, whose values are the same
             # unless the optimizer has stepped, which changes the version.
             compat.local_part(self.leaf.detach()).data.copy_(self.shard, non_blocking=True)
@@ -194,7 +195,7 @@ def _notify(param: WholeParam | None) -> None:
 
 def _take_direct(param: WholeParam | None, grads: tuple[Tensor | None, ...]) -> tuple[None, ...] | None:
     (grad,) = grads
-    if param is None or grad is None or param.is_cut_again:
+    if param is None or grad is None or param.registration.is_cut_again:
         return None
     if isinstance(grad, DTensor):
         if grad.placements != param.param.placements:  # type: ignore[attr-defined]

@@ -46,14 +46,14 @@ def gather_for_any_use(runtime: GathersAhead) -> None:
         weight = target.weight
         if not may_be_left_out(target):
             continue
-        weight.follow(weight.sites[0])
-        if weight.is_cut_again:
+        weight.follow(weight.registration.sites[0])
+        if weight.registration.is_cut_again:
             raise NotImplementedError(
                 f"set_reduce_scatter_unused_params does not support parameter '{weight.fqn}', which an outer "
                 f"fully_shard has sharded, too (rank {dist.get_rank()}). Pass a (replicate, gtp) mesh to gtp_shard "
                 "instead of the fully_shard around it."
             )
-        is_needed = runtime.is_in_backward or target is weight
+        is_needed = runtime.is_in_backward or target is weight.for_forward
         if is_needed and (target.kept is None or not weight.is_fresh(target.kept)) and target.live is None:
             by_mesh.setdefault(weight.groups, []).append(target)
     for targets in by_mesh.values():

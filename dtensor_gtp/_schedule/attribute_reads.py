@@ -22,7 +22,7 @@ from .._comm.collectives import as_integers
 from .._params.gathered import Gathered, Version
 from .._params.managed_param import ManagedParam
 from .._params.saved_for_backward import GathersAgain, SavedWeights, check_differentiable, refuse_symbolic_tracing
-from .._params.sharded_weight import ShardedWeight
+from .._params.sharded_weight import Gatherable, ShardedWeight
 from .._params.whole_param import WholeParam
 from .reduce_gradients import Gradients
 
@@ -73,7 +73,7 @@ class Frame:
         self.saved = saved
         self.values: dict[tuple[ManagedParam, bool], tuple[Version, Tensor]] = {}
         self.seen: list[tuple[ShardedWeight, Seen]] = []  # what was read, as it was then
-        self.held: list[tuple[ShardedWeight, Gathered]] = []
+        self.held: list[tuple[Gatherable, Gathered]] = []
         self.reads_weights = False
 
 
@@ -151,7 +151,7 @@ class AttributeReads:
             if is_differentiable:
                 check_differentiable(param)
             gathered = self._acquire(param)
-            frame.held.append((param, gathered))
+            frame.held.append((param.for_forward, gathered))
             frame.reads_weights = True
             if frame.saved is not None:
                 frame.saved.watch(param, gathered)
@@ -177,7 +177,7 @@ class AttributeReads:
         """A parametrization has taken the full weight. Torch has called ``value.set_(value)``, unless there was a
         ``right_inverse``: that counts as a write and is none."""
         for frame in (*self.frames, self.in_backward):
-            values = [gathered.contiguous() for held, gathered in frame.held if held is weight]
+            values = [gathered.contiguous() for held, gathered in frame.held if held.weight is weight]
             for i, (other, seen) in enumerate(frame.seen):
                 is_itself = other is weight and any(map(seen.value.is_set_to, values))
                 if is_itself and seen.value._version == seen.version + 1:
@@ -189,7 +189,7 @@ class AttributeReads:
         for weight, seen in frame.seen:
             if seen.is_written:
                 return written_to_no_effect(weight, where)
-            if weight.is_fused and seen.value.requires_grad and compat.tensor_hooks(seen.value):
+            if weight.fused.is_any and seen.value.requires_grad and compat.tensor_hooks(seen.value):
                 return RuntimeError(
                     f"A forward registered a hook on the gathered parameter '{weight.fqn}' of shape "
                     f"{tuple(weight.layout.shape)}, but the layer does not read its weight, so the hook would never "
@@ -213,14 +213,14 @@ class AttributeReads:
                 seen = gathered.seen[is_differentiable] = Seen.of(value, looks_at_bits=True)
             return seen.value  # one object for all who read it: ``.data = ...`` changes that alone
         finally:
-            self._runtime.release(weight, gathered)
+            self._runtime.release(weight.for_forward, gathered)
 
     def full_params(self, members: Iterator[tuple[str, Any]], managed: Mapping[int, ManagedParam]) -> Iterator[Any]:
         """``members`` of ``named_parameters()`` with the full weights of those in ``managed``, by id. They are held as
         long as the caller holds them: one who goes over a model needs memory for one at a time."""
         for name, member in members:
             param = managed.get(id(member))
-            if param is None or not isinstance(member, DTensor) or param.is_cut_again:
+            if param is None or not isinstance(member, DTensor) or param.registration.is_cut_again:
                 yield name, member
                 continue
             refuse_symbolic_tracing(param.fqn)
@@ -243,17 +243,17 @@ class AttributeReads:
         try:
             return self._value(weight, gathered, is_differentiable), gathered.is_alias
         finally:
-            self._runtime.release(weight, gathered)
+            self._runtime.release(weight.for_forward, gathered)
 
     def _acquire(self, weight: ShardedWeight) -> Gathered:
         """Gather a weight for code that may keep it as long as it likes."""
-        gathered = self._runtime.acquire(weight)
+        gathered = self._runtime.acquire(weight.for_forward)
         self._runtime.leave_fixed(weight, gathered)
         return gathered
 
     def is_written_outside(self, weight: ShardedWeight) -> bool:
         """Whether somebody has written to what ``read_pinned`` gave."""
-        kept = weight.kept
+        kept = weight.for_forward.kept
         return kept is not None and kept.seen is not None and any(seen.is_written for seen in kept.seen.values())
 
     def _value(self, weight: ShardedWeight, gathered: Gathered, is_differentiable: bool) -> Tensor:

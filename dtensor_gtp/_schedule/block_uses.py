@@ -87,7 +87,7 @@ class BlockUse:
             # The second backward may come to no op that ``watch`` knows.
             self._group.views.note_gradients(self._runtime.note_backward)
         if running.held is None:
-            running.held = self._runtime.acquire(self._group)
+            running.held = self._runtime.acquire(self._group.for_forward)
             self._runtime.lost_writes.note_read(self._group)
 
     def end(self, grads: object = None) -> None:
@@ -105,7 +105,7 @@ def _release(runtime: RunsBlocks, group: WeightGroup) -> None:
     """End the hold of the backward."""
     held, group.in_backward.held = group.in_backward.held, None
     if held is not None:
-        runtime.release(group, held)
+        runtime.release(group.for_forward, held)
 
 
 def release_all(runtime: RunsBlocks, groups: Iterable[WeightGroup]) -> None:

@@ -211,7 +211,7 @@ def block_nbytes(roots: Iterable[nn.Module], weights: Iterable[ShardedWeight]) -
     """
     by_module: dict[nn.Module, int] = {}
     for weight in weights:
-        owner = weight.sites[0].module
+        owner = weight.registration.sites[0].module
         by_module[owner] = by_module.get(owner, 0) + weight.gatherables[0].nbytes
     total = sum(by_module.values())
     blocks = [block for root in roots for container in root.modules() for block in blocks_in(container)]

@@ -132,7 +132,7 @@ def _comparable(param: ManagedParam) -> Tensor:
     replicas, or several tensors (a quantized weight)."""
     values = param.shard.detach()
     has_parts = isinstance(param, ShardedWeight) and param.has_parts
-    if has_parts or param.is_cut_again or type(values) is not Tensor or values.is_quantized:
+    if has_parts or param.registration.is_cut_again or type(values) is not Tensor or values.is_quantized:
         return torch.empty(0)
     return values
 
@@ -153,14 +153,14 @@ def _check_materialized(params: Sequence[ManagedParam], device: torch.device) ->
     """Refuse parameters that are on the meta device, have no memory, or are not those that ``gtp_shard`` registered."""
     meta = []
     for param in params:
-        param.follow(param.sites[0])
-        registered = param.sites[0].module._parameters.get(param.sites[0].name)
+        param.follow(param.registration.sites[0])
+        registered = param.registration.current
         if registered is not None and compat.local_tensor(registered).is_meta:  # type: ignore[arg-type]
             meta.append(param)
     if not meta:
         for param in params:
             param.check_memory()
-            if isinstance(param, ShardedWeight) and param.wire is None and has_hooks(param.shard):
+            if isinstance(param, ShardedWeight) and param.form.wire is None and has_hooks(param.shard):
                 raise RuntimeError(
                     "gtp_shard expects fsdp_pre_all_gather on a parameter before the call, but parameter "
                     f"'{param.fqn}' of shape {tuple(param.param.shape)} got it later (rank {dist.get_rank()}). "
@@ -169,7 +169,7 @@ def _check_materialized(params: Sequence[ManagedParam], device: torch.device) ->
         return
     named = [f"'{param.fqn}' of shape {tuple(param.param.shape)}" for param in meta[:_MAX_NAMED]]
     more = f" and {len(meta) - _MAX_NAMED} more" if len(meta) > _MAX_NAMED else ""
-    where = device.type if meta[0].offload is None else "cpu"
+    where = device.type if meta[0].policies.offload is None else "cpu"
     raise RuntimeError(
         f"Parameters {', '.join(named)}{more} on mesh axes {meta[0].mesh.mesh_dim_names} are still on the meta device "
         f"at the first forward (rank {dist.get_rank()}). Materialize them with "

@@ -25,7 +25,7 @@ from .._params.managed_param import ManagedParam
 from .._params.pack_planes import QuantizedWire, agree_on_amax
 from .._params.saved_for_backward import refuse_recording
 from .._params.sharded_weight import Gatherable, ShardedWeight
-from .._params.weight_group import WeightGroup
+from .._params.weight_group import GatherableGroup, WeightGroup
 from .._progress import Progress
 from ..policy import SchedulePolicy
 from .any_use import absent_beside, may_be_left_out
@@ -44,7 +44,7 @@ class Gathering(KeepAndFree):
     def __init__(self, device: torch.device, policy: SchedulePolicy, debug: DebugFlags) -> None:
         super().__init__(device, policy, debug)
         self.parts = ReplicaGathers(self.comm)
-        self._read_outside: list[tuple[WeightGroup, Gathered]] = []  # by code outside of a use, see ``hold_until_end``
+        self._read_outside: list[tuple[Gatherable, Gathered]] = []  # by code outside of a use, see ``hold_until_end``
         self.handed_out: set[ShardedWeight] = set()  # in this pass, to code that may write to them without a trace
         self.parted = PartedRanks(lambda index: self.gatherables[index].weight.fqn)
         self.comm.explain = self.parted.explain
@@ -82,7 +82,7 @@ class Gathering(KeepAndFree):
             self.ensure_initialized()
         if compat.is_recording():
             refuse_recording("torch.fx", target.weight.fqn)
-        if target.weight.is_cut_again:
+        if target.weight.registration.is_cut_again:
             target.weight.check_readable()
         gathered = target.live = self._take(target) or self._gather_now(target)
         if (chain := self._running_chain) is not None and not may_be_left_out(target):
@@ -126,14 +126,14 @@ class Gathering(KeepAndFree):
         if target.live is gathered:
             target.live = None
         is_kept = self._stays(target) or (target.index in self._kept_if_last and self._is_turning_point(target))
-        if isinstance(target, WeightGroup):
+        if isinstance(target, GatherableGroup):
             is_kept = is_kept or self._is_next(target)
         if is_kept and target.weight.is_fresh(gathered) and target.weight not in self.handed_out:
             target.kept = gathered
         else:
             self._free(target, gathered)
 
-    def _is_next(self, group: WeightGroup) -> bool:
+    def _is_next(self, group: GatherableGroup) -> bool:
         """Whether a group that was just used is used again soon: it has memory for one gather at a time."""
         chain = self._running_chain
         if chain is None or chain.plan.uses.count(group.index) < 2:
@@ -144,15 +144,16 @@ class Gathering(KeepAndFree):
     def gather_kept(self, weight: ShardedWeight) -> None:
         """Gather a weight ahead of any use, for ``unshard``."""
         self.ensure_initialized()
-        if weight.live is None and (weight.kept is None or not weight.is_fresh(weight.kept)):
+        target = weight.for_forward
+        if target.live is None and (target.kept is None or not weight.is_fresh(target.kept)):
             self.drop_kept(weight)
-            weight.follow(weight.sites[0])
+            weight.follow(weight.registration.sites[0])
             weight.check_readable()
             self.comm.begin_pass(weight.groups)
-            if (kept := self._take(weight)) is None:
-                self._gather([weight])
-                kept = weight.pending.pop()
-            weight.kept = kept
+            if (kept := self._take(target)) is None:
+                self._gather([target])
+                kept = target.pending.pop()
+            target.kept = kept
 
     def gather_and_keep(self, targets: Sequence[Gatherable]) -> None:
         """Gather weights of one mesh ahead of any use, in one launch."""
@@ -174,7 +175,7 @@ class Gathering(KeepAndFree):
         """Gather and reduce each weight by itself from now on, as graphs of single blocks need it."""
         self.make_groups = None
         for group in self.groups:
-            self.forget_kept(group)
+            self.forget_kept(group.for_forward)
             group.dissolve()
         self.groups = []
         self._plan_anew([target for weight in self.weights for target in weight.gatherables])
@@ -183,11 +184,12 @@ class Gathering(KeepAndFree):
 
     def hold_until_end(self, group: WeightGroup) -> None:
         """Code outside of a use reads a weight of ``group``: gather it until the pass ends."""
-        if group.is_pinned and group.kept is not None and group.is_fresh(group.kept):
-            self.comm.wait(group.kept.done)
+        target = group.for_forward
+        if group.is_pinned and target.kept is not None and group.is_fresh(target.kept):
+            self.comm.wait(target.kept.done)
             group.note_read_outside()
         else:
-            self._read_outside.append((group, self.acquire(group)))
+            self._read_outside.append((target, self.acquire(target)))
 
     def _release_read_outside(self) -> None:
         while self._read_outside:
@@ -237,7 +239,7 @@ class Gathering(KeepAndFree):
             target = self.gatherables[uses[position]]
             if target.weight in self.handed_out:
                 continue
-            if target.weight.is_cut_again and not target.weight.is_readable:
+            if target.weight.registration.is_cut_again and not target.weight.is_readable:
                 self._gaps.add(target.lane)  # until an outer fully_shard has gathered it
             elif not (target.live or target.kept or target.pending) or self._is_missing(chain, target, position):
                 missing.append(target)
@@ -245,7 +247,7 @@ class Gathering(KeepAndFree):
             self._gather(missing)
 
     def _is_missing(self, chain: Chain, target: Gatherable, position: int) -> bool:
-        if self._stays(target) or isinstance(target, WeightGroup):
+        if self._stays(target) or isinstance(target, GatherableGroup):
             return target.is_absent
         available = len(target.pending) + (target.kept is not None)
         return available == 0 or available < chain.num_expected(target.index, position)
@@ -270,7 +272,7 @@ class Gathering(KeepAndFree):
             self._gather(absent_beside(target, self.gatherables))
             return target.pending.pop()
         others = [other for other in target.companions if other is not target and other.is_absent]
-        others = [other for other in others if not other.weight.is_cut_again or other.weight.is_readable]
+        others = [other for other in others if not other.weight.registration.is_cut_again or other.weight.is_readable]
         if (chain := self._running_chain) is not None:
             self.parted.note(chain, target.index, len(chain.observed))
         self._gather([target, *others])
@@ -310,7 +312,7 @@ class Gathering(KeepAndFree):
         self._agreeing.clear()
         changed = []
         for weight in weights:
-            wire = weight.wire
+            wire = weight.form.wire
             if wire is not None and isinstance(wire, QuantizedWire) and wire.begin_forward():
                 if wire.is_within_mesh and weight.groups.casts_shards:
                     self._to_agree.setdefault(weight.groups, []).append(weight)

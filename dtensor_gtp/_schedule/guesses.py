@@ -93,9 +93,9 @@ class Guesses:
     def __init__(self, roots: Iterable[nn.Module], gatherables: Sequence[Gatherable], most_nbytes: int) -> None:
         by_module: dict[nn.Module, list[Gatherable]] = {}
         for target in gatherables:
-            is_forward = target is target.weight and target.lane == 0 and target.nbytes <= most_nbytes
+            is_forward = target is target.weight.for_forward and target.lane == 0 and target.nbytes <= most_nbytes
             is_forward = is_forward and not may_be_left_out(target)
-            for site in target.weight.sites if is_forward else ():
+            for site in target.weight.registration.sites if is_forward else ():
                 if not isinstance(site.module, nn.Embedding | nn.EmbeddingBag):
                     by_module.setdefault(site.module, []).append(target)
         self._uses_of: dict[nn.Module, list[int]] = {}  # of modules in blocks

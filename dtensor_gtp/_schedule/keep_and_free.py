@@ -21,7 +21,7 @@ from .._params.gathered import Gathered
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import Gatherable, ShardedWeight
 from .._params.ties import warn_of_holders
-from .._params.weight_group import Reducible, WeightGroup
+from .._params.weight_group import GatherableGroup, Reducible, WeightGroup
 from .._params.whole_param import WholeParam
 from .._progress import Progress
 from ..policy import Schedule, SchedulePolicy
@@ -110,7 +110,7 @@ class KeepAndFree:
     def _initialize(self, progress: Progress) -> None:
         gathering = [mesh.get_group(mesh.ndim - 1) for mesh in {param.mesh for param in self.params}]
         no_copies = no_copy_engines(self.device, gathering, self.grads.launches.replicas is not None)
-        if any(param.offload is not None for param in self.params):
+        if any(param.policies.offload is not None for param in self.params):
             no_copies = "offload_policy keeps shards on the host"
             if self.policy.gather_backend == "copy_engine":
                 raise ValueError(
@@ -127,7 +127,7 @@ class KeepAndFree:
             no_copies,
             block_nbytes((call.module for call in self.calls), self.weights),
             free_nbytes,
-            group_nbytes=sum(group.nbytes for group in self.groups),
+            group_nbytes=sum(group.leaves.nbytes for group in self.groups),
             single_nbytes=sum(weight.gatherables[0].nbytes for weight in self.single_weights),
         )
         if torch.is_grad_enabled():
@@ -148,7 +148,7 @@ class KeepAndFree:
         if adds_addends(self.policy, facts):
             kinds = {(weight.reduce_dtype, weight.layout.world) for weight in self.weights}
         else:  # groups send theirs as they are
-            large = [group for group in self.groups if is_worth_loading(group.nbytes)]
+            large = [group for group in self.groups if is_worth_loading(group.leaves.nbytes)]
             kinds = {(group.leaves.dtype, group.layout.world) for group in large}
         for dtype, num_ranks in kinds:
             load_ahead(self.device, dtype, num_ranks)
@@ -213,7 +213,7 @@ class KeepAndFree:
         sizes = [0] * len(self.gatherables)
         for target in self.gatherables:
             weight = target.weight
-            if weight.flags.reshard_after_forward and weight.fixed is None and target.index not in turning:
+            if weight.flags.reshard_after_forward and weight.form.fixed is None and target.index not in turning:
                 sizes[target.index] = target.kept_nbytes
         lanes = [target.lane for target in self.gatherables]
         return choose_kept(forward, backward, sizes, lanes, self.schedule.keep_nbytes)
@@ -234,7 +234,7 @@ class KeepAndFree:
         weight = target.weight
         if weight.is_pinned or may_be_left_out(target):
             return True
-        if weight.fixed is not None:
+        if weight.form.fixed is not None:
             return False  # see [Note: fixed buffers]
         if self._is_in_backward:
             return not weight.flags.reshard_after_backward
@@ -257,7 +257,7 @@ class KeepAndFree:
         """Whether a weight that ``_kept_if_last`` names is the last one of a forward. It is the first of the backward,
         so nothing would hide a gather in between."""
         chain = self._forward_chain
-        if self._is_in_backward or target.weight.fixed is not None:
+        if self._is_in_backward or target.weight.form.fixed is not None:
             return False
         return chain is not None and chain.is_at_end(target.lane)
 
@@ -280,22 +280,24 @@ class KeepAndFree:
         for target in self.gatherables:
             if target.kept is not None:
                 weight = target.weight
-                if weight.is_cut_again or not (weight.is_pinned or not weight.flags.reshard_after_backward):
+                if weight.registration.is_cut_again or not (
+                    weight.is_pinned or not weight.flags.reshard_after_backward
+                ):
                     self.forget_kept(target)
 
     def wait_kept(self, weight: ShardedWeight) -> None:
-        kept = weight.kept if weight.group is None else weight.group.kept
+        kept = (weight.group or weight).for_forward.kept
         if kept is not None:
             self.comm.wait(kept.done)
             self.comm.finish_uploads()
 
     def drop_kept(self, weight: ShardedWeight) -> None:
         """Drop everything that was made of a shard."""
-        for target in weight.gatherables if weight.group is None else (weight.group,):
+        for target in (weight.group or weight).gatherables:
             self.forget_kept(target)
-        weight.edition += 1
-        if weight.wire is not None:
-            weight.wire.forget()
+        weight.versions.edition += 1
+        if weight.form.wire is not None:
+            weight.form.wire.forget()
 
     def forget_kept(self, target: Gatherable) -> None:
         """Drop what stays in memory of a weight or a group without a use."""
@@ -311,13 +313,13 @@ class KeepAndFree:
 
     def _free(self, target: Gatherable, gathered: Gathered) -> None:
         """Drop a buffer that this runtime no longer needs. Poison it if nobody else holds it."""
-        if isinstance(target, WeightGroup):
+        if isinstance(target, GatherableGroup):
             if self.debug.poison:  # whoever reads the memory before the next gather is complete finds it
-                target.carry_writes()
+                target.group.carry_writes()
                 with compat.unseen_by_checkpoint_policies():
-                    for output in target.leaves.outputs:
+                    for output in target.group.leaves.outputs:
                         poison(output)
-            target.free()
+            target.group.free()
         elif self.debug.poison and not gathered.is_alias:
             gathered.forget()
             # We are two of the owners: the buffer, and the Python object of its storage.
@@ -327,8 +329,8 @@ class KeepAndFree:
 
     def place(self, weight: ShardedWeight, gathered: Gathered) -> None:
         """Bring a weight in use to the fixed buffer, where the graph of a recorded block reads it."""
-        assert weight.fixed is not None
-        fixed = weight.fixed.gathered
+        assert weight.form.fixed is not None
+        fixed = weight.form.fixed.gathered
         if not gathered.is_in(fixed):
             # A gather for a later use may have the fixed buffer, or one for eager code that did not pass the weight on
             # (see ``leave_fixed``). Move those to other buffers.
@@ -336,10 +338,10 @@ class KeepAndFree:
                 for other in (*target.pending, *filter(None, (target.kept, target.live))):
                     if other is not gathered and other.is_in(fixed):
                         self.comm.wait(other.done)
-                        other.move(target.weight.new_buffer(), target.weight.layout)
+                        other.move(target.weight.form.new_buffer(), target.weight.layout)
             fixed.copy_(gathered.buffer)
 
     def leave_fixed(self, weight: ShardedWeight, gathered: Gathered) -> None:
         """Copy the weight out of the fixed buffer before eager code keeps it: the next replay overwrites the buffer."""
-        if weight.fixed is not None and self.recording is None and gathered.is_in(weight.fixed.gathered):
-            gathered.move(weight.new_buffer(), weight.layout)
+        if weight.form.fixed is not None and self.recording is None and gathered.is_in(weight.form.fixed.gathered):
+            gathered.move(weight.form.new_buffer(), weight.layout)

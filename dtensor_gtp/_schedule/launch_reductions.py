@@ -50,7 +50,7 @@ class ReductionLaunches:
         self.replicas: UnequalReplicas | None = None  # set if the mesh is one of several replicas of unequal sizes
 
     def launch(self, together: list[Gradient]) -> None:
-        self.order.note("reduce_scatter", [gradient.weight for gradient in together])
+        self.order.note("reduce_scatter", [gradient.weight.for_forward for gradient in together])
         with profiler_range("GTP::reduce_scatter", *[each.weight.fqn for each in together]):
             if len(together) > 1 or not self._launch_plain(together[0]):
                 self._reduce_scatter(together)
@@ -185,7 +185,7 @@ class ReductionLaunches:
         elif weight.has_parts:
             weight.accumulate_part(slot)
         else:
-            weight.accumulate(slot if weight.layout.is_as_buffer else weight.layout.shard_of_rows(slot))
+            weight.accumulate(slot)
 
 
 def single(weight: Reducible) -> ShardedWeight:

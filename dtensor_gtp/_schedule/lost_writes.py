@@ -57,7 +57,7 @@ class LostWrites:
         for group in self._runtime.groups:  # in one order on all ranks
             if group in groups:
                 # What was read outside of the block is in the memory of the group, so that has to be full.
-                self._runtime.gather_and_keep([group])
+                self._runtime.gather_and_keep([group.for_forward])
                 self._runtime.wait_kept(group.weights[0])
         self._outdated.clear()
 
@@ -84,18 +84,18 @@ class LostWrites:
         elif member.is_pinned:
             self._outdated.add(weight)  # until the next forward, as one rank alone may read it until then
         else:
-            for target in weight.gatherables if group is None else (group,):
+            for target in (group or weight).gatherables:
                 self._runtime.forget_kept(target)
 
     def _drop_in_forward(self, weight: ShardedWeight, group: WeightGroup | None) -> None:
         """Drop what was gathered of a shard that is about to be written, and gather it at its next use alone."""
         runtime = self._runtime
         if group is not None:
-            if group.live is not None and group not in self._seen_shards and runtime.comm.may_wait_on_host:
+            if group.for_forward.live is not None and group not in self._seen_shards and runtime.comm.may_wait_on_host:
                 self._seen_shards[group] = _bits_of_shards(group)
-            runtime.handed_out.add(group.weight)
-            runtime.forget_pending(group)
-            runtime.forget_kept(group)
+            runtime.handed_out.add(group.for_forward.weight)
+            runtime.forget_pending(group.for_forward)
+            runtime.forget_kept(group.for_forward)
             return
         runtime.handed_out.add(weight)
         runtime.drop_prefetched_of([weight])
@@ -115,7 +115,7 @@ class LostWrites:
 
     def note_new_data(self, member: ManagedParam) -> None:
         """After ``param.data = ...``."""
-        if member.is_cut_again:
+        if member.registration.is_cut_again:
             return
         member.refuse_graphs()
         if member.group is not None:
@@ -166,10 +166,10 @@ class LostWrites:
 def count_writes(written: Sequence[ManagedParam]) -> None:
     """Of what leaves no version: autograd shall refuse a backward through what was computed with the values before."""
     for group in {param.group for param in written if param.group is not None}:
-        group.num_updates += 1
+        group.shards.num_updates += 1
     for param in written:
         if param.group is None and isinstance(param, ShardedWeight):
-            param.num_updates += 1
+            param.versions.num_updates += 1
         elif param.group is None:
             torch.autograd.graph.increment_version(param.leaf)
 
@@ -182,5 +182,5 @@ def refuse_hooks_at_nodes(weights: Sequence[ShardedWeight]) -> None:
     """Raise if code has registered hooks where autograd would bring gradients to the parameters: they never run."""
     with compat.unseen_by_checkpoint_policies():
         for weight in weights:
-            if not weight.is_cut_again and compat.has_hooks_at_node(weight.param):
+            if not weight.registration.is_cut_again and compat.has_hooks_at_node(weight.param):
                 raise RuntimeError(hook_at_node(weight.fqn, weight.param))

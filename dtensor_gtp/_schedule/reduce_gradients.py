@@ -313,10 +313,10 @@ class Gradients:
         for weight in synced:
             if weight.pending_grad.unsharded is not None:
                 self._send(weight, weight.pending_grad.unsharded)
-            elif weight.flags.reduce_scatter_unused_params and single(weight).awaits_reduction:
+            elif weight.flags.reduce_scatter_unused_params and single(weight).gradient.awaits_reduction:
                 self._send(weight, weight.pending_grad.send_buffer().zero_())
             if isinstance(weight, ShardedWeight):
-                weight.awaits_reduction = False
+                weight.gradient.awaits_reduction = False
         self.launch_waiting()
         if not self._comm.has_streams:
             self._comm.retire_all()  # completes reductions, which set and clear ``unreplicated_grad``
@@ -335,11 +335,11 @@ class Gradients:
         self.launches.order.check(is_next_step=False)
         if self.launches.replicas is not None:
             self.launches.replicas.finish()
-        if any(param.offload is not None for param in params):
+        if any(param.policies.offload is not None for param in params):
             self._comm.finish_on_host()
         is_recorded = self._comm.is_capturing
         for param in params:
-            param.publish_grad(is_recorded)
+            param.gradient.publish(param.fqn, param.flags.all_reduce_hook, is_recorded=is_recorded)
         for group in groups:
             group.pending_grad.settle()
 

@@ -39,7 +39,7 @@ class ReplicaGathers:
                 "A CUDA graph cannot record forwards with gtp_shard(shard_optimizer=True): each one decides whether "
                 "replicas gather what their optimizers have written. Leave out shard_optimizer."
             )
-        versions = sum(_version(weight) + weight.num_updates for weight in self.weights)
+        versions = sum(_version(weight) + weight.versions.num_updates for weight in self.weights)
         written = self.num_writes, versions
         if written == self._seen:
             return
@@ -56,7 +56,7 @@ class ReplicaGathers:
             launches[-1].append(weight)
             room[weight.groups] -= size
         # Statistics of quantized shards are computed before their gathers.
-        self.complete([weight for weight in self.weights if weight.wire is not None])
+        self.complete([weight for weight in self.weights if weight.form.wire is not None])
 
     def bring(self, weights: Iterable[ShardedWeight], *, is_outdated: bool = False) -> None:
         """Launch what completes these shards, for gathers over gtp that follow. ``is_outdated``: they may have been
@@ -93,7 +93,7 @@ class ReplicaGathers:
             weight.part.gathered = _version(weight)
             if weight.part.buffer.numel():
                 # What is quantized, is so from all bits.
-                dtype = weight.compute_dtype if weight.wire is None else weight.shard.dtype
+                dtype = weight.compute_dtype if weight.form.wire is None else weight.shard.dtype
                 sent.append((weight.part, dtype))
         if not sent:
             return

@@ -71,7 +71,7 @@ class Runtime(Gathering):
         if not self._by_id:
             self._by_id = {id(param.param): param for param in self.params}
             # Of these parameters, optimizers hold the objects that an outer fully_shard has made.
-            self._is_cut_again = any(param.is_cut_again for param in self.params)
+            self._is_cut_again = any(param.registration.is_cut_again for param in self.params)
         return self._by_id
 
     def member_of(self, param: object) -> ManagedParam | None:
@@ -126,7 +126,7 @@ class Runtime(Gathering):
         errors = self.lost_writes.written_outside(param for param in written if isinstance(param, ShardedWeight))
         count_writes(written)
         for group in {param.group for param in written if param.group is not None}:
-            self.forget_kept(group)
+            self.forget_kept(group.for_forward)
         for param in written:
             if isinstance(param, ShardedWeight) and param.group is None:
                 self.drop_kept(param)
@@ -146,8 +146,8 @@ class Runtime(Gathering):
         self.forget_objects()
         self._num_calls += 1
         for param in params:
-            param.on_replaced = self.forget_objects
-            self._is_offloaded |= param.offload is not None
+            param.registration.on_replaced = self.forget_objects
+            self._is_offloaded |= param.policies.offload is not None
             if isinstance(param, WholeParam):
                 param.on_local_grad = self.note_backward
                 self.whole.append(param)
@@ -316,7 +316,7 @@ class Runtime(Gathering):
         for param in (*self.whole, *free):
             leaf = param.leaf if param.group is None else param.group.leaves.by_member[param]
             if param.param.requires_grad and (asked is None or id(leaf) in asked):
-                param.awaits_reduction = True
+                param.gradient.awaits_reduction = True
         for group in self.groups:
             group.pending_grad.asked_for = asked
         self._records_graph = torch.is_grad_enabled()
@@ -339,7 +339,12 @@ class Runtime(Gathering):
         self.groups = list(groups)
         for group in groups:
             group.reader = self
-        self._plan_anew([*(target for target in self.gatherables if target.weight.group is None), *groups])
+        self._plan_anew(
+            [
+                *(target for target in self.gatherables if target.weight.group is None),
+                *(group.for_forward for group in groups),
+            ]
+        )
 
     def gather_kept(self, weight: ShardedWeight) -> None:
         """Gather a weight, or its group, ahead of any use, for ``unshard``."""
@@ -353,10 +358,11 @@ class Runtime(Gathering):
         if not (group.is_pinned or self.reads.frames):
             group.begin_forward()  # follows parameters that were replaced
         group.views.pin(self.note_backward)
-        if group.live is None and (group.kept is None or not group.is_fresh(group.kept)):
-            self.forget_kept(group)
+        target = group.for_forward
+        if target.live is None and (target.kept is None or not group.is_fresh(target.kept)):
+            self.forget_kept(target)
             self.comm.begin_pass(group.groups)
-            group.kept = self._take(group) or self._gather_now(group)
+            target.kept = self._take(target) or self._gather_now(target)
 
     @property
     def gives_full_params(self) -> bool:
@@ -452,7 +458,7 @@ class Runtime(Gathering):
     def has_gradients_in_flight(self) -> bool:
         """Whether earlier backwards, none of them the last one, have left gradients for the next one to add to."""
         of_whole = (grad for param in self.whole for grad in (param.leaf.grad, param._wide_local_grad))
-        reduced = (param.reduced for param in self.params)
+        reduced = (param.gradient.reduced for param in self.params)
         return self.comm.is_reducing or any(grad is not None for grad in (*reduced, *of_whole))
 
     def drop_broken_backward(self) -> None:
@@ -483,9 +489,9 @@ class Runtime(Gathering):
         for group in self.groups:
             group.in_backward.held = None
             group.free()
-            group.num_updates += 1
+            group.shards.num_updates += 1
         for weight in self.weights:
-            weight.num_updates += 1  # so that nothing reuses a gather of the recording
+            weight.versions.num_updates += 1  # so that nothing reuses a gather of the recording
             self.drop_kept(weight)
         self._is_in_backward = False
         self._hide_groups()

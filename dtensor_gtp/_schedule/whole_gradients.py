@@ -47,7 +47,7 @@ def reduce_whole(
         grad, flags = param.take_local_grad(), param.flags
         if not (flags.requires_gradient_sync and flags.requires_all_reduce):
             param.unsynced_grad = None if grad is None else grad.to(param.reduce_dtype)
-        elif grad is not None or (replicas is None and param.awaits_reduction):
+        elif grad is not None or (replicas is None and param.gradient.awaits_reduction):
             key = param.groups, param.reduce_dtype, flags.gradient_divide_factor
             buckets.setdefault(key, []).append((param, grad))
     for (_, dtype, factor), bucket in buckets.items():
@@ -59,7 +59,7 @@ def reduce_whole(
             )
     for bucket in buckets.values():
         for param, _ in bucket:
-            param.awaits_reduction = False
+            param.gradient.awaits_reduction = False
 
 
 def _reduce_bucket(
@@ -95,8 +95,8 @@ def _reduce_bucket(
         *parts, used_by_any = compat.unflatten(flat, [*grads, used])
         for (param, grad), part, is_used in zip(bucket, parts, used_by_any, strict=True):
             if grad is None and not param.flags.reduce_scatter_unused_params:
-                param.note_use_elsewhere(is_used)
-            param.accumulate(part)
+                param.gradient.note_use_elsewhere(is_used)
+            param.gradient.accumulate(part)
 
     with profiler_range("GTP::all_reduce", f"{len(bucket)} whole parameters"), comm.reducing():
         if comm.is_debugged:

@@ -116,7 +116,7 @@ def _checked_runtime(module: nn.Module, mesh: ElasticMesh) -> Runtime:
         )
     expected = mesh.weights.mesh.flatten().tolist()
     for param in runtime.params:
-        if param.offload is not None:
+        if param.policies.offload is not None:
             raise NotImplementedError("synchronize_replicas does not support offload_policy of gtp_shard.")
         ranks = param.mesh.mesh.flatten().tolist()
         if param.mesh.ndim != 1 or ranks != expected:

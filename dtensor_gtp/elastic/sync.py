@@ -241,7 +241,7 @@ class ReplicaSync:
     def _accumulate(self, entry: _Entry) -> None:
         # The sum that it is added to may be in another slot, and compute is not behind the addition yet.
         self._keep.append(entry.slot)
-        entry.weight.accumulate(entry.weight.layout.shard_of_rows(entry.slot))
+        entry.weight.accumulate(entry.slot)
 
     def reduce_whole(self, dtype: torch.dtype, factor: float | None, bucket: WholeBucket) -> None:
         """One sum over all ranks: each puts what it holds into its place in the whole parameter, zeros elsewhere."""
@@ -255,7 +255,7 @@ class ReplicaSync:
             for (param, grad), part in zip(bucket, parts, strict=True):
                 whole, slices = part.view(param.param.shape), self._tp_slices.get(param)
                 own = whole if slices is None else whole[slices].contiguous()
-                param.accumulate(own.view(grad.shape))
+                param.gradient.accumulate(own.view(grad.shape))
 
         comm = self._comm
         if not comm.has_streams:
@@ -305,7 +305,7 @@ class ReplicaSync:
         # Of each group, in the same order on all ranks: indices of parameters, and what its ranks share of them.
         shared: dict[str, list[tuple[int, Tensor]]] = {}
         for index, (param, weight) in enumerate(zip(self._params, self.plan.weights, strict=True)):
-            param.follow(param.sites[0])
+            param.follow(param.registration.sites[0])
             for channel, slices in self._parts.get(param, []):
                 shared.setdefault(channel.group_name, []).append((index, param.shard[slices]))
             # Whole parameters that tensor parallelism cuts differ along tp: the weights beside them are compared.

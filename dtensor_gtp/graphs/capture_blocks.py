@@ -21,7 +21,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from .. import _torch_compat as compat
-from .._params.sharded_weight import FixedBuffers, ShardedWeight
+from .._params.gather_form import FixedBuffers
+from .._params.sharded_weight import ShardedWeight
 from .._schedule.runtime import Runtime
 from .checks import check_at_least, check_blocks, check_on_gpu, check_places, params_of, runtimes_of, weights_of
 from .record_again import KnownCalls, signature
@@ -104,8 +105,8 @@ class Rings:
         for position, weight in enumerate(weights):
             key = (kind, turn, position)
             if key not in self._buffers:
-                self._buffers[key] = FixedBuffers(weight.new_buffer(), weight.pending_grad.send_buffer())
-            weight.fixed = self._buffers[key]
+                self._buffers[key] = FixedBuffers(weight.form.new_buffer(), weight.pending_grad.send_buffer())
+            weight.form.fixed = self._buffers[key]
 
 
 class CapturedBlocks:
@@ -145,7 +146,7 @@ class CapturedBlocks:
             runtime = runtimes_of(block, "capture_blocks")[0]
             rings[runtime].assign(weights_of(block))
             for weight in weights_of(block):
-                weight.may_exchange = runtime.policy.embedding == "exchange"  # else its table is gathered
+                weight.fused.may_exchange = runtime.policy.embedding == "exchange"  # else its table is gathered
             own = Block(names[block], block.forward, params_of(block), runtime, recorder)
             self._blocks.append(_CapturedBlock(block, own, KnownCalls(warmup_calls, max_graphs)))
 
@@ -189,7 +190,7 @@ class _CapturedBlock:
     def remove(self) -> None:
         self.calls.forget()
         for weight in self._weights:
-            weight.fixed = None
+            weight.form.fixed = None
         if self._had_forward:
             self._block.forward = self.own.forward
         else:
@@ -230,7 +231,9 @@ class _CapturedBlock:
         )
 
     def _describe(self) -> Hashable:
-        exchanged = next((w.fqn for w in self._weights if w.lookups is not None or w.losses is not None), None)
+        exchanged = next(
+            (w.fqn for w in self._weights if w.fused.lookups is not None or w.fused.losses is not None), None
+        )
         if exchanged is not None:
             raise NotImplementedError(
                 f"capture_blocks does not support block '{self.own.name}': it exchanges activations for '{exchanged}'. "
@@ -238,14 +241,14 @@ class _CapturedBlock:
             )
         params = []
         for param in self.own.params:
-            registered = param.sites[0].module._parameters.get(param.sites[0].name)
+            registered = param.registration.current
             params.append((id(registered), id(param.shard), registered is not None and registered.requires_grad))
         buffers = tuple(buffer.data_ptr() for buffer in self._block.buffers())
         return tuple(params), tuple(module.training for module in self._block.modules()), buffers
 
     def _check_buffers(self) -> None:
         for weight in self._weights:
-            fixed = weight.fixed
+            fixed = weight.form.fixed
             if fixed is None or (fixed.gathered.dtype, fixed.grad.dtype) != (weight.compute_dtype, weight.reduce_dtype):
                 what = f"The dtype of '{weight.fqn}' has changed since capture_blocks"
                 raise RuntimeError(f"{what}: call remove() on its result, then capture_blocks again.")

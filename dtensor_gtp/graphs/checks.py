@@ -37,9 +37,9 @@ def runtimes_of(module: nn.Module, caller: str = "capture_step") -> list[Runtime
         what = f"a module that gtp_shard was called on, or one around it, but got a plain {type(module).__name__}"
         raise ValueError(f"{caller} expects {what}. Call gtp_shard first.")
     for runtime in runtimes:
-        if any(param.is_cut_again for param in runtime.params):
+        if any(param.registration.is_cut_again for param in runtime.params):
             raise NotImplementedError(f"{caller} does not support an outer fully_shard. Use a (replicate, gtp) mesh.")
-        if any(param.offload is not None for param in runtime.params):
+        if any(param.policies.offload is not None for param in runtime.params):
             raise NotImplementedError(
                 f"{caller} does not support offload_policy: a graph cannot wait for the host. {see('offload')}"
             )
@@ -61,7 +61,7 @@ def check_blocks(blocks: Sequence[nn.Module], names: dict[nn.Module, str]) -> No
     for block in blocks:
         _check_block(names[block], block, owners)
     asked = runtimes_of(blocks[0], "capture_blocks")[0].policy.prefetch_nbytes
-    nbytes = max(sum(weight.kept_nbytes for weight in weights_of(block)) for block in blocks)
+    nbytes = max(sum(weight.for_forward.kept_nbytes for weight in weights_of(block)) for block in blocks)
     if asked and asked < nbytes:
         logger.warning(
             "capture_blocks: SchedulePolicy(prefetch_nbytes=%d) gathers the rest of the %d bytes of a block only "
@@ -92,8 +92,8 @@ def _check_block(name: str, block: nn.Module, owners: dict[ManagedParam, str]) -
         first = owners.setdefault(managed, name)
         obstacles = {
             "is tensor-parallel": getattr(managed, "tp_spec", None) is not None,
-            "is quantized for its gather": weight is not None and weight.wire is not None,
-            "belongs to another recorded block": weight is not None and weight.fixed is not None,
+            "is quantized for its gather": weight is not None and weight.form.wire is not None,
+            "belongs to another recorded block": weight is not None and weight.form.fixed is not None,
             "is on the meta device": weight is not None and weight.shard.is_meta,
             f"is one of '{first}', too": first != name,
         }

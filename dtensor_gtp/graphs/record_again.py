@@ -131,7 +131,7 @@ class Surroundings:
     def _describe(self) -> list[Any]:
         modules = self._modules.values()
         managed = [param for runtime in self.runtimes for param in runtime.params]
-        registered = [param.sites[0].module._parameters.get(param.sites[0].name) for param in managed]
+        registered = [param.registration.current for param in managed]
         return [
             [runtime.is_last_backward for runtime in self.runtimes],
             [module.training for module in modules],
@@ -147,15 +147,16 @@ class Surroundings:
 
 def places_of_sums(runtime: Runtime) -> list[Place]:
     """Where sums over microbatches are, beside ``.grad``."""
-    owners: list[Any] = [*runtime.params, *(weight.pending_grad for weight in runtime.weights)]
+    owners: list[Any] = [*runtime.whole, *(param.gradient for param in runtime.params)]
+    owners += [weight.pending_grad for weight in runtime.weights]
     owners += [group.pending_grad for group in runtime.groups]
-    names = ("_wide_grad", "unsynced_grad", "unsharded", "unreplicated")
+    names = ("wide", "unsynced_grad", "unsharded", "unreplicated")
     return [(owner, name) for owner in owners for name in names if hasattr(owner, name)]
 
 
 def read_values(places: list[Place]) -> list[Tensor | None]:
     # A wide sum belongs to a gradient: without the gradient it is void.
-    return [None if name == "_wide_grad" and o.param.grad is None else getattr(o, name) for o, name in places]
+    return [None if name == "wide" and o.param.grad is None else getattr(o, name) for o, name in places]
 
 
 def write_values(places: list[Place], values: list[Tensor | None]) -> None:

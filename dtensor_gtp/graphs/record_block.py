@@ -51,10 +51,10 @@ class Recording:
 
     def acquire(self, target: Gatherable) -> Gathered:
         weight = target.weight
-        if weight.fixed is None:
+        if weight.form.fixed is None:
             raise NotImplementedError(f"capture_blocks expects blocks that use their own weights, not '{weight.fqn}'.")
         self.used.append(weight)
-        buffer = weight.fixed.gathered.view(weight.fixed.gathered.shape)  # counts as a holder
+        buffer = weight.form.fixed.gathered.view(weight.form.fixed.gathered.shape)  # counts as a holder
         full = weight.layout.full_view(buffer)
         gathered = Gathered(buffer, full, Done(), weight.shard, weight.version)
         gathered.is_alias, gathered.holds = True, 1
@@ -62,8 +62,8 @@ class Recording:
 
     def target(self, weight: ShardedWeight, dtype: torch.dtype | None = None) -> Tensor:
         """Where to put the gradient of a use. Each is reduced by itself: all but the first get memory of the graph."""
-        assert weight.fixed is not None
-        grad, dtype = weight.fixed.grad, dtype or weight.reduce_dtype
+        assert weight.form.fixed is not None
+        grad, dtype = weight.form.fixed.grad, dtype or weight.reduce_dtype
         if dtype.itemsize > grad.dtype.itemsize or any(weight is other.weight for other in self.written):
             return torch.empty_like(grad, dtype=dtype)
         if dtype == grad.dtype:
@@ -223,10 +223,10 @@ class BlockGraph:
         held = []
         try:
             for index, weight in enumerate(weights, start=1):
-                weight.follow(weight.sites[0])
-                gathered = runtime.acquire(weight)
+                weight.follow(weight.registration.sites[0])
+                gathered = runtime.acquire(weight.for_forward)
                 if weight in weights[index:]:
-                    runtime.release(weight, gathered)  # the next use has its own gather, as without a graph
+                    runtime.release(weight.for_forward, gathered)  # the next use has its own gather, as without a graph
                 else:
                     held.append((weight, gathered))
             for weight, gathered in held:
@@ -234,7 +234,7 @@ class BlockGraph:
             replay()
         finally:
             for weight, gathered in held:
-                runtime.release(weight, gathered)
+                runtime.release(weight.for_forward, gathered)
 
 
 class _Call:

@@ -33,7 +33,7 @@ def _set_requires_gradient_sync(modules: list[nn.Module], is_required: bool) -> 
 
 def is_offloaded(model: nn.Module) -> bool:
     """Whether an ``offload_policy`` keeps shards on the host."""
-    return any(param.offload is not None for _, param in managed_params(model))
+    return any(param.policies.offload is not None for _, param in managed_params(model))
 
 
 def move_unsharded(model: nn.Module, device: torch.device) -> None:

@@ -25,12 +25,12 @@ def linear(input: Tensor, bias: Tensor | None, compiled: CompiledWeight) -> Tens
     """``F.linear`` as one op of the compiled graph. In float8 the casts before the op are the compiler's."""
     weight, leaf = compiled.weight, compiled.weight.stand_in.leaf
     output: Tensor
-    if weight.gemms is None:
+    if weight.form.gemms is None:
         output = _linear(input, leaf, bias, compiled.handle, weight.layout.shape[0])
         return output
     check_float8_input(input, weight)
-    casts = weight.gemms.cast_input(input.detach().reshape(-1, input.shape[-1]))
-    output = _float8_linear(input, leaf, casts, compiled.handle, weight.layout.shape[0], weight.gemms.name)
+    casts = weight.form.gemms.cast_input(input.detach().reshape(-1, input.shape[-1]))
+    output = _float8_linear(input, leaf, casts, compiled.handle, weight.layout.shape[0], weight.form.gemms.name)
     return output if bias is None else output + bias
 
 
@@ -61,7 +61,7 @@ def grouped_linear(
 @torch.library.custom_op("dtensor_gtp::linear", mutates_args=())
 def _linear(input: Tensor, leaf: Tensor, bias: Tensor | None, handle: Tensor, out_features: int) -> Tensor:
     runtime, weight = handles()[handle].resolve_in_forward()
-    return runtime.compute(F.linear, input, weight, bias)
+    return runtime.compute(F.linear, input, weight.for_forward, bias)
 
 
 @torch.library.custom_op("dtensor_gtp::grouped_linear", mutates_args=())
@@ -75,7 +75,7 @@ def _float8_linear(
     input: Tensor, leaf: Tensor, casts: list[Tensor], handle: Tensor, out_features: int, gemms: str
 ) -> Tensor:
     runtime, weight = handles()[handle].resolve_in_forward()
-    with using_quantized(runtime, weight) as quantized:
+    with using_quantized(runtime, weight.for_forward) as quantized:
         output = gemms_of_name(gemms).output(casts, quantized, weight.compute_dtype)
     return output.view(*input.shape[:-1], out_features)
 
@@ -140,7 +140,7 @@ def _float8_backward(
 def _run_beside(job: Any, product: Any, runtime: Runtime, weight: ShardedWeight) -> Tensor | None:
     """Run ``job`` (wgrad) and ``product`` (dgrad), where they are needed. Returns dgrad."""
     if product is not None:
-        check_unmodified(weight, weight.compiled_version)
+        check_unmodified(weight, weight.versions.compiled)
     return runtime.grads.in_order(job if job is not None and weight.stand_in.is_awaited else None, product)
 
 

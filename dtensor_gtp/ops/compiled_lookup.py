@@ -43,7 +43,7 @@ def _embedding(
     found = exchanged_lookup(indices, runtime, weight) if may_exchange else None
     if found is not None:
         return found[0]
-    return runtime.compute(F.embedding, indices, weight)
+    return runtime.compute(F.embedding, indices, weight.for_forward)
 
 
 _embedding.register_fake(
@@ -72,13 +72,13 @@ def _embedding_grad(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 @torch.library.custom_op("dtensor_gtp::materialize", mutates_args=())
 def _materialize(leaf: Tensor, handle: Tensor, shape: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     runtime, weight = handles()[handle].resolve_in_forward()
-    if weight.wire is not None:
-        weight.wire.note_read()
-    gathered = runtime.acquire(weight)
+    if weight.form.wire is not None:
+        weight.form.wire.note_read()
+    gathered = runtime.acquire(weight.for_forward)
     full = gathered.contiguous().detach()  # owns the memory: without an owner, DTENSOR_GTP_DEBUG=poison overwrites it
-    runtime.release(weight, gathered)
+    runtime.release(weight.for_forward, gathered)
     # The compiler may write to what an op returns after its last use.
-    is_shared = gathered.is_alias or gathered.holds > 0 or weight.kept is gathered
+    is_shared = gathered.is_alias or gathered.holds > 0 or weight.for_forward.kept is gathered
     return full.clone() if is_shared else full
 
 

@@ -81,7 +81,7 @@ class CompiledWeight:
             )
         if compat.current_graph_task_id() != -1:
             runtime.note_backward()
-        weight.compiled_version = weight.version
+        weight.versions.compiled = weight.version
         return runtime, weight
 
     def resolve_in_backward(self) -> tuple[Runtime, ShardedWeight]:

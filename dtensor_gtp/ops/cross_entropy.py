@@ -46,11 +46,11 @@ def loss_exchange(runtime: Runtime, weight: ShardedWeight) -> TokenExchange | No
             f"{weight.mesh.mesh_dim_names}. Leave it out of tensor parallelism, quantize_, unequal replicas and "
             "placements on other dims, or pass SchedulePolicy(head='auto') or 'gather' to gtp_shard."
         )
-    if weight.losses is None:
+    if weight.fused.losses is None:
         # A token's hidden states in forward and backward, and their gradient in float32.
         token_nbytes = weight.layout.shape[1] * (2 * weight.compute_dtype.itemsize + 4)
-        weight.losses = new_exchange(runtime, weight, "loss", choice, lambda: token_nbytes)
-    return weight.losses
+        weight.fused.losses = new_exchange(runtime, weight, "loss", choice, lambda: token_nbytes)
+    return weight.fused.losses
 
 
 def vocabulary_parallel_loss(

@@ -30,7 +30,7 @@ def can_exchange(runtime: Runtime, weight: ShardedWeight) -> bool:
     """Whether each rank has whole rows of the plain matrix ``weight``, and all ranks count alike."""
     layout = weight.layout
     has_rows = len(layout.shape) == 2 and layout.dim == 0 and layout.world > 1
-    is_plain = weight.wire is None and weight.tp_spec is None and weight.param.is_floating_point()
+    is_plain = weight.form.wire is None and weight.tp_spec is None and weight.param.is_floating_point()
     is_used_by_all = not weight.flags.reduce_scatter_unused_params
     return has_rows and is_plain and is_used_by_all and runtime.grads.launches.replicas is None
 
@@ -66,20 +66,20 @@ def exchanged_ids(indices: Tensor, runtime: Runtime, weight: ShardedWeight) -> T
     choice = runtime.policy.embedding
     if choice == "gather" or (choice == "auto" and not _may_ask(runtime, weight)):
         return None
-    if weight.is_pinned or not weight.may_exchange or not can_exchange(runtime, weight):
+    if weight.is_pinned or not weight.fused.may_exchange or not can_exchange(runtime, weight):
         return None
-    if weight.lookups is None:
+    if weight.fused.lookups is None:
 
         def token_nbytes() -> int:
             has_gradient = weight.param.requires_grad
             return lookup_nbytes(weight.layout.shape[1], weight.compute_dtype.itemsize, has_gradient=has_gradient)
 
-        weight.lookups = new_exchange(runtime, weight, "lookup", choice, token_nbytes)
+        weight.fused.lookups = new_exchange(runtime, weight, "lookup", choice, token_nbytes)
     runtime.ensure_initialized()
     weight.check_readable()
     with profiler_range("GTP::exchange", weight.fqn), compat.unseen_by_checkpoint_policies():
         runtime.parts.complete([weight])
-        return weight.lookups.gather(indices.reshape(-1), 0, runtime.comm, weight.groups)
+        return weight.fused.lookups.gather(indices.reshape(-1), 0, runtime.comm, weight.groups)
 
 
 def exchanged_lookup(indices: Tensor, runtime: Runtime, weight: ShardedWeight) -> tuple[Tensor, Tensor] | None:

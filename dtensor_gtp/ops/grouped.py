@@ -121,17 +121,17 @@ def _without_tail(output_TN: Tensor, ends_G: Tensor) -> Tensor:
 
 def multiply(x_TK: Tensor, ends_G: Tensor, runtime: Runtime, weights: Weights) -> Tensor:
     """Forward's grouped GEMM, in float8 where the weight's recipe and the hardware have it."""
-    gemms = weights[0].gemms
+    gemms = weights[0].form.gemms
     if not isinstance(gemms, GroupedGEMMs):
         with _using(runtime, weights, False) as full_GNK:
             return grouped_mm(x_TK, full_GNK.mT, ends_G)
-    with using_quantized(runtime, weights[0]) as quantized:
+    with using_quantized(runtime, weights[0].for_forward) as quantized:
         return _without_tail(gemms.grouped_output(x_TK, quantized, ends_G, weights[0].compute_dtype), ends_G)
 
 
 def multiply_grad(grad_TN: Tensor, ends_G: Tensor, runtime: Runtime, weights: Weights) -> Tensor:
     """dgrad's grouped GEMM."""
-    gemms = weights[0].gemms
+    gemms = weights[0].form.gemms
     if not isinstance(gemms, GroupedGEMMs):
         with _using(runtime, weights, True) as full_GNK:
             return grouped_mm(grad_TN, full_GNK, ends_G)
@@ -141,7 +141,7 @@ def multiply_grad(grad_TN: Tensor, ends_G: Tensor, runtime: Runtime, weights: We
 
 def _using(runtime: Runtime, weights: Weights, for_backward: bool) -> AbstractContextManager[Tensor]:
     if len(weights[0].layout.shape) == 3:
-        return runtime.using(weights[0].for_backward if for_backward else weights[0])
+        return runtime.using(weights[0].for_backward if for_backward else weights[0].for_forward)
     return _using_stacked(runtime, weights, for_backward)
 
 
@@ -149,7 +149,7 @@ def _using(runtime: Runtime, weights: Weights, for_backward: bool) -> AbstractCo
 def _using_stacked(runtime: Runtime, weights: Weights, for_backward: bool) -> Iterator[Tensor]:
     with ExitStack() as stack:
         enter, using = stack.enter_context, runtime.using
-        yield stacked([enter(using(weight.for_backward if for_backward else weight)) for weight in weights])
+        yield stacked([enter(using(weight.for_backward if for_backward else weight.for_forward)) for weight in weights])
 
 
 def stacked(parts: Sequence[Tensor]) -> Tensor:

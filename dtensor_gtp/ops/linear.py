@@ -31,22 +31,22 @@ def linear(input: Tensor, bias: Tensor | None, runtime: Runtime, weight: Sharded
         check_differentiable(weight)
         result: Tensor = _apply_linear(compat.unwrap_if_dead(input), weight.leaf, bias, runtime, weight)
         return result
-    if weight.gemms is not None:
+    if weight.form.gemms is not None:
         return _float8_linear(input, bias, runtime, weight)
-    return runtime.compute(F.linear, input, weight, bias)
+    return runtime.compute(F.linear, input, weight.for_forward, bias)
 
 
 def _forward(
     ctx: Any, input: Tensor, leaf: Tensor, bias: Tensor | None, runtime: Runtime, weight: ShardedWeight
 ) -> Tensor:
-    ctx.use = runtime, weight, weight.version, weight.gemms
+    ctx.use = runtime, weight, weight.version, weight.form.gemms
     is_policy_asked = compat.num_dispatch_modes() and compat.asks_checkpoint_policy()
-    if weight.gemms is not None:
+    if weight.form.gemms is not None:
         output = _float8_linear(input, bias, runtime, weight)
     elif is_policy_asked:
         output = F.linear(input, UngatheredWeight(runtime, weight), bias)
     else:
-        output = runtime.compute(F.linear, input, weight, bias)
+        output = runtime.compute(F.linear, input, weight.for_forward, bias)
     if not is_policy_asked:  # torch must see writes to what a policy has saved
         output = compat.no_view(output)
     # The gradient of a frozen weight is not computed, so its input is not saved.

@@ -32,10 +32,10 @@ def using_quantized(runtime: Runtime, target: Gatherable) -> Iterator[Quantized]
 
 def float8_product(input_MK: Tensor, runtime: Runtime, weight: ShardedWeight) -> Tensor:
     """``input @ weight.T`` in float8. The cast comes before the wait for the gather, which it helps to hide."""
-    assert weight.gemms is not None
-    operands = weight.gemms.cast_input(input_MK)
-    with using_quantized(runtime, weight) as quantized:
-        return weight.gemms.output(operands, quantized, weight.compute_dtype)
+    assert weight.form.gemms is not None
+    operands = weight.form.gemms.cast_input(input_MK)
+    with using_quantized(runtime, weight.for_forward) as quantized:
+        return weight.form.gemms.output(operands, quantized, weight.compute_dtype)
 
 
 class UngatheredWeight(Tensor):
@@ -61,7 +61,7 @@ class UngatheredWeight(Tensor):
             return cls(weight._runtime, weight._weight, weight._is_transposed != (func is torch.ops.aten.t.default))
         if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) and isinstance(args[-1], cls):
             *bias, matrix, weight = args
-            if weight._weight.gemms is not None and weight._is_transposed:
+            if weight._weight.form.gemms is not None and weight._is_transposed:
                 output = float8_product(matrix, weight._runtime, weight._weight)
                 return output + bias[0] if bias else output
         with ExitStack() as stack:
@@ -69,5 +69,5 @@ class UngatheredWeight(Tensor):
             return func(*real[0], **real[1])
 
     def _gathered(self, stack: ExitStack) -> Tensor:
-        full = stack.enter_context(self._runtime.using(self._weight))
+        full = stack.enter_context(self._runtime.using(self._weight.for_forward))
         return full.t() if self._is_transposed else full

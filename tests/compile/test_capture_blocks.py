@@ -307,7 +307,9 @@ class TestCaptureBlocks:
         pair.prepare()
         for seed in range(3, 6):
             assert pair.run(train(seed)) == REPLAYED
-        eager, recorded = (sum(weight.num_gathers for weight in runtime_of(model).weights) for model in pair.models)
+        eager, recorded = (
+            sum(weight.for_forward.num_gathers for weight in runtime_of(model).weights) for model in pair.models
+        )
         assert recorded > eager
 
     def test_weights_are_gathered_where_graphs_read_them(self, world: Any) -> None:
@@ -316,7 +318,7 @@ class TestCaptureBlocks:
         copied, place = [], Gathering.place
 
         def watched(runtime: Any, weight: Any, gathered: Any) -> None:
-            if not gathered.is_in(weight.fixed.gathered):
+            if not gathered.is_in(weight.form.fixed.gathered):
                 copied.append(weight.fqn)
             place(runtime, weight, gathered)
 
@@ -453,20 +455,23 @@ class TestCaptureBlocks:
         model = pair.models[1]
         runtime = runtime_of(model)
         weights = [runtime.weights[[w.fqn for w in runtime.weights].index(f"blocks.{i}.up.weight")] for i in (0, 2)]
-        assert weights[0].fixed is weights[1].fixed is not None
-        holder = weights[0].fixed.gathered.view(-1)
+        assert weights[0].form.fixed is weights[1].form.fixed is not None
+        holder = weights[0].form.fixed.gathered.view(-1)
         assert pair.run(train(3)) == REPLAYED
         del holder
         runtime.gather_kept(weights[1])  # as a prefetch, to be used when block 0 has been
-        assert weights[1].kept is not None
-        assert weights[1].kept.is_in(weights[1].fixed.gathered)
-        gathered = runtime.acquire(weights[0])
-        assert not gathered.is_in(weights[0].fixed.gathered)
+        assert weights[1].for_forward.kept is not None
+        assert weights[1].for_forward.kept.is_in(weights[1].form.fixed.gathered)
+        gathered = runtime.acquire(weights[0].for_forward)
+        assert not gathered.is_in(weights[0].form.fixed.gathered)
         runtime.place(weights[0], gathered)
-        assert not weights[1].kept.is_in(weights[1].fixed.gathered)
-        for weight, value in ((weights[0], weights[0].fixed.gathered), (weights[1], weights[1].kept.value)):
+        assert not weights[1].for_forward.kept.is_in(weights[1].form.fixed.gathered)
+        for weight, value in (
+            (weights[0], weights[0].form.fixed.gathered),
+            (weights[1], weights[1].for_forward.kept.value),
+        ):
             assert torch.equal(value, torch.cat([weight.shard] * 4))
-        runtime.release(weights[0], gathered)
+        runtime.release(weights[0].for_forward, gathered)
         runtime.drop_kept(weights[1])
 
     def test_removal(self, pair: Pair) -> None:

@@ -97,7 +97,7 @@ def test_own_parameters(world: Any, schedule: Any, is_checkpointed: bool) -> Non
             pair.run(train(seed))
         assert pair.run(train(6, 7)) == ["replay"] * 16
     for model in pair.models:
-        assert not any(w.kept or w.live or w.pending for w in runtime_of(model).weights)
+        assert not any(t.kept or t.live or t.pending for t in runtime_of(model).gatherables)
 
 
 def test_hooks_that_read_what_the_block_reads(world: Any) -> None:
@@ -143,7 +143,7 @@ def test_blocks_of_several_runtimes_share_no_buffers(world: Any) -> None:
             model.zero_grad()
             model(tokens_of(seed)).backward()
             grads.append([local(param.grad).clone() for param in model.parameters()])
-        assert all(runtime_of(block).weights[0].fixed is not None for block in model.blocks) == is_captured
+        assert all(runtime_of(block).weights[0].form.fixed is not None for block in model.blocks) == is_captured
     for eager, captured in zip(grads[:6], grads[6:], strict=True):
         assert all(map(torch.equal, eager, captured))
 

@@ -127,9 +127,9 @@ class TestCaptureStep:
             with torch.no_grad():
                 torch.testing.assert_close(setting.model(rows(7)), setting.plain(rows(7)))
             weight = runtime_of(setting.model).weights[0]
-            before = weight.num_updates
+            before = weight.versions.num_updates
             setting.check(step, rows(seed))
-            assert weight.num_updates > before
+            assert weight.versions.num_updates > before
         output = setting.model(rows(0))
         step(rows(1))
         with pytest.raises(RuntimeError, match=r"modified|written|changed"):

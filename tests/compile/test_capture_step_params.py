@@ -68,7 +68,7 @@ def test_eager_steps_beyond_the_graphs_drop_what_is_kept() -> None:
         step(rows(seed))
     weights = runtime_of(setting.model).weights
     for seed in range(2):
-        before = [weight.num_gathers for weight in weights]
+        before = [weight.for_forward.num_gathers for weight in weights]
         step(rows(seed, 7))
         assert setting.recorder.events[-1] in ("eager", "last")
-        assert all(weight.num_gathers > num for weight, num in zip(weights, before, strict=True))
+        assert all(weight.for_forward.num_gathers > num for weight, num in zip(weights, before, strict=True))

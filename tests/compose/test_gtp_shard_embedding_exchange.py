@@ -232,7 +232,7 @@ class TestEmbeddingExchange(GlooTest):
                 assert_same_params(model, reference, "grad")
                 reference.zero_grad()
                 model.zero_grad()
-                self.assertEqual(weight_of(model, "table.weight").lookups.capacity, max(numbers) * 5)
+                self.assertEqual(weight_of(model, "table.weight").fused.lookups.capacity, max(numbers) * 5)
 
     def test_too_many_tokens_raise_on_all_ranks(self) -> None:
         mesh = self.gtp_mesh()
@@ -249,7 +249,7 @@ class TestEmbeddingExchange(GlooTest):
                 lookup_loss(model, make_tokens(0, 4)).backward()
                 with self.assertRaisesRegex(ValueError, message):
                     model(make_tokens(0, rows))
-            self.assertEqual(weight_of(model, "table.weight").lookups.capacity, 20)
+            self.assertEqual(weight_of(model, "table.weight").fused.lookups.capacity, 20)
         tokens = make_tokens(0, 4)
         tokens[0, 0] = VOCABULARY if self.rank == 1 else 0
         with self.assertRaisesRegex(IndexError, "out of range"):

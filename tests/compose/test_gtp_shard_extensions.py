@@ -116,7 +116,7 @@ class TestHooks(GlooTest):
         for _ in range(2):
             with wire_traffic() as forward:
                 loss = model(torch.randn(2, 16)).sum()
-            held = [w for w in runtime_of(model).weights if w.live is not None or w.pending]
+            held = [w for w in runtime_of(model).weights if w.for_forward.live is not None or w.for_forward.pending]
             self.assertEqual(held, [])
             with wire_traffic() as backward:
                 loss.backward()

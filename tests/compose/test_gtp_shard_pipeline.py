@@ -340,7 +340,7 @@ class TestPipeline(GlooTest):
             pipeline.run(7)
             if stage_class is Stage:
                 weights = [weight for part in pipeline.parts.values() for weight in runtime_of(part).weights]
-                assert all(weight.live or weight.kept for weight in weights)
+                assert all(weight.for_forward.live or weight.for_forward.kept for weight in weights)
                 optimizer.step()
             for part in pipeline.parts.values():
                 assert_idle(part)

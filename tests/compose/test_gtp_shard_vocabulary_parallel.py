@@ -265,7 +265,7 @@ class TestVocabularyParallel(GlooTest):
                 assert_same_params(model, reference, "grad")
                 reference.zero_grad()
                 model.zero_grad()
-        self.assertEqual(weight_of(model, "head.weight").losses.capacity, 21)
+        self.assertEqual(weight_of(model, "head.weight").fused.losses.capacity, 21)
         with torch.no_grad():
             tokens = make_tokens(0, 3 + 2 * self.rank)
             self.assertEqual(model(tokens), reference(tokens))

@@ -321,7 +321,7 @@ class TestTraining(OfTwoByTwo):
             lambda generator: torch.randint(0, VOCABULARY, (8, 4), generator=generator),
             lambda model, tokens: model(tokens),
         )
-        self.assertEqual(sum(weight.losses is not None for weight in runtime_of(model).weights), 1)
+        self.assertEqual(sum(weight.fused.losses is not None for weight in runtime_of(model).weights), 1)
 
     def test_tensor_parallel(self) -> None:
         mesh = mesh_of((2, 1, 2), ("replicate", "gtp", "tp"))

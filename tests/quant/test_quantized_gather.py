@@ -37,7 +37,7 @@ class TestGathered(GlooTest):
     def _gathered(self, model: nn.Module, name: str, direction: Direction) -> tuple[Quantized, torch.Tensor]:
         runtime = runtime_of(model)
         (weight,) = [w for w in runtime.weights if w.fqn == name]
-        recipe = weight.wire.recipe
+        recipe = weight.form.wire.recipe
         seen: list[Quantized] = []
         dequantize = type(recipe).dequantize
 
@@ -45,7 +45,7 @@ class TestGathered(GlooTest):
             seen.append(quantized)
             return dequantize(self, quantized, *args)
 
-        target = weight if direction is Direction.ROWWISE else weight.for_backward
+        target = weight.for_forward if direction is Direction.ROWWISE else weight.for_backward
         with mock.patch.object(type(recipe), "dequantize", spy), runtime.using(target) as whole:
             return seen[0], whole.clone()
 
@@ -135,7 +135,7 @@ class TestGathered(GlooTest):
         torch.manual_seed(0)
         model = gtp(NVFP4(), mesh)(Net())
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-        num_quantized = sum(weight.wire is not None for weight in runtime_of(model).weights)
+        num_quantized = sum(weight.form.wire is not None for weight in runtime_of(model).weights)
         for step in range(3):
             num_casts = 0
             for microbatch in range(3):
@@ -183,7 +183,7 @@ class TestGathered(GlooTest):
             torch.manual_seed(0)
             schedule = explicit(gather_backend=backend, coalesce_nbytes=0)
             model = gtp(NVFP4(), mesh, schedule=schedule)(Net())
-            num_quantized = sum(weight.wire is not None for weight in runtime_of(model).weights)
+            num_quantized = sum(weight.form.wire is not None for weight in runtime_of(model).weights)
             for microbatch in range(2):
                 with wire_traffic() as sent:
                     loss_of(model, rows_of_rank(tokens_of(0), mesh)).backward()
@@ -222,11 +222,11 @@ class TestGathered(GlooTest):
         handle = model.unshard(async_op=True)
         handle.wait()
         handle.wait()
-        first, second = runtime.acquire(weight), runtime.acquire(weight)
+        first, second = runtime.acquire(weight.for_forward), runtime.acquire(weight.for_forward)
         self.assertIs(first, second)
         self.assertIs(first.full, first.full)
         expected = dequantized(full(weight.param.detach()), NVFP4(), Direction.ROWWISE)
         self.assertTrue(torch.equal(first.full, expected))
         for gathered in (first, second):
-            runtime.release(weight, gathered)
+            runtime.release(weight.for_forward, gathered)
         model.reshard()

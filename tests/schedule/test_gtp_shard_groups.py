@@ -160,12 +160,12 @@ class TestGroups(GlooTest):
     def test_a_block_is_one_gather_in_each_direction(self) -> None:
         model = self.check(seeded(Model), steps=2)
         # The last block of the forward is the first of backward: it stays.
-        self.assertEqual([group.num_gathers for group in runtime_of(model).groups], [4, 4, 4])
+        self.assertEqual([group.for_forward.num_gathers for group in runtime_of(model).groups], [4, 4, 4])
 
     def test_an_input_that_a_block_returns_is_no_use_of_it(self) -> None:
         """Blocks of T5 hand on the position bias of the first one, whose gradient is complete after all blocks."""
         model = self.check(seeded(WithBias), steps=2)
-        self.assertEqual([group.num_gathers for group in runtime_of(model).groups], [4, 4, 4])
+        self.assertEqual([group.for_forward.num_gathers for group in runtime_of(model).groups], [4, 4, 4])
 
     def test_large_experts_are_gathered_by_themselves(self) -> None:
         """The rest of their block is a group; also recomputed, compiled, and over microbatches."""
@@ -320,7 +320,7 @@ class TestGroups(GlooTest):
 
     def test_weights_kept_until_backward(self) -> None:
         model = self.check(seeded(Model), reshard_after_forward=False, steps=2)
-        self.assertEqual([group.num_gathers for group in runtime_of(model).groups], [2, 2, 2])
+        self.assertEqual([group.for_forward.num_gathers for group in runtime_of(model).groups], [2, 2, 2])
 
     def test_a_block_that_is_called_several_times(self) -> None:
         def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:

@@ -180,12 +180,14 @@ class TestGuesses(TestCase):
         pending: list[int] = []
         unused = [self.weight(model, block) for block in model.blocks]
         for block in model.blocks:
-            block.up.register_forward_hook(lambda *_: pending.append(sum(len(weight.pending) for weight in unused)))
+            block.up.register_forward_hook(
+                lambda *_: pending.append(sum(len(weight.for_forward.pending) for weight in unused))
+            )
         for coming in ([NUM_BLOCKS - number for number in range(NUM_BLOCKS)], [0] * NUM_BLOCKS):
             model(torch.zeros(2, 3, dtype=torch.int64))
             self.assertEqual(pending, coming)
             pending.clear()
-        self.assertEqual({weight.num_gathers for weight in unused}, {1})
+        self.assertEqual({weight.for_forward.num_gathers for weight in unused}, {1})
 
     def test_blocks_of_the_first_pass_follow_the_order_of_the_first_one(self) -> None:
         model = self.used_blocks(coalesce_nbytes=0, prefetch_nbytes=2 * 4 * WIDTH**2)
@@ -197,7 +199,7 @@ class TestGuesses(TestCase):
         self.assertEqual(chain.num_deviations, 4, "the table, the first block twice, the head")
 
     def weight(self, model: Model, block: nn.Module) -> Any:
-        (found,) = [w for w in runtime_of(model).weights if w.sites[0].module is block.unused]
+        (found,) = [w for w in runtime_of(model).weights if w.registration.sites[0].module is block.unused]
         return found
 
     def test_what_may_never_be_gathered_is_not_guessed(self) -> None:

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import gtp_shard, sharding_report
 from dtensor_gtp._params.gathered import Gathered
-from dtensor_gtp._params.sharded_weight import Gatherable, ShardedWeight
+from dtensor_gtp._params.sharded_weight import Gatherable
 from dtensor_gtp.nn import GroupedLinear
 
 WIDTH = 8
@@ -59,9 +59,9 @@ def recorded(model: nn.Module) -> Iterator[list[str]]:
     runtime, lines = runtime_of(model), []
     gather, acquire = runtime._gather, runtime.acquire
 
-    def launch(targets: Sequence[ShardedWeight]) -> list[Gathered]:
+    def launch(targets: Sequence[Gatherable]) -> None:
         lines.append("  gather " + " + ".join(target.weight.fqn.removesuffix(".weight") for target in targets))
-        return gather(targets)
+        gather(targets)
 
     def use(target: Gatherable) -> Gathered:
         lines.append("use " + target.weight.fqn.removesuffix(".weight"))
@@ -295,7 +295,7 @@ use 1.experts.down""",
         before = num_gathers(model)
         with recorded(model) as lines:
             runtime, weight = runtime_of(model), weight_of(model, "0.experts.up.weight1")
-            runtime.release(weight, runtime.acquire(weight))
+            runtime.release(weight.for_forward, runtime.acquire(weight.for_forward))
         self.assertEqual(len(lines), 2)
         with torch.no_grad():
             model(x)
@@ -344,7 +344,7 @@ use 1.experts.down""",
         model = self.dense(keep_nbytes=2 * nbytes)
 
         def kept() -> list[str]:
-            return [weight.fqn for weight in runtime_of(model).weights if weight.kept is not None]
+            return [weight.fqn for weight in runtime_of(model).weights if weight.for_forward.kept is not None]
 
         x = torch.ones(3, WIDTH, requires_grad=True)
         for step in range(3):
@@ -451,7 +451,7 @@ use 1.experts.down""",
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 for index in self.order:
                     x = self.layers[index](x)
-                    pending = [weight.fqn[7] for weight in runtime_of(self).weights if weight.pending]
+                    pending = [weight.fqn[7] for weight in runtime_of(self).weights if weight.for_forward.pending]
                     self.in_flight.append("".join(pending))
                 return x
 

@@ -34,7 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dtensor_gtp import gtp_shard
 from dtensor_gtp._params.gathered import Gathered
-from dtensor_gtp._params.sharded_weight import ShardedWeight
+from dtensor_gtp._params.sharded_weight import Gatherable
 
 
 class Generic(nn.Module):
@@ -85,10 +85,10 @@ def watched_gathers(model: nn.Module) -> Iterator[Gathers]:
     runtime, gathers = runtime_of(model), Gathers()
     gather = runtime._gather
 
-    def watch(weights: Sequence[ShardedWeight]) -> None:
-        gather(weights)
-        for weight in weights:
-            gathers.note(weight.fqn, weight.pending[-1])
+    def watch(targets: Sequence[Gatherable]) -> None:
+        gather(targets)
+        for target in targets:
+            gathers.note(target.weight.fqn, target.pending[-1])
 
     runtime._gather = watch  # type: ignore[method-assign]
     try:
@@ -128,7 +128,7 @@ class TestMemory(GlooTest):
                     loss = square_loss(model, x)
                     assert len(gathers.buffers) >= len(runtime_of(model).weights)
                     # What the forward uses last and the backward first is kept, once that is known.
-                    kept = [weight.fqn for weight in runtime_of(model).weights if weight.kept is not None]
+                    kept = [weight.fqn for weight in runtime_of(model).weights if weight.for_forward.kept is not None]
                     assert len(kept) == (step > 0), kept
                     gathers.assert_alive(kept)
                     loss.backward()
@@ -228,7 +228,9 @@ class TestMemory(GlooTest):
         model.unshard()
         runtime = weakref.ref(runtime_of(model))
         shards = [StorageWeakRef(param.to_local().untyped_storage()) for param in model.parameters()]
-        buffers = [StorageWeakRef(weight.kept.buffer.untyped_storage()) for weight in runtime_of(model).weights]
+        buffers = [
+            StorageWeakRef(weight.for_forward.kept.buffer.untyped_storage()) for weight in runtime_of(model).weights
+        ]
         del model
         assert until(lambda: num_tensors() <= before)
         assert runtime() is None

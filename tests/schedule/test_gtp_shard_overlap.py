@@ -87,14 +87,14 @@ class TestPoison(unittest.TestCase):
                 model = gtp_shard(Raw(), mesh, schedule=ALL)
             model(make_rows(0))
             runtime, weight = runtime_of(model), weight_of(model, "first")
-            freed = runtime.acquire(weight)
+            freed = runtime.acquire(weight.for_forward)
             freed.buffer.zero_()
-            runtime.release(weight, freed)
+            runtime.release(weight.for_forward, freed)
             assert freed.buffer.isnan().all()
-            escaping = runtime.acquire(weight)
+            escaping = runtime.acquire(weight.for_forward)
             escaped = escaping.full.view(-1)
             escaped.data.zero_()
-            runtime.release(weight, escaping)
+            runtime.release(weight.for_forward, escaping)
             assert escaped.eq(0).all()
 
 

@@ -55,7 +55,7 @@ class OnHost:
     def runtime_unchanged(self) -> Iterator[None]:
         weights = runtime_of(self.sharded).weights
         kept = [(target, target.kept) for weight in weights for target in weight.gatherables]
-        editions = [weight.edition for weight in weights]
+        editions = [weight.versions.edition for weight in weights]
         owed = [(group.pending_grad, set(group.pending_grad.owed)) for group in runtime_of(self.sharded).groups]
         for target, _ in kept:
             target.kept = None
@@ -63,12 +63,12 @@ class OnHost:
         for target, gathered in kept:
             target.kept = gathered
         for weight, edition in zip(weights, editions, strict=True):
-            weight.edition = edition
+            weight.versions.edition = edition
         for pending, before in owed:
             pending.owed = before
 
     def check_nothing_is_kept(self) -> None:
-        assert all(weight.kept is None for weight in runtime_of(self.sharded).weights)
+        assert all(weight.for_forward.kept is None for weight in runtime_of(self.sharded).weights)
 
     def record(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         self.events.append("record")

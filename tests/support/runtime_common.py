@@ -106,7 +106,7 @@ def weight_of(module: nn.Module, fqn: str) -> ShardedWeight:
 
 
 def num_gathers(module: nn.Module) -> dict[str, int]:
-    return {weight.fqn: weight.num_gathers for weight in runtime_of(module).weights}
+    return {weight.fqn: weight.for_forward.num_gathers for weight in runtime_of(module).weights}
 
 
 def assert_idle(module: nn.Module) -> None:
@@ -122,13 +122,13 @@ def assert_idle(module: nn.Module) -> None:
         "gradients that wait": runtime.grads._waiting,
     }
     for param in runtime.params:
-        left[f"reduced {param.fqn}"] = param.reduced
+        left[f"reduced {param.fqn}"] = param.gradient.reduced
     for weight in runtime.weights:
         for target in weight.gatherables:
             left[f"gathered {target.index} {weight.fqn}"] = [*target.pending, *filter(None, (target.live, target.kept))]
         left[f"unsharded_grad {weight.fqn}"] = weight.pending_grad.unsharded
         left[f"unreplicated_grad {weight.fqn}"] = weight.pending_grad.unreplicated
-        assert weight.is_absent, f"{weight.fqn} is gathered"
+        assert weight.for_forward.is_absent, f"{weight.fqn} is gathered"
     for param in runtime.whole:
         left[f"local gradient {param.fqn}"] = param.leaf.grad
         left[f"unsynced_grad {param.fqn}"] = param.unsynced_grad

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import capture_step, gtp_shard, quantize_, sharding_report
 from dtensor_gtp._comm.host_copies import HostCopies
-from dtensor_gtp._params.managed_param import ManagedParam
+from dtensor_gtp._params.gradient import ReducedGradient
 
 OFFLOAD = {"offload_policy": CPUOffloadPolicy()}
 
@@ -90,19 +90,19 @@ class TestOffload(GlooTest):
         model = gtp_shard(Twice(), self.gtp_mesh(), schedule=ALL, **OFFLOAD)
         shards = storages(param.to_local() for param in model.parameters())
         sent, reduced, waits = [], [], []
-        launch, to_host = runtime_of(model).comm.all_gather, ManagedParam._to_host
+        launch, to_host = runtime_of(model).comm.all_gather, ReducedGradient._to_host
 
         def all_gather(groups: Any, detail: str, outputs: Any, rows: Any, copies: Any = None, after: Any = None) -> Any:
             sent.extend([*outputs, *rows, *(copies[1] if copies else ())])
             return launch(groups, detail, outputs, rows, copies, after)
 
-        def noting(param: ManagedParam, value: torch.Tensor, offload: Any) -> torch.Tensor:
+        def noting(gradient: ReducedGradient, value: torch.Tensor, offload: Any) -> torch.Tensor:
             reduced.append(value)
-            return to_host(param, value, offload)
+            return to_host(gradient, value, offload)
 
         with (
             mock.patch.object(runtime_of(model).comm, "all_gather", all_gather),
-            mock.patch.object(ManagedParam, "_to_host", noting),
+            mock.patch.object(ReducedGradient, "_to_host", noting),
             mock.patch.object(HostCopies, "finish_uploads", side_effect=lambda: waits.append("uploads")),
             mock.patch.object(HostCopies, "finish_on_host", side_effect=lambda: waits.append("gradients")),
         ):
@@ -154,7 +154,7 @@ class TestRefused(TestCase):
             ):
                 with self.assertRaisesRegex((TypeError, NotImplementedError), message):
                     call()
-            self.assertIsNone(self.shard(nn.Linear(32, 32), mesh, OffloadPolicy())._params()[0].offload)
+            self.assertIsNone(self.shard(nn.Linear(32, 32), mesh, OffloadPolicy())._params()[0].policies.offload)
             with mock.patch("dtensor_gtp.api.refuse_unavailable"):  # there is no GPU to ask
                 other = gtp_shard(nn.Linear(32, 32), mesh["gtp"], schedule=copies, **OFFLOAD)
             with self.assertRaisesRegex(ValueError, "gather_backend='copy_engine'. with offload_policy"):

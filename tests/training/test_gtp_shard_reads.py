@@ -279,7 +279,7 @@ class TestReads(GlooTest):
         with mock.patch.object(earlier, "note_step") as told:
             torch.optim.SGD(model.parameters(), lr=0.1).step()
         told.assert_not_called()
-        self.assertEqual([weight.num_updates for weight in runtime_of(model).weights], [1, 1])
+        self.assertEqual([weight.versions.num_updates for weight in runtime_of(model).weights], [1, 1])
 
     def test_a_step_on_what_was_replaced_and_unsharded_before_any_forward(self) -> None:
         mesh = self.gtp_mesh()

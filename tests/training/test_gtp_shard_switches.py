@@ -167,7 +167,7 @@ class TestSwitches(GlooTest):
                     handle.wait()
                     handle.wait()
                 assert counts() == (len(weights), 0, 0)
-                assert all(weight.live or weight.kept for weight in weights)
+                assert all(weight.for_forward.live or weight.for_forward.kept for weight in weights)
                 torch.testing.assert_close(model[0].weight, reference[0].weight)
                 torch.testing.assert_close(model[1].first, reference[1].first)
                 model.unshard()

@@ -1,0 +1,181 @@
+"""The gradient of one parameter on its way into ``.grad``: what is not reduced yet, and what is."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from .. import _torch_compat as compat
+from .._comm.send_ring import SendRing
+from .layout import WeightLayout
+
+# Cached, because each gradient needs it, and torch runs an op to compute it.
+wider = functools.cache(torch.promote_types)
+
+
+class PendingGradient:
+    """What of the gradient of a weight, or of a group of weights, is not reduced yet; and buffers for it."""
+
+    def __init__(self) -> None:
+        self.unsharded: Tensor | None = None  # full gradient of microbatches without gradient sync
+        # Rows reduced over gtp but not yet over the replicas (set_requires_all_reduce(False)).
+        self.unreplicated: Tensor | None = None
+        self.ring: SendRing | None = None  # set where copy engines fetch the gradient, before the first forward
+        self.sent_nbytes = 0  # in a reduce-scatter
+
+    def lay_out(self, layout: WeightLayout, dtype: torch.dtype, device: torch.device) -> None:
+        """The gradient has this layout, and is sent in this dtype."""
+        self.sent_nbytes = math.prod(layout.buffer_shape) * dtype.itemsize
+        self._sent_like = compat.template(layout.buffer_shape, dtype, device)
+        self._slot_like = compat.template(layout.slot_shape, dtype, device)
+
+    @property
+    def is_empty(self) -> bool:
+        return self.unsharded is None and self.unreplicated is None
+
+    def send_buffer(self) -> Tensor:
+        """An uninitialized buffer for the full gradient of this rank. No rank reads its padding."""
+        return torch.empty_like(self._sent_like)
+
+    def new_slot(self) -> Tensor:
+        """An uninitialized buffer for this rank's rows of the gradient, in the dtype in which it is sent."""
+        return torch.empty_like(self._slot_like)
+
+    def forget(self) -> None:
+        self.unsharded = self.unreplicated = None
+
+
+class ReducedGradient:
+    """A gradient of the shape of the shard. It alone knows what is not in ``.grad`` yet."""
+
+    param: nn.Parameter
+    dtype: torch.dtype  # of the parameter when it was taken over
+
+    def __init__(self, num_ranks: int, offload: CPUOffloadPolicy | None) -> None:
+        self.num_ranks = num_ranks  # it is averaged over them
+        self._offload = offload
+        self.awaits_reduction = False  # trained in a backward since the last reduction
+        self.reduced: Tensor | None = None  # of the running backward
+        self._more_reduced: list[Tensor] = []  # those of further uses, with shards on the host
+        self.is_used_elsewhere = False  # in the last backward in which this rank did not use the parameter
+        self._use_elsewhere: Tensor | None = None  # positive if other ranks have used it in this backward
+        self.wide: Tensor | None = None  # sum over microbatches, if .grad has a narrower dtype than the sum
+
+    def follow(self, param: nn.Parameter) -> None:
+        """Gradients are those of ``param`` from now on. It may be the same object as before, with other data."""
+        if self.wide is not None and param.dtype != self.dtype:
+            self.wide = None
+        self.param, self.dtype = param, param.dtype
+
+    def forget_if_cleared(self) -> None:
+        """Forget the sum over microbatches if the user has cleared ``.grad``."""
+        if self.param.grad is None:
+            self.wide = None
+
+    def accumulate(self, reduced: Tensor) -> None:
+        """Add a reduced gradient (shape of the shard) to those of this backward, on the current stream."""
+        if reduced.dtype != self.dtype:
+            reduced = reduced.to(wider(reduced.dtype, self.dtype))  # sum in the wider of the two dtypes
+        if self._offload is not None:
+            reduced = self._to_host(reduced, self._offload)
+        if self.reduced is not None and self._offload is not None:
+            self._more_reduced.append(reduced)  # it may not have arrived yet
+        elif self.reduced is None:
+            self.reduced = reduced
+        else:
+            self.reduced += reduced
+
+    def _to_host(self, reduced: Tensor, offload: CPUOffloadPolicy) -> Tensor:
+        """A copy on the host. It is complete when the stream that is current now has come to it."""
+        is_pinned = offload.pin_memory and reduced.is_cuda
+        host = torch.empty(reduced.shape, dtype=reduced.dtype, device="cpu", pin_memory=is_pinned)
+        return host.copy_(reduced, non_blocking=True)
+
+    def note_use_elsewhere(self, is_used: Tensor | None) -> None:
+        """This rank has no gradient of its own, and ``is_used`` is positive if another one has; None: it has one."""
+        if is_used is not None and self._use_elsewhere is not None:
+            is_used = is_used + self._use_elsewhere
+        self._use_elsewhere = is_used
+
+    def _drop_zeros(self, is_used: Tensor, is_recorded: bool) -> None:
+        """What no rank has used gets no gradient, not zeros, with which an optimizer would decay and move it."""
+        self._use_elsewhere = None
+        if not is_recorded:  # a graph cannot ask: it does as the last eager step did
+            self.is_used_elsewhere = bool(is_used != 0)  # waits for the device
+        if not self.is_used_elsewhere:
+            self.reduced = None
+            self._more_reduced.clear()
+
+    def publish(self, fqn: str, hook: Callable[[Tensor], None] | None, *, is_recorded: bool) -> None:
+        """Move the reduced gradient into ``param.grad``, on the compute stream, and run the user's hooks; ``hook`` is
+        that of all-reduces. If the gradient was copied to the host, the caller has waited for that."""
+        if self._use_elsewhere is not None:
+            self._drop_zeros(self._use_elsewhere, is_recorded)
+        if (reduced := self.reduced) is None:
+            return
+        self.reduced, param = None, self.param
+        for more in self._more_reduced:
+            reduced += more
+        self._more_reduced.clear()
+        if hook is not None:
+            # Here, not behind backward: replicas may launch their reductions in different orders.
+            hook(reduced)
+        spec = compat.dtensor_spec(param)  # type: ignore[arg-type]
+        if hooks := compat.tensor_hooks(param):
+            reduced = _run_tensor_hooks(hooks, fqn, param, reduced)
+        grad, dtype = param.grad, compat.grad_dtype(param)
+        earlier, self.wide = self.wide, None
+        if grad is None:
+            param.grad = compat.wrap_local(reduced if reduced.dtype == dtype else reduced.to(dtype), spec)
+        else:
+            local = compat.local_tensor(as_dtensor(grad))
+            total = local.to(reduced.dtype)  # .grad itself if the dtypes are equal
+            if earlier is not None:
+                # Add to the wide sum where .grad still equals the rounded sum. Elsewhere the user has changed .grad
+                # (clipping, zeroing), perhaps without a change of its version: add to .grad.
+                total = torch.where(earlier.to(dtype) == local, earlier, total)
+            total += reduced
+            if total is not local:
+                local.copy_(total)
+            reduced = total
+        if reduced.dtype != dtype:
+            self.wide = reduced
+        for post_hook in compat.post_accumulate_grad_hooks(param):
+            post_hook(param)
+
+    def reset(self) -> None:
+        """Forget gradients of a backward that raised."""
+        self.reduced = self._use_elsewhere = None
+        self.awaits_reduction = False
+        self._more_reduced.clear()
+
+
+def as_dtensor(tensor: Tensor) -> DTensor:
+    assert isinstance(tensor, DTensor)
+    return tensor
+
+
+def _run_tensor_hooks(
+    hooks: list[Callable[[Tensor], Tensor | None]], fqn: str, param: Tensor, reduced: Tensor
+) -> Tensor:
+    """Hooks of ``Tensor.register_hook`` get the gradient in the dtype of ``param``, and may return another one."""
+    for hook in hooks:
+        if compat.is_multi_grad_hook(hook):
+            raise RuntimeError(
+                f"Parameter '{fqn}' of shape {tuple(param.shape)} has a hook of register_multi_grad_hook(mode='all'), "
+                f"which would never run, because its gradient does not come from autograd (rank {dist.get_rank()}). "
+                "Register hooks by param.register_post_accumulate_grad_hook(hook)."
+            )
+        replaced = hook(compat.wrap_local(reduced.to(param.dtype), compat.dtensor_spec(as_dtensor(param))))
+        if replaced is not None:
+            assert isinstance(replaced, DTensor)
+            reduced = compat.local_tensor(replaced).to(reduced.dtype, copy=True)
+    return reduced
