@@ -230,7 +230,7 @@ def _shard_added(group: ShardGroup) -> None:
     )
     if decisions:
         with torch.inference_mode(False):
-            runtime = Runtime(group.runtime.device, arguments.schedule, group.runtime.debug)
+            runtime = Runtime(group.runtime.device, arguments.schedule, group.runtime.comm.debug)
             shard_module(group.module, arguments, decisions, unmanaged, runtime, type(group.module))
 
 

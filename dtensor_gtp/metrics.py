@@ -138,7 +138,7 @@ class StepMetrics:
 
     @property
     def _waits(self) -> Waits:
-        return self._runtime.comm.waits
+        return self._runtime.comm.streams.waits
 
     def _begin(self) -> None:
         self._num_tokens = self._num_steps = 0

@@ -187,13 +187,13 @@ def sharding_report(
     axes = mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
     sizes = ", ".join(f"{axis}={size}" for axis, size in zip(axes, mesh.shape, strict=True))
     return ShardingReport(
-        f"{sizes}; optimizer states over {axes[0]}" if runtime.parts.weights else sizes,
+        f"{sizes}; optimizer states over {axes[0]}" if runtime.gathering.parts.weights else sizes,
         tuple(rows),
         _plans(runtime),
         _exchanges(runtime),
         runtime.comm.symmetric_nbytes,
         tuple(runtime.comm.choices),
-        runtime.reasons,
+        runtime.setup.reasons,
         verbose,
         () if machine is None else _prediction(runtime, mesh, machine),
         torch.cuda.max_memory_allocated(runtime.device) if runtime.device.type == "cuda" else None,
@@ -204,7 +204,7 @@ def sharding_report(
 def _advice(runtime: Runtime, is_verbose: bool, has_machine: bool) -> tuple[str, ...]:
     """What may help, given what is chosen."""
     advice = []
-    if not any(chain.plan.uses for chain in list(runtime.chains.values())):
+    if not any(chain.plan.uses for chain in list(runtime.passes.chains.values())):
         advice.append("Run a forward and a backward: a report after them has the choices and the schedule.")
     if runtime.policy.memory == "balanced":
         advice.append(
@@ -228,12 +228,13 @@ def _prediction(runtime: Runtime, mesh: DeviceMesh, machine: str | Machine) -> t
     ranks = mesh.mesh.reshape(-1, mesh.size(mesh.ndim - 1))[0].tolist()
     axis = Axis(len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1)
     amounts, kept = [], 0
-    for key, chain in list(runtime.chains.items()):
+    for key, chain in list(runtime.passes.chains.items()):
         if not key.is_grad_enabled or not chain.plan.uses:
             continue
-        uses = [runtime.gatherables[use] for use in chain.plan.uses if runtime.gatherables[use].weight.mesh == mesh]
+        targets = [runtime.members.gatherables[use] for use in chain.plan.uses]
+        uses = [target for target in targets if target.weight.mesh == mesh]
         if key.is_backward:
-            stay = runtime.kept_from_forward(key.entry)
+            stay = runtime.keeper.kept_from_forward(key.entry)
             uses = [target for target in uses if target.index not in stay]
         nbytes = sum(target.nbytes for target in uses)
         amounts.append((f"{'backward' if key.is_backward else 'forward'} gathers", nbytes, len(uses)))
@@ -246,14 +247,14 @@ def _prediction(runtime: Runtime, mesh: DeviceMesh, machine: str | Machine) -> t
         if weight.mesh == mesh and weight.param.requires_grad
     ]
     amounts.append(("gradients", sum(sent), len(sent)))
-    is_copy = runtime.schedule.gather_backend == "copy_engine"
+    is_copy = runtime.setup.schedule.gather_backend == "copy_engine"
     costs, parts = Costs(gpus), []
     for name, nbytes, num in amounts:
         ms = costs.together_ms(nbytes, axis, num, is_copy=is_copy) if nbytes else 0.0
         parts.append(f"{name} {format_nbytes(nbytes)}, {ms:.2f} ms")
     peak = torch.cuda.max_memory_allocated(runtime.device) if runtime.device.type == "cuda" else None
     predicted = f"predicted on {gpus.describe()}, on the wire alone: {'; '.join(parts)}"
-    return predicted, _describe_measured(tuple(runtime.step_begins), peak)
+    return predicted, _describe_measured(tuple(runtime.steps.begins), peak)
 
 
 def _describe_measured(begins: Sequence[float], peak_nbytes: int | None) -> str:
@@ -325,9 +326,9 @@ def _plans(runtime: Runtime) -> tuple[PlanReport, ...]:
     columnwise = {
         id(weight.for_backward) for weight in runtime.weights if weight.for_backward is not weight.for_forward
     }
-    names = [g.weight.fqn + " (columnwise)" * (id(g) in columnwise) for g in runtime.gatherables]
+    names = [g.weight.fqn + " (columnwise)" * (id(g) in columnwise) for g in runtime.members.gatherables]
     plans = []
-    for key, chain in list(runtime.chains.items()):
+    for key, chain in list(runtime.passes.chains.items()):
         if not chain.plan.uses:
             continue
         kept = _kept(runtime, key, names) if key.is_grad_enabled and not key.is_backward else ""
@@ -345,18 +346,18 @@ def _title(key: ChainKey) -> str:
 
 
 def _kept(runtime: Runtime, key: ChainKey, names: list[str]) -> str:
-    kept = runtime.kept_until_backward(key.entry)
+    kept = runtime.keeper.kept_until_backward(key.entry)
     if not kept:
         return ""
-    total = format_nbytes(sum(runtime.gatherables[index].kept_nbytes for index in kept))
-    budget = format_nbytes(runtime.schedule.keep_nbytes)
+    total = format_nbytes(sum(runtime.members.gatherables[index].kept_nbytes for index in kept))
+    budget = format_nbytes(runtime.setup.schedule.keep_nbytes)
     return f"kept until backward ({total} of {budget}): {', '.join(names[index] for index in kept)}"
 
 
 def _memory(runtime: Runtime, key: ChainKey, plan: Plan) -> PassReport:
-    nbytes = [gatherable.kept_nbytes for gatherable in runtime.gatherables]
-    held = held_nbytes(plan, runtime.kept_from_forward(key.entry), nbytes, is_backward=key.is_backward)
-    names = tuple(runtime.gatherables[use].weight.fqn for use in plan.uses)
+    nbytes = [gatherable.kept_nbytes for gatherable in runtime.members.gatherables]
+    held = held_nbytes(plan, runtime.keeper.kept_from_forward(key.entry), nbytes, is_backward=key.is_backward)
+    names = tuple(runtime.members.gatherables[use].weight.fqn for use in plan.uses)
     return PassReport(key.is_backward, names, *held)
 
 

@@ -26,12 +26,12 @@ HOST = {
         "Runtime._end_forward", drop("finish_uploads"), f"{OFFLOAD}::test_copies_are_made"
     ),
     "last reductions fail and leave gradients": Bug(
-        "Runtime._forgetting_on_failure",
-        drop("_forget_gradients"),
+        "Steps.forgetting_on_failure",
+        drop("forget"),
         f"{PASSES}::test_exception_at_the_end_of_backward_leaves_nothing_behind",
     ),
     "failed reduction hides the others": Bug(
-        "CommContext.abandon",
+        "ReductionsInFlight.abandon",
         replace("RuntimeError", "ZeroDivisionError"),
         f"{PASSES}::test_exception_at_the_end_of_backward_leaves_nothing_behind",
     ),
@@ -64,7 +64,7 @@ HOST = {
     ),
     "weights travel in a group of gloo with two threads": Bug(
         "CommContext.groups",
-        never("not self.has_streams and gather.size() > 1 and compat.has_racing_threads(gather)"),
+        never("not self.streams.has_streams and gather.size() > 1 and compat.has_racing_threads(gather)"),
         "test_gloo_threads.py::test_groups_that_the_user_has_made",
     ),
     "kernel is tried before it is loaded": Bug(

@@ -12,14 +12,16 @@ WRITES = "test_shard_optimizer.py::TestWritesAndSaves"
 REPLICAS = {
     "rows of other replicas are those before the step": Bug(
         "Runtime.note_step",
-        drop("self.parts.num_writes += ..."),
+        drop("self.gathering.parts.num_writes += ..."),
         f"{TRAINING}::test_an_optimizer_with_kernels_of_its_own",
     ),
     "rows of other replicas are those of the first step": Bug(
         "ReplicaGathers.begin", drop("weight.part.gathered = None"), f"{TRAINING}::test_optimizers"
     ),
     "what .data has written stays on its replica": Bug(
-        "Runtime.note_untraced_write", drop("self.parts.num_writes += ..."), f"{WRITES}::test_writes_reach_all_replicas"
+        "LostWrites.note_untraced_write",
+        drop("self._gathering.parts.num_writes += ..."),
+        f"{WRITES}::test_writes_reach_all_replicas",
     ),
     "foreach functions outside of forwards are not noticed": Bug(
         "_write_foreach", drop("note_written"), f"{WRITES}::test_writes_reach_all_replicas"

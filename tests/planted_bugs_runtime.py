@@ -31,7 +31,7 @@ RUNTIME = {
         f"{SWITCHES}::test_weights_kept_after_backward_serve_the_next_microbatch",
     ),
     "kept weight outlives its pass": Bug(
-        "KeepAndFree._end_keeps",
+        "Keeper.end_keeps",
         without("not (weight.is_pinned or not weight.flags.reshard_after_backward)"),
         f"{OVERLAP}::test_values_written_between_forwards_are_used_at_once",
     ),
@@ -41,7 +41,7 @@ RUNTIME = {
         "test_gtp_shard_state_dict.py::TestStateDict::test_r13_a_load_counts_in_the_next_forward",
     ),
     "prefetch crosses the end of backward": Bug(
-        "Runtime._finish_backward", drop("_drop_prefetched"), f"{OVERLAP}::test_changing_choice_of_layers_stays_right"
+        "Runtime._finish_backward", drop("drop_prefetched"), f"{OVERLAP}::test_changing_choice_of_layers_stays_right"
     ),
     "a backward takes weights of a later step for those it was computed with": Bug(
         "GroupLeaves._count_write",
@@ -100,7 +100,7 @@ RUNTIME = {
         "test_gtp_shard_fsdp.py::TestFullyShardOutside::test_per_block_and_root",
     ),
     "freed buffer is not poisoned": Bug(
-        "KeepAndFree._free",
+        "Keeper.free",
         drop("poison(gathered.buffer)"),
         "test_gtp_shard_overlap.py::TestPoison::test_poison_fills_a_freed_buffer_but_no_escaped_reference",
     ),
@@ -264,9 +264,7 @@ RUNTIME = {
         "test_gather_backends.py::TestGatherBackends::test_automatic_choice_is_the_same_on_all_ranks_and_told",
     ),
     "last weight gradients of a split backward": Bug(
-        "_replace_backward.run_part",
-        drop("complete_gradients"),
-        "test_gtp_shard_pipeline.py::TestPipeline::test_zero_bubble",
+        "_replace_backward.run_part", drop("complete"), "test_gtp_shard_pipeline.py::TestPipeline::test_zero_bubble"
     ),
     "graph reads the inputs of its recording": Bug(
         "RecordedStep.replay", drop("copy_"), f"{CAPTURE_STEP}::test_each_call_is_one_step"

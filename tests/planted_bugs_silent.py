@@ -56,7 +56,9 @@ SILENT = {
         "test_silent_programs.py::TestOrderOfUses::test_another_order_in_a_later_step_is_refused",
     ),
     "parameters that are added without a registration escape": Bug(
-        "_call_in_frame", replace("runtime.num_trained", "0"), f"{ESCAPED_PARAMETERS}::test_modules_that_come_later"
+        "_call_in_frame",
+        replace("runtime.steps.num_trained", "0"),
+        f"{ESCAPED_PARAMETERS}::test_modules_that_come_later",
     ),
     "the replaced parameter takes gradients": Bug(
         "_make_param", never("old.requires_grad"), f"{ESCAPED_PARAMETERS}::test_held_in_another_way"
@@ -161,7 +163,7 @@ SILENT = {
     ),
     "a cell that was interrupted between microbatches leaves gradients": Bug(
         "Runtime._begin_forward",
-        drop("_drop_what_was_given_up"),
+        drop("forget_what_was_given_up"),
         "test_gtp_shard_interrupted.py::TestInterrupted::test_between_microbatches_of_a_notebook",
     ),
     "a second thread joins the pass of another one": Bug(
@@ -228,7 +230,7 @@ SILENT = {
         "test_patches.py::test_each_is_in_use_and_torch_is_as_before_when_they_are_undone",
     ),
     "launches of ranks with other models are taken for other ones": Bug(
-        "KeepAndFree._prepare_gatherables",
+        "Setup.prepare_gatherables",
         assign("target.number", "target.index"),
         "test_errors.py::TestOneRankFails::test_first_forward_where_ranks_have_different_meshes",
     ),
@@ -316,7 +318,7 @@ SILENT = {
         f"{PARAMETER_HOOKS}::test_hooks_of_several_parameters_are_refused",
     ),
     "poison reaches the shards": Bug(
-        "KeepAndFree._free", drop("carry_writes"), "test_debugging_aids.py::TestPoisonOfWhatIsFreed"
+        "Keeper.free", drop("carry_writes"), "test_debugging_aids.py::TestPoisonOfWhatIsFreed"
     ),
     "a write in a backward is lost": Bug(
         "Runtime._finish_backward",
@@ -328,14 +330,12 @@ SILENT = {
     ),
     "a write through .data after the backward of a block is lost": Bug(
         "LostWrites.note_read",
-        replace("self._reads.frames or self._runtime.is_in_backward", "self._reads.frames"),
+        replace("self._reads.frames or self._passes.is_in_backward", "self._reads.frames"),
         f"{WRITES_OUTSIDE}::test_in_a_backward",
     ),
     "a block computes with shards that its forward has written": Bug(
         "LostWrites._drop_in_forward",
-        never(
-            "group.for_forward.live is not None and group not in self._seen_shards and runtime.comm.may_wait_on_host"
-        ),
+        never("group.for_forward.live is not None and not is_seen and self._comm.streams.may_wait_on_host"),
         f"{SILENT_GROUPS}::test_writes_to_shards_of_a_block_that_runs_are_refused",
     ),
     "a block may return a tensor that autograd does not follow into it": Bug(
@@ -377,7 +377,7 @@ SILENT = {
     ),
     "a forward forgets what was written after unshard": Bug(
         "LostWrites.begin_forward",
-        replace("self.written_outside(self._runtime.weights)", "[]"),
+        replace("self.written_outside(self._members.weights)", "[]"),
         f"{WRITES_OUTSIDE}::test_between_unshard_and_reshard",
     ),
     "an optimizer step forgets what was written after unshard": Bug(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -20,20 +19,23 @@ from .collectives import Groups, has_replicas, may_send_narrow
 from .copy_engine import CastingBackend, CopyEngine, PeerCopies
 from .debug import DebugFlags, check_finite, check_order
 from .gather_backends import choose_gather_backend, choose_reduce_scatter, name_of
+from .host_copies import HostCopies
 from .reductions_in_flight import ReductionsInFlight
 from .send_ring import SendRing
-from .streams import Done
-
-logger = logging.getLogger(__name__)
+from .streams import Done, Streams
 
 _Copies = tuple[list[Tensor], list[Tensor]]  # targets and sources
 
 
-class CommContext(ReductionsInFlight):
+class CommContext:
     """The one owner of streams, events, extra process groups and work in flight."""
 
     def __init__(self, device: torch.device, debug: DebugFlags) -> None:
-        super().__init__(device, debug)
+        self.debug = debug
+        self.is_debugged = debug.order or debug.finite or debug.delay_seed is not None
+        self.streams = Streams(device, debug)
+        self.host_copies = HostCopies(self.streams)
+        self.reductions = ReductionsInFlight(self.streams)
         self._groups: dict[tuple[str, ...], Groups] = {}
         # By the name of the communicator. A casting backend is in both of the first two.
         self._gather_backends: dict[str, GatherBackend] = {}
@@ -54,15 +56,15 @@ class CommContext(ReductionsInFlight):
         names = tuple(mesh.get_group(axis).group_name for axis in range(mesh.ndim))
         if names in self._groups:
             return self._groups[names]
-        self._max_inflight = schedule.max_inflight_reduce_scatters
+        self.reductions.bound(schedule.max_inflight_reduce_scatters)
+        device = self.streams.device
         replicate = [mesh.get_group(0)] if has_replicas(mesh) else []
         gather = mesh.get_group(mesh.ndim - 1)
-        if not self.has_streams and gather.size() > 1 and compat.has_racing_threads(gather):
-            gather = compat.twin_group(gather, self.device, "gtp_gather")
+        if not self.streams.has_streams and gather.size() > 1 and compat.has_racing_threads(gather):
+            gather = compat.twin_group(gather, device, "gtp_gather")
         scatter = gather
         kind: ReduceScatterKind = "ring" if schedule.reduce_scatter == "auto" else schedule.reduce_scatter
         if gather.size() > 1:
-            device = self.device
             backend, name, why = choose_gather_backend(schedule, [gather, *replicate], device)
             # Gathers would wait for reductions in one communicator. Copy engines gather without it, and to make another
             # one takes NCCL a tenth of a second.
@@ -70,7 +72,7 @@ class CommContext(ReductionsInFlight):
                 scatter = compat.twin_group(gather, device, "gtp_scatter")
             self._gather_backends[gather.group_name] = backend
             if isinstance(backend, CastingBackend):
-                backend.cast_stream = self._new_stream()
+                backend.cast_stream = self.streams.new_stream()
                 self._casting_backends[gather.group_name] = backend
             axis = mesh.mesh_dim_names[-1] if mesh.mesh_dim_names else "the mesh"
             if why:
@@ -81,14 +83,13 @@ class CommContext(ReductionsInFlight):
             self._chosen.append((name, kind))
             if ring is not None:
                 self._send_rings[scatter.group_name] = ring
-                if self._finish_stream is self._scatter_stream:
-                    self._finish_stream = self._new_stream()
-        stream = self._new_stream()
+                self.reductions.finish_apart()
+        stream = self.streams.new_stream()
         if stream is not None:
             self._gather_streams.setdefault(gather.group_name, stream)
         casts_shards = gather.group_name in self._casting_backends
         replicate_name = names[0] if replicate else None
-        sends_narrow = may_send_narrow(kind, gather.size()) and is_one_host(gather, self.device)
+        sends_narrow = may_send_narrow(kind, gather.size()) and is_one_host(gather, device)
         groups = Groups(gather.group_name, scatter.group_name, replicate_name, casts_shards, kind, sends_narrow)
         self._groups[names] = groups
         return groups
@@ -103,21 +104,19 @@ class CommContext(ReductionsInFlight):
         """A group of the ranks of the gather axis for tensors on the host. The first call for a mesh is collective."""
         name = groups.gather_name
         if name not in self._host_groups:
-            self._host_groups[name] = compat.host_group(groups.gather, self.device, "gtp_host")
+            self._host_groups[name] = compat.host_group(groups.gather, self.streams.device, "gtp_host")
         return self._host_groups[name]
 
     def begin_pass(self, groups: Groups | None = None) -> None:
         """All ranks begin a forward or a backward; or the ranks of ``groups`` begin a gather outside of a pass."""
-        if groups is None or self._is_recorded != self.is_capturing:
-            self._computing.clear()
-            self._handle = None
+        self.streams.begin_pass(is_everywhere=groups is None)
         for name, backend in self._casting_backends.items():
             if groups is None or name == groups.gather_name:
                 backend.begin_pass()
 
     def before_collective(self, name: str, detail: str, groups: Groups) -> None:
         """Debugging aids: sleep a while, and compare this launch with those of the other ranks of the mesh."""
-        self.delay()
+        self.streams.delay()
         if self.debug.order:
             check_order(f"{name} of {detail}", _active(groups))
 
@@ -125,21 +124,21 @@ class CommContext(ReductionsInFlight):
         """Debugging aid ``finite``: look at what this rank is about to send, by names of weights."""
         if not self.debug.finite:
             return
-        if self.is_capturing:
+        if self.streams.is_capturing:
             raise RuntimeError(
                 "DTENSOR_GTP_DEBUG=finite reads values on the host, which a CUDA graph cannot record. Look for the NaN "
                 "without capture_step or torch.cuda.graph, or unset the variable. " + see("debug_nan")
             )
-        check_finite(what, values, _active(groups), self.device)
+        check_finite(what, values, _active(groups), self.streams.device)
 
     def gathering(self, groups: Groups) -> AbstractContextManager[Any]:
         """Run on the gather stream of the mesh."""
-        return self._fork(self._gather_streams.get(groups.gather_name))
+        return self.streams.fork(self._gather_streams.get(groups.gather_name))
 
     def gather_done(self, work: Waitable | None, groups: Groups) -> Done:
         """When the collective that was just launched in ``gathering`` is complete."""
         stream = self._gather_streams.get(groups.gather_name)
-        return Done(work=work) if stream is None else Done(stream.record_event(), None, self._computing[-1])
+        return Done(work=work) if stream is None else Done(stream.record_event(), None, self.streams.computing[-1])
 
     def all_gather(
         self,
@@ -161,7 +160,7 @@ class CommContext(ReductionsInFlight):
             if copies is not None:
                 compat.copy_all(*copies)
             return Done(None, self._gather_backends[name].all_gather(outputs, shards))
-        with self._fork(stream):
+        with self.streams.fork(stream):
             if after is not None:
                 stream.wait_event(after)
             if self.is_debugged:
@@ -169,10 +168,10 @@ class CommContext(ReductionsInFlight):
             if copies is not None:
                 compat.copy_all(*copies)
             if groups.casts_shards:
-                self._casting_backends[name].all_gather(outputs, shards, self._fork_event)
+                self._casting_backends[name].all_gather(outputs, shards, self.streams.fork_event)
             else:
                 self._gather_backends[name].all_gather(outputs, shards)
-            return Done(stream.record_event(), None, self._computing[-1])
+            return Done(stream.record_event(), None, self.streams.computing[-1])
 
     def gather_from_replicas(
         self, groups: Groups, detail: str, pack: Callable[[], _Copies], unpack: Callable[[list[Tensor]], None]
@@ -183,15 +182,15 @@ class CommContext(ReductionsInFlight):
         assert replicate is not None
         casting = self._casting_backends.get(groups.gather_name)
         stream = self._gather_streams.get(groups.gather_name) if casting is None else casting.cast_stream
-        with self._fork(stream):
+        with self.streams.fork(stream):
             if self.is_debugged:
                 self.before_collective("all_gather of replicas", detail, groups)
             outputs, parts = pack()
             work = compat.all_gather_coalesced(outputs, parts, replicate, stream is None)
             if stream is None:
-                self.wait(Done(work=work))
+                self.streams.wait(Done(work=work))
             unpack(outputs)
-            return Done() if stream is None else Done(stream.record_event(), None, self._computing[-1])
+            return Done() if stream is None else Done(stream.record_event(), None, self.streams.computing[-1])
 
     @contextmanager
     def packing(self, groups: Groups) -> Iterator[None]:
@@ -201,15 +200,9 @@ class CommContext(ReductionsInFlight):
         if casting is None:
             yield
             return
-        with self._fork(stream := casting.cast_stream):
-            # A collective in this context follows the stream of casts, and that stream waits for it.
-            outside = self._computing
-            try:
-                self._computing = [] if stream is None else [stream]
-                self.delay()
-                yield
-            finally:
-                self._computing = outside
+        with self.streams.fork(casting.cast_stream), self.streams.computing_on(casting.cast_stream):
+            self.streams.delay()
+            yield
 
     def send_ring(self, groups: Groups) -> SendRing:
         """The ring of the scatter group, for ``reduce_scatter="copy_engine"``."""
@@ -231,30 +224,24 @@ class CommContext(ReductionsInFlight):
 
     def forget_recording(self) -> None:
         """The recording has failed, so its launches never run: forget them without waiting."""
-        self._reductions.clear()
+        self.reductions.forget()
         self._rewind_rings()
         for copies in self._peer_copies():
             copies.forget_recording()
 
     def end_backward(self) -> None:
         """All ranks have launched all reductions. Compute waits for them and drops their buffers."""
-        self.retire_all()
+        self.reductions.retire_all()
         for ring in self._send_rings.values():
             missing = ring.missing_nbytes
             ring.rewind()
-            if missing and not self.is_capturing:
-                with self.scattering():
+            if missing and not self.streams.is_capturing:
+                with self.reductions.scattering():
                     ring.grow(missing)
 
     def abandon(self) -> None:
-        """After an exception: wait for the launched reductions and forget their results. One that has failed, e.g.
-        because a peer is gone, is logged: the exception matters more, and the others are still to be forgotten."""
-        while self._reductions:
-            try:
-                self._wait_for(self._reductions.popleft())
-            except RuntimeError as error:
-                # As text: a handler that keeps the error would keep its frames, and so the gradients.
-                logger.warning("a reduction failed in a backward that was dropped: %s", str(error))
+        """After an exception: wait for the launched reductions and forget their results."""
+        self.reductions.abandon()
         self._rewind_rings()
 
     def _rewind_rings(self) -> None:

@@ -10,15 +10,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .debug import DebugFlags
 from .streams import Streams
 
 
-class HostCopies(Streams):
+class HostCopies:
     """The upload stream of one device."""
 
-    def __init__(self, device: torch.device, debug: DebugFlags) -> None:
-        super().__init__(device, debug)
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
         self._upload_stream: torch.Stream | None = None  # made by the first upload
         self._last_upload: torch.Event | None = None
 
@@ -26,12 +25,11 @@ class HostCopies(Streams):
     def upload(self, shards: Sequence[Tensor]) -> tuple[list[Tensor], torch.Event | None]:
         """Copies of ``shards`` on the device, and when they may be read (None: now). Their memory is that of the
         compute stream, see [Note: streams and memory]: hold them until it has waited for whoever reads them."""
-        copies = [torch.empty(shard.shape, dtype=shard.dtype, device=self.device) for shard in shards]
-        if self.has_streams and self._upload_stream is None:
-            self._upload_stream = self._new_stream()
-        with self._fork(self._upload_stream):
-            if self.is_debugged:
-                self.delay()
+        copies = [torch.empty(shard.shape, dtype=shard.dtype, device=self._streams.device) for shard in shards]
+        if self._streams.has_streams and self._upload_stream is None:
+            self._upload_stream = self._streams.new_stream()
+        with self._streams.fork(self._upload_stream):
+            self._streams.delay()
             for copy, shard in zip(copies, shards, strict=True):
                 copy.copy_(shard.detach(), non_blocking=True)
             if self._upload_stream is not None:
@@ -40,8 +38,8 @@ class HostCopies(Streams):
 
     def note_uploads(self) -> None:
         """The compute stream was given copies of parameters on the host."""
-        if self.has_streams:
-            self._last_upload = self._compute_stream().record_event()
+        if self._streams.has_streams:
+            self._last_upload = self._streams.compute_stream().record_event()
 
     def finish_uploads(self) -> None:
         """Let the host wait until nothing reads its shards any more: it may write to them now, without a trace here."""
@@ -51,5 +49,5 @@ class HostCopies(Streams):
 
     def finish_on_host(self) -> None:
         """Let the host wait for the compute stream, e.g. to read gradients that were copied there."""
-        if self.has_streams:
-            self._compute_stream().synchronize()
+        if self._streams.has_streams:
+            self._streams.compute_stream().synchronize()

@@ -118,12 +118,12 @@ class Scattering:
             return None
         if self._copies:
             if self._ring is not None:
-                comm.wait_finished()  # the sum of an earlier gradient may still read the place of a copy
+                comm.reductions.wait_finished()  # the sum of an earlier gradient may still read the place of a copy
             for target, source in self._copies:  # on the scatter stream, beside the compute that follows
                 target.copy_(source)
             if not self._sent[0].is_cuda:  # on CUDA the stream may still read the sources
                 self._copies.clear()
-        async_op = not comm.has_streams
+        async_op = not comm.streams.has_streams
         if self._received is None:
             if scale.predivide is not None:
                 for sent in self._sent:

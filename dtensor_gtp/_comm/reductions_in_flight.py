@@ -10,6 +10,7 @@ of reduction the finish stream is the scatter stream.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -19,10 +20,10 @@ import torch
 from torch import Tensor
 
 from ..policy import Waitable
-from .debug import DebugFlags
-from .host_copies import HostCopies
 from .send_ring import Place
-from .streams import Done
+from .streams import Done, Streams
+
+logger = logging.getLogger(__name__)
 
 
 class Reduction(NamedTuple):
@@ -36,25 +37,32 @@ class Reduction(NamedTuple):
     origins: tuple[torch.Stream, ...] = ()
 
 
-class ReductionsInFlight(HostCopies):
+class ReductionsInFlight:
     """The scatter stream of one device and the reductions on it."""
 
-    def __init__(self, device: torch.device, debug: DebugFlags) -> None:
-        super().__init__(device, debug)
-        self._max_inflight = 2  # reductions before compute waits for the oldest
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._max_inflight = 2
         self._is_bounded = True
         self._reductions: deque[Reduction] = deque()
         self.num_launched = 0
-        self._scatter_stream = self._new_stream()
-        # Another one where copy engines exchange gradients, see [Note: kernels after an exchange].
-        self._finish_stream = self._scatter_stream
+        self._scatter_stream = self._finish_stream = streams.new_stream()
+
+    def bound(self, most: int) -> None:
+        """How many may be in flight before compute waits for the oldest."""
+        self._max_inflight = most
+
+    def finish_apart(self) -> None:
+        """Copy engines exchange gradients, see [Note: kernels after an exchange]."""
+        if self._finish_stream is self._scatter_stream:
+            self._finish_stream = self._streams.new_stream()
 
     def scattering(self) -> AbstractContextManager[Any]:
         """Run on the scatter stream, after all compute streams: for any collective of the scatter group."""
         stream = self._scatter_stream
-        fork = self._fork(stream)
-        if len(self._computing) > 1 and stream is not None:
-            for other in self._other_compute_streams():
+        fork = self._streams.fork(stream)
+        if len(self._streams.computing) > 1 and stream is not None:
+            for other in self._streams.other_compute_streams():
                 stream.wait_event(other.record_event())
         return fork
 
@@ -77,7 +85,7 @@ class ReductionsInFlight(HostCopies):
         finally:
             self._is_bounded = True
 
-    def reduction_launched(
+    def launched(
         self, work: Waitable | None, complete: Callable[[], None], keep: Sequence[Tensor], places: Sequence[Place] = ()
     ) -> None:
         """Call within ``reducing``, after the launch of the collective. ``complete()`` works on the result (sum,
@@ -93,9 +101,10 @@ class ReductionsInFlight(HostCopies):
         else:
             finish.wait_event(scatter.record_event())
             with finish:
-                self.delay()
+                self._streams.delay()
                 complete()
-        self._reductions.append(Reduction(Done(finish.record_event()), None, keep, places, tuple(self._computing)))
+        origins = tuple(self._streams.computing)
+        self._reductions.append(Reduction(Done(finish.record_event()), None, keep, places, origins))
 
     def _retire_oldest(self) -> None:
         reduction = self._reductions.popleft()
@@ -105,10 +114,10 @@ class ReductionsInFlight(HostCopies):
 
     def _wait_for(self, reduction: Reduction) -> None:
         """Make all compute streams wait, so that each of them may reuse the memory of ``keep``."""
-        current = self.wait(reduction.done)
-        event = reduction.done.event
-        if event is not None and (len(self._computing) > 1 or reduction.origins != (current,)):
-            for other in {*reduction.origins, *self._other_compute_streams()} - {self._computing[-1]}:
+        streams = self._streams
+        current, event = streams.wait(reduction.done), reduction.done.event
+        if event is not None and (len(streams.computing) > 1 or reduction.origins != (current,)):
+            for other in {*reduction.origins, *streams.other_compute_streams()} - {streams.computing[-1]}:
                 other.wait_event(event)
 
     def wait_finished(self) -> None:
@@ -141,3 +150,17 @@ class ReductionsInFlight(HostCopies):
     def is_reducing(self) -> bool:
         """Whether there are reductions that compute has not waited for."""
         return bool(self._reductions)
+
+    def forget(self) -> None:
+        """The recording into a graph that launched them has failed: nobody can wait for them."""
+        self._reductions.clear()
+
+    def abandon(self) -> None:
+        """After an exception: wait for the launched reductions and forget their results. One that has failed, e.g.
+        because a peer is gone, is logged: the exception matters more, and the others are still to be forgotten."""
+        while self._reductions:
+            try:
+                self._wait_for(self._reductions.popleft())
+            except RuntimeError as error:
+                # As text: a handler that keeps the error would keep its frames, and so the gradients.
+                logger.warning("a reduction failed in a backward that was dropped: %s", str(error))

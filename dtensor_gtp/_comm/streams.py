@@ -27,8 +27,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -99,11 +99,9 @@ class Streams:
         self.device = device
         self.device_type = device.type
         self.has_streams = device.type != "cpu"
-        self.debug = debug
-        self.is_debugged = debug.order or debug.finite or debug.delay_seed is not None
         # One event serves all forks: a wait takes the record before it, so the event can be recorded again at once.
-        self._fork_event = torch.Event(device) if self.has_streams else None
-        self._computing: list[torch.Stream] = []  # the compute streams of this pass, the current one last
+        self.fork_event = torch.Event(device) if self.has_streams else None
+        self.computing: list[torch.Stream] = []  # the compute streams of this pass, the current one last
         self._handle: int | None = None  # of the current one, if it is known; comparing numbers is quicker
         self._is_recorded = False  # whether a CUDA graph records them
         # Makes a better error of one of gloo, if it can.
@@ -114,9 +112,15 @@ class Streams:
             rank = dist.get_rank() if dist.is_initialized() else 0
             self._delays = random.Random(debug.delay_seed * 1009 + rank)
 
-    def _new_stream(self) -> torch.Stream | None:
+    def new_stream(self) -> torch.Stream | None:
         # High priority: a collective that waits behind a queue of GEMM blocks delays every rank.
         return torch.Stream(self.device, priority=-1) if self.has_streams else None
+
+    def begin_pass(self, *, is_everywhere: bool) -> None:
+        """A pass begins; if not ``is_everywhere``, the ranks of one mesh begin a gather outside of a pass."""
+        if is_everywhere or self._is_recorded != self.is_capturing:
+            self.computing.clear()
+            self._handle = None
 
     def delay(self) -> None:
         """Debugging aid: sleep a random time, on the current stream."""
@@ -138,44 +142,54 @@ class Streams:
     def note_compute(self) -> None:
         """Make the current stream a compute stream of this pass. Call it before that stream writes a gradient."""
         if self.has_streams:
-            self._compute_stream()
+            self.compute_stream()
 
-    def _compute_stream(self) -> torch.Stream:
+    def compute_stream(self) -> torch.Stream:
         if self._handle is not None and self._handle == compat.stream_handle(self.device.index):
-            return self._computing[-1]
+            return self.computing[-1]
         stream = torch.accelerator.current_stream(self.device.index)
-        if not self._computing or stream != self._computing[-1]:
+        if not self.computing or stream != self.computing[-1]:
             self._compute_on(stream)
         self._handle = compat.stream_handle(self.device.index) if self.device_type == "cuda" else None
-        return self._computing[-1]
+        return self.computing[-1]
 
     def _compute_on(self, stream: torch.Stream) -> None:
         is_recorded = self.is_capturing
         if is_recorded != self._is_recorded:
-            self._computing.clear()  # a recorded stream cannot wait for an eager one, nor the other way round
+            self.computing.clear()  # a recorded stream cannot wait for an eager one, nor the other way round
             self._is_recorded = is_recorded
-        if stream in self._computing:
-            self._computing.remove(stream)
-        elif self._computing:
-            stream.wait_event(self._computing[-1].record_event())
-        self._computing.append(stream)
+        if stream in self.computing:
+            self.computing.remove(stream)
+        elif self.computing:
+            stream.wait_event(self.computing[-1].record_event())
+        self.computing.append(stream)
 
-    def _other_compute_streams(self) -> list[torch.Stream]:
-        if len(self._computing) > 1 and self._is_recorded != self.is_capturing:
-            del self._computing[:-1]
-        return self._computing[:-1]
+    @contextmanager
+    def computing_on(self, stream: torch.Stream | None) -> Iterator[None]:
+        """A collective in this context follows ``stream`` alone, and that stream waits for it."""
+        outside = self.computing
+        try:
+            self.computing = [] if stream is None else [stream]
+            yield
+        finally:
+            self.computing = outside
+
+    def other_compute_streams(self) -> list[torch.Stream]:
+        if len(self.computing) > 1 and self._is_recorded != self.is_capturing:
+            del self.computing[:-1]
+        return self.computing[:-1]
 
     def _may_wait_for(self, stream: torch.Stream) -> bool:
         """Whether the compute stream and ``stream`` may wait for each other: not if a graph records only one."""
-        return stream in self._computing or not self.is_capturing
+        return stream in self.computing or not self.is_capturing
 
-    def _fork(self, stream: torch.Stream | None) -> AbstractContextManager[Any]:
+    def fork(self, stream: torch.Stream | None) -> AbstractContextManager[Any]:
         """Run on ``stream``, after everything that the compute stream was given so far."""
         if stream is None:
             return _HOST
-        assert self._fork_event is not None
-        self._compute_stream().record_event(self._fork_event)
-        stream.wait_event(self._fork_event)
+        assert self.fork_event is not None
+        self.compute_stream().record_event(self.fork_event)
+        stream.wait_event(self.fork_event)
         return stream
 
     def wait(self, done: Done) -> torch.Stream | None:
@@ -185,7 +199,7 @@ class Streams:
         began: torch.Event | float | None = None
         is_timed = self.waits.is_on and not self.is_capturing
         if event is not None:
-            stream = self._compute_stream()
+            stream = self.compute_stream()
             if is_timed:
                 began = self.waits.begin(stream)
             stream.wait_event(event)
@@ -194,7 +208,7 @@ class Streams:
                 began = self.waits.begin(None)
             self._wait_for_work(work)
         elif origin is not None:
-            stream = self._compute_stream()
+            stream = self.compute_stream()
             if stream != origin and self._may_wait_for(origin):
                 stream.wait_event(origin.record_event())
         if began is not None:
@@ -212,18 +226,18 @@ class Streams:
 
     def note_reading(self, done: Done, buffers: Iterable[Tensor]) -> None:
         """Keep the memory of a gather's output in use until the compute stream, which has waited, has read it."""
-        if done.origin is not None and done.origin != (stream := self._computing[-1]):
+        if done.origin is not None and done.origin != (stream := self.computing[-1]):
             for buffer in buffers:
                 buffer.record_stream(stream)
 
     def wait_to_drop(self, done: Done, buffer: Tensor) -> None:
         """Wait for a gather whose output is dropped without being read."""
         self.wait(done)
-        if done.event is not None and done.origin is not None and done.origin != self._computing[-1]:
+        if done.event is not None and done.origin is not None and done.origin != self.computing[-1]:
             if self._may_wait_for(done.origin):
                 done.origin.wait_event(done.event)
-            buffer.record_stream(self._computing[-1])  # which may poison it
+            buffer.record_stream(self.computing[-1])  # which may poison it
 
     def at_once(self) -> Done:
         """For a weight that the compute stream makes without a gather, as on an axis of one rank."""
-        return Done(None, None, self._compute_stream()) if self.has_streams else Done()
+        return Done(None, None, self.compute_stream()) if self.has_streams else Done()

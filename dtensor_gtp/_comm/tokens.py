@@ -63,12 +63,12 @@ class TokenExchange:
         ``values`` has one integer for each token of this rank, 1-D; ``fill`` pads. If only some ranks have more tokens
         than the exchange carries, it raises ValueError, see the note above.
         """
-        is_fixed = self._is_declared or comm.may_replay_steps or comm.is_capturing
+        is_fixed = self._is_declared or comm.may_replay_steps or comm.streams.is_capturing
         if not (is_fixed and self.capacity):
             self._settle(self._most_tokens(values.numel(), comm, groups))
         if not self.is_chosen:
             return None
-        if comm.is_capturing and values.numel() > self.capacity:
+        if comm.streams.is_capturing and values.numel() > self.capacity:
             raise ValueError(self._complaint(f"{values.numel()} tokens in a recording"))
         message = torch.full((1 + self.capacity,), fill, dtype=torch.int64, device=values.device)
         message[:1].fill_(values.numel())  # an assignment would wait for the GPU
@@ -76,7 +76,7 @@ class TokenExchange:
         message[1 : 1 + num_sent] = values[:num_sent]
         received = self._all_gather(message, comm, groups)
         counts = received[:, 0]
-        if is_fixed and (values.numel() > self.capacity or not comm.has_streams):
+        if is_fixed and (values.numel() > self.capacity or not comm.streams.has_streams):
             numbers = counts.tolist()
             if max(numbers) > self.capacity:
                 if min(numbers) <= self.capacity or self._is_declared:
@@ -89,7 +89,7 @@ class TokenExchange:
 
     def _most_tokens(self, num_tokens: int, comm: CommContext, groups: Groups) -> int:
         """The most tokens of a rank. Ranks exchange it on the host: they would have to wait for a device."""
-        if comm.is_capturing:
+        if comm.streams.is_capturing:
             raise RuntimeError(f"{self._complaint('an unknown number of tokens')} Run one step before the capture.")
         if comm.is_debugged:
             comm.before_collective("all_reduce", f"the number of tokens for {self.purpose} of {self._fqn}", groups)
@@ -99,12 +99,12 @@ class TokenExchange:
 
     def _all_gather(self, values: Tensor, comm: CommContext, groups: Groups) -> Tensor:
         received = values.new_empty((self._mesh.size(self._mesh.ndim - 1), values.numel()))
-        with comm.scattering():  # idle in forward; the gather stream would first finish the gathers ahead
+        with comm.reductions.scattering():  # idle in forward; the gather stream would first finish the gathers ahead
             what = f"{self.capacity} tokens for {self.purpose} of {self._fqn}"
             comm.before_collective("all_gather", what, groups)
-            work = compat.all_gather_base(received.view(-1), values, groups.scatter, not comm.has_streams)
-            done = comm.scatter_done(work)
-        comm.wait(done)
+            work = compat.all_gather_base(received.view(-1), values, groups.scatter, not comm.streams.has_streams)
+            done = comm.reductions.scatter_done(work)
+        comm.streams.wait(done)
         return received
 
     def _settle(self, capacity: int) -> None:

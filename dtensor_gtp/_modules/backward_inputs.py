@@ -40,7 +40,7 @@ def _averaged(param: DTensor) -> list[Placement] | None:
     if torch.compiler.is_compiling() or not (param.is_leaf and param.requires_grad and torch.is_grad_enabled()):
         return None
     for runtime in _runtimes():
-        weight = runtime.member_of(param)
+        weight = runtime.members.member_of(param)
         if isinstance(weight, WholeParam):
             return [Replicate()] * param.device_mesh.ndim
         if isinstance(weight, ShardedWeight) and not weight.registration.is_cut_again:

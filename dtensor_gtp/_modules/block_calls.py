@@ -26,20 +26,13 @@ def call_block(block: BoundModule, call: Any, args: Any, kwargs: Any, compiler: 
         try:
             frame = runtime.enter(block, _needs_no_hooks)
             was_in_pass = group.views.is_in_pass
-            gathered = runtime.acquire(group.for_forward)
+            gathered = runtime.gathering.acquire(group.for_forward)
             seen = group.leaves.seen() if runtime.reads.looks_at_bits else None
             use = BlockUse(runtime, group) if torch.is_grad_enabled() else None
             if is_compiled or not was_in_pass:
                 group.views.show(is_compiled=is_compiled)
             inputs = [*tensors_in((args, kwargs))] if use is not None else []
-            if compiler is None:
-                output = call(*args, **kwargs)
-            else:
-                compat.set_eval_frame(compiler)
-                try:
-                    output = call(*args, **kwargs)
-                finally:
-                    compat.set_eval_frame(None)
+            output = call_under(compiler, call, args, kwargs)
             misuse = None if seen is None else group.untraced_write(seen)
             misuse = misuse or runtime.lost_writes.written_in_use(group)
             if misuse is not None:
@@ -50,13 +43,24 @@ def call_block(block: BoundModule, call: Any, args: Any, kwargs: Any, compiler: 
                 if is_compiled or not was_in_pass:
                     group.views.show(is_in_pass=was_in_pass)
                 if gathered is not None:
-                    runtime.release(group.for_forward, gathered)
+                    runtime.gathering.release(group.for_forward, gathered)
                 runtime.exit(frame, is_complete)
     finally:
         runtime.leave(depth)
     if use is not None:
         use.watch(inputs, tensors_in(output))
     return output
+
+
+def call_under(compiler: Any, call: Any, args: Any, kwargs: Any) -> Any:
+    """The call itself runs again under the compiler that was active around the frame."""
+    if compiler is None:
+        return call(*args, **kwargs)
+    compat.set_eval_frame(compiler)
+    try:
+        return call(*args, **kwargs)
+    finally:
+        compat.set_eval_frame(None)
 
 
 def _needs_no_hooks(num_steps: int) -> bool:

@@ -21,7 +21,7 @@ from .._howto import see
 from .._params.saved_for_backward import refuse_recording
 from .._schedule.order_of_uses import Entry
 from .binding import BoundModule, Reads, ShardGroup, trains_unmanaged, unmanaged_params
-from .block_calls import call_block, tensors_in
+from .block_calls import call_block, call_under, tensors_in
 from .torch_patches import follow_pipelining
 
 ADVICE_FOR_JIT = (
@@ -91,42 +91,24 @@ def _call_in_frame(
 ) -> Any:
     binding = module._gtp_binding
     group, runtime = binding.group, binding.group.runtime
-    is_outermost = not runtime.reads.frames
-    if (
-        is_outermost
-        and torch.is_grad_enabled()
-        and group.checked != (now := (_registrations()[0], runtime.num_trained))
-    ):
+    if torch.is_grad_enabled() and not runtime.reads.frames:
         # Once a step, as containers change without a registration (``ModuleList.insert``), and modules are unfrozen.
-        if trains_unmanaged(group):
-            _refuse_added_params(group)
-        group.checked = now
-    if not runtime.is_initialized:
-        runtime.num_tokens = _num_tokens((args, kwargs))
+        now = _registrations()[0], runtime.steps.num_trained
+        if group.checked != now:
+            if trains_unmanaged(group):
+                _refuse_added_params(group)
+            group.checked = now
+    if not runtime.setup.is_done:
+        runtime.setup.expect_tokens(_num_tokens((args, kwargs)))
     reads = binding.reads if reads is None else reads
     depth = runtime.depth_of_call()
     frame, is_complete = None, False
     try:
         try:
             frame = runtime.enter(module, reads.may_read, method)
-            if group.module is module:
-                if runtime.device.type != "cpu" and len(runtime.reads.frames) == 1:
-                    args, kwargs = to_device((args, kwargs), runtime.device)
-                args, kwargs = _cast_inputs(group, args, kwargs)
-            if compiler is not None or module._compiled_call_impl is not None:
-                args, kwargs = compat.complete_collectives((args, kwargs))
-            if compiler is None:
-                output = call(*args, **kwargs)
-            else:  # the call itself runs again under the compiler that was active around the frame
-                compat.set_eval_frame(compiler)
-                try:
-                    output = call(*args, **kwargs)
-                finally:
-                    compat.set_eval_frame(None)
-            if group.module is module:
-                output = _cast_outputs(group, output)
+            output = _run(module, call, args, kwargs, compiler)
             is_complete = True
-            reads.learn(frame.reads_weights, runtime.num_steps)
+            reads.learn(frame.reads_weights, runtime.steps.num_steps)
         except torch.OutOfMemoryError as error:
             if len(runtime.reads.frames) == 1:
                 error.add_note(see("memory_too_high"))
@@ -147,6 +129,20 @@ def _call_in_frame(
             if tensor.grad_fn is not None:
                 tensor.register_hook(lambda grad: note())
     return output
+
+
+def _run(module: BoundModule, call: Any, args: Any, kwargs: Any, compiler: Any) -> Any:
+    """The call within its frame, with inputs and outputs as the policies ask."""
+    group = module._gtp_binding.group
+    if group.module is module:
+        runtime = group.runtime
+        if runtime.device.type != "cpu" and len(runtime.reads.frames) == 1:
+            args, kwargs = to_device((args, kwargs), runtime.device)
+        args, kwargs = _cast_inputs(group, args, kwargs)
+    if compiler is not None or module._compiled_call_impl is not None:
+        args, kwargs = compat.complete_collectives((args, kwargs))
+    output = call_under(compiler, call, args, kwargs)
+    return _cast_outputs(group, output) if group.module is module else output
 
 
 def _num_tokens(inputs: Any) -> int:

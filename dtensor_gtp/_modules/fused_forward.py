@@ -34,7 +34,7 @@ def linear_forward(module: BoundModule, input: Tensor) -> Tensor:
     if binding.is_grouped:  # a wrapper of a library has kept this function
         return nn.Linear.forward(layer, input)
     params, runtime = binding.params, binding.group.runtime
-    if torch.is_autocast_enabled(runtime.device_type) or is_parametrized(module):
+    if torch.is_autocast_enabled(runtime.device.type) or is_parametrized(module):
         return forward_in_frame(module, nn.Linear.forward, input)
     value: Tensor | None = module._parameters.get("bias")
     weight: ShardedWeight = params["weight"]  # type: ignore[assignment]

@@ -32,9 +32,9 @@ _MOST_OF_MODEL = 0.3
 
 def make_groups(runtime: Runtime, num_tokens: int) -> tuple[str, ...]:
     """Turn blocks of the outermost call into groups. Returns what was chosen and why."""
-    call = runtime.calls[-1]
+    call = runtime.members.calls[-1]
     assert isinstance(call, ShardGroup)
-    if runtime.policy._numbers or runtime.grads.launches.replicas is not None or len(runtime.calls) > 1:
+    if runtime.policy._numbers or runtime.grads.launches.replicas is not None or len(runtime.members.calls) > 1:
         return ()
     groups: list[WeightGroup] = []
     reasons: dict[str, list[str]] = {}
@@ -69,7 +69,7 @@ def make_groups(runtime: Runtime, num_tokens: int) -> tuple[str, ...]:
         else:
             reasons.setdefault(why, []).append(name)
     if groups:
-        runtime.add_groups(groups)
+        runtime.use_groups(groups)
     sizes = f"{groups[0].fqn} to {groups[-1].fqn}" if groups else ""
     chosen = [f"groups: {len(groups)} blocks, each gathered as a whole ({sizes})"] if groups else []
     return (*chosen, *(f"no group: {_named(names)}, because {why}" for why, names in reasons.items()))

@@ -37,13 +37,13 @@ class UnshardHandle:
     def wait(self) -> None:
         """Make the current stream wait for the gathers. Waiting twice is harmless."""
         for weight in self._weights:
-            self._runtime.wait_kept(weight)
+            self._runtime.keeper.wait_kept(weight)
 
 
 def unshard_params(runtime: Runtime, params: list[ManagedParam]) -> UnshardHandle:
     """Gather the weights among ``params`` until ``reshard_params``."""
     weights = _weights_among(params)
-    runtime.ensure_initialized()  # decides what is gathered together
+    runtime.setup.ensure()  # decides what is gathered together
     for param in params:
         param.is_pinned = True
     for weight in weights:
@@ -61,7 +61,7 @@ def reshard_params(runtime: Runtime, params: list[ManagedParam]) -> None:
     for weight in weights:
         if weight.group is not None:
             weight.group.views.unpin()
-        runtime.drop_kept(weight)
+        runtime.keeper.drop_kept(weight)
     for error in errors:
         if error is not None:
             raise error
@@ -326,7 +326,7 @@ class GTPModule(RefusedMethods, BoundModule):
         self._gtp_binding.group.runtime.abandon()
 
     def _chosen_policy(self) -> SchedulePolicy | None:
-        return self._gtp_binding.group.runtime.chosen_policy()
+        return self._gtp_binding.group.runtime.setup.chosen_policy()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Choose whether the next backward is the last one before ``.grad`` is read.
@@ -343,4 +343,4 @@ class GTPModule(RefusedMethods, BoundModule):
             >>> model.weight.grad.shape
             torch.Size([64, 64])
         """
-        self._gtp_binding.group.runtime.is_last_backward = is_last_backward
+        self._gtp_binding.group.runtime.steps.is_last_backward = is_last_backward

@@ -127,7 +127,7 @@ def _save_to_state_dict(self: BoundModule, *args: Any, **kwargs: Any) -> None:
     type(self)._save_to_state_dict(self, *args, **kwargs)
     for managed in self._gtp_binding.params.values():
         if isinstance(managed, ShardedWeight):
-            self._gtp_binding.group.runtime.drop_kept(managed)
+            self._gtp_binding.group.runtime.keeper.drop_kept(managed)
 
 
 def _load_from_state_dict(self: BoundModule, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

@@ -22,6 +22,7 @@ from .._params.replica_part import ReplicaPart
 from .._params.sharded_weight import ShardedWeight
 from .._params.ties import ReplacedParam, refuse_gradient_of_replaced
 from .._params.whole_param import WholeParam
+from .._schedule.optimizer_steps import optimizer_steps
 from .._schedule.runtime import Runtime
 from ..placement import GTPShard
 from ..quant.master import master_of
@@ -65,8 +66,8 @@ def shard_module(
             binding = Binding(submodule, group, owned.get(submodule, {}))
             bind(submodule, binding, own if submodule is module else None)
     runtime.add(group.params)
-    runtime.calls.append(group)
-    runtime.make_groups = partial(make_groups, runtime)
+    runtime.members.calls.append(group)
+    runtime.setup.make_groups_by(partial(make_groups, runtime))
     gradients.install()
     data_setter.install()
     remedies.install()
@@ -85,11 +86,11 @@ def _adopt_earlier(module: nn.Module, decisions: list[Decision], runtime: Runtim
     # In an order that is the same on all ranks: it becomes the order of collectives.
     found = [binding.group.runtime for m in (*nested, *tied) if (binding := binding_of(m)) is not None]
     for earlier in dict.fromkeys(found):
-        for call in earlier.calls:  # all of them: a weight with two runtimes would be reduced by both
+        for call in earlier.members.calls:  # all of them: a weight with two runtimes would be reduced by both
             runtime.add(call.params)
             call.runtime = runtime
-        runtime.calls += earlier.calls
-        earlier.close()
+        runtime.members.calls += earlier.members.calls
+        optimizer_steps().watchers.discard(earlier)
     for name, param in reversed(list(managed_params(module))):  # reversed: a tied parameter keeps its first name
         param.fqn = printable(name)
     return set(nested)

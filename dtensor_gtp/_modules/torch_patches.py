@@ -54,7 +54,7 @@ def _wrap_fully_shard() -> None:
         _check_cuts(params, modules, cut)
         stock_init(group, params, modules, *args, **kwargs)
         for runtime, param, (module, name) in _managed_in(group):
-            runtime.forget_objects()
+            runtime.members.forget_objects()
             param.registration.is_cut_again = True
             if module._parameters.get(name) is not param.param:
                 optimizer_steps().note_replaced(param.param, param.fqn)
@@ -62,7 +62,7 @@ def _wrap_fully_shard() -> None:
     @functools.wraps(stock_post_backward)
     def post_backward(group: Any, *unused: Any) -> None:
         for runtime, managed in _by_runtime(group).items():
-            runtime.publish(managed)
+            runtime.steps.publish(managed)
         with compat.empty_grads_set_aside(group):
             stock_post_backward(group, *unused)
 
@@ -70,7 +70,7 @@ def _wrap_fully_shard() -> None:
     def to_sharded(group: Any) -> None:
         if not group.is_sharded:
             for runtime, managed in _by_runtime(group).items():
-                runtime.drop_prefetched_of(managed)
+                runtime.gathering.drop_prefetched_of(managed)
         stock_to_sharded(group)
 
     @functools.wraps(stock_to_unsharded)
@@ -285,7 +285,7 @@ def _replace_backward(stage_class: Any) -> None:
             for runtime, jobs in bwd_kwargs["param_groups"]:
                 for job in jobs:
                     job()
-                runtime.complete_gradients()
+                runtime.steps.complete()
         return result
 
     compat.replace("pipeline", stage_class, "backward_maybe_with_nosync", run_part)

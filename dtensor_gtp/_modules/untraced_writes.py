@@ -40,8 +40,8 @@ def _write_foreach(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         for runtime in _runtimes():
             # Compute waits for gathers in flight that read these, before it writes.
             for param in args[0] if runtime.holds_weights else ():
-                runtime.note_untraced_write(param)
-            runtime.note_written(args[0])
+                runtime.lost_writes.note_untraced_write(param)
+            runtime.lost_writes.note_written(args[0])
     with compat.stock_dtensor_dispatch(op):
         return op(*args, **kwargs)
 
@@ -49,17 +49,17 @@ def _write_foreach(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 def _set_data(stock: Any, param: DTensor, value: Any) -> None:
     if isinstance(param, nn.Parameter):
         for runtime in _runtimes():
-            runtime.refuse_new_data(param)
+            runtime.lost_writes.refuse_new_data(param)
     stock(param, value)
     if isinstance(param, nn.Parameter):
         for runtime in _runtimes():
-            runtime.note_new_data(param)
+            runtime.lost_writes.note_new_data(param)
 
 
 def _note(param: DTensor) -> None:
     if isinstance(param, nn.Parameter) and not (torch.compiler.is_compiling() or compat.is_in_compiler()):
         for runtime in _runtimes():
-            runtime.note_untraced_write(param)
+            runtime.lost_writes.note_untraced_write(param)
 
 
 def as_users_see(runtime: Runtime, members: Iterator[tuple[str, Any]], may_gather: bool) -> Iterator[tuple[str, Any]]:
@@ -67,14 +67,14 @@ def as_users_see(runtime: Runtime, members: Iterator[tuple[str, Any]], may_gathe
     shards while no gradients are computed may write to them. To look at the first alone (``.dtype``, ``.device``) is
     common and harmless."""
     if may_gather and runtime.gives_full_params:
-        yield from runtime.full_params(members)
+        yield from runtime.reads.full_params(members, runtime.members.by_id())
         return
     before: list[Any] = []
     for name, member in members:
         if not torch.is_grad_enabled():
             if len(before) == 1:
-                runtime.note_handed_out(before[0])
+                runtime.lost_writes.note_handed_out(before[0])
             if before:
-                runtime.note_handed_out(member)
+                runtime.lost_writes.note_handed_out(member)
             before.append(member)
         yield name, member

@@ -61,7 +61,7 @@ def _launch_plain(target: Gatherable, comm: CommContext) -> None:
 
 def _alone(target: Gatherable, comm: CommContext) -> Gathered:
     """Make the full weight from the shard on an axis of one rank, without communication."""
-    weight, done = target.weight, comm.at_once()
+    weight, done = target.weight, comm.streams.at_once()
     layout, shard, version = weight.layout, weight.shard, weight.version
     if weight.form.wire is not None:
         packed = weight.form.wire.pack(_direction(target), comm)
@@ -71,8 +71,8 @@ def _alone(target: Gatherable, comm: CommContext) -> Gathered:
         return _with_planes(gathered, packed, lambda: own)
     rows = layout.rows_of(shard)
     if weight.policies.offload is not None:
-        (copy,), uploaded = comm.upload([shard])
-        comm.wait(Done(uploaded))
+        (copy,), uploaded = comm.host_copies.upload([shard])
+        comm.streams.wait(Done(uploaded))
         buffer = layout.rows_of(copy).to(weight.compute_dtype)
         return Gathered(buffer, layout.full_view(buffer), done, shard, version)
     buffer = rows.to(weight.compute_dtype)
@@ -140,7 +140,7 @@ def _launch_together(targets: Sequence[Gatherable], comm: CommContext) -> None:
             lists += more
     packed, buffers = _pack(singles, comm), _side_by_side(singles)
     hosted = [target for target in singles if target.weight.policies.offload is not None]
-    uploads, uploaded = comm.upload([target.weight.shard for target in hosted]) if hosted else ([], None)
+    uploads, uploaded = comm.host_copies.upload([target.weight.shard for target in hosted]) if hosted else ([], None)
     copies = dict(zip(hosted, uploads, strict=True))
     planes_of = {
         target: _planes(target.weight, packed.get(target), buffers.get(target), copies.get(target))
@@ -173,7 +173,7 @@ def _gathered(
     layouts = [(layout, plane.dtype) for layout, plane in packed.planes]
 
     def parts() -> list[Tensor]:
-        comm.note_reading(done, buffers)
+        comm.streams.note_reading(done, buffers)
         views = zip(layouts, buffers, strict=True)
         return [layout.full_view(buffer).view(dtype) for (layout, dtype), buffer in views]
 

@@ -174,10 +174,10 @@ def _all_reduce_max(amax: Tensor, groups: tuple[str, ...], weight: ShardedWeight
         for group in map(compat.resolve_group, groups):
             if done is not None and done.work is not None:
                 done.work.wait()
-            work = compat.all_reduce(bits, dist.ReduceOp.MAX, group, not comm.has_streams)
+            work = compat.all_reduce(bits, dist.ReduceOp.MAX, group, not comm.streams.has_streams)
             done = comm.gather_done(work, weight.groups)
     if done is not None:
-        comm.wait(done)
+        comm.streams.wait(done)
 
 
 class HookWire(Wire):

@@ -24,11 +24,16 @@ from .sharded_weight import Gatherable, ShardedWeight
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
+class Gathers(Protocol):
+    def acquire(self, target: Gatherable) -> Gathered: ...
+    def release(self, target: Gatherable, gathered: Gathered) -> None: ...
+
+
 class GathersAgain(Protocol):
     """Gathers weights in backward: the runtime."""
 
-    def acquire(self, target: Gatherable) -> Gathered: ...
-    def release(self, target: Gatherable, gathered: Gathered) -> None: ...
+    @property
+    def gathering(self) -> Gathers: ...
     def note_backward(self) -> None: ...
     def watch_saved(self, saved: SavedWeights) -> None: ...
 
@@ -194,7 +199,7 @@ class SavedWeights:
                 self._runtime.note_backward()
                 if not self._in_use:
                     self._runtime.watch_saved(self)
-            use.gathered = self._runtime.acquire(use.weight.for_backward)
+            use.gathered = self._runtime.gathering.acquire(use.weight.for_backward)
             use.num_left = use.num_saved
             self._in_use.append(use)
         return use.gathered
@@ -203,7 +208,7 @@ class SavedWeights:
         gathered, use.gathered = use.gathered, None
         self._in_use.remove(use)
         if gathered is not None:
-            self._runtime.release(use.weight.for_backward, gathered)
+            self._runtime.gathering.release(use.weight.for_backward, gathered)
 
     def release_all(self) -> None:
         """Called at the end of a backward: release weights with handles that it did not need."""

@@ -7,23 +7,12 @@ no plan contains it. They cost the memory of full weights and gradients for a pa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
 
 import torch.distributed as dist
 
 from .._comm.collectives import Groups
 from .._params.sharded_weight import Gatherable
-
-
-class GathersAhead(Protocol):
-    """The runtime."""
-
-    gatherables: list[Gatherable]
-
-    @property
-    def is_in_backward(self) -> bool: ...
-    def gather_and_keep(self, targets: Sequence[Gatherable]) -> None: ...
 
 
 def may_be_left_out(target: Gatherable) -> bool:
@@ -39,10 +28,12 @@ def absent_beside(target: Gatherable, gatherables: Iterable[Gatherable]) -> list
     return [each for each in others if each is target or each.is_absent]
 
 
-def gather_for_any_use(runtime: GathersAhead) -> None:
+def gather_for_any_use(
+    gather: Callable[[Sequence[Gatherable]], None], gatherables: Iterable[Gatherable], *, is_in_backward: bool
+) -> None:
     """At the start of a pass, gather what is absent of these weights, in the same order on all ranks."""
     by_mesh: dict[Groups, list[Gatherable]] = {}
-    for target in runtime.gatherables:
+    for target in gatherables:
         weight = target.weight
         if not may_be_left_out(target):
             continue
@@ -53,8 +44,8 @@ def gather_for_any_use(runtime: GathersAhead) -> None:
                 f"fully_shard has sharded, too (rank {dist.get_rank()}). Pass a (replicate, gtp) mesh to gtp_shard "
                 "instead of the fully_shard around it."
             )
-        is_needed = runtime.is_in_backward or target is weight.for_forward
+        is_needed = is_in_backward or target is weight.for_forward
         if is_needed and (target.kept is None or not weight.is_fresh(target.kept)) and target.live is None:
             by_mesh.setdefault(weight.groups, []).append(target)
     for targets in by_mesh.values():
-        runtime.gather_and_keep(targets)
+        gather(targets)

@@ -24,6 +24,7 @@ from .._params.managed_param import ManagedParam
 from .._params.saved_for_backward import GathersAgain, SavedWeights, check_differentiable, refuse_symbolic_tracing
 from .._params.sharded_weight import Gatherable, ShardedWeight
 from .._params.whole_param import WholeParam
+from .keep_and_free import Keeper
 from .reduce_gradients import Gradients
 
 
@@ -81,8 +82,7 @@ class GathersForReads(GathersAgain, Protocol):
     """The runtime: gathers weights and takes gradients."""
 
     grads: Gradients
-
-    def leave_fixed(self, weight: ShardedWeight, gathered: Gathered) -> None: ...
+    keeper: Keeper
 
 
 class AttributeReads:
@@ -213,7 +213,7 @@ class AttributeReads:
                 seen = gathered.seen[is_differentiable] = Seen.of(value, looks_at_bits=True)
             return seen.value  # one object for all who read it: ``.data = ...`` changes that alone
         finally:
-            self._runtime.release(weight.for_forward, gathered)
+            self._runtime.gathering.release(weight.for_forward, gathered)
 
     def full_params(self, members: Iterator[tuple[str, Any]], managed: Mapping[int, ManagedParam]) -> Iterator[Any]:
         """``members`` of ``named_parameters()`` with the full weights of those in ``managed``, by id. They are held as
@@ -243,12 +243,12 @@ class AttributeReads:
         try:
             return self._value(weight, gathered, is_differentiable), gathered.is_alias
         finally:
-            self._runtime.release(weight.for_forward, gathered)
+            self._runtime.gathering.release(weight.for_forward, gathered)
 
     def _acquire(self, weight: ShardedWeight) -> Gathered:
         """Gather a weight for code that may keep it as long as it likes."""
-        gathered = self._runtime.acquire(weight.for_forward)
-        self._runtime.leave_fixed(weight, gathered)
+        gathered = self._runtime.gathering.acquire(weight.for_forward)
+        self._runtime.keeper.leave_fixed(weight, gathered)
         return gathered
 
     def is_written_outside(self, weight: ShardedWeight) -> bool:
@@ -276,7 +276,7 @@ class AttributeReads:
         frame.values.clear()
         frame.seen.clear()
         while frame.held:
-            self._runtime.release(*frame.held.pop())
+            self._runtime.gathering.release(*frame.held.pop())
 
 
 def written_to_no_effect(weight: ShardedWeight, where: str) -> RuntimeError:

@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._params.gathered import Gathered
-from .._params.sharded_weight import Gatherable
 from .._params.weight_group import WeightGroup
+from .gathering import Gathering
 from .lost_writes import LostWrites
 from .reduce_gradients import Gradients
 
@@ -27,11 +26,10 @@ from .reduce_gradients import Gradients
 class RunsBlocks(Protocol):
     """The runtime."""
 
+    gathering: Gathering
     grads: Gradients
     lost_writes: LostWrites
 
-    def acquire(self, target: Gatherable) -> Gathered: ...
-    def release(self, target: Gatherable, gathered: Gathered) -> None: ...
     def note_backward(self) -> None: ...
     def hold_until_end(self, group: WeightGroup) -> None: ...
 
@@ -87,7 +85,7 @@ class BlockUse:
             # The second backward may come to no op that ``watch`` knows.
             self._group.views.note_gradients(self._runtime.note_backward)
         if running.held is None:
-            running.held = self._runtime.acquire(self._group.for_forward)
+            running.held = self._runtime.gathering.acquire(self._group.for_forward)
             self._runtime.lost_writes.note_read(self._group)
 
     def end(self, grads: object = None) -> None:
@@ -105,7 +103,7 @@ def _release(runtime: RunsBlocks, group: WeightGroup) -> None:
     """End the hold of the backward."""
     held, group.in_backward.held = group.in_backward.held, None
     if held is not None:
-        runtime.release(group.for_forward, held)
+        runtime.gathering.release(group.for_forward, held)
 
 
 def release_all(runtime: RunsBlocks, groups: Iterable[WeightGroup]) -> None:

@@ -1,8 +1,12 @@
-"""In the first forward, ranks check that all of them can begin, and with the same values."""
+"""In the first forward, ranks check that all of them can begin, and with the same values. Then they decide, all alike:
+the schedule, communicators, groups, first plans."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -10,16 +14,148 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
-from .._comm.agreement import by_rank, device_of, digests, first_difference, is_alike
-from .._comm.collectives import has_replicas
+from .._comm.addends import is_worth_loading, load_ahead
+from .._comm.agreement import device_of, digests, is_alike
+from .._comm.collectives import Groups, has_replicas
+from .._comm.context import CommContext
+from .._comm.send_ring import SendRing
 from .._howto import see
 from .._params.managed_param import ManagedParam
 from .._params.pack_planes import has_hooks
 from .._params.sharded_weight import ShardedWeight
+from .._params.ties import warn_of_holders
+from .._params.weight_group import Reducible
 from .._params.whole_param import WholeParam
+from .._progress import Progress
+from ..policy import Schedule, SchedulePolicy
+from .choose_schedule import Facts, adds_addends, block_nbytes, choose, no_copy_engines
+from .guesses import Guesses
+from .members import Members
+from .order_of_launches import parted
+from .passes import Passes
+from .reduce_gradients import Gradients
+
+logger = logging.getLogger(__name__)
 
 _MOST_ON_HOST = 1 << 20  # elements: 30 ms on a CPU
 _MAX_NAMED = 8  # parameters that one message names: a model may have thousands
+
+
+class Setup:
+    """What is decided for one runtime."""
+
+    guesses: Guesses  # since the first forward
+
+    def __init__(
+        self, policy: SchedulePolicy, members: Members, passes: Passes, comm: CommContext, grads: Gradients
+    ) -> None:
+        self._policy, self._members, self._passes, self._comm, self._grads = policy, members, passes, comm, grads
+        self.is_done = False
+        self.schedule = Schedule()  # until one is chosen
+        self.reasons: tuple[str, ...] = ()  # for what was chosen
+        # Called once, with the most tokens of any rank.
+        self._make_groups: Callable[[int], tuple[str, ...]] | None = None
+        self._num_tokens = 0
+
+    def make_groups_by(self, make_groups: Callable[[int], tuple[str, ...]] | None) -> None:
+        self._make_groups = make_groups
+
+    def expect_tokens(self, num_tokens: int) -> None:
+        """The first forward gets so many, see ``frames``."""
+        self._num_tokens = num_tokens
+
+    def ensure(self) -> None:
+        """In the first forward, on all ranks alike: check that they can run, choose a schedule, make communicators."""
+        if self.is_done:
+            return
+        params = self._members.params
+        with Progress(logger, "first forward: ranks agree, communicators are made", len(params)) as progress:
+            self._run(progress)
+        logger.info("chosen: %s", "; ".join((*self._comm.choices, *self.reasons)))
+
+    def _run(self, progress: Progress) -> None:
+        members, params, device = self._members, self._members.params, self._comm.streams.device
+        gathering = [mesh.get_group(mesh.ndim - 1) for mesh in {param.mesh for param in params}]
+        no_copies = no_copy_engines(device, gathering, self._grads.launches.replicas is not None)
+        if any(param.policies.offload is not None for param in params):
+            no_copies = "offload_policy keeps shards on the host"
+            if self._policy.gather_backend == "copy_engine":
+                raise ValueError(
+                    "gtp_shard does not support SchedulePolicy(gather_backend='copy_engine') with offload_policy: "
+                    "copy engines send only from the device. Leave gather_backend at its default."
+                )
+        with compat.unseen_by_checkpoint_policies():
+            free_nbytes, num_tokens = agree_to_begin(params, device, self._num_tokens)
+        warn_of_holders(params)
+        why_groups = () if self._make_groups is None else self._make_groups(num_tokens)
+        facts = Facts(
+            no_copies,
+            block_nbytes((call.module for call in members.calls), members.weights),
+            free_nbytes,
+            group_nbytes=sum(group.leaves.nbytes for group in members.groups),
+            single_nbytes=sum(weight.gatherables[0].nbytes for weight in members.single_weights),
+        )
+        if torch.is_grad_enabled():
+            self._load_sums(facts)
+        schedule, reasons = choose(self._policy, facts)
+        self.reasons = (*why_groups, *reasons)
+        self.schedule = self._grads.schedule = schedule
+        self._passes.look_ahead(schedule)
+        groups: dict[int, Groups] = {}  # by mesh; to ask a mesh for its groups takes long
+        for param in progress.over(params):
+            if id(param.mesh) not in groups:
+                groups[id(param.mesh)] = self._comm.groups(param.mesh, schedule)
+            param.groups = groups[id(param.mesh)]
+        self.prepare_gatherables()
+        self.is_done = True
+        if members.gatherables:
+            watched = [mesh.get_group(mesh.ndim - 1) for mesh in {weight.mesh for weight in members.weights}]
+            self._passes.parted.watch(watched, f"{members.weights[0].fqn} {len(members.weights)}")
+
+    def _load_sums(self, facts: Facts) -> None:
+        """Begin to load what will add gradients, if ranks exchange them."""
+        if adds_addends(self._policy, facts):
+            kinds = {(weight.reduce_dtype, weight.layout.world) for weight in self._members.weights}
+        else:  # groups send theirs as they are
+            large = [group for group in self._members.groups if is_worth_loading(group.leaves.nbytes)]
+            kinds = {(group.leaves.dtype, group.layout.world) for group in large}
+        for dtype, num_ranks in kinds:
+            load_ahead(self._comm.streams.device, dtype, num_ranks)
+
+    def prepare_gatherables(self) -> None:
+        """Give the weights and groups their rings and lanes, and guess the first passes."""
+        self._set_rings()
+        gatherables = self._members.gatherables
+        lanes: dict[Groups, int] = {}
+        for target in reversed(gatherables):  # the weights of the outermost call come last: they get lane 0
+            target.lane = lanes.setdefault(target.weight.groups, len(lanes))
+        numbers: Counter[Groups] = Counter()
+        for target in gatherables:
+            target.number = numbers[target.weight.groups]
+            numbers[target.weight.groups] += 1
+        roots = (call.module for call in reversed(self._members.calls))
+        self.guesses = Guesses(roots, gatherables, self.schedule.prefetch_nbytes)
+
+    def _set_rings(self) -> None:
+        sizes: dict[SendRing, list[int]] = {}
+        reduced: list[Reducible] = [*self._members.single_weights, *self._members.groups]
+        for weight in reduced:
+            if weight.groups.reduce_scatter == "copy_engine" and weight.layout.world > 1:
+                weight.pending_grad.ring = self._comm.send_ring(weight.groups)
+                sizes.setdefault(weight.pending_grad.ring, []).append(
+                    weight.pending_grad.sent_nbytes * weight.has_gradient
+                )
+        for ring, expected in sizes.items():
+            ring.expect(expected)
+
+    def chosen_policy(self) -> SchedulePolicy | None:
+        """What was asked for and chosen, as a policy that leaves nothing open; None before the first forward."""
+        if not self.is_done:
+            return None
+        schedule = replace(self.schedule, **self._comm.chosen_backends())
+        numbers = vars(schedule)
+        fixed = {name: numbers[name] for name in ("gather_backend", "reduce_scatter", "prefetch_nbytes", "keep_nbytes")}
+        return replace(self._policy, **fixed, _numbers=tuple(numbers.items()))
 
 
 def agree_to_begin(params: Sequence[ManagedParam], device: torch.device, num_tokens: int = 0) -> tuple[int, int]:
@@ -74,17 +210,6 @@ def agree_on_order(uses: Sequence[ShardedWeight], weights: Sequence[ShardedWeigh
             alike = is_alike("\n".join(names), group, device_of(mesh))
         if alike is False:
             raise parted(mesh, what, names, group)
-
-
-def parted(mesh: DeviceMesh, what: str, names: Sequence[str], group: dist.ProcessGroup) -> RuntimeError:
-    """The error for ranks of ``group`` that differ in what they have used or launched. Collective."""
-    return RuntimeError(
-        f"gtp_shard expects that all ranks of mesh axes {mesh.mesh_dim_names} use the same weights in the same order, "
-        f"because each use is a collective, but in {what} {first_difference(by_rank(names, [group]))}: ranks received "
-        "parts of different weights. Run the same modules in the same order on all ranks (a rank without data on an "
-        "empty input), or call set_reduce_scatter_unused_params(True) on modules that may differ. "
-        f"{see('ranks_diverge')}"
-    )
 
 
 def _compare(compared: dict[DeviceMesh, list[ManagedParam]], most: Tensor, digests: Tensor) -> Tensor:

@@ -13,12 +13,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import _torch_compat as compat
 from .._comm.collectives import Groups
-from .._comm.debug import DebugFlags, profiler_range
+from .._comm.context import CommContext
+from .._comm.debug import profiler_range
 from .._params import gather
 from .._params.gathered import Gathered
 from .._params.managed_param import ManagedParam
@@ -26,76 +26,108 @@ from .._params.pack_planes import QuantizedWire, agree_on_amax
 from .._params.saved_for_backward import refuse_recording
 from .._params.sharded_weight import Gatherable, ShardedWeight
 from .._params.weight_group import GatherableGroup, WeightGroup
-from .._progress import Progress
-from ..policy import SchedulePolicy
 from .any_use import absent_beside, may_be_left_out
+from .first_forward import Setup
 from .guesses import NUM_SEEN
-from .keep_and_free import KeepAndFree
+from .keep_and_free import Keeper
+from .members import Members
 from .order_of_uses import Chain
-from .parted_ranks import PartedRanks
+from .passes import Passes
+from .reduce_gradients import Gradients
 from .replica_gathers import ReplicaGathers
 
 logger = logging.getLogger(__name__)
 
 
-class Gathering(KeepAndFree):
-    """Launches the gathers of one runtime, ahead of uses or at a use."""
+class Statistics:
+    """Lets ranks agree on statistics of quantized shards."""
 
-    def __init__(self, device: torch.device, policy: SchedulePolicy, debug: DebugFlags) -> None:
-        super().__init__(device, policy, debug)
-        self.parts = ReplicaGathers(self.comm)
-        self._read_outside: list[tuple[Gatherable, Gathered]] = []  # by code outside of a use, see ``hold_until_end``
-        self.handed_out: set[ShardedWeight] = set()  # in this pass, to code that may write to them without a trace
-        self.parted = PartedRanks(lambda index: self.gatherables[index].weight.fqn)
-        self.comm.explain = self.parted.explain
-        self._gaps: set[int] = set()  # lanes in which a gather that the plan expects is not in flight
-        # Weights whose ranks have yet to agree on statistics in this forward, by mesh; meshes that agreed on some.
-        self._to_agree: dict[Groups, list[ShardedWeight]] = {}
+    def __init__(self, comm: CommContext) -> None:
+        self._comm = comm
+        # Weights whose ranks have yet to agree in this forward, by mesh; meshes that agreed on some.
+        self.waiting: dict[Groups, list[ShardedWeight]] = {}
         self._agreeing: set[Groups] = set()
 
-    def _initialize(self, progress: Progress) -> None:
-        super()._initialize(progress)
-        if self.gatherables:
-            groups = [mesh.get_group(mesh.ndim - 1) for mesh in {weight.mesh for weight in self.weights}]
-            self.parted.watch(groups, f"{self.weights[0].fqn} {len(self.weights)}")
+    def begin_forward(self, weights: Sequence[ShardedWeight]) -> None:
+        """At the start of a forward, let the ranks agree on statistics of quantized shards that changed. Each mesh does
+        so in its first gathers, if that runs on streams beside compute. Otherwise all do so at once: later, compute or
+        the host would wait for ranks of other meshes, which gather other weights by then."""
+        self.waiting.clear()
+        self._agreeing.clear()
+        changed = []
+        for weight in weights:
+            wire = weight.form.wire
+            if wire is not None and isinstance(wire, QuantizedWire) and wire.begin_forward():
+                if wire.is_within_mesh and weight.groups.casts_shards:
+                    self.waiting.setdefault(weight.groups, []).append(weight)
+                else:
+                    changed.append(weight)
+        agree_on_amax(changed, self._comm)
+
+    def agree(self, targets: Sequence[Gatherable]) -> None:
+        """Before a gather, let the ranks of the mesh agree on statistics, on the stream of casts. The first gather
+        agrees on the weights that it sends only, so that it does not wait for others; the second one on all others."""
+        groups = targets[0].weight.groups
+        waiting = self.waiting.get(groups, [])
+        sent = {target.weight for target in targets}
+        if sent.isdisjoint(waiting):
+            return
+        later: list[ShardedWeight] = []
+        if groups not in self._agreeing:
+            waiting, later = [w for w in waiting if w in sent], [w for w in waiting if w not in sent]
+        self.waiting[groups] = later
+        self._agreeing.add(groups)
+        with self._comm.packing(groups):
+            agree_on_amax(waiting, self._comm)
+
+
+class Gathering:
+    """Launches the gathers of one runtime, ahead of uses or at a use."""
+
+    def __init__(
+        self, members: Members, passes: Passes, setup: Setup, keeper: Keeper, comm: CommContext, grads: Gradients
+    ) -> None:
+        self._members, self._passes, self._setup, self._keeper = members, passes, setup, keeper
+        self._comm, self._grads = comm, grads
+        self.parts = ReplicaGathers(comm)
+        self.statistics = Statistics(comm)
+        self._read_outside: list[tuple[Gatherable, Gathered]] = []  # by code outside of a use, see ``hold_until_end``
+        self.handed_out: set[ShardedWeight] = set()  # in this pass, to code that may write to them without a trace
+        self._gaps: set[int] = set()  # lanes in which a gather that the plan expects is not in flight
 
     def acquire(self, target: Gatherable) -> Gathered:
         """Begin a use: the full weight, ready on the current stream. Launch the next gathers of the plan."""
-        if self.recording is not None:
-            return self.recording.acquire(target)
-        gathered, comm = target.live, self.comm
+        if self._grads.recording is not None:
+            return self._grads.recording.acquire(target)
+        gathered, comm = target.live, self._comm
         if gathered is None or not target.weight.is_fresh(gathered):
             gathered = self._begin_use(target)
         gathered.holds += 1
         if comm.is_debugged:
-            comm.delay()
+            comm.streams.delay()
         done = gathered.done
-        stream = comm.wait(done)
+        stream = comm.streams.wait(done)
         uploaded, gathered.uploaded = gathered.uploaded, None
         if done.origin is not stream:
-            comm.note_reading(done, (gathered.buffer,) if uploaded is None else (gathered.buffer, uploaded))
+            comm.streams.note_reading(done, (gathered.buffer,) if uploaded is None else (gathered.buffer, uploaded))
         return gathered
 
     def _begin_use(self, target: Gatherable) -> Gathered:
         """Take or launch the gather of a weight that is not live, and launch those that the plan has next."""
-        if not self.is_initialized:
-            self.ensure_initialized()
+        if not self._setup.is_done:
+            self._setup.ensure()
         if compat.is_recording():
             refuse_recording("torch.fx", target.weight.fqn)
         if target.weight.registration.is_cut_again:
             target.weight.check_readable()
-        gathered = target.live = self._take(target) or self._gather_now(target)
-        if (chain := self._running_chain) is not None and not may_be_left_out(target):
+        gathered = target.live = self._keeper.take(target) or self._gather_now(target)
+        if (chain := self._passes.running) is not None and not may_be_left_out(target):
             launches = chain.advance(target.index, target.lane)
             if launches is None or self._gaps:
                 self._catch_up(chain, target, launches is not None)
             for launch in launches or ():
                 self._prefetch(chain, launch.positions)
         return gathered
-
-    @property
-    def _running_chain(self) -> Chain | None:
-        return self._backward_chain if self._is_in_backward else self._forward_chain
 
     def compute(self, op: Callable[..., Tensor], input: Tensor, target: Gatherable, *rest: Any) -> Tensor:
         """``op(input, full, *rest)`` with the full weight: a use without the cost of a context of ours."""
@@ -118,24 +150,24 @@ class Gathering(KeepAndFree):
 
     def release(self, target: Gatherable, gathered: Gathered) -> None:
         """End a use."""
-        if self.recording is not None:
+        if self._grads.recording is not None:
             return
         gathered.holds -= 1
         if gathered.holds:
             return
         if target.live is gathered:
             target.live = None
-        is_kept = self._stays(target) or (target.index in self._kept_if_last and self._is_turning_point(target))
+        is_kept = self._keeper.stays_after_use(target)
         if isinstance(target, GatherableGroup):
             is_kept = is_kept or self._is_next(target)
         if is_kept and target.weight.is_fresh(gathered) and target.weight not in self.handed_out:
             target.kept = gathered
         else:
-            self._free(target, gathered)
+            self._keeper.free(target, gathered)
 
     def _is_next(self, group: GatherableGroup) -> bool:
         """Whether a group that was just used is used again soon: it has memory for one gather at a time."""
-        chain = self._running_chain
+        chain = self._passes.running
         if chain is None or chain.plan.uses.count(group.index) < 2:
             return False
         uses = chain.plan.uses
@@ -143,55 +175,44 @@ class Gathering(KeepAndFree):
 
     def gather_kept(self, weight: ShardedWeight) -> None:
         """Gather a weight ahead of any use, for ``unshard``."""
-        self.ensure_initialized()
         target = weight.for_forward
         if target.live is None and (target.kept is None or not weight.is_fresh(target.kept)):
-            self.drop_kept(weight)
+            self._keeper.drop_kept(weight)
             weight.follow(weight.registration.sites[0])
             weight.check_readable()
-            self.comm.begin_pass(weight.groups)
-            if (kept := self._take(target)) is None:
+            self._comm.begin_pass(weight.groups)
+            if (kept := self._keeper.take(target)) is None:
                 self._gather([target])
                 kept = target.pending.pop()
             target.kept = kept
 
+    def gather_kept_group(self, group: WeightGroup) -> None:
+        """As ``gather_kept``."""
+        target = group.for_forward
+        if target.live is None and (target.kept is None or not group.is_fresh(target.kept)):
+            self._keeper.forget_kept(target)
+            self._comm.begin_pass(group.groups)
+            target.kept = self._keeper.take(target) or self._gather_now(target)
+
     def gather_and_keep(self, targets: Sequence[Gatherable]) -> None:
         """Gather weights of one mesh ahead of any use, in one launch."""
         for target in targets:
-            self.forget_kept(target)
+            self._keeper.forget_kept(target)
             self.forget_pending(target)
         self._gather(targets)
         for target in targets:
             target.kept = target.pending.pop()
 
-    def _plan_anew(self, gatherables: list[Gatherable]) -> None:
-        """Plans name gatherables by their index, so none of other gatherables is of use."""
-        self.gatherables = gatherables
-        for index, target in enumerate(gatherables):
-            target.index = index
-        self.chains.clear()
-
-    def split_groups(self) -> None:
-        """Gather and reduce each weight by itself from now on, as graphs of single blocks need it."""
-        self.make_groups = None
-        for group in self.groups:
-            self.forget_kept(group.for_forward)
-            group.dissolve()
-        self.groups = []
-        self._plan_anew([target for weight in self.weights for target in weight.gatherables])
-        if self.is_initialized:
-            self._prepare_gatherables()
-
     def hold_until_end(self, group: WeightGroup) -> None:
         """Code outside of a use reads a weight of ``group``: gather it until the pass ends."""
         target = group.for_forward
         if group.is_pinned and target.kept is not None and group.is_fresh(target.kept):
-            self.comm.wait(target.kept.done)
+            self._comm.streams.wait(target.kept.done)
             group.note_read_outside()
         else:
             self._read_outside.append((target, self.acquire(target)))
 
-    def _release_read_outside(self) -> None:
+    def release_read_outside(self) -> None:
         while self._read_outside:
             self.release(*self._read_outside.pop())
 
@@ -199,8 +220,8 @@ class Gathering(KeepAndFree):
         """After a deviation or a gap, launch every gather that should already be in flight."""
         lane = used.lane
         if not is_expected:
-            self.parted.note(chain, used.index, len(chain.observed) - 1)
-        if chain.may_guess and self._is_in_backward:
+            self._passes.parted.note(chain, used.index, len(chain.observed) - 1)
+        if chain.may_guess and self._passes.is_in_backward:
             self._guess_backward(chain)
         if is_expected:
             self._fill(chain, [gap for gap in self._gaps if lane in (0, gap)])
@@ -212,15 +233,15 @@ class Gathering(KeepAndFree):
 
     def _guess_backward(self, chain: Chain) -> None:
         """Guess the rest of a first backward from its first uses."""
-        forward = self._forward_of_backward
-        blocks = [] if forward is None else self.guesses.backward(forward.plan.uses, chain.observed)
+        forward = self._passes.forward_of_backward
+        blocks = [] if forward is None else self._setup.guesses.backward(forward.plan.uses, chain.observed)
         if blocks is not None:
             chain.guess(blocks, NUM_SEEN)
 
-    def _begin(self, chain: Chain) -> None:
+    def begin(self, chain: Chain) -> None:
         """Begin a pass, and launch its first gathers."""
         chain.begin()
-        self.parted.begin(chain)
+        self._passes.parted.begin(chain)
         self._gaps.clear()
         self.handed_out.clear()
         for launch in chain.plan.launches[0]:
@@ -236,7 +257,7 @@ class Gathering(KeepAndFree):
         """Launch one gather of the weights that are neither in memory nor in flight for these uses of the plan."""
         missing, uses = [], chain.plan.uses
         for position in positions:
-            target = self.gatherables[uses[position]]
+            target = self._members.gatherables[uses[position]]
             if target.weight in self.handed_out:
                 continue
             if target.weight.registration.is_cut_again and not target.weight.is_readable:
@@ -247,39 +268,39 @@ class Gathering(KeepAndFree):
             self._gather(missing)
 
     def _is_missing(self, chain: Chain, target: Gatherable, position: int) -> bool:
-        if self._stays(target) or isinstance(target, GatherableGroup):
+        if self._keeper.stays(target) or isinstance(target, GatherableGroup):
             return target.is_absent
         available = len(target.pending) + (target.kept is not None)
         return available == 0 or available < chain.num_expected(target.index, position)
 
     def _gather(self, targets: Sequence[Gatherable]) -> None:
         """Launch one gather of shards that are present."""
-        self.grads.launches.order.note("all_gather", targets)
-        if not (compat.num_dispatch_modes() or self._to_agree or self.parts.weights):
-            gather.launch(targets, self.comm)
+        self._grads.launches.order.note("all_gather", targets)
+        if not (compat.num_dispatch_modes() or self.statistics.waiting or self.parts.weights):
+            gather.launch(targets, self._comm)
             return
         # Policies of activation checkpointing see all ops, but a recomputation may launch other gathers.
         with compat.unseen_by_checkpoint_policies():
             if self.parts.weights:
                 for target in targets:
                     self.parts.bring(gather.weights_of(target), is_outdated=target.weight in self.handed_out)
-            self._agree(targets)
-            gather.launch(targets, self.comm)
+            self.statistics.agree(targets)
+            gather.launch(targets, self._comm)
 
     def _gather_now(self, target: Gatherable) -> Gathered:
         """Gather for a use that nothing was launched for, together with its companions."""
         if may_be_left_out(target):
-            self._gather(absent_beside(target, self.gatherables))
+            self._gather(absent_beside(target, self._members.gatherables))
             return target.pending.pop()
         others = [other for other in target.companions if other is not target and other.is_absent]
         others = [other for other in others if not other.weight.registration.is_cut_again or other.weight.is_readable]
-        if (chain := self._running_chain) is not None:
-            self.parted.note(chain, target.index, len(chain.observed))
+        if (chain := self._passes.running) is not None:
+            self._passes.parted.note(chain, target.index, len(chain.observed))
         self._gather([target, *others])
         return target.pending.pop()
 
-    def _drop_prefetched(self) -> None:
-        for target in self.gatherables:
+    def drop_prefetched(self) -> None:
+        for target in self._members.gatherables:
             if target.pending:
                 self.forget_pending(target)
 
@@ -288,7 +309,7 @@ class Gathering(KeepAndFree):
         that is not in lane 0, drop only gathers of its lane: ranks of other meshes may use other weights now."""
         expected = Counter(chain.plan.uses[position] for positions in chain.expected() for position in positions)
         expected.update(other.index for other in used.companions)
-        for target in self.gatherables:
+        for target in self._members.gatherables:
             if target.pending and used.lane in (0, target.lane):
                 self.forget_pending(target, expected[target.index])
 
@@ -302,36 +323,4 @@ class Gathering(KeepAndFree):
         """Drop what is in flight of a weight or a group, but for the first ``num_left`` gathers."""
         while len(target.pending) > num_left:
             self._gaps.add(target.lane)  # if this pass interrupts another one, that one gathers again
-            self._discard(target, target.pending.pop())
-
-    def _begin_quantized(self, weights: Sequence[ShardedWeight]) -> None:
-        """At the start of a forward, let the ranks agree on statistics of quantized shards that changed. Each mesh does
-        so in its first gathers, if that runs on streams beside compute. Otherwise all do so at once: later, compute or
-        the host would wait for ranks of other meshes, which gather other weights by then."""
-        self._to_agree.clear()
-        self._agreeing.clear()
-        changed = []
-        for weight in weights:
-            wire = weight.form.wire
-            if wire is not None and isinstance(wire, QuantizedWire) and wire.begin_forward():
-                if wire.is_within_mesh and weight.groups.casts_shards:
-                    self._to_agree.setdefault(weight.groups, []).append(weight)
-                else:
-                    changed.append(weight)
-        agree_on_amax(changed, self.comm)
-
-    def _agree(self, targets: Sequence[Gatherable]) -> None:
-        """Before a gather, let the ranks of the mesh agree on statistics, on the stream of casts. The first gather
-        agrees on the weights that it sends only, so that it does not wait for others; the second one on all others."""
-        groups = targets[0].weight.groups
-        waiting = self._to_agree.get(groups, [])
-        sent = {target.weight for target in targets}
-        if sent.isdisjoint(waiting):
-            return
-        later: list[ShardedWeight] = []
-        if groups not in self._agreeing:
-            waiting, later = [w for w in waiting if w in sent], [w for w in waiting if w not in sent]
-        self._to_agree[groups] = later
-        self._agreeing.add(groups)
-        with self.comm.packing(groups):
-            agree_on_amax(waiting, self.comm)
+            self._keeper.discard(target, target.pending.pop())

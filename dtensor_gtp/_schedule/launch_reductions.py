@@ -76,11 +76,11 @@ class ReductionLaunches:
         """By one reduce-scatter of the process group."""
         comm, weight = self._comm, gradient.weight
         slot = weight.pending_grad.new_slot()
-        with comm.reducing():
+        with comm.reductions.reducing():
             if comm.is_debugged:
                 self._look_at([weight], [buffer])
             work = compat.reduce_scatter_base(
-                slot, buffer, gradient.scale.op, weight.groups.scatter, not comm.has_streams
+                slot, buffer, gradient.scale.op, weight.groups.scatter, not comm.streams.has_streams
             )
             self._launched(gradient, work, partial(self._complete, gradient, slot), [buffer, slot])
 
@@ -89,12 +89,12 @@ class ReductionLaunches:
         comm, weight = self._comm, gradient.weight
         slot, addends = weight.pending_grad.new_slot(), buffer.new_empty(buffer.shape)
         sent = buffer if buffer.is_contiguous() else torch.empty_like(addends)
-        with comm.reducing():
+        with comm.reductions.reducing():
             if comm.is_debugged:
                 self._look_at([weight], [buffer])
             if sent is not buffer:
                 sent.copy_(buffer)
-            work = compat.all_to_all_base(addends, sent, weight.groups.scatter, not comm.has_streams)
+            work = compat.all_to_all_base(addends, sent, weight.groups.scatter, not comm.streams.has_streams)
             complete = partial(self._add_up, gradient, slot, addends)
             self._launched(gradient, work, complete, [buffer, sent, addends, slot])
 
@@ -103,7 +103,7 @@ class ReductionLaunches:
         gradient.buffer, earlier = None, gradient.weight.pending_grad.unreplicated
         if earlier is not None:
             keep.append(earlier)
-        self._comm.reduction_launched(work, complete, keep)
+        self._comm.reductions.launched(work, complete, keep)
 
     def sends_narrow(self, weight: Reducible, dtype: torch.dtype) -> bool:
         """Whether a gradient of this dtype travels as it is, and its receivers add in ``reduce_dtype``."""
@@ -127,7 +127,7 @@ class ReductionLaunches:
         scattering = Scattering(
             weight.groups.reduce_scatter, fulls, weight.layout.world, weight.reduce_dtype, ring, places
         )
-        with comm.reducing():
+        with comm.reductions.reducing():
             if comm.is_debugged:
                 self._look_at([each.weight for each in together], fulls)
             work = scattering.launch(scale, weight.groups, comm)
@@ -135,7 +135,7 @@ class ReductionLaunches:
             for gradient in together:
                 if (earlier := gradient.weight.pending_grad.unreplicated) is not None:
                     keep.append(earlier)  # the communication stream adds it to the result
-            comm.reduction_launched(work, partial(self._scattered, together, scattering), keep, held)
+            comm.reductions.launched(work, partial(self._scattered, together, scattering), keep, held)
 
     def _look_at(self, weights: Sequence[Reducible], fulls: Sequence[Tensor]) -> None:
         """Debugging aids, before gradients of these weights travel together. Nobody writes to the padding of fulls."""
@@ -149,14 +149,14 @@ class ReductionLaunches:
         held = [gradient.place for gradient in together if gradient.place is not None]
         if len(held) == len(together):
             return held, held
-        with self._comm.scattering():
-            self._comm.wait_finished()
+        with self._comm.reductions.scattering():
+            self._comm.reductions.wait_finished()
             places = ring.lay_out(fulls, together[0].weight.reduce_dtype)
         return places, [*held, *places]  # the copies to the new places read the old ones
 
     def complete_later(self, gradient: Gradient, slot: Tensor) -> None:
         """Do what follows a reduce-scatter whose result is ``slot``."""
-        with self._comm.reducing():
+        with self._comm.reductions.reducing():
             self._launched(gradient, None, partial(self._complete, gradient, slot), [slot])
 
     def _scattered(self, together: list[Gradient], scattering: Scattering) -> None:

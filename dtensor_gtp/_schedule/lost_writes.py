@@ -14,19 +14,32 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch_compat as compat
+from .._comm.context import CommContext
 from .._params.managed_param import ManagedParam
 from .._params.saved_for_backward import hook_at_node
 from .._params.sharded_weight import ShardedWeight
 from .._params.weight_group import WeightGroup
 from .attribute_reads import AttributeReads, sum_of_bits, written_to_no_effect
 from .gathering import Gathering
+from .keep_and_free import Keeper
+from .members import Members
+from .passes import Passes
 
 
 class LostWrites:
     """Looks for them in one runtime."""
 
-    def __init__(self, runtime: Gathering, reads: AttributeReads) -> None:
-        self._runtime, self._reads = runtime, reads
+    def __init__(
+        self,
+        members: Members,
+        passes: Passes,
+        keeper: Keeper,
+        gathering: Gathering,
+        reads: AttributeReads,
+        comm: CommContext,
+    ) -> None:
+        self._members, self._passes, self._keeper, self._gathering = members, passes, keeper, gathering
+        self._reads, self._comm = reads, comm
         self._outdated: set[ShardedWeight] = set()  # unsharded, and perhaps written since without a trace
         # Groups that a forward reads outside of their blocks, and that a backward uses, as they were then; only if
         # ``reads.looks_at_bits``.
@@ -36,10 +49,10 @@ class LostWrites:
 
     def begin_forward(self) -> None:
         """Gather anew what may have been written since the last pass."""
-        errors = self.written_outside(self._runtime.weights)
-        pinned = (weight for weight in self._runtime.weights if weight.is_pinned)
+        errors = self.written_outside(self._members.weights)
+        pinned = (weight for weight in self._members.weights if weight.is_pinned)
         for weight in pinned if errors else self._outdated:
-            self._runtime.drop_kept(weight)
+            self._keeper.drop_kept(weight)
         self._outdated.clear()
         self._seen_outside.clear()
         self._seen_shards.clear()
@@ -52,13 +65,13 @@ class LostWrites:
             return
         for weight in self._outdated:
             if weight.group is None:
-                self._runtime.drop_kept(weight)
+                self._keeper.drop_kept(weight)
         groups = {weight.group for weight in self._outdated}
-        for group in self._runtime.groups:  # in one order on all ranks
+        for group in self._members.groups:  # in one order on all ranks
             if group in groups:
                 # What was read outside of the block is in the memory of the group, so that has to be full.
-                self._runtime.gather_and_keep([group.for_forward])
-                self._runtime.wait_kept(group.weights[0])
+                self._gathering.gather_and_keep([group.for_forward])
+                self._keeper.wait_kept(group.weights[0])
         self._outdated.clear()
 
     def written_outside(self, weights: Iterable[ShardedWeight]) -> list[RuntimeError]:
@@ -70,8 +83,10 @@ class LostWrites:
         found = [group.write_outside() for group in groups]
         return [*(written_to_no_effect(weight, where) for weight in single), *filter(None, found)]
 
-    def note_handed_out(self, member: ManagedParam) -> None:
+    def note_handed_out(self, param: object) -> None:
         """Somebody has got hold of a parameter in a way in which writes to it leave no version."""
+        if (member := self._members.member_of(param)) is None:
+            return
         group: WeightGroup | None = member.group
         if isinstance(member, ShardedWeight):
             weight = member
@@ -85,37 +100,49 @@ class LostWrites:
             self._outdated.add(weight)  # until the next forward, as one rank alone may read it until then
         else:
             for target in (group or weight).gatherables:
-                self._runtime.forget_kept(target)
+                self._keeper.forget_kept(target)
+
+    def note_untraced_write(self, param: object) -> None:
+        """As ``note_handed_out``, where it is likely that all ranks do so."""
+        self.note_handed_out(param)
+        self._gathering.parts.num_writes += self._members.member_of(param) is not None
+
+    def note_written(self, params: Iterable[object]) -> None:
+        """Somebody writes to these, if they are ours, and leaves no version."""
+        count_writes(self._members.among(set(map(id, params))))
 
     def _drop_in_forward(self, weight: ShardedWeight, group: WeightGroup | None) -> None:
         """Drop what was gathered of a shard that is about to be written, and gather it at its next use alone."""
-        runtime = self._runtime
+        gathering = self._gathering
         if group is not None:
-            if group.for_forward.live is not None and group not in self._seen_shards and runtime.comm.may_wait_on_host:
+            is_seen = group in self._seen_shards
+            if group.for_forward.live is not None and not is_seen and self._comm.streams.may_wait_on_host:
                 self._seen_shards[group] = _bits_of_shards(group)
-            runtime.handed_out.add(group.for_forward.weight)
-            runtime.forget_pending(group.for_forward)
-            runtime.forget_kept(group.for_forward)
+            gathering.handed_out.add(group.for_forward.weight)
+            gathering.forget_pending(group.for_forward)
+            self._keeper.forget_kept(group.for_forward)
             return
-        runtime.handed_out.add(weight)
-        runtime.drop_prefetched_of([weight])
+        gathering.handed_out.add(weight)
+        gathering.drop_prefetched_of([weight])
         for target in weight.gatherables:
             target.live = None  # whoever uses it keeps it
         self._reads.forget(weight)
-        runtime.drop_kept(weight)
+        self._keeper.drop_kept(weight)
 
-    def refuse_new_data(self, member: ManagedParam) -> None:
+    def refuse_new_data(self, param: object) -> None:
         """``param.data = ...`` in a forward: the leaves of a group would keep the old values until the next one."""
-        if member.group is not None:
+        member = self._members.member_of(param) if self._reads.frames else None
+        if member is not None and member.group is not None:
             raise RuntimeError(
                 f"A forward replaces the data of parameter '{member.fqn}' of shape {tuple(member.param.shape)}, which "
                 f"is gathered together with block '{member.group.fqn}' (rank {dist.get_rank()}). Write to it under "
                 "torch.no_grad(): param.copy_(value)."
             )
 
-    def note_new_data(self, member: ManagedParam) -> None:
+    def note_new_data(self, param: object) -> None:
         """After ``param.data = ...``."""
-        if member.registration.is_cut_again:
+        member = self._members.member_of(param)
+        if member is None or member.registration.is_cut_again:
             return
         member.refuse_graphs()
         if member.group is not None:
@@ -123,7 +150,7 @@ class LostWrites:
 
     def note_read(self, group: WeightGroup) -> None:
         """A forward reads a weight of ``group`` outside of its block, or a backward uses the group."""
-        is_in_pass = self._reads.frames or self._runtime.is_in_backward
+        is_in_pass = self._reads.frames or self._passes.is_in_backward
         if is_in_pass and self._reads.looks_at_bits and group not in self._seen_outside:
             self._seen_outside[group] = group.leaves.seen()
 
@@ -159,7 +186,7 @@ class LostWrites:
             return None
         found = [group.untraced_write(seen, where) for group, seen in self._seen_outside.items()]
         self._seen_outside.clear()
-        found += [param.take_back() for param in self._runtime.whole]
+        found += [param.take_back() for param in self._members.whole]
         return next(filter(None, found), None)
 
 

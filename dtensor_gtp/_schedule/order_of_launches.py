@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .._comm.agreement import by_rank, first_difference
 from .._comm.collectives import Groups
+from .._howto import see
 from .._params.sharded_weight import Gatherable
-from .first_forward import parted
 
 NUM_MARKS = 25  # the first one is always 1
 _NUM_NAMED = 4096  # launches that an error can name: more than a step of a large model has
@@ -108,6 +110,17 @@ class OrderOfLaunches:
                 last = compared.launches.last
                 names = [f"{kind} of {', '.join(target.weight.fqn for target in targets)}" for kind, targets in last]
                 raise parted(compared.mesh, "a step", [*names, f"{compared.launches.code:x}"], compared.groups.scatter)
+
+
+def parted(mesh: DeviceMesh, what: str, names: Sequence[str], group: dist.ProcessGroup) -> RuntimeError:
+    """The error for ranks of ``group`` that differ in what they have used or launched. Collective."""
+    return RuntimeError(
+        f"gtp_shard expects that all ranks of mesh axes {mesh.mesh_dim_names} use the same weights in the same order, "
+        f"because each use is a collective, but in {what} {first_difference(by_rank(names, [group]))}: ranks received "
+        "parts of different weights. Run the same modules in the same order on all ranks (a rank without data on an "
+        "empty input), or call set_reduce_scatter_unused_params(True) on modules that may differ. "
+        f"{see('ranks_diverge')}"
+    )
 
 
 def _signs(code: int, like: Tensor) -> Tensor:

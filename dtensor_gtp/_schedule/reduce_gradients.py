@@ -110,7 +110,7 @@ class Gradients:
         """A buffer for a gradient, and whether it holds an earlier gradient, to which the new one is to be added."""
         if self.recording is not None:
             return self.recording.target(single(weight)), False
-        self._comm.note_compute()
+        self._comm.streams.note_compute()
         if weight.pending_grad.unsharded is not None:
             return weight.pending_grad.unsharded, True
         ring, buffer = weight.pending_grad.ring, None
@@ -131,14 +131,14 @@ class Gradients:
             or weight.pending_grad.unsharded is not None
         ):
             return False
-        self._comm.note_compute()
+        self._comm.streams.note_compute()
         return True
 
     def add_full(self, weight: Reducible, grad: Tensor, is_owned: bool) -> None:
         """Take a full gradient in the weight's shape. If ``is_owned``, nothing else reads it: it need not be copied."""
         layout = weight.layout
         if is_owned and self._can_send(weight, grad):
-            self._comm.note_compute()
+            self._comm.streams.note_compute()
             rows = layout.rows_of(grad)
             self.submit(weight, rows if self.recording is None else self.recording.keep(single(weight), rows))
             return
@@ -171,19 +171,19 @@ class Gradients:
             return
         # As ``fully_shard``: the buffers of one group at a time, since that of a block is large. What was launched
         # after the last group, such as experts, may go on.
-        self._comm.retire_first(self._num_launched)
+        self._comm.reductions.retire_first(self._num_launched)
         if not grads.is_agreed or grads.have_new:
             # Once: which weights get gradients on any rank. The others have no gradient, as in one process.
             found = any_rank_has(grads.known, group.mesh, group.device)
             if not any(found):
                 return
             self.launch_waiting()  # in the layout that they have
-            self._comm.retire_all()
+            self._comm.reductions.retire_all()
             grads.agree(found)
         if not grads.weights:
             return  # until now whole parameters alone have gradients
         if self._sends_leaves_dtype(group):
-            self._comm.note_compute()
+            self._comm.streams.note_compute()
             buffer = grads.narrow_buffer()
             grads.pack(buffer)
         else:
@@ -193,7 +193,7 @@ class Gradients:
             if is_accumulating:
                 buffer += packed
         self.submit(group, buffer)
-        self._num_launched = self._comm.num_launched
+        self._num_launched = self._comm.reductions.num_launched
 
     def _sends_leaves_dtype(self, group: WeightGroup) -> bool:
         """Whether the gradients of a group travel in the dtype in which autograd has made them. Sums of microbatches
@@ -267,7 +267,7 @@ class Gradients:
     def submit_recorded(self, written: Sequence[Written]) -> None:
         """Reduce the gradients that the replay of a recorded block has written to these buffers."""
         for bundle, members in groupby(written, lambda gradient: gradient.bundle):
-            with self._comm.unbounded(), nullcontext() if bundle is None else self.together():
+            with self._comm.reductions.unbounded(), nullcontext() if bundle is None else self.together():
                 for weight, buffer, _ in members:
                     self._submit_recorded(weight, buffer)
 
@@ -318,8 +318,8 @@ class Gradients:
             if isinstance(weight, ShardedWeight):
                 weight.gradient.awaits_reduction = False
         self.launch_waiting()
-        if not self._comm.has_streams:
-            self._comm.retire_all()  # completes reductions, which set and clear ``unreplicated_grad``
+        if not self._comm.streams.has_streams:
+            self._comm.reductions.retire_all()  # completes reductions, which set and clear ``unreplicated_grad``
         for weight in synced:
             slot = weight.pending_grad.unreplicated
             if slot is not None and weight.flags.requires_all_reduce:
@@ -328,7 +328,7 @@ class Gradients:
                 scale = collectives.reduce_scale(slot.dtype, weight.num_ranks, factor)
                 share = 1.0 if self.launches.replicas is None else self.launches.replicas.share(factor)
                 self.launches.complete_later(Gradient(weight, None, scale, True, share), slot)
-        if not self._comm.is_capturing:
+        if not self._comm.streams.is_capturing:
             self.launches.order.check(is_next_step=True)
         reduce_whole(whole, self._comm, self.launches.replicas, self.launches.order)
         self._comm.end_backward()
@@ -336,8 +336,8 @@ class Gradients:
         if self.launches.replicas is not None:
             self.launches.replicas.finish()
         if any(param.policies.offload is not None for param in params):
-            self._comm.finish_on_host()
-        is_recorded = self._comm.is_capturing
+            self._comm.host_copies.finish_on_host()
+        is_recorded = self._comm.streams.is_capturing
         for param in params:
             param.gradient.publish(param.fqn, param.flags.all_reduce_hook, is_recorded=is_recorded)
         for group in groups:

@@ -34,7 +34,7 @@ class ReplicaGathers:
         """Plan to gather all weights if any was written since; up to ``nbytes`` in one launch."""
         if not self.weights:
             return
-        if self._comm.is_capturing:
+        if self._comm.streams.is_capturing:
             raise NotImplementedError(
                 "A CUDA graph cannot record forwards with gtp_shard(shard_optimizer=True): each one decides whether "
                 "replicas gather what their optimizers have written. Leave out shard_optimizer."
@@ -78,7 +78,7 @@ class ReplicaGathers:
         self.bring(weights)
         for groups in dict.fromkeys(weight.groups for weight in weights):
             if (done := self._last.pop(groups, None)) is not None:
-                self._comm.wait(done)
+                self._comm.streams.wait(done)
 
     def finish(self) -> None:
         """Launch all that is left, of weights that this forward has not used."""
@@ -111,7 +111,7 @@ class ReplicaGathers:
             done = self._comm.gather_from_replicas(groups, ", ".join(names), pack, unpack)
         self._last[groups] = done
         if together[0].layout.world == 1:
-            self._comm.wait(done)  # what follows runs on the compute stream
+            self._comm.streams.wait(done)  # what follows runs on the compute stream
 
 
 def _version(weight: ShardedWeight) -> int:

@@ -80,13 +80,13 @@ def _reduce_bucket(
     sent = [*grads, used]
     marks = None
     if groups.scatter.size() > 1:
-        marks = order.marks(groups, used, dtype, is_recorded=comm.is_capturing)
+        marks = order.marks(groups, used, dtype, is_recorded=comm.streams.is_capturing)
         sent += [] if marks is None else [marks.values]
     flat = _flatten(sent, dtype)
     wire = torch.view_as_real(flat) if flat.is_complex() else flat
 
     def complete() -> None:
-        if marks is not None and not comm.is_capturing:  # replicas need not launch alike
+        if marks is not None and not comm.streams.is_capturing:  # replicas need not launch alike
             order.compare(marks, flat[-len(marks.values) :], first.mesh, groups)
         for group in active[1:]:
             all_reduce_in_order(wire, scale, group, comm)
@@ -98,15 +98,15 @@ def _reduce_bucket(
                 param.gradient.note_use_elsewhere(is_used)
             param.gradient.accumulate(part)
 
-    with profiler_range("GTP::all_reduce", f"{len(bucket)} whole parameters"), comm.reducing():
+    with profiler_range("GTP::all_reduce", f"{len(bucket)} whole parameters"), comm.reductions.reducing():
         if comm.is_debugged:
             comm.before_collective("all_reduce", ", ".join(param.fqn for param, _ in bucket), groups)
             values = [(param.fqn, grad) for (param, _), grad in zip(bucket, grads, strict=True)]
             comm.check_finite("the all_reduce of gradients", values, groups)
         if scale.predivide is not None:
             wire.div_(scale.predivide)
-        work = compat.all_reduce(wire, scale.op, active[0], not comm.has_streams) if active else None
-        comm.reduction_launched(work, complete, (flat,))
+        work = compat.all_reduce(wire, scale.op, active[0], not comm.streams.has_streams) if active else None
+        comm.reductions.launched(work, complete, (flat,))
 
 
 def _flatten(grads: list[Tensor], dtype: torch.dtype) -> Tensor:
@@ -119,15 +119,15 @@ def _flatten(grads: list[Tensor], dtype: torch.dtype) -> Tensor:
 
 def all_reduce_in_order(tensor: Tensor, scale: ReduceScale, group: dist.ProcessGroup, comm: CommContext) -> None:
     """All-reduce on the current stream. Without streams, wait for the result."""
-    work = compat.all_reduce(tensor, scale.op, group, not comm.has_streams)
-    if work is not None and not comm.has_streams:
+    work = compat.all_reduce(tensor, scale.op, group, not comm.streams.has_streams)
+    if work is not None and not comm.streams.has_streams:
         work.wait()
 
 
 def reduce_scatter_in_order(rows: Tensor, scale: ReduceScale, group: dist.ProcessGroup, comm: CommContext) -> Tensor:
     """Reduce-scatter one row for each rank on the current stream. Without streams, wait for the result."""
     row = rows.new_empty(rows.shape[1])
-    work = compat.reduce_scatter_base(row, rows.reshape(-1), scale.op, group, not comm.has_streams)
-    if work is not None and not comm.has_streams:
+    work = compat.reduce_scatter_base(row, rows.reshape(-1), scale.op, group, not comm.streams.has_streams)
+    if work is not None and not comm.streams.has_streams:
         work.wait()
     return row

@@ -109,7 +109,7 @@ def _checked_runtime(module: nn.Module, mesh: ElasticMesh) -> Runtime:
                 f"synchronize_replicas does not support fully_shard around gtp_shard, but '{name}' is wrapped. Use "
                 "more replicas instead of the outer axis."
             )
-    if any(call.arguments.shard_optimizer for call in runtime.calls):
+    if any(call.arguments.shard_optimizer for call in runtime.members.calls):
         raise NotImplementedError(
             "synchronize_replicas does not support gtp_shard(shard_optimizer=True): the states of a lost replica would "
             "be lost. Leave out shard_optimizer."

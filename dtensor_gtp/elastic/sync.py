@@ -97,7 +97,7 @@ class ReplicaSync:
             if weight.dim is None and weight.tp_dim is not None and self._tp > 1
         }
         # NCCL connects the ranks of a group in its first collective: do it here, not within the first backward.
-        for channel in self._channels if comm.has_streams else ():
+        for channel in self._channels if comm.streams.has_streams else ():
             probe = torch.zeros(1, device=device_of(mesh.world))
             compat.all_reduce(probe, dist.ReduceOp.SUM, compat.resolve_group(channel.group_name), False)
         self._keep: list[Tensor] = []  # slots that the communication stream may still read
@@ -219,14 +219,14 @@ class ReplicaSync:
         self.num_all_reduces += 1
         comm = self._comm
         with profiler_range("GTP::all_reduce", f"{len(parts)} segments"):
-            comm.delay()
+            comm.streams.delay()
             group = compat.resolve_group(channel.group_name)
-            work = compat.all_reduce(flat, dist.ReduceOp.SUM, group, not comm.has_streams)
+            work = compat.all_reduce(flat, dist.ReduceOp.SUM, group, not comm.streams.has_streams)
         arrived = partial(self._arrived, bucket, None if is_alone else flat)
-        if comm.has_streams:
+        if comm.streams.has_streams:
             arrived()  # the stream orders it; the caller that sends the last gradient records the event
         else:
-            comm.reduction_launched(work, arrived, (flat,))
+            comm.reductions.launched(work, arrived, (flat,))
 
     def _arrived(self, bucket: list[tuple[_Entry, Tensor]], flat: Tensor | None) -> None:
         if flat is not None:
@@ -258,17 +258,17 @@ class ReplicaSync:
                 param.gradient.accumulate(own.view(grad.shape))
 
         comm = self._comm
-        if not comm.has_streams:
+        if not comm.streams.has_streams:
             # Reduce-scatters in flight, unequally many on ranks, may fill a bucket of a channel of all ranks: see
             # [Note: order of channels].
-            comm.retire_all()
-        with profiler_range("GTP::all_reduce", f"{len(bucket)} whole parameters"), comm.reducing():
-            comm.delay()
+            comm.reductions.retire_all()
+        with profiler_range("GTP::all_reduce", f"{len(bucket)} whole parameters"), comm.reductions.reducing():
+            comm.streams.delay()
             _scale(wire, of_rank / self._tp)
             self.num_all_reduces += 1
             world = compat.resolve_group(self._world_name)
-            work = compat.all_reduce(wire, dist.ReduceOp.SUM, world, not comm.has_streams)
-            comm.reduction_launched(work, complete, (flat,))
+            work = compat.all_reduce(wire, dist.ReduceOp.SUM, world, not comm.streams.has_streams)
+            comm.reductions.launched(work, complete, (flat,))
 
     def _spread(self, param: WholeParam, grad: Tensor) -> Tensor:
         """The gradient in its place of the whole parameter; the mean of them over tp is the whole gradient."""
@@ -281,12 +281,12 @@ class ReplicaSync:
 
     def finish(self) -> None:
         """Send what is left, and wait for it. Called at the end of backward."""
-        with self._comm.reducing():
+        with self._comm.reductions.reducing():
             for channel in self._channels:
                 for dtype in list(channel.pending):
                     self._send(channel, dtype)
-            self._comm.reduction_launched(None, lambda: None, ())
-        self._comm.retire_all()
+            self._comm.reductions.launched(None, lambda: None, ())
+        self._comm.reductions.retire_all()
         self._keep.clear()
 
     def reset(self) -> None:

@@ -225,7 +225,7 @@ class _CapturedBlock:
             and compat.current_graph_task_id() == -1
             and compat.saved_tensors_hooks_enabled()
             and not torch.is_autocast_enabled(runtime.device.type)
-            and not runtime.comm.is_capturing
+            and not runtime.comm.streams.is_capturing
             and not runtime.reads.has_foreign_saved_hooks()
             and not any(w.is_pinned or w.flags.reduce_scatter_unused_params for w in self._weights)
         )

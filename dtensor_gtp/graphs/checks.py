@@ -43,7 +43,7 @@ def runtimes_of(module: nn.Module, caller: str = "capture_step") -> list[Runtime
             raise NotImplementedError(
                 f"{caller} does not support offload_policy: a graph cannot wait for the host. {see('offload')}"
             )
-        if runtime.parts.weights:
+        if runtime.gathering.parts.weights:
             raise NotImplementedError(
                 f"{caller} does not support gtp_shard(shard_optimizer=True): whether replicas gather what their "
                 "optimizers have written is decided in each forward. Leave out shard_optimizer."
@@ -182,7 +182,7 @@ def check_none_pinned(runtimes: Sequence[Runtime]) -> None:
 def check_none_in_flight(runtimes: Sequence[Runtime], when: str) -> None:
     for runtime in runtimes:
         runtime.drop_broken_backward()
-    if any(runtime.has_gradients_in_flight for runtime in runtimes):
+    if any(runtime.steps.are_in_flight for runtime in runtimes):
         raise RuntimeError(
             f"capture_step expects a step without gradients in flight {when}, but set_is_last_backward(False) has left "
             "some. Run the last backward of these microbatches eagerly, or all of them within the step."

@@ -133,7 +133,7 @@ class Surroundings:
         managed = [param for runtime in self.runtimes for param in runtime.params]
         registered = [param.registration.current for param in managed]
         return [
-            [runtime.is_last_backward for runtime in self.runtimes],
+            [runtime.steps.is_last_backward for runtime in self.runtimes],
             [module.training for module in modules],
             [id(child) for module in modules for child in module._modules.values()],
             [id(param) for module in modules for param in module._parameters.values()],
@@ -147,7 +147,7 @@ class Surroundings:
 
 def places_of_sums(runtime: Runtime) -> list[Place]:
     """Where sums over microbatches are, beside ``.grad``."""
-    owners: list[Any] = [*runtime.whole, *(param.gradient for param in runtime.params)]
+    owners: list[Any] = [*runtime.members.whole, *(param.gradient for param in runtime.params)]
     owners += [weight.pending_grad for weight in runtime.weights]
     owners += [group.pending_grad for group in runtime.groups]
     names = ("wide", "unsynced_grad", "unsharded", "unreplicated")

@@ -96,7 +96,7 @@ class Recording:
             earlier.clear()
         leaves = [(param, param.leaf) for param in params if isinstance(param, ShardedWeight)]
         whole = [param for param in params if isinstance(param, WholeParam)]
-        runtime.recording = runtime.grads.recording = self
+        runtime.grads.recording = self
         for weight, leaf in leaves:
             # Autograd remembers the first stream on which it sees a leaf, which must be that of the recording.
             weight.leaf = torch.empty_like(leaf, requires_grad=leaf.requires_grad)
@@ -106,7 +106,7 @@ class Recording:
             with runtime.reads.apart(is_forward=is_forward):
                 yield
         finally:
-            runtime.recording = runtime.grads.recording = None
+            runtime.grads.recording = None
             for weight, leaf in leaves:
                 weight.leaf = leaf
             for param in whole:
@@ -224,17 +224,19 @@ class BlockGraph:
         try:
             for index, weight in enumerate(weights, start=1):
                 weight.follow(weight.registration.sites[0])
-                gathered = runtime.acquire(weight.for_forward)
+                gathered = runtime.gathering.acquire(weight.for_forward)
                 if weight in weights[index:]:
-                    runtime.release(weight.for_forward, gathered)  # the next use has its own gather, as without a graph
+                    runtime.gathering.release(
+                        weight.for_forward, gathered
+                    )  # the next use has its own gather, as without a graph
                 else:
                     held.append((weight, gathered))
             for weight, gathered in held:
-                runtime.place(weight, gathered)
+                runtime.keeper.place(weight, gathered)
             replay()
         finally:
             for weight, gathered in held:
-                runtime.release(weight.for_forward, gathered)
+                runtime.gathering.release(weight.for_forward, gathered)
 
 
 class _Call:
@@ -285,7 +287,7 @@ class _Replay(torch.autograd.Function):
         for index, grad in given.items():
             graph.grad_outputs[index].copy_(grad)
         # Reductions may still read what the replay overwrites.
-        runtime.comm.retire_users([each.buffer for each in written])
+        runtime.comm.reductions.retire_users([each.buffer for each in written])
         graph.replay(graph.replay_backward, graph.backward_pass.used)
         runtime.grads.submit_recorded([each for each in written if each.weight in awaited])
         for (param, _), local in zip(graph.forward_pass.whole, graph.grads[num_inputs:], strict=True):

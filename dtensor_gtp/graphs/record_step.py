@@ -133,7 +133,7 @@ def drop_kept(runtimes: Sequence[Runtime]) -> None:
     for runtime in runtimes:
         for weight in runtime.weights:
             if not weight.is_pinned:
-                runtime.drop_kept(weight)
+                runtime.keeper.drop_kept(weight)
 
 
 def _param_versions(runtimes: Sequence[Runtime]) -> set[tuple[int, int, int]]:

@@ -127,13 +127,13 @@ class _ChunkedLoss(ChunkedLossWrapper):
             return head(hidden)
 
         self.lm_head = run_chunk
-        runtime.is_last_backward = False  # the reduction ends with the decoder's backward
+        runtime.steps.is_last_backward = False  # the reduction ends with the decoder's backward
         unshard_params(runtime, params).wait()
         try:
             return super().__call__(pred, labels, global_valid_tokens, **loss_inputs)
         finally:
             reshard_params(runtime, params)
-            runtime.is_last_backward = True
+            runtime.steps.is_last_backward = True
             _set_sync(params, True)
             self.lm_head = head
 

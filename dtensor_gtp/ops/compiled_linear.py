@@ -61,7 +61,7 @@ def grouped_linear(
 @torch.library.custom_op("dtensor_gtp::linear", mutates_args=())
 def _linear(input: Tensor, leaf: Tensor, bias: Tensor | None, handle: Tensor, out_features: int) -> Tensor:
     runtime, weight = handles()[handle].resolve_in_forward()
-    return runtime.compute(F.linear, input, weight.for_forward, bias)
+    return runtime.gathering.compute(F.linear, input, weight.for_forward, bias)
 
 
 @torch.library.custom_op("dtensor_gtp::grouped_linear", mutates_args=())

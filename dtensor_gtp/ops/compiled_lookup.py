@@ -43,7 +43,7 @@ def _embedding(
     found = exchanged_lookup(indices, runtime, weight) if may_exchange else None
     if found is not None:
         return found[0]
-    return runtime.compute(F.embedding, indices, weight.for_forward)
+    return runtime.gathering.compute(F.embedding, indices, weight.for_forward)
 
 
 _embedding.register_fake(
@@ -74,9 +74,9 @@ def _materialize(leaf: Tensor, handle: Tensor, shape: list[int], dtype: torch.dt
     runtime, weight = handles()[handle].resolve_in_forward()
     if weight.form.wire is not None:
         weight.form.wire.note_read()
-    gathered = runtime.acquire(weight.for_forward)
+    gathered = runtime.gathering.acquire(weight.for_forward)
     full = gathered.contiguous().detach()  # owns the memory: without an owner, DTENSOR_GTP_DEBUG=poison overwrites it
-    runtime.release(weight.for_forward, gathered)
+    runtime.gathering.release(weight.for_forward, gathered)
     # The compiler may write to what an op returns after its last use.
     is_shared = gathered.is_alias or gathered.holds > 0 or weight.for_forward.kept is gathered
     return full.clone() if is_shared else full

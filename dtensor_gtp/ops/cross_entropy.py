@@ -65,10 +65,10 @@ def vocabulary_parallel_loss(
     """The loss of each token of this rank in float32 or wider, or None where ranks have agreed to gather the weight.
     ``hidden`` is in the compute dtype; ``target`` is ``IGNORED`` for tokens without a loss, whose loss is zero."""
     check_differentiable(weight)
-    runtime.ensure_initialized()
+    runtime.setup.ensure()
     weight.check_readable()
     with torch.no_grad(), compat.unseen_by_checkpoint_policies():
-        runtime.parts.complete([weight])
+        runtime.gathering.parts.complete([weight])
         targets = exchange.gather(target, IGNORED, runtime.comm, weight.groups)
         if targets is None:
             return None
@@ -112,7 +112,7 @@ class _Job:
 
     def all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         what = f"logits' statistics of {self.weight.fqn}"
-        self.runtime.comm.wait(launch(compat.all_reduce, what, self.runtime, self.weight, values, op))
+        self.runtime.comm.streams.wait(launch(compat.all_reduce, what, self.runtime, self.weight, values, op))
 
     def all_gather(self, part: Tensor, what: str) -> tuple[Tensor, Done]:
         """Gather contiguous rows of this rank, shape ``(n, ...)``, to ``(world * n, ...)``. Not in the gather group,
@@ -130,7 +130,7 @@ class _Job:
             received, done = ahead
             if index + 1 < len(chunks):
                 ahead = self.all_gather(hidden[chunks[index + 1]], "hidden states")
-            self.runtime.comm.wait(done)
+            self.runtime.comm.streams.wait(done)
             yield chunk, received
 
     def reduce_scatter(self, full: Tensor, target: Tensor) -> None:
@@ -141,11 +141,11 @@ class _Job:
         def complete() -> None:
             target.copy_(slot[: target.shape[0]])  # a rank may have fewer tokens than the chunk
 
-        with comm.reducing():
+        with comm.reductions.reducing():
             comm.before_collective("reduce_scatter", f"hidden states for the loss over {weight.fqn}", weight.groups)
             group, sum_op = weight.groups.scatter, dist.ReduceOp.SUM
-            work = compat.reduce_scatter_base(slot, full, sum_op, group, not comm.has_streams)
-            comm.reduction_launched(work, complete, (full, slot))
+            work = compat.reduce_scatter_base(slot, full, sum_op, group, not comm.streams.has_streams)
+            comm.reductions.launched(work, complete, (full, slot))
 
 
 class _VocabularyParallelLoss(torch.autograd.Function):
@@ -234,7 +234,7 @@ def _backward(
     wgrad = torch.zeros(layout.slot_shape, dtype=wgrad_dtype, device=device) if needs[1] else None
     grad_bias = torch.zeros(layout.num_rows, dtype=dtype, device=device) if needs[2] else None
     grads, done = job.all_gather(padded(grad_losses.to(dtype), job.targets.shape[1]).contiguous(), "gradients")
-    comm.wait(done)
+    comm.streams.wait(done)
     grads = grads.view(job.targets.shape).masked_fill(job.targets == IGNORED, 0)
     for chunk, received in zip(job.chunks(), kept, strict=True) if kept else job.hidden_of_all(hidden):
         logits = job.logits(received, rows, bias)
@@ -249,7 +249,7 @@ def _backward(
         del logits, grad_logits  # before the next logits
     if wgrad is not None:
         job.runtime.grads.add_rows(job.weight, wgrad)
-    comm.retire_all()  # the gradient of the hidden states is complete
+    comm.reductions.retire_all()  # the gradient of the hidden states is complete
     return grad_hidden, None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
 
 

@@ -24,7 +24,7 @@ def embedding(indices: Tensor, padding_idx: int | None, runtime: Runtime, weight
         return result
     if torch.is_grad_enabled() and (found := exchanged_lookup(indices, runtime, weight)) is not None:
         return found[0]
-    return runtime.compute(F.embedding, indices, weight.for_forward, padding_idx)
+    return runtime.gathering.compute(F.embedding, indices, weight.for_forward, padding_idx)
 
 
 class _Embedding(torch.autograd.Function):
@@ -41,7 +41,7 @@ class _Embedding(torch.autograd.Function):
         if compat.asks_checkpoint_policy():
             output = F.embedding(indices, UngatheredWeight(runtime, weight), padding_idx)
         else:
-            output = runtime.compute(F.embedding, indices, weight.for_forward, padding_idx)
+            output = runtime.gathering.compute(F.embedding, indices, weight.for_forward, padding_idx)
         ctx.save_for_backward(indices, None)
         return output
 

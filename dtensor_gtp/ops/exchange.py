@@ -57,7 +57,7 @@ def _moved_nbytes(weight: ShardedWeight) -> int:
 def _may_ask(runtime: Runtime, weight: ShardedWeight) -> bool:
     """Whether ranks know how many tokens others have, or may ask in each lookup."""
     comm = runtime.comm
-    is_known = runtime.policy.exchange_tokens is not None or comm.may_replay_steps or comm.is_capturing
+    is_known = runtime.policy.exchange_tokens is not None or comm.may_replay_steps or comm.streams.is_capturing
     return is_known or is_worth_asking(_moved_nbytes(weight))
 
 
@@ -75,10 +75,10 @@ def exchanged_ids(indices: Tensor, runtime: Runtime, weight: ShardedWeight) -> T
             return lookup_nbytes(weight.layout.shape[1], weight.compute_dtype.itemsize, has_gradient=has_gradient)
 
         weight.fused.lookups = new_exchange(runtime, weight, "lookup", choice, token_nbytes)
-    runtime.ensure_initialized()
+    runtime.setup.ensure()
     weight.check_readable()
     with profiler_range("GTP::exchange", weight.fqn), compat.unseen_by_checkpoint_policies():
-        runtime.parts.complete([weight])
+        runtime.gathering.parts.complete([weight])
         return weight.fused.lookups.gather(indices.reshape(-1), 0, runtime.comm, weight.groups)
 
 
@@ -97,16 +97,16 @@ def exchanged_lookup(indices: Tensor, runtime: Runtime, weight: ShardedWeight) -
         what = f"{ids.shape[1]} tokens of {weight.fqn}"
         addends = output.view(bits), rows.view(bits)
         done = launch(compat.reduce_scatter_base, what, runtime, weight, *addends, dist.ReduceOp.SUM)
-        runtime.comm.wait(done)
+        runtime.comm.streams.wait(done)
     return output[: indices.numel()].view(*indices.shape, dim), ids
 
 
 def launch(collective: Callable[..., Any], what: str, runtime: Runtime, weight: ShardedWeight, *args: Any) -> Done:
     """Launch a collective in the scatter group. In the gather group it would wait for weights that are prefetched."""
     comm, groups = runtime.comm, weight.groups
-    with comm.scattering():
+    with comm.reductions.scattering():
         comm.before_collective(collective.__name__.removesuffix("_base"), what, groups)
-        return comm.scatter_done(collective(*args, groups.scatter, not comm.has_streams))
+        return comm.reductions.scatter_done(collective(*args, groups.scatter, not comm.streams.has_streams))
 
 
 def _own_rows(ids: Tensor, weight: ShardedWeight) -> Tensor:
@@ -149,9 +149,9 @@ def exchanged_grad(runtime: Runtime, weight: ShardedWeight, grad_output: Tensor,
     received = sent.new_empty((ids.numel(), layout.shape[1]))
     with profiler_range("GTP::exchange", weight.fqn), comm.gathering(weight.groups):
         comm.before_collective("all_gather", f"gradients of {ids.shape[1]} tokens of {weight.fqn}", weight.groups)
-        work = compat.all_gather_base(received, sent, weight.groups.gather, not comm.has_streams)
+        work = compat.all_gather_base(received, sent, weight.groups.gather, not comm.streams.has_streams)
         done = comm.gather_done(work, weight.groups)
-    comm.wait(done)
+    comm.streams.wait(done)
     flat = ids.reshape(-1)
     local, is_other = local_ids(flat, layout)
     # The padding row behind the slot takes what is not for this rank.

@@ -141,14 +141,14 @@ def multiply_grad(grad_TN: Tensor, ends_G: Tensor, runtime: Runtime, weights: We
 
 def _using(runtime: Runtime, weights: Weights, for_backward: bool) -> AbstractContextManager[Tensor]:
     if len(weights[0].layout.shape) == 3:
-        return runtime.using(weights[0].for_backward if for_backward else weights[0].for_forward)
+        return runtime.gathering.using(weights[0].for_backward if for_backward else weights[0].for_forward)
     return _using_stacked(runtime, weights, for_backward)
 
 
 @contextmanager
 def _using_stacked(runtime: Runtime, weights: Weights, for_backward: bool) -> Iterator[Tensor]:
     with ExitStack() as stack:
-        enter, using = stack.enter_context, runtime.using
+        enter, using = stack.enter_context, runtime.gathering.using
         yield stacked([enter(using(weight.for_backward if for_backward else weight.for_forward)) for weight in weights])
 
 
@@ -205,7 +205,7 @@ class _ShardedGroupedMM(torch.autograd.Function):
             if needs_grad:
                 awaited[index] = compat.is_awaited(ctx, 2 + index)  # counts tensors only: x, ends, leaves
                 if not awaited[index]:
-                    refuse_partial_recording(weight, runtime.comm.is_capturing)
+                    refuse_partial_recording(weight, runtime.comm.streams.is_capturing)
         job = None
         if any(awaited):  # a stage of a pipeline may put it off
             job = partial(runtime.grads.compute, reduce_wgrad, runtime, weights, awaited, grad_TN, x_TK, ends_G)

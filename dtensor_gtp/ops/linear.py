@@ -33,7 +33,7 @@ def linear(input: Tensor, bias: Tensor | None, runtime: Runtime, weight: Sharded
         return result
     if weight.form.gemms is not None:
         return _float8_linear(input, bias, runtime, weight)
-    return runtime.compute(F.linear, input, weight.for_forward, bias)
+    return runtime.gathering.compute(F.linear, input, weight.for_forward, bias)
 
 
 def _forward(
@@ -46,7 +46,7 @@ def _forward(
     elif is_policy_asked:
         output = F.linear(input, UngatheredWeight(runtime, weight), bias)
     else:
-        output = runtime.compute(F.linear, input, weight.for_forward, bias)
+        output = runtime.gathering.compute(F.linear, input, weight.for_forward, bias)
     if not is_policy_asked:  # torch must see writes to what a policy has saved
         output = compat.no_view(output)
     # The gradient of a frozen weight is not computed, so its input is not saved.
@@ -80,7 +80,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     runtime, weight, version, gemms = ctx.use
     needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
     if needs_weight and not compat.is_awaited(ctx, 1):
-        refuse_partial_recording(weight, runtime.comm.is_capturing)
+        refuse_partial_recording(weight, runtime.comm.streams.is_capturing)
         needs_weight = False
     runtime.note_backward()
     (input,) = ctx.saved_tensors
@@ -119,7 +119,7 @@ _apply_linear = compat.quick_apply(_Linear)
 
 # Functions, so that nothing holds the gathered weight after dgrad: wgrad may come next, see ``wgrad_first``.
 def dgrad(runtime: Runtime, weight: ShardedWeight, grad_output: Tensor) -> Tensor:
-    return runtime.compute(torch.matmul, grad_output, weight.for_backward)
+    return runtime.gathering.compute(torch.matmul, grad_output, weight.for_backward)
 
 
 def float8_dgrad(runtime: Runtime, weight: ShardedWeight, gemms: Float8GEMMs, casts: Tensors) -> Tensor:

@@ -22,12 +22,12 @@ from ..quant.planes import Quantized
 @contextmanager
 def using_quantized(runtime: Runtime, target: Gatherable) -> Iterator[Quantized]:
     """A use of a weight in the form in which it was gathered."""
-    gathered = runtime.acquire(target)
+    gathered = runtime.gathering.acquire(target)
     try:
         assert gathered.quantized is not None
         yield gathered.quantized()
     finally:
-        runtime.release(target, gathered)
+        runtime.gathering.release(target, gathered)
 
 
 def float8_product(input_MK: Tensor, runtime: Runtime, weight: ShardedWeight) -> Tensor:
@@ -69,5 +69,5 @@ class UngatheredWeight(Tensor):
             return func(*real[0], **real[1])
 
     def _gathered(self, stack: ExitStack) -> Tensor:
-        full = stack.enter_context(self._runtime.using(self._weight.for_forward))
+        full = stack.enter_context(self._runtime.gathering.using(self._weight.for_forward))
         return full.t() if self._is_transposed else full

@@ -25,9 +25,9 @@ from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import MixedPrecisionPolicy, gtp_shard
 from dtensor_gtp import _torch_compat as compat
-from dtensor_gtp._comm.context import CommContext
+from dtensor_gtp._comm.streams import Streams
 from dtensor_gtp._schedule.attribute_reads import Frame
-from dtensor_gtp._schedule.gathering import Gathering
+from dtensor_gtp._schedule.keep_and_free import Keeper
 from dtensor_gtp._schedule.runtime import Runtime
 from dtensor_gtp.graphs.capture_blocks import CapturedBlocks
 from dtensor_gtp.nn import GroupedLinear
@@ -116,7 +116,7 @@ class OnHost:
 
     def record(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         self.events.append("record")
-        with mock.patch.object(CommContext, "_fork", side_effect=AssertionError("a recording does not communicate")):
+        with mock.patch.object(Streams, "fork", side_effect=AssertionError("a recording does not communicate")):
             result = step()
         for tensor in self.tensors(result):
             tensor.detach().copy_(torch.full_like(tensor, float("nan") if tensor.is_floating_point() else -1))
@@ -315,14 +315,14 @@ class TestCaptureBlocks:
     def test_weights_are_gathered_where_graphs_read_them(self, world: Any) -> None:
         pair = Pair(world, schedule=explicit(min_shard_numel=0, prefetch_nbytes=3072, coalesce_nbytes=0))
         pair.prepare()
-        copied, place = [], Gathering.place
+        copied, place = [], Keeper.place
 
-        def watched(runtime: Any, weight: Any, gathered: Any) -> None:
+        def watched(keeper: Any, weight: Any, gathered: Any) -> None:
             if not gathered.is_in(weight.form.fixed.gathered):
                 copied.append(weight.fqn)
-            place(runtime, weight, gathered)
+            place(keeper, weight, gathered)
 
-        with mock.patch.object(Gathering, "place", watched):
+        with mock.patch.object(Keeper, "place", watched):
             assert pair.run(train(3)) == REPLAYED
         # The second use of a weight is gathered while the first one holds the buffer.
         assert copied == [f"blocks.{index}.twice.weight" for index in (0, 1, 2, 3, 3, 2, 1, 0)]
@@ -462,17 +462,17 @@ class TestCaptureBlocks:
         runtime.gather_kept(weights[1])  # as a prefetch, to be used when block 0 has been
         assert weights[1].for_forward.kept is not None
         assert weights[1].for_forward.kept.is_in(weights[1].form.fixed.gathered)
-        gathered = runtime.acquire(weights[0].for_forward)
+        gathered = runtime.gathering.acquire(weights[0].for_forward)
         assert not gathered.is_in(weights[0].form.fixed.gathered)
-        runtime.place(weights[0], gathered)
+        runtime.keeper.place(weights[0], gathered)
         assert not weights[1].for_forward.kept.is_in(weights[1].form.fixed.gathered)
         for weight, value in (
             (weights[0], weights[0].form.fixed.gathered),
             (weights[1], weights[1].for_forward.kept.value),
         ):
             assert torch.equal(value, torch.cat([weight.shard] * 4))
-        runtime.release(weights[0].for_forward, gathered)
-        runtime.drop_kept(weights[1])
+        runtime.gathering.release(weights[0].for_forward, gathered)
+        runtime.keeper.drop_kept(weights[1])
 
     def test_removal(self, pair: Pair) -> None:
         pair.captured.remove()

@@ -88,16 +88,16 @@ def test_own_parameters(world: Any, schedule: Any, is_checkpointed: bool) -> Non
     pair = make_pair(world, OwnNet(is_checkpointed=is_checkpointed), **schedule)
     release = Gathering.release
 
-    def checked(runtime: Gathering, target: Gatherable, gathered: Gathered) -> None:
-        assert not gathered.is_alias or runtime.recording is not None, "a recording's weight has left it"
-        release(runtime, target, gathered)
+    def checked(gathering: Gathering, target: Gatherable, gathered: Gathered) -> None:
+        assert not gathered.is_alias or gathering._grads.recording is not None, "a recording's weight has left it"
+        release(gathering, target, gathered)
 
     with mock.patch.object(Gathering, "release", checked):
         for seed in range(6):
             pair.run(train(seed))
         assert pair.run(train(6, 7)) == ["replay"] * 16
     for model in pair.models:
-        assert not any(t.kept or t.live or t.pending for t in runtime_of(model).gatherables)
+        assert not any(t.kept or t.live or t.pending for t in runtime_of(model).members.gatherables)
 
 
 def test_hooks_that_read_what_the_block_reads(world: Any) -> None:

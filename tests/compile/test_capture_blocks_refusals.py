@@ -97,4 +97,4 @@ class TestRefusals:
             RuntimeError, match=r"could not record block 'blocks.0': ZeroDivisionError: division by zero"
         ):
             pair.models[1].blocks[0](x)
-        assert runtime_of(pair.models[1]).recording is None
+        assert runtime_of(pair.models[1]).grads.recording is None

@@ -451,7 +451,7 @@ class TestSteps:
             step(rows(seed))
             output = setting.model(rows(7))
             for weight in runtime.weights:
-                runtime.drop_kept(weight)
+                runtime.keeper.drop_kept(weight)
             assert torch.equal(output, setting.model(rows(7))), setting.recorder.events[-1]
         assert setting.recorder.events[-1] == "replay"
 

@@ -15,7 +15,7 @@ from torch.cuda.graphs import make_graphed_callables  # torch's own, if this is 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtensor_gtp import gtp_shard
-from dtensor_gtp._comm.context import CommContext
+from dtensor_gtp._comm.streams import Streams
 from dtensor_gtp.nn import GroupedLinear
 
 
@@ -71,13 +71,13 @@ def test_a_recorded_backward_without_a_trained_weight_raises(mesh: DeviceMesh) -
         (grad,) = torch.autograd.grad(module(x).sum(), x)
         assert grad is not None
         output = module(x).sum()
-        with mock.patch.object(CommContext, "is_capturing", True):
+        with mock.patch.object(Streams, "is_capturing", True):
             with pytest.raises(RuntimeError, match=rf"records a backward without the gradient of '{name}'"):
                 torch.autograd.grad(output, x)
     model.requires_grad_(False)
     x = torch.randn(4, 8, requires_grad=True)
     output = model(x).sum()
-    with mock.patch.object(CommContext, "is_capturing", True):
+    with mock.patch.object(Streams, "is_capturing", True):
         torch.autograd.grad(output, x)
 
 
@@ -85,7 +85,7 @@ def test_a_recorded_backward_without_one_of_several_weights_raises(mesh: DeviceM
     layer = gtp_shard(GroupedLinear(2, 8, 8, bias=False, single_grouped_weight=False), mesh, schedule=ALL)
     x = torch.randn(4, 8, requires_grad=True)
     output = layer(x, torch.tensor([3, 1])).sum()
-    with mock.patch.object(CommContext, "is_capturing", True):
+    with mock.patch.object(Streams, "is_capturing", True):
         with pytest.raises(RuntimeError, match="records a backward without the gradient of 'weight0'"):
             torch.autograd.grad(output, x)
 
@@ -96,6 +96,6 @@ def test_a_recording_with_more_tokens_than_an_exchange_carries_raises() -> None:
     with fake_world(world_size=2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("gtp",))
         table = gtp_shard(nn.Embedding(8, 4), mesh, schedule=schedule)
-        with mock.patch.object(CommContext, "is_capturing", True):
+        with mock.patch.object(Streams, "is_capturing", True):
             with pytest.raises(ValueError, match=r"at most 2 tokens on each rank.* but got 3 tokens in a recording"):
                 table(torch.tensor([1, 2, 3]))

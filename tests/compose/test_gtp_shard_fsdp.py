@@ -40,7 +40,7 @@ from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import GTPModule, GTPShard, gtp_shard
-from dtensor_gtp._schedule.runtime import Runtime
+from dtensor_gtp._schedule.gathering import Gathering
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -373,18 +373,18 @@ class TestOrder(unittest.TestCase):
             model = both(self.mesh, reshard_after_forward=True)(make(cls))
             reads: list[int] = []
             in_flight: list[str] = []
-            launch, free, targets = Runtime._gather, FSDPParamGroup._to_sharded, runtime_of(model).gatherables
+            launch, free, targets = Gathering._gather, FSDPParamGroup._to_sharded, runtime_of(model).members.gatherables
 
-            def recorded(runtime: Any, launched: Any, launch: Any = launch, reads: Any = reads) -> Any:
+            def recorded(gathering: Any, launched: Any, launch: Any = launch, reads: Any = reads) -> Any:
                 reads.extend(target.weight.shard.untyped_storage().nbytes() for target in launched)
-                return launch(runtime, launched)
+                return launch(gathering, launched)
 
             def freed(group: Any, free: Any = free, targets: Any = targets, in_flight: Any = in_flight) -> None:
                 free(group)
                 in_flight.extend(t.weight.fqn for t in targets if t.pending and not t.weight.is_readable)
 
             with (
-                mock.patch.object(Runtime, "_gather", recorded),
+                mock.patch.object(Gathering, "_gather", recorded),
                 mock.patch.object(FSDPParamGroup, "_to_sharded", freed),
             ):
                 for _ in range(3):

@@ -174,7 +174,7 @@ class Pipeline:
 
     def num_deviations(self) -> int:
         runtimes = {id(runtime_of(part)): runtime_of(part) for part in self.parts.values()}.values()
-        return sum(chain.num_deviations for runtime in runtimes for chain in runtime.chains.values())
+        return sum(chain.num_deviations for runtime in runtimes for chain in runtime.passes.chains.values())
 
 
 def train(

@@ -43,7 +43,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import GTPShard, capture_step, gtp_shard, quantize_, sharding_report
-from dtensor_gtp._comm.context import CommContext
+from dtensor_gtp._comm.streams import Streams
 from dtensor_gtp.optim import Muon, gathered
 
 CLOSE = {"rtol": 1e-6, "atol": 1e-8}
@@ -568,7 +568,7 @@ class TestCosts(OfTwoByTwo):
             self.assertEqual(split.reduce_scatters - whole.reduce_scatters, num_weights)
             self.assertEqual(whole.all_reduces - split.all_reduces, num_weights)
             self.assertEqual(split.all_gathers - whole.all_gathers, num_weights)
-        gathered_bytes = [[target.nbytes for target in runtime_of(model).gatherables] for model in models]
+        gathered_bytes = [[target.nbytes for target in runtime_of(model).members.gatherables] for model in models]
         self.assertEqual(*gathered_bytes)
 
     def test_report(self) -> None:
@@ -586,7 +586,7 @@ class TestRefusals(OfTwoByTwo):
     def test_combinations(self) -> None:
         model = self.shard(make())
         self.refuse("capture_step does not support gtp_shard.shard_optimizer", lambda: capture_step(model, model))
-        is_capturing = mock.patch.object(CommContext, "is_capturing", property(lambda comm: True))
+        is_capturing = mock.patch.object(Streams, "is_capturing", property(lambda comm: True))
         with is_capturing:
             self.refuse("A CUDA graph cannot record forwards", lambda: model(token_batch(torch.Generator())))
         outer = mesh_of((2, 1, 2), ("dp", "replicate", "gtp"))

@@ -112,7 +112,7 @@ class TestUnusedWeights(GlooTest):
                 model = copy.deepcopy(reference)
                 shard_with_free_heads(model, mesh, policy)
                 self.train(model, reference, mesh.get_local_rank())
-                runtime_of(model)._end_keeps()  # of the last evaluation
+                runtime_of(model).keeper.end_keeps()  # of the last evaluation
                 assert_idle(model)
 
     def test_of_the_whole_model_and_after_groups_were_made(self) -> None:

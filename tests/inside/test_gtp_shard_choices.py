@@ -32,4 +32,4 @@ class TestChoices(GlooTest):
         report = sharding_report(model)
         for text in ("gathered ahead 32.0 MiB: the largest block has", "a mesh of 'cpu' has no copy engines"):
             self.assertIn(text, str(report))
-        self.assertEqual(runtime_of(model).schedule.gather_backend, "process_group")
+        self.assertEqual(runtime_of(model).setup.schedule.gather_backend, "process_group")

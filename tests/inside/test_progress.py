@@ -100,7 +100,7 @@ class TestLongWork(unittest.TestCase):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         self.addCleanup(dist.destroy_process_group)
         model = gtp_shard(nn.Linear(64, 64), init_device_mesh("cpu", (1,), mesh_dim_names=("gtp",)))
-        with self.assertLogs("dtensor_gtp._schedule.keep_and_free", logging.INFO) as logged:
+        with self.assertLogs("dtensor_gtp._schedule.first_forward", logging.INFO) as logged:
             model(torch.zeros(1, 64))
         begin, end, *_ = (record.getMessage() for record in logged.records)
         self.assertEqual(begin, "first forward: ranks agree, communicators are made: begins, 2 in all")

@@ -14,7 +14,7 @@ from test_capture_blocks import one_of
 from test_gtp_shard_groups import CHOSEN, WIDTH, Mixture, Model
 
 from dtensor_gtp import gtp_shard
-from dtensor_gtp._comm.context import CommContext
+from dtensor_gtp._comm.reductions_in_flight import ReductionsInFlight
 from dtensor_gtp._schedule import choose_schedule
 from dtensor_gtp._schedule.reduce_gradients import Gradients
 
@@ -31,13 +31,13 @@ def test_rows_that_wait_for_replicas(options: Any) -> None:
         left = weight.pending_grad.unreplicated.data_ptr()
         model.set_requires_all_reduce(True)
         kept: list[int] = []
-        launched = CommContext.reduction_launched
+        launched = ReductionsInFlight.launched
 
-        def watched(comm: Any, work: Any, complete: Any, keep: tuple[torch.Tensor, ...], *rest: Any) -> None:
+        def watched(reductions: Any, work: Any, complete: Any, keep: tuple[torch.Tensor, ...], *rest: Any) -> None:
             kept.extend(buffer.data_ptr() for buffer in keep)
-            launched(comm, work, complete, keep, *rest)
+            launched(reductions, work, complete, keep, *rest)
 
-        with mock.patch.object(CommContext, "reduction_launched", watched):
+        with mock.patch.object(ReductionsInFlight, "launched", watched):
             model(torch.randn(2, 8)).sum().backward()
         assert left in kept
         assert weight.pending_grad.unreplicated is None
@@ -52,7 +52,7 @@ def test_a_group_waits_for_the_one_before_alone() -> None:
         submit = grads.submit
 
         def noted(weight: Any, buffer: Any) -> None:
-            sent = [reduction.complete.args[0] for reduction in grads._comm._reductions]
+            sent = [reduction.complete.args[0] for reduction in grads._comm.reductions._reductions]
             seen.append([one.weight.fqn for each in sent for one in (each if isinstance(each, list) else [each])])
             submit(weight, buffer)
 

@@ -245,14 +245,14 @@ class TestPlanes(unittest.TestCase):
             gtp_shard(model, mesh, schedule=ALL)
             runtime = runtime_of(model)
             (weight,) = runtime.weights
-            gathered = runtime.acquire(weight.for_forward)
+            gathered = runtime.gathering.acquire(weight.for_forward)
             planes = gathered.quantized().planes
             before = planes[0].view(torch.uint8).clone()
-            runtime.release(weight.for_forward, gathered)
+            runtime.gathering.release(weight.for_forward, gathered)
             self.assertTrue(torch.equal(planes[0].view(torch.uint8), before))
-            gathered = runtime.acquire(weight.for_forward)
+            gathered = runtime.gathering.acquire(weight.for_forward)
             buffer = gathered.buffer
-            runtime.release(weight.for_forward, gathered)
+            runtime.gathering.release(weight.for_forward, gathered)
             self.assertTrue((buffer == 255).all())
             self.assertTrue(buffer.view(torch.float8_e4m3fn).float().isnan().all())
 

@@ -46,7 +46,7 @@ class TestGathered(GlooTest):
             return dequantize(self, quantized, *args)
 
         target = weight.for_forward if direction is Direction.ROWWISE else weight.for_backward
-        with mock.patch.object(type(recipe), "dequantize", spy), runtime.using(target) as whole:
+        with mock.patch.object(type(recipe), "dequantize", spy), runtime.gathering.using(target) as whole:
             return seen[0], whole.clone()
 
     def _check(self, model: nn.Module, recipe: Recipe, names: list[str], num_replicas: int = 1) -> None:
@@ -222,11 +222,11 @@ class TestGathered(GlooTest):
         handle = model.unshard(async_op=True)
         handle.wait()
         handle.wait()
-        first, second = runtime.acquire(weight.for_forward), runtime.acquire(weight.for_forward)
+        first, second = runtime.gathering.acquire(weight.for_forward), runtime.gathering.acquire(weight.for_forward)
         self.assertIs(first, second)
         self.assertIs(first.full, first.full)
         expected = dequantized(full(weight.param.detach()), NVFP4(), Direction.ROWWISE)
         self.assertTrue(torch.equal(first.full, expected))
         for gathered in (first, second):
-            runtime.release(weight.for_forward, gathered)
+            runtime.gathering.release(weight.for_forward, gathered)
         model.reshard()

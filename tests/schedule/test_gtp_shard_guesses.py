@@ -133,19 +133,19 @@ class TestGuesses(TestCase):
 
     def launches(self, model: Model) -> list[int]:
         """Launches of a forward and its backward."""
-        runtime, gather = runtime_of(model), runtime_of(model)._gather
+        runtime, gather = runtime_of(model), runtime_of(model).gathering._gather
         counts = []
 
         def counted(targets: Any) -> None:
             counts[-1] += 1
             gather(targets)
 
-        runtime._gather = counted  # type: ignore[method-assign]
+        runtime.gathering._gather = counted  # type: ignore[method-assign]
         counts.append(0)
         loss = model(torch.zeros(2, 3, dtype=torch.int64)).sum()
         counts.append(0)
         loss.backward()
-        del runtime._gather  # type: ignore[method-assign]
+        del runtime.gathering._gather  # type: ignore[method-assign]
         assert_idle(model)
         return counts
 
@@ -195,7 +195,9 @@ class TestGuesses(TestCase):
             block.is_swapped = True
         self.launches(model)
         self.assertEqual(set(num_gathers(model).values()), {1, 2}, "nothing is dropped")
-        (chain,) = [c for key, c in runtime_of(model).chains.items() if key.is_grad_enabled and not key.is_backward]
+        (chain,) = [
+            c for key, c in runtime_of(model).passes.chains.items() if key.is_grad_enabled and not key.is_backward
+        ]
         self.assertEqual(chain.num_deviations, 4, "the table, the first block twice, the head")
 
     def weight(self, model: Model, block: nn.Module) -> Any:

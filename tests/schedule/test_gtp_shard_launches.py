@@ -57,7 +57,7 @@ class Block(nn.Module):
 def recorded(model: nn.Module) -> Iterator[list[str]]:
     """Lines of launches and uses, in order."""
     runtime, lines = runtime_of(model), []
-    gather, acquire = runtime._gather, runtime.acquire
+    gather, acquire = runtime.gathering._gather, runtime.gathering.acquire
 
     def launch(targets: Sequence[Gatherable]) -> None:
         lines.append("  gather " + " + ".join(target.weight.fqn.removesuffix(".weight") for target in targets))
@@ -67,11 +67,11 @@ def recorded(model: nn.Module) -> Iterator[list[str]]:
         lines.append("use " + target.weight.fqn.removesuffix(".weight"))
         return acquire(target)
 
-    runtime._gather, runtime.acquire = launch, use  # type: ignore[method-assign]
+    runtime.gathering._gather, runtime.gathering.acquire = launch, use  # type: ignore[method-assign]
     try:
         yield lines
     finally:
-        del runtime._gather, runtime.acquire  # type: ignore[method-assign]
+        del runtime.gathering._gather, runtime.gathering.acquire  # type: ignore[method-assign]
 
 
 class TestLaunches(TestCase):
@@ -295,7 +295,7 @@ use 1.experts.down""",
         before = num_gathers(model)
         with recorded(model) as lines:
             runtime, weight = runtime_of(model), weight_of(model, "0.experts.up.weight1")
-            runtime.release(weight.for_forward, runtime.acquire(weight.for_forward))
+            runtime.gathering.release(weight.for_forward, runtime.gathering.acquire(weight.for_forward))
         self.assertEqual(len(lines), 2)
         with torch.no_grad():
             model(x)

@@ -83,18 +83,18 @@ class Gathers:
 @contextmanager
 def watched_gathers(model: nn.Module) -> Iterator[Gathers]:
     runtime, gathers = runtime_of(model), Gathers()
-    gather = runtime._gather
+    gather = runtime.gathering._gather
 
     def watch(targets: Sequence[Gatherable]) -> None:
         gather(targets)
         for target in targets:
             gathers.note(target.weight.fqn, target.pending[-1])
 
-    runtime._gather = watch  # type: ignore[method-assign]
+    runtime.gathering._gather = watch  # type: ignore[method-assign]
     try:
         yield gathers
     finally:
-        del runtime._gather  # type: ignore[method-assign]
+        del runtime.gathering._gather  # type: ignore[method-assign]
 
 
 def num_tensors() -> int:
@@ -180,14 +180,14 @@ class TestMemory(GlooTest):
             model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8)))
             policy = explicit(max_inflight_reduce_scatters=max_inflight, min_shard_numel=0, coalesce_grad_nbytes=0)
             gtp_shard(model, self.gtp_mesh(), schedule=policy)
-            comm, seen = runtime_of(model).comm, []
-            launched = comm.reduction_launched
+            reductions, seen = runtime_of(model).comm.reductions, []
+            launched = reductions.launched
 
-            def watch(*args: Any, c: Any = comm, f: Any = launched, s: list[int] = seen) -> None:
+            def watch(*args: Any, r: Any = reductions, f: Any = launched, s: list[int] = seen) -> None:
                 f(*args)
-                s.append(len(c._reductions))
+                s.append(len(r._reductions))
 
-            comm.reduction_launched = watch
+            reductions.launched = watch
             square_step(model, make_rows(0))
             assert max(seen) == max_inflight, seen
 
@@ -217,7 +217,7 @@ class TestMemory(GlooTest):
         # 15 steps, at least, that leak would show as 15.
         assert max(tensors) - tensors[0] < 3 or until(lambda: num_tensors() - tensors[0] < 3), tensors
         assert max(objects) - objects[0] < 20 or until(lambda: num_objects() - objects[0] < 20), objects
-        assert {len(chain.plan.uses) for chain in runtime_of(model).chains.values()} <= {4, 5}
+        assert {len(chain.plan.uses) for chain in runtime_of(model).passes.chains.values()} <= {4, 5}
 
     def test_dropped_model_frees_its_runtime_and_weights(self) -> None:
         mesh = self.gtp_mesh()

@@ -87,14 +87,14 @@ class TestPoison(unittest.TestCase):
                 model = gtp_shard(Raw(), mesh, schedule=ALL)
             model(make_rows(0))
             runtime, weight = runtime_of(model), weight_of(model, "first")
-            freed = runtime.acquire(weight.for_forward)
+            freed = runtime.gathering.acquire(weight.for_forward)
             freed.buffer.zero_()
-            runtime.release(weight.for_forward, freed)
+            runtime.gathering.release(weight.for_forward, freed)
             assert freed.buffer.isnan().all()
-            escaping = runtime.acquire(weight.for_forward)
+            escaping = runtime.gathering.acquire(weight.for_forward)
             escaped = escaping.full.view(-1)
             escaped.data.zero_()
-            runtime.release(weight.for_forward, escaping)
+            runtime.gathering.release(weight.for_forward, escaping)
             assert escaped.eq(0).all()
 
 
@@ -396,7 +396,7 @@ forward of Net without gradient: 5 weight uses; 1 use is gathered ahead; one lau
         x = make_rows(0).requires_grad_()
 
         def deviations() -> int:
-            return sum(chain.num_deviations for chain in runtime_of(model).chains.values())
+            return sum(chain.num_deviations for chain in runtime_of(model).passes.chains.values())
 
         for order in ([0, 1, 2, 3], [2, 0, 5]):
             model.order = order
@@ -411,6 +411,6 @@ forward of Net without gradient: 5 weight uses; 1 use is gathered ahead; one lau
             # Two steps, forward and backward; what the forward uses last is kept for the backward.
             turning = f"layers.{order[-1]}." + ("second" if order[-1] % 2 else "weight")
             assert used == dict.fromkeys(used, 4) | {turning: 2}, used
-            forward = runtime_of(model).chains[ChainKey(Entry(model), True)]
+            forward = runtime_of(model).passes.chains[ChainKey(Entry(model), True)]
             assert len(forward.plan.uses) == len(used)
             assert_idle(model)

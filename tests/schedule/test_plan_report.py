@@ -87,7 +87,7 @@ class TestPlanReport(unittest.TestCase):
             for step in range(3):
                 inputs = x.clone().requires_grad_()
                 loss = model(inputs).sum()
-                held = [t.weight.fqn for t in runtime_of(model).gatherables if t.kept is not None or t.pending]
+                held = [t.weight.fqn for t in runtime_of(model).members.gatherables if t.kept is not None or t.pending]
                 self.assertEqual(held, ["2.weight"] if keep_last and step else [])  # once there is a plan
                 loss.backward()
                 assert_idle(model)
@@ -106,7 +106,7 @@ class TestPlanReport(unittest.TestCase):
         model = gtp_shard(three_layers(), self.mesh, schedule=schedule)
         for step in range(3):
             loss = model(torch.randn(2, WIDTH, requires_grad=True)).sum()
-            held = [t.weight.fqn for t in runtime_of(model).gatherables if t.kept is not None or t.pending]
+            held = [t.weight.fqn for t in runtime_of(model).members.gatherables if t.kept is not None or t.pending]
             self.assertEqual(held, ["1.weight"] if step else [])
             loss.backward()
         self.assertEqual(sharding_report(model).passes[0].between_nbytes[-1], NBYTES)

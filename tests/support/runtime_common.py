@@ -114,11 +114,11 @@ def assert_idle(module: nn.Module) -> None:
     runtime = runtime_of(module)
     left: dict[str, Any] = {
         "frames": runtime.reads.frames,
-        "is_in_backward": runtime._is_in_backward,
+        "is_in_backward": runtime.passes.is_in_backward,
         "saved weights": runtime.reads.saved_in_backward,
         "weights read in backward": runtime.reads.in_backward.held,
         "values read in backward": runtime.reads.in_backward.values,
-        "reductions": runtime.comm._reductions,
+        "reductions": runtime.comm.reductions._reductions,
         "gradients that wait": runtime.grads._waiting,
     }
     for param in runtime.params:
@@ -129,7 +129,7 @@ def assert_idle(module: nn.Module) -> None:
         left[f"unsharded_grad {weight.fqn}"] = weight.pending_grad.unsharded
         left[f"unreplicated_grad {weight.fqn}"] = weight.pending_grad.unreplicated
         assert weight.for_forward.is_absent, f"{weight.fqn} is gathered"
-    for param in runtime.whole:
+    for param in runtime.members.whole:
         left[f"local gradient {param.fqn}"] = param.leaf.grad
         left[f"unsynced_grad {param.fqn}"] = param.unsynced_grad
     left = {name: value for name, value in left.items() if value is not None and (torch.is_tensor(value) or value)}

@@ -110,7 +110,7 @@ class TestMethods(GlooTest):
         for _ in range(2):
             model.encode(x).sum().backward()
             model(x).sum().backward()
-        chains, targets = runtime_of(model).chains, runtime_of(model).gatherables
+        chains, targets = runtime_of(model).passes.chains, runtime_of(model).members.gatherables
         uses = {
             entry.method: [targets[use].weight.fqn for use in chains[ChainKey(entry, True)].plan.uses]
             for entry in (Entry(model), Entry(model, "encode"))

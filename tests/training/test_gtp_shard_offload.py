@@ -112,7 +112,7 @@ class TestOffload(GlooTest):
             self.assertEqual(waits, ["uploads", "uploads", "gradients"])
         self.assertGreaterEqual(len(sent), 6)
         self.assertEqual(storages(sent) & shards, set())
-        self.assertEqual(storages(param.leaf for param in runtime_of(model).whole) & shards, set())
+        self.assertEqual(storages(param.leaf for param in runtime_of(model).members.whole) & shards, set())
         self.assertEqual(storages(reduced) & storages(param.grad.to_local() for param in model.parameters()), set())
 
     def test_writes_to_shards_count(self) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from dtensor_gtp import gtp_shard
 from dtensor_gtp._modules.binding import binding_of
-from dtensor_gtp._schedule.runtime import Runtime
+from dtensor_gtp._schedule.members import Members
 
 
 class Filter(nn.Module):
@@ -265,7 +265,7 @@ class TestReads(GlooTest):
                 torch.testing.assert_close(full(model(batch)), reference(batch))
         others = [nn.Parameter(torch.ones(1)) for _ in range(2)]
         own = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
-        with mock.patch.object(Runtime, "params", new_callable=mock.PropertyMock) as walked:
+        with mock.patch.object(Members, "params", new_callable=mock.PropertyMock) as walked:
             for optimizer in (*own, *(torch.optim.SGD([other], lr=0.1) for other in others)):
                 optimizer.step()
         walked.assert_not_called()

@@ -30,7 +30,7 @@ from schedules import explicit
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_gtp import gtp_shard
-from dtensor_gtp._comm import context
+from dtensor_gtp._comm import reductions_in_flight
 
 # Each gradient travels by itself, and none is waited for before the end of backward.
 SEVERAL_IN_FLIGHT = explicit(min_shard_numel=0, coalesce_grad_nbytes=0, max_inflight_reduce_scatters=9)
@@ -292,13 +292,14 @@ class TestPasses(GlooTest):
 
     def test_exception_at_the_end_of_backward_leaves_nothing_behind(self) -> None:
         """When all local gradients are there: in the launch of the last reductions, or where they are waited for."""
-        for owner, method in (("grads", "launch_waiting"), ("comm", "_wait_for")):
+        for method in ("launch_waiting", "_wait_for"):
 
-            def fail(model: Any, x: torch.Tensor, assert_raises: Any, owner: str = owner, method: str = method) -> None:
-                loss = square_loss(model, x)
+            def fail(model: Any, x: torch.Tensor, assert_raises: Any, method: str = method) -> None:
+                loss, runtime = square_loss(model, x), runtime_of(model)
+                owner: Any = runtime.grads if method == "launch_waiting" else runtime.comm.reductions
                 with (
-                    mock.patch.object(getattr(runtime_of(model), owner), method, side_effect=raise_on_purpose),
-                    mock.patch.object(context.logger, "warning") as warning,
+                    mock.patch.object(owner, method, side_effect=raise_on_purpose),
+                    mock.patch.object(reductions_in_flight.logger, "warning") as warning,
                     assert_raises(),
                 ):
                     loss.backward()

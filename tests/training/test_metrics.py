@@ -44,7 +44,7 @@ class TestStepMetrics(GlooTest):
                 with mock.patch.object(Streams, "wait", counting):
                     square_step(model, rows)
                 metrics.count(2)
-                if runtime_of(model).comm.waits.is_on:
+                if runtime_of(model).comm.streams.waits.is_on:
                     raise AssertionError("one step is measured")
                 square_step(model, rows)
                 metrics.count(2)

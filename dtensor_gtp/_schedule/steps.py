@@ -1,0 +1,117 @@
+"""Training steps. One may have several backwards, so when are its gradients complete, and when are they dropped?"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from .._comm.context import CommContext
+from .._params.managed_param import ManagedParam
+from .members import Members
+from .reduce_gradients import Gradients
+
+logger = logging.getLogger(__name__)
+
+_NUM_BEGINS = 9  # of steps, of whose intervals reports give the median
+
+
+class Steps:
+    """The steps of one runtime: how many there were, and the gradients of the running one."""
+
+    def __init__(self, members: Members, comm: CommContext, grads: Gradients) -> None:
+        self._members, self._comm, self._grads = members, comm, grads
+        self.num_steps = 0  # of optimizers, on parameters of this runtime
+        self.num_trained = 0  # backwards that gave gradients, and optimizer steps
+        self._num_forwards = 0
+        # When forwards after an optimizer step began, in seconds on the host's clock: for reports.
+        self.begins: deque[float] = deque(maxlen=_NUM_BEGINS)
+        self._num_begun = -1
+        self.is_last_backward = True  # whether the running or next backward is the last one of its step
+        self.has_unsynced = False  # whether the last complete backward has left gradients for the next one to add to
+        self._unhandled_then = 0  # id of the exception that ended the last cell or line of an interactive session
+
+    def count_step(self, *, is_ours: bool) -> None:
+        """Of an optimizer."""
+        self.num_steps += is_ours
+        self.num_trained += 1
+
+    def count_forward(self) -> bool:
+        """Whether it has the number 1, 2, 4, 8 and so on: what is done in these costs nothing in the long run."""
+        self._num_forwards += 1
+        return self._num_forwards & (self._num_forwards - 1) == 0
+
+    def note_begin(self) -> None:
+        """Of a forward."""
+        if torch.is_grad_enabled() and self._num_begun != self.num_steps:
+            self._num_begun = self.num_steps
+            self.begins.append(time.perf_counter())
+
+    def complete(self) -> None:
+        """Reduce all remaining gradients. After the last backward, all are in ``.grad`` when this returns."""
+        with self.forgetting_on_failure():
+            self._grads.launch_waiting()
+            if self.is_last_backward:
+                self.num_trained += 1
+                self._grads.complete(self._members.params, self._members.groups)
+        flags = (param.flags for param in self._members.params)
+        self.has_unsynced = not self.is_last_backward or not all(
+            each.requires_gradient_sync and each.requires_all_reduce for each in flags
+        )
+        self._unhandled_then = id(getattr(sys, "last_value", None))
+
+    def publish(self, params: Sequence[ManagedParam]) -> None:
+        """In the last backward, complete the gradients of ``params`` now, e.g. for an outer ``fully_shard``."""
+        if self.is_last_backward:
+            with self.forgetting_on_failure():
+                self._grads.complete(params)
+
+    @contextmanager
+    def forgetting_on_failure(self) -> Iterator[None]:
+        """If this context raises, a later backward does not add to gradients of this one."""
+        try:
+            yield
+        except BaseException:  # also of a user's hook
+            self.forget()
+            raise
+
+    def forget(self) -> None:
+        """After an exception: wait for launched reductions, and drop all gradients that are not in ``.grad`` yet."""
+        self._grads.abandon()
+        self.has_unsynced = False
+        for param in self._members.params:
+            param.reset_grads()
+        for group in self._members.groups:
+            group.pending_grad.forget()
+
+    def forget_interrupted(self) -> None:
+        """After a forward that raised. Gradients of earlier microbatches stay, unless the user has interrupted the
+        step, and will hardly go on with it."""
+        error = sys.exc_info()[1]
+        if self.has_unsynced and error is not None and not isinstance(error, Exception):
+            self._give_up("a forward was interrupted")
+
+    def forget_what_was_given_up(self) -> None:
+        """In a notebook, an interrupt between two microbatches ends the loop, and the process goes on: the next forward
+        is one of a new step. A program that handles the interrupt calls ``reset_iter_state``."""
+        unhandled = getattr(sys, "last_value", None)
+        if self.has_unsynced and isinstance(unhandled, KeyboardInterrupt) and id(unhandled) != self._unhandled_then:
+            self._give_up("a step was interrupted between microbatches")
+
+    def _give_up(self, what: str) -> None:
+        logger.warning("%s; unsynced gradients are dropped (rank %d)", what, dist.get_rank())
+        self.forget()
+
+    @property
+    def are_in_flight(self) -> bool:
+        """Whether earlier backwards, none of them the last one, have left gradients for the next one to add to."""
+        members = self._members
+        of_whole = (grad for param in members.whole for grad in (param.leaf.grad, param._wide_local_grad))
+        reduced = (param.gradient.reduced for param in members.params)
+        return self._comm.reductions.is_reducing or any(grad is not None for grad in (*reduced, *of_whole))
