@@ -234,22 +234,18 @@ class TestCompile(GlooTest):
         self.assert_graphs(1)
 
     def test_prefetching_and_gather_counts_of_compiled_blocks(self) -> None:
-        for style in (in_place, wrapped):
-            reference = self.fresh(Model)
-            model = gtp_shard(copy.deepcopy(reference), self.gtp_mesh(), schedule=ALL)
-            compile_blocks(model, style)
-            for step in range(3):
-                before = num_gathers(model)
-                next_token_loss(model, tokens_of(torch.Generator().manual_seed(step))).backward()
-                used = {name.split(".")[-2]: count - before[name] for name, count in num_gathers(model).items()}
-                # The head turns from forward to backward, the embedding's backward needs no weight.
-                self.assertEqual(used, {"embedding": 1, "up": 2, "down": 2, "head": 2 if step == 0 else 1})
+        model = compile_blocks(gtp_shard(self.fresh(Model), self.gtp_mesh(), schedule=ALL), wrapped)
+        for step in range(3):
+            before = num_gathers(model)
+            next_token_loss(model, tokens_of(torch.Generator().manual_seed(step))).backward()
+            used = {name.split(".")[-2]: count - before[name] for name, count in num_gathers(model).items()}
+            # The head turns from forward to backward, the embedding's backward needs no weight.
+            self.assertEqual(used, {"embedding": 1, "up": 2, "down": 2, "head": 2 if step == 0 else 1})
 
     # --- what the compiler must not optimize away ---------------------------------------------------------------------
 
     def test_one_weight_used_twice_with_equal_gradients(self) -> None:
-        for compile_parts in (in_place, wrapped):
-            self.train(self.fresh(UsesTwice), compile_parts, mean_square)
+        self.train(self.fresh(UsesTwice), in_place, mean_square)
 
     def test_inductor(self) -> None:
         """Inductor drops what it takes for ops without effect; gradients of weights must not be among them."""

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from dtensor_gtp import GTPShard, gtp_shard, quantize_, sharding_report
 from dtensor_gtp.nn import GroupedLinear
-from dtensor_gtp.quant import MXFP8, NVFP4, Direction, Float8Blockwise, Float8Rowwise, Float8Tensorwise, Recipe
+from dtensor_gtp.quant import MXFP8, NVFP4, RECIPES, Direction, Float8Blockwise, Float8Rowwise, Float8Tensorwise, Recipe
 
 
 class TestQuantizedTraining(GlooTest):
@@ -127,7 +127,7 @@ class TestQuantizedTraining(GlooTest):
         """``up`` is cut by columns of the product (dim 0), ``down`` by rows (dim 1); then both over gtp."""
         mesh = _mesh((2, 2), ("gtp", "tp"))
         plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        for recipe in all_recipes():
+        for recipe in (cls() for cls in RECIPES.values()):
             torch.manual_seed(0)
 
             def shard(model: nn.Module, recipe: Recipe = recipe) -> nn.Module:
