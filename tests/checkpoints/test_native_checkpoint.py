@@ -193,19 +193,19 @@ class TestNativeCheckpoint(GlooTest):
     def test_full_state_dicts(self) -> None:
         """Out to rank 0 and back, from rank 0 and from every rank; planes, and high-precision values."""
         mesh = self.gtp_mesh()
-        for recipe in all_recipes():
+        for number, recipe in enumerate(all_recipes()):
             saved = on_gtp(recipe, mesh)(net(1))
             expected = saved.state_dict()
             plain = net(1).state_dict()
             whole = get_model_state_dict(saved, options=WHOLE)
             on_every_rank = [whole]
             dist.broadcast_object_list(on_every_rank)
-            for source in (on_every_rank[0], plain):
-                for options in (RANK0, StateDictOptions(full_state_dict=True)):
-                    model = on_gtp(recipe, mesh)(net(2))
-                    is_given = options is not RANK0 or self.rank == 0
-                    set_model_state_dict(model, dict(source) if is_given else {}, options=options)
-                    self.assert_same(model.state_dict(), expected, recipe)
+            all_options = [RANK0, StateDictOptions(full_state_dict=True)]
+            for source, options in zip((on_every_rank[0], plain), all_options[:: (-1) ** number], strict=True):
+                model = on_gtp(recipe, mesh)(net(2))
+                is_given = options is not RANK0 or self.rank == 0
+                set_model_state_dict(model, dict(source) if is_given else {}, options=options)
+                self.assert_same(model.state_dict(), expected, recipe)
             other = net(2)
             other.load_state_dict(checkpoint.dequantize_state_dict(on_every_rank[0], other))
             for name, param in other.named_parameters():
@@ -215,7 +215,7 @@ class TestNativeCheckpoint(GlooTest):
                 self.assertTrue(torch.equal(param, value), (recipe, name))
 
     def test_bfloat16_into_native_and_back(self) -> None:
-        """A checkpoint of plain ``fully_shard`` in bfloat16 into every recipe and storage, and each of them back."""
+        """A checkpoint of plain ``fully_shard`` in bfloat16 into every recipe and masters, and each of them back."""
         mesh, tp, around = self.gtp_mesh(), _mesh((2, 2), ("gtp", "tp")), _mesh((2, 2), ("dp", "gtp"))
         plain = lambda model: fsdp(model, mesh)  # noqa: E731
         values = {name: value.clone() for name, value in net(1, torch.bfloat16).state_dict().items()}
@@ -227,8 +227,8 @@ class TestNativeCheckpoint(GlooTest):
                     (NVFP4(), on_fsdp(NVFP4(), mesh)),
                     (Float8Tensorwise(), on_tp(Float8Tensorwise(), tp)),
                     (MXFP8(), lambda m: fsdp(on_gtp(MXFP8(), around["gtp"])(m), around["dp"])),
-                    *((recipe, gtp(recipe, mesh, up_only)) for recipe in all_recipes()),  # masters
-                    *((recipe, in_float32(gtp(recipe, mesh, up_only))) for recipe in (MXFP8(), NVFP4())),
+                    (MXFP8(), gtp(MXFP8(), mesh, up_only)),  # masters
+                    (NVFP4(), in_float32(gtp(NVFP4(), mesh, up_only))),
                 )
             ):
                 model = shard(net(2, torch.bfloat16))

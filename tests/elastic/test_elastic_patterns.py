@@ -5,6 +5,7 @@ tests/elastic/test_elastic_plan.py has the same patterns in one process, test_el
 
 from __future__ import annotations
 
+import gc
 import itertools
 import multiprocessing
 import os
@@ -70,6 +71,7 @@ def run(num_ranks: int, work: Callable[..., None], *args: Any) -> None:
 
 def run_rank(port: int, rank: int, num_ranks: int, work: Callable[..., None], *args: Any) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what the server has imported
     try:
         store = dist.TCPStore("localhost", port, is_master=False)
         limit = timedelta(seconds=120)

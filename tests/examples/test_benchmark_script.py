@@ -61,7 +61,7 @@ def written(directory: Path, output: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     directory = tmp_path_factory.mktemp("benchmark")
-    sizes = ("--preset=tiny", "--layers=1", "--seq-lens", *map(str, SEQ_LENS), "--steps=3", "--warmup=2")
+    sizes = ("--preset=tiny", "--layers=1", "--seq-lens", *map(str, SEQ_LENS), "--steps=2", "--warmup=1")
     status, output, content = run_script(directory, *sizes, "--trace=traces", processes=2, forked=True)
     assert status == 0, output
     assert len(list(directory.glob("traces/*.T16.json"))) == len(MODES)
@@ -74,7 +74,7 @@ def test_every_mode_length_and_phase_is_measured(everything: tuple[str, dict[str
     measured = [(r["mode"], r["phase"], r["seq_len"]) for r in content["results"]]
     assert measured == [(mode, phase, seq_len) for mode in MODES for phase in PHASES for seq_len in SEQ_LENS]
     for record in content["results"]:
-        assert len(record["samples_ms"]) == 3
+        assert len(record["samples_ms"]) == 2
         assert 0 < record["ms_min"] <= record["ms"] <= record["ms_max"] < math.inf
         assert record["tokens_per_s_per_gpu"] == pytest.approx(record["seq_len"] / record["ms"] * 1e3)
         assert record["peak_bytes"] is None, "CPU has no such counter"
@@ -117,7 +117,7 @@ def test_the_run_can_be_repeated_from_what_is_written(everything: tuple[str, dic
     assert "--preset=tiny" in environment["command"]
     assert all(environment[name] for name in ("date", "torch", "dtensor_gtp", "python", "device"))
     assert content["workload"]["config"]["num_layers"] == 1
-    assert content["settings"]["steps"] == 3
+    assert content["settings"]["steps"] == 2
 
 
 @pytest.mark.long

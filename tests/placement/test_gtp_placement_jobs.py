@@ -177,9 +177,9 @@ class TestFourRanks(GlooTest):
     # --- gradient clipping --------------------------------------------------------------------------------------------
 
     def test_clip_grad_norm_equals_fp64_reference(self) -> None:
-        for norm_type in (2.0, 1.0, 3.0, math.inf):
+        for norm_type in (2.0, 1.0, math.inf):
             for foreach in (True, False):
-                for block_size in (1, 4, 16):
+                for block_size in (1, 4):
                     if norm_type == math.inf and block_size == 1:
                         continue  # torch's own layout: the inf norm of an empty shard raises in torch
                     with self.subTest(norm_type=norm_type, foreach=foreach, block_size=block_size):

@@ -6,13 +6,13 @@ import ast
 import json
 import re
 import runpy
-import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
 import pytest
+from script_jobs import run_forked
 
 import dtensor_gtp
 from dtensor_gtp.planner.command_line import main
@@ -336,7 +336,8 @@ def test_the_name_is_a_function_and_a_command(
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_importing_the_package_loads_no_planner() -> None:
+def test_importing_the_package_loads_no_planner(tmp_path: Path) -> None:
+    script = tmp_path / "imports.py"  # in a process that has imported the package, and nothing of the planner
     code = (
         "import sys, dtensor_gtp\n"
         "loaded = [name for name in sys.modules if name.startswith('dtensor_gtp.plan')]\n"
@@ -346,7 +347,9 @@ def test_importing_the_package_loads_no_planner() -> None:
         "import dtensor_gtp.plan\n"
         "assert dtensor_gtp.plan is plan\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    script.write_text(code)
+    result = run_forked([script], None)
+    assert result.status == 0, result.output
 
 
 def test_plan_from_python(config: str) -> None:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import re
-import subprocess
-import sys
+import tempfile
 import unittest
 from pathlib import Path
 from typing import Any
@@ -22,10 +20,9 @@ import torch.nn as nn
 from common import ALL, GlooTest, environment, fake_world
 from runtime_common import WIDTH, check_step, make_rows, shard_copy, small_model, square_step
 from schedules import explicit
-from timing import HANG_S
+from script_jobs import run_forked
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-import dtensor_gtp
 from dtensor_gtp import SchedulePolicy, gtp_shard, quantize_
 from dtensor_gtp._comm import debug
 from dtensor_gtp._comm.streams import Streams
@@ -33,6 +30,9 @@ from dtensor_gtp._comm.streams import Streams
 # One forward goes another way than the one before, which is worth a line to those who debug prefetching.
 PROGRAM = """
 import torch
+
+torch._logging._internal._init_logs()  # as torch does when it is imported, which it has been here already
+
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -59,21 +59,17 @@ for order in ("ab", "ab", "ba"):
 
 class TestDebuggingAids(unittest.TestCase):
     def test_torch_logs_turns_the_loggers_on(self) -> None:
-        path = os.pathsep.join([str(Path(dtensor_gtp.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-        result = subprocess.run(
-            [sys.executable, "-c", PROGRAM],
-            env=os.environ | {"TORCH_LOGS": "+dtensor_gtp", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=HANG_S,
-        )
-        self.assertEqual(result.returncode, 0, result.stderr)
-        lines = result.stderr.splitlines()
-        self.assertTrue(any(re.match(r"(\[rank0\]:)?I.*gtp_shard: Net", line) for line in lines), result.stderr)
-        self.assertTrue(any("a.weight" in line and "G(0)" in line for line in lines), result.stderr)
+        with tempfile.TemporaryDirectory() as folder:
+            script = Path(folder, "program.py")
+            script.write_text(PROGRAM)
+            result = run_forked([script], None, TORCH_LOGS="+dtensor_gtp")
+        self.assertEqual(result.status, 0, result.output)
+        lines = result.output.splitlines()
+        self.assertTrue(any(re.match(r"(\[rank0\]:)?I.*gtp_shard: Net", line) for line in lines), result.output)
+        self.assertTrue(any("a.weight" in line and "G(0)" in line for line in lines), result.output)
         # V is torch's letter for debug.
         unexpected = r"(\[rank0\]:)?V.*use of b.weight was not expected next"
-        self.assertTrue(any(re.match(unexpected, line) for line in lines), result.stderr)
+        self.assertTrue(any(re.match(unexpected, line) for line in lines), result.output)
 
     def test_loggers_are_off_by_default_and_one_for_each_module(self) -> None:
         for name in ("dtensor_gtp", "dtensor_gtp.api", "dtensor_gtp._schedule.gathering"):

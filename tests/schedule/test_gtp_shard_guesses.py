@@ -88,7 +88,7 @@ class TestWrongGuesses(GlooTest):
         self.check(self.model(), is_nested=True)
 
     def test_blocks_in_another_order(self) -> None:
-        for order in ((3, 2, 1, 0), (1, 0, 3, 2), (2, 3), (0, 3, 1, 2)):
+        for order in ((3, 2, 1, 0), (2, 3), (0, 3, 1, 2)):
             self.check(self.model(*order))
 
     def test_weights_of_a_block_in_another_order(self) -> None:
@@ -101,11 +101,10 @@ class TestWrongGuesses(GlooTest):
         self.check(self.model(0, 0, 1, 2, 1, 3, 3), is_nested=True)
 
     def test_recomputed_blocks(self) -> None:
-        for use_reentrant in (False, True):
-            for order in ((), (0, 2, 1, 3)):
-                model = self.model(*order)
-                model.use_reentrant = use_reentrant
-                self.check(model)
+        for use_reentrant, order in ((False, (0, 2, 1, 3)), (True, ())):
+            model = self.model(*order)
+            model.use_reentrant = use_reentrant
+            self.check(model)
 
     def test_tied_weights(self) -> None:
         model = self.model()

@@ -7,6 +7,7 @@ The store lives in the test's process, as it lives in the agent of ``torchrun``.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -289,6 +290,8 @@ def _member(pid: int) -> str:
 
 def run_rank(setup: Setup, rank: int | None, place: int, pacemaker: Connection) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what the server has imported is no garbage, and no optimizer that gtp_shard would have to look for
+    gc.set_threshold(50_000)  # as in pytest's own process
     job_clock = JobClock(pacemaker)
     job_clock.replace_that_of_the_package()
     if setup.device == "cuda":

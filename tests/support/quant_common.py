@@ -191,7 +191,7 @@ def check(
     mesh: DeviceMesh,
     *,
     names: Callable[[nn.Module, str], bool] = blocks_only,
-    steps: int = 3,
+    steps: int = 2,
     is_exact: bool = True,
     make_reference: Callable[..., nn.Module] = reference_of,
     by_rank: bool = False,

@@ -106,6 +106,7 @@ def _be_script(arguments: list[str], environment: dict[str, str], cwd: str, prin
     os.chdir(cwd)
     torch.set_num_threads(1)
     gc.freeze()  # what the server has imported is no garbage, and no optimizer that gtp_shard would have to look for
+    gc.set_threshold(50_000)  # as in pytest's own process
     define_missing()
     sys.argv = arguments
     sys.path.insert(0, str(Path(arguments[0]).parent))

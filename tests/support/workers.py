@@ -256,8 +256,9 @@ def _work(
     last = None
     with gloo_with_one_thread(), _KnownGroups().installed():  # all groups share one device
         dist.init_process_group("gloo", rank=rank, world_size=num_ranks, store=store, timeout=timeout)
-        gc.collect()
-        gc.freeze()  # what has been imported is no garbage, and no optimizer that gtp_shard would have to look for
+        # What has been imported is no garbage, and no optimizer that gtp_shard would have to look for. To collect it
+        # first would take most of the start of a worker.
+        gc.freeze()
         gc.set_threshold(50_000)  # as in pytest's own process
         # With the first block placement DTensor changes its functions. A test file has those that were there when it
         # was imported: on all ranks the same, also where earlier tests made such placements on some ranks alone.

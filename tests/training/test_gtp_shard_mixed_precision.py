@@ -218,7 +218,8 @@ class TestMixedPrecision(GlooTest):
 
     def test_dtypes_on_the_wire_and_of_gradients(self) -> None:
         mesh = self.gtp_mesh()
-        for dtype, param_dtype, reduce_dtype in product((FP32, BF16), (None, BF16, FP16), (None, FP32, BF16)):
+        dtypes = [(FP32, *pair) for pair in product((None, BF16, FP16), (None, FP32, BF16))]
+        for dtype, param_dtype, reduce_dtype in [*dtypes, (BF16, None, None), (BF16, None, FP32), (BF16, FP16, BF16)]:
             model = by_gtp(make_net(dtype), mesh, MixedPrecisionPolicy(param_dtype, reduce_dtype))
             model(rows(self.rank).to(dtype)).sum().backward()  # makes the communicators
             with counted() as collectives:

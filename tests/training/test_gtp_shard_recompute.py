@@ -100,19 +100,18 @@ class TestRecompute(GlooTest):
             assert counts().all_gathers == sum(used.values())
 
     def test_r24_checkpointed_weights_are_gathered_three_times(self) -> None:
-        for use_reentrant in (True, False):
-            for depth in (0, 2):
-                mesh = self.gtp_mesh()
-                torch.manual_seed(0)
-                reference = Blocks(use_reentrant)
-                schedule = explicit(prefetch_depth=depth, min_shard_numel=0)
-                model = shard_copy(reference, mesh, schedule=schedule)
-                for seed in range(3):
-                    with self.gathers(model) as used:
-                        check_step(reference, model, mesh, make_rows(seed), square_step)
-                    # The outer layers: the first needs no gather in backward; the last is kept at the turn.
-                    expected = dict.fromkeys(used, 3) | {"first.weight": 1, "last.weight": 2 if seed == 0 else 1}
-                    assert used == expected, f"reentrant {use_reentrant}, depth {depth}, step {seed}: {used}"
+        for use_reentrant, depth in ((True, 2), (False, 0)):
+            mesh = self.gtp_mesh()
+            torch.manual_seed(0)
+            reference = Blocks(use_reentrant)
+            schedule = explicit(prefetch_depth=depth, min_shard_numel=0)
+            model = shard_copy(reference, mesh, schedule=schedule)
+            for seed in range(3):
+                with self.gathers(model) as used:
+                    check_step(reference, model, mesh, make_rows(seed), square_step)
+                # The outer layers: the first needs no gather in backward; the last is kept at the turn.
+                expected = dict.fromkeys(used, 3) | {"first.weight": 1, "last.weight": 2 if seed == 0 else 1}
+                assert used == expected, f"reentrant {use_reentrant}, depth {depth}, step {seed}: {used}"
 
     def test_selective_policies(self) -> None:
         """The runtime's own ops, of which a recomputation launches others, are nothing that a policy may count or save:
@@ -128,57 +127,54 @@ class TestRecompute(GlooTest):
                 return result
 
         gemms = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
-        policies: tuple[Any, ...] = (gemms, lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_SAVE)
-        for policy in policies:
-            for depth in (0, 2):
-                torch.manual_seed(0)
-                reference = Selective(None)
-                reference.policy = policy
-                mesh = self.gtp_mesh()
-                with environment(DTENSOR_GTP_DEBUG="poison"):
-                    model = shard_copy(reference, mesh, schedule=explicit(prefetch_depth=depth, min_shard_numel=0))
-                for seed in range(3):
-                    with self.gathers(model) as used:
-                        check_step(reference, model, mesh, make_rows(seed), square_step)
-                    # Both policies save what the fused linear returns, so that nobody recomputes it.
-                    expected = {name: 2 if "linear" in name else 3 for name in used}
-                    expected |= {"first.weight": 1, "last.weight": 2 if seed == 0 else 1}
-                    if depth > 0 and seed == 0:
-                        # The first backward guesses that nothing is recomputed: it gathers once for nothing, but for
-                        # the parameters that it uses first.
-                        for name in used.keys() - {"first.weight", "last.weight"}:
-                            expected[name] += not name.startswith("blocks.2.raw")
-                    assert used == expected, f"depth {depth}, step {seed}: {used}"
+        cases: Any = ((gemms, 0), (lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_SAVE, 2))
+        for policy, depth in cases:
+            torch.manual_seed(0)
+            reference = Selective(None)
+            reference.policy = policy
+            mesh = self.gtp_mesh()
+            with environment(DTENSOR_GTP_DEBUG="poison"):
+                model = shard_copy(reference, mesh, schedule=explicit(prefetch_depth=depth, min_shard_numel=0))
+            for seed in range(3):
+                with self.gathers(model) as used:
+                    check_step(reference, model, mesh, make_rows(seed), square_step)
+                # Both policies save what the fused linear returns, so that nobody recomputes it.
+                expected = {name: 2 if "linear" in name else 3 for name in used}
+                expected |= {"first.weight": 1, "last.weight": 2 if seed == 0 else 1}
+                if depth > 0 and seed == 0:
+                    # The first backward guesses that nothing is recomputed: it gathers once for nothing, but for
+                    # the parameters that it uses first.
+                    for name in used.keys() - {"first.weight", "last.weight"}:
+                        expected[name] += not name.startswith("blocks.2.raw")
+                assert used == expected, f"depth {depth}, step {seed}: {used}"
 
     def test_checkpointing_the_whole_model(self) -> None:
-        for use_reentrant in (True, False):
-            for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
-                torch.manual_seed(1)
-                reference = Blocks(None)
-                model = shard_copy(reference, mesh)
+        for use_reentrant, mesh in ((True, self.hsdp_mesh()), (False, self.gtp_mesh())):
+            torch.manual_seed(1)
+            reference = Blocks(None)
+            model = shard_copy(reference, mesh)
 
-                def step(module: nn.Module, x: torch.Tensor, use_reentrant: bool = use_reentrant) -> None:
-                    x = x.clone().requires_grad_()
-                    checkpoint(module, x, use_reentrant=use_reentrant).square().mean().backward()
+            def step(module: nn.Module, x: torch.Tensor, use_reentrant: bool = use_reentrant) -> None:
+                x = x.clone().requires_grad_()
+                checkpoint(module, x, use_reentrant=use_reentrant).square().mean().backward()
 
-                for seed in range(3):
-                    with self.gathers(model) as used:
-                        check_step(reference, model, mesh, make_rows(seed), step)
-                    assert used == dict.fromkeys(used, 3), f"reentrant {use_reentrant}, step {seed}: {used}"
+            for seed in range(3):
+                with self.gathers(model) as used:
+                    check_step(reference, model, mesh, make_rows(seed), step)
+                assert used == dict.fromkeys(used, 3), f"reentrant {use_reentrant}, step {seed}: {used}"
 
     def test_checkpointed_functions_that_read_raw_parameters(self) -> None:
-        for use_reentrant in (True, False):
+        for use_reentrant, mesh in ((True, self.gtp_mesh()), (False, self.hsdp_mesh())):
             torch.manual_seed(2)
             reference = RawFunctions(use_reentrant)
-            for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
-                with environment(DTENSOR_GTP_DEBUG="poison,delay=1"):
-                    model = shard_copy(reference, mesh)
-                for seed in range(3):
-                    with self.gathers(model) as used:
-                        check_step(reference, model, mesh, make_rows(seed), square_step, lr=0.0)
-                    # Read once in the forward's frame, once in backward, where no frame says how long: kept to its end.
-                    # What backward reads first is kept at the turn.
-                    assert used == {"first": 2 if seed == 0 else 1, "second": 2}, used
+            with environment(DTENSOR_GTP_DEBUG="poison,delay=1"):
+                model = shard_copy(reference, mesh)
+            for seed in range(3):
+                with self.gathers(model) as used:
+                    check_step(reference, model, mesh, make_rows(seed), square_step, lr=0.0)
+                # Read once in the forward's frame, once in backward, where no frame says how long: kept to its end.
+                # What backward reads first is kept at the turn.
+                assert used == {"first": 2 if seed == 0 else 1, "second": 2}, used
 
     def test_checkpointed_segments_of_a_sequential(self) -> None:
         for use_reentrant in (True, False):
