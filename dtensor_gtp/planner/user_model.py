@@ -24,8 +24,7 @@ from torch import Tensor
 
 from .errors import PlanError, expect
 from .model import PRESETS, ModelConfig, known_model
-from .recorder import Kind, Op, Recorder
-from .stand_ins import through
+from .recorder import Kind, Op, Recorder, through
 from .trace import Trace, record
 
 _CLASS = re.compile(r"For[A-Z]\w+$|LMHeadModel$")
@@ -47,15 +46,10 @@ class UserModel:
         self._build, self._name, self._remedy = build, name, remedy
         self.trace, self.refuses = functools.cache(self._record), functools.cache(self._refusal)
         built = build()
-        self.plan, self._given = plan_of(built.model), built.seq_len
-
-    @property
-    def seq_len(self) -> int:
-        """Tokens of its inputs. Where they have no tokens: the rows that most of its matrices see."""
-        if self._given:
-            return self._given
-        rows = [int(w.flops / (2 * w.numel)) for w in self.trace(1).weights if w.flops and not w.is_table]
-        return max(statistics.mode(rows), 1) if rows else 1
+        self.plan, self.seq_len = plan_of(built.model), built.seq_len
+        if not self.seq_len:  # it has no tokens: the rows that most of its matrices see
+            rows = [int(w.flops / (2 * w.numel)) for w in self.trace(1).weights if w.flops and not w.is_table]
+            self.seq_len = max(statistics.mode(rows or [1]), 1)
 
     def _refusal(self, tp: int) -> str | None:
         """Why ``tp`` ranks cannot share each layer; None if they can."""
@@ -176,14 +170,11 @@ def _class_of(config: Any, text: str) -> Callable[[Any], nn.Module]:
     import transformers
 
     named = [text] if not text.endswith(".json") else list(getattr(config, "architectures", None) or ())
-    for name in named:
-        found = getattr(transformers, name, None)
-        if found is not None and not name.endswith("Model"):
-            return found  # type: ignore[no-any-return]
-    for kind in _AUTO:
-        auto = getattr(transformers, f"AutoModelFor{kind}")
-        if type(config) in auto._model_mapping:
-            return auto.from_config  # type: ignore[no-any-return]
+    found: list[Any] = [getattr(transformers, name, None) for name in named if not name.endswith("Model")]
+    autos = [getattr(transformers, f"AutoModelFor{kind}") for kind in _AUTO]
+    found += [auto.from_config for auto in autos if type(config) in auto._model_mapping]
+    for build in filter(None, found):
+        return build  # type: ignore[no-any-return]
     raise ValueError(f"no model for {type(config).__name__} has a loss")
 
 
@@ -197,10 +188,9 @@ def causal_language_model(model: nn.Module, seq_len: int) -> _Built:
 
     def loss_of(module: nn.Module) -> Tensor:
         tokens = torch.zeros(1, seq_len, dtype=torch.int64)
-        options: dict[str, Any] = {}
-        if takes_mask:
-            # A mask of four dims is used as it is; without one, code of transformers asks whether positions are packed.
-            options = {"attention_mask": torch.zeros(1, 1, 1, 1, dtype=torch.bool), "use_cache": False}
+        # A mask of four dims is used as it is; without one, code of transformers asks whether positions are packed.
+        masks = {"attention_mask": torch.zeros(1, 1, 1, 1, dtype=torch.bool), "use_cache": False}
+        options: dict[str, Any] = masks if takes_mask else {}
         logits = module(tokens, **options).logits.float()
         return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
