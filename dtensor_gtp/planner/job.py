@@ -61,7 +61,7 @@ class Job:
         16
     """
 
-    gpus: int = _option(MISSING, range(1, 2**20 + 1), "how many")
+    gpus: int = _option(MISSING, range(1, 2**20 + 1), "number of GPUs")
     seq_len: int = _option(8192, range(1, 2**24 + 1), "tokens of a sequence; default: 8192, or as inputs have")
     global_batch: int = _option(0, range(2**24 + 1), "sequences of a step; default: one for each GPU")
     recipe: str = _option("bf16", ("bf16", *RECIPES), "of the blocks' layers; with :dequantize for bf16 GEMMs")

@@ -203,16 +203,11 @@ def _trace_of(stretches: list[Stretch], modules: dict[str, nn.Module], small_num
 def _pairs(stretches: list[Stretch]) -> list[tuple[int, int]]:
     """Uses in forward, each with its gradient in backward: of several uses of a matrix the last one comes first. Uses
     without a gradient are left out."""
-    waiting: dict[str, list[int]] = {}
+    marked: dict[tuple[str, str], list[int]] = {}
     for index, stretch in enumerate(stretches):
-        if stretch.mark == "wgrad":
-            waiting.setdefault(stretch.name, []).append(index)
-    pairs = []
-    for index in reversed(range(len(stretches))):
-        stretch = stretches[index]
-        if stretch.mark == "forward" and waiting.get(stretch.name):
-            pairs.append((index, waiting[stretch.name].pop(0)))
-    return pairs[::-1]
+        marked.setdefault((stretch.mark, stretch.name), []).append(index)
+    used = [(places, marked.get(("wgrad", name), [])) for (mark, name), places in marked.items() if mark == "forward"]
+    return sorted(pair for uses, gradients in used for pair in zip(reversed(uses), gradients, strict=False))
 
 
 _RECORDED = 3  # blocks of each kind: the first, one between two that are alike, and the last

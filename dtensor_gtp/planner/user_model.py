@@ -188,9 +188,10 @@ def causal_language_model(model: nn.Module, seq_len: int) -> _Built:
 
     def loss_of(module: nn.Module) -> Tensor:
         tokens = torch.zeros(1, seq_len, dtype=torch.int64)
-        # A mask of four dims is used as it is; without one, code of transformers asks whether positions are packed.
-        masks = {"attention_mask": torch.zeros(1, 1, 1, 1, dtype=torch.bool), "use_cache": False}
-        options: dict[str, Any] = masks if takes_mask else {}
+        options: dict[str, Any] = {}
+        if takes_mask:
+            # A mask of four dims is used as it is; without one, code of transformers asks whether positions are packed.
+            options = {"attention_mask": torch.zeros(1, 1, 1, 1, dtype=torch.bool), "use_cache": False}
         logits = module(tokens, **options).logits.float()
         return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
