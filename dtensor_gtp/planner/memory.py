@@ -253,7 +253,7 @@ def predict(setting: Setting, schedule: Schedule, stage: Stage, optimizer_nbytes
     has_several = stage.num_microbatches > 1
     if has_several:  # gradients of the shards stay from the first microbatch on
         uses = [use._replace(grad=0) for use in uses]
-    together = schedule.coalesce_grad_nbytes if setting.backends(schedule, 0).reduces != "all_to_all" else 0
+    together = schedule.coalesce_grad_nbytes if setting.reduces_by(schedule, 0) != "all_to_all" else 0
     peak = predict_peak(uses, 0, schedule.max_inflight_reduce_scatters, together, wgrad_first=schedule.wgrad_first)
     numel = sum(item.state_numel for item in weights) + trace.small_numel
     states = sum(map(setting.optimizer_numel, weights)) + trace.small_numel
@@ -298,7 +298,7 @@ def _uses(setting: Setting, step: Step, schedule: Schedule) -> list[Use]:
             ends, dim = (held[0].between[0], held[1].between[-1]), item.weight.shape[1]
             uses.append(make_lookup(shard, dim, ends, item.weight.amounts, setting.tokens, item.axis.size))
             continue
-        reducing = Reducing(setting.reduce_nbytes, setting.backends(schedule, item.lane).reduces, item.axis.size)
+        reducing = Reducing(setting.reduce_nbytes, setting.reduces_by(schedule, item.lane), item.axis.size)
         if setting.sends_narrow(schedule, item):
             reducing = Reducing(COMPUTE_NBYTES, "all_to_all", item.axis.size)
         use = make_use(shard, amounts[place], item.weight.amounts, reducing, is_table=item.weight.is_table)
@@ -322,9 +322,9 @@ def symmetric_nbytes(setting: Setting, schedule: Schedule) -> int:
     """What copy engines need: for gathers a stage of two rounds, for reductions a ring. The runtime has both sizes."""
     shards, total = [item for item in setting.sharded if item.axis.size > 1], 0
     for lane in {item.lane for item in shards}:
-        items, backends = [item for item in shards if item.lane == lane], setting.backends(schedule, lane)
-        if backends.gathers == "copy_engine":
+        items = [item for item in shards if item.lane == lane]
+        if setting.gathers_by(schedule, lane) == "copy_engine":
             total += 2 * round_nbytes(schedule, items[0].axis.size)
-        if backends.reduces == "copy_engine":
+        if setting.reduces_by(schedule, lane) == "copy_engine":
             total += ring_nbytes([item.sent for item in items], enough_nbytes(schedule))
     return total

@@ -149,7 +149,7 @@ class Gathers:
         tasks, costs = self._tasks, self._tasks.costs
         weights = [tasks.setting.units[number] for number in numbers]
         first, names = weights[0], _names(weights)
-        is_copy = tasks.setting.backends(self._schedule, first.lane).gathers == "copy_engine"
+        is_copy = tasks.setting.gathers_by(self._schedule, first.lane) == "copy_engine"
         tasks.spend(tasks.host.copy_us if is_copy and first.axis.size > 1 else tasks.host.collective_us)
         read_and_written = sum(weight.cast_nbytes for weight in weights)
         cast_ms = (costs.cast_ms if first.is_quantized else costs.memory_ms)(read_and_written)
@@ -198,7 +198,7 @@ class Reductions:
     def _launch(self, weights: Sequence[Sharded]) -> None:
         tasks, axis = self._tasks, weights[0].axis
         self._retire(self._schedule.max_inflight_reduce_scatters - 1)
-        is_copy = tasks.setting.backends(self._schedule, weights[0].lane).reduces == "copy_engine"
+        is_copy = tasks.setting.reduces_by(self._schedule, weights[0].lane) == "copy_engine"
         tasks.spend(tasks.host.copy_us if is_copy else tasks.host.collective_us)
         nbytes = self._sent_nbytes(weights)
         label, name = f"reduce {_names(weights)}", weights[0].axis_name
@@ -220,7 +220,7 @@ class Reductions:
     def sum_up(self, weights: Sequence[Sharded], after: Sequence[int], nbytes: float) -> None:
         """What follows a reduce-scatter: a kernel that touches ``nbytes``, and what replicas exchange."""
         tasks, costs, names = self._tasks, self._tasks.costs, _names(weights)
-        is_copy = tasks.setting.backends(self._schedule, weights[0].lane).reduces == "copy_engine"
+        is_copy = tasks.setting.reduces_by(self._schedule, weights[0].lane) == "copy_engine"
         stream = Stream.FINISH if is_copy else Stream.SCATTER
         done = tasks.add(stream, Load.KERNEL, costs.memory_ms(nbytes), after, f"sum {names}", "reductions")
         name = weights[0].replicas

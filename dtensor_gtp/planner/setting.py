@@ -78,13 +78,6 @@ class Sharded(NamedTuple):
         return len(self.members) > 1
 
 
-class Backends(NamedTuple):
-    """Who gathers and who reduces: "process_group" and "ring", or "copy_engine"."""
-
-    gathers: str
-    reduces: ReduceScatterKind
-
-
 @dataclass(frozen=True)
 class Setting:
     trace: Trace  # what it computes
@@ -139,11 +132,8 @@ class Setting:
         """The weights of a block that are a group, by the rules of ``_modules.group_blocks``; empty if none are."""
         if self.policy._numbers or len(self.trace.blocks) < 2 or self.costs.axis("tp").size > 1:
             return ()
-        found = [
-            number
-            for number in block
-            if not (weight := self.trace.weights[number]).is_expert or rules.is_worth_a_group(weight.numel, self.tokens)
-        ]
+        weights, tokens = self.trace.weights, self.tokens
+        found = [n for n in block if not weights[n].is_expert or rules.is_worth_a_group(weights[n].numel, tokens)]
         items = [self.sharded[number] for number in found]
         are_alike = all(item.is_in_block and not item.is_quantized and not item.lane for item in items)
         if len(items) < 2 or not are_alike or items[0].axis.size == 1:
@@ -203,19 +193,20 @@ class Setting:
             return None
         return f"the {axis.size} ranks of {name} are on several hosts of {host} GPUs"
 
-    def backends(self, schedule: Schedule, lane: int) -> Backends:
-        """What "auto" becomes for a lane."""
-        is_near = self.no_copy_engines("expert_gtp" if lane else "gtp") is None
-        gathers = schedule.gather_backend
-        if gathers == "auto":
-            gathers = "copy_engine" if is_near else "process_group"
-        return Backends(str(gathers), resolve_reduce_scatter(schedule.reduce_scatter, str(gathers)))
+    def gathers_by(self, schedule: Schedule, lane: int) -> str:
+        """Who gathers the weights of a lane: "process_group" or "copy_engine"."""
+        if schedule.gather_backend != "auto":
+            return str(schedule.gather_backend)
+        return "copy_engine" if self.no_copy_engines("expert_gtp" if lane else "gtp") is None else "process_group"
+
+    def reduces_by(self, schedule: Schedule, lane: int) -> ReduceScatterKind:
+        return resolve_reduce_scatter(schedule.reduce_scatter, self.gathers_by(schedule, lane))
 
     def sends_narrow(self, schedule: Schedule, item: Sharded) -> bool:
         """Whether a gradient that travels alone does so in the dtype of compute, as ``ReductionLaunches`` decides."""
         is_near = self.no_copy_engines(item.axis_name) is None
         wide = torch.bfloat16 if self.reduce_nbytes == COMPUTE_NBYTES else torch.float32
-        kind = self.backends(schedule, item.lane).reduces
+        kind = self.reduces_by(schedule, item.lane)
         is_alone = item.is_group or not may_wait(item.sent, schedule.coalesce_grad_nbytes)
         return is_alone and is_near and may_send_narrow(kind, item.axis.size) and is_exact_in(torch.bfloat16, wide)
 
