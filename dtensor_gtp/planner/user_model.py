@@ -170,11 +170,14 @@ def _class_of(config: Any, text: str) -> Callable[[Any], nn.Module]:
     import transformers
 
     named = [text] if not text.endswith(".json") else list(getattr(config, "architectures", None) or ())
-    found: list[Any] = [getattr(transformers, name, None) for name in named if not name.endswith("Model")]
-    autos = [getattr(transformers, f"AutoModelFor{kind}") for kind in _AUTO]
-    found += [auto.from_config for auto in autos if type(config) in auto._model_mapping]
-    for build in filter(None, found):
-        return build  # type: ignore[no-any-return]
+    for name in named:
+        found = getattr(transformers, name, None)
+        if found is not None and not name.endswith("Model"):
+            return found  # type: ignore[no-any-return]
+    for kind in _AUTO:
+        auto = getattr(transformers, f"AutoModelFor{kind}")
+        if type(config) in auto._model_mapping:
+            return auto.from_config  # type: ignore[no-any-return]
     raise ValueError(f"no model for {type(config).__name__} has a loss")
 
 
