@@ -99,7 +99,7 @@ PLANNER = {
     ),
     "a group is gathered as many weights": Bug(
         "Setting._group",
-        replace("is_worth_a_group(mean, self.tokens)", "False"),
+        replace("rules.is_worth_a_group(mean, self.tokens)", "False"),
         f"{PLANNER_SIMULATION}::test_small_blocks_are_groups",
     ),
     "a block's backward reduces its gradients while others are reduced": Bug(

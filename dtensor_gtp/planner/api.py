@@ -1,23 +1,26 @@
-"""``dtensor_gtp.plan``, and its answer: as text of at most 100 columns, as a picture, and as plain data."""
+"""``dtensor_gtp.plan``, and its answer: as text of at most 100 columns, as a picture, as plain data, and as code.
+
+A test runs the code on processes of gloo and compares a step with one process. What is not written, it says.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from .._comm.debug import format_nbytes
 from .._report.columns import in_columns, paragraph
 from .._trace.picture import draw
 from .._trace.read import COMMUNICATION, COMPUTE, Span, Timeline
-from .code import launch_lines, training_code
+from .costs import Stream
 from .errors import PlanError, expect
 from .evaluate import Answer, Problem, fully_shard_ms
-from .job import Job
+from .job import Job, Layout
 from .machine import GIB, VERSION, Machine, load_machine
 from .program import build
 from .search import Found, Report, advise, search
-from .simulate import Stream
 from .timing import timeline_of
 from .user_model import load_model
 
@@ -41,10 +44,7 @@ def plan(
             :class:`~dtensor_gtp.planner.Machine`.
         top: How many answers.
         report: Called after each simulation with the numbers of simulations, of layouts and of seconds.
-        job: Fields of :class:`~dtensor_gtp.planner.Job`: ``gpus`` (required), ``seq_len`` in tokens,
-            ``global_batch`` in sequences, ``recipe``, ``checkpointing``, ``optimizer``, ``memory``, ``reduce_dtype``,
-            ``is_compiled``, ``is_captured``, ``loss``, ``virtual_stages``, ``shards_optimizer``, and ``fixed``, a dict
-            of axes that are not searched.
+        job: Fields of :class:`~dtensor_gtp.planner.Job`, of which ``gpus`` is required.
 
     Returns:
         A :class:`PlanResult`; print it.
@@ -260,24 +260,21 @@ def as_svg(result: PlanResult) -> str:
     setting = result.problem.setting(layout, result.problem.slowest(layout))
     found = timeline_of(build(setting, result.best.schedule), machine)
     spans = []
-    for task, span in zip(found.program.tasks, found.spans, strict=True):
-        if span.end > span.begin:
+    for task, (begin, end) in zip(found.program.tasks, found.spans, strict=True):
+        if end > begin:
             kind = COMPUTE if task.stream is Stream.COMPUTE and not task.cause else COMMUNICATION
             lane = task.stream.name.lower().replace("_", " ")
-            times = span.begin * 1e3, span.end * 1e3
-            spans.append(Span(*times, lane, kind, task.label, task.label, task.launch_ms * 1e3))
+            spans.append(Span(begin * 1e3, end * 1e3, lane, kind, task.label, task.label, task.launch_ms * 1e3))
     timeline = Timeline(1, (0.0, found.ms * 1e3), sorted(spans))
     return draw(timeline, f"{result.model}, {layout.describe()}, one microbatch")
 
 
 def _bars(parts: dict[str, Any], whole: float, format_value: Callable[[Any], str]) -> list[str]:
-    lines = []
-    for name, value in parts.items():
-        if value <= 0 or value < whole * 0.0005:
-            continue
-        bar = "#" * max(round(value / whole * _BAR), 1)
-        lines.append(f"    {name:<12} {format_value(value):>10} {value / whole:>6.1%}  {bar}")
-    return lines
+    shown = {name: (value, value / whole) for name, value in parts.items() if value > 0 and value >= whole * 0.0005}
+    return [
+        f"    {name:<12} {format_value(value):>10} {part:>6.1%}  {'#' * max(round(part * _BAR), 1)}"
+        for name, (value, part) in shown.items()
+    ]
 
 
 def _nothing_fits(result: PlanResult) -> list[str]:
@@ -309,3 +306,90 @@ def _record(answer: Answer) -> dict[str, Any]:
         "schedule": vars(answer.schedule),
         "reasons": list(answer.reasons),
     }
+
+
+_SNIPPETS = Path(__file__).parent / "snippets"
+_READ = "python -m dtensor_gtp.help"
+
+
+def _snippet(name: str) -> str:
+    return (_SNIPPETS / f"{name}.txt").read_text().rstrip()
+
+
+def _unwritten(problem: Problem, layout: Layout) -> list[str]:
+    """What of a layout this file writes no code for, and where to read on."""
+    found = []
+    if layout.pp > 1:
+        found.append(f"pp {layout.pp}: how the model is cut into stages is yours, see {_READ} composability")
+    if layout.cp > 1:
+        exchanged = "attention exchanges keys over mesh['cp'] in your code"
+        found.append(f"cp {layout.cp}: {exchanged}, see {_READ} composability")
+    if layout.ep * layout.expert_gtp > 1 or (problem.config is not None and problem.config.experts):
+        found.append(f"experts: where they are in the model is yours, see {_READ} moe")
+    if layout.checkpoint == "selective" and problem.job.quantization is not None:
+        found.append("selective checkpointing of quantized weights: this package has none, take --checkpointing full")
+    return found
+
+
+def training_code(problem: Problem, answer: Answer) -> str:
+    """Python that builds the meshes, shards the model and runs a step; comments alone for what it cannot write."""
+    job, layout = problem.job, answer.layout
+    if missing := _unwritten(problem, layout):
+        return "\n#   ".join([f"# No code for this layout ({layout.describe()}):", *missing])
+    sizes = [f", {name}={getattr(layout, name)}" for name in ("replicate", "gtp", "tp") if getattr(layout, name) > 1]
+    num = layout.num_microbatches(job)
+    sync = ""
+    if layout.keep:
+        sync = _snippet("keep") + "\n"
+    elif layout.replicate > 1 and num > 1:
+        sync = "        model.set_requires_all_reduce(number + 1 == len(microbatches))\n"
+    optimizers = ("muon", "adamw") if job.optimizer == "muon" else ("optimizer",)
+    return _snippet("training").format(
+        imports="" if job.quantization is None else "from dtensor_gtp import quantize_\n",
+        sizes="".join(sizes),
+        changes="".join(f"{lines}\n" for lines in _changes(problem, layout)),
+        reduce="bfloat16" if job.reduce_dtype == "bf16" else "float32",
+        schedule="" if job.memory == "balanced" else f", schedule=SchedulePolicy(memory={job.memory!r})",
+        states=", shard_optimizer=True" * (job.shards_optimizer and layout.replicate > 1),
+        compiled="for block in model.layers:\n    block.compile(fullgraph=True)\n" * job.is_compiled,
+        optimizer=_snippet(job.optimizer),
+        num=num,
+        size=layout.micro_batch,
+        data=f"{layout.data_ranks} data ranks" + f", the same on the {layout.tp} ranks of tp" * (layout.tp > 1),
+        sync=sync,
+        steps="\n".join(f"    {name}.step()\n    {name}.zero_grad()" for name in optimizers),
+    )
+
+
+def _changes(problem: Problem, layout: Layout) -> list[str]:
+    """What changes the model before it is sharded."""
+    found = []
+    if (recipe := problem.job.quantization) is not None:
+        name, _, compute = problem.job.recipe.partition(":")
+        if compute:
+            kind = type(recipe).__name__
+            found += [f"from dtensor_gtp.quant import {kind}", f"quantize_(model.layers, {kind}(compute={compute!r}))"]
+        else:
+            found.append(f"quantize_(model.layers, {name!r})")
+    if layout.tp > 1 and problem.user is None:
+        found.append(_snippet("tensor_parallel"))
+    elif layout.tp > 1 and problem.user is not None:
+        styles = (f"    {name!r}: {style.title()}Parallel()," for name, style in problem.user.plan.described().items())
+        found.append(_snippet("plan_of_names").format(styles="\n".join(styles)))
+    options = ""
+    if layout.checkpoint == "selective":
+        options = ", context_fn=save_every_second_product, preserve_rng_state=False"
+        found.append(_snippet("selective") + "\n")
+    if layout.checkpoint != "none":
+        found.append(_snippet("checkpointing").format(options=options))
+    return found
+
+
+def launch_lines(problem: Problem, answer: Answer) -> str:
+    """torchrun and Slurm."""
+    host = min(problem.machine.gpus_per_host, answer.layout.ranks)
+    nodes = -(-answer.layout.ranks // host)
+    if nodes == 1:
+        return f"torchrun --nproc-per-node {host} train.py"
+    run = f"torchrun --nnodes {nodes} --nproc-per-node {host} --rdzv-backend c10d --rdzv-endpoint $HEAD:29500 train.py"
+    return f"{run}\nsbatch --nodes {nodes} --ntasks-per-node 1 --gpus-per-node {host} --wrap 'srun {run}'"

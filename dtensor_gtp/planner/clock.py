@@ -1,4 +1,4 @@
-"""Times of repeated work on one device: of a CPU by the clock, of a GPU by its events.
+"""Times of repeated work on one device, of a CPU by the clock, of a GPU by its events, and the machine that follows.
 
 On a GPU the work is queued behind GEMMs that keep it busy. So the host's launches do not count, unless it is the host
 that is timed.
@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
+
+from .machine import FACTORS, Link, Machine
 
 Work = Callable[[], object]
 
@@ -127,3 +131,143 @@ class _EventClock(Clock):
             torch.cuda.synchronize(self.device)
             samples.append(float(begin.elapsed_time(end)) / 1e3)
         return statistics.median(samples)
+
+
+class Sample(NamedTuple):
+    """One measurement: how much of something took how many seconds. What is counted depends on the kind: operations of
+    a GEMM, bytes that a kernel reads and writes or a rank receives, kernels, calls, weights."""
+
+    amount: float
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        return self.amount / self.seconds
+
+
+class Samples(NamedTuple):
+    """All measurements by kind; kinds that could not be measured are missing."""
+
+    by_kind: dict[str, list[Sample]]
+    beside: dict[str, float]  # how many times as long work takes beside other work
+
+    def add(self, kind: str, amount: float, seconds: float) -> None:
+        self.by_kind.setdefault(kind, []).append(Sample(amount, seconds))
+
+    def add_beside(self, name: str, alone: float, beside: float) -> None:
+        """Seconds of work alone, and of the same work beside other work."""
+        self.beside[name] = min(max(beside / alone, FACTORS[0]), FACTORS[1])
+
+    def seconds(self, kind: str) -> float | None:
+        """Of one unit of a kind with one sample; None if it is missing."""
+        found = self.by_kind.get(kind)
+        return None if not found else statistics.median(sample.seconds / sample.amount for sample in found)
+
+
+def fitted(machine: Machine, samples: Samples, *, fast: int = 1, network: int = 1, together: int = 1) -> Machine:
+    """``machine`` with all numbers that follow from the samples; its ``not_measured`` names the others. ``fast`` and
+    ``network`` ranks measured these links, 1 if nobody did; the host launched as many weights ``together``."""
+    found = {
+        "compute": _compute(machine, samples),
+        "host": _host(samples, together),
+        "fast": _link(machine.fast, "fast", samples, fast),
+        "network": _link(machine.network, "network", samples, network),
+        "copy": _copies(machine, samples, fast),
+        "contention": samples.beside,
+    }
+    missing, changes = ["reserve_gib", "jitter"], {}  # never measured
+    for part in ("fast", "copy", "network", "compute", "host", "contention"):
+        values = found[part]
+        changes[part] = replace(getattr(machine, part), **values)
+        # A data sheet has ``gb_s``, of which a share is measured.
+        left = [f"{part}.{name}" for name in vars(changes[part]) if name not in values and name != "gb_s"]
+        missing += left if values else [part]
+    return replace(machine, **changes, not_measured=tuple(missing))
+
+
+# Fields of ``Compute``, the kinds of their samples, and the peaks that they are shares of.
+_SHARES = (
+    ("gemm", "bf16 GEMM", "bf16"),
+    ("float8_gemm", "float8 tensorwise GEMM", "float8"),
+    ("float8_rowwise_gemm", "float8 rowwise GEMM", "float8"),
+    ("attention", "attention", "bf16"),
+    ("hbm", "memory", "hbm"),
+    ("cast", "cast", "hbm"),
+)
+
+
+def _compute(machine: Machine, samples: Samples) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    kernel = samples.seconds("kernel")
+    if kernel is not None:
+        found["kernel_us"] = kernel * 1e6
+    gap = machine.compute.kernel_us / 1e6 if kernel is None else kernel
+
+    def share(sample: Sample, peak: float, most: float) -> float:
+        # The planner adds the gap to each kernel.
+        return min(sample.amount / max(sample.seconds - gap, sample.seconds / 2) / peak, most)
+
+    peaks = {name: peak * 1e12 for name, peak in machine.peak_tflops.items()} | {"hbm": machine.hbm_gb_s * 1e9}
+    for name, kind, peak in _SHARES:
+        if (rows := samples.by_kind.get(kind)) and peak in peaks:
+            shares = [share(row, peaks[peak], 1.5 if peak == "hbm" else 1.0) for row in sorted(rows)]
+            is_curve = name.endswith("gemm")
+            curve = tuple((row.amount, part) for row, part in zip(sorted(rows), shares, strict=True))
+            found[name] = curve if is_curve else statistics.median(shares)
+    return found
+
+
+def _host(samples: Samples, together: int) -> dict[str, Any]:
+    """A sharded weight costs the host two uses and three launches: two gathers and a reduction. Copies are launched for
+    ``together`` weights at once, and so are collectives of ``fully_shard``."""
+    kinds = ("op", "collective", "plain layer", "sharded layer", "copied layer", "fully_shard layer")
+    op, call, plain, sharded, copied, fully = (samples.seconds(f"host: {kind}") for kind in kinds)
+    found = {"op_us": op, "collective_us": call}
+    if plain is not None and sharded is not None:
+        call = call or 0.0
+        uses = max(sharded - plain - 3 * call, 0.0)
+        found["use_us"] = uses / 2
+        if copied is not None:
+            found["copy_us"] = (copied - plain - uses) * together / 3
+        if fully is not None:
+            # Per parameter, a gather and a wait in each pass and a reduction of two quarters: see ``fully_shard``.
+            found["fsdp_use_us"] = (fully - plain - 3 * call / together) / 1.5
+    return {name: max(seconds, 0.0) * 1e6 for name, seconds in found.items() if seconds is not None}
+
+
+def _link(link: Link, name: str, samples: Samples, size: int) -> dict[str, Any]:
+    """Gathers and reductions by size: the median rate of the largest ones, and the start of the smallest ones."""
+    kinds = [rows for kind in ("gather", "reduce") if (rows := samples.by_kind.get(f"{name}: {kind}"))]
+    if not kinds or size == 1:
+        return {}
+    rate, start = _line(kinds)
+    return {"share": min(rate / 1e9 / link.gb_s, 2.0), "start_us": max(start * 1e6 - link.hop_us * (size - 1), 0.0)}
+
+
+def _line(kinds: Sequence[list[Sample]]) -> tuple[float, float]:
+    """The rate of large messages and the time before the first byte, by the smallest and the two largest sizes."""
+
+    def of(function: Callable[[list[Sample]], float]) -> float:
+        return statistics.mean(function(sorted(rows)) for rows in kinds)
+
+    def rate(rows: list[Sample]) -> float:
+        small, large = rows[-2], rows[-1]
+        grown = large.seconds - small.seconds
+        # Noise of a small machine may hide the difference.
+        return (large.amount - small.amount) / grown if grown > large.seconds / 4 else large.rate
+
+    found = of(rate)
+    return found, max(of(lambda rows: rows[0].seconds - rows[0].amount / found), 0.0)
+
+
+def _copies(machine: Machine, samples: Samples, size: int) -> dict[str, Any]:
+    """A copy starts for each tensor and each peer, behind barriers of all peers."""
+    rows, tensors = samples.by_kind.get("copy: gather"), samples.by_kind.get("copy: tensors")
+    if not rows or not tensors or size == 1:
+        return {}
+    rate, _ = _line([rows])
+    few, many = min(tensors), max(tensors)
+    start = max((many.seconds - few.seconds) / (many.amount - few.amount) / (size - 1), 0.0)
+    barrier = max(few.seconds / (size - 1) - few.amount * start, 0.0)
+    share = min(rate / 1e9 / machine.copy.gb_s, 2.0)
+    return {"share": share, "start_us": start * 1e6, "hop_us": barrier * 1e6}

@@ -10,15 +10,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
 from .._howto import printable
 from .._progress import Progress
-from ..policy import Memory
-from ..quant.recipes import RECIPES
 from .api import as_svg, duration, plan
 from .errors import PlanError, expect
-from .job import AXES, CHECKPOINTS, DISPATCHES, LOSSES, OPTIMIZERS, Job
+from .job import AXES, Job
 from .machine import load_machine, preset_names
 from .model import PRESETS
 
@@ -54,20 +52,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--watts", type=float, metavar="W", help="limit of a GPU's power: as much less of its peaks")
     add("--network-gb-s", type=float, metavar="N", help="10^9 bytes a second from a GPU to other hosts")
     add("--tokens", type=float, metavar="N", help="also print days and GPU-hours for N tokens, as 15e12")
-    add("--gpus", type=int, help="number of GPUs")
-    add("--seq-len", type=int, help="tokens of a sequence; default: 8192, or those of the inputs of module:function")
-    add("--global-batch", type=int, default=0, metavar="N", help="sequences of a step; default: one for each GPU")
-    add("--recipe", default="bf16", help=f"bf16, {', '.join(RECIPES)}; with :dequantize for bf16 GEMMs")
-    add("--checkpointing", default="auto", help=f"auto, {', '.join(CHECKPOINTS)}; default: the fastest that fits")
-    add("--optimizer", default="adamw", help=f"{', '.join(OPTIMIZERS)}; default: adamw")
-    add("--memory", default="balanced", help=f"{', '.join(get_args(Memory))}: as in SchedulePolicy")
-    add("--reduce-dtype", default="bf16", help="bf16 or fp32: of gradients on the wire")
-    add("--loss", default="fp32", help=f"{', '.join(LOSSES)}: how logits and loss are computed; default: fp32")
-    add("--dispatch", default="rows", help=f"{', '.join(DISPATCHES)}: how tokens go to experts; default: rows")
-    add("--virtual-stages", type=int, metavar="N", help="chunks of a rank of a pipeline; default: a block each")
-    add("--zero1", action="store_true", dest="shards_optimizer", help="optimizer states are divided over replicas too")
-    add("--compile", action="store_true", dest="is_compiled", help="blocks are compiled")
-    add("--capture", action="store_true", dest="is_captured", help="the step is one CUDA graph")
+    for item in (item for item in fields(Job) if item.metadata):
+        known, text = item.metadata["known"], item.metadata["help"]
+        flag = f"--{item.metadata['flag'] or item.name.replace('_', '-')}"
+        if item.default is False:
+            add(flag, dest=item.name, action="store_true", help=text)
+        elif isinstance(known, range):
+            add(flag, dest=item.name, type=int, metavar="N", help=text)
+        else:
+            add(flag, dest=item.name, metavar="NAME", help=f"{', '.join(known)}: {text}; default: {item.default}")
     axes = parser.add_argument_group("axes that are not searched")
     for name in (*AXES, "micro_batch"):
         axes.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", dest=name)

@@ -1,4 +1,4 @@
-"""What one layout of a job takes: time of a step with its parts, and memory of the fullest rank."""
+"""What one layout of a job takes: time of a step with its parts and its range, and memory of the fullest rank."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from ..policy import Schedule, SchedulePolicy
 from .costs import Axis, Costs
 from .fully_shard import build_fully_shard
-from .ground import Ground, ground_of
 from .job import OPTIMIZERS, Job, Layout
 from .machine import GIB, Machine
 from .memory import Memory, Stage, predict
@@ -33,25 +34,24 @@ class Problem:
         """What a rank alone would compute of one sequence."""
         return self.trace(Layout(), self.parts(Layout())[0])
 
-    def parts(self, layout: Layout) -> list[Part] | list[None]:
+    def parts(self, layout: Layout) -> list[Part]:
         """The stages of a layout; one that is not known in blocks for a model of the user's own code."""
-        return [None] if self.config is None else stage_parts(self.config, layout.pp)
+        return [Part(())] if self.config is None else stage_parts(self.config, layout.pp)
 
-    def slowest(self, layout: Layout) -> Part | None:
+    def slowest(self, layout: Layout) -> Part:
         """The stage with most to compute: one with the head, or the one with most blocks."""
-        known = [part for part in self.parts(layout) if part is not None]
-        return max(known, key=lambda part: (len(part.kinds), part.is_last), default=None)
+        return max(self.parts(layout), key=lambda part: (len(part.kinds), part.is_last))
 
-    def full_stages(self, layout: Layout) -> dict[int, Part | None]:
+    def full_stages(self, layout: Layout) -> dict[int, Part]:
         """The stages that may be the fullest, by number: the first has most microbatches, the last the logits, the
         first of those with most mixtures most parameters."""
         parts = self.parts(layout)
-        mixtures = [0 if part is None else sum(part.kinds) for part in parts]
+        mixtures = [sum(part.kinds) for part in parts]
         return {number: parts[number] for number in {0, len(parts) - 1, mixtures.index(max(mixtures))}}
 
-    def trace(self, layout: Layout, part: Part | None) -> Trace:
+    def trace(self, layout: Layout, part: Part) -> Trace:
         """What a rank of a stage computes in one microbatch."""
-        if self.config is None or part is None:
+        if self.config is None:
             assert self.user is not None
             trace = with_loss(self.user.trace(layout.tp), self.job.loss).times(layout.micro_batch)
         else:
@@ -60,17 +60,11 @@ class Problem:
             trace = repeated(recorded, self.config, part)
         return checkpointed(trace, layout.checkpoint)
 
-    def setting(self, layout: Layout, part: Part | None) -> Setting:
-        job, config = self.job, self.config
-        costs = Costs(
-            self.machine,
-            layout.axes(),
-            job.precision,
-            job.is_compiled,
-            job.recipe == "float8_rowwise",
-            job.seq_len // layout.cp,
-            choices=0 if config is None or job.dispatch == "rows" else config.experts_per_token,
-        )
+    def setting(self, layout: Layout, part: Part) -> Setting:
+        job, tokens = self.job, self.job.seq_len // layout.cp
+        choices = 0 if self.config is None or job.dispatch == "rows" else self.config.experts_per_token
+        is_rowwise = job.recipe == "float8_rowwise"
+        costs = Costs(self.machine, layout.axes(), job.precision, job.is_compiled, is_rowwise, tokens, choices)
         return Setting(
             self.trace(layout, part),
             costs,
@@ -172,11 +166,8 @@ def stage_parts(config: ModelConfig, pp: int) -> list[Part]:
     sizes[0], sizes[-1] = max(sizes[0] - 1, 1), max(sizes[-1] - 1, 1)
     while sum(sizes) > len(kinds):
         sizes[sizes.index(max(sizes))] -= 1
-    parts, begin = [], 0
-    for number, size in enumerate(sizes):
-        parts.append(Part(tuple(kinds[begin : begin + size]), number == 0, number == pp - 1))
-        begin += size
-    return parts
+    borders = pairwise(accumulate(sizes, initial=0))
+    return [Part(tuple(kinds[begin:end]), begin == 0, end == len(kinds)) for begin, end in borders]
 
 
 @functools.lru_cache(maxsize=512)
@@ -308,3 +299,64 @@ def _gather_parameters(setting: Setting, total: Parts) -> float:
         total.received[name] = total.received.get(name, 0.0) + nbytes * (axis.size - 1) / axis.size
     total.exposed["replicas"] = total.exposed.get("replicas", 0.0) + spent
     return spent
+
+
+class Ground(NamedTuple):
+    """How far a time of one kind may be off: over the published runs of that kind, with a margin
+    (tests/planner/planner_data/published_rows.json)."""
+
+    kind: str  # for people
+    least: float  # least time of a step, as a share of the prediction
+    most: float  # most time
+
+
+DENSE = Ground("dense, bf16, data parallel", 0.82, 1.27)
+MIXED = Ground("dense, bf16, with tp, pp or cp", 0.75, 1.3)
+EIGHT_BIT = Ground("8-bit", 0.65, 1.35)
+LONG = Ground("sequences above 8,192 tokens", 0.65, 1.7)
+EXPERTS = Ground("experts behind the fast link", 0.65, 1.5)
+# Two rows. Codes that hide how tokens travel were up to 3.6 times as fast as a prediction with another ``dispatch``.
+EXPERTS_APART = Ground("experts over the network", 0.27, 1.5)
+_FULL = 0.85  # of the memory: allocators of training code begin to search and to give back
+_SLOWED = 1.3
+_LONGEST = 131072
+_MOST_DOMAINS = 128  # hosts, or racks: Llama 3 on 16,384 GPUs
+_OTHER_MACHINE = 1.2  # shares of peaks are carried over from another generation
+
+
+def ground_of(job: Job, layout: Layout, machine: Machine, *, has_experts: bool, filled: float) -> Ground | str:
+    """The range of a layout, or why there is none and what to measure; ``filled`` is the share of memory in use."""
+    if job.seq_len > _LONGEST:
+        return f"no published run had sequences of {job.seq_len} tokens: measure one of your blocks at that length"
+    if not machine.has_ground:
+        return f"no published run trained on {machine.name}: measure it by --calibrate"
+    if (wide := is_too_wide(layout, machine)) is not None:
+        return f"{wide}: no published run gathered over so many, measure one"
+    if has_experts:
+        axis = layout.axes()["ep"]
+        is_near = axis.size == 1 or axis.size * axis.stride <= machine.gpus_per_domain
+        found = EXPERTS if is_near else EXPERTS_APART
+    elif job.seq_len > 8192:
+        found = LONG
+    elif job.precision != "bf16":
+        found = EIGHT_BIT
+    else:
+        found = MIXED if max(layout.tp, layout.pp, layout.cp) > 1 else DENSE
+    if found is DENSE and not machine.is_preset:
+        return Ground(found.kind, 1 - machine.spread, 1 + machine.spread)
+    least, most = found.least, found.most
+    if machine.is_carried_over:
+        least, most = least / _OTHER_MACHINE, most * _OTHER_MACHINE
+    if filled > _FULL:
+        most *= _SLOWED
+    return Ground(found.kind, least, most)
+
+
+def is_too_wide(layout: Layout, machine: Machine) -> str | None:
+    """The axis whose gathers cross more hosts than those of any published run; None if there is none."""
+    axes = layout.axes()
+    for name in ("gtp", "expert_gtp"):
+        size, stride = axes[name]
+        if size > 1 and size * min(stride, machine.gpus_per_domain) > _MOST_DOMAINS * machine.gpus_per_domain:
+            return f"{name} over more than {_MOST_DOMAINS} hosts"
+    return None

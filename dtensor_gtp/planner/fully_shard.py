@@ -6,18 +6,15 @@ result is copied out on the GPU, one reduce-scatter is in flight.
 
 from __future__ import annotations
 
+from .costs import Load, Stream
 from .program import Program, Tasks
 from .setting import COMPUTE_NBYTES, PARAM_NBYTES, Setting, Sharded
-from .simulate import Load, Stream
 
 
 def units_of(setting: Setting) -> tuple[Sharded, list[Sharded]]:
     """What each ``fully_shard`` call gathers: that of the root, and those of the blocks."""
-    by_block: dict[int, list[int]] = {}
-    for number, item in enumerate(setting.sharded):
-        by_block.setdefault(item.weight.block, []).append(number)
     units = []
-    for block, numbers in sorted(by_block.items()):
+    for block, numbers in sorted(setting.trace.numbers.items()):
         unit, name = setting.together(numbers), "root" if block < 0 else f"block {block}"
         units.append(unit._replace(weight=unit.weight._replace(name=name)))
     return units[0], units[1:]
@@ -81,7 +78,7 @@ class _Step:
             self._wait(unit)
             tasks.forward(self._weights(unit))
         tasks.forward(head)
-        tasks.loss()
+        tasks.operations(self._setting.trace.loss, "loss")
         tasks.backward(head)
         for unit, following in zip(units[::-1], [*units[-2::-1], None], strict=True):
             if keeps:  # its hooks look for what there is to do
@@ -94,7 +91,7 @@ class _Step:
             tasks.backward(self._weights(unit))
             self._reduce(unit)
         tasks.backward([table])
-        tasks.tail()
+        tasks.operations(self._setting.trace.tail, "backward of the input")
         self._reduce(root)
         for task in self._reducing:
             tasks.wait(task)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import get_args
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, get_args
 
 from ..policy import Memory
 from ..quant.recipes import RECIPES, Recipe
@@ -23,14 +23,11 @@ DISPATCHES = ("rows", "hosts", "hidden")
 CHECKPOINTS = ("none", "selective", "full")
 # Bytes of optimizer state for a parameter in float32.
 OPTIMIZERS: Mapping[str, int] = {"adamw": 8, "sgd": 0, "sgd-momentum": 4, "muon": 4}
-_CHOICES = {
-    "checkpointing": ("auto", *CHECKPOINTS),
-    "optimizer": tuple(OPTIMIZERS),
-    "memory": get_args(Memory),
-    "loss": LOSSES,
-    "dispatch": DISPATCHES,
-    "reduce_dtype": ("bf16", "fp32"),
-}
+
+
+def _option(default: Any, known: Sequence[Any], help: str, flag: str = "") -> Any:
+    """A field of a job: what it may be, what the command says of it, and its name there."""
+    return field(default=default, metadata={"known": known, "help": help, "flag": flag})
 
 
 @dataclass(frozen=True)
@@ -64,31 +61,30 @@ class Job:
         16
     """
 
-    gpus: int
-    seq_len: int = 8192
-    global_batch: int = 0
-    recipe: str = "bf16"
-    checkpointing: str = "auto"
-    optimizer: str = "adamw"
-    memory: str = "balanced"
-    reduce_dtype: str = "bf16"
-    loss: str = "fp32"
-    dispatch: str = "rows"
-    is_compiled: bool = False
-    is_captured: bool = False
-    virtual_stages: int = 0
-    shards_optimizer: bool = False
+    gpus: int = _option(MISSING, range(1, 2**20 + 1), "number of GPUs")
+    seq_len: int = _option(8192, range(1, 2**24 + 1), "tokens of a sequence; default: 8192, or as inputs have")
+    global_batch: int = _option(0, range(2**24 + 1), "sequences of a step; default: one for each GPU")
+    recipe: str = _option("bf16", ("bf16", *RECIPES), "of the blocks' layers; with :dequantize for bf16 GEMMs")
+    checkpointing: str = _option("auto", ("auto", *CHECKPOINTS), "what is computed again; auto: the fastest that fits")
+    optimizer: str = _option("adamw", tuple(OPTIMIZERS), "whose state counts")
+    memory: str = _option("balanced", get_args(Memory), "as in SchedulePolicy")
+    reduce_dtype: str = _option("bf16", ("bf16", "fp32"), "of gradients on the wire")
+    loss: str = _option("fp32", LOSSES, "how logits and loss are computed")
+    dispatch: str = _option("rows", DISPATCHES, "how tokens go to experts")
+    is_compiled: bool = _option(False, (False, True), "blocks are compiled", "compile")
+    is_captured: bool = _option(False, (False, True), "the step is one CUDA graph", "capture")
+    virtual_stages: int = _option(0, range(2**14 + 1), "chunks of a rank of a pipeline; default: a block each")
+    shards_optimizer: bool = _option(False, (False, True), "optimizer states are divided over replicas too", "zero1")
     fixed: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        counts = {"gpus": (1, 1 << 20), "seq_len": (1, 1 << 24), "global_batch": (0, 1 << 24)}
-        for name, (least, most) in (counts | {"virtual_stages": (0, 1 << 14)}).items():
-            value = getattr(self, name)
-            is_fine = type(value) is int and least <= value <= most
-            expect(is_fine, f"plan expects {name} from {least} to {most}", f"got {value!r}. Pass another.")
-        _check("recipe", self.recipe.removesuffix(":dequantize"), ("bf16", *RECIPES))
-        for name, known in _CHOICES.items():
-            _check(name, getattr(self, name), known)
+        for item in fields(self):
+            value, known = getattr(self, item.name), item.metadata.get("known")
+            if isinstance(known, range):
+                is_fine, wrong = type(value) is int and value in known, f"got {value!r}. Pass another."
+                expect(is_fine, f"plan expects {item.name} from {known[0]} to {known[-1]}", wrong)
+            elif known is not None:
+                _check(item.name, value.removesuffix(":dequantize") if item.name == "recipe" else value, known)
         for name, size in self.fixed.items():
             _check("axis", name, (*AXES, "micro_batch"))
             is_fine = type(size) is int and size >= 1
@@ -118,9 +114,9 @@ class Job:
         return "float8" if recipe is not None and recipe.has_gemms and recipe.compute != "dequantize" else "bf16"
 
 
-def _check(name: str, value: str, known: tuple[str, ...]) -> None:
+def _check(name: str, value: object, known: Sequence[object]) -> None:
     wrong = f"got {value!r}. Pass one of them."
-    expect(value in known, f"plan expects one of {', '.join(known)} as {name}", wrong)
+    expect(value in known, f"plan expects one of {', '.join(map(str, known))} as {name}", wrong)
 
 
 @dataclass(frozen=True, order=True)
@@ -203,9 +199,9 @@ def refusal(layout: Layout, job: Job, config: ModelConfig | None, machine: Machi
     """Why a layout cannot be, before anything is computed; None if it can. ``config`` is None for a user's model."""
     if layout.ranks != job.gpus:
         return f"{layout.ranks} ranks on {job.gpus} GPUs"
-    reason = _refused_for_users(layout) if config is None else _refused_sizes(layout, job, config)
-    if reason is not None:
-        return reason
+    for_users = [f"{name}: {why}" for name, why in _NOT_FOR_USERS.items() if getattr(layout, name) > 1]
+    if reasons := for_users if config is None else _refused_sizes(layout, job, config):
+        return reasons[0]
     if layout.tp > machine.gpus_per_domain:
         return f"tp {layout.tp} leaves the fast link of {machine.gpus_per_domain} GPUs"
     if job.batch % (layout.data_ranks * layout.micro_batch):
@@ -221,24 +217,16 @@ _NOT_FOR_USERS = {
 }
 
 
-def _refused_for_users(layout: Layout) -> str | None:
-    return next((f"{name}: {why}" for name, why in _NOT_FOR_USERS.items() if getattr(layout, name) > 1), None)
-
-
-def _refused_sizes(layout: Layout, job: Job, config: ModelConfig) -> str | None:
-    if config.heads % layout.tp or config.kv_heads % layout.tp:
-        return f"tp {layout.tp} does not divide {config.heads} heads and {config.kv_heads} of keys and values"
-    if config.hidden_dim % layout.tp or config.vocab_size % layout.tp:
-        return f"tp {layout.tp} does not divide the feed-forward or the vocabulary"
-    if layout.pp > config.layers:
-        return f"pp {layout.pp} has more stages than the model has layers ({config.layers})"
-    if job.seq_len % (layout.cp * layout.tp):
-        return f"cp {layout.cp} and tp {layout.tp} do not divide {job.seq_len} tokens"
-    stage = layout.ranks // layout.pp
-    if not config.experts:
-        return "ep without experts" if layout.ep * layout.expert_gtp > 1 else None
-    if config.experts % layout.ep:
-        return f"ep {layout.ep} does not divide {config.experts} experts"
-    if stage % (layout.ep * layout.expert_gtp):
-        return f"ep {layout.ep} and expert_gtp {layout.expert_gtp} do not divide the {stage} ranks of a stage"
-    return None
+def _refused_sizes(layout: Layout, job: Job, config: ModelConfig) -> list[str]:
+    tp, pp, cp, ep, expert_gtp = layout.tp, layout.pp, layout.cp, layout.ep, layout.expert_gtp
+    heads, kv_heads, stage = config.heads, config.kv_heads, layout.ranks // pp
+    rules = {
+        f"tp {tp} does not divide {heads} heads and {kv_heads} of keys and values": heads % tp or kv_heads % tp,
+        f"tp {tp} does not divide the feed-forward or the vocabulary": config.hidden_dim % tp or config.vocab_size % tp,
+        f"pp {pp} has more stages than the model has layers ({config.layers})": pp > config.layers,
+        f"cp {cp} and tp {tp} do not divide {job.seq_len} tokens": job.seq_len % (cp * tp),
+        "ep without experts": not config.experts and ep * expert_gtp > 1,
+        f"ep {ep} does not divide {config.experts} experts": config.experts % ep,
+        f"ep {ep} and expert_gtp {expert_gtp} do not divide the {stage} ranks of a stage": stage % (ep * expert_gtp),
+    }
+    return [reason for reason, is_broken in rules.items() if is_broken]

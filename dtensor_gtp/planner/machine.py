@@ -265,10 +265,9 @@ def machine_of(content: Any, where: str) -> Machine:
         names, like = preset_names(), content["like"]
         expect(like in names, f"machine expects one of {', '.join(names)} as like", f"{where} has {like!r}. Name one.")
         base = asdict(load_machine(like))
-        for name, value in base.items():
-            is_part = name not in ("peak_tflops", "sources") and isinstance(value, dict)
-            if is_part and isinstance(values.get(name), dict):
-                values[name] = value | values[name]
+        for name in ("fast", "copy", "network", "compute", "host", "contention"):
+            if isinstance(given := values.get(name), dict):
+                values[name] = base[name] | given
         values = base | values
     machine: Machine = _build(Machine, values, where)
     host, domain = machine.gpus_per_host, machine.gpus_per_domain
@@ -282,14 +281,16 @@ def _build(kind: Any, values: Any, where: str, prefix: str = "") -> Any:
     """A dataclass from a JSON object, each of its fields checked."""
     is_object = isinstance(values, dict)
     expect(is_object, f"machine expects an object as {prefix or 'file'}", f"{where} has {values!r}. Mend the file.")
-    known, types = {item.name: item for item in fields(kind)}, get_type_hints(kind)
-    for name in values.keys() - known.keys():
+    types, found = get_type_hints(kind), {}
+    for name in values.keys() - types.keys():
         raise PlanError(f"machine has no field {prefix}{name}, but {where} does. Known are {', '.join(types)}.")
-    for name, item in known.items():
-        is_there = name in values or (item.default, item.default_factory) != (MISSING, MISSING)
-        expect(is_there, f"machine expects a field {prefix}{name}", f"{where} has none. Add it.")
-    bounds = {name: item.metadata.get("range") for name, item in known.items()}
-    return kind(**{n: _checked(types[n], bounds[n], value, where, prefix + n) for n, value in values.items()})
+    for item in fields(kind):
+        if item.name in values:
+            bounds = item.metadata.get("range")
+            found[item.name] = _checked(types[item.name], bounds, values[item.name], where, prefix + item.name)
+        elif (item.default, item.default_factory) == (MISSING, MISSING):
+            raise PlanError(f"machine expects a field {prefix}{item.name}, but {where} has none. Add it.")
+    return kind(**found)
 
 
 def _checked(kind: Any, bounds: Any, value: Any, where: str, name: str) -> Any:

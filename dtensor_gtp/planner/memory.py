@@ -65,12 +65,7 @@ def moments(
     uses: Sequence[Use], state: int, max_inflight: int, together: int = 0, *, wgrad_first: bool = True
 ) -> list[Peak]:
     """The moments of a forward and backward that may be the fullest, in order; see :func:`predict_peak`."""
-    found = []
-    for use in uses:
-        gathered, activations = use.gathered, use.activations
-        found.append(Peak(f"in forward of {use.name}", state, 0, gathered.forward, 0, activations.forward))
-        after = gathered.after_forward, 0, activations.after_forward
-        found.append(Peak(f"after forward of {use.name}", state, 0, *after))
+    found: list[Peak] = []
     grads = 0
     waiting = Together[Use](together)
     inflight: deque[list[Use]] = deque(maxlen=max_inflight)  # once it is full, the oldest are waited for
@@ -79,9 +74,12 @@ def moments(
         on_the_way = sum(use.buffer + use.sent for launch in inflight for use in launch)
         return on_the_way + sum(use.buffer for use in waiting.waiting)
 
-    def add(moment: str, use: Use, gathered: int, activations: int, wgrad: int) -> None:
+    def add(moment: str, use: Use, gathered: int, activations: int, wgrad: int = 0) -> None:
         found.append(Peak(f"{moment} of {use.name}", state, grads, gathered, wgrad, activations))
 
+    for use in uses:
+        add("in forward", use, use.gathered.forward, use.activations.forward)
+        add("after forward", use, use.gathered.after_forward, use.activations.after_forward)
     backward = list(reversed(uses))
     for use, following in zip(backward, [*backward[1:], None], strict=True):
         gathered, activations = use.gathered, use.activations
@@ -173,7 +171,7 @@ def make_lookup(shard: Shard, dim: int, ends: tuple[int, int], activations: Amou
     return Use(shard.name, gathered, activations, 0, 0, grad, received + sent, is_exchanged=True)
 
 
-def gathered_amounts(forward: Sequence[object], backward: Sequence[object], held: tuple[Held, Held]) -> list[Amounts]:
+def gathered_amounts(forward: Sequence[object], backward: Sequence[object], held: Sequence[Held]) -> list[Amounts]:
     """Bytes of gathered weights at each use of the forward; ``held`` in forward and in backward."""
     in_forward, in_backward = held
     used_in_backward = {name: position for position, name in enumerate(backward)}
@@ -255,7 +253,7 @@ def predict(setting: Setting, schedule: Schedule, stage: Stage, optimizer_nbytes
     has_several = stage.num_microbatches > 1
     if has_several:  # gradients of the shards stay from the first microbatch on
         uses = [use._replace(grad=0) for use in uses]
-    together = schedule.coalesce_grad_nbytes if setting.backends(schedule, 0).reduces != "all_to_all" else 0
+    together = schedule.coalesce_grad_nbytes if setting.reduces_by(schedule, 0) != "all_to_all" else 0
     peak = predict_peak(uses, 0, schedule.max_inflight_reduce_scatters, together, wgrad_first=schedule.wgrad_first)
     numel = sum(item.state_numel for item in weights) + trace.small_numel
     states = sum(map(setting.optimizer_numel, weights)) + trace.small_numel
@@ -285,26 +283,22 @@ def predict(setting: Setting, schedule: Schedule, stage: Stage, optimizer_nbytes
 
 
 def _uses(setting: Setting, step: Step, schedule: Schedule) -> list[Use]:
-    units = setting.units
-    nbytes = [setting.held(unit) for unit in units]
-    held = (
-        held_nbytes(step.forward, step.kept, nbytes, is_backward=False),
-        held_nbytes(step.backward, step.kept, nbytes, is_backward=True),
-    )
+    nbytes = list(map(setting.held, setting.units))
+    passes = ((step.forward, False), (step.backward, True))
+    held = [held_nbytes(plan, step.kept, nbytes, is_backward=is_backward) for plan, is_backward in passes]
     # What is used in a forward that backward computes again is used in its gradient last.
     gathered = gathered_amounts(step.forward.uses, step.backward.uses, held)
     amounts = dict(zip(step.forward.uses, gathered, strict=True))
     uses = []
     for number, item in enumerate(setting.sharded):
-        place = step.unit_of[number]
-        unit = units[place]
+        place = setting.unit_of[number]
+        unit = setting.units[place]
         shard = Shard(unit.name, unit.weight.numel, unit.state_numel * PARAM_NBYTES, PARAM_NBYTES)
         if place not in amounts:
-            ends = held[0].between[0], held[1].between[-1]
-            dim = item.weight.shape[1]
+            ends, dim = (held[0].between[0], held[1].between[-1]), item.weight.shape[1]
             uses.append(make_lookup(shard, dim, ends, item.weight.amounts, setting.tokens, item.axis.size))
             continue
-        reducing = Reducing(setting.reduce_nbytes, setting.backends(schedule, item.lane).reduces, item.axis.size)
+        reducing = Reducing(setting.reduce_nbytes, setting.reduces_by(schedule, item.lane), item.axis.size)
         if setting.sends_narrow(schedule, item):
             reducing = Reducing(COMPUTE_NBYTES, "all_to_all", item.axis.size)
         use = make_use(shard, amounts[place], item.weight.amounts, reducing, is_table=item.weight.is_table)
@@ -326,15 +320,11 @@ def _in_group(setting: Setting, group: Sharded, number: int, use: Use) -> Use:
 
 def symmetric_nbytes(setting: Setting, schedule: Schedule) -> int:
     """What copy engines need: for gathers a stage of two rounds, for reductions a ring. The runtime has both sizes."""
-    lanes: dict[int, list[Sharded]] = {}
-    for item in setting.sharded:
-        if item.axis.size > 1:
-            lanes.setdefault(item.lane, []).append(item)
-    total = 0
-    for lane, items in lanes.items():
-        backends = setting.backends(schedule, lane)
-        if backends.gathers == "copy_engine":
+    shards, total = [item for item in setting.sharded if item.axis.size > 1], 0
+    for lane in {item.lane for item in shards}:
+        items = [item for item in shards if item.lane == lane]
+        if setting.gathers_by(schedule, lane) == "copy_engine":
             total += 2 * round_nbytes(schedule, items[0].axis.size)
-        if backends.reduces == "copy_engine":
+        if setting.reduces_by(schedule, lane) == "copy_engine":
             total += ring_nbytes([item.sent for item in items], enough_nbytes(schedule))
     return total

@@ -15,10 +15,9 @@ from .._schedule.order_of_gathers import Plan, Window
 from .._schedule.order_of_reductions import Together
 from .._schedule.order_of_uses import Chain
 from ..policy import Schedule
-from .costs import Work
-from .recorder import Kind
+from .costs import Load, Stream, Task, Work
+from .recorder import Kind, Op
 from .setting import COMPUTE_NBYTES, PARAM_NBYTES, Setting, Sharded, Step, plan_step
-from .simulate import Load, Stream, Task
 
 # A group costs the host as much as so many weights: fitted on Llama, BERT and GPT-2 (2 x H100, f6c622c).
 _GROUP = 6
@@ -75,12 +74,10 @@ class Tasks:
                 continue
             self.transfer(Stream.COMPUTE, work.axis, work.nbytes, work.ms, (), f"{label}: {work.axis}", work.axis)
 
-    def before(self, item: Sharded, label: str = "before") -> None:
-        self.compute(self.costs.works(item.weight.before, is_block=item.is_in_block), f"{label} {item.name}")
-
-    def before_backward(self, item: Sharded) -> None:
-        works = self.costs.works(item.weight.backward, is_block=item.is_in_block)
-        self.compute(works, f"before backward of {item.name}")
+    def operations(self, ops: Iterable[Op], label: str, item: Sharded | None = None) -> None:
+        """Those around the use of a weight; outside of blocks those of no weight."""
+        name = "" if item is None else f" {item.name}"
+        self.compute(self.costs.works(ops, is_block=item is not None and item.is_in_block), label + name)
 
     def multiply(self, item: Sharded, part: str) -> None:
         """The GEMM of a use: "forward", "wgrad" or "dgrad"."""
@@ -89,21 +86,14 @@ class Tasks:
     def forward(self, weights: Sequence[Sharded]) -> None:
         """Of weights that are there."""
         for item in weights:
-            self.before(item)
+            self.operations(item.weight.before, "before", item)
             self.multiply(item, "forward")
 
     def backward(self, weights: Sequence[Sharded]) -> None:
         for item in reversed(weights):
-            self.before_backward(item)
+            self.operations(item.weight.backward, "before backward of", item)
             for part in item.gradients():
                 self.multiply(item, part)
-
-    def loss(self) -> None:
-        self.compute(self.costs.works(self.setting.trace.loss, is_block=False), "loss")
-
-    def tail(self) -> None:
-        """What backward computes after the last weight."""
-        self.compute(self.costs.works(self.setting.trace.tail, is_block=False), "backward of the input")
 
     def transfer(
         self, stream: Stream, name: str, nbytes: float, ms: float, after: Iterable[int], label: str, cause: str,
@@ -122,63 +112,56 @@ class Tasks:
 
 
 class Gathers:
-    """The gathers of one pass at a time, as ``_schedule.gathering`` launches them."""
+    """The gathers of one pass, as ``_schedule.gathering`` launches them. ``kept`` has the tasks of gathers whose
+    weights stay from forward to backward, by weight."""
 
-    def __init__(self, tasks: Tasks, weights: Sequence[Sharded], schedule: Schedule) -> None:
-        self._tasks, self._weights, self._schedule = tasks, weights, schedule
+    def __init__(self, tasks: Tasks, schedule: Schedule, plan: Plan, kept: dict[int, int]) -> None:
+        self._tasks, self._schedule, self._kept = tasks, schedule, kept
         self._pending: dict[int, deque[int]] = {}  # tasks of gathers in flight, by weight
-        self._kept: dict[int, int] = {}
-        self._chain: Chain | None = None
+        self._chain = Chain(Window(0), tuple)  # the plan is given, so neither is used
+        self._chain.plan = plan
+        for positions in self._chain.expected():
+            self._prefetch(positions)
 
-    def begin(self, plan: Plan) -> None:
-        """A pass begins: launch its first gathers."""
-        chain = self._chain = Chain(Window(0), tuple)  # the plan is given, so neither is used
-        chain.plan = plan
-        chain.begin()
-        for positions in chain.expected():
-            self._prefetch(plan, positions)
-
-    def use(self, number: int, *, is_kept: bool) -> int:
-        """A use begins: the gather that compute waits for. Launches what follows."""
-        chain = self._chain
-        assert chain is not None
+    def use(self, number: int, *, is_kept: bool = False) -> None:
+        """A use begins: compute waits for its gather. Launches what follows."""
         if number in self._kept:
             done = self._kept.pop(number)
         elif self._pending.get(number):
             done = self._pending[number].popleft()
         else:
-            (done,) = self._launch([number])
-        for launch in chain.advance(number, self._weights[number].lane) or ():
-            self._prefetch(chain.plan, launch.positions)
+            done = self._launch([number])
+        for launch in self._chain.advance(number, self._tasks.setting.units[number].lane) or ():
+            self._prefetch(launch.positions)
         if is_kept:
             self._kept[number] = done
-        return done
+        self._tasks.wait(done)
 
-    def _prefetch(self, plan: Plan, positions: Sequence[int]) -> None:
-        missing = [use for use in (plan.uses[position] for position in positions) if use not in self._kept]
-        if missing:
-            for number, task in zip(missing, self._launch(missing), strict=True):
+    def _prefetch(self, positions: Sequence[int]) -> None:
+        uses = [self._chain.plan.uses[position] for position in positions]
+        if missing := [use for use in uses if use not in self._kept]:
+            task = self._launch(missing)
+            for number in missing:
                 self._pending.setdefault(number, deque()).append(task)
 
-    def _launch(self, numbers: Sequence[int]) -> list[int]:
+    def _launch(self, numbers: Sequence[int]) -> int:
         """One gather of these weights, which are of one lane."""
         tasks, costs = self._tasks, self._tasks.costs
-        weights = [self._weights[number] for number in numbers]
+        weights = [tasks.setting.units[number] for number in numbers]
         first, names = weights[0], _names(weights)
-        is_copy = tasks.setting.backends(self._schedule, first.lane).gathers == "copy_engine"
+        is_copy = tasks.setting.gathers_by(self._schedule, first.lane) == "copy_engine"
         tasks.spend(tasks.host.copy_us if is_copy and first.axis.size > 1 else tasks.host.collective_us)
         read_and_written = sum(weight.cast_nbytes for weight in weights)
         cast_ms = (costs.cast_ms if first.is_quantized else costs.memory_ms)(read_and_written)
         if first.axis.size == 1:
-            return [tasks.add(Stream.COMPUTE, Load.COMPUTE, cast_ms, label=f"cast {names}")] * len(numbers)
+            return tasks.add(Stream.COMPUTE, Load.COMPUTE, cast_ms, label=f"cast {names}")
         stream = Stream.EXPERT_GATHER if first.lane else Stream.GATHER
         cast = tasks.add(Stream.CAST if is_copy else stream, Load.KERNEL, cast_ms, tasks.fork(), f"cast {names}")
         nbytes = sum(weight.wired for weight in weights)
         num = sum(len(weight.members) for weight in weights)
         ms = costs.together_ms(nbytes, first.axis, num, is_copy=is_copy)
         name, label = first.axis_name, f"gather {names}"
-        task = tasks.transfer(stream, name, nbytes, ms, [cast], label, "gathers", is_copy=is_copy)
-        return [task] * len(numbers)
+        return tasks.transfer(stream, name, nbytes, ms, [cast], label, "gathers", is_copy=is_copy)
 
 
 class Reductions:
@@ -215,7 +198,7 @@ class Reductions:
     def _launch(self, weights: Sequence[Sharded]) -> None:
         tasks, axis = self._tasks, weights[0].axis
         self._retire(self._schedule.max_inflight_reduce_scatters - 1)
-        is_copy = tasks.setting.backends(self._schedule, weights[0].lane).reduces == "copy_engine"
+        is_copy = tasks.setting.reduces_by(self._schedule, weights[0].lane) == "copy_engine"
         tasks.spend(tasks.host.copy_us if is_copy else tasks.host.collective_us)
         nbytes = self._sent_nbytes(weights)
         label, name = f"reduce {_names(weights)}", weights[0].axis_name
@@ -237,7 +220,7 @@ class Reductions:
     def sum_up(self, weights: Sequence[Sharded], after: Sequence[int], nbytes: float) -> None:
         """What follows a reduce-scatter: a kernel that touches ``nbytes``, and what replicas exchange."""
         tasks, costs, names = self._tasks, self._tasks.costs, _names(weights)
-        is_copy = tasks.setting.backends(self._schedule, weights[0].lane).reduces == "copy_engine"
+        is_copy = tasks.setting.reduces_by(self._schedule, weights[0].lane) == "copy_engine"
         stream = Stream.FINISH if is_copy else Stream.SCATTER
         done = tasks.add(stream, Load.KERNEL, costs.memory_ms(nbytes), after, f"sum {names}", "reductions")
         name = weights[0].replicas
@@ -258,29 +241,28 @@ def build_compute(setting: Setting) -> Program:
     """Whole bf16 weights and no communication: a step without ``gtp_shard``."""
     tasks = Tasks(setting)
     tasks.forward(setting.sharded)
-    tasks.loss()
+    tasks.operations(setting.trace.loss, "loss")
     tasks.backward(setting.sharded)
-    tasks.tail()
+    tasks.operations(setting.trace.tail, "backward of the input")
     return tasks.end()
 
 
 def build(setting: Setting, schedule: Schedule, *, is_last: bool = True) -> Program:
     """One forward and backward. ``is_last``: gradients are summed over replicas too."""
-    weights, step, tasks = setting.sharded, plan_step(setting, schedule), Tasks(setting)
-    gathers = Gathers(tasks, setting.units, schedule)
-    gathers.begin(step.forward)
-    used = set(step.forward.uses)
-    for number, item in enumerate(weights):
-        tasks.before(item)
-        unit = step.unit_of[number]
-        if unit in used:
-            _use(tasks, gathers, step, number, is_kept=unit in step.kept)
-        else:
+    step, tasks = plan_step(setting, schedule), Tasks(setting)
+    kept: dict[int, int] = {}
+    gathers = Gathers(tasks, schedule, step.forward, kept)
+    for number, item in enumerate(setting.sharded):
+        tasks.operations(item.weight.before, "before", item)
+        unit = setting.unit_of[number]
+        if setting.is_exchanged(unit):
             _exchange_rows(tasks, item)
-    tasks.loss()
+        else:
+            _use(tasks, gathers, number, is_kept=unit in step.kept)
+    tasks.operations(setting.trace.loss, "loss")
     reductions = Reductions(tasks, schedule, is_last=is_last)
-    _backward(tasks, gathers, reductions, weights, step, schedule)
-    tasks.tail()
+    _backward(tasks, Gathers(tasks, schedule, step.backward, kept), reductions, step, schedule)
+    tasks.operations(setting.trace.tail, "backward of the input")
     reductions.finish()
     small, axis = setting.trace.small_numel * setting.reduce_nbytes, setting.costs.axis("gtp")
     if small:
@@ -290,13 +272,13 @@ def build(setting: Setting, schedule: Schedule, *, is_last: bool = True) -> Prog
     return tasks.end()
 
 
-def _use(tasks: Tasks, gathers: Gathers, step: Step, number: int, *, is_kept: bool = False) -> None:
+def _use(tasks: Tasks, gathers: Gathers, number: int, *, is_kept: bool = False) -> None:
     """The first weight of a unit is where it is gathered."""
-    unit = step.unit_of[number]
+    unit = tasks.setting.unit_of[number]
     group = tasks.setting.units[unit]
     if number == group.members[0]:
         tasks.spend(tasks.host.use_us * (_GROUP if group.is_group else 1))
-        tasks.wait(gathers.use(unit, is_kept=is_kept))
+        gathers.use(unit, is_kept=is_kept)
     tasks.multiply(tasks.setting.sharded[number], "forward")
 
 
@@ -348,30 +330,26 @@ def _exchange_rows(tasks: Tasks, item: Sharded) -> None:
     tasks.transfer(Stream.COMPUTE, item.axis_name, nbytes, ms, (), f"exchange {item.name}", "lookup")
 
 
-def _backward(
-    tasks: Tasks, gathers: Gathers, reductions: Reductions, weights: Sequence[Sharded], step: Step, schedule: Schedule
-) -> None:
-    gathers.begin(step.backward)
-    again = {number for numbers in step.recomputed.values() for number in numbers}
-    for number in reversed(range(len(weights))):
-        item = weights[number]
-        if number + 1 == len(weights) or weights[number + 1].weight.block != item.weight.block:
-            _recompute(tasks, gathers, weights, step, item.weight.block)
-        tasks.before_backward(item)
-        unit = step.unit_of[number]
-        group = tasks.setting.units[unit]
-        if unit not in step.forward.uses:
+def _backward(tasks: Tasks, gathers: Gathers, reductions: Reductions, step: Step, schedule: Schedule) -> None:
+    setting = tasks.setting
+    for number, item in reversed([*enumerate(setting.sharded)]):
+        if setting.trace.ends_block(number):
+            _recompute(tasks, gathers, step, item.weight.block)
+        tasks.operations(item.weight.backward, "before backward of", item)
+        unit = setting.unit_of[number]
+        group = setting.units[unit]
+        if setting.is_exchanged(unit):
             _exchanged_grad(tasks, reductions, item)
             continue
         if group.is_group and number == group.members[-1]:
             tasks.spend(tasks.host.use_us * _GROUP / 2)
-            if group.members[0] not in again:
-                tasks.wait(gathers.use(unit, is_kept=False))
+            if group.members[0] not in step.recomputed.get(item.weight.block, ()):
+                gathers.use(unit)
         for part in item.gradients()[:: 1 if schedule.wgrad_first else -1]:
             if not group.is_group:
                 tasks.spend(tasks.host.use_us / 2)
                 if part == "dgrad":
-                    tasks.wait(gathers.use(unit, is_kept=False))
+                    gathers.use(unit)
             tasks.multiply(item, part)
             if part == "wgrad" and not group.is_group:
                 reductions.submit(item)
@@ -380,13 +358,13 @@ def _backward(
             reductions.submit_group(group)
 
 
-def _recompute(tasks: Tasks, gathers: Gathers, weights: Sequence[Sharded], step: Step, block: int) -> None:
+def _recompute(tasks: Tasks, gathers: Gathers, step: Step, block: int) -> None:
     uses = step.recomputed.get(block, ())
-    for number, item in enumerate(weights):
-        if uses and item.weight.block == block:
-            tasks.before(item, "again before")
-            if number in uses:
-                _use(tasks, gathers, step, number)
+    for number in tasks.setting.trace.numbers[block] if uses else ():
+        item = tasks.setting.sharded[number]
+        tasks.operations(item.weight.before, "again before", item)
+        if number in uses:
+            _use(tasks, gathers, number)
 
 
 def _exchanged_grad(tasks: Tasks, reductions: Reductions, item: Sharded) -> None:

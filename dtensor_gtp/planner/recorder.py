@@ -2,7 +2,7 @@
 
 The model runs on fake CPU tensors, on which its matrices are used as ``gtp_shard`` uses them: backward computes the
 gradient of the input alone, and the weight's gradient is none of the activations. Where CPUs have no fused kernel but
-GPUs have one, a stand-in of ``stand_ins`` saves and returns what the GPU's does. So the same numbers come out on every
+GPUs have one, a stand-in saves and returns what the GPU's does. So the same numbers come out on every
 machine, without a GPU.
 """
 
@@ -10,11 +10,17 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
 
 from .. import _torch_compat as compat
 
@@ -132,3 +138,218 @@ def _nbytes(tensor: torch.Tensor) -> int:
     """What a kernel touches: an expanded tensor has fewer bytes than elements."""
     numel = math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or size == 1)
     return numel * tensor.element_size()
+
+
+_BACKWARD_OF_ATTENTION = 2.5  # five GEMMs instead of two
+
+
+class _Use(torch.autograd.Function):
+    """A matrix in use: its own gradient is not computed, and only the input is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, function: Any, mark: Callable[[str], None]) -> Any:
+        ctx.weight, ctx.mark = weight, mark
+        ctx.save_for_backward(input)
+        mark("forward")
+        output = function(input, weight)
+        mark("after_forward")
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _saved = ctx.saved_tensors  # the weight's gradient needs the input
+        ctx.mark("wgrad")
+        ctx.mark("dgrad")
+        grad_input = grad.matmul(ctx.weight) if ctx.needs_input_grad[0] else None
+        ctx.mark("after_backward")
+        return grad_input, None, None, None
+
+
+class _RMSNorm(torch.autograd.Function):
+    """What ``F.rms_norm`` is on a GPU: one kernel that saves its input and an fp32 factor for each row. Backward reads
+    gradient and input twice: for the input's gradient, and for the weight's."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, recorder: Recorder) -> Tensor:
+        ctx.recorder = recorder
+        ctx.save_for_backward(input, weight, input.new_empty(input.shape[:-1], dtype=torch.float32))
+        recorder.note(Op(Kind.MEMORY, nbytes=2 * input.nbytes))
+        return torch.empty_like(input)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        _saved = ctx.saved_tensors
+        ctx.recorder.note(Op(Kind.MEMORY, nbytes=5 * grad.nbytes))
+        return torch.empty_like(grad), None, None
+
+
+class _Attention(torch.autograd.Function):
+    """What scaled dot product attention is on a GPU, flash attention: it saves its inputs and its output, in fp32 a
+    number for each row of each head, and the state of a random generator."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, share: float, recorder: Recorder) -> Tensor:
+        # In the layout of the query, as the kernel's: what follows is a view of it then.
+        batch, heads, tokens, _ = query.shape
+        output = torch.empty_like(query)
+        if query.shape[-1] != value.shape[-1]:
+            output = query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
+        row_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        seed, offset = (query.new_empty((), dtype=torch.int64) for _ in range(2))
+        ctx.save_for_backward(query, key, value, output, row_sums, seed, offset)
+        ctx.recorder = recorder
+        ctx.flops = share * 2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+        recorder.note(Op(Kind.ATTENTION, flops=ctx.flops))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, *_saved = ctx.saved_tensors
+        ctx.recorder.note(Op(Kind.ATTENTION, flops=_BACKWARD_OF_ATTENTION * ctx.flops))
+        grad_query = torch.empty_like(query)
+        # Sums in fp32, and for grouped heads first gradients of keys and values for each head of queries.
+        _sums = [query.new_empty(shape, dtype=torch.float32) for shape in (query.shape, query.shape[:-1])]
+        _grouped = [torch.empty_like(query) for _ in (key, value) if key.shape[1] != query.shape[1]]
+        return grad_query, torch.empty_like(key), torch.empty_like(value), None, None
+
+
+class Experts(nn.Module):
+    """The matrices of this rank's experts, in one tensor: a grouped GEMM."""
+
+    def __init__(self, num: int, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num, out_features, in_features))
+
+    def forward(self, x_ETK: Tensor) -> Tensor:
+        return self.weight.new_empty(0)  # replaced: see ``recording``
+
+
+# What modules compute with their one matrix, by their forward: a subclass may have its own.
+_KNOWN: Mapping[Any, Callable[..., Tensor]] = {
+    nn.Linear.forward: F.linear,
+    nn.Embedding.forward: F.embedding,
+    Experts.forward: lambda input, weight: torch.bmm(input, weight.transpose(1, 2)),
+}
+
+
+def _use_matrices(model: nn.Module, mark: Callable[[str, str], None]) -> None:
+    """Replaces what linear layers, embeddings and experts compute by a use that marks."""
+
+    def forward(module: nn.Module, name: str, function: Any, input: Tensor) -> Any:
+        output = _Use.apply(input, module.weight, function, lambda kind: mark(kind, name))  # type: ignore[no-untyped-call]
+        bias = getattr(module, "bias", None)
+        return output if bias is None else output + bias.detach().to(output.dtype)
+
+    for name, module in model.named_modules():
+        if type(module).forward in _KNOWN:
+            module.forward = partial(forward, module, name, _KNOWN[type(module).forward])
+
+
+def _other_owners(model: nn.Module) -> tuple[dict[str, nn.Module], int]:
+    """Modules with matrices that are not known and have none with matrices below, by name. Matrices beside such modules
+    are few, as a class token is, and count as whole: how many elements they have."""
+    owners, loose = {}, 0
+    for name, module in model.named_modules():
+        matrices = _own_matrices(module)
+        if any(_own_matrices(below) for below in module.modules() if below is not module):
+            loose += sum(param.numel() for param in matrices)
+        elif matrices and type(module).forward not in _KNOWN:
+            owners[name] = module
+    return owners, loose
+
+
+def _own_matrices(module: nn.Module) -> list[nn.Parameter]:
+    return [param for param in module.parameters(recurse=False) if param.ndim > 1]
+
+
+def shape_of(module: nn.Module) -> tuple[int, ...]:
+    """Of the matrix of a module; of several, one of as many elements."""
+    matrices = _own_matrices(module)
+    if len(matrices) == 1 and matrices[0].ndim < 4:
+        return tuple(matrices[0].shape)
+    width = matrices[0][0].numel() if len(matrices) == 1 else matrices[0].shape[-1]
+    return sum(param.numel() for param in matrices) // width, width
+
+
+def _use_module(name: str, module: nn.Module, recorder: Recorder) -> None:
+    """Makes a module that owns matrices one use: what it runs in forward and backward is of the use, and autograd says
+    when backward comes by."""
+    forward = module.forward
+    for param in _own_matrices(module):
+        # Its gradient is no activation.
+        param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
+
+    def mark(*kinds: str) -> None:
+        for kind in kinds:
+            recorder.mark(kind, name)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = through((args, kwargs), lambda: mark("after_backward"))
+        mark("forward")
+        output = forward(*args, **kwargs)
+        mark("after_forward")
+        return through(output, lambda: mark("wgrad", "dgrad"))
+
+    module.forward = run
+
+
+class _Through(torch.autograd.Function):
+    """Identity on tensors; says when backward comes by."""
+
+    @staticmethod
+    def forward(ctx: Any, in_backward: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.in_backward = in_backward
+        return tuple(tensor.view_as(tensor) for tensor in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.in_backward()
+        return None, *grads
+
+
+def through(values: Any, in_backward: Callable[[], None]) -> Any:
+    """The same structure, its tensors that need gradients led through :class:`_Through` together."""
+    leaves, spec = compat.tree_flatten(values)
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if places:
+        led = _Through.apply(in_backward, *(leaves[place] for place in places))  # type: ignore[no-untyped-call]
+        for place, tensor in zip(places, led, strict=True):
+            leaves[place] = tensor
+    return compat.tree_unflatten(leaves, spec)
+
+
+@contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Record what runs in the context, with the kernels of GPUs."""
+
+    def rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Any:
+        # gtp_shard leaves the weight whole in fp32, and casts it at each use.
+        factor = input.new_ones(()) if weight is None else weight.detach().to(input.dtype)
+        return _RMSNorm.apply(input, factor, recorder)  # type: ignore[no-untyped-call]
+
+    def attention(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, **options: Any,
+    ) -> Any:  # fmt: skip
+        # The planner's own mask of one element stands for a causal one. Kernels with another mask compute all scores.
+        is_ours = attn_mask is not None and attn_mask.shape[-2:] == (1, 1)
+        share = 0.5 if is_causal or is_ours else 1.0
+        return _Attention.apply(query, key, value, share, recorder)  # type: ignore[no-untyped-call]
+
+    with mock.patch.multiple(F, rms_norm=rms_norm, scaled_dot_product_attention=attention), recorder:
+        yield
+
+
+def recorder_of(model: nn.Module) -> tuple[Recorder, int]:
+    """A recorder of a model, which computes in bf16 and marks its uses from now on; and the elements of matrices that
+    count as whole."""
+    owners, loose = _other_owners(model)
+    for module in model.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            if param.ndim > 1 or owners:  # their code may not cast: vectors are bf16 too then
+                setattr(module, name, nn.Parameter(param.detach().bfloat16()))
+    recorder = Recorder([*model.parameters(), *model.buffers()])
+    _use_matrices(model, recorder.mark)
+    for name, module in owners.items():
+        _use_module(name, module, recorder)
+    return recorder, loose

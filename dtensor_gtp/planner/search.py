@@ -3,6 +3,7 @@ promising first, until none that is left can be among the best."""
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import time
@@ -12,8 +13,7 @@ from typing import Any
 
 from .costs import Costs
 from .errors import PlanError
-from .evaluate import Answer, Problem, evaluate, memory_of
-from .ground import is_too_wide
+from .evaluate import Answer, Problem, evaluate, is_too_wide, memory_of
 from .job import AXES, CHECKPOINTS, OPTIMIZERS, Job, Layout, refusal
 from .machine import GIB, load_machine, preset_names
 from .memory import FRAGMENTS
@@ -146,12 +146,11 @@ class Bounds:
 
     def __init__(self, problem: Problem) -> None:
         self._problem, self._costs = problem, Costs(problem.machine)
-        self._blocks: dict[tuple[object, ...], dict[object, Amounts]] = {}
-        self._sums: dict[tuple[object, ...], Amounts] = {}
-        self._saved: dict[tuple[object, ...], dict[int, float]] = {}  # by the number of a stage
+        self._by_kind = functools.cache(self._find_by_kind)
+        self._of, self._saved = functools.cache(self._of_slowest), functools.cache(self._of_full)
 
     def ms(self, layout: Layout) -> float:
-        sums, axes = self._of(layout), layout.axes()
+        sums, axes = self._of(_alone(layout)), layout.axes()
         num, costs = layout.num_microbatches(self._problem.job), self._costs
         times = {True: 0.0, False: 0.0}  # by link
         for name, place in _AXES.items():
@@ -168,7 +167,7 @@ class Bounds:
 
     def _shards(self, layout: Layout, nbytes: int, nbytes_of_replicas: int = 0) -> int:
         """Of all shards, with so many bytes for an element, and so many that replicas may share."""
-        sums, axes, total = self._of(layout), layout.axes(), 0.0
+        sums, axes, total = self._of(_alone(layout)), layout.axes(), 0.0
         for name, place in _AXES.items():
             replicas = axes[name.replace("gtp", "replicate")].size if self._problem.job.shards_optimizer else 1
             total += sums[place][2] / axes[name].size * (nbytes + nbytes_of_replicas / replicas)
@@ -181,55 +180,47 @@ class Bounds:
         if num > 1:  # gradients stay from the first microbatch on
             stays += self._shards(layout, PARAM_NBYTES)
         if layout.keep:
-            stays += int(sum(sum(self._of(layout)[place][:2]) for place in _AXES.values()))
-        key = layout.pp, *_computing(layout)
-        if key not in self._saved:
-            parts = self._problem.full_stages(layout).items()
-            self._saved[key] = {number: self._sum_of(layout, part)[-1] for number, part in parts}
-        stages = self._saved[key].items()
+            stays += int(sum(sum(self._of(_alone(layout))[place][:2]) for place in _AXES.values()))
+        stages = self._saved(_alone(layout)).items()
         saved = max(nbytes * self._problem.inflight(layout, number, num) for number, nbytes in stages)
         return stays + int(saved * (1 + FRAGMENTS))
 
-    def _of(self, layout: Layout) -> Amounts:
-        key = layout.pp, *_computing(layout)
-        if key not in self._sums:
-            self._sums[key] = self._sum_of(layout, self._problem.slowest(layout))
-        return self._sums[key]
+    def _of_slowest(self, alone: Layout) -> Amounts:
+        return self._add_up(alone, self._problem.slowest(alone))
 
-    def _sum_of(self, layout: Layout, part: Part | None) -> Amounts:
+    def _of_full(self, alone: Layout) -> dict[int, float]:
+        """Bytes that the blocks of a stage save, by its number."""
+        return {number: self._add_up(alone, part)[-1] for number, part in self._problem.full_stages(alone).items()}
+
+    def _add_up(self, alone: Layout, part: Part) -> Amounts:
         """Of the blocks of a stage."""
-        key = _computing(layout)
-        if key not in self._blocks:
-            self._blocks[key] = self._by_kind(layout)
-        blocks = self._blocks[key]
-        names: Iterable[object] = blocks
-        if part is not None:
-            names = [*[_FIRST] * part.is_first, *part.kinds, *[_LAST] * part.is_last]
+        blocks = self._by_kind(replace(alone, pp=1))
+        names = *[_FIRST] * part.is_first, *part.kinds, *[_LAST] * part.is_last
         return _sum(blocks[name] for name in names)
 
-    def _by_kind(self, layout: Layout) -> dict[object, Amounts]:
-        """What there is in a block of each kind, and outside of blocks; a model of the user's code is one kind."""
+    def _find_by_kind(self, alone: Layout) -> dict[object, Amounts]:
+        """What there is in a block of each kind, and outside of blocks, where all is of a model of the user's code."""
         config = self._problem.config
-        part = None if config is None else Part(tuple(sorted(set(config.kinds))))
-        setting = self._problem.setting(replace(layout, gtp=1, expert_gtp=1), part)
+        kinds = () if config is None else tuple(sorted(set(config.kinds)))
+        setting = self._problem.setting(alone, Part(kinds))
         loss_ms, *times = compute_ms(setting, "ep" if self._problem.job.dispatch == "hidden" else "")
         found: dict[object, list[Amounts]] = {_FIRST: [_NOTHING], _LAST: [(loss_ms, *_NOTHING[1:])]}
         for ms, item in zip(times, setting.sharded, strict=True):
             weight = item.weight
             amounts = item.wired, item.sent, 0 if weight.is_tied else weight.numel
             outside = _FIRST if weight.is_table else _LAST
-            name = outside if part is None or weight.block < 0 else part.kinds[weight.block]
+            name = outside if not kinds or weight.block < 0 else kinds[weight.block]
             mine = (0, 0, 0, *amounts) if weight.is_expert else (*amounts, 0, 0, 0)
             found.setdefault(name, []).append((ms, *mine, 0))
-        if part is not None:
-            begins = [weights[0].live for weights in setting.trace.blocks.values()]
-            for kind, begin, end in zip(part.kinds, begins, (*begins[1:], setting.trace.end), strict=True):
-                found[kind].append((*_NOTHING[1:], max(end - begin, 0)))
+        begins = [setting.trace.blocks[number][0].live for number in range(len(kinds))]
+        for kind, begin, end in zip(kinds, begins, (*begins, setting.trace.end)[1:], strict=False):
+            found[kind].append((*_NOTHING[1:], max(end - begin, 0)))
         return {name: _sum(each) for name, each in found.items()}
 
 
-def _computing(layout: Layout) -> tuple[object, ...]:
-    return layout.cp, layout.tp, layout.ep, layout.micro_batch, layout.checkpoint
+def _alone(layout: Layout) -> Layout:
+    """The same for all layouts that compute alike: a stage without its shards and its replicas."""
+    return replace(layout, replicate=1, gtp=1, expert_gtp=1, keep=False)
 
 
 def _sum(each: Iterable[Amounts]) -> Amounts:
@@ -242,7 +233,6 @@ class _Search:
         self._capacity = problem.machine.memory_nbytes
         self.factors: dict[tuple[object, ...], float] = {}  # of times over their bounds
         self._too_large: dict[tuple[object, ...], list[Layout]] = {}
-        self._refused_memory: list[Layout] = []
         self.refused: dict[str, list[Layout]] = {}  # by the reason
         self.best: dict[tuple[int, ...], Answer] = {}  # of each family
         self.num = 0  # of simulations
@@ -283,7 +273,6 @@ class _Search:
         memory = None if is_hopeless else memory_of(self._problem, layout, self._capacity)
         if memory is None or memory.total > self._capacity:
             self.refused.setdefault(_MEMORY, []).append(layout)
-            self._refused_memory.append(layout)
             self._too_large.setdefault(_kind(layout), []).append(layout)
             return False
         answer = evaluate(self._problem, layout, memory)
@@ -310,8 +299,9 @@ class _Search:
         def size(layout: Layout) -> tuple[int, int]:
             return self._bounds.nbytes(layout), -CHECKPOINTS.index(layout.checkpoint)
 
-        smallest = heapq.nsmallest(_NUM_SMALL, self._refused_memory or self.refused.get(_STATE, []), key=size)
-        tight = [*self._refused_memory[:_MAX_TIGHT], *smallest]
+        refused = self.refused.get(_MEMORY, [])
+        smallest = heapq.nsmallest(_NUM_SMALL, refused or self.refused.get(_STATE, []), key=size)
+        tight = [*refused[:_MAX_TIGHT], *smallest]
         found = [(memory_of(self._problem, layout), layout) for layout in tight]
         if not found:
             return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,14 +11,7 @@ import torch
 
 from .._comm.collectives import is_exact_in, may_send_narrow
 from .._comm.gather_backends import resolve_reduce_scatter
-from .._schedule.choose_schedule import (
-    Facts,
-    choose,
-    is_exchange_worth,
-    is_worth_a_group,
-    is_worth_asking,
-    lookup_nbytes,
-)
+from .._schedule import choose_schedule as rules
 from .._schedule.order_of_gathers import Plan, Traits, Window, choose_kept, turning_point
 from .._schedule.order_of_reductions import may_wait
 from ..placement import chunk_rows
@@ -85,13 +78,6 @@ class Sharded(NamedTuple):
         return len(self.members) > 1
 
 
-class Backends(NamedTuple):
-    """Who gathers and who reduces: "process_group" and "ring", or "copy_engine"."""
-
-    gathers: str
-    reduces: ReduceScatterKind
-
-
 @dataclass(frozen=True)
 class Setting:
     trace: Trace  # what it computes
@@ -126,14 +112,18 @@ class Setting:
         members = dict.fromkeys(groups.get(number, (number,)) for number in range(len(self.sharded)))
         return list(map(self.together, members))
 
+    @functools.cached_property
+    def unit_of(self) -> Mapping[int, int]:
+        """By the number of a weight, that of its unit."""
+        return {member: number for number, unit in enumerate(self.units) for member in unit.members}
+
     def together(self, members: Sequence[int]) -> Sharded:
         """Weights that are gathered at once, as one."""
         first, *others = items = [self.sharded[number] for number in members]
         if not others:
             return first._replace(members=tuple(members))
-        sums = {
-            name: sum(getattr(item, name) for item in items) for name in ("gathered", "wired", "sent", "shard_numel")
-        }
+        names = ("gathered", "wired", "sent", "shard_numel")
+        sums = {name: sum(getattr(item, name) for item in items) for name in names}
         shape = (sum(item.weight.numel for item in items),)
         weight = first.weight._replace(name=first.weight.block_name, shape=shape, has_dgrad=True)
         return first._replace(weight=weight, members=tuple(members), **sums)
@@ -142,17 +132,14 @@ class Setting:
         """The weights of a block that are a group, by the rules of ``_modules.group_blocks``; empty if none are."""
         if self.policy._numbers or len(self.trace.blocks) < 2 or self.costs.axis("tp").size > 1:
             return ()
-        found = [
-            number
-            for number in block
-            if not (weight := self.trace.weights[number]).is_expert or is_worth_a_group(weight.numel, self.tokens)
-        ]
+        weights, tokens = self.trace.weights, self.tokens
+        found = [n for n in block if not weights[n].is_expert or rules.is_worth_a_group(weights[n].numel, tokens)]
         items = [self.sharded[number] for number in found]
         are_alike = all(item.is_in_block and not item.is_quantized and not item.lane for item in items)
         if len(items) < 2 or not are_alike or items[0].axis.size == 1:
             return ()
         mean = sum(item.weight.numel for item in items) / len(items)
-        return tuple(found) if is_worth_a_group(mean, self.tokens) else ()
+        return tuple(found) if rules.is_worth_a_group(mean, self.tokens) else ()
 
     def _sharded(self, weight: Weight) -> Sharded:
         axis = self.costs.axis("expert_gtp" if weight.is_expert else "gtp")
@@ -166,7 +153,12 @@ class Setting:
         has_lane = weight.is_expert and axis != self.costs.axis("gtp")
         return Sharded(weight, int(has_lane), axis, gathered, wired, weight.numel * self.reduce_nbytes, shard)
 
-    def exchanges_lookup(self) -> bool:
+    def is_exchanged(self, unit: int) -> bool:
+        """Whether activations move instead of the weight."""
+        return self.units[unit].weight.is_table and self._exchanges_lookup
+
+    @functools.cached_property
+    def _exchanges_lookup(self) -> bool:
         """Whether the embedding exchanges activations, as ``ops.exchange`` decides."""
         tables = [weight for weight in self.trace.weights if weight.is_table]
         world = self.costs.axis("gtp").size
@@ -174,24 +166,24 @@ class Setting:
             return False
         rows, dim = tables[0].shape
         moved = rows * dim * (COMPUTE_NBYTES + self.reduce_nbytes)
-        may_ask = self.is_captured or self.policy.exchange_tokens is not None or is_worth_asking(moved)
+        may_ask = self.is_captured or self.policy.exchange_tokens is not None or rules.is_worth_asking(moved)
         if self.policy.embedding == "auto" and not may_ask:
             return False
-        is_worth = is_exchange_worth(world, self.tokens, lookup_nbytes(dim, COMPUTE_NBYTES), moved)
+        is_worth = rules.is_exchange_worth(world, self.tokens, rules.lookup_nbytes(dim, COMPUTE_NBYTES), moved)
         return self.policy.embedding == "exchange" or is_worth
 
     def choice(self, free_nbytes: int) -> tuple[Schedule, tuple[str, ...]]:
         """The schedule that the runtime would choose, and why."""
         groups = [unit.gathered for unit in self.units if unit.is_group]
         why_groups = (f"groups: {len(groups)} blocks, each gathered as a whole",) * bool(groups)
-        facts = Facts(
+        facts = rules.Facts(
             self.no_copy_engines("gtp"),
-            self.trace.largest_block(item.wired for item in self.sharded),
+            self.trace.largest_block([item.wired for item in self.sharded]),
             free_nbytes,
             group_nbytes=sum(groups),
             single_nbytes=sum(unit.gathered for unit in self.units) - sum(groups),
         )
-        schedule, reasons = choose(self.policy, facts)
+        schedule, reasons = rules.choose(self.policy, facts)
         return schedule, (*why_groups, *reasons)
 
     def no_copy_engines(self, name: str) -> str | None:
@@ -201,19 +193,20 @@ class Setting:
             return None
         return f"the {axis.size} ranks of {name} are on several hosts of {host} GPUs"
 
-    def backends(self, schedule: Schedule, lane: int) -> Backends:
-        """What "auto" becomes for a lane."""
-        is_near = self.no_copy_engines("expert_gtp" if lane else "gtp") is None
-        gathers = schedule.gather_backend
-        if gathers == "auto":
-            gathers = "copy_engine" if is_near else "process_group"
-        return Backends(str(gathers), resolve_reduce_scatter(schedule.reduce_scatter, str(gathers)))
+    def gathers_by(self, schedule: Schedule, lane: int) -> str:
+        """Who gathers the weights of a lane: "process_group" or "copy_engine"."""
+        if schedule.gather_backend != "auto":
+            return str(schedule.gather_backend)
+        return "copy_engine" if self.no_copy_engines("expert_gtp" if lane else "gtp") is None else "process_group"
+
+    def reduces_by(self, schedule: Schedule, lane: int) -> ReduceScatterKind:
+        return resolve_reduce_scatter(schedule.reduce_scatter, self.gathers_by(schedule, lane))
 
     def sends_narrow(self, schedule: Schedule, item: Sharded) -> bool:
         """Whether a gradient that travels alone does so in the dtype of compute, as ``ReductionLaunches`` decides."""
         is_near = self.no_copy_engines(item.axis_name) is None
         wide = torch.bfloat16 if self.reduce_nbytes == COMPUTE_NBYTES else torch.float32
-        kind = self.backends(schedule, item.lane).reduces
+        kind = self.reduces_by(schedule, item.lane)
         is_alone = item.is_group or not may_wait(item.sent, schedule.coalesce_grad_nbytes)
         return is_alone and is_near and may_send_narrow(kind, item.axis.size) and is_exact_in(torch.bfloat16, wide)
 
@@ -225,32 +218,23 @@ class Step(NamedTuple):
     backward: Plan  # that of backward, recomputation included
     kept: frozenset[int]  # units that stay from forward to backward
     recomputed: dict[int, tuple[int, ...]]  # by block, the weights that are used again in backward before its gradients
-    unit_of: list[int]  # by weight
 
 
 def plan_step(setting: Setting, schedule: Schedule) -> Step:
     """The plans that the runtime has after one step of ``setting``, by units."""
-    weights, units = setting.sharded, setting.units
-    unit_of = [0] * len(weights)
-    for number, unit in enumerate(units):
-        for member in unit.members:
-            unit_of[member] = number
+    trace, units = setting.trace, setting.units
     window = Window(
         schedule.prefetch_depth, schedule.prefetch_nbytes, schedule.coalesce_nbytes, schedule.expert_blocks_ahead
     )
     # The weights of one mesh that are in several blocks have one call; experts have a call for each block.
     calls = [unit.weight.block + 1 if unit.lane else 0 for unit in units]
     traits = [Traits(unit.wired, unit.lane, call) for unit, call in zip(units, calls, strict=True)]
-    is_exchanged = setting.exchanges_lookup()
-    gathered = [n for n, unit in enumerate(units) if not (unit.weight.is_table and is_exchanged)]
-    recomputed = recomputed_uses(setting.trace, setting.checkpoint)
+    gathered = [number for number in range(len(units)) if not setting.is_exchanged(number)]
+    recomputed = recomputed_uses(trace, setting.checkpoint)
     backward: list[int] = []
-    for number in reversed(range(len(weights))):
-        weight = weights[number].weight
-        used = [number] * weight.has_dgrad
-        if number + 1 == len(weights) or weights[number + 1].weight.block != weight.block:
-            used = [*recomputed.get(weight.block, ()), *used]
-        for place in (unit_of[each] for each in used):
+    for number, weight in reversed([*enumerate(trace.weights)]):
+        again = recomputed.get(weight.block, ()) if trace.ends_block(number) else ()
+        for place in (setting.unit_of[each] for each in (*again, *[number] * weight.has_dgrad)):
             # A group stays from the forward that is computed again to the end of its block's backward.
             if not (units[place].is_group and place in backward):
                 backward.append(place)
@@ -260,4 +244,4 @@ def plan_step(setting: Setting, schedule: Schedule) -> Step:
     lanes = [unit.lane for unit in units]
     asked = choose_kept(*plans, sizes, lanes, schedule.keep_nbytes) if schedule.keep_nbytes else ()
     kept = frozenset((*asked, *(turning if schedule.keep_last else ())))
-    return Step(*plans, kept, recomputed, unit_of)
+    return Step(*plans, kept, recomputed)

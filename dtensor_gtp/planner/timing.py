@@ -11,11 +11,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ..policy import Schedule
-from .costs import Work
+from .costs import Span, Stream, Work, simulate
 from .machine import Machine
 from .program import Program, build, product
 from .setting import COMPUTE_NBYTES, Setting
-from .simulate import Span, Stream, simulate
 from .trace import Trace, recomputed_uses
 
 # A step of more blocks is simulated with these numbers of them, and continued: blocks in the middle are all alike.
@@ -92,7 +91,7 @@ def few_and_more(setting: Setting) -> tuple[list[Setting], int, int]:
 
 @functools.lru_cache(maxsize=128)
 def _few_and_more(trace: Trace) -> tuple[Trace, Trace]:
-    block_nbytes = trace.largest_block(weight.numel * COMPUTE_NBYTES for weight in trace.weights)
+    block_nbytes = trace.largest_block([weight.numel * COMPUTE_NBYTES for weight in trace.weights])
     shapes = [tuple(weight.shape for weight in weights) for weights in trace.blocks.values()]
     are_alike = len(set(shapes[_FEW // 2 :])) == 1  # those after the first few
     if len(shapes) <= _MORE + 3 or block_nbytes < _LARGE_BLOCK or not are_alike:

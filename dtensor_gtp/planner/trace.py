@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -17,11 +17,8 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
-from . import stand_ins
-from .model import ModelConfig
-from .recorder import Kind, Op, Recorder, Stretch
-from .reference import Reference
-from .stand_ins import Collectives, Experts
+from .model import Collectives, ModelConfig, Reference
+from .recorder import Experts, Kind, Op, Recorder, Stretch, recorder_of, recording, shape_of
 
 _BLOCK = re.compile(r"(?:^|\.)(\d+)\.")
 
@@ -102,20 +99,26 @@ class Trace:
         return flops
 
     @functools.cached_property
+    def numbers(self) -> Mapping[int, list[int]]:
+        """Numbers of uses by the number of their block; -1 has those outside of blocks."""
+        found: dict[int, list[int]] = {}
+        for number, weight in enumerate(self.weights):
+            found.setdefault(weight.block, []).append(number)
+        return found
+
+    @functools.cached_property
     def blocks(self) -> Mapping[int, list[Weight]]:
         """Uses by the number of their block, without those outside of blocks."""
-        found: dict[int, list[Weight]] = {}
-        for weight in self.weights:
-            found.setdefault(weight.block, []).append(weight)
-        return {block: weights for block, weights in found.items() if block >= 0}
+        return {block: [self.weights[n] for n in each] for block, each in self.numbers.items() if block >= 0}
 
-    def largest_block(self, sizes: Iterable[int]) -> int:
+    def ends_block(self, number: int) -> bool:
+        """Whether forward uses another block next, so that backward begins with this use of its block."""
+        return number + 1 == len(self.weights) or self.weights[number + 1].block != self.weights[number].block
+
+    def largest_block(self, sizes: Sequence[int]) -> int:
         """The sum of the largest block, where uses have these sizes; of all uses if there are no blocks."""
-        sums: dict[int, int] = {}
-        for weight, size in zip(self.weights, sizes, strict=True):
-            sums[weight.block] = sums.get(weight.block, 0) + size
-        blocks = [amount for block, amount in sums.items() if block >= 0]
-        return max(blocks) if len(blocks) > 1 else sum(sums.values())
+        sums = [sum(sizes[number] for number in self.numbers[block]) for block in self.blocks]
+        return max(sums) if len(sums) > 1 else sum(sizes)
 
     def with_weights(self, change: Callable[[Weight], Weight]) -> Trace:
         return replace(self, weights=tuple(map(change, self.weights)))
@@ -141,17 +144,9 @@ def record(make_model: Callable[[], nn.Module], loss_of: Callable[[nn.Module, Re
     with torch.device("meta"):
         model = make_model()
         tied = _tied(model)
-        owners, loose = stand_ins.other_owners(model)
-        for module in model.modules():
-            for name, param in list(module.named_parameters(recurse=False)):
-                if param.ndim > 1 or owners:  # their code may not cast: vectors are bf16 too then
-                    setattr(module, name, nn.Parameter(param.detach().bfloat16()))
-        recorder = Recorder([*model.parameters(), *model.buffers()])
-        stand_ins.use_matrices(model, recorder.mark)
-        for name, module in owners.items():
-            stand_ins.use_module(name, module, recorder)
+        recorder, loose = recorder_of(model)
         modules = dict(model.named_modules())
-        with stand_ins.recording(recorder):
+        with recording(recorder):
             loss = loss_of(model, recorder)
             recorder.mark("after_backward")
             loss.backward()
@@ -182,7 +177,7 @@ def _trace_of(stretches: list[Stretch], modules: dict[str, nn.Module], small_num
         weights.append(
             Weight(
                 f"{name}.weight",
-                stand_ins.shape_of(module),
+                shape_of(module),
                 isinstance(module, nn.Embedding),
                 isinstance(module, Experts),
                 has_dgrad=bool(dgrad.ops),
@@ -208,16 +203,11 @@ def _trace_of(stretches: list[Stretch], modules: dict[str, nn.Module], small_num
 def _pairs(stretches: list[Stretch]) -> list[tuple[int, int]]:
     """Uses in forward, each with its gradient in backward: of several uses of a matrix the last one comes first. Uses
     without a gradient are left out."""
-    waiting: dict[str, list[int]] = {}
+    marked: dict[tuple[str, str], list[int]] = {}
     for index, stretch in enumerate(stretches):
-        if stretch.mark == "wgrad":
-            waiting.setdefault(stretch.name, []).append(index)
-    pairs = []
-    for index in reversed(range(len(stretches))):
-        stretch = stretches[index]
-        if stretch.mark == "forward" and waiting.get(stretch.name):
-            pairs.append((index, waiting[stretch.name].pop(0)))
-    return pairs[::-1]
+        marked.setdefault((stretch.mark, stretch.name), []).append(index)
+    used = [(places, marked.get(("wgrad", name), [])) for (mark, name), places in marked.items() if mark == "forward"]
+    return sorted(pair for uses, gradients in used for pair in zip(reversed(uses), gradients, strict=False))
 
 
 _RECORDED = 3  # blocks of each kind: the first, one between two that are alike, and the last
@@ -267,12 +257,8 @@ def recomputed_uses(trace: Trace, checkpoint: str) -> dict[int, tuple[int, ...]]
     it is saved. "selective" keeps the results of every second GEMM and of attention, as torchtitan's option."""
     if checkpoint == "none":
         return {}
-    blocks: dict[int, list[int]] = {}
-    for number, weight in enumerate(trace.weights):
-        if weight.block >= 0:
-            blocks.setdefault(weight.block, []).append(number)
     step = 2 if checkpoint == "selective" else 1
-    return {block: tuple(numbers[:-1][::step]) for block, numbers in blocks.items()}
+    return {block: tuple(trace.numbers[block][:-1][::step]) for block in trace.blocks}
 
 
 @functools.lru_cache(maxsize=128)
@@ -288,16 +274,13 @@ def checkpointed(trace: Trace, checkpoint: str) -> Trace:
             kept[weight.block] += int(weight.flops / (2 * weight.shape[-1]) * 2)  # what its GEMM computes
     lives = [weights[0].live for weights in trace.blocks.values()]
     ends = [*lives[1:], trace.end or lives[-1] + (lives[-1] - lives[-2] if len(lives) > 1 else 0)]
-    freed_before: dict[int, int] = {}
-    freed = 0
-    for (block, nbytes), begin, end in zip(kept.items(), lives, ends, strict=True):
-        freed_before[block] = freed
-        freed += max(end - begin - nbytes, 0)
+    freed = [max(end - begin - nbytes, 0) for nbytes, begin, end in zip(kept.values(), lives, ends, strict=True)]
+    freed_before = dict(zip(kept, accumulate(freed, initial=0), strict=False))
 
     def moved(weight: Weight) -> Weight:
-        return weight if weight.is_table else weight.shifted(-freed_before.get(weight.block, freed))
+        return weight if weight.is_table else weight.shifted(-freed_before.get(weight.block, sum(freed)))
 
-    return replace(trace.with_weights(moved), end=max(trace.end - freed, 0))
+    return replace(trace.with_weights(moved), end=max(trace.end - sum(freed), 0))
 
 
 class Part(NamedTuple):

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from .errors import PlanError, expect
 from .model import PRESETS, ModelConfig, known_model
-from .recorder import Kind, Op, Recorder
-from .stand_ins import through
+from .recorder import Kind, Op, Recorder, through
 from .trace import Trace, record
 
 _CLASS = re.compile(r"For[A-Z]\w+$|LMHeadModel$")
@@ -47,15 +46,10 @@ class UserModel:
         self._build, self._name, self._remedy = build, name, remedy
         self.trace, self.refuses = functools.cache(self._record), functools.cache(self._refusal)
         built = build()
-        self.plan, self._given = plan_of(built.model), built.seq_len
-
-    @property
-    def seq_len(self) -> int:
-        """Tokens of its inputs. Where they have no tokens: the rows that most of its matrices see."""
-        if self._given:
-            return self._given
-        rows = [int(w.flops / (2 * w.numel)) for w in self.trace(1).weights if w.flops and not w.is_table]
-        return max(statistics.mode(rows), 1) if rows else 1
+        self.plan, self.seq_len = plan_of(built.model), built.seq_len
+        if not self.seq_len:  # it has no tokens: the rows that most of its matrices see
+            rows = [int(w.flops / (2 * w.numel)) for w in self.trace(1).weights if w.flops and not w.is_table]
+            self.seq_len = max(statistics.mode(rows or [1]), 1)
 
     def _refusal(self, tp: int) -> str | None:
         """Why ``tp`` ranks cannot share each layer; None if they can."""

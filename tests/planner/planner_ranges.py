@@ -2,7 +2,7 @@
 
     python tests/planner/planner_ranges.py    # writes the table into docs/guides/planner.md
 
-Ranges of ``planner.ground`` are set from all rows. To see how far they carry, each source is left out in turn. The
+Ranges of ``planner.evaluate`` are set from all rows. To see how far they carry, each source is left out in turn. The
 range of a kind is then from the least to the most error of that kind in the other sources, with a margin of 10%, or of
 40% where these have fewer than ten rows. Where no other source has the kind, it is that of all kinds together.
 """
@@ -17,8 +17,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dtensor_gtp.planner.evaluate import Answer, Problem, evaluate, memory_of
-from dtensor_gtp.planner.ground import DENSE, EIGHT_BIT, EXPERTS, EXPERTS_APART, LONG, MIXED
+from dtensor_gtp.planner.evaluate import (
+    DENSE,
+    EIGHT_BIT,
+    EXPERTS,
+    EXPERTS_APART,
+    LONG,
+    MIXED,
+    Answer,
+    Problem,
+    evaluate,
+    memory_of,
+)
 from dtensor_gtp.planner.job import Job, Layout
 from dtensor_gtp.planner.machine import GIB, Machine, load_machine
 from dtensor_gtp.planner.model import PRESETS, ModelConfig

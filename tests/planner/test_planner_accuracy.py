@@ -77,7 +77,7 @@ def test_a_mixture_of_transformers_as_measured(transformers: Any, tmp_path: Path
     _, _, user = load_model(str(tmp_path / "config.json"), 4096)
     machine, layout = load_machine("h100"), Layout(gtp=2)
     problem = Problem(Job(2, seq_len=4096, reduce_dtype="fp32", optimizer="adamw"), None, machine, user)
-    setting = problem.setting(layout, None)
+    setting = problem.setting(layout, problem.slowest(layout))
     schedule, _ = setting.choice(machine.memory_nbytes // 2)
     programs = {"plain": build_compute(setting), "fsdp2": build_fully_shard(setting), "gtp": build(setting, schedule)}
     content = json.loads(accuracy.CSV.with_name("2xh200_real_models.json").read_text())

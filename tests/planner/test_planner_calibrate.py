@@ -16,13 +16,12 @@ from pathlib import Path
 import pytest
 from fixed_clock import FixedClock
 
-from dtensor_gtp.planner import calibrate_compute as compute
-from dtensor_gtp.planner.calibrate import _meshes, calibrate
+from dtensor_gtp.planner.calibrate import _meshes, calibrate, count_operations
+from dtensor_gtp.planner.clock import Samples, fitted
 from dtensor_gtp.planner.command_line import main
 from dtensor_gtp.planner.costs import Axis, Costs
 from dtensor_gtp.planner.machine import Contention, Host, Link, Machine, load_machine
 from dtensor_gtp.planner.recorder import Kind, Op
-from dtensor_gtp.planner.samples import Samples, fitted
 
 RANKS = 4
 ALWAYS_MISSING = {
@@ -180,6 +179,6 @@ def test_one_process_listens_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_operations_of_the_host_are_counted_as_the_planner_counts_them() -> None:
     """Twice the operations of a block, and what is around: the number that the time of a step is divided by."""
-    count = compute.count_operations(8)
+    count = count_operations(8)
     assert count == pytest.approx(round(count))
     assert 100 < count < 400

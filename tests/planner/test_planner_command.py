@@ -54,6 +54,7 @@ def test_the_answer_is_at_most_100_columns_wide(config: str, capsys: pytest.Capt
     assert max(map(len, out.splitlines())) <= 100
     for word in ("not calibrated", "gtp", "MFU", "optimizer", "activations", "reserve", "Refused", "schedule:"):
         assert word in out
+    assert re.search(r"^\d+ layouts, the \d+ most promising simulated in ", out, re.MULTILINE)
 
 
 def test_everything_as_json(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -311,6 +312,7 @@ def test_tokens_that_compute_waits_for_name_the_option(capsys: pytest.CaptureFix
     arguments = ["mixtral-8x7b", "--gpus", "16", "--seq-len", "512", *axes, "--top", "1", "--machine", "h200"]
     _, rows, _ = run(capsys, *arguments)
     assert "--dispatch hosts or hidden" in rows
+    assert max(map(len, rows.splitlines())) <= 100
     _, hidden, _ = run(capsys, *arguments, "--dispatch", "hidden", "--global-batch", "64")
     assert "1: gtp 16, ep 8, expert_gtp 2" in hidden
     assert "--dispatch" not in hidden

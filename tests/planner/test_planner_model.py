@@ -18,10 +18,8 @@ from dtensor_gtp.planner.errors import PlanError
 from dtensor_gtp.planner.evaluate import Problem
 from dtensor_gtp.planner.job import Job
 from dtensor_gtp.planner.machine import load_machine
-from dtensor_gtp.planner.model import PRESETS, ModelConfig, known_model
+from dtensor_gtp.planner.model import PRESETS, Collectives, ModelConfig, Reference, known_model
 from dtensor_gtp.planner.recorder import Kind, Recorder
-from dtensor_gtp.planner.reference import Reference
-from dtensor_gtp.planner.stand_ins import Collectives
 from dtensor_gtp.planner.trace import Part, Trace, record, record_reference, repeated
 from dtensor_gtp.planner.user_model import UserModel, causal_language_model, load_model
 
