@@ -79,12 +79,12 @@ def _environments(num_processes: int | None, variables: dict[str, str]) -> Itera
 
 
 def _wait(processes: list[multiprocessing.Process]) -> int | None:
-    """The first status that is not 0; None where they hang. Leaves none of them."""
+    """The status of the process that has failed; None where they hang. Leaves none of them."""
     try:
         while running := [process for process in processes if process.exitcode is None]:
             has_ended = wait([process.sentinel for process in running], HANG_S)
             if failed := [process.exitcode for process in processes if process.exitcode]:
-                return failed[0]
+                return min(failed)  # negative: a signal, of which another process may have died at once
             if not has_ended:
                 return None
         return 0
