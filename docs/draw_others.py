@@ -125,7 +125,7 @@ def is_gathered(layer: nn.Linear) -> bool:
     """Whether this rank has gathered the weight. Reading it would gather it, so GTP's own record is looked at."""
     binding = binding_of(layer)
     if binding is not None:
-        return not next(iter(binding.params.values())).is_absent  # type: ignore[attr-defined]
+        return not next(iter(binding.params.values())).for_forward.is_absent  # type: ignore[attr-defined]
     return not isinstance(layer.weight, DTensor)
 
 
