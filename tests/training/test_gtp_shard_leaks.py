@@ -84,22 +84,8 @@ def one_layer(mesh: DeviceMesh) -> nn.Module:
     return gtp_shard(nn.Sequential(nn.Linear(8, 8)), mesh, schedule=ALL)
 
 
-class TestLeaks(GlooTest):
+class TestLongRuns(GlooTest):
     world_size = 2
-
-    def test_models_leave_nothing_behind(self) -> None:
-        self.make_models(10)
-
-    @pytest.mark.long
-    def test_many_models_leave_nothing_behind(self) -> None:
-        self.make_models(300)
-
-    def test_what_is_made_beside_a_model(self) -> None:
-        self.make_beside(10)
-
-    @pytest.mark.long
-    def test_much_that_is_made_beside_a_model(self) -> None:
-        self.make_beside(300)
 
     @pytest.mark.soak  # minutes
     def test_ten_thousand_steps_of_single_weights(self) -> None:
@@ -121,6 +107,24 @@ class TestLeaks(GlooTest):
                 before, nbytes = (*counts(), num_tensors()), resident_nbytes()
         self.assertEqual((*counts(), num_tensors()), before)
         self.assertLess(resident_nbytes() - nbytes, 8 << 20)
+
+
+class TestLeaks(GlooTest):
+    world_size = 2
+
+    def test_models_leave_nothing_behind(self) -> None:
+        self.make_models(10)
+
+    @pytest.mark.long
+    def test_many_models_leave_nothing_behind(self) -> None:
+        self.make_models(300)
+
+    def test_what_is_made_beside_a_model(self) -> None:
+        self.make_beside(10)
+
+    @pytest.mark.long
+    def test_much_that_is_made_beside_a_model(self) -> None:
+        self.make_beside(300)
 
     def make_beside(self, number: int) -> None:
         model = one_layer(self.gtp_mesh())
