@@ -89,6 +89,13 @@ def _captions(generator: torch.Generator) -> Batch:
     return {"pixel_values": randn(generator, NUM_ROWS, 3, 8, 8), "input_ids": _tokens(generator)}
 
 
+def _text_of_images(generator: torch.Generator) -> Batch:
+    """Four tokens stand for the patches of an image."""
+    text = _text(generator)["input_ids"].clamp(max=VOCABULARY - 2)
+    tokens = torch.cat([torch.full((NUM_ROWS, 4), VOCABULARY - 1), text], 1)
+    return {"pixel_values": randn(generator, NUM_ROWS, 3, 8, 8), "input_ids": tokens, "labels": tokens}
+
+
 def _noise(name: str, generator: torch.Generator) -> Batch:
     times = torch.randint(20, (NUM_ROWS,), generator=generator)
     batch = {name: randn(generator, NUM_ROWS, 3, 16, 16), "noise": randn(generator, NUM_ROWS, 3, 16, 16)}
@@ -161,6 +168,21 @@ _SPEECH = {
     **_drops("layerdrop"),
 }
 _CLIP = {"text_config": {**_TEXT, **_SHAPE}, "vision_config": {**_SHAPE, "image_size": 8, "patch_size": 4}}
+_LINEAR = {
+    **{"linear_key_head_dim": 4, "linear_value_head_dim": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"num_experts": 4, "shared_expert_intermediate_size": 12, "layer_types": ["linear_attention", "full_attention"]},
+}
+_HYBRID = {  # two layers use one attention block, each with an adapter of its own
+    **{"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "num_hidden_layers": 4, "num_mem_blocks": 1},
+    **{"use_shared_attention_adapter": True, "adapter_rank": 4, "head_dim": 16, "num_key_value_heads": 2},
+    **{"mamba_d_state": 4, "mamba_ngroups": 1, "n_mamba_heads": 4, "mamba_headdim": 8, "chunk_size": 4},
+}
+_RWKV = {**_TEXT, "hidden_size": 16, "attention_hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+_LLAVA = {
+    "text_config": {**_LLM, "model_type": "llama"},
+    "vision_config": {**_SHAPE, "image_size": 8, "patch_size": 4, "model_type": "clip_vision_model"},
+    **{"image_token_index": VOCABULARY - 1, "vision_feature_layer": -1},
+}
 _UNET = {"sample_size": 16, "in_channels": 3, "out_channels": 3, "layers_per_block": 1, "norm_num_groups": 8}
 _BLOCKS = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
 _CROSS = {"down_block_types": ("CrossAttnDownBlock2D",), "up_block_types": ("CrossAttnUpBlock2D",)}
@@ -235,6 +257,13 @@ CASES: dict[str, Case] = {
         _transformers("DeepseekV3ForCausalLM", **{**_LLM, **_EXPERTS, **_LATENT, **_DEEPSEEK, "head_dim": 4}),
         *(_text, _own_loss, False, torch.float32),
     ),
+    "qwen3_next": _hf(
+        _transformers("Qwen3NextForCausalLM", **{**_LLM, **_EXPERTS, **_LINEAR}),
+        *(_text, _own_loss, False, torch.float32, ["q_proj", "in_proj_qkvz", "shared_expert_gate"]),
+    ),
+    "zamba2": _hf(_transformers("Zamba2ForCausalLM", **{**_LLM, **_HYBRID}), _text, _own_loss, True, torch.float32),
+    "rwkv": _hf(_transformers("RwkvForCausalLM", **_RWKV, context_length=16), _text, _own_loss, False),
+    "llava": _hf(_transformers("LlavaForConditionalGeneration", **_LLAVA), _text_of_images, _own_loss),
     "timm_convnext": _image_model(_timm("test_convnext", torch.channels_last), partial(_images, "x", 32)),
     "timm_efficientnet": _image_model(_timm("test_efficientnet"), _same_images),
     "timm_resnet": _image_model(
