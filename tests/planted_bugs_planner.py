@@ -87,6 +87,19 @@ PLANNER = {
         replace("0 if stage.keep else gathered + reductions", "gathered + reductions"),
         "test_planner_ranges.py::test_memory_of_published_runs",
     ),
+    "blocks of any model are its layers": Bug(
+        "code:_blocks",
+        replace("problem.user is None", "True"),
+        "test_planner_user_tp.py::test_blocks_in_two_places_have_no_code_that_changes_them",
+    ),
+    "experts of users have the range of dense models": Bug(
+        "Trace.has_experts", returns("False"), "test_planner_model.py::test_a_mixture_by_function"
+    ),
+    "any mask is causal": Bug(
+        "recorder:recording",
+        replace("0.5 if is_causal or is_ours else 1.0", "0.5"),
+        "test_planner_model.py::test_masks_count_all_scores_but_causal_ones",
+    ),
     "a loss over a divided vocabulary is one kernel": Bug(
         "Reference.loss",
         replace("VocabularyLoss.apply if self.tp > 1 else F.cross_entropy", "F.cross_entropy"),

@@ -1,23 +1,20 @@
-"""``dtensor_gtp.plan``, and its answer: as text of at most 100 columns, as a picture, as plain data, and as code.
-
-A test runs the code on processes of gloo and compares a step with one process. What is not written, it says.
-"""
+"""``dtensor_gtp.plan``, and its answer: as text of at most 100 columns, as a picture, as plain data, and as code."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from .._comm.debug import format_nbytes
 from .._report.columns import in_columns, paragraph
 from .._trace.picture import draw
 from .._trace.read import COMMUNICATION, COMPUTE, Span, Timeline
+from .code import launch_lines, training_code
 from .costs import Stream
 from .errors import PlanError, expect
 from .evaluate import Answer, Problem, fully_shard_ms
-from .job import Job, Layout
+from .job import Job
 from .machine import GIB, VERSION, Machine, load_machine
 from .program import build
 from .search import Found, Report, advise, search
@@ -157,6 +154,9 @@ class PlanResult(Found):
             f"memory {job.memory}" + ", compiled" * job.is_compiled + ", one CUDA graph" * job.is_captured,
             "",
         ]
+        if (unused := self.problem.whole.unused_numel) > 0.02 * self.problem.whole.numel:
+            text = f"Not counted: {unused / 1e9:.2g}B parameters, which get no gradient from the inputs of this step."
+            lines += [*paragraph(f"{text} Pass module:function with inputs that use them.", WIDTH), ""]
         if self.answers:
             lines += [*_ranking(self.answers), "", *_details(self, self.answers[0])]
         else:
@@ -164,7 +164,7 @@ class PlanResult(Found):
         head = f"{self.num_layouts} layouts, the {self.num_simulated} most promising simulated in {self.seconds:.1f} s."
         lines += ["", f"{head} Refused:" if self.refused else f"{head} None refused."]
         for item in self.refused[:6]:
-            lines.append(f"  {item.count:>5}  {item.reason} (e.g. {item.example.describe()})"[:WIDTH])
+            lines += paragraph(f"{item.count:>5}  {item.reason} (e.g. {item.example.describe()})", WIDTH, "  ")
         return "\n".join(line.rstrip() for line in lines)
 
 
@@ -172,9 +172,9 @@ _COLUMNS = ("", "layout", "batch", "step", "range", "tok/s/GPU", "MFU", "memory"
 
 
 def _ranking(answers: tuple[Answer, ...]) -> list[str]:
-    """A table; where names of layouts leave too little room, without the columns that the details repeat."""
+    """A table; where names of layouts leave too little room, without columns that the details or the step give."""
     rows = [_COLUMNS, *(_row(number, answer) for number, answer in enumerate(answers, 1))]
-    for name in ("waits", "range"):
+    for name in ("waits", "range", "tok/s/GPU"):
         if max(map(len, in_columns(rows))) > WIDTH:
             place = rows[0].index(name)
             rows = [(*row[:place], *row[place + 1 :]) for row in rows]
@@ -221,11 +221,11 @@ def _details(result: PlanResult, answer: Answer) -> list[str]:
             "activations, a loss without whole logits. Measure a step, or take --checkpointing full."
         )
         lines += paragraph(text, WIDTH, "  ")
-    lines.append(f"  memory of the fullest rank, {answer.memory.moment}"[:WIDTH])
+    lines += paragraph(f"memory of the fullest rank, {answer.memory.moment}", WIDTH, "  ")
     lines += _bars(answer.memory.parts() | {"free": free}, answer.capacity, format_nbytes)
     if answer.received:
         received = [f"{axis} {format_nbytes(int(nbytes))}" for axis, nbytes in answer.received.items() if nbytes]
-        lines.append(f"  into each GPU in a step: {', '.join(received)}"[:WIDTH])
+        lines += paragraph(f"into each GPU in a step: {', '.join(received)}", WIDTH, "  ")
     lines += paragraph("schedule: " + "; ".join(answer.reasons), WIDTH, "  ")
     if result.job.quantization is not None and result.job.precision == "bf16":
         text = "This package gathers the format and computes in bf16 with it; only gathers are smaller."
@@ -283,9 +283,9 @@ def _nothing_fits(result: PlanResult) -> list[str]:
         missing = (closest.memory.total - closest.capacity) / GIB
         layout = closest.layout
         described = f"{layout.describe()}, {layout.micro_batch} sequences, checkpoint {layout.checkpoint}"
-        lines.append(f"Closest: {described}: does not fit by {missing:.1f} GiB."[:WIDTH])
+        lines += paragraph(f"Closest: {described}: does not fit by {missing:.1f} GiB.", WIDTH)
         lines += _bars(closest.memory.parts(), closest.memory.total, format_nbytes)
-    return [*lines, "What to change:", *(f"  {line}"[:WIDTH] for line in result.advice)]
+    return [*lines, "What to change:", *(part for line in result.advice for part in paragraph(line, WIDTH, "  "))]
 
 
 def _record(answer: Answer) -> dict[str, Any]:
@@ -306,90 +306,3 @@ def _record(answer: Answer) -> dict[str, Any]:
         "schedule": vars(answer.schedule),
         "reasons": list(answer.reasons),
     }
-
-
-_SNIPPETS = Path(__file__).parent / "snippets"
-_READ = "python -m dtensor_gtp.help"
-
-
-def _snippet(name: str) -> str:
-    return (_SNIPPETS / f"{name}.txt").read_text().rstrip()
-
-
-def _unwritten(problem: Problem, layout: Layout) -> list[str]:
-    """What of a layout this file writes no code for, and where to read on."""
-    found = []
-    if layout.pp > 1:
-        found.append(f"pp {layout.pp}: how the model is cut into stages is yours, see {_READ} composability")
-    if layout.cp > 1:
-        exchanged = "attention exchanges keys over mesh['cp'] in your code"
-        found.append(f"cp {layout.cp}: {exchanged}, see {_READ} composability")
-    if layout.ep * layout.expert_gtp > 1 or (problem.config is not None and problem.config.experts):
-        found.append(f"experts: where they are in the model is yours, see {_READ} moe")
-    if layout.checkpoint == "selective" and problem.job.quantization is not None:
-        found.append("selective checkpointing of quantized weights: this package has none, take --checkpointing full")
-    return found
-
-
-def training_code(problem: Problem, answer: Answer) -> str:
-    """Python that builds the meshes, shards the model and runs a step; comments alone for what it cannot write."""
-    job, layout = problem.job, answer.layout
-    if missing := _unwritten(problem, layout):
-        return "\n#   ".join([f"# No code for this layout ({layout.describe()}):", *missing])
-    sizes = [f", {name}={getattr(layout, name)}" for name in ("replicate", "gtp", "tp") if getattr(layout, name) > 1]
-    num = layout.num_microbatches(job)
-    sync = ""
-    if layout.keep:
-        sync = _snippet("keep") + "\n"
-    elif layout.replicate > 1 and num > 1:
-        sync = "        model.set_requires_all_reduce(number + 1 == len(microbatches))\n"
-    optimizers = ("muon", "adamw") if job.optimizer == "muon" else ("optimizer",)
-    return _snippet("training").format(
-        imports="" if job.quantization is None else "from dtensor_gtp import quantize_\n",
-        sizes="".join(sizes),
-        changes="".join(f"{lines}\n" for lines in _changes(problem, layout)),
-        reduce="bfloat16" if job.reduce_dtype == "bf16" else "float32",
-        schedule="" if job.memory == "balanced" else f", schedule=SchedulePolicy(memory={job.memory!r})",
-        states=", shard_optimizer=True" * (job.shards_optimizer and layout.replicate > 1),
-        compiled="for block in model.layers:\n    block.compile(fullgraph=True)\n" * job.is_compiled,
-        optimizer=_snippet(job.optimizer),
-        num=num,
-        size=layout.micro_batch,
-        data=f"{layout.data_ranks} data ranks" + f", the same on the {layout.tp} ranks of tp" * (layout.tp > 1),
-        sync=sync,
-        steps="\n".join(f"    {name}.step()\n    {name}.zero_grad()" for name in optimizers),
-    )
-
-
-def _changes(problem: Problem, layout: Layout) -> list[str]:
-    """What changes the model before it is sharded."""
-    found = []
-    if (recipe := problem.job.quantization) is not None:
-        name, _, compute = problem.job.recipe.partition(":")
-        if compute:
-            kind = type(recipe).__name__
-            found += [f"from dtensor_gtp.quant import {kind}", f"quantize_(model.layers, {kind}(compute={compute!r}))"]
-        else:
-            found.append(f"quantize_(model.layers, {name!r})")
-    if layout.tp > 1 and problem.user is None:
-        found.append(_snippet("tensor_parallel"))
-    elif layout.tp > 1 and problem.user is not None:
-        styles = (f"    {name!r}: {style.title()}Parallel()," for name, style in problem.user.plan.described().items())
-        found.append(_snippet("plan_of_names").format(styles="\n".join(styles)))
-    options = ""
-    if layout.checkpoint == "selective":
-        options = ", context_fn=save_every_second_product, preserve_rng_state=False"
-        found.append(_snippet("selective") + "\n")
-    if layout.checkpoint != "none":
-        found.append(_snippet("checkpointing").format(options=options))
-    return found
-
-
-def launch_lines(problem: Problem, answer: Answer) -> str:
-    """torchrun and Slurm."""
-    host = min(problem.machine.gpus_per_host, answer.layout.ranks)
-    nodes = -(-answer.layout.ranks // host)
-    if nodes == 1:
-        return f"torchrun --nproc-per-node {host} train.py"
-    run = f"torchrun --nnodes {nodes} --nproc-per-node {host} --rdzv-backend c10d --rdzv-endpoint $HEAD:29500 train.py"
-    return f"{run}\nsbatch --nodes {nodes} --ntasks-per-node 1 --gpus-per-node {host} --wrap 'srun {run}'"

@@ -231,11 +231,12 @@ def evaluate(problem: Problem, layout: Layout, memory: Memory | None = None) -> 
     tokens_per_s = job.batch * job.seq_len / job.gpus / step_ms * 1e3
     flops_per_token = problem.whole.model_flops / job.seq_len
     mfu = tokens_per_s * flops_per_token / (machine.peak_tflops["bf16"] * 1e12)
-    has_experts = problem.config is not None and problem.config.experts > 0
     return Answer(
         layout,
         step_ms,
-        ground_of(job, layout, machine, has_experts=has_experts, filled=memory.total / machine.memory_nbytes),
+        ground_of(
+            job, layout, machine, has_experts=problem.whole.has_experts, filled=memory.total / machine.memory_nbytes
+        ),
         tokens_per_s,
         mfu,
         memory,

@@ -84,6 +84,7 @@ class Trace:
     input_nbytes: int  # bytes of what is passed from block to block
     small_numel: int  # parameters with less than two dims, which stay whole
     end: int = 0  # bytes of activations behind the last block; 0 if it is not known
+    unused_numel: int = 0  # parameters of matrices without a gradient in this step, which nothing here counts
 
     @property
     def numel(self) -> int:
@@ -97,6 +98,11 @@ class Trace:
             flops += sum(op.flops for op in (*weight.before, *weight.backward) if op.kind is Kind.GEMM)
             flops += 3 * sum(op.flops for op in weight.before if op.kind is Kind.ATTENTION)
         return flops
+
+    @functools.cached_property
+    def has_experts(self) -> bool:
+        """Whether a weight is that of experts, or is used as theirs are: in many GEMMs at once."""
+        return any(weight.is_expert or any(op.groups > 1 for op in weight.use) for weight in self.weights)
 
     @functools.cached_property
     def numbers(self) -> Mapping[int, list[int]]:
@@ -143,7 +149,7 @@ def record(make_model: Callable[[], nn.Module], loss_of: Callable[[nn.Module, Re
     """One step of a model in bf16, on the meta device. ``loss_of`` makes its inputs."""
     with torch.device("meta"):
         model = make_model()
-        tied = _tied(model)
+        tied, numel = _tied(model), sum(param.numel() for param in model.parameters())
         recorder, loose = recorder_of(model)
         modules = dict(model.named_modules())
         with recording(recorder):
@@ -152,7 +158,8 @@ def record(make_model: Callable[[], nn.Module], loss_of: Callable[[nn.Module, Re
             loss.backward()
             recorder.mark("")
     small = sum(param.numel() for param in model.parameters() if param.ndim < 2) + loose
-    return _trace_of(recorder.stretches, modules, small, tied)
+    trace = _trace_of(recorder.stretches, modules, small, tied)
+    return replace(trace, unused_numel=max(numel - trace.numel, 0))
 
 
 def _tied(model: nn.Module) -> set[str]:

@@ -174,7 +174,7 @@ def _class_of(config: Any, text: str) -> Callable[[Any], nn.Module]:
         found = getattr(transformers, name, None)
         if found is not None and not name.endswith("Model"):
             return found  # type: ignore[no-any-return]
-    for kind in _AUTO:
+    for kind in _AUTO[config.is_encoder_decoder :]:  # the first kind would leave out an encoder
         auto = getattr(transformers, f"AutoModelFor{kind}")
         if type(config) in auto._model_mapping:
             return auto.from_config  # type: ignore[no-any-return]

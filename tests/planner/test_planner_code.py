@@ -1,7 +1,7 @@
 """The code that the planner prints, run on four processes: a step of it changes parameters as one process does.
 
 The text runs as it is, but for the device, and for bf16, whose rounding would hide errors. The reference is the same
-model on the whole batch. With SGD the change of a parameter is its gradient.
+model on the whole batch. With SGD the change of a parameter is its gradient. Compiled blocks run on ``aot_eager``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from common import GlooTest, full
+from test_planner_user_tp import PLAN, Model
 
-from dtensor_gtp import plan
+from dtensor_gtp import plan, quantize_
 from dtensor_gtp.planner.api import PlanResult
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -26,14 +27,31 @@ from llama import Llama, LlamaConfig
 
 SIZES = LlamaConfig(64, 64, num_layers=2, num_heads=4, num_kv_heads=4, hidden_dim=128, max_seq_len=16)
 BATCH = 8
+RATES = {"sgd": 1e-2, "adamw": 1e-3}
+
+
+class Users(Model):
+    """A model of a user, whose blocks are not ``model.layers``."""
+
+    def init_weights(self) -> None:
+        for param in self.parameters():
+            nn.init.normal_(param, std=0.1)
+
+
+def build() -> tuple[nn.Module, torch.Tensor]:
+    with torch.device("meta"):
+        return Users(PLAN), torch.zeros(1, 16, dtype=torch.int64)
 
 
 def planned(
-    config: str, optimizer: str = "sgd", checkpointing: str = "none", *, zero1: bool = False, **fixed: int
-) -> PlanResult:
+    config: str, optimizer: str = "sgd", checkpointing: str = "none", *, zero1: bool = False, recipe: str = "bf16",
+    memory: str = "balanced", is_compiled: bool = False, **fixed: int,
+) -> PlanResult:  # fmt: skip
+    axes = {"pp": 1, "cp": 1} if config.endswith(".json") else {}
     return plan(
         config, "h100", gpus=4, seq_len=16, global_batch=BATCH, optimizer=optimizer, checkpointing=checkpointing,
-        reduce_dtype="fp32", shards_optimizer=zero1, fixed={"pp": 1, "cp": 1} | fixed,
+        reduce_dtype="fp32", shards_optimizer=zero1, recipe=recipe, memory=memory, is_compiled=is_compiled,
+        fixed=axes | fixed,
     )  # fmt: skip
 
 
@@ -62,7 +80,8 @@ class TestPlannerCode(GlooTest):
         """Parameters before and after the step of the printed code."""
         layout = result.best.layout
         text = result.code().replace("'cuda'", "'cpu'").replace("torch.bfloat16", "torch.float32")
-        space: dict[str, Any] = {"build_model": lambda: Llama(SIZES), "compute_loss": compute_loss}
+        text = text.replace("fullgraph=True", "fullgraph=True, backend='aot_eager'")
+        space: dict[str, Any] = {"build_model": lambda: self.build_model(result), "compute_loss": compute_loss}
         torch.manual_seed(7)
         exec(compile(text, "code of the planner", "exec"), space)
         self.space = space
@@ -78,20 +97,57 @@ class TestPlannerCode(GlooTest):
         names = ((name.replace("_checkpoint_wrapped_module.", ""), param) for name, param in model.named_parameters())
         return {name: full(param.detach()).clone() for name, param in names}
 
-    def expected(self, before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        reference = Llama(SIZES)
+    def build_model(self, result: PlanResult) -> Any:
+        return Llama(SIZES) if result.problem.user is None else Users(PLAN)
+
+    def expected(self, result: PlanResult, before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        reference = self.build_model(result)
         reference.init_weights()
         reference.load_state_dict(before, strict=False)
+        if result.job.quantization is not None:
+            quantize_(
+                reference.layers if result.problem.user is None else reference.base.layers, result.job.quantization
+            )
         tokens = torch.randint(0, 64, (BATCH, 17), generator=torch.Generator().manual_seed(3))
         compute_loss(reference, tokens).backward()
-        torch.optim.SGD(reference.parameters(), lr=1e-2).step()
-        return {name: param.detach() for name, param in reference.named_parameters()}
+        kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[result.job.optimizer]
+        kind(reference.parameters(), lr=RATES[result.job.optimizer]).step()
+        return {name: full(param.detach()) for name, param in reference.named_parameters()}
 
     def check(self, result: PlanResult) -> None:
         before, after = self.step_of(result)
-        for name, want in self.expected(copy.deepcopy(before)).items():
-            gradient, ours = (before[name] - want) / 1e-2, (before[name] - after[name]) / 1e-2
-            torch.testing.assert_close(ours, gradient, atol=2e-5, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
+        rate = RATES[result.job.optimizer]
+        atol = 2e-5 if result.job.optimizer == "sgd" else 2e-2  # AdamW divides gradients by their size
+        for name, want in self.expected(result, copy.deepcopy(before)).items():
+            change, ours = (before[name] - want) / rate, (before[name] - after[name]) / rate
+            torch.testing.assert_close(ours, change, atol=atol, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
+
+    def check_all(self, cases: dict[str, dict[str, Any]], config: str) -> None:
+        for name, fixed in cases.items():
+            try:
+                self.check(planned(config, **fixed))
+            except Exception as error:
+                raise AssertionError(f"{name}: {error}") from error
+
+    def test_options(self) -> None:
+        """What a job may ask for beside its axes."""
+        cases: dict[str, dict[str, Any]] = {
+            "recipe": {"gtp": 4, "recipe": "float8_tensorwise:dequantize", "checkpointing": "full"},
+            "compiled": {"gtp": 2, "replicate": 2, "recipe": "mxfp8", "is_compiled": True},
+            "recomputed": {"gtp": 2, "tp": 2, "is_compiled": True, "checkpointing": "full"},
+            "least": {"gtp": 4, "memory": "least", "micro_batch": 1, "optimizer": "adamw"},
+            "most speed": {"gtp": 2, "replicate": 2, "memory": "most_speed"},
+        }
+        self.check_all(cases, self.config_file())
+
+    def test_models_of_users(self) -> None:
+        """Slices by the plan of names, and what is done to blocks, whatever their name."""
+        cases: dict[str, dict[str, Any]] = {
+            "tp": {"tp": 2, "gtp": 2},
+            "recipe": {"gtp": 4, "recipe": "mxfp8", "checkpointing": "full"},
+            "compiled": {"tp": 4, "is_compiled": True, "checkpointing": "selective"},
+        }
+        self.check_all(cases, f"{__name__}:build")
 
     def test_layouts(self) -> None:
         """gtp, replicas, tp, and what is kept between microbatches, with and without recomputation."""
@@ -105,11 +161,7 @@ class TestPlannerCode(GlooTest):
             "selective": {"gtp": 2, "tp": 2, "checkpointing": "selective"},
             "microbatches": {"gtp": 4, "micro_batch": 1},
         }
-        for name, fixed in cases.items():
-            try:
-                self.check(planned(self.config_file(), **fixed))
-            except Exception as error:
-                raise AssertionError(f"{name}: {error}") from error
+        self.check_all(cases, self.config_file())
 
     def test_microbatches(self) -> None:
         """Weights kept for all of them, and gradients that replicas sum up once a step."""
@@ -142,6 +194,12 @@ class TestPlannerCode(GlooTest):
                     raise AssertionError(f"{name}, keep={keep}: {error}") from error
 
     def test_muon_has_an_optimizer_for_each_parameter(self) -> None:
-        for zero1, axes in ((False, {"gtp": 4}), (True, {"replicate": 2, "gtp": 2, "micro_batch": 2})):
-            before, after = self.step_of(planned(self.config_file(), "muon", zero1=zero1, **axes))
+        cases: tuple[tuple[str, bool, dict[str, int]], ...] = (
+            (f"{__name__}:build", False, {"gtp": 4}),
+            (self.config_file(), True, {"replicate": 2, "gtp": 2, "micro_batch": 2}),
+        )
+        for config, zero1, axes in cases:
+            before, after = self.step_of(planned(config, "muon", zero1=zero1, **axes))
+            held = self.space["muon"].param_groups[0]["params"]
+            assert len(held) == sum("layers." in name and param.ndim > 1 for name, param in before.items())
             assert all(not torch.equal(before[name], after[name]) for name in before if "norm" not in name)

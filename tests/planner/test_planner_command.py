@@ -8,6 +8,7 @@ import re
 import runpy
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ import pytest
 from script_jobs import run_forked
 
 import dtensor_gtp
+from dtensor_gtp.planner.api import _ranking
 from dtensor_gtp.planner.command_line import main
 from dtensor_gtp.planner.errors import PlanError
+from dtensor_gtp.planner.job import Layout
 from dtensor_gtp.planner.machine import load_machine, machine_of, preset_names
+from dtensor_gtp.planner.search import Refused
 
 CONFIG = {
     "model_type": "llama",
@@ -318,11 +322,41 @@ def test_tokens_that_compute_waits_for_name_the_option(capsys: pytest.CaptureFix
     assert "--dispatch" not in hidden
 
 
-def test_a_recipe_without_gemms_says_so(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [config, "--gpus", "8", "--gtp", "8", "--seq-len", "512", "--machine", "b200", "--recipe", "mxfp8"]
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_a_recipe_without_gemms_says_so(config: str, capsys: pytest.CaptureFixture[str], recipe: str) -> None:
+    arguments = [config, "--gpus", "8", "--gtp", "8", "--seq-len", "512", "--machine", "b200", "--recipe", recipe]
     status, out, _ = run(capsys, *arguments)
     assert status == 0
-    assert "mxfp8: GEMMs are in bf16" in out
+    assert f"{recipe}: GEMMs are in bf16" in out
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("llama3-70b", ["--cp", "4", "--pp", "2", "--gtp", "8", "--tp", "4"]),
+        ("mixtral-8x7b", ["--cp", "4", "--tp", "4", "--pp", "2", "--ep", "8", "--expert-gtp", "4"]),
+    ],
+)
+def test_long_contexts_and_experts_are_wrapped_and_not_cut(
+    capsys: pytest.CaptureFixture[str], model: str, options: list[str]
+) -> None:
+    arguments = ["--gpus", "256", "--seq-len", "131072", "--global-batch", "64", "--top", "3", "--micro-batch", "1"]
+    status, out, _ = run(capsys, model, *arguments, *options, "--checkpointing", "full")
+    assert status == 0
+    assert max(map(len, out.splitlines())) <= 100
+    text = " ".join(out.split())
+    assert re.search(r"into each GPU in a step: (\w+ [\d.]+ [KMGT]iB(, )?)+ schedule: ", text)
+
+
+def test_long_names_are_wrapped_and_not_cut() -> None:
+    """Reasons with the longest layouts, and a table of these."""
+    result = dtensor_gtp.plan("llama3-8b", gpus=8, fixed={"gtp": 8, "micro_batch": 1}, checkpointing="full")
+    sizes = {"pp": 16, "replicate": 128, "cp": 16, "gtp": 128, "tp": 16, "ep": 128, "expert_gtp": 16}
+    layout = Layout(**sizes, micro_batch=16, checkpoint="full", keep=True)
+    lines = str(replace(result, refused=(Refused("why", 10**6, layout),))).splitlines()
+    table = _ranking((replace(result.best, layout=layout, ground="measure it"), result.best))
+    assert max(map(len, [*lines, *table])) <= 100
+    assert f"1000000 why (e.g. {layout.describe()})" in " ".join(" ".join(lines).split())
 
 
 def test_the_name_is_a_function_and_a_command(

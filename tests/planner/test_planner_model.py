@@ -15,13 +15,13 @@ import torch.nn.functional as F
 
 from dtensor_gtp import plan
 from dtensor_gtp.planner.errors import PlanError
-from dtensor_gtp.planner.evaluate import Problem
+from dtensor_gtp.planner.evaluate import EXPERTS, Problem
 from dtensor_gtp.planner.job import Job
 from dtensor_gtp.planner.machine import load_machine
 from dtensor_gtp.planner.model import PRESETS, Collectives, ModelConfig, Reference, known_model
 from dtensor_gtp.planner.recorder import Kind, Recorder
 from dtensor_gtp.planner.trace import Part, Trace, record, record_reference, repeated
-from dtensor_gtp.planner.user_model import UserModel, causal_language_model, load_model
+from dtensor_gtp.planner.user_model import load_model
 
 TINY = ModelConfig("tiny", 64, 5, 4, 2, 16, 128, 256)
 MIXTURE = replace(TINY, experts=4, experts_per_token=2, expert_hidden_dim=32, shared_experts=1, dense_layers=2)
@@ -234,78 +234,49 @@ def test_modules_of_any_kind_are_one_use_each(users_models: ModuleType) -> None:
     assert plan("users_models:build", "h100", gpus=2).answers
 
 
-def _small_configs() -> dict[str, Any]:
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
-    text = sizes | {"vocab_size": 256, "num_key_value_heads": 2, "head_dim": 16}
-    return {
-        "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 256},
-        "opt": sizes | {"ffn_dim": 128, "vocab_size": 256, "word_embed_proj_dim": 64},
-        "bert": sizes | {"vocab_size": 256},
-        "vit": sizes | {"image_size": 32, "patch_size": 8},
-        "t5": {"d_model": 64, "num_layers": 2, "d_ff": 128, "vocab_size": 256},
-        "gemma3_text": text,
-        "qwen3_moe": text | {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2},
-        "gpt_oss": text | {"num_local_experts": 4},
-        "deepseek_v2": text
-        | {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-        | {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16},
-    }
+def test_masks_count_all_scores_but_causal_ones(users_models: ModuleType) -> None:
+    """Half of the scores of a causal mask, all of any other one, as kernels compute them."""
+
+    class Attention(nn.Module):
+        def __init__(self, options: dict[str, Any]) -> None:
+            super().__init__()
+            self.options, self.project = options, nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            heads = self.project(x).unflatten(-1, (2, 8)).transpose(1, 2)
+            return F.scaled_dot_product_attention(heads, heads, heads, **self.options)
+
+    mask = torch.zeros(32, 32, dtype=torch.bool, device="meta")
+    for options, share in (({"is_causal": True}, 0.5), ({"attn_mask": mask}, 1), ({}, 1)):
+
+        def build(options: dict[str, Any] = options) -> Any:
+            with torch.device("meta"):
+                return Attention(options), torch.zeros(1, 32, 16)
+
+        users_models.build = build  # type: ignore[attr-defined]
+        user = load_model("users_models:build", 32)[2]
+        assert user is not None
+        trace = user.trace(1)
+        forward = sum(op.flops for op in trace.loss if op.kind is Kind.ATTENTION)
+        assert forward == share * 2 * 2 * 16 * 32 * 32
 
 
-@pytest.mark.parametrize("kind", sorted(_small_configs()))
-def test_configurations_of_transformers(kind: str, transformers: Any, tmp_path: Path) -> None:
-    """Each is planned over gtp and replicate; its parameters are those that transformers counts."""
-    config = transformers.AutoConfig.for_model(kind, **_small_configs()[kind])
-    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
-    result = plan(str(tmp_path / "config.json"), "h100", gpus=2, seq_len=64, fixed={"tp": 1})
-    names = {"vit": "AutoModelForImageClassification", "t5": "AutoModelForSeq2SeqLM"}
-    with torch.device("meta"):
-        model = getattr(transformers, names.get(kind, "AutoModelForCausalLM")).from_config(config)
-    assert result.answers
-    assert result.problem.whole.numel == pytest.approx(sum(param.numel() for param in model.parameters()), rel=0.02)
-
-
-def test_a_model_of_transformers_by_function_and_by_configuration(
-    users_models: ModuleType, transformers: Any, tmp_path: Path
-) -> None:
-    """Without a mask of ours, its code asks whether positions are packed; tied matrices count once."""
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"intermediate_size": 128, "vocab_size": 256, "head_dim": 16, "tie_word_embeddings": True}
-    config = transformers.Qwen3Config(**sizes, use_cache=False)
-    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+def test_a_mixture_by_function(users_models: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of our examples: its experts are counted by what tokens choose, and its range is that of experts."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from moe import MoEConfig, MoELlama
 
     def build() -> Any:
         with torch.device("meta"):
-            return transformers.Qwen3ForCausalLM(config), torch.zeros(1, 64, dtype=torch.int64)
+            model = MoELlama(MoEConfig(256, 64, 2, 4, 2, 128, 64, num_experts=4))
+            return model, torch.zeros(1, 64, dtype=torch.int64)
 
     users_models.build = build  # type: ignore[attr-defined]
-    job: dict[str, Any] = {"gpus": 2, "fixed": {"tp": 2}}
-    first, second = plan("users_models:build", **job), plan(str(tmp_path / "config.json"), seq_len=64, **job)
-    assert first.answers
-    assert second.answers
-    assert first.problem.whole.numel == pytest.approx(second.problem.whole.numel, rel=0.02)  # the latter has no norms
-
-
-def test_a_loop_over_experts_is_planned_as_grouped(users_models: ModuleType, transformers: Any) -> None:
-    """Fake tensors do not say which experts tokens have chosen."""
-    sizes = _small_configs()["qwen3_moe"]
-
-    def build_as(implementation: str) -> Any:
-        config = transformers.Qwen3MoeConfig(**sizes, use_cache=False)
-        config._experts_implementation = implementation
-        with torch.device("meta"):
-            return transformers.Qwen3MoeForCausalLM(config), torch.zeros(1, 64, dtype=torch.int64)
-
-    traces = []
-    for implementation in ("eager", "grouped_mm"):
-        users_models.build = lambda name=implementation: build_as(name)  # type: ignore[attr-defined]
-        user = load_model("users_models:build", 64)[2]
-        assert user is not None
-        traces.append(user.trace(1))
-    first, second = (vars(trace) for trace in traces)
-    assert first == second
-    experts = next(weight for weight in traces[0].weights if weight.name.endswith("experts.weight"))
-    assert experts.flops == 2 * 64 * 2 * 3 * 64 * 32  # two of four experts for each of 64 tokens
+    result = plan("users_models:build", gpus=2, fixed={"gtp": 2})
+    whole = result.problem.whole
+    assert whole.numel == sum(param.numel() for param in build()[0].parameters())
+    assert sum(weight.flops for weight in whole.weights if ".experts." in weight.name) == 2 * 2 * 64 * 2 * 3 * 64 * 64
+    assert result.best.ground == EXPERTS
 
 
 @pytest.mark.parametrize(
@@ -324,27 +295,6 @@ def test_functions_that_do_not(users_models: ModuleType, build: Any, message: st
     with pytest.raises(PlanError, match=message) as caught:
         load_model("users_models:build", 8)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.long
-def test_a_class_of_transformers(transformers: Any) -> None:
-    """With rotary embeddings and masks of its own; the reference computes as much."""
-    sizes = {"hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.LlamaConfig(**sizes, intermediate_size=128, vocab_size=256)
-
-    def build() -> Any:
-        with torch.device("meta"):
-            model = transformers.LlamaForCausalLM(config)
-        return causal_language_model(model, 32)
-
-    user = UserModel(build, "llama", "Mend it.")
-    for tp in (1, 2):
-        expected = repeated(record_reference(TINY, 1, 32, tp), TINY, Part(tuple(TINY.kinds)))
-        blocks = [weight for weight in user.trace(tp).weights if weight.block >= 0]
-        assert [(weight.shape, weight.flops) for weight in blocks] == [
-            (weight.shape, weight.flops) for weight in expected.weights if weight.block >= 0
-        ]
-    assert user.trace(2).weights[-1].shape == (256, 64)  # the head stays whole
 
 
 @pytest.mark.parametrize("text", ["llama4", "no_such_module:build", "NoSuchModelForCausalLM", "DeepseekV2ForCausalLM"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import OrderedDict
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -163,3 +164,22 @@ def test_a_search_finds_tp_and_its_code(users_models: ModuleType) -> None:
     ast.parse(code[: code.index("torchrun")])
     assert "    'base.layers.*.query': ColwiseParallel()," in code
     assert "    'base.layers.*.down': RowwiseParallel()," in code
+
+
+def test_blocks_in_two_places_have_no_code_that_changes_them(users_models: ModuleType) -> None:
+    def build() -> Any:
+        with torch.device("meta"):
+            parts = {name: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for name in ("left", "right")}
+            return nn.Sequential(OrderedDict(parts)), torch.zeros(4, 8)
+
+    users_models.build = build  # type: ignore[attr-defined]
+    plain, compiled = (
+        dtensor_gtp.plan("users_models:build", gpus=2, checkpointing="none", is_compiled=is_compiled).code()
+        for is_compiled in (False, True)
+    )
+    assert "gtp_shard(model" in plain
+    assert "blocks stand in 2 places (left, right)" in compiled
+    assert "gtp_shard(" not in compiled
+    load(users_models)
+    code = dtensor_gtp.plan("users_models:build", gpus=2, seq_len=TOKENS, is_compiled=True).code()
+    assert "for block in model.base.layers:" in code

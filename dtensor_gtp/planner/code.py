@@ -1,0 +1,121 @@
+"""Python for a layout, and the lines that start it.
+
+A test runs the code on processes of gloo and compares a step with one process. What is not written, it says.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .evaluate import Answer, Problem
+from .job import Layout
+
+_SNIPPETS = Path(__file__).parent / "snippets"
+_READ = "python -m dtensor_gtp.help"
+
+
+def _snippet(name: str) -> str:
+    return (_SNIPPETS / f"{name}.txt").read_text().rstrip()
+
+
+def _blocks(problem: Problem) -> list[str]:
+    """The modules that hold the blocks."""
+    if problem.user is None:
+        return ["layers"]
+    names = (weight.block_name.rpartition(".")[0] for weight in problem.whole.weights if weight.block >= 0)
+    return list(dict.fromkeys(names))
+
+
+def _unwritten(problem: Problem, layout: Layout) -> list[str]:
+    """What of a layout this file writes no code for, and where to read on."""
+    found = []
+    if layout.pp > 1:
+        found.append(f"pp {layout.pp}: how the model is cut into stages is yours, see {_READ} composability")
+    if layout.cp > 1:
+        exchanged = "attention exchanges keys over mesh['cp'] in your code"
+        found.append(f"cp {layout.cp}: {exchanged}, see {_READ} composability")
+    if layout.ep * layout.expert_gtp > 1 or (problem.config is not None and problem.config.experts):
+        found.append(f"experts: where they are in the model is yours, see {_READ} moe")
+    if layout.checkpoint == "selective" and problem.job.quantization is not None:
+        found.append("selective checkpointing of quantized weights: this package has none, take --checkpointing full")
+    job, blocks = problem.job, _blocks(problem)
+    changes_blocks = layout.checkpoint != "none" or job.is_compiled or job.recipe != "bf16" or job.optimizer == "muon"
+    if changes_blocks and len(blocks) != 1:
+        places = f"in {len(blocks)} places ({', '.join(blocks)})" if blocks else "nowhere by number"
+        found.append(f"blocks stand {places}: what is done to each is yours, see {_READ} composability")
+    return found
+
+
+def training_code(problem: Problem, answer: Answer) -> str:
+    """Python that builds the meshes, shards the model and runs a step; comments alone for what it cannot write."""
+    job, layout = problem.job, answer.layout
+    if missing := _unwritten(problem, layout):
+        return "\n#   ".join([f"# No code for this layout ({layout.describe()}):", *missing])
+    sizes = [f", {name}={getattr(layout, name)}" for name in ("replicate", "gtp", "tp") if getattr(layout, name) > 1]
+    num = layout.num_microbatches(job)
+    sync = ""
+    if layout.keep:
+        sync = _snippet("keep") + "\n"
+    elif layout.replicate > 1 and num > 1:
+        sync = "        model.set_requires_all_reduce(number + 1 == len(microbatches))\n"
+    blocks = next(iter(_blocks(problem)), "")
+    optimizers = ("muon", "adamw") if job.optimizer == "muon" else ("optimizer",)
+    return _snippet("training").format(
+        imports="" if job.quantization is None else "from dtensor_gtp import quantize_\n",
+        sizes="".join(sizes),
+        changes="".join(f"{lines}\n" for lines in _changes(problem, layout, _module(blocks))),
+        reduce="bfloat16" if job.reduce_dtype == "bf16" else "float32",
+        schedule="" if job.memory == "balanced" else f", schedule=SchedulePolicy(memory={job.memory!r})",
+        states=", shard_optimizer=True" * (job.shards_optimizer and layout.replicate > 1),
+        compiled=_compilation(layout, _module(blocks)) * job.is_compiled,
+        optimizer=_snippet(job.optimizer).replace("layers.", f"{blocks}." if blocks else ""),
+        num=num,
+        size=layout.micro_batch,
+        data=f"{layout.data_ranks} data ranks" + f", the same on the {layout.tp} ranks of tp" * (layout.tp > 1),
+        sync=sync,
+        steps="\n".join(f"    {name}.step()\n    {name}.zero_grad()" for name in optimizers),
+    )
+
+
+def _module(blocks: str) -> str:
+    return f"model.{blocks}" if blocks else "model"
+
+
+def _compilation(layout: Layout, blocks: str) -> str:
+    # With tp, torch 2.13 compiles no recomputation: it is around what is compiled.
+    inner = "._checkpoint_wrapped_module" * (layout.tp > 1 and layout.checkpoint == "full")
+    return f"for block in {blocks}:\n    block{inner}.compile(fullgraph=True)\n"
+
+
+def _changes(problem: Problem, layout: Layout, blocks: str) -> list[str]:
+    """What changes the model before it is sharded."""
+    found = []
+    if (recipe := problem.job.quantization) is not None:
+        name, _, compute = problem.job.recipe.partition(":")
+        if compute:
+            kind = type(recipe).__name__
+            found += [f"from dtensor_gtp.quant import {kind}", f"quantize_({blocks}, {kind}(compute={compute!r}))"]
+        else:
+            found.append(f"quantize_({blocks}, {name!r})")
+    if layout.tp > 1 and problem.user is None:
+        found.append(_snippet("tensor_parallel"))
+    elif layout.tp > 1 and problem.user is not None:
+        styles = (f"    {name!r}: {style.title()}Parallel()," for name, style in problem.user.plan.described().items())
+        found.append(_snippet("plan_of_names").format(styles="\n".join(styles)))
+    options = ""
+    if layout.checkpoint == "selective":
+        options = ", context_fn=save_every_second_product, preserve_rng_state=False"
+        found.append(_snippet("selective") + "\n")
+    if layout.checkpoint != "none":
+        found.append(_snippet("checkpointing").format(options=options, blocks=blocks))
+    return found
+
+
+def launch_lines(problem: Problem, answer: Answer) -> str:
+    """torchrun and Slurm."""
+    host = min(problem.machine.gpus_per_host, answer.layout.ranks)
+    nodes = -(-answer.layout.ranks // host)
+    if nodes == 1:
+        return f"torchrun --nproc-per-node {host} train.py"
+    run = f"torchrun --nnodes {nodes} --nproc-per-node {host} --rdzv-backend c10d --rdzv-endpoint $HEAD:29500 train.py"
+    return f"{run}\nsbatch --nodes {nodes} --ntasks-per-node 1 --gpus-per-node {host} --wrap 'srun {run}'"
