@@ -105,7 +105,8 @@ def validate_kinds(module: Any, arguments: Arguments) -> None:
             raise TypeError(f"gtp_shard expects parameters in ignored_params, but got {type(param).__name__}.")
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError("gtp_shard expects an eager nn.Module, but got a ScriptModule. Shard it before scripting.")
-    if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict):
+    is_container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
+    if is_container and type(module).forward is nn.Module.forward:
         what = f"a module with a forward, but got a {type(module).__name__}"
         raise ValueError(f"gtp_shard expects {what}. Call it on each element or on the module that contains it.")
 

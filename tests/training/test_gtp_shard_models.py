@@ -128,6 +128,16 @@ class Experts(nn.Module):
         return output
 
 
+class CallableExperts(nn.ModuleDict):
+    """A container with a forward, as those of Switch Transformers."""
+
+    def __init__(self) -> None:
+        super().__init__({str(index): nn.Linear(6, 4) for index in range(3)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([expert(x) for expert in self.values()]).relu().sum(0)
+
+
 class Projection(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -206,6 +216,7 @@ CASES = {
     "attention_eval_mode": Case(lambda: Attention().eval(), (5, 8)),
     "attention_kdim_vdim": Case(lambda: Attention(kdim=6, vdim=4), (5, 8)),
     "bilinear_and_foreign_weights": Case(UsesOthersWeights),
+    "callable_container": Case(CallableExperts),
     "children_outside_root": Case(
         lambda: nn.Sequential(nn.Linear(6, 8), nn.Conv1d(4, 4, 1), nn.Linear(8, 4)), (4, 6), loss=children_loss
     ),
