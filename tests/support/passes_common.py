@@ -24,14 +24,14 @@ Step = Callable[[Any, torch.Tensor], Any]
 
 
 class Block(nn.Module):
-    """Fused and generic weights and whole parameters. ``wrap`` and ``unwrap`` are what blocks hand to each other."""
+    """Fused and generic weights and whole parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.raw = Raw(WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.raw = Raw(width)
+        self.down = nn.Linear(2 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.raw(self.down(self.up(self.norm(x)).relu()))

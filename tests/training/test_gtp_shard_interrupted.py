@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.nn as nn
 from common import ALL, GlooTest, assert_same_params, full, rows_of_rank
-from runtime_common import Raw, assert_idle
+from passes_common import Block
+from runtime_common import assert_idle
 from torch.utils.checkpoint import checkpoint
 
 import dtensor_gtp
@@ -24,25 +25,13 @@ WIDTH = 16
 PACKAGE = str(Path(dtensor_gtp.__file__).parent)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.raw = Raw(WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.raw(self.down(self.up(self.norm(x)).relu()))
-
-
 class Model(nn.Module):
     """The last block is recomputed in backward."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.layers = nn.ModuleList(Block(WIDTH) for _ in range(2))
         self.last = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
