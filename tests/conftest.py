@@ -75,9 +75,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    # What has been imported is no garbage: the collector need not look at these hundreds of thousands of objects again.
-    gc.freeze()
-    gc.set_threshold(50_000)  # new objects between two collections; Python's 700 cost a tenth of the time of a test
+    from garbage import collect_seldom  # of support/
+
+    collect_seldom()
     items = [item for item in session.items if _needs_ranks(item) and not _is_skipped(item)]
     if len(items) > 1 and multiprocessing.get_start_method() == "forkserver" and not session.config.option.collectonly:
         from workers import lanes  # beside the files that were collected

@@ -7,7 +7,6 @@ The store lives in the test's process, as it lives in the agent of ``torchrun``.
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import signal
@@ -30,6 +29,7 @@ import torch.distributed.checkpoint as dcp
 from checkpoint_common import job_state
 from cuda_common import take_gpu
 from elastic_time import TICK, JobClock, Pacemaker, ends_collectives
+from garbage import collect_seldom
 from test_elastic_checkpoint import Job, Reference
 from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_state_dict
 
@@ -290,8 +290,7 @@ def _member(pid: int) -> str:
 
 def run_rank(setup: Setup, rank: int | None, place: int, pacemaker: Connection) -> None:
     torch.set_num_threads(1)
-    gc.freeze()  # what the server has imported is no garbage, and no optimizer that gtp_shard would have to look for
-    gc.set_threshold(50_000)  # as in pytest's own process
+    collect_seldom()
     job_clock = JobClock(pacemaker)
     job_clock.replace_that_of_the_package()
     if setup.device == "cuda":

@@ -6,7 +6,6 @@ least one of each script, and those that fail, are ended or are started again.
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import runpy
@@ -21,6 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from garbage import collect_seldom
 from timing import HANG_S
 from torchvision_ops import define_missing
 
@@ -105,8 +105,7 @@ def _be_script(arguments: list[str], environment: dict[str, str], cwd: str, prin
     os.environ.update(environment)
     os.chdir(cwd)
     torch.set_num_threads(1)
-    gc.freeze()  # what the server has imported is no garbage, and no optimizer that gtp_shard would have to look for
-    gc.set_threshold(50_000)  # as in pytest's own process
+    collect_seldom()
     define_missing()
     sys.argv = arguments
     sys.path.insert(0, str(Path(arguments[0]).parent))

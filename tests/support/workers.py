@@ -35,6 +35,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from garbage import collect_seldom
 from torch.distributed import device_mesh, distributed_c10d
 from torch.testing._internal import common_utils
 
@@ -256,10 +257,7 @@ def _work(
     last = None
     with gloo_with_one_thread(), _KnownGroups().installed():  # all groups share one device
         dist.init_process_group("gloo", rank=rank, world_size=num_ranks, store=store, timeout=timeout)
-        # What has been imported is no garbage, and no optimizer that gtp_shard would have to look for. To collect it
-        # first would take most of the start of a worker.
-        gc.freeze()
-        gc.set_threshold(50_000)  # as in pytest's own process
+        collect_seldom()
         # With the first block placement DTensor changes its functions. A test file has those that were there when it
         # was imported: on all ranks the same, also where earlier tests made such placements on some ranks alone.
         GTPShard(0, block_size=2)
