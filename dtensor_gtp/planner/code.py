@@ -5,6 +5,7 @@ A test runs the code on processes of gloo and compares a step with one process. 
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from .evaluate import Answer, Problem
@@ -100,7 +101,8 @@ def _changes(problem: Problem, layout: Layout, blocks: str) -> list[str]:
     if layout.tp > 1 and problem.user is None:
         found.append(_snippet("tensor_parallel"))
     elif layout.tp > 1 and problem.user is not None:
-        styles = (f"    {name!r}: {style.title()}Parallel()," for name, style in problem.user.plan.described().items())
+        by_name = {re.sub(r"(^|\.)\d+\.", r"\1*.", name): style for name, style in problem.user.plan.styles.items()}
+        styles = (f"    {name!r}: {style.title()}Parallel()," for name, style in by_name.items())
         found.append(_snippet("plan_of_names").format(styles="\n".join(styles)))
     options = ""
     if layout.checkpoint == "selective":

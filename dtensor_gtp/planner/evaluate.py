@@ -11,13 +11,12 @@ from typing import NamedTuple
 
 from ..policy import Schedule, SchedulePolicy
 from .costs import Axis, Costs
-from .fully_shard import build_fully_shard
 from .job import OPTIMIZERS, Job, Layout
 from .machine import GIB, Machine
 from .memory import Memory, Stage, predict
 from .model import ModelConfig
 from .setting import COMPUTE_NBYTES, PARAM_NBYTES, Setting
-from .timing import Parts, few_and_more, measure, timeline_of
+from .timing import Parts, build_fully_shard, few_and_more, measure, timeline_of
 from .trace import Part, Trace, Weight, checkpointed, record_reference, repeated, with_loss
 from .user_model import UserModel
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from .._schedule.order_of_gathers import Plan, Window
 from .._schedule.order_of_reductions import Together
@@ -23,24 +22,15 @@ from .setting import COMPUTE_NBYTES, PARAM_NBYTES, Setting, Sharded, Step, plan_
 _GROUP = 6
 
 
-class Program(NamedTuple):
-    """Tasks in the order of their launches."""
-
-    tasks: list[Task]  # all of them
-    host_ms: float  # when the host has launched the last one
-    received: dict[str, float]  # bytes that a rank receives, by axis
-
-
-class Tasks:
-    """Tasks that are put together, and the host's clock."""
+class Program:
+    """The tasks of one step in the order of their launches, and the host's clock while they are put together."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting, self.costs = setting, setting.costs
         self.host = self.costs.machine.host
         self.tasks: list[Task] = []
-        self.received: dict[str, float] = {}
-
-        self.host_ms = self.host.replay_us / 1e3 if setting.is_captured else 0.0
+        self.received: dict[str, float] = {}  # bytes that a rank receives, by axis
+        self.host_ms = self.host.replay_us / 1e3 if setting.is_captured else 0.0  # when it has launched the last one
         self._last_compute: tuple[int, ...] = ()
         self._waits: list[int] = []  # what the next task of compute waits for
 
@@ -108,14 +98,14 @@ class Tasks:
         """Compute waits for what it was told to."""
         if self._waits:
             self.add(Stream.COMPUTE, Load.COMPUTE, 0.0, label="end", cause="reductions")
-        return Program(self.tasks, self.host_ms, self.received)
+        return self
 
 
 class Gathers:
     """The gathers of one pass, as ``_schedule.gathering`` launches them. ``kept`` has the tasks of gathers whose
     weights stay from forward to backward, by weight."""
 
-    def __init__(self, tasks: Tasks, schedule: Schedule, plan: Plan, kept: dict[int, int]) -> None:
+    def __init__(self, tasks: Program, schedule: Schedule, plan: Plan, kept: dict[int, int]) -> None:
         self._tasks, self._schedule, self._kept = tasks, schedule, kept
         self._pending: dict[int, deque[int]] = {}  # tasks of gathers in flight, by weight
         self._chain = Chain(Window(0), tuple)  # the plan is given, so neither is used
@@ -167,7 +157,7 @@ class Gathers:
 class Reductions:
     """The gradients of a backward, as ``_schedule.reduce_gradients`` sends them."""
 
-    def __init__(self, tasks: Tasks, schedule: Schedule, *, is_last: bool) -> None:
+    def __init__(self, tasks: Program, schedule: Schedule, *, is_last: bool) -> None:
         self._tasks, self._schedule, self._is_last = tasks, schedule, is_last
         self._together: dict[int, Together[Sharded]] = {}  # by lane
         self._inflight: deque[int] = deque()
@@ -239,7 +229,7 @@ class Reductions:
 
 def build_compute(setting: Setting) -> Program:
     """Whole bf16 weights and no communication: a step without ``gtp_shard``."""
-    tasks = Tasks(setting)
+    tasks = Program(setting)
     tasks.forward(setting.sharded)
     tasks.operations(setting.trace.loss, "loss")
     tasks.backward(setting.sharded)
@@ -249,7 +239,7 @@ def build_compute(setting: Setting) -> Program:
 
 def build(setting: Setting, schedule: Schedule, *, is_last: bool = True) -> Program:
     """One forward and backward. ``is_last``: gradients are summed over replicas too."""
-    step, tasks = plan_step(setting, schedule), Tasks(setting)
+    step, tasks = plan_step(setting, schedule), Program(setting)
     kept: dict[int, int] = {}
     gathers = Gathers(tasks, schedule, step.forward, kept)
     for number, item in enumerate(setting.sharded):
@@ -272,7 +262,7 @@ def build(setting: Setting, schedule: Schedule, *, is_last: bool = True) -> Prog
     return tasks.end()
 
 
-def _use(tasks: Tasks, gathers: Gathers, number: int, *, is_kept: bool = False) -> None:
+def _use(tasks: Program, gathers: Gathers, number: int, *, is_kept: bool = False) -> None:
     """The first weight of a unit is where it is gathered."""
     unit = tasks.setting.unit_of[number]
     group = tasks.setting.units[unit]
@@ -321,7 +311,7 @@ def _operand_nbytes(setting: Setting, part: str, rows: float, shape: Sequence[in
     return {"forward": once * inputs, "dgrad": once * outputs, "wgrad": again * (inputs + outputs)}[part]
 
 
-def _exchange_rows(tasks: Tasks, item: Sharded) -> None:
+def _exchange_rows(tasks: Program, item: Sharded) -> None:
     """A lookup by exchange: ids are gathered, rows are looked up for all ranks and reduce-scattered."""
     nbytes = item.axis.size * tasks.setting.tokens * item.weight.shape[1] * COMPUTE_NBYTES
     tasks.spend(tasks.host.use_us + 2 * tasks.host.collective_us)
@@ -330,7 +320,7 @@ def _exchange_rows(tasks: Tasks, item: Sharded) -> None:
     tasks.transfer(Stream.COMPUTE, item.axis_name, nbytes, ms, (), f"exchange {item.name}", "lookup")
 
 
-def _backward(tasks: Tasks, gathers: Gathers, reductions: Reductions, step: Step, schedule: Schedule) -> None:
+def _backward(tasks: Program, gathers: Gathers, reductions: Reductions, step: Step, schedule: Schedule) -> None:
     setting = tasks.setting
     for number, item in reversed([*enumerate(setting.sharded)]):
         if setting.trace.ends_block(number):
@@ -358,7 +348,7 @@ def _backward(tasks: Tasks, gathers: Gathers, reductions: Reductions, step: Step
             reductions.submit_group(group)
 
 
-def _recompute(tasks: Tasks, gathers: Gathers, step: Step, block: int) -> None:
+def _recompute(tasks: Program, gathers: Gathers, step: Step, block: int) -> None:
     uses = step.recomputed.get(block, ())
     for number in tasks.setting.trace.numbers[block] if uses else ():
         item = tasks.setting.sharded[number]
@@ -367,7 +357,7 @@ def _recompute(tasks: Tasks, gathers: Gathers, step: Step, block: int) -> None:
             _use(tasks, gathers, number)
 
 
-def _exchanged_grad(tasks: Tasks, reductions: Reductions, item: Sharded) -> None:
+def _exchanged_grad(tasks: Program, reductions: Reductions, item: Sharded) -> None:
     nbytes = item.axis.size * tasks.setting.tokens * item.weight.shape[1] * COMPUTE_NBYTES
     tasks.spend(tasks.host.use_us + tasks.host.collective_us)
     ms, label = tasks.costs.gather_ms(nbytes, item.axis), f"exchange {item.name}"

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 
 from dtensor_gtp.planner.costs import Axis, Costs, Load
-from dtensor_gtp.planner.fully_shard import build_fully_shard, units_of
 from dtensor_gtp.planner.machine import Machine, load_machine, preset_of
 from dtensor_gtp.planner.model import ModelConfig
 from dtensor_gtp.planner.program import build, build_compute
 from dtensor_gtp.planner.setting import PARAM_NBYTES, Setting
-from dtensor_gtp.planner.timing import Timeline, timeline_of
+from dtensor_gtp.planner.timing import Timeline, build_fully_shard, timeline_of, units_of
 from dtensor_gtp.planner.trace import Part, Trace, record_reference, repeated
 from dtensor_gtp.policy import SchedulePolicy, fixed_policy
 from dtensor_gtp.quant.recipes import resolve_recipe

@@ -10,12 +10,11 @@ import planner_accuracy as accuracy
 import pytest
 
 from dtensor_gtp.planner.evaluate import Problem, memory_of
-from dtensor_gtp.planner.fully_shard import build_fully_shard
 from dtensor_gtp.planner.job import Job, Layout
 from dtensor_gtp.planner.machine import GIB, load_machine
 from dtensor_gtp.planner.memory import symmetric_nbytes
 from dtensor_gtp.planner.program import build, build_compute
-from dtensor_gtp.planner.timing import timeline_of
+from dtensor_gtp.planner.timing import build_fully_shard, timeline_of
 from dtensor_gtp.planner.user_model import load_model
 
 # Jobs of which nothing but compute was used to fit a constant: over a wire, and without one.

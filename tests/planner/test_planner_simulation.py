@@ -7,13 +7,12 @@ from dataclasses import replace
 import pytest
 
 from dtensor_gtp.planner.costs import Axis, Costs, Load, Stream, Task, simulate
-from dtensor_gtp.planner.fully_shard import build_fully_shard
 from dtensor_gtp.planner.machine import Contention, load_machine
 from dtensor_gtp.planner.memory import _uses, moments
 from dtensor_gtp.planner.model import ModelConfig
 from dtensor_gtp.planner.program import build, build_compute
 from dtensor_gtp.planner.setting import Setting, plan_step
-from dtensor_gtp.planner.timing import exposed, measure, timeline_of
+from dtensor_gtp.planner.timing import build_fully_shard, exposed, measure, timeline_of
 from dtensor_gtp.planner.trace import Part, record_reference, repeated
 from dtensor_gtp.policy import SchedulePolicy, fixed_policy
 
