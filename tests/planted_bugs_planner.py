@@ -11,7 +11,7 @@ PLANNER_COMMAND = "test_planner_command.py"
 
 PLANNER = {
     "a gather of the planner waits for no compute": Bug(
-        "Tasks.fork", returns("[]"), f"{PLANNER_SIMULATION}::test_a_gather_waits_for_what_compute_was_given"
+        "Program.fork", returns("[]"), f"{PLANNER_SIMULATION}::test_a_gather_waits_for_what_compute_was_given"
     ),
     "backward uses weights in no time of the host": Bug(
         "program:_backward",
@@ -84,7 +84,7 @@ PLANNER = {
     ),
     "weights that stay for a step cost the allocator a fifth more": Bug(
         "memory:predict",
-        replace("0 if stage.keep else gathered + reductions", "gathered + reductions"),
+        replace("0 if keep else gathered + reductions", "gathered + reductions"),
         "test_planner_ranges.py::test_memory_of_published_runs",
     ),
     "blocks of any model are its layers": Bug(

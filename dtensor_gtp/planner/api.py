@@ -18,7 +18,6 @@ from .job import Job
 from .machine import GIB, VERSION, Machine, load_machine
 from .program import build
 from .search import Found, Report, advise, search
-from .timing import timeline_of
 from .user_model import load_model
 
 WIDTH = 100
@@ -256,11 +255,9 @@ def duration(answer: Answer, job: Job, tokens: float) -> str:
 
 def as_svg(result: PlanResult) -> str:
     """One microbatch of the slowest stage, as ``python -m dtensor_gtp.trace`` draws measured steps."""
-    layout, machine = result.best.layout, result.machine
-    setting = result.problem.setting(layout, result.problem.slowest(layout))
-    found = timeline_of(build(setting, result.best.schedule), machine)
-    spans = []
-    for task, (begin, end) in zip(found.program.tasks, found.spans, strict=True):
+    layout, problem, spans = result.best.layout, result.problem, []
+    found = build(problem.setting(layout, problem.slowest(layout)), result.best.schedule)
+    for task, (begin, end) in zip(found.tasks, found.spans, strict=True):
         if end > begin:
             kind = COMPUTE if task.stream is Stream.COMPUTE and not task.cause else COMMUNICATION
             lane = task.stream.name.lower().replace("_", " ")

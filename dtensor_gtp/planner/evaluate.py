@@ -13,10 +13,10 @@ from ..policy import Schedule, SchedulePolicy
 from .costs import Axis, Costs
 from .job import OPTIMIZERS, Job, Layout
 from .machine import GIB, Machine
-from .memory import Memory, Stage, predict
+from .memory import Memory, predict
 from .model import ModelConfig
 from .setting import COMPUTE_NBYTES, PARAM_NBYTES, Setting
-from .timing import Parts, build_fully_shard, few_and_more, measure, timeline_of
+from .timing import Parts, build_fully_shard, few_and_more, measure
 from .trace import Part, Trace, Weight, checkpointed, record_reference, repeated, with_loss
 from .user_model import UserModel
 
@@ -189,9 +189,9 @@ def memory_of(problem: Problem, layout: Layout, enough: float = math.inf) -> Mem
     for number, part in problem.full_stages(layout).items():
         setting = problem.setting(layout, part)
         schedule, _ = setting.choice(problem.machine.memory_nbytes)
-        stage = Stage(problem.inflight(layout, number, num), num, layout.keep)
+        inflight, keep = problem.inflight(layout, number, num), layout.keep
         settings, left, grown = few_and_more(setting)
-        memories = [predict(one, schedule, stage, optimizer_nbytes) for one in settings]
+        memories = [predict(one, schedule, optimizer_nbytes, inflight, num, keep=keep) for one in settings]
         few, more = memories[0], memories[-1]
         pairs = zip(few[:-1], more[:-1], strict=True)
         continued = (large + (large - small) * left // grown for small, large in pairs)
@@ -259,7 +259,7 @@ def fully_shard_ms(problem: Problem, answer: Answer) -> float | None:
     sizes = layout.ranks * layout.ep * layout.expert_gtp
     if sizes > layout.gtp or layout.gtp == 1 or not is_plain or not has_blocks:
         return None
-    ms = timeline_of(build_fully_shard(setting), problem.machine).ms * layout.num_microbatches(job)
+    ms = build_fully_shard(setting).ms * layout.num_microbatches(job)
     ms += _optimizer_ms(setting, OPTIMIZERS[job.optimizer])
     return ms * (1 + problem.machine.straggling(job.gpus))
 

@@ -238,19 +238,20 @@ class Memory(NamedTuple):
         return dict(zip(self._fields[:-1], self[:-1], strict=True))
 
 
-class Stage(NamedTuple):
-    """What a rank of a pipeline has beside one microbatch."""
-
-    num_inflight: float = 1  # microbatches whose activations it holds at once
-    num_microbatches: int = 1  # of a step
-    keep: bool = False  # whether weights and full gradients stay for the whole step
-
-
-def predict(setting: Setting, schedule: Schedule, stage: Stage, optimizer_nbytes: int) -> Memory:
-    """The memory of a step; ``optimizer_nbytes`` for each parameter."""
+def predict(
+    setting: Setting,
+    schedule: Schedule,
+    optimizer_nbytes: int,
+    inflight: float = 1,
+    num: int = 1,
+    *,
+    keep: bool = False,
+) -> Memory:
+    """The memory of a step of ``num`` microbatches, of which a rank of a pipeline holds the activations of ``inflight``
+    at once. ``keep``: weights and full gradients stay for the whole step. ``optimizer_nbytes`` are of a parameter."""
     weights, trace = setting.sharded, setting.trace
     uses = _uses(setting, plan_step(setting, schedule), schedule)
-    has_several = stage.num_microbatches > 1
+    has_several = num > 1
     if has_several:  # gradients of the shards stay from the first microbatch on
         uses = [use._replace(grad=0) for use in uses]
     together = schedule.coalesce_grad_nbytes if setting.reduces_by(schedule, 0) != "all_to_all" else 0
@@ -260,14 +261,14 @@ def predict(setting: Setting, schedule: Schedule, stage: Stage, optimizer_nbytes
     is_loss = trace.weights[-1].block < 0 and peak.moment.endswith(trace.weights[-1].name)
     logits = max(peak.activations - max(trace.weights[-1].live, 0), 0) if is_loss else 0
     gathered, reductions = peak.gathered, peak.wgrad
-    if stage.keep:
+    if keep:
         gathered = sum(map(setting.held, weights))
         reductions = sum(item.sent for item in weights)
     # What a microbatch leaves in a stage until its backward.
     is_end_known = trace.weights[-1].block >= 0 and trace.end > 0
     saved = (trace.end if is_end_known else trace.weights[-1].live) - trace.weights[0].live
-    activations = peak.activations - logits + int(max(saved, 0) * (stage.num_inflight - 1))
-    passing = activations + logits + (0 if stage.keep else gathered + reductions)
+    activations = peak.activations - logits + int(max(saved, 0) * (inflight - 1))
+    passing = activations + logits + (0 if keep else gathered + reductions)
     return Memory(
         numel * PARAM_NBYTES,
         numel * PARAM_NBYTES if has_several else peak.gradients,

@@ -7,6 +7,7 @@ weight in use, and for the oldest reduction once as many are in flight as may be
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -14,8 +15,8 @@ from .._schedule.order_of_gathers import Plan, Window
 from .._schedule.order_of_reductions import Together
 from .._schedule.order_of_uses import Chain
 from ..policy import Schedule
-from .costs import Load, Stream, Task, Work
-from .recorder import Kind, Op
+from .costs import Load, Span, Stream, Task, Work, simulate
+from .recorder import Op
 from .setting import COMPUTE_NBYTES, PARAM_NBYTES, Setting, Sharded, Step, plan_step
 
 # A group costs the host as much as so many weights: fitted on Llama, BERT and GPT-2 (2 x H100, f6c622c).
@@ -71,7 +72,7 @@ class Program:
 
     def multiply(self, item: Sharded, part: str) -> None:
         """The GEMM of a use: "forward", "wgrad" or "dgrad"."""
-        self.compute(product(self.setting, item, part), f"{'use' if part == 'forward' else part} {item.name}")
+        self.compute(self.setting.product(item, part), f"{'use' if part == 'forward' else part} {item.name}")
 
     def forward(self, weights: Sequence[Sharded]) -> None:
         """Of weights that are there."""
@@ -99,6 +100,34 @@ class Program:
         if self._waits:
             self.add(Stream.COMPUTE, Load.COMPUTE, 0.0, label="end", cause="reductions")
         return self
+
+    @functools.cached_property
+    def spans(self) -> list[Span]:
+        """When each task runs."""
+        return simulate(self.tasks, self.costs.machine.contention)
+
+    @property
+    def ms(self) -> float:
+        return max(max((span.end for span in self.spans), default=0.0), self.host_ms)
+
+    def exposed(self) -> dict[str, float]:
+        """Time in which the compute stream does nothing for the model, by cause: it waits, or runs a collective."""
+        found: dict[str, float] = {}
+        end = 0.0
+        for task, span in zip(self.tasks, self.spans, strict=True):
+            if task.stream is not Stream.COMPUTE:
+                continue
+            if span.begin > end:
+                waited = max(task.after, key=lambda other: self.spans[other].end, default=-1)
+                is_host = waited < 0 or self.spans[waited].end < span.begin - 1e-6
+                cause = "host" if is_host else self.tasks[waited].cause or "gathers"
+                found[cause] = found.get(cause, 0) + span.begin - end
+            if task.cause and task.ms:
+                found[task.cause] = found.get(task.cause, 0) + span.end - span.begin
+            end = span.end
+        if self.ms > end:
+            found["host"] = found.get("host", 0) + self.ms - end
+        return found
 
 
 class Gathers:
@@ -270,45 +299,6 @@ def _use(tasks: Program, gathers: Gathers, number: int, *, is_kept: bool = False
         tasks.spend(tasks.host.use_us * (_GROUP if group.is_group else 1))
         gathers.use(unit, is_kept=is_kept)
     tasks.multiply(tasks.setting.sharded[number], "forward")
-
-
-def product(setting: Setting, item: Sharded, part: str) -> list[Work]:
-    """A GEMM of a weight and the casts around it; of a table, the lookup or the sum of its gradient."""
-    costs, weight = setting.costs, item.weight
-    host = costs.machine.host.op_us / 1e3
-    if weight.is_table:
-        nbytes = 2 * item.gathered if part == "wgrad" else sum(op.nbytes for op in weight.use)
-        return [Work(costs.memory_ms(nbytes), "", host)]
-    gemms = [op for op in weight.use if op.kind is Kind.GEMM]
-    if setting.recipe is None or not item.is_quantized or costs.precision == "bf16":
-        around = {"forward": weight.use, "dgrad": weight.grads, "wgrad": ()}[part]
-        others = [op for op in around if op.kind is Kind.MEMORY]
-        ms = sum(map(costs.op_ms, (*gemms, *others)))
-        if item.is_quantized and part != "wgrad":  # dequantized for the GEMM
-            ms += costs.memory_ms(item.wired + item.gathered)
-        return [Work(ms, "", host * (len(gemms) + len(others)))]
-    rows = weight.flops / (2 * weight.numel) * (weight.shape[0] if len(weight.shape) > 2 else 1)
-    cast = _operand_nbytes(setting, part, rows, weight.shape)
-    ms = sum(costs.gemm_ms(op, costs.precision) for op in gemms)
-    return [Work(ms + costs.cast_ms(cast), "", 3 * host)]
-
-
-def _operand_nbytes(setting: Setting, part: str, rows: float, shape: Sequence[int]) -> float:
-    """Bytes that casts of a GEMM's operands read and write. Op by op they read for the magnitude and for the cast, and
-    write. Compiled, the kernel before finds the magnitude of the matrix, so one kernel reads and writes; it has that of
-    a row at once, and only writes. The layout for wgrad is made of the bytes, but rows then have other scales."""
-    costs = setting.costs
-    inputs, outputs = rows * shape[-1], rows * shape[-2]
-    if not costs.is_compiled:
-        return 5 * {"forward": inputs, "dgrad": outputs, "wgrad": inputs + outputs}[part]
-    if not costs.is_rowwise:
-        tp = costs.axis("tp").size
-        width = setting.trace.input_nbytes * tp // max(COMPUTE_NBYTES * setting.tokens, 1)
-        if tp > 1:  # what is gathered over tp was cast before
-            inputs /= tp if shape[-1] == width else 1
-            outputs /= tp if shape[-2] == width else 1
-    once, again = (1, 5) if costs.is_rowwise else (3, 2)
-    return {"forward": once * inputs, "dgrad": once * outputs, "wgrad": again * (inputs + outputs)}[part]
 
 
 def _exchange_rows(tasks: Program, item: Sharded) -> None:

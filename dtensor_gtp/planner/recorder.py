@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
-from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -232,30 +231,16 @@ _KNOWN: Mapping[Any, Callable[..., Tensor]] = {
 }
 
 
-def _use_matrices(model: nn.Module, mark: Callable[[str, str], None]) -> None:
-    """Replaces what linear layers, embeddings and experts compute by a use that marks."""
+def _use_matrix(name: str, module: nn.Module, recorder: Recorder) -> None:
+    """Makes what a linear layer, an embedding or experts compute a use that marks."""
+    function = _KNOWN[type(module).forward]
 
-    def forward(module: nn.Module, name: str, function: Any, input: Tensor) -> Any:
-        output = _Use.apply(input, module.weight, function, lambda kind: mark(kind, name))  # type: ignore[no-untyped-call]
+    def forward(input: Tensor) -> Any:
+        output = _Use.apply(input, module.weight, function, lambda kind: recorder.mark(kind, name))  # type: ignore[no-untyped-call]
         bias = getattr(module, "bias", None)
         return output if bias is None else output + bias.detach().to(output.dtype)
 
-    for name, module in model.named_modules():
-        if type(module).forward in _KNOWN:
-            module.forward = partial(forward, module, name, _KNOWN[type(module).forward])
-
-
-def _other_owners(model: nn.Module) -> tuple[dict[str, nn.Module], int]:
-    """Modules with matrices that are not known and have none with matrices below, by name. Matrices beside such modules
-    are few, as a class token is, and count as whole: how many elements they have."""
-    owners, loose = {}, 0
-    for name, module in model.named_modules():
-        matrices = _own_matrices(module)
-        if any(_own_matrices(below) for below in module.modules() if below is not module):
-            loose += sum(param.numel() for param in matrices)
-        elif matrices and type(module).forward not in _KNOWN:
-            owners[name] = module
-    return owners, loose
+    module.forward = forward
 
 
 def _own_matrices(module: nn.Module) -> list[nn.Parameter]:
@@ -341,15 +326,24 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
 
 def recorder_of(model: nn.Module) -> tuple[Recorder, int]:
-    """A recorder of a model, which computes in bf16 and marks its uses from now on; and the elements of matrices that
-    count as whole."""
-    owners, loose = _other_owners(model)
+    """A recorder of a model, which computes in bf16 and marks its uses from now on. A module that has matrices and none
+    below it is one use; how many elements other matrices have, which count as whole, is the second result."""
+    known, owners, loose = {}, {}, 0
+    for name, module in model.named_modules():
+        matrices = _own_matrices(module)
+        if type(module).forward in _KNOWN:
+            known[name] = module
+        if any(_own_matrices(below) for below in module.modules() if below is not module):
+            loose += sum(param.numel() for param in matrices)  # few, as a class token is
+        elif matrices and name not in known:
+            owners[name] = module
     for module in model.modules():
         for name, param in list(module.named_parameters(recurse=False)):
             if param.ndim > 1 or owners:  # their code may not cast: vectors are bf16 too then
                 setattr(module, name, nn.Parameter(param.detach().bfloat16()))
     recorder = Recorder([*model.parameters(), *model.buffers()])
-    _use_matrices(model, recorder.mark)
+    for name, module in known.items():
+        _use_matrix(name, module, recorder)
     for name, module in owners.items():
         _use_module(name, module, recorder)
     return recorder, loose

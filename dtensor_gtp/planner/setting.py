@@ -18,7 +18,8 @@ from ..placement import chunk_rows
 from ..policy import ReduceScatterKind, Schedule, SchedulePolicy
 from ..quant.planes import Direction
 from ..quant.recipes import Recipe
-from .costs import Axis, Costs
+from .costs import Axis, Costs, Work
+from .recorder import Kind
 from .trace import Trace, Weight, recomputed_uses
 
 PARAM_NBYTES = 4  # of a master weight
@@ -152,6 +153,43 @@ class Setting:
         shard = weight.numel // rows * chunk_rows(rows, axis.size)
         has_lane = weight.is_expert and axis != self.costs.axis("gtp")
         return Sharded(weight, int(has_lane), axis, gathered, wired, weight.numel * self.reduce_nbytes, shard)
+
+    def product(self, item: Sharded, part: str) -> list[Work]:
+        """A GEMM of a weight and the casts around it; of a table, the lookup or the sum of its gradient."""
+        costs, weight = self.costs, item.weight
+        host = costs.machine.host.op_us / 1e3
+        if weight.is_table:
+            nbytes = 2 * item.gathered if part == "wgrad" else sum(op.nbytes for op in weight.use)
+            return [Work(costs.memory_ms(nbytes), "", host)]
+        gemms = [op for op in weight.use if op.kind is Kind.GEMM]
+        if self.recipe is None or not item.is_quantized or costs.precision == "bf16":
+            around = {"forward": weight.use, "dgrad": weight.grads, "wgrad": ()}[part]
+            others = [op for op in around if op.kind is Kind.MEMORY]
+            ms = sum(map(costs.op_ms, (*gemms, *others)))
+            if item.is_quantized and part != "wgrad":  # dequantized for the GEMM
+                ms += costs.memory_ms(item.wired + item.gathered)
+            return [Work(ms, "", host * (len(gemms) + len(others)))]
+        rows = weight.flops / (2 * weight.numel) * (weight.shape[0] if len(weight.shape) > 2 else 1)
+        cast = self._operand_nbytes(part, rows, weight.shape)
+        ms = sum(costs.gemm_ms(op, costs.precision) for op in gemms)
+        return [Work(ms + costs.cast_ms(cast), "", 3 * host)]
+
+    def _operand_nbytes(self, part: str, rows: float, shape: Sequence[int]) -> float:
+        """Bytes that casts of a GEMM's operands read and write. Op by op they read for the magnitude and for the cast, and
+        write. Compiled, the kernel before finds the magnitude of the matrix, so one kernel reads and writes; it has that of
+        a row at once, and only writes. The layout for wgrad is made of the bytes, but rows then have other scales."""
+        costs = self.costs
+        inputs, outputs = rows * shape[-1], rows * shape[-2]
+        if not costs.is_compiled:
+            return 5 * {"forward": inputs, "dgrad": outputs, "wgrad": inputs + outputs}[part]
+        if not costs.is_rowwise:
+            tp = costs.axis("tp").size
+            width = self.trace.input_nbytes * tp // max(COMPUTE_NBYTES * self.tokens, 1)
+            if tp > 1:  # what is gathered over tp was cast before
+                inputs /= tp if shape[-1] == width else 1
+                outputs /= tp if shape[-2] == width else 1
+        once, again = (1, 5) if costs.is_rowwise else (3, 2)
+        return {"forward": once * inputs, "dgrad": once * outputs, "wgrad": again * (inputs + outputs)}[part]
 
     def is_exchanged(self, unit: int) -> bool:
         """Whether activations move instead of the weight."""

@@ -11,9 +11,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ..policy import Schedule
-from .costs import Load, Span, Stream, Work, simulate
-from .machine import Machine
-from .program import Program, build, product
+from .costs import Load, Stream, Work
+from .program import Program, build
 from .setting import COMPUTE_NBYTES, PARAM_NBYTES, Setting, Sharded
 from .trace import Trace, recomputed_uses
 
@@ -21,19 +20,6 @@ from .trace import Trace, recomputed_uses
 _FEW, _MORE = 6, 9
 # Of smaller blocks a window of gathers holds several, so few of them are not like many.
 _LARGE_BLOCK = 32 << 20
-
-
-class Timeline(NamedTuple):
-    program: Program
-    spans: list[Span]  # of its tasks
-
-    @property
-    def ms(self) -> float:
-        return max(max((span.end for span in self.spans), default=0.0), self.program.host_ms)
-
-
-def timeline_of(program: Program, machine: Machine) -> Timeline:
-    return Timeline(program, simulate(program.tasks, machine.contention))
 
 
 class Parts(NamedTuple):
@@ -57,27 +43,6 @@ class Parts(NamedTuple):
         hidden = min(self.exposed.get(cause, 0.0), self.ms - sum(self.exposed.values()))
         left = {cause: self.exposed.get(cause, 0.0) - hidden}
         return Parts(self.ms - hidden, self.exposed | left, self.received)
-
-
-def exposed(timeline: Timeline) -> dict[str, float]:
-    """Time in which the compute stream does nothing for the model, by cause: it waits, or runs a collective."""
-    found: dict[str, float] = {}
-    end = 0.0
-    tasks = timeline.program.tasks
-    for task, span in zip(tasks, timeline.spans, strict=True):
-        if task.stream is not Stream.COMPUTE:
-            continue
-        if span.begin > end:
-            waited = max(task.after, key=lambda other: timeline.spans[other].end, default=-1)
-            is_host = waited < 0 or timeline.spans[waited].end < span.begin - 1e-6
-            cause = "host" if is_host else tasks[waited].cause or "gathers"
-            found[cause] = found.get(cause, 0) + span.begin - end
-        if task.cause and task.ms:
-            found[task.cause] = found.get(task.cause, 0) + span.end - span.begin
-        end = span.end
-    if timeline.ms > end:
-        found["host"] = found.get("host", 0) + timeline.ms - end
-    return found
 
 
 def few_and_more(setting: Setting) -> tuple[list[Setting], int, int]:
@@ -104,8 +69,8 @@ def measure(setting: Setting, schedule: Schedule, *, is_last: bool) -> Parts:
     settings, left, grown = few_and_more(setting)
     found = []
     for one in settings:
-        timeline = timeline_of(build(one, schedule, is_last=is_last), one.costs.machine)
-        found.append(Parts(timeline.ms, exposed(timeline), timeline.program.received))
+        program = build(one, schedule, is_last=is_last)
+        found.append(Parts(program.ms, program.exposed(), program.received))
     few, more = found[0], found[-1]
     return more.plus(more.plus(few, -1), left / grown)
 
@@ -137,7 +102,7 @@ def compute_ms(setting: Setting, hidden: str = "") -> list[float]:
         around = [item.weight.before] * (1 + is_again) + [item.weight.backward]
         parts = ["forward"] * (1 + (number in again)) + [*item.gradients()]
         spent = sum(ms(costs.works(ops, is_block=item.is_in_block)) for ops in around)
-        times.append(spent + sum(ms(product(setting, item, part)) for part in parts))
+        times.append(spent + sum(ms(setting.product(item, part)) for part in parts))
     return times
 
 
