@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -48,8 +49,6 @@ class Op(NamedTuple):
 class Stretch(NamedTuple):
     """What lies between two marks: see :meth:`Recorder.mark`."""
 
-    mark: str  # the kind of the first mark
-    name: str  # the weight of the first mark
     ops: tuple[Op, ...]  # the operations in order
     most: int  # the most bytes of activations at any moment of it
     live: int  # the bytes of activations at its beginning
@@ -62,15 +61,22 @@ class Recorder(compat.TorchDispatchMode):
     def __init__(self, others: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.stretches: list[Stretch] = []
-        self._mark = ("", "")
+        # Uses of matrices that have a gradient: where they begin in forward and in backward, and the name of the module.
+        self.uses: list[tuple[int, int, str]] = []
         self._ops: list[Op] = []
         self._live = self._most = self._begin = 0
         self._known = weakref.WeakSet(tensor.untyped_storage() for tensor in others)
 
-    def mark(self, kind: str, name: str = "") -> None:
-        """A stretch begins."""
-        self.stretches.append(Stretch(*self._mark, tuple(self._ops), self._most, self._begin))
-        self._mark, self._most, self._begin, self._ops = (kind, name), self._live, self._live, []
+    def mark(self) -> int:
+        """A stretch begins; gives its number."""
+        self.stretches.append(Stretch(tuple(self._ops), self._most, self._begin))
+        self._most, self._begin, self._ops = self._live, self._live, []
+        return len(self.stretches)
+
+    def mark_backward(self, name: str, first: int) -> None:
+        """Backward computes the gradient of a matrix whose use began at ``first``, then that of the input."""
+        self.uses.append((first, self.mark(), name))
+        self.mark()
 
     def note(self, op: Op) -> None:
         """A stand-in says what the kernel in its place would do."""
@@ -146,22 +152,20 @@ class _Use(torch.autograd.Function):
     """A matrix in use: its own gradient is not computed, and only the input is saved."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, function: Any, mark: Callable[[str], None]) -> Any:
-        ctx.weight, ctx.mark = weight, mark
+    def forward(ctx: Any, input: Tensor, weight: Tensor, function: Any, name: str, recorder: Recorder) -> Any:
         ctx.save_for_backward(input)
-        mark("forward")
+        ctx.weight, ctx.recorder, ctx.use = weight, recorder, (name, recorder.mark())
         output = function(input, weight)
-        mark("after_forward")
+        recorder.mark()
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         _saved = ctx.saved_tensors  # the weight's gradient needs the input
-        ctx.mark("wgrad")
-        ctx.mark("dgrad")
+        ctx.recorder.mark_backward(*ctx.use)
         grad_input = grad.matmul(ctx.weight) if ctx.needs_input_grad[0] else None
-        ctx.mark("after_backward")
-        return grad_input, None, None, None
+        ctx.recorder.mark()
+        return grad_input, None, None, None, None
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -236,7 +240,7 @@ def _use_matrix(name: str, module: nn.Module, recorder: Recorder) -> None:
     function = _KNOWN[type(module).forward]
 
     def forward(input: Tensor) -> Any:
-        output = _Use.apply(input, module.weight, function, lambda kind: recorder.mark(kind, name))  # type: ignore[no-untyped-call]
+        output = _Use.apply(input, module.weight, function, name, recorder)  # type: ignore[no-untyped-call]
         bias = getattr(module, "bias", None)
         return output if bias is None else output + bias.detach().to(output.dtype)
 
@@ -264,16 +268,12 @@ def _use_module(name: str, module: nn.Module, recorder: Recorder) -> None:
         # Its gradient is no activation.
         param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
 
-    def mark(*kinds: str) -> None:
-        for kind in kinds:
-            recorder.mark(kind, name)
-
     def run(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = through((args, kwargs), lambda: mark("after_backward"))
-        mark("forward")
+        args, kwargs = through((args, kwargs), recorder.mark)
+        first = recorder.mark()
         output = forward(*args, **kwargs)
-        mark("after_forward")
-        return through(output, lambda: mark("wgrad", "dgrad"))
+        recorder.mark()
+        return through(output, partial(recorder.mark_backward, name, first))
 
     module.forward = run
 
@@ -282,7 +282,7 @@ class _Through(torch.autograd.Function):
     """Identity on tensors; says when backward comes by."""
 
     @staticmethod
-    def forward(ctx: Any, in_backward: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, in_backward: Callable[[], object], *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.in_backward = in_backward
         return tuple(tensor.view_as(tensor) for tensor in inputs)
 
@@ -292,7 +292,7 @@ class _Through(torch.autograd.Function):
         return None, *grads
 
 
-def through(values: Any, in_backward: Callable[[], None]) -> Any:
+def through(values: Any, in_backward: Callable[[], object]) -> Any:
     """The same structure, its tensors that need gradients led through :class:`_Through` together."""
     leaves, spec = compat.tree_flatten(values)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]

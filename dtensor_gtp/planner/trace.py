@@ -18,7 +18,7 @@ import torch
 import torch.nn as nn
 
 from .model import Collectives, ModelConfig, Reference
-from .recorder import Experts, Kind, Op, Recorder, Stretch, recorder_of, recording, shape_of
+from .recorder import Experts, Kind, Op, Recorder, recorder_of, recording, shape_of
 
 _BLOCK = re.compile(r"(?:^|\.)(\d+)\.")
 
@@ -154,11 +154,11 @@ def record(make_model: Callable[[], nn.Module], loss_of: Callable[[nn.Module, Re
         modules = dict(model.named_modules())
         with recording(recorder):
             loss = loss_of(model, recorder)
-            recorder.mark("after_backward")
+            recorder.mark()
             loss.backward()
-            recorder.mark("")
+            recorder.mark()
     small = sum(param.numel() for param in model.parameters() if param.ndim < 2) + loose
-    trace = _trace_of(recorder.stretches, modules, small, tied)
+    trace = _trace_of(recorder, modules, small, tied)
     return replace(trace, unused_numel=max(numel - trace.numel, 0))
 
 
@@ -171,13 +171,12 @@ def _tied(model: nn.Module) -> set[str]:
     return {name for found in names.values() for name in found[:-1]}
 
 
-def _trace_of(stretches: list[Stretch], modules: dict[str, nn.Module], small_numel: int, tied: set[str]) -> Trace:
-    pairs = _pairs(stretches)
-    if not pairs:
+def _trace_of(recorder: Recorder, modules: dict[str, nn.Module], small_numel: int, tied: set[str]) -> Trace:
+    if not recorder.uses:
         raise ValueError("record expects a backward that uses matrices, but no matrix has a gradient.")
-    weights = []
-    for first, last in pairs:
-        module = modules[name := stretches[first].name]
+    uses, stretches, weights = sorted(recorder.uses), recorder.stretches, []
+    for first, last, name in uses:
+        module = modules[name]
         around = (first - 1, first, first + 1, last - 1, last, last + 1)
         before, use, after, backward, wgrad, dgrad = (stretches[index] for index in around)
         block = _BLOCK.search(f"{name}.")
@@ -199,22 +198,12 @@ def _trace_of(stretches: list[Stretch], modules: dict[str, nn.Module], small_num
             )
         )
     # What comes after the last use of forward is in its stretch; that of the loss' own backward is before the head's.
-    loss = stretches[pairs[-1][0] + 1].ops
-    rest = stretches[pairs[0][1] + 2 :]
+    loss = stretches[uses[-1][0] + 1].ops
+    rest = stretches[uses[0][1] + 2 :]
     tail = rest[0].ops if rest else ()
     blocks = [weight for weight in weights if weight.block >= 0]
     per_token = sum(op.flops for op in blocks[0].use) / (2 * blocks[0].numel) if blocks else 0
     return Trace(tuple(weights), loss, tail, int(per_token * blocks[0].shape[-1] * 2) if blocks else 0, small_numel)
-
-
-def _pairs(stretches: list[Stretch]) -> list[tuple[int, int]]:
-    """Uses in forward, each with its gradient in backward: of several uses of a matrix the last one comes first. Uses
-    without a gradient are left out."""
-    marked: dict[tuple[str, str], list[int]] = {}
-    for index, stretch in enumerate(stretches):
-        marked.setdefault((stretch.mark, stretch.name), []).append(index)
-    used = [(places, marked.get(("wgrad", name), [])) for (mark, name), places in marked.items() if mark == "forward"]
-    return sorted(pair for uses, gradients in used for pair in zip(reversed(uses), gradients, strict=False))
 
 
 _RECORDED = 3  # blocks of each kind: the first, one between two that are alike, and the last
