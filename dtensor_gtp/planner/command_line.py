@@ -101,19 +101,16 @@ def _plan(options: argparse.Namespace) -> int:
         expect(is_number, "plan expects --tokens above 0", f"got {options.tokens}. Pass another.")
     has_name = options.explain is None or options.explain.name
     expect(has_name, "plan expects the name of files to write as --explain", f"got '{options.explain}'. Add one.")
+    # Options have the names of a job's fields.
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    asked: dict[str, Any] = {item.name: given[item.name] for item in fields(Job) if item.name in given}
+    asked["fixed"] = {name: given[name] for name in (*AXES, "micro_batch") if name in given}
     with Progress(_LOG, "layouts simulated") as progress:
-
-        def report(num: int, total: int, seconds: int) -> None:
-            progress.advance(f"of at most {total}")
-
+        asked["report"] = lambda num, total, seconds: progress.advance(f"of at most {total}")
         machine = load_machine(options.machine)
         machine = machine.with_limits(watts=options.watts, network_gb_s=options.network_gb_s)
-        # Options have the names of a job's fields.
-        given = {name: value for name, value in vars(options).items() if value is not None}
-        asked: dict[str, Any] = {item.name: given[item.name] for item in fields(Job) if item.name in given}
-        asked["fixed"] = {name: given[name] for name in (*AXES, "micro_batch") if name in given}
-        result = plan(options.model, machine, top=options.top, report=report, **asked)
-    is_json = options.json is not None and str(options.json) == "-"
+        result = plan(options.model, machine, top=options.top, **asked)
+    is_json = str(options.json) == "-"
     if options.json is not None:
         text = json.dumps(result.as_record(), indent=1)
         print(text) if is_json else _write(options.json, f"{text}\n")

@@ -60,10 +60,10 @@ class Program:
         """Compute, and the collectives of other axes, which compute waits for."""
         for work in works:
             self.spend(work.host_ms * 1e3)
-            if not work.axis:
+            if work.axis:
+                self.transfer(Stream.COMPUTE, work.axis, work.nbytes, work.ms, (), f"{label}: {work.axis}", work.axis)
+            else:
                 self.add(Stream.COMPUTE, Load.COMPUTE, work.ms, label=label)
-                continue
-            self.transfer(Stream.COMPUTE, work.axis, work.nbytes, work.ms, (), f"{label}: {work.axis}", work.axis)
 
     def operations(self, ops: Iterable[Op], label: str, item: Sharded | None = None) -> None:
         """Those around the use of a weight; outside of blocks those of no weight."""
@@ -313,8 +313,11 @@ def _exchange_rows(tasks: Program, item: Sharded) -> None:
 def _backward(tasks: Program, gathers: Gathers, reductions: Reductions, step: Step, schedule: Schedule) -> None:
     setting = tasks.setting
     for number, item in reversed([*enumerate(setting.sharded)]):
-        if setting.trace.ends_block(number):
-            _recompute(tasks, gathers, step, item.weight.block)
+        again = step.recomputed.get(item.weight.block, ()) if setting.trace.ends_block(number) else ()
+        for other in setting.trace.numbers[item.weight.block] if again else ():
+            tasks.operations(setting.sharded[other].weight.before, "again before", setting.sharded[other])
+            if other in again:
+                _use(tasks, gathers, other)
         tasks.operations(item.weight.backward, "before backward of", item)
         unit = setting.unit_of[number]
         group = setting.units[unit]
@@ -336,15 +339,6 @@ def _backward(tasks: Program, gathers: Gathers, reductions: Reductions, step: St
         if group.is_group and number == group.members[0]:
             tasks.spend(tasks.host.use_us * _GROUP / 2)
             reductions.submit_group(group)
-
-
-def _recompute(tasks: Program, gathers: Gathers, step: Step, block: int) -> None:
-    uses = step.recomputed.get(block, ())
-    for number in tasks.setting.trace.numbers[block] if uses else ():
-        item = tasks.setting.sharded[number]
-        tasks.operations(item.weight.before, "again before", item)
-        if number in uses:
-            _use(tasks, gathers, number)
 
 
 def _exchanged_grad(tasks: Program, reductions: Reductions, item: Sharded) -> None:

@@ -144,10 +144,8 @@ class Setting:
 
     def _sharded(self, weight: Weight) -> Sharded:
         axis = self.costs.axis("expert_gtp" if weight.is_expert else "gtp")
-        gathered = weight.numel * COMPUTE_NBYTES
-        wired = gathered
-        is_linear = weight.block >= 0 and not weight.is_table
-        if self.recipe is not None and is_linear:
+        gathered = wired = weight.numel * COMPUTE_NBYTES
+        if self.recipe is not None and weight.block >= 0 and not weight.is_table:
             wired = self.recipe.num_bytes(torch.Size(weight.shape), Direction.ROWWISE)
         rows = weight.shape[-2] if len(weight.shape) > 1 else weight.shape[0]
         shard = weight.numel // rows * chunk_rows(rows, axis.size)
@@ -175,9 +173,10 @@ class Setting:
         return [Work(ms + costs.cast_ms(cast), "", 3 * host)]
 
     def _operand_nbytes(self, part: str, rows: float, shape: Sequence[int]) -> float:
-        """Bytes that casts of a GEMM's operands read and write. Op by op they read for the magnitude and for the cast, and
-        write. Compiled, the kernel before finds the magnitude of the matrix, so one kernel reads and writes; it has that of
-        a row at once, and only writes. The layout for wgrad is made of the bytes, but rows then have other scales."""
+        """Bytes that casts of a GEMM's operands read and write. Op by op they read for the magnitude and for the cast,
+        and write. Compiled, the kernel before finds the magnitude of the matrix, so one kernel reads and writes; it has
+        that of a row at once, and only writes. The layout for wgrad is made of the bytes, but rows then have other
+        scales."""
         costs = self.costs
         inputs, outputs = rows * shape[-1], rows * shape[-2]
         if not costs.is_compiled:
@@ -192,7 +191,6 @@ class Setting:
         return {"forward": once * inputs, "dgrad": once * outputs, "wgrad": again * (inputs + outputs)}[part]
 
     def is_exchanged(self, unit: int) -> bool:
-        """Whether activations move instead of the weight."""
         return self.units[unit].weight.is_table and self._exchanges_lookup
 
     @functools.cached_property
@@ -205,10 +203,8 @@ class Setting:
         rows, dim = tables[0].shape
         moved = rows * dim * (COMPUTE_NBYTES + self.reduce_nbytes)
         may_ask = self.is_captured or self.policy.exchange_tokens is not None or rules.is_worth_asking(moved)
-        if self.policy.embedding == "auto" and not may_ask:
-            return False
         is_worth = rules.is_exchange_worth(world, self.tokens, rules.lookup_nbytes(dim, COMPUTE_NBYTES), moved)
-        return self.policy.embedding == "exchange" or is_worth
+        return self.policy.embedding == "exchange" or (may_ask and is_worth)
 
     def choice(self, free_nbytes: int) -> tuple[Schedule, tuple[str, ...]]:
         """The schedule that the runtime would choose, and why."""
