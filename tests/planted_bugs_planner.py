@@ -50,7 +50,7 @@ PLANNER = {
     ),
     "gradients of all microbatches are forgotten": Bug(
         "memory:predict",
-        replace("numel * PARAM_NBYTES if has_several else peak.gradients", "peak.gradients"),
+        replace("parameters if num > 1 else peak.gradients", "peak.gradients"),
         f"{PLANNER_SEARCH}::test_memory_of_microbatches",
     ),
     "the bubble is that of all microbatches": Bug(

@@ -153,13 +153,11 @@ class Links:
         return self._agreed(self._clock.time(work, calls))
 
     def sizes(self, link: str) -> None:
-        """Gathers and reduce-scatters by size."""
         for nbytes in self._sizes:
             for kind, make in (("gather", self._gather), ("reduce", self._reduce)):
                 self._samples.add(f"{link}: {kind}", self._received(nbytes), self._time(make(nbytes), 4))
 
     def host(self) -> None:
-        """The host's time for a call."""
         shards = self._bytes(256), self._bytes(256 * self._size)
         works: list[dist.Work | None] = []
 
@@ -278,7 +276,6 @@ def _gemms(clock: Clock, samples: Samples, rows: int, inputs: int, outputs: int)
 
 
 def has_float8(device: torch.device) -> bool:
-    """Whether its tensor cores multiply float8."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 

@@ -53,8 +53,6 @@ class Clock:
 
 
 class EventClock(Clock):
-    """For GPUs."""
-
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._stream = torch.cuda.Stream(device)

@@ -20,7 +20,6 @@ def _snippet(name: str) -> str:
 
 
 def _blocks(problem: Problem) -> list[str]:
-    """The modules that hold the blocks."""
     if problem.user is None:
         return ["layers"]
     return list(dict.fromkeys(w.block_name.rpartition(".")[0] for w in problem.whole.weights if w.block >= 0))

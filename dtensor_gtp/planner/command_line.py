@@ -96,9 +96,8 @@ def _plan(options: argparse.Namespace) -> int:
     is_asked = options.model is not None and options.gpus is not None
     expect(is_asked, "plan expects a model and --gpus N", "got none. See gtp-plan --help.")
     expect(options.top >= 1, "plan expects --top of at least 1", f"got {options.top}. Pass another.")
-    if options.tokens is not None:
-        is_number = 0 < options.tokens < float("inf")
-        expect(is_number, "plan expects --tokens above 0", f"got {options.tokens}. Pass another.")
+    is_number = options.tokens is None or 0 < options.tokens < float("inf")
+    expect(is_number, "plan expects --tokens above 0", f"got {options.tokens}. Pass another.")
     has_name = options.explain is None or options.explain.name
     expect(has_name, "plan expects the name of files to write as --explain", f"got '{options.explain}'. Add one.")
     # Options have the names of a job's fields.

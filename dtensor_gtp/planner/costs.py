@@ -119,7 +119,6 @@ class Costs:
         return Wire(False, rate, _start_ms(network, max(-(-axis.size // members) - 1, 1)))
 
     def members(self, axis: Axis) -> int:
-        """Ranks of a group in one domain."""
         return max(min(axis.size, self.machine.gpus_per_domain // axis.stride), 1)
 
     def gather_ms(self, nbytes: float, axis: Axis) -> float:
@@ -132,7 +131,6 @@ class Costs:
     scatter_ms = gather_ms  # a reduce-scatter of ``nbytes`` on each rank
 
     def load(self, axis: Axis, *, is_copy: bool) -> Load:
-        """What a collective occupies."""
         if is_copy:
             return Load.COPY
         return Load.NCCL if self.wire(axis).is_fast else Load.NETWORK
@@ -224,8 +222,6 @@ class Task(NamedTuple):
 
 
 class Span(NamedTuple):
-    """When a task ran, in milliseconds."""
-
     begin: float
     end: float
 

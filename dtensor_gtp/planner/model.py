@@ -202,13 +202,9 @@ class Collectives:
 
 
 class _Rotary(nn.Module):
-    cos: Tensor
-    sin: Tensor
-
     def __init__(self, head_dim: int, num_tokens: int) -> None:
         super().__init__()
-        self.register_buffer("cos", torch.empty(num_tokens, head_dim))
-        self.register_buffer("sin", torch.empty(num_tokens, head_dim))
+        self.cos, self.sin = (nn.Buffer(torch.empty(num_tokens, head_dim)) for _ in range(2))
 
     def forward(self, x_BHTD: Tensor) -> Tensor:
         x = x_BHTD.float()
@@ -232,13 +228,10 @@ class _Attention(nn.Module):
         q_BHTD, k_BHTD, v_BHTD = (
             w(x_BTC).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
         )
-        y_BHTD = F.scaled_dot_product_attention(
-            self.rope(q_BHTD),
-            collectives.gather(self.rope(k_BHTD), Kind.CP, 2),
-            collectives.gather(v_BHTD, Kind.CP, 2),
-            is_causal=True,
-            enable_gqa=q_BHTD.size(1) != k_BHTD.size(1),
-        )
+        is_grouped = q_BHTD.size(1) != k_BHTD.size(1)
+        q_BHTD, k_BHTD = self.rope(q_BHTD), collectives.gather(self.rope(k_BHTD), Kind.CP, 2)
+        v_BHTD = collectives.gather(v_BHTD, Kind.CP, 2)
+        y_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, is_causal=True, enable_gqa=is_grouped)
         return self.wo(y_BHTD.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
 
 

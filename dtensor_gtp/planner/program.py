@@ -75,7 +75,6 @@ class Program:
         self.compute(self.setting.product(item, part), f"{'use' if part == 'forward' else part} {item.name}")
 
     def forward(self, weights: Sequence[Sharded]) -> None:
-        """Of weights that are there."""
         for item in weights:
             self.operations(item.weight.before, "before", item)
             self.multiply(item, "forward")
@@ -96,14 +95,12 @@ class Program:
         return self.add(stream, self.costs.load(axis, is_copy=is_copy), ms, after, label, cause)
 
     def end(self) -> Program:
-        """Compute waits for what it was told to."""
         if self._waits:
             self.add(Stream.COMPUTE, Load.COMPUTE, 0.0, label="end", cause="reductions")
         return self
 
     @functools.cached_property
     def spans(self) -> list[Span]:
-        """When each task runs."""
         return simulate(self.tasks, self.costs.machine.contention)
 
     @property
@@ -164,7 +161,6 @@ class Gathers:
                 self._pending.setdefault(number, deque()).append(task)
 
     def _launch(self, numbers: Sequence[int]) -> int:
-        """One gather of these weights, which are of one lane."""
         tasks, costs = self._tasks, self._tasks.costs
         weights = [tasks.setting.units[number] for number in numbers]
         first, names = weights[0], _names(weights)

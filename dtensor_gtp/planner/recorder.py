@@ -61,7 +61,7 @@ class Recorder(compat.TorchDispatchMode):
     def __init__(self, others: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.stretches: list[Stretch] = []
-        # Uses of matrices that have a gradient: where they begin in forward and in backward, and the name of the module.
+        # Of each use whose matrix has a gradient: where it begins in forward, where in backward, and the module's name.
         self.uses: list[tuple[int, int, str]] = []
         self._ops: list[Op] = []
         self._live = self._most = self._begin = 0
@@ -279,8 +279,6 @@ def _use_module(name: str, module: nn.Module, recorder: Recorder) -> None:
 
 
 class _Through(torch.autograd.Function):
-    """Identity on tensors; says when backward comes by."""
-
     @staticmethod
     def forward(ctx: Any, in_backward: Callable[[], object], *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.in_backward = in_backward

@@ -56,7 +56,6 @@ Report = Callable[[int, int, int], None]  # simulated, all, seconds
 
 
 def layouts_of(problem: Problem) -> Iterator[Layout]:
-    """All layouts with the axes that the user fixed."""
     job, config = problem.job, problem.config
     fixed, can_be_cut = job.fixed, problem.user is None or not problem.user.plan.refusal
     most = {
@@ -137,7 +136,6 @@ class Bounds:
         return max(busy * (1 + self._problem.machine.straggling(self._problem.job.gpus)), *times.values())
 
     def state_nbytes(self, layout: Layout) -> int:
-        """Parameters and optimizer state of a rank."""
         return self._shards(layout, PARAM_NBYTES, OPTIMIZERS[self._problem.job.optimizer])
 
     def _shards(self, layout: Layout, nbytes: int, nbytes_of_replicas: int = 0) -> int:
@@ -165,7 +163,6 @@ class Bounds:
         return self._of(_alone(layout), self._problem.slowest(layout))
 
     def _add_up(self, alone: Layout, part: Part) -> Amounts:
-        """Of the blocks of a stage."""
         blocks = self._by_kind(replace(alone, pp=1))
         names = *[_FIRST] * part.is_first, *part.kinds, *[_LAST] * part.is_last
         return _sum(blocks[name] for name in names)

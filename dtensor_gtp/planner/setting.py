@@ -53,7 +53,6 @@ class Sharded(NamedTuple):
 
     @property
     def replicas(self) -> str:
-        """The axis of the ranks that hold the same shards."""
         return "expert_replicate" if self.lane else "replicate"
 
     @property
@@ -96,7 +95,6 @@ class Setting:
         return item.wired if self.costs.precision != "bf16" else item.gathered
 
     def optimizer_numel(self, item: Sharded) -> int:
-        """Elements whose optimizer state this rank holds."""
         return -(-item.state_numel // (self.costs.axis(item.replicas).size if self.shards_optimizer else 1))
 
     @functools.cached_property
@@ -115,11 +113,9 @@ class Setting:
 
     @functools.cached_property
     def unit_of(self) -> Mapping[int, int]:
-        """By the number of a weight, that of its unit."""
         return {member: number for number, unit in enumerate(self.units) for member in unit.members}
 
     def together(self, members: Sequence[int]) -> Sharded:
-        """Weights that are gathered at once, as one."""
         first, *others = items = [self.sharded[number] for number in members]
         if not others:
             return first._replace(members=tuple(members))

@@ -30,8 +30,6 @@ class Parts(NamedTuple):
     received: dict[str, float]
 
     def plus(self, other: Parts, times: float) -> Parts:
-        """This, and ``times`` what ``other`` is."""
-
         def add(first: dict[str, float], second: dict[str, float]) -> dict[str, float]:
             keys = {**first, **second}
             return {key: first.get(key, 0) + times * second.get(key, 0) for key in keys}

@@ -69,8 +69,15 @@ class UserModel:
         model, loss_of, _ = self._build()
         if getattr(model, "_can_set_experts_implementation", bool)():  # "eager" is a loop over what tokens have chosen
             model.config._experts_implementation = "grouped_mm"
-        if tp > 1:
-            cut(model, self.plan, tp)
+        for name, style in self.plan.styles.items() if tp > 1 else ():
+            layer = model.get_submodule(name)
+            if style == COLWISE:
+                layer.out_features //= tp
+            else:
+                layer.in_features //= tp
+            layer.weight = nn.Parameter(layer.weight.new_empty(layer.out_features, layer.in_features))
+            if layer.bias is not None:
+                layer.bias = nn.Parameter(layer.bias.new_empty(layer.out_features))
 
         def loss(module: nn.Module, recorder: Recorder) -> Tensor:
             for name, style in self.plan.styles.items() if tp > 1 else ():
@@ -226,8 +233,6 @@ COLWISE, ROWWISE = "colwise", "rowwise"
 
 
 class TPPlan(NamedTuple):
-    """How a model's linear layers are cut."""
-
     styles: Mapping[str, str]  # "colwise" or "rowwise" by the name of the layer
     # Numbers that tp must divide: of heads, of those of keys and values, and of rows or columns.
     sizes: tuple[int, ...] = ()
@@ -260,20 +265,6 @@ def plan_of(model: nn.Module) -> TPPlan:
     heads = getattr(config, "num_attention_heads", 1)
     groups = getattr(config, "num_key_value_heads", None) or heads
     return TPPlan(styles, (heads, groups, *sorted(set(sizes))))
-
-
-def cut(model: nn.Module, plan: TPPlan, tp: int) -> None:
-    """Replace each layer of the plan by one rank's slice of it."""
-    for name, style in plan.styles.items():
-        layer = model.get_submodule(name)
-        assert isinstance(layer, nn.Linear)
-        if style == COLWISE:
-            layer.out_features //= tp
-        else:
-            layer.in_features //= tp
-        layer.weight = nn.Parameter(layer.weight.new_empty(layer.out_features, layer.in_features))
-        if layer.bias is not None:
-            layer.bias = nn.Parameter(layer.bias.new_empty(layer.out_features))
 
 
 def _communicate(forward: Callable[..., Any], recorder: Recorder, style: str, input: Tensor) -> Any:
