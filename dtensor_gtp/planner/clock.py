@@ -231,18 +231,14 @@ def _link(link: Link, name: str, samples: Samples, size: int) -> dict[str, Any]:
 
 def _line(kinds: Sequence[list[Sample]]) -> tuple[float, float]:
     """The rate of large messages and the time before the first byte, by the smallest and the two largest sizes."""
-
-    def of(function: Callable[[list[Sample]], float]) -> float:
-        return statistics.mean(function(sorted(rows)) for rows in kinds)
-
-    def rate(rows: list[Sample]) -> float:
-        small, large = rows[-2], rows[-1]
+    rates, by_size = [], [sorted(rows) for rows in kinds]
+    for *_, small, large in by_size:
         grown = large.seconds - small.seconds
         # Noise of a small machine may hide the difference.
-        return (large.amount - small.amount) / grown if grown > large.seconds / 4 else large.rate
-
-    found = of(rate)
-    return found, max(of(lambda rows: rows[0].seconds - rows[0].amount / found), 0.0)
+        is_clear = grown > large.seconds / 4
+        rates.append((large.amount - small.amount) / grown if is_clear else large.rate)
+    rate = statistics.mean(rates)
+    return rate, max(statistics.mean(rows[0].seconds - rows[0].amount / rate for rows in by_size), 0.0)
 
 
 def _copies(machine: Machine, samples: Samples, size: int) -> dict[str, Any]:

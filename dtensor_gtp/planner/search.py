@@ -87,11 +87,10 @@ def _expert_axes(problem: Problem, stage: int, dense: int) -> list[tuple[int, in
     if config is None or not config.experts:
         return [(fixed.get("ep", 1), fixed.get("expert_gtp", 1))]
     found = []
-    divisors = [size for size in _divisors(stage) if config.experts % size == 0]
-    for ep in [fixed["ep"]] if "ep" in fixed else divisors:
+    for ep in [fixed["ep"]] if "ep" in fixed else [size for size in _divisors(stage) if config.experts % size == 0]:
         # As many ranks of experts as of dense weights, or all ranks of a stage.
-        wanted = {max(dense // ep, 1), max(stage // ep, 1)}
-        found += [(ep, size) for size in ([fixed["expert_gtp"]] if "expert_gtp" in fixed else sorted(wanted))]
+        wanted = sorted({max(dense // ep, 1), max(stage // ep, 1)})
+        found += [(ep, size) for size in ([fixed["expert_gtp"]] if "expert_gtp" in fixed else wanted)]
     return found
 
 

@@ -206,13 +206,9 @@ class Setting:
         """The schedule that the runtime would choose, and why."""
         groups = [unit.gathered for unit in self.units if unit.is_group]
         why_groups = (f"groups: {len(groups)} blocks, each gathered as a whole",) * bool(groups)
-        facts = rules.Facts(
-            self.no_copy_engines("gtp"),
-            self.trace.largest_block([item.wired for item in self.sharded]),
-            free_nbytes,
-            group_nbytes=sum(groups),
-            single_nbytes=sum(unit.gathered for unit in self.units) - sum(groups),
-        )
+        others = [unit.gathered for unit in self.units if not unit.is_group]
+        largest = self.trace.largest_block([item.wired for item in self.sharded])
+        facts = rules.Facts(self.no_copy_engines("gtp"), largest, free_nbytes, sum(groups), sum(others))
         schedule, reasons = rules.choose(self.policy, facts)
         return schedule, (*why_groups, *reasons)
 
