@@ -228,10 +228,13 @@ class _Attention(nn.Module):
         q_BHTD, k_BHTD, v_BHTD = (
             w(x_BTC).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
         )
-        is_grouped = q_BHTD.size(1) != k_BHTD.size(1)
-        q_BHTD, k_BHTD = self.rope(q_BHTD), collectives.gather(self.rope(k_BHTD), Kind.CP, 2)
-        v_BHTD = collectives.gather(v_BHTD, Kind.CP, 2)
-        y_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, is_causal=True, enable_gqa=is_grouped)
+        y_BHTD = F.scaled_dot_product_attention(
+            self.rope(q_BHTD),
+            collectives.gather(self.rope(k_BHTD), Kind.CP, 2),
+            collectives.gather(v_BHTD, Kind.CP, 2),
+            is_causal=True,
+            enable_gqa=q_BHTD.size(1) != k_BHTD.size(1),
+        )
         return self.wo(y_BHTD.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
 
 

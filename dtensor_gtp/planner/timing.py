@@ -161,7 +161,7 @@ class _FullyShard(Program):
     def run(self, *, keeps: bool) -> Program:
         root, units = units_of(self.setting)
         weights = {unit.name: [self.setting.sharded[number] for number in unit.members] for unit in (root, *units)}
-        table, *head = weights["root"]
+        table, *head = weights[root.name]
         self._gather(root)
         self._copy_out(root)
         self.forward([table])
