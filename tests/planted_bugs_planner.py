@@ -65,7 +65,7 @@ PLANNER = {
         "config_of_json", never("content[key] > MAX_LAYERS"), f"{PLANNER_COMMAND}::test_bad_configurations_are_one_line"
     ),
     "a cast with one scale for a matrix reads it once": Bug(
-        "_operand_nbytes", replace("(3, 2)", "(1, 1)"), "test_planner_ranges.py::test_ranges_of_published_rows"
+        "Setting._operand_nbytes", replace("(3, 2)", "(1, 1)"), "test_planner_ranges.py::test_ranges_of_published_rows"
     ),
     "the stage with most experts is not looked at": Bug(
         "Problem.full_stages",

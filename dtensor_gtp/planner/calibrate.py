@@ -30,7 +30,7 @@ from ..mesh import init_weight_mesh
 from ..policy import fixed_policy
 from ..quant.casts import casts_for
 from ..quant.float8_gemms import Granularity, Operand, product
-from .clock import Clock, EventClock, Samples, Work, fitted
+from .clock import Clock, EventClock, Samples, Work, fitted, new_stream
 from .costs import Costs
 from .errors import PlanError
 from .machine import GIB, Machine, load_machine, preset_names, preset_of
@@ -177,7 +177,7 @@ class Links:
             engine = CopyEngine(self._group, self._device)
         except RuntimeError:  # on all ranks alike
             return None
-        engine.cast_stream = torch.cuda.Stream(self._device)
+        engine.cast_stream = new_stream(self._device)
         for nbytes in self._sizes[1:]:
             self._samples.add("copy: gather", self._received(nbytes), self._time(self._copy(engine, nbytes)))
         for num in (1, _TENSORS):

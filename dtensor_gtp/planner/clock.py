@@ -52,10 +52,14 @@ class Clock:
         return None
 
 
+def new_stream(device: torch.device) -> torch.Stream:
+    return torch.cuda.Stream(device)
+
+
 class EventClock(Clock):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._stream = torch.cuda.Stream(device)
+        self._stream = new_stream(device)
         shape = (_HEAD_START_DIM, _HEAD_START_DIM)
         self._a, self._out = (torch.randn(shape, device=device).to(torch.bfloat16) for _ in range(2))
 
