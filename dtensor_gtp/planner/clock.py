@@ -52,7 +52,7 @@ class Clock:
         return None
 
 
-def new_stream(device: torch.device) -> torch.Stream:
+def new_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
