@@ -64,12 +64,15 @@ def moments(
     """The moments of a forward and backward that may be the fullest, in order; see :func:`predict_peak`."""
     found: list[Peak] = []
     grads = 0
-    waiting = Together[Use](together)
+    waiting, groups = Together[Use](together), Together[Use](together, of_groups=True)
     inflight: deque[list[Use]] = deque(maxlen=max_inflight)  # once it is full, the oldest are waited for
 
     def reducing() -> int:
         on_the_way = sum(use.buffer + use.sent for launch in inflight for use in launch)
-        return on_the_way + sum(use.buffer for use in waiting.waiting)
+        return on_the_way + sum(use.buffer for use in waiting.waiting) + unpacked()
+
+    def unpacked() -> int:
+        return sum(use.waiting + use.unreduced for use in groups.waiting)
 
     def add(moment: str, use: Use, gathered: int, activations: int, wgrad: int = 0) -> None:
         found.append(Peak(f"{moment} of {use.name}", state, grads, gathered, wgrad, activations))
@@ -88,22 +91,27 @@ def moments(
             released = gathered.wgrad if following is None else following.gathered.before_backward
             gathered, activations = gathered._replace(wgrad=released), activations._replace(wgrad=activations.dgrad)
         # The buffers of a reduction are made while as many as may be are in flight; then the oldest is waited for.
-        if use.waiting and not use.is_exchanged:  # a group is reduced: all others have been waited for
-            inflight.clear()
-            before = reducing() + use.waiting
-            launches = [[use]]
-        else:
-            launches = [] if use.is_exchanged else waiting.submit(use, use.wgrad)
+        is_group, buffer = bool(use.waiting) and not use.is_exchanged, use.buffer
+        launches = [] if use.is_exchanged else [*(waiting if is_group else groups).flush()]
+        if is_group:
+            held = unpacked() + use.waiting
+            launches += groups.submit(use, use.wgrad)
+            buffer = sum(other.buffer for launch in launches for other in launch)
+            if launches:  # compute has waited for all others
+                inflight.clear()
+                before = held
+        elif not use.is_exchanged:
+            launches += waiting.submit(use, use.wgrad)
         new_grads = sum(other.grad for launch in launches for other in launch) + use.grad * use.is_exchanged
         new_buffers = new_grads + sum(other.sent for launch in launches for other in launch)
-        add("in backward", use, gathered.wgrad, activations.wgrad, before + use.unreduced + use.buffer + new_buffers)
+        add("in backward", use, gathered.wgrad, activations.wgrad, before + use.unreduced + buffer + new_buffers)
         inflight.extend(launches)
         grads += new_grads
         if wgrad_first:
             add("in backward", use, gathered.dgrad, activations.dgrad, reducing() + use.waiting)
     before = reducing()
-    if launches := waiting.flush():
-        added = sum(other.sent + other.grad for other in launches[0])
+    if launches := [*waiting.flush(), *groups.flush()]:
+        added = sum(other.sent + other.grad for launch in launches for other in launch)
         add("after backward", uses[0], uses[0].gathered.dgrad, uses[0].activations.dgrad, before + added)
     return found
 

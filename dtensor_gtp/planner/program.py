@@ -184,27 +184,27 @@ class Reductions:
 
     def __init__(self, tasks: Program, schedule: Schedule, *, is_last: bool) -> None:
         self._tasks, self._schedule, self._is_last = tasks, schedule, is_last
-        self._together: dict[int, Together[Sharded]] = {}  # by lane
+        self._together: dict[tuple[int, bool], Together[Sharded]] = {}  # by lane, and whether they are groups
         self._inflight: deque[int] = deque()
 
-    def submit(self, weight: Sharded) -> None:
-        together = self._together.setdefault(weight.lane, Together(self._schedule.coalesce_grad_nbytes))
-        for launch in together.submit(weight, weight.sent):
+    def submit(self, item: Sharded) -> None:
+        """The gradient of a weight is there, or the backward of a block ends."""
+        self._flush((item.lane, not item.is_group))
+        together = self._together.setdefault(
+            (item.lane, item.is_group), Together(self._schedule.coalesce_grad_nbytes, of_groups=item.is_group)
+        )
+        for launch in together.submit(item, self._sent_nbytes([item]) if item.is_group else item.sent):
             self._launch(launch)
-
-    def submit_group(self, group: Sharded) -> None:
-        """The backward of a block ends: its gradients are packed, once compute has waited for those of the last one."""
-        self._retire(0)
-        ms = self._tasks.costs.memory_ms(group.gathered + self._sent_nbytes([group]))
-        self._tasks.add(Stream.COMPUTE, Load.COMPUTE, ms, label=f"pack {group.name}")
-        self._launch([group])
 
     def finish(self) -> None:
         """Backward ends: compute waits for all of them."""
-        for together in self._together.values():
-            for launch in together.flush():
-                self._launch(launch)
+        for key in self._together:
+            self._flush(key)
         self._retire(0)
+
+    def _flush(self, key: tuple[int, bool]) -> None:
+        for launch in self._together[key].flush() if key in self._together else ():
+            self._launch(launch)
 
     def _retire(self, most: int) -> None:
         while len(self._inflight) > most:
@@ -212,6 +212,10 @@ class Reductions:
 
     def _launch(self, weights: Sequence[Sharded]) -> None:
         tasks, axis = self._tasks, weights[0].axis
+        if weights[0].is_group:  # packed, once compute has waited for the last launch
+            self._retire(0)
+            ms = tasks.costs.memory_ms(sum(group.gathered for group in weights) + self._sent_nbytes(weights))
+            tasks.add(Stream.COMPUTE, Load.COMPUTE, ms, label=f"pack {_names(weights)}")
         self._retire(self._schedule.max_inflight_reduce_scatters - 1)
         is_copy = tasks.setting.reduces_by(self._schedule, weights[0].lane) == "copy_engine"
         tasks.spend(tasks.host.copy_us if is_copy else tasks.host.collective_us)
@@ -229,7 +233,7 @@ class Reductions:
 
     def _sent_nbytes(self, weights: Sequence[Sharded]) -> int:
         if self._tasks.setting.sends_narrow(self._schedule, weights[0]):
-            return weights[0].weight.numel * COMPUTE_NBYTES
+            return sum(each.weight.numel for each in weights) * COMPUTE_NBYTES
         return sum(weight.sent for weight in weights)
 
     def sum_up(self, weights: Sequence[Sharded], after: Sequence[int], nbytes: float) -> None:
@@ -334,7 +338,7 @@ def _backward(tasks: Program, gathers: Gathers, reductions: Reductions, step: St
                 reductions.submit(item)
         if group.is_group and number == group.members[0]:
             tasks.spend(tasks.host.use_us * _GROUP / 2)
-            reductions.submit_group(group)
+            reductions.submit(group)
 
 
 def _exchanged_grad(tasks: Program, reductions: Reductions, item: Sharded) -> None:
