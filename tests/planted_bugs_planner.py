@@ -115,6 +115,11 @@ PLANNER = {
         replace("rules.is_worth_a_group(mean, self.tokens)", "False"),
         f"{PLANNER_SIMULATION}::test_small_blocks_are_groups",
     ),
+    "small groups travel one by one": Bug(
+        "Together.__init__",
+        replace("group_may_wait if of_groups else may_wait", "(lambda *_: False) if of_groups else may_wait"),
+        f"{PLANNER_SIMULATION}::test_small_groups_travel_together",
+    ),
     "a block's backward reduces its gradients while others are reduced": Bug(
         "program:Reductions._launch",
         drop("self._retire(0)"),

@@ -211,6 +211,30 @@ def test_a_group_is_gathered_freed_and_reduced_once(checkpoint: str) -> None:
     assert program.received["gtp"] <= single.received["gtp"]
 
 
+def test_small_groups_travel_together() -> None:
+    """Two blocks in a launch: with less time of the host, as many bytes, and more memory for gradients."""
+    setting = tiny(policy=SchedulePolicy(embedding="gather"))
+    block = next(unit.gathered for unit in setting.units if unit.is_group)
+    schedules = [
+        replace(setting.choice(0)[0], prefetch_nbytes=1, coalesce_nbytes=limit, coalesce_grad_nbytes=limit)
+        for limit in (0, 2 * block)
+    ]
+    apart, together = (build(setting, schedule) for schedule in schedules)
+    for kind in ("pack", "reduce", "sum"):
+        found = [task.label for task in together.tasks if task.label.startswith(f"{kind} layers")]
+        assert found == [f"{kind} layers.3 + layers.2", f"{kind} layers.1 + layers.0"]
+    assert together.host_ms < apart.host_ms
+    assert together.received["gtp"] == apart.received["gtp"]
+    waiting = [
+        moments(_uses(setting, plan_step(setting, each), each), 0, 1, each.coalesce_grad_nbytes) for each in schedules
+    ]
+    before = [
+        max(moment.wgrad for moment in found if moment.moment == "before backward of layers.2.attention.wq.weight")
+        for found in waiting
+    ]
+    assert before[0] < before[1]  # gradients of the block behind it are not packed yet
+
+
 def test_gradients_of_a_group_wait_for_the_last_one() -> None:
     """At the end of a block's backward there are its weights, its gradients and what they are packed into."""
     grouped = tiny(policy=SchedulePolicy())
