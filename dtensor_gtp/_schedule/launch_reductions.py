@@ -62,12 +62,9 @@ class ReductionLaunches:
 
     def _launch_groups(self, together: list[Gradient]) -> None:
         """Pack the gradients of groups, and send them as one."""
-        weight, streams = together[0].weight, self._comm.streams
+        weight = together[0].weight
         taken = [part for gradient in together for part in gradient.taken or ()]
-        streams.note_compute()
-        if len(streams.computing) > 1:  # this one has waited for the one on which a group was computed
-            for part in taken:
-                part.record_stream(streams.computing[-1])
+        self._comm.streams.note_reading_earlier(taken)
         is_narrow = self.sends_narrow(weight, taken[0].dtype)
         numel = sum(math.prod(gradient.weight.layout.buffer_shape) for gradient in together)
         buffer = taken[0].new_empty(numel, dtype=taken[0].dtype if is_narrow else weight.reduce_dtype)
