@@ -36,7 +36,7 @@ NUMBERS = {
             "(torch.mean if is_mean else torch.sum)(rows, 0, dtype=out.dtype, out=out)",
             "out.copy_((torch.mean if is_mean else torch.sum)(rows, 0))",
         ),
-        f"{GROUPS}::test_gradients_of_16_bits_travel_as_they_are",
+        f"{GROUPS}OnReplicas::test_gradients_of_16_bits_travel_as_they_are",
     ),
     "the fused kernel adds where a mean is asked for": Bug(
         "add_rows",
@@ -56,7 +56,7 @@ NUMBERS = {
     "sums of microbatches travel in 16 bits": Bug(
         "Gradients._sends_leaves_dtype",
         replace("not is_sum", "True"),
-        f"{GROUPS}::test_gradients_of_16_bits_travel_as_they_are",
+        f"{GROUPS}OnReplicas::test_gradients_of_16_bits_travel_as_they_are",
     ),
     "each mesh of experts takes the whole budget": Bug(
         "choose_kept", replace("left // len(others)", "left"), "test_schedule.py::TestKept"
@@ -240,7 +240,7 @@ NUMBERS = {
         f"{GROUPED_GEMMS}::test_mxfp8_multiplies_what_its_casts_make",
     ),
     "backward of grouped mxfp8 with native data": Bug(
-        "compute:_unknown", never("is_native"), f"{GROUPED_GEMMS}::test_who_takes_mxfp8"
+        "compute:_unknown", never("is_native"), f"{GROUPED_GEMMS}::test_which_way_is_chosen_and_said"
     ),
     "scales of a group in the tile of another": Bug(
         "_multiply_tiles",

@@ -213,29 +213,67 @@ def test_the_kernel_gets_groups_of_whole_tiles(monkeypatch: pytest.MonkeyPatch, 
         torch.testing.assert_close(got, want)
 
 
-def test_who_takes_mxfp8() -> None:
-    """Only who asks for it, on the GPUs that have it, in whole blocks; and not native storage."""
-    blackwell, cpu = torch.device("cuda"), torch.device("cpu")
-    fits = torch.Size((GROUPS, 64, 96))
-    asked, auto = MXFP8(compute="float8"), MXFP8()
+CPU, HOPPER, BLACKWELL = (0, 0), (9, 0), (10, 0)
 
-    def say(recipe: MXFP8, device: torch.device, shape: torch.Size, major: int, is_native: bool = False) -> str:
-        with mock.patch("torch.cuda.get_device_capability", return_value=(major, 0)), warnings.catch_warnings():
+
+def choose(
+    recipe: Any, capability: tuple[int, int], shape: tuple[int, ...] = (GROUPS, 64, 96), is_native: bool = False
+) -> Any:
+    device = torch.device("cpu" if capability is CPU else "cuda")
+    with mock.patch("torch.cuda.get_device_capability", return_value=capability):
+        return choose_path(recipe, device, torch.Size(shape), torch.bfloat16, "experts.weight", is_native=is_native)
+
+
+def test_which_way_is_chosen_and_said() -> None:
+    """mxfp8 only for who asks for it, on the GPUs that have it, in whole blocks, and not of native storage."""
+    asked, native = MXFP8(compute="float8"), {"is_native": True}
+    no_data = "native storage has no data for the backward of mxfp8"
+    for recipe, capability, options, expected in (
+        (
+            Float8Rowwise(compute="float8"),
+            CPU,
+            {},
+            "float8 GEMMs by reference arithmetic (no float8 GEMMs on cpu), wgrad",
+        ),
+        (asked, CPU, {}, "float8 GEMMs by reference arithmetic"),
+        (asked, BLACKWELL, {}, "float8 GEMMs, wgrad not quantized"),
+        (Float8Rowwise(), CPU, {}, "no float8 GEMMs on cpu"),
+        (Float8Rowwise(compute="dequantize"), CPU, {}, "asked for"),
+        (MXFP8(), CPU, {}, "no float8 GEMMs on cpu"),
+        (MXFP8(), HOPPER, {}, "grouped GEMMs of mxfp8 need Blackwell"),
+        (MXFP8(), BLACKWELL, {}, "never ran on a GPU; compute='float8' takes them"),
+        (asked, HOPPER, {}, "grouped GEMMs of mxfp8 need Blackwell"),
+        (asked, BLACKWELL, {"shape": (GROUPS, 48, 96)}, "not in multiples of 32; (64, 96) would fit"),
+        *((asked, capability, native, no_data) for capability in (CPU, BLACKWELL)),
+        *((NVFP4(), capability, {}, "no GEMMs of nvfp4") for capability in (CPU, HOPPER)),
+        *((Float8Blockwise(), capability, {}, "no grouped GEMMs of float8_blockwise") for capability in (CPU, HOPPER)),
+        (Float8Tensorwise(), HOPPER, {}, "no grouped GEMMs of float8_tensorwise"),
+    ):
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return choose_path(recipe, device, shape, torch.bfloat16, "experts.weight", is_native=is_native).describe()
-
-    assert say(asked, blackwell, fits, 10) == "float8 GEMMs, wgrad not quantized"
-    assert say(auto, blackwell, fits, 10).endswith("never ran on a GPU; compute='float8' takes them)")
-    assert say(asked, blackwell, fits, 9).endswith("(grouped GEMMs of mxfp8 need Blackwell)")
-    assert say(asked, blackwell, torch.Size((GROUPS, 48, 96)), 10).endswith(
-        "not in multiples of 32; (64, 96) would fit)"
-    )
-    assert say(asked, cpu, fits, 0).startswith("float8 GEMMs by reference arithmetic")
-    for device in (blackwell, cpu):
-        said = say(asked, device, fits, 10, is_native=True)
-        assert said == "dequantized for the GEMM (native storage has no data for the backward of mxfp8)"
+            said = choose(recipe, capability, **options).describe()
+        if expected.startswith("float8"):
+            assert said.startswith(expected)
+        else:
+            assert said.startswith("dequantized for the GEMM (")
+            assert said.endswith(f"{expected})")
     with pytest.raises(ValueError, match=r"asks for float8 GEMMs, but: mxfp8 has GEMMs for GroupedLinear alone"):
-        choose_path(asked, cpu, torch.Size((64, 96)), torch.bfloat16, "head.weight")
+        choose(asked, CPU, (64, 96))
+
+
+def test_what_is_asked_for_and_not_there_is_said_once() -> None:
+    """Without a grouped GEMM of the recipe, or for shapes that it does not take."""
+    for recipe, capability, shape, reason in (
+        (Float8Tensorwise(compute="float8"), CPU, (GROUPS, N, K), "no grouped GEMMs of float8_tensorwise"),
+        (Float8Rowwise(compute="float8"), HOPPER, (GROUPS, N, 30), r"a shape of \(32, 30\) is not in multiples of 16"),
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            for _ in range(2):
+                assert choose(recipe, capability, shape).gemms is None
+                choose(replace(recipe, compute="auto"), capability, shape)
+        (said,) = caught
+        assert re.search(f"asks for float8 GEMMs, but 'experts.weight' is dequantized: {reason}", str(said.message))
 
 
 def test_native_storage_is_dequantized() -> None:
@@ -251,51 +289,3 @@ def test_native_storage_is_dequantized() -> None:
         results.append((output, rows.grad))
     for got, want in zip(*results, strict=True):
         assert torch.equal(got, want)
-
-
-def test_which_way_is_chosen_and_said() -> None:
-    shape, cpu = torch.Size((GROUPS, N, K)), torch.device("cpu")
-    paths = {
-        compute: choose_path(Float8Rowwise(compute=compute), cpu, shape, torch.bfloat16, "experts.weight").describe()
-        for compute in ("auto", "dequantize", "float8")
-    }
-    assert paths == {
-        "auto": "dequantized for the GEMM (no float8 GEMMs on cpu)",
-        "dequantize": "dequantized for the GEMM (asked for)",
-        "float8": "float8 GEMMs by reference arithmetic (no float8 GEMMs on cpu), wgrad not quantized",
-    }
-    for device, of_mxfp8 in (("cpu", "no float8 GEMMs on cpu"), ("cuda", "grouped GEMMs of mxfp8 need Blackwell")):
-        with mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)):
-            reasons = [
-                choose_path(recipe, torch.device(device), shape, torch.bfloat16, "experts.weight").describe()
-                for recipe in (MXFP8(), NVFP4(), Float8Blockwise(), Float8Tensorwise())
-            ]
-        assert reasons == [
-            f"dequantized for the GEMM ({of_mxfp8})",
-            "dequantized for the GEMM (no GEMMs of nvfp4)",
-            "dequantized for the GEMM (no grouped GEMMs of float8_blockwise)",
-            "dequantized for the GEMM (no grouped GEMMs of float8_tensorwise)",
-        ]
-
-
-def test_what_is_asked_for_and_not_there_is_said_once() -> None:
-    """Without a grouped GEMM of the recipe, or for shapes that it does not take."""
-    hopper, cpu = torch.device("cuda"), torch.device("cpu")
-    cases = (
-        (Float8Tensorwise(compute="float8"), cpu, (GROUPS, N, K), "no grouped GEMMs of float8_tensorwise"),
-        (Float8Rowwise(compute="float8"), hopper, (GROUPS, N, 30), r"a shape of \(32, 30\) is not in multiples of 16"),
-    )
-    for recipe, device, shape, reason in cases:
-        with (
-            mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),
-            warnings.catch_warnings(record=True) as caught,
-        ):
-            warnings.simplefilter("default")
-            for _ in range(2):
-                path = choose_path(recipe, device, torch.Size(shape), torch.bfloat16, "experts.weight")
-                choose_path(replace(recipe, compute="auto"), device, torch.Size(shape), torch.bfloat16, "other.weight")
-        assert path.gemms is None
-        assert len(caught) == 1
-        assert re.search(
-            f"asks for float8 GEMMs, but 'experts.weight' is dequantized: {reason}", str(caught[0].message)
-        )

@@ -269,6 +269,16 @@ class wire_traffic(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def traffic_of_a_step(model: nn.Module, x: torch.Tensor) -> tuple[wire_traffic, wire_traffic]:
+    """Of forward and of backward."""
+    model(x).sum().backward()  # the first pass learns the order
+    with wire_traffic() as forward:
+        result = model(x)
+    with wire_traffic() as backward:
+        result.sum().backward()
+    return forward, backward
+
+
 def all_recipes() -> list[Recipe]:
     return [*(cls() for cls in RECIPES.values()), MXFP8(scale_rounding="floor")]
 
