@@ -90,7 +90,7 @@ def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
 
 
 class TestLanes(GlooTest):
-    def check(self, num_steps: int = 8, first_step: int = 0, **options: Any) -> None:
+    def check(self, num_steps: int = 6, first_step: int = 0, **options: Any) -> None:
         rank = dist.get_rank()
         root = _mesh((2, 2), ("ep", "egtp"))
         outer = root["ep", "egtp"]._flatten("gtp")
@@ -122,26 +122,19 @@ class TestLanes(GlooTest):
             reference.optimizer.zero_grad()
         assert_idle(model)
 
-    def test_by_default(self) -> None:
-        self.check()
-
     def test_first_passes_that_leave_out_experts(self) -> None:
         """What is guessed of the dense weights, two in a launch, does not depend on experts."""
         nbytes = WIDTH * WIDTH * 8
         for first_step in (2, 3, 5):
             self.check(2, first_step, prefetch_depth=1, prefetch_nbytes=nbytes, coalesce_nbytes=2 * nbytes)
 
-    def test_each_by_itself(self) -> None:
-        self.check(prefetch_depth=3, prefetch_nbytes=0, coalesce_nbytes=0)
-
-    def test_what_is_kept_until_backward(self) -> None:
-        """Two dense weights, and an expert of each kind."""
+    def test_schedules(self) -> None:
+        """The default; each by itself; two dense weights kept until backward, and an expert of each kind; nothing kept
+        at the turning point; and other collectives."""
         nbytes = WIDTH * WIDTH * 8
+        self.check()
+        self.check(prefetch_depth=3, prefetch_nbytes=0, coalesce_nbytes=0)
         self.check(prefetch_depth=1, coalesce_nbytes=0, keep_nbytes=2 * nbytes)
         self.check(prefetch_depth=1, coalesce_nbytes=0, keep_nbytes=6 * nbytes)
-
-    def test_nothing_kept_at_the_turning_point(self) -> None:
-        self.check(prefetch_depth=2, coalesce_nbytes=WIDTH * WIDTH * 16, keep_last=False, expert_blocks_ahead=2)
-
-    def test_all_to_all(self) -> None:
+        self.check(prefetch_depth=2, coalesce_nbytes=2 * nbytes, keep_last=False, expert_blocks_ahead=2)
         self.check(reduce_scatter="all_to_all", expert_blocks_ahead=0)
