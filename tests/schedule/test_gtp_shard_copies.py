@@ -5,6 +5,7 @@ One process of a group whose collectives communicate nothing. Views and allocati
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 from unittest import TestCase
 
@@ -15,7 +16,8 @@ from schedules import changed, explicit
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtensor_gtp import GTPShard, MixedPrecisionPolicy, gtp_shard
-from dtensor_gtp.nn import GroupedLinear
+from dtensor_gtp.nn import GroupedLinear, GroupedMLP
+from dtensor_gtp.ops.grouped import stacked
 
 BF16 = torch.bfloat16
 MIXED = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
@@ -79,9 +81,9 @@ def launches(model: nn.Module, x: torch.Tensor) -> tuple[str, str]:
 
 
 class Experts(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__()
-        self.experts = GroupedLinear(4, 16, 8, bias=False)
+        self.experts: nn.Module = GroupedLinear(4, 16, 8, bias=False, **options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.experts(x, torch.tensor([1, 2, 0, 2]))
@@ -133,3 +135,77 @@ class TestCopies(TestCase):
         self.check(Experts(), rows(), f"GATHER, cumsum, {masked}", f"_grouped_mm, SCATTER, {masked}")
         forward, backward = f"copy_, GATHER, cumsum, {masked}", f"_grouped_mm, copy_, SCATTER, {masked}, clone"
         self.check(Experts(), rows(), forward, backward, shard_placement_fn=lambda p: GTPShard(1))
+
+    def test_gradients_of_grouped_weights(self) -> None:
+        """What the GEMM has written is sent, in rows of each rank side by side; receivers cast. Without a gradient sync
+        it is the sum, in the dtype of the reduction. No gradient of ``x``: nothing else is computed."""
+        for dim, dtype in product((0, 1), (BF16, torch.float32)):
+            with fake_mesh(4) as mesh:
+                policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=dtype)
+                on_dim = lambda p, dim=dim: GTPShard(dim)  # noqa: E731
+                model = gtp_shard(Experts(), mesh, schedule=SCHEDULE, mp_policy=policy, shard_placement_fn=on_dim)
+                wide, copies = dtype != BF16, ["copy_"] * dim
+                for is_synced, expected in (
+                    (True, [*copies, "EXCHANGE" if wide else "SCATTER"]),
+                    (False, ["copy_"] * wide),
+                    (False, ["add_.Tensor"]),
+                    (True, ["add_.Tensor", *copies[: 0 if wide else 1], "SCATTER"]),
+                ):
+                    model.set_requires_gradient_sync(is_synced)
+                    output = model(rows().detach())
+                    grad = torch.ones_like(output)
+                    with Launches() as backward:
+                        output.backward(grad)
+                    self.assertEqual(backward.names[: len(expected) + 1], ["_grouped_mm", *expected])
+                    rest = set(backward.names[len(expected) + 1 :])  # of the shard
+                    self.assertLessEqual(rest, {"_to_copy", "add_.Tensor", "mean.out", "clone"} if is_synced else set())
+        with fake_mesh(1) as mesh:
+            model = gtp_shard(Experts(), mesh, schedule=SCHEDULE)
+            output = model(rows().detach())
+            with Launches() as backward:
+                output.backward(torch.ones_like(output))
+            self.assertEqual(backward.names, ["ones_like", "_grouped_mm"])
+            self.assertTrue(model.experts.weight.grad.to_local().is_contiguous())
+
+    def test_weights_of_each_group_lie_side_by_side(self) -> None:
+        """Their stack is a view, and their gradients leave together; else they are copied."""
+        policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)
+        masked = "_grouped_mm, arange, ge.Tensor, masked_fill_.Scalar"
+        forward = f"_foreach_copy_, c10d.allgather_into_tensor_coalesced_, _to_copy, cumsum, {masked}"
+        backward = f"_grouped_mm, c10d.reduce_scatter_tensor_coalesced_, {masked}"
+        casts = ", _to_copy" * 5  # of x's gradient and the shards
+        several = Experts(single_grouped_weight=False)
+        self.check(several, rows(), forward, f"{backward}{casts}", mp_policy=policy)
+        whole = torch.randn(3, 5, 4)
+        self.assertEqual(stacked(whole[:, :4].unbind(0)).data_ptr(), whole.data_ptr())
+        for parts in (
+            whole[:, :4].unbind(0),
+            whole.unbind(0)[::-1],
+            whole.unbind(0)[:1],
+            (whole[0], whole[0], whole[0]),
+            (whole[0], whole[2], whole[1]),
+            tuple(torch.randn(2, 2) for _ in range(3)),
+            (whole[0], whole[1].t().contiguous().t(), whole[2]),
+            tuple(torch.empty(3, 0, 2)),
+        ):
+            torch.testing.assert_close(stacked(parts), torch.stack(parts), rtol=0, atol=0)
+
+    def test_the_second_gather_hides_behind_the_first_gemm(self) -> None:
+        """Of a ``GroupedMLP``: in backward that of ``gate_up`` behind one or both GEMMs of ``down``, which is kept from
+        forward; each reduction behind what follows."""
+
+        class MLP(Experts):
+            def __init__(self) -> None:
+                super().__init__()
+                self.experts = GroupedMLP(4, 16, 8)
+
+        for depth, backward in (
+            (1, "GEMM SCATTER GATHER GEMM GEMM SCATTER GEMM"),
+            (2, "GATHER GEMM SCATTER GEMM GEMM SCATTER GEMM"),
+        ):
+            with fake_mesh(4) as mesh:
+                schedule = changed(SCHEDULE, prefetch_depth=depth, prefetch_nbytes=0)
+                both = launches(gtp_shard(MLP(), mesh, schedule=schedule), rows())
+            kinds = {"_grouped_mm": "GEMM", "GATHER": "GATHER", "SCATTER": "SCATTER"}
+            order = [" ".join(kinds[name] for name in names.split(", ") if name in kinds) for names in both]
+            self.assertEqual(order, ["GATHER GATHER GEMM GEMM", backward])

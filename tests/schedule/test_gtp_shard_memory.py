@@ -24,7 +24,6 @@ from runtime_common import (
     shard_copy,
     square_loss,
     square_step,
-    token_loss,
     token_step,
 )
 from schedules import explicit
@@ -286,11 +285,3 @@ class TestMemory(GlooTest):
                 loss = square_loss(model, make_rows(0))
             loss.backward()
         assert packed
-
-    def test_evaluation_keeps_no_weight(self) -> None:
-        model = gtp_shard(Net(), self.gtp_mesh(), schedule=ALL)
-        for grad_mode in (torch.no_grad, torch.inference_mode):
-            with watched_gathers(model) as gathers, grad_mode():
-                token_loss(model, make_tokens(0))
-                gathers.assert_alive([])
-                assert gathers.buffers
