@@ -266,7 +266,7 @@ SILENT = {
         f"{SILENT_GROUPS}::test_weights_that_no_rank_has_used",
     ),
     "a rank says that it has used all weights of a group": Bug(
-        "GroupGradients.pack", drop("zero_"), f"{SILENT_GROUPS}::test_weights_that_no_rank_has_used"
+        "GroupGradients.take", drop("zero_"), f"{SILENT_GROUPS}::test_weights_that_no_rank_has_used"
     ),
     "new data of a gathered weight is lost": Bug(
         "Seen.is_written",

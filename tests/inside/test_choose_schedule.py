@@ -51,6 +51,17 @@ def test_windows_have_bounds(block: int, ahead: int, together: int) -> None:
     assert (schedule.prefetch_nbytes, schedule.coalesce_nbytes) == (ahead * MiB, together * MiB)
 
 
+@pytest.mark.parametrize(("groups", "together"), [(50 * MiB, 32), (300 * MiB, 50), (10 * GiB, 100)])
+def test_small_groups_travel_together(groups: int, together: int) -> None:
+    facts = dataclasses.replace(CPUS, block_nbytes=25 * MiB, group_nbytes=groups)
+    schedule, reasons = choose(SchedulePolicy(), facts)
+    assert (schedule.coalesce_nbytes, schedule.coalesce_grad_nbytes) == (together * MiB, together * MiB)
+    assert any("several small blocks" in reason for reason in reasons) == (together > 32)
+    for other in ({"group_nbytes": 0}, {"single_nbytes": 2 * groups}):
+        assert choose(SchedulePolicy(), dataclasses.replace(facts, **other))[0].coalesce_nbytes == 32 * MiB
+    assert choose(SchedulePolicy(memory="least"), facts)[0].coalesce_nbytes == 32 * MiB
+
+
 def test_backends_are_tried_on_gpus_alone() -> None:
     (on_gpus, _), (on_cpus, reasons) = choose(SchedulePolicy(), GPUS), choose(SchedulePolicy(), CPUS)
     assert (on_gpus.gather_backend, on_gpus.reduce_scatter) == ("auto", "auto")
