@@ -9,6 +9,7 @@ GROUPS = "test_gtp_shard_groups.py::TestGroups"
 SHARDED_EMA = "test_averages.py::TestShardedEMA"
 RECIPES = "test_quant_cast.py::TestRecipes"
 QUANTIZED_TRAINING = "test_quantized_training.py::TestQuantizedTraining"
+ONE_AXIS = "test_quantized_matrix.py::TestOneAxis"
 ELEMENTS = "test_quant_cast.py::TestElements"
 GEMMS = "test_float8_gemms.py::TestGEMMs"
 GROUPED_GEMMS = "test_grouped_gemms.py"
@@ -35,7 +36,7 @@ NUMBERS = {
             "(torch.mean if is_mean else torch.sum)(rows, 0, dtype=out.dtype, out=out)",
             "out.copy_((torch.mean if is_mean else torch.sum)(rows, 0))",
         ),
-        f"{GROUPS}::test_gradients_of_16_bits_travel_as_they_are",
+        f"{GROUPS}OnReplicas::test_gradients_of_16_bits_travel_as_they_are",
     ),
     "the fused kernel adds where a mean is asked for": Bug(
         "add_rows",
@@ -118,10 +119,10 @@ NUMBERS = {
     "second plane begins where the first does": Bug(
         "GatheredWeight.quantized_for",
         replace("by_rank[:, start : start + nbytes]", "by_rank[:, :nbytes]"),
-        f"{QUANTIZED_TRAINING}::test_fully_shard",
+        f"{ONE_AXIS}::test_fully_shard",
     ),
     "shards under fully_shard have their own scale": Bug(
-        "MasterWeight.amax_over", drop("all_reduce"), f"{QUANTIZED_TRAINING}::test_fully_shard"
+        "MasterWeight.amax_over", drop("all_reduce"), f"{ONE_AXIS}::test_fully_shard"
     ),
     "plane of a checkpoint is cut as its weight": Bug(
         "_placement", replace("plane.size(dim, block_size)", "block_size"), f"{NATIVE_CHECKPOINT}::test_nvfp4_dcp_load"
@@ -237,7 +238,7 @@ NUMBERS = {
         f"{GROUPED_GEMMS}::test_mxfp8_multiplies_what_its_casts_make",
     ),
     "backward of grouped mxfp8 with native data": Bug(
-        "compute:_unknown", never("is_native"), f"{GROUPED_GEMMS}::test_who_takes_mxfp8"
+        "compute:_unknown", never("is_native"), f"{GROUPED_GEMMS}::test_which_way_is_chosen_and_said"
     ),
     "scales of a group in the tile of another": Bug(
         "_multiply_tiles",

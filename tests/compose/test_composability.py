@@ -30,15 +30,15 @@ PROOFS = {
         ("test_gtp_shard_fsdp", "test_mixed_precision"),
     ),
     "quantized weights": (
-        ("test_quantized_training", "test_r19_gtp"),
-        ("test_quantized_training", "test_r19_gtp"),
-        ("test_quantized_training", "test_r19_tensor_parallel"),
-        ("test_quantized_training", "test_fully_shard_outside"),
+        ("test_quantized_matrix", "test_r19_gtp"),
+        ("test_quantized_matrix", "test_two_axes"),
+        ("test_quantized_matrix", "test_r19_tensor_parallel"),
+        ("test_quantized_matrix", "test_two_axes"),
     ),
     "float8 GEMMs": (
-        ("test_float8_training", "test_r19_gtp"),
+        ("test_quantized_matrix", "test_r19_gtp"),
         ("test_quantized_matrix", "test_gtp_and_fully_shard"),
-        ("test_float8_training", "test_tensor_parallel"),
+        ("test_quantized_matrix", "test_r19_tensor_parallel"),
         ("test_quantized_matrix", "test_fully_shard_gtp_and_tensor_parallel"),
     ),
     "activation checkpointing": (
