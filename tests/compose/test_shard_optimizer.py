@@ -18,7 +18,7 @@ import torch.nn as nn
 from checkpoint_common import PLAIN, check_reload, topology
 from checkpoint_common import make as make_small
 from checkpoint_common import tokens_of_step as small_tokens
-from common import ALL, GlooTest, _mesh, assert_same_params, check_training, full, rows_of_rank
+from common import ALL, GlooTest, assert_same_params, check_training, full, rows_of_rank
 from fsdp_common import (
     VOCABULARY,
     check,
@@ -524,10 +524,9 @@ class TestPipeline(GlooTest):
     def test_stages_train_as_one_process(self) -> None:
         """pp x replicate, 2 x 2: the replicas are the axis that other tests of pipelines call dp."""
 
-        def shard(parts: list[nn.Module], gtp: DeviceMesh, dp: DeviceMesh) -> None:
-            mesh = _mesh((2, 2, 1), ("pp", "dp", "gtp"))["dp", "gtp"]
+        def shard(parts: list[nn.Module], mesh: DeviceMesh) -> None:
             for part in parts:
-                gtp_shard(part, mesh, schedule=ALL, shard_optimizer=True)
+                gtp_shard(part, mesh["dp", "gtp"], schedule=ALL, shard_optimizer=True)
                 self.assertEqual(part.linear.weight.to_local().shape[0], WIDTH // 4)
 
         for layout in (ONE_F_ONE_B, ZERO_BUBBLE):
