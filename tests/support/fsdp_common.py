@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -23,6 +23,19 @@ VOCABULARY = 31  # does not divide: the shards of the embedding and of the head 
 WIDTH = 8
 
 sgd = partial(torch.optim.SGD, lr=0.5, momentum=0.5)
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    "AdamW fused": partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    "AdamW foreach": partial(torch.optim.AdamW, lr=1e-2, foreach=True, amsgrad=True),
+    "Adam for-loop": partial(torch.optim.Adam, lr=1e-2, foreach=False),
+    "NAdam": partial(torch.optim.NAdam, lr=1e-2),
+    "RAdam": partial(torch.optim.RAdam, lr=1e-2),
+    "Adamax": partial(torch.optim.Adamax, lr=1e-2),
+    "Adadelta": partial(torch.optim.Adadelta, lr=1e-1),
+    "ASGD": partial(torch.optim.ASGD, lr=1e-2),
+    "Adagrad": partial(torch.optim.Adagrad, lr=1e-2),
+    "RMSprop": partial(torch.optim.RMSprop, lr=1e-2, foreach=True),
+}
 Units = Callable[[Any], Sequence[nn.Module | list[nn.Module]]]
 
 
