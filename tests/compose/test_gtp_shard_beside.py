@@ -81,7 +81,7 @@ class TestBeside(GlooTest):
             self.check(shard, mesh, make_optimizer)
 
     def test_around_and_ignored(self) -> None:
-        """``fully_shard``, or ``replicate`` by DDP, around ``gtp_shard``; ``gtp_shard`` around ``fully_shard``, or DDP."""
+        """``fully_shard`` or ``replicate`` by DDP around ``gtp_shard``; that around ``fully_shard`` or DDP."""
         mesh = self.gtp_mesh()
 
         def around_gtp_shard(model: Any) -> Any:
