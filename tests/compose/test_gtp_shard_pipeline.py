@@ -127,7 +127,7 @@ class Pipeline:
         shard: Callable[[list[nn.Module], Any], object] = shard_each,
         **options: Any,
     ) -> None:
-        self.layout, self.batch_of, self.loss_fn = layout, batch_of, loss_fn
+        self.layout, self.batch_of = layout, batch_of
         mesh = _mesh(layout.sizes, ("pp", "dp", "gtp")) if mesh is None else mesh
         self.samples = mesh.batch if isinstance(mesh, WeightMesh) else mesh["dp", "gtp"]
         indices = layout.parts_of(mesh["pp"].get_local_rank())
@@ -182,19 +182,21 @@ def train(
     reference: nn.Sequential,
     steps: int = 2,
     *,
+    loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = token_loss,
     add_grads: Callable[[], None] = lambda: None,
     after_step: Callable[[], None] = lambda: None,
 ) -> None:
     """Train both; gradients, parameters and evaluation must agree.
 
     Args:
+        loss_fn: Of the reference.
         add_grads: Called before gradients are compared.
         after_step: Called after the schedule's step.
     """
     mine, theirs = (torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9) for model in (pipeline, reference))
     for step in range(steps):
         inputs, targets = pipeline.batch_of(step)
-        pipeline.loss_fn(reference(inputs), targets).backward()
+        loss_fn(reference(inputs), targets).backward()
         pipeline.run(step)
         after_step()
         add_grads()
