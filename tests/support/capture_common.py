@@ -143,23 +143,36 @@ class Setting:
             return self.run(self.model, self.optimizers[1], x, scale)
 
         optimizers = [self.optimizers[1]] if self.is_stepping else []
-        arguments = {"warmup_steps": 3, "max_graphs": 8} | options
-        return captured_step(step, self.model, optimizers, [runtime_of(self.model)], self.recorder, **arguments)
+        return self.captured_as(step, optimizers, **{"warmup_steps": 3, **options})
 
-    def check(self, step: CapturedStep[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    def captured_as(
+        self, step: Callable[..., Any], optimizers: Any = None, warmup_steps: int = 2, max_graphs: int = 8
+    ) -> CapturedStep[..., Any]:
+        """Any step, by default with the optimizer of the model."""
+        optimizers = [self.optimizers[1]] if optimizers is None else optimizers
+        runtimes = [runtime_of(self.model)]
+        return captured_step(step, self.model, optimizers, runtimes, self.recorder, warmup_steps, max_graphs)
+
+    def check_steps(self, step: CapturedStep[..., Any], num: int, num_rows: int = 4) -> None:
+        for seed in range(num):
+            self.check(step, rows(seed, num_rows))
+
+    def check(self, step: CapturedStep[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         want = self.run(self.plain, self.optimizers[0], x, *(args or [1.0]), **kwargs)
         got = step(x, *args, **kwargs)
         torch.testing.assert_close(got["loss"], want["loss"].detach())
         torch.testing.assert_close(got["rows"][0], want["rows"][0].detach())
         assert not got["loss"].requires_grad
         self.compare()
+        return got
 
-    def compare(self) -> None:
+    def compare(self, **tolerance: float) -> None:
         for (name, a), b in zip(self.model.named_parameters(), self.plain.parameters(), strict=True):
             torch.testing.assert_close(a.full_tensor(), b, msg=lambda m, n=name: f"{n}: {m}")
             assert (a.grad is None) == (b.grad is None), name
             if b.grad is not None:
-                torch.testing.assert_close(a.grad.full_tensor(), b.grad, msg=lambda m, n=name: f"grad of {n}: {m}")
+                a_grad = a.grad.full_tensor()
+                torch.testing.assert_close(a_grad, b.grad, msg=lambda m, n=name: f"grad of {n}: {m}", **tolerance)
 
 
 def rows(seed: int, num: int = 4, dtype: torch.dtype = torch.float32) -> torch.Tensor:
