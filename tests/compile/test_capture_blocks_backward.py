@@ -17,7 +17,6 @@ from test_capture_blocks import VOCABULARY, WIDTH, Net, OnHost, Pair, Wire, one_
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_gtp import SchedulePolicy, capture_blocks, gtp_shard, quantize_
-from dtensor_gtp.graphs import record_again
 from dtensor_gtp.graphs.capture_blocks import CapturedBlocks
 
 # A block is last here, and the last weight of a recorded block is gathered again for backward.
@@ -74,7 +73,7 @@ class TestWhatBackwardComesTo:
         for model in pair.models:
             model.uses_other = True
         with pytest.raises(
-            RuntimeError, match=r"block 'blocks.2' starts at its .* outputs \[0, 1\], but was recorded for \[0\]"
+            RuntimeError, match=r"'blocks.2' starts at its .* outputs \[0, 1\], but was recorded for \[0\]"
         ):
             train(5)(pair.models[1])
         pair.captured.reset()
@@ -129,18 +128,14 @@ class TestWhatBackwardComesTo:
         for seed in range(2):
             train(seed, count=count)(pair.models[1])
         assert count == 6
-        with pytest.raises(
-            RuntimeError, match=r"record block 'blocks.0': ValueError: it writes to its input 1, of shape \(\)"
-        ):
+        with pytest.raises(RuntimeError, match=r"'blocks.0': ValueError: it writes to its input 1, of shape \(\)"):
             train(2, count=count)(pair.models[1])
 
     def test_arguments_that_a_graph_would_not_see(self, world: Any) -> None:
         """A value on another device, a tensor within an object; nor may a buffer be elsewhere."""
         pair = Pair(world)
         x = torch.randn(7, WIDTH)
-        with pytest.raises(
-            ValueError, match=r"A recorded block \('blocks.0'\) expects tensors on 'cpu', but got one of sh"
-        ):
+        with pytest.raises(ValueError, match=r"\('blocks.0'\) expects tensors on 'cpu', but got one of shape"):
             pair.models[1].blocks[0](x, torch.ones((), device="meta"))
         context = type("Context", (), {})()
         context.cache = x
@@ -148,25 +143,15 @@ class TestWhatBackwardComesTo:
             pair.models[1].blocks[0](x, context)
         pair.captured.remove()
         pair.models[1].blocks[1].register_buffer("limit", torch.ones((), device="meta"))
-        with pytest.raises(
-            ValueError, match=r"capture_blocks, of block 'blocks.1', expects buffers on 'cpu', but 'limit' is"
-        ):
+        with pytest.raises(ValueError, match="of block 'blocks.1', expects buffers on 'cpu', but 'limit' is"):
             CapturedBlocks(pair.models[1], list(pair.models[1].blocks), OnHost(), 2, 4)
-
-    def test_kinds_of_inputs_that_never_come_again_are_not_remembered_for_ever(self, world: Any) -> None:
-        pair = Pair(world)
-        block, x = pair.models[1].blocks[0], torch.randn(7, WIDTH)
-        with mock.patch.object(record_again, "MOST_SEEN", 5):
-            for number in range(8):
-                block(x, float(number))
-        assert len(pair.captured._blocks[0].calls.seen) == 5
 
     def test_removal_before_backward_is_refused(self, world: Any) -> None:
         pair = Pair(world)
         pair.prepare()
         loss = pair.models[1](tokens_of(3))
         with pytest.raises(
-            RuntimeError, match=r"remove\(\) expects that the backward of each forward has run, but that of block"
+            RuntimeError, match=r"remove\(\) expects that the backward of each forward has run, but that"
         ):
             pair.captured.remove()
         loss.backward()
@@ -174,9 +159,9 @@ class TestWhatBackwardComesTo:
 
 
 class TestRefusals:
-    def refused(self, module: nn.Module, blocks: Any, error: type[Exception], match: str, *options: Any) -> None:
+    def refused(self, module: Any, blocks: Any, error: Any, match: str, warmup_calls: int = 2, most: Any = 4) -> None:
         with pytest.raises(error, match=match):
-            CapturedBlocks(module, list(blocks), OnHost(), *(options or (2,)), *((4,) if len(options) < 2 else ()))
+            CapturedBlocks(module, list(blocks), OnHost(), warmup_calls, most)
 
     def test_arguments(self, world: Any) -> None:
         mesh, _ = world
@@ -234,8 +219,6 @@ class TestRefusals:
         for _ in range(2):
             pair.models[1].blocks[0](x)[0].sum().backward()
         pair.models[1].blocks[0].up.forward = lambda x: 1 / 0
-        with pytest.raises(
-            RuntimeError, match=r"could not record block 'blocks.0': ZeroDivisionError: division by zero"
-        ):
+        with pytest.raises(RuntimeError, match="could not record block 'blocks.0': ZeroDivisionError: division by"):
             pair.models[1].blocks[0](x)
         assert runtime_of(pair.models[1]).grads.recording is None
