@@ -143,7 +143,7 @@ class TestWhatBackwardComesTo:
             pair.models[1].blocks[0](x, context)
         pair.captured.remove()
         pair.models[1].blocks[1].register_buffer("limit", torch.ones((), device="meta"))
-        with pytest.raises(ValueError, match="of block 'blocks.1', expects buffers on 'cpu', but 'limit' is"):
+        with pytest.raises(ValueError, match=r"of block 'blocks.1', expects buffers on 'cpu', but 'limit' is"):
             CapturedBlocks(pair.models[1], list(pair.models[1].blocks), OnHost(), 2, 4)
 
     def test_removal_before_backward_is_refused(self, world: Any) -> None:
@@ -219,6 +219,6 @@ class TestRefusals:
         for _ in range(2):
             pair.models[1].blocks[0](x)[0].sum().backward()
         pair.models[1].blocks[0].up.forward = lambda x: 1 / 0
-        with pytest.raises(RuntimeError, match="could not record block 'blocks.0': ZeroDivisionError: division by"):
+        with pytest.raises(RuntimeError, match=r"could not record block 'blocks.0': ZeroDivisionError: division by"):
             pair.models[1].blocks[0](x)
         assert runtime_of(pair.models[1]).grads.recording is None

@@ -70,18 +70,12 @@ class BoxModel(Model):
         return box.x
 
 
-class CallsTwice(Model):
-    """Each block is called twice in a row: its second call needs weights that were freed after the first."""
-
-    def run_layers(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(layer(x))
-        return x
-
-
 class CallsAgain(Model):
+    """A second call in a row needs weights that were freed after the first, as does one that comes later."""
+
     def run_layers(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in [*self.layers, *self.layers]:
+        first, second = self.layers
+        for layer in (first, first, second, first, second):
             x = layer(x)
         return x
 
@@ -113,18 +107,6 @@ class RecomputesInside(Model):
         self.layers = nn.ModuleList([InsideBlock() for _ in range(2)])
 
 
-class Around(nn.Module):
-    """``gtp_shard`` knows nothing of this module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Model()
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.inner(tokens)
-        return logits
-
-
 def scaled_in_place_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     logits = model(tokens[:, :-1])
     logits /= 2
@@ -150,17 +132,18 @@ class TestFullyShardOutside(GlooTest):
             check(make(), both(dp_gtp(), unit, reshard_after_forward=True), dp_gtp())
 
     def test_unit_around_the_sharded_module(self) -> None:
+        """``gtp_shard`` knows nothing of the outer module."""
         mesh = dp_gtp()
 
         def shard(model: Any) -> nn.Module:
-            gtp_shard(model.inner, mesh["gtp"], schedule=ALL)
-            return wrap(model, mesh["dp"], lambda model: model.inner.layers)
+            gtp_shard(model[0], mesh["gtp"], schedule=ALL)
+            return wrap(model, mesh["dp"], lambda model: model[0].layers)
 
-        check(make(Around), shard, mesh)
+        check(make(lambda: nn.Sequential(Model())), shard, mesh)
 
     def test_units_called_several_times_and_inputs_in_a_dataclass(self) -> None:
         looks_into_dataclasses = hasattr(_common_utils, "collect_grad_tensors")  # not in torch 2.11
-        for cls in (CallsTwice, CallsAgain, *([BoxModel] if looks_into_dataclasses else [])):
+        for cls in (CallsAgain, *([BoxModel] if looks_into_dataclasses else [])):
             assert_idle(check(make(cls), both(dp_gtp(), reshard_after_forward=True), dp_gtp()))
 
     def test_frozen_weights_and_an_output_changed_in_place(self) -> None:
@@ -194,16 +177,16 @@ class TestFullyShardOutside(GlooTest):
         batches = [token_batch(generator) for _ in range(2)]
         for batch in batches:
             (next_token_loss(reference, batch) / 2).backward()
-        switches: list[tuple[str, tuple[Any, ...]]] = [
-            ("nothing", ()),
-            ("requires_gradient_sync", (fully_shard_of,)),
+        outer: Any = lambda model: model  # noqa: E731 (the methods of fully_shard come first)
+        for name, kinds in (
+            ("requires_gradient_sync", ()),
+            ("requires_gradient_sync", (outer,)),
             ("requires_gradient_sync", (gtp_of,)),
-            ("requires_gradient_sync", (fully_shard_of, gtp_of)),
-            ("is_last_backward", (fully_shard_of,)),
-            ("is_last_backward", (fully_shard_of, gtp_of)),
-            ("reshard_after_backward", (fully_shard_of, gtp_of)),
-        ]
-        for name, kinds in switches:
+            ("requires_gradient_sync", (outer, gtp_of)),
+            ("is_last_backward", (outer,)),
+            ("is_last_backward", (outer, gtp_of)),
+            ("reshard_after_backward", (outer, gtp_of)),
+        ):
             for index, batch in enumerate(batches):
                 for kind in kinds:
                     getattr(kind(model), f"set_{name}")(index == 1)
@@ -313,11 +296,6 @@ class TestFullyShardOutside(GlooTest):
         assert_bit_equal(records[1], records[0], "delayed and poisoned")
 
 
-def fully_shard_of(model: Any) -> Any:
-    """``model`` with the methods of ``fully_shard``, which come first."""
-    return model
-
-
 class gtp_of:
     """The methods that ``gtp_shard`` gave ``model``: those of ``fully_shard`` of the same names hide them."""
 
@@ -340,7 +318,7 @@ class TestOrder(unittest.TestCase):
 
     def test_gathers_read_only_what_fully_shard_has_gathered(self) -> None:
         """Also while they are in flight: when a unit frees its shards, nothing that was launched still needs them."""
-        for cls in (Model, CallsTwice, CallsAgain):
+        for cls in (Model, CallsAgain):
             model = both(self.mesh, reshard_after_forward=True)(make(cls))
             reads: list[int] = []
             in_flight: list[str] = []
