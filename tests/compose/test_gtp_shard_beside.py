@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from checkpoint_common import PLAIN, check_reload, momentum, topology
+from checkpoint_common import PLAIN, momentum, topology
 from common import ALL, GlooTest, fake_world
-from fsdp_common import Model, both, dp_gtp, make, mesh_of, next_token_loss, tensor_parallel, token_batch, wrap
+from fsdp_common import Model, both, check_resumes, dp_gtp, make, mesh_of, tensor_parallel, wrap
 from torch.distributed._composable import replicate as replicate_by_ddp
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -52,15 +52,8 @@ def clipped(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 class TestBeside(GlooTest):
     """All ranks see different data, for every parameter. What was saved loads onto the same and into one process."""
 
-    def check(
-        self,
-        shard: Callable[[Any], Any],
-        mesh: DeviceMesh,
-        make_optimizer: Any = clipped,
-        make_model: Callable[[int], nn.Module] = lambda seed: make(seed=seed),
-    ) -> None:
-        batch = lambda step: token_batch(torch.Generator().manual_seed(step))  # noqa: E731
-        check_reload(make_model, batch, next_token_loss, [topology(shard, mesh), PLAIN], make_optimizer)
+    def check(self, shard: Callable[[Any], Any], mesh: DeviceMesh, *how: Any) -> None:
+        check_resumes([topology(shard, mesh), PLAIN], *(how or (clipped,)))
 
     def test_siblings(self) -> None:
         """Below a plain parent: ``fully_shard`` over one mesh and over two meshes of the same ranks, others."""
@@ -132,7 +125,7 @@ class TestBeside(GlooTest):
             return DistributedDataParallel(model, process_group=mesh.get_group())
 
         self.check(shard, mesh, momentum)
-        self.check(shard_first, mesh, momentum, lambda seed: make(Plain, seed))
+        self.check(shard_first, mesh, momentum, partial(make, Plain))
         model = gtp_shard(make(), mesh, schedule=ALL, ignored_params=set())
         text = "finds nothing to reduce in a Model .*\\('gtp',\\).*: .*import GTPAccelerator as Accel"
         with self.assertRaisesRegex(RuntimeError, text):

@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn as nn
-from checkpoint_common import PLAIN, check_reload, topology
+from checkpoint_common import PLAIN, topology
 from common import ALL, GlooTest
-from fsdp_common import check, dp_gtp, make, mesh_of, next_token_loss, tensor_parallel, three_axes, token_batch, wrap
+from fsdp_common import (
+    check,
+    check_resumes,
+    dp_gtp,
+    make,
+    make_seeded,
+    mesh_of,
+    next_token_loss,
+    tensor_parallel,
+    three_axes,
+    wrap,
+)
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from dtensor_gtp import gtp_shard
 
 
-def model_of(seed: int) -> Any:
-    return make(seed=seed)
-
-
 class TestCompositions(GlooTest):
-    def check_reload(
-        self, shard: Callable[[Any], Any], mesh: DeviceMesh, make_model: Callable[[int], nn.Module] = model_of
-    ) -> None:
-        """Trained, saved, loaded and trained on."""
-        batch = lambda step: token_batch(torch.Generator().manual_seed(step))  # noqa: E731
-        check_reload(make_model, batch, next_token_loss, [topology(shard, mesh), PLAIN])
-
-    def fresh_compiler(self) -> None:
-        torch._dynamo.reset()
-        counters.clear()
-
     def test_compiled_blocks_inside_of_fully_shard(self) -> None:
         """One graph for all blocks, without a break."""
         mesh = dp_gtp()
@@ -43,9 +38,10 @@ class TestCompositions(GlooTest):
             wrap(model, mesh["dp"])
             for layer in model.layers:
                 layer.compile(backend="aot_eager", fullgraph=True)
-            return model  # type: ignore[no-any-return]
+            return model
 
-        self.fresh_compiler()
+        torch._dynamo.reset()
+        counters.clear()
         check(make(), shard, mesh, num_microbatches=2, steps=1)
         self.assertEqual(counters["stats"]["unique_graphs"], 1)
         self.assertFalse(counters["graph_break"])
@@ -58,10 +54,11 @@ class TestCompositions(GlooTest):
             gtp_shard(model, mesh, schedule=ALL)
             for index, layer in enumerate(model.layers):
                 model.layers[index] = torch.compile(layer, backend="aot_eager", fullgraph=True)
-            return model  # type: ignore[no-any-return]
+            return model
 
-        self.fresh_compiler()
-        self.check_reload(shard, mesh)
+        torch._dynamo.reset()
+        counters.clear()
+        check_resumes([topology(shard, mesh), PLAIN])
         self.assertFalse(counters["graph_break"])
 
     def test_replicas_with_checkpoint_wrappers(self) -> None:
@@ -72,7 +69,7 @@ class TestCompositions(GlooTest):
                 model.layers[index] = checkpoint_wrapper(layer)
             return gtp_shard(model, mesh, schedule=ALL)
 
-        self.check_reload(shard, mesh)
+        check_resumes([topology(shard, mesh), PLAIN])
 
     def test_hsdp_outside(self) -> None:
         mesh = mesh_of((2, 1, 2), ("outer", "middle", "gtp"))
@@ -81,20 +78,21 @@ class TestCompositions(GlooTest):
             gtp_shard(model, mesh["gtp"], schedule=ALL)
             return wrap(model, mesh["outer", "middle"])
 
-        self.check_reload(shard, mesh)
+        check_resumes([topology(shard, mesh), PLAIN])
 
     def test_frozen_weights(self) -> None:
         """A base of which the norms and one layer train."""
         mesh = self.gtp_mesh()
 
         def frozen(seed: int) -> nn.Module:
-            model = model_of(seed)
+            model = make_seeded(seed)
             model.requires_grad_(False)
             for module in (model.norm, model.layers[0].norm, model.layers[1].up):
                 module.requires_grad_(True)
-            return model  # type: ignore[no-any-return]
+            return model
 
-        self.check_reload(lambda model: gtp_shard(model, mesh, schedule=ALL), mesh, frozen)
+        shard = partial(gtp_shard, mesh=mesh, schedule=ALL)
+        check_resumes([topology(shard, mesh), PLAIN], make_model=frozen)
 
     def test_tensor_parallel_in_mixed_precision(self) -> None:
         """Reduced in fp32, the gradients are as close as bf16 compute allows; parameters stay fp32."""
