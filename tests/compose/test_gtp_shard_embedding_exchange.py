@@ -12,7 +12,6 @@ from unittest import mock
 import torch
 import torch.nn as nn
 from common import ALL, GlooTest, assert_same_params, check_training, environment, full, rows_of_rank
-from fsdp_common import dp_gtp
 from runtime_common import (
     VOCABULARY,
     WIDTH,
@@ -28,7 +27,6 @@ from runtime_common import (
 )
 from schedules import explicit
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import MixedPrecisionPolicy, gtp_shard, sharding_report
@@ -59,12 +57,12 @@ def lookup(**options: Any) -> Lookup:
     return Lookup(**options)
 
 
-def recomputed(model: nn.Module, use_reentrant: bool) -> nn.Module:
+def recomputed(model: nn.Module) -> nn.Module:
     forward = model.forward
 
     def checkpointed(tokens: torch.Tensor) -> torch.Tensor:
-        anchor = torch.ones((), requires_grad=True)  # reentrant checkpointing needs an input with a gradient
-        result: torch.Tensor = checkpoint(lambda one: forward(tokens) * one, anchor, use_reentrant=use_reentrant)
+        anchor = torch.ones((), requires_grad=True)  # without an input that has a gradient nothing is recomputed
+        result: torch.Tensor = checkpoint(lambda one: forward(tokens) * one, anchor, use_reentrant=True)
         return result
 
     model.forward = checkpointed  # type: ignore[method-assign]
@@ -186,8 +184,7 @@ class TestEmbeddingExchange(GlooTest):
 
     def test_checkpointing_and_compiled_modules(self) -> None:
         mesh = self.gtp_mesh()
-        for use_reentrant in (False, True):
-            train_two(lookup(), recomputed(shard_copy(lookup(), mesh, schedule=EXCHANGE), use_reentrant), mesh)
+        train_two(lookup(), recomputed(shard_copy(lookup(), mesh, schedule=EXCHANGE)), mesh)
         reference = lookup()
         model = shard_copy(reference, mesh, schedule=EXCHANGE)
         model.compile(backend="aot_eager", fullgraph=True)
@@ -195,16 +192,6 @@ class TestEmbeddingExchange(GlooTest):
         self.assertEqual(num_table_gathers(model), 0)
         with torch.no_grad():
             self.assertEqual(model(make_tokens(0)), reference(make_tokens(0)))
-
-    def test_inside_of_fully_shard(self) -> None:
-        mesh = dp_gtp()
-
-        def shard(model: nn.Module) -> nn.Module:
-            gtp_shard(model, mesh["gtp"], schedule=EXCHANGE)
-            fully_shard(model.table, mesh=mesh["dp"])
-            return fully_shard(model, mesh=mesh["dp"])
-
-        check_training(lookup(), shard, mesh, batch_of(), square_loss, steps=2)
 
     def test_ranks_with_unequal_numbers_of_tokens(self) -> None:
         """Any lengths, down to none, on any rank: fewer and more tokens than before."""

@@ -186,16 +186,9 @@ register_pytree_node(ModelOutput, lambda output: ([output.logits], None), lambda
 
 
 class TestInputs(TestCase):
-    def test_inputs_are_moved_to_the_device(self) -> None:
-        """In containers and dataclasses; here to the meta device, in the test of CUDA to the GPU."""
-        x, device = torch.ones(2), torch.device("meta")
-        (moved, [batch]), options = to_device(((x, [Batch(x)]), {"y": x, "n": 1}), device)
-        self.assertEqual({t.device for t in (moved, batch.x, options["y"])}, {device})
-        self.assertEqual((batch.number, options["n"], x.device.type), (3, 1, "cpu"))
-        self.assertIs(to_device(moved, device), moved)
-
-    def test_every_container_of_pytree(self) -> None:
-        """The containers and their other contents stay as they are; the caller's own are not changed."""
+    def test_every_container_of_pytree_and_dataclasses(self) -> None:
+        """Tensors are moved, here to the meta device, in the test of CUDA to the GPU. The containers and their other
+        contents stay as they are; the caller's own are not changed."""
         x, device = torch.ones(2), torch.device("meta")
         for container, read in (
             (Pair(x, 1), lambda c: c.x),
@@ -203,12 +196,15 @@ class TestInputs(TestCase):
             (defaultdict(list, x=[x]), lambda c: c["x"][0]),
             (deque([1, x], maxlen=2), lambda c: c[1]),
             (ModelOutput(x), lambda c: c.logits),
+            (Batch(x), lambda c: c.x),
+            (((x, [Batch(x)]), {"y": x, "n": 1}), lambda c: c[0][1][0].x),
             ({"a": (x, [Pair(x, None)])}, lambda c: c["a"][1][0].x),
         ):
             moved = to_device(container, device)
             self.assertIs(type(moved), type(container))
             self.assertEqual((read(moved).device, read(container).device.type), (device, "cpu"))
-        self.assertEqual(to_device(Pair(x, 1), device).number, 1)
+            self.assertIs(read(to_device(moved, device)), read(moved))
+        self.assertEqual((to_device(Pair(x, 1), device).number, to_device(Batch(x), device).number), (1, 3))
         self.assertEqual(list(to_device(OrderedDict(b=x, a=1), device)), ["b", "a"])
         self.assertIs(to_device(defaultdict(list, x=[x]), device).default_factory, list)
         self.assertEqual(to_device(deque([1, x], maxlen=2), device).maxlen, 2)

@@ -227,7 +227,7 @@ def check_reload(pipeline: Pipeline, reference: nn.Sequential, **options: Any) -
 
 
 class Recording(Stage):
-    """Notes the order of forwards and backwards."""
+    """Notes the order of forwards and backwards, and the collectives of each kind of backward."""
 
     order = ""
 
@@ -237,7 +237,10 @@ class Recording(Stage):
 
     def backward_maybe_with_nosync(self, backward_type: str, *args: Any, **kwargs: Any) -> Any:
         self.order += "W" if backward_type == "weight" else "B"
-        return super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
+        with counted() as calls:
+            result = super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
+        vars(self).setdefault("counts", {})[backward_type] = calls()
+        return result
 
 
 class OncePerStep(Stage):
@@ -286,28 +289,13 @@ class TestPipeline(GlooTest):
                 expected |= uses
             self.assertEqual(used, expected)
             self.assertEqual(pipeline.num_deviations(), deviations)
-
-    def test_second_part_of_a_backward_gathers_nothing(self) -> None:
-        """And reduces what the first part has left: the fused weights of all stages but the first."""
-        counts = {}
-
-        class Counting(Stage):
-            def backward_maybe_with_nosync(self, backward_type: str, *args: Any, **kwargs: Any) -> Any:
-                with counted() as calls:
-                    result = super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
-                    counts[self.stage_index, backward_type] = calls()[:2]
-                return result
-
-        pipeline = Pipeline(ZERO_BUBBLE, stage_class=Counting)
-        for step in range(2):
-            pipeline.run(step)
-        for index in pipeline.parts:
+        # The second part of a backward gathers nothing, and reduces what the first part has left: the fused weights.
+        for index, stage in zip(pipeline.parts, pipeline.stages, strict=True):
             if index == 0:  # torch does not split it: nobody waits for the gradients of its inputs
-                self.assertEqual(counts[0, "full"][1], 4)
+                self.assertEqual(stage.counts["full"].reduce_scatters, 4)
                 continue
-            num_fused = 2 if index == 3 else 1
-            self.assertEqual(counts[index, "input"][1], 2)
-            self.assertEqual(counts[index, "weight"], (0, num_fused))
+            self.assertEqual(stage.counts["input"].reduce_scatters, 2)
+            self.assertEqual(stage.counts["weight"][:2], (0, 2 if index == 3 else 1))
 
     def test_kept_across_microbatches(self) -> None:
         """Each step gathers each weight once. It is freed by ``reshard``, or when the optimizer has made it stale."""

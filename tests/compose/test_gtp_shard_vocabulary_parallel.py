@@ -217,29 +217,29 @@ class TestVocabularyParallel(GlooTest):
             torch.testing.assert_close(model.head.bias.grad, reference.head.bias.grad)
 
     def test_checkpointed_compiled_and_inside_of_fully_shard(self) -> None:
-        mesh = self.gtp_mesh()
-        tokens = make_tokens()
+        """With an embedding that exchanges, too."""
 
         def recomputed(model: Any) -> None:
             forward = model.forward
             model.forward = lambda tokens: checkpoint(forward, tokens, use_reentrant=False)
 
+        tokens = make_tokens()
         for change in (recomputed, lambda model: model.compile(backend="aot_eager")):
             reference = lm()
-            model = shard_copy(reference, mesh)
+            model = shard_copy(reference, self.gtp_mesh(), schedule=EXCHANGE)
             change(model)
-            model(rows_of_rank(tokens, mesh)).backward()
+            model(rows_of_rank(tokens, self.gtp_mesh())).backward()
             stock_loss(reference, tokens).backward()
             assert_same_params(model, reference, "grad")
             assert_idle(model)
 
-        def shard(model: nn.Module) -> nn.Module:
-            gtp_shard(model, dp_gtp()["gtp"], schedule=ALL)
-            fully_shard(model.body, mesh=dp_gtp()["dp"])
-            return fully_shard(model, mesh=dp_gtp()["dp"])
+        def shard(model: Any) -> Any:
+            gtp_shard(model, dp_gtp()["gtp"], schedule=EXCHANGE)
+            for unit in (model.embedding, model.body, model):
+                fully_shard(unit, mesh=dp_gtp()["dp"])
+            return model
 
-        reference = lm()
-        check_training(reference, shard, dp_gtp(), batch_of(reference), call, steps=2)
+        check_training(lm(), shard, dp_gtp(), batch_of(lm()), call, steps=2)
 
     def test_ranks_with_unequal_numbers_of_tokens(self) -> None:
         mesh = self.gtp_mesh()
