@@ -469,6 +469,8 @@ class TestCaptureBlocks:
             model.double()
         with pytest.raises(RuntimeError, match=r"dtype of 'blocks.0.up.weight' has changed since capture_blocks"):
             pair.models[1](tokens_of(3))
+        for model in pair.models:
+            model.float()
         pair.captured.remove()
         assert pair.captured.num_graphs == 0
         assert all("forward" not in block.__dict__ for block in pair.models[1].blocks)
