@@ -3,7 +3,6 @@ would. Either a graph sees it, or it is recorded anew, or the step is refused.""
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn as nn
-from capture_common import OnHost, Setting, captured_step, rows
+from capture_common import OnHost, Setting, rows
 from common import ALL, fake_world
 from runtime_common import assert_idle, local, runtime_of
 from torch.distributed.device_mesh import init_device_mesh
@@ -343,45 +342,14 @@ class Head(nn.Module):
         return self.head(self.trunk(x)) * self.table[:12]
 
 
-class Around(OnHost):
-    """Of a module around the sharded one."""
-
-    def __init__(self, model: Head, optimizers: list[torch.optim.Optimizer]) -> None:
-        super().__init__(model, optimizers)
-        self.sharded = model.trunk
-
-
-class Beside:
-    """Trains a ``Head`` and the same in plain torch."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("gtp",))
-        layers = nn.Linear(12, 12), nn.Linear(12, 12)
-        self.plain = Head(*copy.deepcopy(layers))
-        self.model = Head(gtp_shard(copy.deepcopy(layers[0]), mesh, schedule=ALL), copy.deepcopy(layers[1]))
-        self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (self.plain, self.model)]
-        self.recorder = Around(self.model, [self.optimizers[1]])
-        runtimes = [runtime_of(self.model.trunk)]
-        optimizers = [self.optimizers[1]]
-        self.step = captured_step(lambda x: self.run(1, x), self.model, optimizers, runtimes, self.recorder, 3, 8)
-
-    def run(self, which: int, x: torch.Tensor) -> torch.Tensor:
-        loss = (self.plain, self.model)[which](x).square().mean()
-        loss.backward()
-        self.optimizers[which].step()
-        self.optimizers[which].zero_grad()
-        return loss
-
-    def check(self, x: torch.Tensor) -> None:
-        torch.testing.assert_close(self.step(x), self.run(0, x).detach())
-        for a, b in zip(self.model.parameters(), self.plain.parameters(), strict=True):
-            torch.testing.assert_close(local(a), b)
+def beside() -> Setting:
+    return Setting(plain=lambda: Head(nn.Linear(12, 12), nn.Linear(12, 12)), sharded="trunk")
 
 
 class TestAroundTheShardedModule:
     def test_parameters_that_nobody_manages_are_seen_to_change(self) -> None:
-        both = Beside()
+        both = beside()
+        step = both.captured()
         replaced = [nn.Parameter(torch.full((12,), 0.5)) for _ in range(2)]
 
         def move() -> None:
@@ -398,47 +366,46 @@ class TestAroundTheShardedModule:
             move,
             replace,
         ):
-            for seed in range(5):
-                both.check(rows(seed))
+            both.check_steps(step, 5)
             assert both.recorder.events[-1] == "replay"
             change()
-            both.check(rows(7))
+            both.check(step, rows(7))
             assert both.recorder.events[-1] == "eager"
 
     def test_a_table_that_grows_is_not_read_where_it_was(self) -> None:
-        both = Beside()
-        for seed in range(5):
-            both.check(rows(seed))
-        both.check(rows(5, 6))
-        assert both.step.num_graphs == 0, "the graph of four rows reads a table that is gone"
+        both = beside()
+        step = both.captured()
+        both.check_steps(step, 5)
+        both.check(step, rows(5, 6))
+        assert step.num_graphs == 0, "the graph of four rows reads a table that is gone"
         for seed in range(3):
-            both.check(rows(seed))
-            both.check(rows(seed, 6))
-        assert both.step.num_graphs == 2
+            both.check(step, rows(seed))
+            both.check(step, rows(seed, 6))
+        assert step.num_graphs == 2
 
     def test_a_buffer_that_is_replaced_in_each_step_is_refused_and_put_back(self) -> None:
-        both = Beside()
+        both = beside()
+        step = both.captured()
         both.model.is_replacing = both.plain.is_replacing = True
-        for seed in range(3):
-            both.check(rows(seed))
+        both.check_steps(step, 3)
         table = both.model.table
         with pytest.raises(RuntimeError, match=r"replaced buffer 'table'. A replay would still use the old one"):
-            both.step(rows(3))
+            step(rows(3))
         assert both.model.table is table
         both.model.is_replacing = False
 
-        def overwrite(x: torch.Tensor) -> torch.Tensor:
+        def overwrite(x: torch.Tensor) -> Any:
             if both.recorder.events[-1] == "record":
                 table.data = 0.5 * table
                 both.model.head.bias.data = both.model.head.bias.detach() + 1.0
-            return both.run(1, x)
+            return both.run(both.model, both.optimizers[1], x, 1.0)
 
         values = [table.clone(), both.model.head.bias.detach().clone()]
         with (
-            mock.patch.object(both.step, "_fn", overwrite),
+            mock.patch.object(step, "_fn", overwrite),
             pytest.raises(RuntimeError, match="A replay would still use the old one"),
         ):
-            both.step(rows(3))
+            step(rows(3))
         for now, before in zip((both.model.table, both.model.head.bias), values, strict=True):
             assert torch.equal(now, before)
 
