@@ -98,6 +98,10 @@ def job_state(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any
     return state if scheduler is None else state | {"scheduler": scheduler.state_dict()}
 
 
+def set_job_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
 class Topology(NamedTuple):
     """How a plain model is sharded and wrapped, and which part of a global batch this rank has there."""
 
