@@ -117,10 +117,9 @@ for caller in callers:
 @pytest.mark.parametrize(
     ("case", "found"),
     [
-        # of the world, of both axes, and beside the gtp axis
-        ("own", {"own": 4, "racing": [], "racing of users": 0, "used": [], "overlaps": []}),
+        ("own", {"racing": [], "racing of users": 0, "used": [], "overlaps": []}),
         # Weights travel in groups beside the user's. There replicas are added, one collective after the other.
-        ("users", {"own": 2, "racing": [], "racing of users": 3, "used": ["all_reduce on replicate"], "overlaps": []}),
+        ("users", {"racing": [], "racing of users": 3, "used": ["all_reduce on replicate"], "overlaps": []}),
     ],
 )
 def test_groups_of_the_package_and_of_users(case: str, found: dict[str, Any], tmp_path: Path) -> None:
@@ -129,7 +128,11 @@ def test_groups_of_the_package_and_of_users(case: str, found: dict[str, Any], tm
     result = run_forked([script, case], 4)
     assert result.status == 0, result.output
     (line,) = [line for line in result.output.splitlines() if line.startswith("found ")]
-    assert json.loads(line.removeprefix("found ")) == found
+    all_found = json.loads(line.removeprefix("found "))
+    num_own = all_found.pop("own")
+    # of the world, of both axes, and beside the gtp axis; there is one beside each of the user's axes
+    assert num_own == 2 if case == "users" else num_own > 3
+    assert all_found == found
 
 
 @pytest.mark.soak

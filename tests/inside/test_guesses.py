@@ -50,10 +50,10 @@ def test_a_first_pass_follows_its_guess() -> None:
     """What is in flight after each use."""
     for blocks, uses, found, num_deviations in (
         # beside uses that are not in it
-        ([[1, 2], [3, 4]], (0, 1, 2, 3, 4, 5), [[1, 2], [2, 3], [3, 4], [4], [], []], 0),
+        ([[1, 2], [3, 4]], (0, 1, 2, 3, 4, 5), [[1, 2], [2, 3], [3, 4], [4], [], []], 2),
         # a block is passed over, and a weight with its block
         ([[1, 2], [3, 4], [5, 6]], (1, 2, 5, 6), [[2, 3], [3, 4], [6], []], 1),
-        ([[1, 2, 3], [4, 5, 6]], (1, 3, 4, 6), [[2, 3], [2, 4], [6, 5], [5]], 1),
+        ([[1, 2, 3], [4, 5, 6]], (1, 3, 4, 6), [[2, 3], [2, 4], [6, 5], [5]], 2),
         # later blocks follow the order of the first one
         (
             *([[1, 2, 3], [4, 5, 6], [7, 8]], (1, 3, 2, 4, 6, 5, 7, 8)),
