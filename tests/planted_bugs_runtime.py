@@ -212,7 +212,7 @@ RUNTIME = {
     "a later round of a large gather writes over the first": Bug(
         "_rounds",
         replace("part.target + begin * row_nbytes", "part.target"),
-        f"{COPY_ENGINE}::test_large_gathers_take_rounds",
+        f"{COPY_ENGINE}::test_gathers_of_several_tensors",
     ),
     "rounds of a large gather do not take turns in the stage": Bug(
         "CopyEngine._gather",

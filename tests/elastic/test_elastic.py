@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from graphlib import TopologicalSorter
 from itertools import chain, pairwise
 from typing import Any
@@ -114,9 +114,10 @@ class Elastic:
         apply: Callable[..., Any] = shard_small,
         make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
         bucket_nbytes: int = BUCKET_NBYTES,
+        loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] = token_loss,
         **options: Any,
     ) -> None:
-        self.mesh = mesh
+        self.mesh, self.loss = mesh, loss
         self.reference = make(0) if reference is None else reference
         self.model: Any = copy.deepcopy(self.reference)
         apply(self.model, mesh, **options)
@@ -126,8 +127,8 @@ class Elastic:
     def backward(self, batch: torch.Tensor, scale: float = 1.0) -> None:
         share = self.mesh.rebalance_batch(len(batch))
         self.sync.set_batch(share)
-        (token_loss(self.reference, batch) * scale).backward()
-        (token_loss(self.model, batch[share.rows]) * scale).backward()
+        (self.loss(self.reference, batch) * scale).backward()
+        (self.loss(self.model, batch[share.rows]) * scale).backward()
 
     def step(self, **tolerance: float) -> None:
         assert_same_params(self.model, self.reference, "grad", **tolerance)
@@ -162,15 +163,12 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 class TestSixRanks(GlooTest):
     world_size = 6
 
-    def replicas(self, *ranks: Sequence[int], tp: int = 1) -> ElasticMesh:
-        return _replicas(tuple(map(tuple, ranks)), tp)
-
     def unequal(self) -> ElasticMesh:
-        return self.replicas([0, 1, 2], [3, 4], [5])
+        return _replicas(((0, 1, 2), (3, 4), (5,)))
 
     def test_patterns_of_failures(self) -> None:
         for ranks in (([0], [1, 2, 3, 4], [5]), ([0], [1, 2], [3, 4, 5]), ([5, 0, 3], [], [4, 2], [1])):
-            Elastic(self.replicas(*ranks)).train()
+            Elastic(nonuniform_mesh("cpu", replicas=ranks)).train()
 
     def test_failed_coordinates(self) -> None:
         mesh = nonuniform_mesh("cpu", replicate=3, gtp=4, failed={(0, r, 0) for r in range(4)} | {(2, 1, 0), (2, 3, 0)})
@@ -179,28 +177,20 @@ class TestSixRanks(GlooTest):
         self.assertRegex(repr(mesh), r"ElasticMesh: 2 replicas of 6 ranks\n.*gtp 4 .*\n.*gtp 4 -> 2\n\(this is rank \d")
 
     def test_tensor_parallel_replicas(self) -> None:
-        """Equal sizes of tp, and replicas that have given it up: copies of what tp does not cut count once."""
-        for ranks, sizes in (
-            (([0, 1, 2, 3], [4, 5]), [(2, 2), (1, 2)]),
-            (([0, 1], [2, 3, 4], [5]), [(1, 2), (3, 1), (1, 1)]),
+        """Equal sizes of tp, and replicas that have given it up: copies of what tp does not cut count once. Five heads
+        over 3, 2 and 1 ranks, and over 4 and 2, are whole ones everywhere."""
+        five = [WeightSpec("wq", (5 * HEAD_DIM, 6), tp_dim=0, tp_block_size=HEAD_DIM)]
+        for replicas, tp, weights, num_heads in (
+            ([[0, 1, 2, 3], [4, 5]], 2, (), None),
+            ([[0, 1], [2, 3, 4], [5]], 2, (), None),
+            ([[0, 1, 2], [3, 4], [5]], 3, five, (2, 2, 1, 3, 2, 5)),
+            ([[0, 1, 2, 3], [4, 5]], 4, five, (2, 2, 1, 0, 3, 2)),
         ):
-            mesh = self.replicas(*ranks, tp=2)
-            self.assertEqual([(replica.gtp, replica.tp) for replica in mesh.layout.replicas], sizes)
+            mesh = nonuniform_mesh("cpu", replicas=replicas, tp=tp, weights=weights)
             torch.manual_seed(3)
-            Elastic(mesh, Heads(4), shard_equal_heads).train()
-
-    def test_heads_that_no_size_of_tp_divides(self) -> None:
-        """Five heads over 3, 2 and 1 ranks, and over 4 and 2: whole ones everywhere. Over 2 x 2 in
-        ``test_elastic_checkpoint.py``."""
-        weights = [WeightSpec("wq", (5 * HEAD_DIM, 6), tp_dim=0, tp_block_size=HEAD_DIM)]
-        for ranks, tp, num_heads in (
-            (([0, 1, 2], [3, 4], [5]), 3, (2, 2, 1, 3, 2, 5)),
-            (([0, 1, 2, 3], [4, 5]), 4, (2, 2, 1, 0, 3, 2)),
-        ):
-            mesh = nonuniform_mesh("cpu", replicas=ranks, tp=tp, weights=weights)
-            torch.manual_seed(3)
-            elastic = Elastic(mesh, Heads(), shard_heads)
-            self.assertEqual(local(elastic.model.wq.weight).shape, (num_heads[dist.get_rank()] * HEAD_DIM, 6))
+            elastic = Elastic(mesh, Heads(5 if weights else 4), shard_heads if weights else shard_equal_heads)
+            if num_heads is not None:
+                self.assertEqual(local(elastic.model.wq.weight).shape, (num_heads[dist.get_rank()] * HEAD_DIM, 6))
             elastic.train()
 
     def test_gradient_accumulation(self) -> None:
@@ -219,28 +209,20 @@ class TestSixRanks(GlooTest):
             elastic.step()
 
     def test_split_that_is_not_the_planned_one(self) -> None:
-        """Numbers of samples as they come, a rank without any, whose loss is no number."""
+        """Numbers of samples as they come, a rank without any, whose loss is no number. Losses that are divided by the
+        number of all samples need no weights."""
+        counts, rank = [1, 4, 0, 2, 2, 3], dist.get_rank()
+        batch = tokens_of(0, sum(counts))
+        own = batch[sum(counts[:rank]) :][: counts[rank]] if counts[rank] else batch[:1]
         elastic = Elastic(self.unequal(), make_optimizer=sgd)
-        counts = [1, 4, 0, 2, 2, 3]
-        rank = dist.get_rank()
-        for step in range(2):
-            batch = tokens_of(step, sum(counts))
-            own = batch[sum(counts[:rank]) :][: counts[rank]] if counts[rank] else batch[:1]
-            elastic.sync.set_batch(counts[rank])
+        for scale in (1.0, counts[rank] / sum(counts)):
+            if scale == 1.0:
+                elastic.sync.set_batch(counts[rank])
+            else:
+                elastic.model.set_gradient_divide_factor(1)
             token_loss(elastic.reference, batch).backward()
-            (token_loss(elastic.model, own) * (1.0 if counts[rank] else float("nan"))).backward()
+            (token_loss(elastic.model, own) * (scale if counts[rank] else float("nan"))).backward()
             elastic.step()
-
-    def test_divide_factor_sums_as_it_is_told(self) -> None:
-        """Losses that are divided by the number of samples of all need no weights, whatever the shares."""
-        elastic = Elastic(self.unequal())
-        elastic.model.set_gradient_divide_factor(1)
-        batch = tokens_of(0, 13)
-        rows = elastic.mesh.rebalance_batch(13).rows
-        token_loss(elastic.reference, batch).backward()
-        own = batch[rows]
-        (token_loss(elastic.model, own) * len(own) / 13).backward()
-        elastic.step()
 
     def test_context_parallel_along_gtp(self) -> None:
         """The ranks of a replica share its sequences: in each replica they have parts of another length."""
@@ -264,13 +246,9 @@ class TestSixRanks(GlooTest):
     def test_experts_without_an_axis_of_their_own(self) -> None:
         """Each rank runs all experts; their weights are cut over gtp as others. Expert parallelism is refused."""
         mesh = self.unequal()
-        elastic = Elastic(mesh, Experts(), shard_all, sgd)
+        elastic = Elastic(mesh, Experts(), shard_all, sgd, loss=lambda model, x: model(x).square().mean())
         for step in range(2):
-            batch = torch.randn(13, 8, generator=torch.Generator().manual_seed(step))
-            share = mesh.rebalance_batch(len(batch))
-            elastic.sync.set_batch(share)
-            elastic.reference(batch).square().mean().backward()
-            elastic.model(batch[share.rows]).square().mean().backward()
+            elastic.backward(torch.randn(13, 8, generator=torch.Generator().manual_seed(step)))
             elastic.step()
         folded = parallelize_experts(Experts(), mesh["gtp"])
         gtp_shard(folded, mesh["tp"], schedule=ALL)
@@ -424,79 +402,67 @@ class TestSixRanks(GlooTest):
                 elastic.sync.check_values()
 
     def test_synchronize_replicas_refuses(self) -> None:
-        mesh = self.unequal()
-        plain = make(0)
-        split = gtp_shard(make(0), mesh.weights, schedule=ALL, shard_optimizer=True)
+        mesh, model = self.unequal(), gtp_shard(make(0), self.unequal().weights, schedule=ALL)
         everywhere = gtp_shard(make(0), mesh.world, schedule=ALL)
-        model = gtp_shard(make(0), mesh.weights, schedule=ALL)
+        split = gtp_shard(make(0), mesh.weights, schedule=ALL, shard_optimizer=True)
         with mock.patch.object(api, "refuse_unavailable"):  # a CPU has no copy engines
             copying = gtp_shard(nn.Linear(8, 8), mesh.weights, schedule=explicit(gather_backend="copy_engine"))
-        synced = gtp_shard(make(0), mesh.weights, schedule=ALL)
-        synchronize_replicas(synced, mesh)
         streams = "gather_backend='copy_engine'.: streams would wait forever .* Leave out gather_backend"
-        for error, message, call in (
-            (ValueError, "was passed to gtp_shard, but got another", lambda: synchronize_replicas(plain, mesh)),
-            (TypeError, "an ElasticMesh as mesh", lambda: synchronize_replicas(plain, mesh.world)),  # type: ignore[arg-type]
-            (NotImplementedError, "support gtp_shard.shard_optimizer=True", lambda: synchronize_replicas(split, mesh)),
-            (
-                ValueError,
-                r"sharded over mesh.weights \(ranks \[.*every gtp_shard call",
-                lambda: synchronize_replicas(everywhere, mesh),
-            ),
-            (NotImplementedError, streams, lambda: synchronize_replicas(copying, mesh)),
-            (ValueError, "bucket_nbytes to be at", lambda: synchronize_replicas(model, mesh, bucket_nbytes=0)),
-            (ValueError, "was called on this .* already", lambda: synchronize_replicas(synced, mesh)),
-            (
-                NotImplementedError,
-                "capture_step .* would repeat the shares .* init_weight_mesh",
-                lambda: capture_step(print, synced, sgd(synced)),
-            ),
-            (
-                ValueError,
-                "synchronize_replicas was already called on a part of it",
-                lambda: gtp_shard(nn.Sequential(synced), mesh.weights),
-            ),
+        for error, message, refused, where in (
+            (ValueError, "was passed to gtp_shard, but got another", make(0), mesh),
+            (TypeError, "an ElasticMesh as mesh", make(0), mesh.world),
+            (NotImplementedError, "does not support gtp_shard.shard_optimizer=True", split, mesh),
+            (ValueError, r"sharded over mesh.weights \(ranks \[.*every gtp_shard call", everywhere, mesh),
+            (NotImplementedError, streams, copying, mesh),
         ):
             with self.assertRaisesRegex(error, message):
-                call()
+                synchronize_replicas(refused, where)  # type: ignore[arg-type]
+        with self.assertRaisesRegex(ValueError, "bucket_nbytes to be at least 1"):
+            synchronize_replicas(model, mesh, bucket_nbytes=0)
+        synchronize_replicas(model, mesh)
+        with self.assertRaisesRegex(ValueError, "was called on this .* already"):
+            synchronize_replicas(model, mesh)
+        with self.assertRaisesRegex(NotImplementedError, "capture_step .* would repeat the shares .* init_weight_mesh"):
+            capture_step(print, model, sgd(model))
+        with self.assertRaisesRegex(ValueError, "synchronize_replicas was already called on a part of it"):
+            gtp_shard(nn.Sequential(model), mesh.weights)
 
     def test_set_batch_refuses(self) -> None:
-        elastic = Elastic(self.unequal())
-        is_first = dist.get_rank() == 0
-        for count, message in ((-1 if is_first else 2, "numbers of samples >= 0"), (0, "not all 0")):
-            with self.assertRaisesRegex(ValueError, message):
-                elastic.sync.set_batch(count)
-        with self.assertRaisesRegex(ValueError, "a share of this mesh"):
-            elastic.sync.set_batch(BatchShare(0, 1, ((1, 1), (1,))))
-        parallel = self.replicas([0, 1, 2, 3], [4, 5], tp=2)
-        sync = Elastic(parallel, Heads(4), shard_equal_heads).sync
-        with self.assertRaisesRegex(ValueError, "the same number on all ranks of a tp group"):
-            sync.set_batch(dist.get_rank() + 1)
-
-    def test_nonuniform_mesh_refuses_on_all_ranks(self) -> None:
-        for message, options in (
-            (
-                r"replicas of 6 ranks \(WORLD_SIZE\), but got \[4, 3\]",
-                {"replicate": 2, "gtp": 4, "failed": {(1, 0, 0)}},
-            ),
-            (
-                r"either replicas or the sizes before .*, but got replicas=\[.*\], replicate=2, gtp=None",
-                {"replicate": 2, "replicas": [[0, 1, 2], [3, 4, 5]]},
-            ),
-            (r"\(replicate and gtp, failed\), but got replicas=None, replicate=2, gtp=None", {"replicate": 2}),
-            ("do not overlap, but rank 3", {"replicas": [[0, 1, 2, 3], [3, 4, 5]]}),
+        rank, sync = dist.get_rank(), Elastic(self.unequal()).sync
+        tp = nonuniform_mesh("cpu", replicas=[[0, 1, 2, 3], [4, 5]], tp=2)
+        for of, batch, message in (
+            (sync, 2 if rank else -1, "numbers of samples >= 0"),
+            (sync, 0, "not all 0"),
+            (sync, BatchShare(0, 1, ((1, 1), (1,))), "a share of this mesh"),
+            (Elastic(tp, Heads(4), shard_equal_heads).sync, rank + 1, "the same number on all ranks of a tp group"),
         ):
             with self.assertRaisesRegex(ValueError, message):
+                of.set_batch(batch)
+
+    def test_nonuniform_mesh_refuses_on_all_ranks(self) -> None:
+        halves = [[0, 1, 2], [3, 4, 5]]
+        unlike = [[0, 1, 2, 3], [4, 5]] if dist.get_rank() else halves
+        weights = [WeightSpec("w", (1 << 10, 1 << 10))]
+        large = {"replicas": [range(5), [5]], "weights": weights, "memory": MemoryModel(budget=20 << 20)}
+        neither = r"\(replicate and gtp, failed\), but got replicas=None, replicate=2, gtp=None"
+        both = r"either replicas or the sizes before .*, but got replicas=\[.*\], replicate=2, gtp=None"
+        for error, message, options in (
+            (
+                ValueError,
+                r"6 ranks \(WORLD_SIZE\), but got \[4, 3\]",
+                {"replicate": 2, "gtp": 4, "failed": {(1, 0, 0)}},
+            ),
+            (ValueError, both, {"replicate": 2, "replicas": halves}),
+            (ValueError, neither, {"replicate": 2}),
+            (ValueError, "do not overlap, but rank 3", {"replicas": [[0, 1, 2, 3], [3, 4, 5]]}),
+            (RuntimeError, "nonuniform_mesh expects the same arguments", {"replicas": unlike}),
+            (ValueError, r"replica 1 of 1 ranks .* is too small: rank 5 needs 2\d\.0 MiB", large),
+        ):
+            with self.assertRaisesRegex(error, message):
                 nonuniform_mesh("cpu", **options)  # type: ignore[arg-type]
-        sizes = [[0, 1, 2, 3], [4, 5]] if dist.get_rank() else [[0, 1, 2], [3, 4, 5]]
-        with self.assertRaisesRegex(RuntimeError, "nonuniform_mesh expects the same arguments"):
-            nonuniform_mesh("cpu", replicas=sizes)
-        weights, memory = [WeightSpec("w", (1 << 10, 1 << 10))], MemoryModel(budget=20 << 20)
-        with self.assertRaisesRegex(ValueError, r"replica 1 of 1 ranks .* is too small: rank 5 needs 2\d\.0 MiB"):
-            nonuniform_mesh("cpu", replicas=[range(5), [5]], weights=weights, memory=memory)
 
 
 @functools.cache
-def _replicas(ranks: tuple[tuple[int, ...], ...], tp: int) -> ElasticMesh:
+def _replicas(ranks: tuple[tuple[int, ...], ...], tp: int = 1) -> ElasticMesh:
     """Each mesh once: to connect its process groups takes longer than a test."""
     return nonuniform_mesh("cpu", replicas=ranks, tp=tp)

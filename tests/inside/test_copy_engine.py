@@ -142,60 +142,52 @@ SHARDS = [
     [((200, 3), torch.bfloat16)],
     [((1,), torch.uint8)],
     [((0, 4), torch.float32), ((64, 4), torch.int16)],
+    [((3, 100), torch.float32)],
 ]
 
 
-def test_gathers_of_several_tensors() -> None:
-    ranks = Ranks()
-
-    def job(group: Group) -> None:
-        backend = Engine(group, CPU)
-        for turn, shapes in enumerate(SHARDS * 2):
-            shards = [value(group.rank(), shape, dtype, turn) for shape, dtype in shapes]
-            outputs = [torch.full((NUM_RANKS * s.shape[0], *s.shape[1:]), 111, dtype=s.dtype) for s in shards]
-            if turn % 2:  # in place, as shards that had to be cast are
-                for output, shard in zip(outputs, shards, strict=True):
-                    output.view(NUM_RANKS, *shard.shape)[group.rank()].copy_(shard)
-                shards = [output.chunk(NUM_RANKS)[group.rank()] if output.numel() else output for output in outputs]
-            backend.all_gather(outputs, shards)
-            for output, (shape, dtype) in zip(outputs, shapes, strict=True):
-                want = torch.cat([value(rank, shape, dtype, turn) for rank in range(NUM_RANKS)])
-                assert torch.equal(output, want), f"rank {group.rank()}, turn {turn}, {shape}"
-
-    ranks.run(job)
-    # The first one, and each time that a gather is larger than all before.
-    assert ranks.num_stages == [4] * NUM_RANKS
-
-
-def test_large_gathers_take_rounds() -> None:
-    """Cut at rows wherever a round ends, between tensors and within one. The last ranks may have fewer rows."""
-    ranks, most = Ranks(), 64
-    num_rounds = [0] * NUM_RANKS
+@pytest.mark.parametrize(
+    ("most", "num_rounds", "num_stages"),
+    [
+        (None, 12, 4),  # the first stage, and each time that a gather is larger than all before
+        # 60, 14 + 3 + 2 x 48, 20 rounds of ten rows of 6 bytes, 1, 8 rounds of eight rows, one for each long row. Two
+        # rounds fit into a stage, and then twice a row that is longer than a round.
+        (64, 2 * (1 + 3 + 20 + 1 + 8 + 3), 2),
+    ],
+)
+def test_gathers_of_several_tensors(most: int | None, num_rounds: int, num_stages: int) -> None:
+    """Cut at rows wherever a round ends, between tensors and within one. The second time in place, as shards that had
+    to be cast are, and the last rank has fewer rows."""
+    ranks, rounds = Ranks(), [0] * NUM_RANKS
 
     class Counting(Engine):
         def _gather(self, parts: Any, ready: Any) -> None:
-            assert sum(part.nbytes for part in parts) <= most or len(parts) == 1
-            num_rounds[self.rank] += 1
+            assert most is None or sum(part.nbytes for part in parts) <= most or len(parts) == 1
+            rounds[self.rank] += 1
             super()._gather(parts, ready)
 
     def job(group: Group) -> None:
         backend = Counting(group, CPU, most)
-        for turn, shapes in enumerate([*SHARDS, [((3, 100), torch.float32)]]):
-            full = [value(rank, shape, dtype, turn) for rank in range(NUM_RANKS) for shape, dtype in shapes]
-            wants = [torch.cat(full[index :: len(shapes)]) for index in range(len(shapes))]
+        for turn, shapes in enumerate(SHARDS * 2):
+            wants = [torch.cat([value(rank, *shape, turn) for rank in range(NUM_RANKS)]) for shape in shapes]
             outputs = [torch.full_like(want, 111) for want in wants]
-            shards = [want.chunk(NUM_RANKS)[group.rank()] if want.numel() else want for want in wants]
-            is_last = group.rank() == NUM_RANKS - 1
-            backend.all_gather(outputs, [shard[: len(shard) - 1] if is_last else shard for shard in shards])
+            own = [want.chunk(NUM_RANKS)[group.rank()] if want.numel() else want for want in wants]
+            is_again = turn >= len(SHARDS)
+            if is_again and group.rank() == NUM_RANKS - 1:
+                own = [shard[: len(shard) - 1] for shard in own]
+            if is_again:
+                places = [
+                    output[len(want) // NUM_RANKS * group.rank() :] for output, want in zip(outputs, wants, strict=True)
+                ]
+                own = [place[: len(shard)].copy_(shard) for place, shard in zip(places, own, strict=True)]
+            backend.all_gather(outputs, own)
             for output, want in zip(outputs, wants, strict=True):
-                filled = len(want) - 1 if len(want) else 0
+                filled = len(want) - (is_again and len(want) > 0)
                 assert torch.equal(output[:filled], want[:filled]), f"rank {group.rank()}, turn {turn}"
 
     ranks.run(job)
-    # 60, 14 + 3 + 2 x 48, 20 rounds of ten rows of 6 bytes, 1, 8 rounds of eight rows, and one for each long row.
-    assert num_rounds == [1 + 3 + 20 + 1 + 8 + 3] * NUM_RANKS
-    # Two rounds, and then twice a row that is longer than a round.
-    assert ranks.num_stages == [2] * NUM_RANKS
+    assert rounds == [num_rounds] * NUM_RANKS
+    assert ranks.num_stages == [num_stages] * NUM_RANKS
 
 
 def test_rounds_of_any_number_of_ranks_fill_the_stage() -> None:
