@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.distributed_c10d as distributed_c10d
 import torch.nn as nn
-from checkpoint_common import adamw, job_state, make, set_job_state, shard
+from checkpoint_common import RecordingPlanner, adamw, job_state, make, set_job_state, shard
 from common import GlooTest, assert_same_params, full, shared_directory
 from quant_common import Net, blocks_only, gtp, loss_of, reference_of, take_over
 from quant_common import tokens_of as quantized_tokens_of
@@ -118,18 +117,8 @@ class Job(Reference):
             self.sync.check_values()
 
 
-class RecordingPlanner(ReplicaSavePlanner):
-    """Counts who writes what; only the coordinator sees the global plan."""
-
-    def __init__(self, mesh: ElasticMesh) -> None:
-        super().__init__(mesh)
-        self.writes: Counter[Any] = Counter()
-
-    def create_global_plan(self, all_plans: list[Any]) -> Any:
-        plans, metadata = super().create_global_plan(all_plans)
-        items = [item for plan in plans for item in plan.items]
-        self.writes = Counter((i.index.fqn, i.index.offset) for i in items)
-        return plans, metadata
+class RecordingReplicas(RecordingPlanner, ReplicaSavePlanner):
+    """Counts who writes what of unequal replicas."""
 
 
 class TestElasticCheckpoint(GlooTest):
@@ -138,7 +127,7 @@ class TestElasticCheckpoint(GlooTest):
     def test_from_unequal_replicas_to_any_layout_and_back(self) -> None:
         mesh = _replicas(UNEQUAL)
         with shared_directory() as path:
-            job, planner = Job(mesh), RecordingPlanner(mesh)
+            job, planner = Job(mesh), RecordingReplicas(mesh)
             job.train(range(2))
             dcp.save(job_state(job.model, job.optimizer), checkpoint_id=path / "2", planner=planner)
             if dist.get_rank() == 0:
@@ -172,7 +161,7 @@ class TestElasticCheckpoint(GlooTest):
         torch.manual_seed(3)
         job = Elastic(meshes[0], Heads(), shard_heads)
         job.train()
-        state, planner = job_state(job.model, job.optimizers[1]), RecordingPlanner(meshes[0])
+        state, planner = job_state(job.model, job.optimizers[1]), RecordingReplicas(meshes[0])
         held = hold_state(state, step=2) if dist.get_rank() != 2 else None
         with shared_directory() as path:
             dcp.save(state, checkpoint_id=path, planner=planner)

@@ -255,8 +255,7 @@ class TestSegments(TestCase):
         layout = plan_replicas(replicate=2, gtp=4, failed={(1, 2, 0)})
         weights = [
             WeightSpec("embedding.weight", (11, 64)),
-            WeightSpec("wq.weight", (32, 64), block_size=4),
-            WeightSpec("w2.weight", (64, 32), nbytes=2),
+            WeightSpec("wq.weight", (32, 64), block_size=4, nbytes=2),
             WeightSpec("norm.weight", (64,), dim=None),
         ]
         self.assertExpectedInline(
@@ -278,21 +277,14 @@ wq.weight (32, 64), gtp cuts dim 0 in blocks of 4
   dim 0 12:16              owners 1 | 5
   dim 0 16:24              owners 2 | 5
   dim 0 24:32              owners 3 | 6
-w2.weight (64, 32), gtp cuts dim 0
-  dim 0 0:16               owners 0 | 4
-  dim 0 16:22              owners 1 | 4
-  dim 0 22:32              owners 1 | 5
-  dim 0 32:44              owners 2 | 5
-  dim 0 44:48              owners 2 | 6
-  dim 0 48:64              owners 3 | 6
 norm.weight (64,), whole
 6 buckets
-  owners 0 | 4             3 segments, 3.8 KiB
-  owners 1 | 4             3 segments, 1.6 KiB
-  owners 1 | 5             3 segments, 2.1 KiB
-  owners 2 | 5             3 segments, 3.2 KiB
-  owners 2 | 6             2 segments, 512 B
-  owners 3 | 6             3 segments, 3.5 KiB
+  owners 0 | 4             2 segments, 1.8 KiB
+  owners 1 | 4             2 segments, 768 B
+  owners 1 | 5             2 segments, 1.0 KiB
+  owners 2 | 5             2 segments, 1.5 KiB
+  owners 2 | 6             1 segment, 256 B
+  owners 3 | 6             2 segments, 1.5 KiB
 all ranks: 1 whole parameter, 256 B""",
         )
 

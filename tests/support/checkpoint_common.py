@@ -237,8 +237,8 @@ def id_of(tensor: torch.Tensor) -> int:
 class RecordingPlanner(dcp.DefaultSavePlanner):
     """Counts who writes what; only the coordinator sees the global plan."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.writes: Counter[tuple[Any, ...]] = Counter()
 
     def create_global_plan(self, all_plans: list[Any]) -> Any:
