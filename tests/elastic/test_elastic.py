@@ -209,20 +209,27 @@ class TestSixRanks(GlooTest):
             elastic.step()
 
     def test_split_that_is_not_the_planned_one(self) -> None:
-        """Numbers of samples as they come, a rank without any, whose loss is no number. Losses that are divided by the
-        number of all samples need no weights."""
-        counts, rank = [1, 4, 0, 2, 2, 3], dist.get_rank()
-        batch = tokens_of(0, sum(counts))
-        own = batch[sum(counts[:rank]) :][: counts[rank]] if counts[rank] else batch[:1]
+        """Numbers of samples as they come, a rank without any, whose loss is no number."""
         elastic = Elastic(self.unequal(), make_optimizer=sgd)
-        for scale in (1.0, counts[rank] / sum(counts)):
-            if scale == 1.0:
-                elastic.sync.set_batch(counts[rank])
-            else:
-                elastic.model.set_gradient_divide_factor(1)
+        counts = [1, 4, 0, 2, 2, 3]
+        rank = dist.get_rank()
+        for step in range(2):
+            batch = tokens_of(step, sum(counts))
+            own = batch[sum(counts[:rank]) :][: counts[rank]] if counts[rank] else batch[:1]
+            elastic.sync.set_batch(counts[rank])
             token_loss(elastic.reference, batch).backward()
-            (token_loss(elastic.model, own) * (scale if counts[rank] else float("nan"))).backward()
+            (token_loss(elastic.model, own) * (1.0 if counts[rank] else float("nan"))).backward()
             elastic.step()
+
+    def test_divide_factor_sums_as_it_is_told(self) -> None:
+        """Losses that are divided by the number of samples of all need no weights, whatever the shares."""
+        elastic = Elastic(self.unequal())
+        elastic.model.set_gradient_divide_factor(1)
+        batch = tokens_of(0, 13)
+        own = batch[elastic.mesh.rebalance_batch(13).rows]
+        token_loss(elastic.reference, batch).backward()
+        (token_loss(elastic.model, own) * len(own) / 13).backward()
+        elastic.step()
 
     def test_context_parallel_along_gtp(self) -> None:
         """The ranks of a replica share its sequences: in each replica they have parts of another length."""

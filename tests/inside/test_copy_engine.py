@@ -293,7 +293,7 @@ def test_gradients_in_the_ring(
         ring = Ring(group, CPU, enough_nbytes)
         alike, own = random.Random(seed), random.Random(1000 * seed + group.rank())
         number = 0
-        for _ in range(4):  # backwards
+        for _ in range(6):  # backwards
             in_flight: list[Any] = []
             for _ in range(alike.randint(1, 12)):
                 shapes = [alike.choice([(3, 5), (1, 7, 2), (2,), (200,)]) for _ in range(alike.randint(1, 4))]
