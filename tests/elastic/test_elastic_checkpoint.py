@@ -193,35 +193,28 @@ class TestElasticCheckpoint(GlooTest):
 
     # --- in memory ----------------------------------------------------------------------------------------------------
 
-    def test_a_damaged_replica_is_rebuilt_from_a_healthy_one(self) -> None:
-        """Rank 3 comes back with nothing: it alone receives, each element once."""
-        job = Job(_replicas(UNEQUAL))
+    def test_ranks_that_come_back_with_nothing_get_their_part_from_others(self) -> None:
+        """In the same layout they alone receive, each element once. Replicas may have other sizes and ranks than
+        before; chunks may be small."""
+        job, rank = Job(_replicas(UNEQUAL)), dist.get_rank()
         job.train(range(2))
-        held = job.hold(2)
-        resumed = Job(_replicas(UNEQUAL), seed=1)
+        held, all_to_all = job.hold(2), dist.all_to_all_single
         received: list[int] = []
-        all_to_all = dist.all_to_all_single
 
         def counting(inbox: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             received.append(inbox.numel())
             return all_to_all(inbox, *args, **kwargs)
 
-        with mock.patch.object(dist, "all_to_all_single", counting):
-            step, state = resumed.recover(held if dist.get_rank() != 3 else None)
-        self.assertEqual(step, 2)
-        tensors = {path: value for path, _, value in recovery._leaves(state) if isinstance(value, DTensor)}
-        lost = sum(value.to_local().numel() for value in tensors.values())
-        self.assertEqual(sum(received), lost if dist.get_rank() == 3 else 0)
-        resumed.check_goes_on(2)
-
-    def test_survivors_move_to_another_layout(self) -> None:
-        """Two ranks are new, replicas have other sizes and ranks than before; small chunks."""
-        job = Job(_replicas(UNEQUAL))
-        job.train(range(2))
-        held = job.hold(2)
-        for ranks in (OTHER, UNEQUAL[::-1]):
+        for ranks, new, chunk_nbytes in ((UNEQUAL, (3,), 1 << 20), (OTHER, (0, 4), 100), (UNEQUAL[::-1], (0, 4), 100)):
+            received.clear()
             resumed = Job(_replicas(ranks), seed=1)
-            resumed.recover(held if dist.get_rank() not in (0, 4) else None, chunk_nbytes=100)
+            with mock.patch.object(dist, "all_to_all_single", counting):
+                step, state = resumed.recover(None if rank in new else held, chunk_nbytes=chunk_nbytes)
+            self.assertEqual(step, 2)
+            if ranks == UNEQUAL:
+                tensors = [value for _, _, value in recovery._leaves(state) if isinstance(value, DTensor)]
+                lost = sum(value.to_local().numel() for value in tensors)
+                self.assertEqual(sum(received), lost if rank in new else 0)
             resumed.check_goes_on(2)
 
     def test_the_latest_step_that_is_complete_is_taken(self) -> None:

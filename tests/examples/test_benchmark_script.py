@@ -128,7 +128,7 @@ def test_compiled_modes_compute_what_their_eager_modes_do(tmp_path: Path) -> Non
 def test_recipes_are_measured_beside_their_peers(tmp_path: Path) -> None:
     sizes = ("--preset=tiny", "--layers=1", "--seq-lens=16", "--steps=1", "--warmup=1", "--no-full-step")
     recipes = ("--recipe", "float8_tensorwise", "float8_rowwise:float8", "nvfp4")
-    status, output, content = run_script(tmp_path, "--modes", "gtp-fp32", *recipes, *sizes, processes=2)
+    status, output, content = run_script(tmp_path, "--modes", "gtp-fp32", *recipes, *sizes)
     assert status == 0, output
     records = {r["mode"]: r for r in content["results"]}
     peers = [name for name in ("torchao-fp32",) if importlib.util.find_spec("torchao")]
@@ -146,7 +146,7 @@ def test_a_mode_named_in_full_is_measured_alone(tmp_path: Path) -> None:
     sizes = ("--preset=tiny", "--layers=3", "--seq-lens=16", "--steps=1", "--warmup=1", "--no-full-step")
     modes = ["fsdp2-fp32", "fsdp2-bf16-tuned", "fsdp2-bf16-kept", "gtp-fp32@float8_tensorwise:dequantize"]
     sweep = ("--sweep", "prefetch_nbytes=0", "wgrad_first=False")
-    status, output, content = run_script(tmp_path, "--modes", *modes, *sizes, *sweep, processes=2)
+    status, output, content = run_script(tmp_path, "--modes", *modes, *sizes, *sweep)
     assert status == 0, output
     assert [one["field"] for one in content["sweep"]] == list(sweep[1:])
     for one in content["sweep"]:
@@ -165,7 +165,7 @@ def test_a_mode_named_in_full_is_measured_alone(tmp_path: Path) -> None:
 
 def test_a_failing_mode_leaves_the_others_alone(tmp_path: Path) -> None:
     arguments = ("--preset=tiny", "--seq-lens=16", "--steps=1", "--warmup=1", "--no-full-step", "--prefetch-depth=-1")
-    status, output, content = run_script(tmp_path, "--modes", "gtp-fp32", "compute", *arguments, processes=2)
+    status, output, content = run_script(tmp_path, "--modes", "gtp-fp32", "compute", *arguments)
     assert status != 0
     assert [r["mode"] for r in content["results"]] == ["compute"]
     assert list(content["errors"]) == ["gtp-fp32"]

@@ -8,7 +8,6 @@ The default tier forks the processes; in the long tier torchrun starts, watches 
 import json
 import os
 import re
-import select
 import shutil
 import signal
 import subprocess
@@ -257,64 +256,37 @@ class TestFailure:
             assert "the disk of rank 1 is on fire" in root_cause
             assert SAT_OUT not in result.output
 
-    def test_interrupt_ends_a_rank_that_waits_for_a_stuck_peer(self, folder: Path) -> None:
-        """It is blocked in a collective by then, or will be."""
-        patch = """
+    @pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.long)])
+    def test_interrupt_ends_a_rank_that_waits_for_a_stuck_peer(self, folder: Path, forked: bool) -> None:
+        """It is blocked in a collective by then, or will be. Of a job of torchrun, Ctrl-C reaches torchrun alone."""
+        patch = f"""
             import torch, torch.distributed as dist
             train_step = train_llama.Trainer.train_step
             def stick(self):
                 if self.step == 1:
+                    print(f"process {{os.getpid()}}\\n", end="", flush=True)
                     process = torch.tensor(os.getpid())
                     dist.broadcast(process, src=0)
                     if rank == 1:
-                        os.kill(process.item(), signal.SIGINT)
+                        os.kill(process.item() if {forked} else os.getppid(), signal.SIGINT)
                         threading.Event().wait()
                     dist.barrier()
                 return train_step(self)
             train_llama.Trainer.train_step = stick
         """
         script = wrapper(folder / "interrupted.py", patch)
-        result = launch([script, *tiny(folder / "interrupted", "--checkpoint-every", "0")], 2, forked=True)
-        assert result.status == 128 + signal.SIGINT
+        result = launch([script, *tiny(folder / "interrupted", "--checkpoint-every", "0")], 2, forked=forked)
         assert result.output.count("[rank 0] stopped by SIGINT") == 1, result.output
-
-    @pytest.mark.long
-    def test_torchrun_passes_an_interrupt_on(self, folder: Path) -> None:
-        """Ctrl-C reaches torchrun alone; rank 0 is blocked in a collective by then."""
-        patch = """
-            import torch.distributed as dist
-            train_step = train_llama.Trainer.train_step
-            def stick(self):
-                if self.step == 1:
-                    work = dist.barrier(async_op=True) if rank == 0 else threading.Event()
-                    print(f"process {os.getpid()}\\n", end="", flush=True)
-                    work.wait()
-                return train_step(self)
-            train_llama.Trainer.train_step = stick
-        """
-        script = wrapper(folder / "stuck.py", patch)
-        job = popen([script, *tiny(folder / "stuck", "--checkpoint-every", "0")], 2)
-        pids = self.read_pids(job)
-        job.send_signal(signal.SIGINT)
-        result = finish(job)
+        if forked:
+            assert result.status == 128 + signal.SIGINT
+            return
         assert result.status != 0
         assert SAT_OUT not in result.output
-        assert result.output.count("[rank 0] stopped by SIGINT") == 1, result.output
-        for pid in pids:
+        pids = re.findall(r"process (\d+)\n", result.output)
+        assert len(pids) == 2
+        for pid in map(int, pids):
             with pytest.raises(ProcessLookupError):
                 os.kill(pid, 0)
-
-    @staticmethod
-    def read_pids(job: subprocess.Popen[str]) -> list[int]:
-        assert job.stdout is not None
-        said = ""
-        while len(pids := re.findall(r"process (\d+)\n", said)) < 2:
-            assert select.select([job.stdout], [], [], HANG_S)[0], f"the job hangs: {said}"
-            # as it comes: processes that write to one pipe do not always leave whole lines to each other
-            chunk = os.read(job.stdout.fileno(), 65536)
-            assert chunk, f"the job ended early: {said}"
-            said += chunk.decode()
-        return [int(pid) for pid in pids]
 
 
 @pytest.fixture
