@@ -1,17 +1,20 @@
-"""What is chosen from which facts. Nothing is measured, and no process group is needed."""
+"""What is chosen from which facts. Nothing is measured; all ranks choose the same."""
 
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn as nn
+from common import GlooTest
 from mesh_common import fake_world
+from runtime_common import runtime_of
 from torch.distributed.device_mesh import init_device_mesh
 
-from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, gtp_shard
-from dtensor_gtp._modules.binding import binding_of
+from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, gtp_shard, sharding_report
+from dtensor_gtp._schedule import first_forward
 from dtensor_gtp._schedule.choose_schedule import Facts, adds_addends, block_nbytes, choose
 from dtensor_gtp.policy import Schedule
 
@@ -103,7 +106,7 @@ def test_the_largest_block_counts() -> None:
             model = Net()
             for block in model.blocks if are_calls else ():
                 _sharded(block, SchedulePolicy(min_shard_numel=0))
-            runtime = binding_of(_sharded(model, SchedulePolicy(min_shard_numel=0))).group.runtime
+            runtime = runtime_of(_sharded(model, SchedulePolicy(min_shard_numel=0)))
             assert block_nbytes([model], runtime.weights) == 2 * 8 * 64 * 2
         assert block_nbytes([], runtime.weights) == 2 * (100 * 8 + 2 * 8 * (32 + 64 + 16))
 
@@ -149,3 +152,24 @@ def test_copy_engines_gather_where_groups_hold_the_smaller_part() -> None:
     assert not choose(SchedulePolicy(), small)[0].wgrad_first, "a head is freed before its gradient is made"
     asked = choose(SchedulePolicy(gather_backend="copy_engine"), small)[0]
     assert asked.gather_backend == "copy_engine"
+
+
+class TestChoices(GlooTest):
+    """All ranks run with one schedule, whatever each of them sees."""
+
+    def test_the_least_free_memory_counts_on_all_ranks(self) -> None:
+        for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
+            model = gtp_shard(nn.Linear(64, 64), mesh, schedule=SchedulePolicy(memory="most_speed"))
+            free = (self.rank + 2) * GiB
+            with mock.patch.object(first_forward, "_free_nbytes", return_value=free):
+                model(torch.ones(2, 64))
+            self.assertEqual(SchedulePolicy.chosen(model).keep_nbytes, 2 * GiB // 8)
+
+    def test_the_report_gives_each_reason(self) -> None:
+        model = gtp_shard(nn.Linear(64, 64), self.gtp_mesh(), schedule=SchedulePolicy())
+        self.assertEqual(sharding_report(model).choices, ())
+        model(torch.ones(2, 64)).sum().backward()
+        report = sharding_report(model)
+        for text in ("gathered ahead 32.0 MiB: the largest block has", "a mesh of 'cpu' has no copy engines"):
+            self.assertIn(text, str(report))
+        self.assertEqual(runtime_of(model).setup.schedule.gather_backend, "process_group")

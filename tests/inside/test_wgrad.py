@@ -1,4 +1,4 @@
-"""``SchedulePolicy(wgrad_first=...)``: what backward of a layer computes first, and that no bit depends on it."""
+"""Gradients of weights: what backward of a layer computes first, of which no bit depends, and their sums."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from dtensor_gtp import MixedPrecisionPolicy, gtp_shard, quantize_
 from dtensor_gtp._schedule.gathering import Gathering
 from dtensor_gtp._schedule.reduce_gradients import Gradients
 from dtensor_gtp.nn import GroupedLinear
+from dtensor_gtp.ops import linear
 from dtensor_gtp.quant import Float8Tensorwise
 
 WIDTH = 16
@@ -98,3 +99,23 @@ def test_order_of_a_backward(is_compiled: bool) -> None:
     assert first == [event for num in num_weights for event in [*["reduce"] * num, *["use"] * num]]
     assert last == [event for num in num_weights for event in [*["use"] * num, *["reduce"] * num]]
     assert all(torch.equal(got, want) for got, want in zip(grads, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_microbatches_are_summed_without_rounding_any(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """Products of 16-bit operands that are summed in float32 keep the bits that the GEMM has. CUDA alone has such a
+    kernel: here a stand-in takes its place, and of a CUDA tensor what is asked of one."""
+    stock = torch.mm
+
+    def mm(left: torch.Tensor, right: torch.Tensor, *wide: torch.dtype, **out: Any) -> torch.Tensor:
+        return stock(left.to(*wide), right.to(*wide), **out)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(linear, "_keeps_wide_sum", lambda target, operand: target == torch.float32)
+    torch.manual_seed(0)
+    operands = [(torch.randn(8, 16, dtype=dtype), torch.randn(16, 8, dtype=dtype)) for _ in range(3)]
+    total = torch.empty(8, 8)
+    for index, (left, right) in enumerate(operands):
+        linear._multiply_into(total, left, right, is_accumulating=index > 0)
+    expected = sum(stock(left.double(), right.double()) for left, right in operands)
+    torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-5)
