@@ -154,7 +154,7 @@ NUMBERS = {
     "products of later microbatches are rounded": Bug(
         "_multiply_into",
         replace("torch.mm(left, right, torch.float32) if is_wide else left.mm(right)", "left.mm(right)"),
-        "test_wide_wgrad.py",
+        "test_wgrad.py::test_microbatches_are_summed_without_rounding_any",
     ),
     "a float16 gradient that travels alone is not divided before the sum": Bug(
         "ReductionLaunches._launch_plain",
@@ -190,7 +190,7 @@ NUMBERS = {
     "each rank chooses from its own free memory": Bug(
         "agree_to_begin",
         replace("~int(taken)", "_free_nbytes(device)"),
-        "test_gtp_shard_choices.py::TestChoices::test_the_least_free_memory_counts_on_all_ranks",
+        "test_choose_schedule.py::TestChoices::test_the_least_free_memory_counts_on_all_ranks",
     ),
     "lookup begins at the wrong row": Bug(
         "local_ids",

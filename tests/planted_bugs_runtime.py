@@ -121,17 +121,17 @@ RUNTIME = {
     "plan is never observed again": Bug(
         "Chain.end",
         replace("observed != self.plan.uses", "not self.plan.uses"),
-        f"{CHAIN}::test_pass_that_ends_early_shortens_the_plan",
+        f"{CHAIN}::test_what_is_in_flight_after_each_use",
     ),
     "window is one use short": Bug(
         "_steps_by_size",
         replace("position - window.depth + 1", "position - window.depth + 2"),
-        f"{CHAIN}::test_window_slides_by_one_use",
+        f"{CHAIN}::test_what_is_in_flight_after_each_use",
     ),
     "plan does not move on after a deviation": Bug(
-        "Chain._advance_in_lane", replace("position + 1", "cursor"), f"{CHAIN}::test_skipped_uses_move_the_window_ahead"
+        "Chain._advance_in_lane", replace("position + 1", "cursor"), f"{CHAIN}::test_what_is_in_flight_after_each_use"
     ),
-    "launch is never full": Bug("_put_together", replace("min(limit, ...)", "limit"), "test_schedule.py::TestTogether"),
+    "launch is never full": Bug("_put_together", replace("min(limit, ...)", "limit"), "test_schedule.py::TestLaunches"),
     "budget of kept weights is not spent": Bug("choose_kept.choose", drop("left -= ..."), "test_schedule.py::TestKept"),
     "sum in the place of the mean": Bug(
         "reduce_scale",
@@ -226,7 +226,7 @@ RUNTIME = {
     "a later round of a large gather writes over the first": Bug(
         "_rounds",
         replace("part.target + begin * row_nbytes", "part.target"),
-        f"{COPY_ENGINE}::test_large_gathers_take_rounds",
+        f"{COPY_ENGINE}::test_gathers_of_several_tensors",
     ),
     "rounds of a large gather do not take turns in the stage": Bug(
         "CopyEngine._gather",

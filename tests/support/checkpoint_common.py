@@ -102,6 +102,10 @@ def job_state(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any
 def load_job(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
     state = job_state(model, optimizer)
     dcp.load(state, checkpoint_id=path)
+    set_job_state(model, optimizer, state)
+
+
+def set_job_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
@@ -238,8 +242,8 @@ def id_of(tensor: torch.Tensor) -> int:
 class RecordingPlanner(dcp.DefaultSavePlanner):
     """Counts who writes what; only the coordinator sees the global plan."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.writes: Counter[tuple[Any, ...]] = Counter()
 
     def create_global_plan(self, all_plans: list[Any]) -> Any:
