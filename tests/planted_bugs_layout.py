@@ -80,7 +80,7 @@ LAYOUT = {
     "sum of one shard counts for all": Bug(
         "is_whole_scalar",
         without("spec.is_replicated()"),
-        f"{NORMS}::test_a_sum_of_another_mesh_is_reduced_before_it_counts",
+        f"{NORMS}::test_only_whole_scalars_mix",
     ),
     "whole parameters are summed in the norm": Bug(
         "_propagate",
