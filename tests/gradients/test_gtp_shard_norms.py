@@ -93,8 +93,8 @@ class TestNorms(GlooTest):
         """The inner layer is replicated twice: its rows count once."""
         for block_size in (1, 3):
 
-            def shard(model: Any, blocks: dict[str, Any] = in_blocks_of(block_size)) -> Any:
-                gtp_shard(model.up, self.hsdp_mesh(), schedule=ALL, **blocks)
+            def shard(model: Any, block_size: int = block_size) -> Any:
+                gtp_shard(model.up, self.hsdp_mesh(), schedule=ALL, **in_blocks_of(block_size))
                 return gtp_shard(model, self.gtp_mesh(), schedule=ALL)
 
             self.check(Layers(), self.gtp_mesh(), shard)
