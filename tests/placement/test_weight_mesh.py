@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import unittest
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, GlooTest, assert_same_params, check_training, environment, full, shared_directory
 from cuda_common import NUM_RANKS, RANKS_PER_GPU, CudaTest
+from script_jobs import run_forked
 from timing import HANG_S
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import fully_shard
@@ -111,21 +113,6 @@ class TestModels(GlooTest):
                 dist.all_gather(values, full(param.detach()))
                 for value in values:
                     self.assertEqual(value, values[0], rtol=0, atol=0)
-
-    def test_permuted_ranks_give_the_same_bits(self) -> None:
-        """In a job of its own, started by torchrun: there ``init_weight_mesh`` initializes the process group."""
-        expected = train(init_weight_mesh("cpu", gtp=2, tp=2))
-        with shared_directory() as directory:
-            if self.rank == 0:
-                job = run_job(directory, "cpu", self.world_size)
-            dist.barrier()
-            if self.rank == 0:
-                self.assertEqual(job.returncode, 0, job.stderr)
-            actual = torch.load(directory / f"{self.rank}.pt")
-            dist.barrier()
-        self.assertEqual(actual.keys(), expected.keys())
-        for name, value in expected.items():
-            self.assertEqual(actual[name], value, rtol=0, atol=0, msg=name)
 
     # --- disagreement -------------------------------------------------------------------------------------------------
 
@@ -246,15 +233,24 @@ def train(mesh: WeightMesh) -> dict[str, torch.Tensor]:
     return params | {f"{name}.grad": full(param.grad) for name, param in model.named_parameters()}
 
 
-# Place 0 is taken by the process with RANK 2, and so on.
-ORDER = (2, 0, 3, 1)
+def test_permuted_ranks_give_the_same_bits(tmp_path: Path) -> None:
+    """In jobs of their own: there ``init_weight_mesh`` initializes the process group."""
+    found = []
+    for order in ("0123", "2031"):  # place 0 is taken by the process with RANK 2, and so on
+        (tmp_path / order).mkdir()
+        result = run_forked([__file__, tmp_path / order, "cpu", order], 4)
+        assert result.status == 0, result.output
+        found += [torch.load(tmp_path / order / f"{rank}.pt") for rank in range(4)]
+    for actual in found[1:]:
+        assert actual.keys() == found[0].keys()
+        for name, value in found[0].items():
+            torch.testing.assert_close(actual[name], value, rtol=0, atol=0, msg=name)
 
 
-def permuted_job(folder: Path, device_type: str) -> None:
-    """One process of a job that torchrun starts: no process group yet, and the places are in another order."""
+def permuted_job(folder: Path, device_type: str, order: Sequence[int]) -> None:
+    """One process of a job: no process group yet, and the places are in another order."""
     torch.set_num_threads(1)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    order = ORDER if device_type == "cpu" else tuple(reversed(range(world_size)))
     sizes = {"gtp": 2, "tp": world_size // 2}
     mesh = init_weight_mesh(device_type, **sizes, rank_order=order, timeout=timedelta(seconds=HANG_S))
     place = order.index(rank)
@@ -270,11 +266,11 @@ def permuted_job(folder: Path, device_type: str) -> None:
     dist.destroy_process_group()
 
 
-def run_job(folder: Path, device_type: str, world_size: int) -> subprocess.CompletedProcess[str]:
+def run_job(folder: Path, world_size: int) -> subprocess.CompletedProcess[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
     variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.run(
-        [*torchrun, __file__, str(folder), device_type],
+        [*torchrun, __file__, str(folder), "cuda", "".join(map(str, reversed(range(world_size))))],
         timeout=HANG_S,
         env=os.environ | variables,
         capture_output=True,
@@ -397,10 +393,10 @@ class TestCuda(CudaTest):
     def test_job_in_another_order(self) -> None:
         with shared_directory() as directory:
             if self.rank == 0:
-                job = run_job(directory, "cuda", self.world_size)
+                job = run_job(directory, self.world_size)
                 self.assertEqual(job.returncode, 0, job.stderr)
                 self.assertEqual(len(list(directory.iterdir())), self.world_size)
 
 
 if __name__ == "__main__":
-    permuted_job(Path(sys.argv[1]), sys.argv[2])
+    permuted_job(Path(sys.argv[1]), sys.argv[2], [int(rank) for rank in sys.argv[3]])
