@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from checkpoint_common import PLAIN, Topology, check_reload
 from common import ALL, GlooTest, assert_same_params
 from runtime_common import Raw, assert_idle
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
@@ -105,17 +104,12 @@ def along(model: Any, cp: DeviceMesh) -> Any:
 Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def part_of(batch: Any, mesh: WeightMesh, rows: list[int], is_balanced: bool = False) -> Part:
-    """Tokens and targets of this rank's samples and positions, and these. ``rows`` has the samples of each rank.
-
-    Args:
-        is_balanced: A rank holds a part of the front and one of the back, as causal masks ask for.
-    """
+def part_of(batch: Any, mesh: WeightMesh, rows: list[int]) -> Part:
+    """Tokens and targets of this rank's samples and positions, and these. ``rows`` has the samples of each rank. A rank
+    holds a part of the front and one of the back, as causal masks ask for."""
     num, rank = mesh["cp"].size(), mesh["cp"].get_local_rank()
-    positions = torch.arange(LENGTH).chunk(num)[rank]
-    if is_balanced:
-        parts = torch.arange(LENGTH).chunk(2 * num)
-        positions = torch.cat([parts[rank], parts[-1 - rank]])
+    parts = torch.arange(LENGTH).chunk(2 * num)
+    positions = torch.cat([parts[rank], parts[-1 - rank]])
     tokens, targets = (part.split(rows)[mesh.batch.get_local_rank()][:, positions] for part in batch)
     return tokens, targets, positions
 
@@ -142,7 +136,6 @@ class TestDataAxes(GlooTest):
         rows: list[int],
         *,
         num_microbatches: int = 1,
-        is_balanced: bool = False,
         is_checkpointed: bool = False,
         is_summed: bool = False,
     ) -> None:
@@ -163,7 +156,7 @@ class TestDataAxes(GlooTest):
             num_tokens = sum(int((targets != -100).sum()) for _, targets in batches)
             for batch in batches:
                 (sum_loss(reference, *batch) / num_tokens).backward()
-                (sum_loss(model, *part_of(batch, mesh, rows, is_balanced)) / num_tokens * factor).backward()
+                (sum_loss(model, *part_of(batch, mesh, rows)) / num_tokens * factor).backward()
             assert_same_params(model, reference, "grad")
             for optimizer in optimizers:
                 optimizer.step()
@@ -176,27 +169,11 @@ class TestDataAxes(GlooTest):
         """Ranks along cp hold copies of a shard, or a shard each, with gtp or without; ranks differ in samples."""
         mesh = init_weight_mesh("cpu", cp=2, gtp=2)
         self.check(mesh, over_weights, [4, 4], is_checkpointed=True)
-        self.check(mesh, over_weights, [5, 3], is_balanced=True)
+        self.check(mesh, over_weights, [5, 3])
         self.check(mesh, over_cp_and_gtp, [5, 3])
         self.check(mesh, under_fully_shard, [4, 4])
         self.check(init_weight_mesh("cpu", cp=4), over_cp_and_gtp, [8])
         self.check(init_weight_mesh("cpu", cp=2, dp=2), over_weights, [4, 4])
-
-    def test_cp_checkpoints(self) -> None:
-        """Loaded on the same axes, and in one process."""
-        mesh = init_weight_mesh("cpu", cp=2, gtp=2)
-        check_reload(
-            make_model,
-            lambda step: (*make_batch(step), torch.arange(LENGTH)),
-            lambda model, part: sum_loss(model, *part) / part[1].numel(),
-            [
-                Topology(
-                    lambda model: over_weights(along(model, mesh["cp"]), mesh),
-                    lambda batch: part_of(batch[:2], mesh, [4, 4]),
-                ),
-                PLAIN,
-            ],
-        )
 
     def test_uneven_batches(self) -> None:
         """Ranks without samples run on an empty batch, since every use of a weight is a collective."""

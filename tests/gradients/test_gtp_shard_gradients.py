@@ -362,10 +362,11 @@ class TestGradients(GlooTest):
         model = shard_copy(reference, mesh)
         tokens = torch.arange(8)
 
-        def train(module: nn.Module, tokens: torch.Tensor, scales: list[float], spikes: torch.Tensor) -> None:
+        def train(module: nn.Module, tokens: torch.Tensor) -> list[float]:
             optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
             scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-            for spike in spikes:
+            scales = []
+            for spike in torch.tensor([0.0, 0.0, math.inf, 0.0]):
                 hidden = module[0](tokens)
                 # In the third step, one row of the embedding gets an infinite gradient, so one rank's shard alone.
                 # (A choice between products would have a NaN for all other rows, too: zero times infinity.)
@@ -378,12 +379,9 @@ class TestGradients(GlooTest):
                 scaler.update()
                 optimizer.zero_grad()
                 scales.append(scaler.get_scale())
+            return scales
 
-        spikes = torch.tensor([0.0, 0.0, math.inf, 0.0])
-        ours: list[float] = []
-        theirs: list[float] = []
-        train(reference, tokens, theirs, spikes)
-        train(model, rows_of_rank(tokens, mesh), ours, spikes)
+        theirs, ours = train(reference, tokens), train(model, rows_of_rank(tokens, mesh))
         assert_same_params(model, reference)
         assert ours == theirs == [1024.0, 2048.0, 1024.0, 1024.0], (ours, theirs)
 

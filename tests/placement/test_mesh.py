@@ -14,7 +14,6 @@ import torch.distributed as dist
 import torch.nn as nn
 from mesh_common import fake_world, on_each_rank
 from schedules import explicit
-from torch.distributed._local_tensor import LocalTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -309,18 +308,6 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x @ self.experts["w"][0]
-
-
-@pytest.mark.parametrize("shape", [(1, 2, 2, 2), (2, 2, 2, 1)])
-def test_dtensors_over_all_axes_come_back_whole(shape: tuple[int, ...]) -> None:
-    """On simulated ranks with real collectives: the axes' groups have the mesh's ranks in the mesh's order."""
-    with fake_world(8), LocalTensorMode(8):
-        mesh = init_weight_mesh("cpu", **dict(zip(("replicate", "cp", "gtp", "tp"), shape, strict=True)))
-        tensor = torch.arange(24.0 * 16).view(24, 16)
-        for view in (mesh.dense, mesh.expert, mesh.weights, mesh.data, mesh.batch, mesh["gtp", "tp"]):
-            placements = [Shard(0)] * (view.ndim - 1) + [Shard(1)]
-            sharded = distribute_tensor(tensor, view, placements)
-            assert torch.equal(sharded.full_tensor().reconcile(), tensor)  # type: ignore[attr-defined]
 
 
 # --- the order of the calls -------------------------------------------------------------------------------------------
