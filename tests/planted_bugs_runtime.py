@@ -136,17 +136,17 @@ RUNTIME = {
     "sum in the place of the mean": Bug(
         "reduce_scale",
         replace("dist.ReduceOp.AVG", "dist.ReduceOp.SUM"),
-        f"{GRADIENTS}::test_all_ones_gradient_on_one_axis_meshes",
+        f"{GRADIENTS}::test_r1_all_ones_gradient_on_every_mesh",
     ),
     "float16 is divided twice": Bug(
         "reduce_scale",
         replace("ReduceScale(..., predivide, ...)", "ReduceScale(dist.ReduceOp.SUM, predivide, factor)"),
-        f"{GRADIENTS}::test_all_ones_gradient_with_a_reduction_in_float16",
+        f"{GRADIENTS}::test_r1_all_ones_gradient_on_every_mesh",
     ),
     "divisor without the replicas": Bug(
         "ManagedParam.__init__",
         argument("ReducedGradient", 0, "mesh.size(mesh.ndim - 1)"),
-        f"{GRADIENTS}::test_all_ones_gradient_with_a_reduction_in_float16",
+        f"{GRADIENTS}::test_r1_all_ones_gradient_on_every_mesh",
     ),
     "no all-reduce over replicas": Bug(
         "ReductionLaunches._complete",
@@ -246,7 +246,7 @@ RUNTIME = {
     "freezing is not followed": Bug(
         "ManagedParam.follow_frozen",
         argument("requires_grad_", 0, "True"),
-        f"{GRADIENTS}::test_a_weight_that_is_frozen_between_steps_is_reduced_no_more",
+        f"{GRADIENTS}::test_freezing_and_unfreezing_between_steps",
     ),
     "hook after the accumulation is not run": Bug(
         "ReducedGradient.publish", drop("post_hook"), f"{SWITCHES}::test_hooks_fire_once_with_the_right_values"
