@@ -268,6 +268,8 @@ def wide(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 class TestModels(GlooTest):
+    world_size = 2
+
     @parametrize("name", sorted(CASES))
     def test_trains(self, name: str) -> None:
         mesh = self.gtp_mesh()

@@ -249,15 +249,23 @@ def a_step_between_two_forwards(model: Any, x: torch.Tensor) -> None:
 
 
 @CASES.add
-def a_hook_that_raises(model: Any, x: torch.Tensor) -> None:
+def hooks_that_raise(model: Any, x: torch.Tensor) -> None:
     def fail(*args: Any) -> None:
         raise ZeroDivisionError
 
-    for name in ("register_forward_pre_hook", "register_forward_hook", "register_full_backward_hook"):
+    layer = model.blocks[0].down
+    for register in (
+        layer.register_forward_pre_hook,
+        layer.register_forward_hook,
+        layer.register_full_backward_hook,
+        layer.weight.register_hook,
+        layer.bias.register_hook,
+        layer.weight.register_post_accumulate_grad_hook,
+    ):
         with contextlib.suppress(ZeroDivisionError):
-            hooked(lambda model, name=name: getattr(model.blocks[0].down, name)(fail))(model, x)
+            hooked(lambda model, register=register: register(fail))(model, 100 * x)
         model.zero_grad()
-    usual(model, x)
+        usual(model, x)
 
 
 class TestUnusualValues(GlooTest):
