@@ -7,6 +7,7 @@ from planted_bugs_type import Bug
 
 OVERLAP = "test_gtp_shard_overlap.py::TestOverlap"
 READS = "test_gtp_shard_reads.py::TestReads"
+HOOKS = "test_gtp_shard_hooks.py::TestHooks"
 SWITCHES = "test_gtp_shard_switches.py::TestSwitches"
 GROUPS = "test_gtp_shard_groups.py::TestGroups"
 TOGETHER = "test_groups_together.py::TestTogether"
@@ -166,7 +167,7 @@ RUNTIME = {
     "microbatch replaces the gradient": Bug(
         "ReducedGradient.publish",
         replace("total += reduced", "total = reduced"),
-        "test_gtp_shard_mixed_precision.py::TestMixedPrecision::test_what_the_user_does_to_grad_between_microbatches_counts",
+        "test_gtp_shard_mixed_precision.py::TestSums::test_what_the_user_does_to_grad_between_microbatches_counts",
     ),
     "wide sum of microbatches is dropped": Bug(
         "ReducedGradient.publish",
@@ -176,7 +177,7 @@ RUNTIME = {
     "unsynced microbatch is overwritten": Bug(
         "Gradients.target",
         replace("(weight.pending_grad.unsharded, True)", "(weight.pending_grad.unsharded, False)"),
-        f"{SWITCHES}::test_microbatches_without_sync_communicate_nothing",
+        f"{SWITCHES}::test_the_last_of_several_microbatches_reduces",
     ),
     "a GEMM forgets the unsynced microbatch": Bug(
         "Gradients.takes_new",
@@ -189,14 +190,12 @@ RUNTIME = {
         f"{GRADIENTS}::test_r27_first_and_last_use_in_different_microbatches",
     ),
     "rows before the last all-reduce are lost": Bug(
-        "ReductionLaunches._complete",
-        drop("slot += ..."),
-        f"{SWITCHES}::test_replicas_are_reduced_in_the_last_microbatch_alone",
+        "ReductionLaunches._complete", drop("slot += ..."), f"{SWITCHES}::test_the_last_of_several_microbatches_reduces"
     ),
     "whole unsynced gradient is lost": Bug(
         "WholeParam._with_unsynced",
         replace("unsynced.add_(grad)", "grad.to(self.reduce_dtype)"),
-        f"{SWITCHES}::test_microbatches_without_sync_communicate_nothing",
+        f"{SWITCHES}::test_the_last_of_several_microbatches_reduces",
     ),
     "whole gradient counts twice": Bug(
         "WholeParam._take_grad_of_leaf",
@@ -249,12 +248,14 @@ RUNTIME = {
         f"{GRADIENTS}::test_freezing_and_unfreezing_between_steps",
     ),
     "hook after the accumulation is not run": Bug(
-        "ReducedGradient.publish", drop("post_hook"), f"{SWITCHES}::test_hooks_fire_once_with_the_right_values"
+        "ReducedGradient.publish",
+        drop("post_hook"),
+        f"{HOOKS}::test_parameter_hooks_fire_once_with_the_reduced_gradient",
     ),
     "what a gradient hook returns is dropped": Bug(
         "ReducedGradient.publish",
         replace("reduced = _run_tensor_hooks(...)", "_run_tensor_hooks(hooks, param, reduced, spec)"),
-        "test_gtp_shard_hooks.py::TestHooks::test_parameter_hooks_may_replace_the_gradient",
+        f"{HOOKS}::test_parameter_hooks_may_replace_the_gradient",
     ),
     "saved view begins at the wrong element": Bug(
         "SavedWeights._unpack", replace("begin + packed.offset", "begin"), f"{READS}::test_slices_of_a_weight"

@@ -11,13 +11,13 @@ COMPOSITIONS = ("`gtp` alone", "(replicate, gtp)", "tensor parallelism", "`fully
 PROOFS = {
     "training": (
         ("test_gtp_shard_training", "test_zoo"),
-        ("test_gtp_shard_training", "test_zoo_hsdp"),
+        ("test_gtp_shard_training", "test_zoo"),
         ("test_gtp_shard_tp", "test_llama"),
         ("test_gtp_shard_fsdp", "test_per_block_and_root"),
     ),
     "microbatches": (
-        ("test_gtp_shard_switches", "test_microbatches_without_sync_communicate_nothing"),
-        ("test_gtp_shard_switches", "test_replicas_are_reduced_in_the_last_microbatch_alone"),
+        ("test_gtp_shard_switches", "test_the_last_of_several_microbatches_reduces"),
+        ("test_gtp_shard_switches", "test_the_last_of_several_microbatches_reduces"),
         ("test_gtp_shard_tp", "test_microbatches"),
         ("test_gtp_shard_fsdp", "test_gradient_accumulation"),
     ),
@@ -40,8 +40,8 @@ PROOFS = {
         ("test_quantized_matrix", "test_fully_shard_gtp_and_tensor_parallel"),
     ),
     "activation checkpointing": (
-        ("test_gtp_shard_recompute", "test_r24_checkpointed_weights_are_gathered_three_times"),
-        ("test_gtp_shard_recompute", "test_checkpointing_the_whole_model"),
+        ("test_gtp_shard_selective", "test_r24_checkpointed_weights_are_gathered_three_times"),
+        ("test_gtp_shard_selective", "test_the_whole_model_and_its_segments"),
         ("test_gtp_shard_tp", "test_activation_checkpointing"),
         ("test_gtp_shard_fsdp", "test_activation_checkpointing"),
     ),

@@ -27,11 +27,12 @@ from torch.testing._internal.common_utils import TestCase
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from workers import Test, lanes
 
-from dtensor_gtp import GTPShard, _torch_compat
+from dtensor_gtp import GTPShard, SchedulePolicy, _torch_compat
 from dtensor_gtp.quant.master import master_of
 
 # Test models are tiny: shard also what a real model would leave whole.
 ALL = explicit(min_shard_numel=0)
+GROUPS = SchedulePolicy(min_shard_numel=0)  # ALL has single weights
 
 Model = nn.Module
 

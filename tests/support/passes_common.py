@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from common import ALL, rows_of_rank
+from common import ALL, GROUPS, rows_of_rank
 from runtime_common import Raw, check_step
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.common_utils import TestCase
 
-from dtensor_gtp import SchedulePolicy, gtp_shard
+from dtensor_gtp import gtp_shard
 
 WIDTH, NUM_ROWS = 8, 8
 Step = Callable[[Any, torch.Tensor], Any]
@@ -108,24 +108,36 @@ class Cases(dict[str, Step]):
         return step
 
 
-def check_cases(cases: Cases, mesh: DeviceMesh, refused: Mapping[str, str]) -> None:
-    """Each of ``cases`` between two usual steps equals one process, with single weights and with blocks as groups.
-    Those in ``refused`` raise an error that matches where weights are single, and leave nothing behind."""
+SETTINGS: dict[str, dict[str, Any]] = {"single weights": {"schedule": ALL}, "groups": {"schedule": GROUPS}}
+CASES_OF_A_MODEL = 8  # after more steps its gradients are small
+
+
+def check_cases(
+    cases: Mapping[str, Step],
+    mesh: DeviceMesh,
+    refused: Mapping[str, str] | None = None,
+    settings: Mapping[str, dict[str, Any]] = SETTINGS,
+) -> None:
+    """Each of ``cases``, and a usual step after it, equal one process; then nothing is left of it. Those in ``refused``
+    raise an error that matches where weights are single."""
     rows = [torch.randn(NUM_ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     failed = []
-    for schedule in (ALL, SchedulePolicy(min_shard_numel=0)):
-        for name, step in cases.items():
-            torch.manual_seed(0)
-            reference = Model()
-            model = gtp_shard(copy.deepcopy(reference), mesh, schedule=schedule)
+    for setting, options in settings.items():
+        model = None
+        for number, (name, step) in enumerate(cases.items()):
             try:
-                for number, each in enumerate((usual, step, usual)):
-                    if each is step and name in refused and schedule is ALL:
-                        with TestCase().assertRaisesRegex(RuntimeError, refused[name]):
-                            step(model, rows_of_rank(rows[number], mesh))
-                        model.zero_grad()
-                        continue
-                    check_step(reference, model, mesh, rows[number], each, is_idle=False, rtol=1e-4, atol=1e-5)
+                if model is None or number % CASES_OF_A_MODEL == 0:
+                    reference = Model()
+                    model = gtp_shard(copy.deepcopy(reference), mesh, **options)
+                    check_step(reference, model, mesh, rows[0], usual, is_idle=False, rtol=1e-4, atol=1e-5)
+                if setting == "single weights" and name in (refused or {}):
+                    with TestCase().assertRaisesRegex(RuntimeError, refused[name]):
+                        step(model, rows_of_rank(rows[1], mesh))
+                    model.zero_grad()
+                else:
+                    check_step(reference, model, mesh, rows[1], step, is_idle=False, rtol=1e-4, atol=1e-5)
+                check_step(reference, model, mesh, rows[2], usual, rtol=1e-4, atol=1e-5)
             except Exception as error:
-                failed.append(f"{name}, {'single weights' if schedule is ALL else 'groups'}: {error!r}")
+                failed.append(f"{name}, {setting}: {error!r}")
+                model = None
     assert not failed, "\n".join(failed)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -109,6 +110,14 @@ def num_gathers(module: nn.Module) -> dict[str, int]:
     return {weight.fqn: weight.for_forward.num_gathers for weight in runtime_of(module).weights}
 
 
+@contextmanager
+def gathers(module: nn.Module) -> Iterator[dict[str, int]]:
+    """Fills the dict with how often each weight was gathered in the block."""
+    before, used = num_gathers(module), {}
+    yield used
+    used.update({name: number - before[name] for name, number in num_gathers(module).items()})
+
+
 def assert_idle(module: nn.Module) -> None:
     """Nothing is gathered, in flight, half reduced or left open."""
     runtime = runtime_of(module)
@@ -161,6 +170,23 @@ def check_step(
     assert_same_params(model, reference, "param", **tolerance)
     if is_idle:
         assert_idle(model)
+
+
+def check_steps(
+    reference: nn.Module,
+    mesh: DeviceMesh,
+    *steps: Step,
+    seeds: Iterable[int] = range(2),
+    tolerance: dict[str, float] | None = None,
+    **options: Any,
+) -> Any:
+    """``check_step`` of each of ``steps``, by default ``square_step``, on a copy that ``gtp_shard(**options)`` shards,
+    which is returned."""
+    model = shard_copy(reference, mesh, **options)
+    for seed in seeds:
+        for step in steps or (square_step,):
+            check_step(reference, model, mesh, make_rows(seed), step, **(tolerance or {}))
+    return model
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

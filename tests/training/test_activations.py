@@ -10,9 +10,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn as nn
-from common import GlooTest
-from runtime_common import check_step, make_rows, num_gathers, shard_copy, square_step
-from test_gtp_shard_selective import GEMMS, Blocks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from dtensor_gtp import SelectiveOffload, activations
@@ -128,17 +125,3 @@ def test_a_policy_offloads_saves_and_recomputes() -> None:
 def test_others_than_ops_are_refused() -> None:
     with pytest.raises(TypeError, match=r"torch\.ops\.aten\.mm\.default, but got .*OpOverloadPacket"):
         SelectiveOffload([aten.mm])  # type: ignore[list-item]
-
-
-class TestSharded(GlooTest):
-    world_size = 2
-
-    def test_a_product_on_the_host_gathers_no_weight_in_the_recomputation(self) -> None:
-        torch.manual_seed(0)
-        reference = Blocks(partial(offloaded, SelectiveOffload(GEMMS)))
-        model = shard_copy(reference, self.gtp_mesh())
-        for seed in range(3):
-            before = num_gathers(model)
-            check_step(reference, model, self.gtp_mesh(), make_rows(seed), square_step)
-            used = {name: count - before[name] for name, count in num_gathers(model).items()}
-        assert used["1.up.weight"] == used["1.down.weight"] == 2

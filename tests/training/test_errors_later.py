@@ -90,6 +90,7 @@ class TestRefusalsLater(unittest.TestCase):
             "head.weight": lambda net: setattr(net, "head", nn.Linear(8, 6)),
             "inner.0.lora": lambda net: net.inner[0].register_parameter("lora", nn.Parameter(torch.ones(2, 8))),
             "head.parametrizations.weight.original0": lambda net: parametrizations.weight_norm(net.head),
+            "head.weight_orig": lambda net: nn.utils.spectral_norm(net.head),
         }
         for name, change in changes.items():
             net = gtp_shard(Net(), self.mesh, schedule=ALL)

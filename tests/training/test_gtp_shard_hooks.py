@@ -5,6 +5,7 @@ Each acts as it does on the unsharded model, or is refused with what to do inste
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,17 @@ import torch.nn as nn
 import torch.nn.utils.parametrize as parametrize
 from checkpoint_common import PLAIN, check_reload, topology
 from common import ALL, GlooTest, assert_same_params, full, rows_of_rank
-from runtime_common import WIDTH, Raw, assert_idle, make_rows, shard_copy, small_model, square_loss, square_step
+from runtime_common import (
+    WIDTH,
+    Raw,
+    assert_idle,
+    check_step,
+    make_rows,
+    shard_copy,
+    small_model,
+    square_loss,
+    square_step,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
@@ -42,22 +53,26 @@ class Checkpointed(nn.Module):
         return x
 
 
-def attach(root: nn.Module, seen: Values) -> None:
-    """Module hooks of every kind on every module: each notes what it is given."""
+def attach(root: Any) -> Values:
+    """Module hooks on every module, some of which change values: the returned list notes what each is given."""
+    seen: Values = []
 
     def keep(what: str, *trees: Any) -> None:
         leaves = torch.utils._pytree.tree_leaves(trees)
         seen.extend((what, leaf.detach().clone()) for leaf in leaves if isinstance(leaf, torch.Tensor))
 
+    inner = root.inner
+    inner[0].register_forward_pre_hook(lambda m, args: (args[0] * 2,))
+    inner[0].register_forward_hook(lambda m, args, output: output + 1)
+    inner[1].register_forward_hook(lambda m, args, output: output.sin(), always_call=True)
+    inner[3].register_full_backward_pre_hook(lambda m, grads: (grads[0] * 0.5,))
+    inner[3].register_full_backward_hook(lambda m, inputs, outputs: (inputs[0] * 3,))
     for name, module in root.named_modules():
-        module.register_forward_pre_hook(
-            lambda m, args, kwargs, n=name: keep(f"forward_pre {n}", args, kwargs), with_kwargs=True
-        )
-        module.register_forward_hook(lambda m, args, output, n=name: keep(f"forward {n}", args, output))
-        module.register_full_backward_pre_hook(lambda m, grads, n=name: keep(f"full_backward_pre {n}", grads))
-        module.register_full_backward_hook(
-            lambda m, inputs, outputs, n=name: keep(f"full_backward {n}", inputs, outputs)
-        )
+        for kind in ("forward_pre", "forward", "full_backward_pre", "full_backward"):
+            options = {"with_kwargs": True} if kind == "forward_pre" else {}
+            note = lambda m, *values, what=f"{kind} {name}": keep(what, values)  # noqa: E731
+            getattr(module, f"register_{kind}_hook")(note, **options)
+    return seen
 
 
 class Symmetric(nn.Module):
@@ -134,56 +149,26 @@ class TestHooks(GlooTest):
 
     # --- module hooks -------------------------------------------------------------------------------------------------
 
-    def test_module_hooks_see_what_they_see_in_one_process(self) -> None:
+    def test_module_hooks_see_and_change_what_they_do_in_one_process(self) -> None:
         """Fused and generic modules, recomputed or not: as many calls, in the same order, with the same values."""
-        mesh = self.gtp_mesh()
         for use_reentrant in (None, True, False):
-            torch.manual_seed(0)
             reference = Checkpointed(small_model(), use_reentrant)
-            model = shard_copy(reference, mesh)
-            expected: Values = []
-            actual: Values = []
-            attach(reference, expected)
-            attach(model, actual)
+            model = shard_copy(reference, self.gtp_mesh())
+            expected, actual = attach(reference), attach(model)
             for seed in range(2):
-                # The same rows as this rank has, so that the same values come by.
-                rows = rows_of_rank(make_rows(seed), mesh)
-                for module in (reference, model):
-                    square_step(module, rows)
+                for module in (reference, model):  # on the same rows, so that the same values come by
+                    module.zero_grad()
+                    square_step(module, make_rows(seed))
                 assert [what for what, _ in actual] == [what for what, _ in expected], f"reentrant {use_reentrant}"
                 for (what, a), (_, b) in zip(actual, expected, strict=True):
                     torch.testing.assert_close(a, b, msg=lambda m, w=what: f"{w}: {m}")
+                assert_same_params(model, reference, "grad")
                 actual.clear()
                 expected.clear()
             assert_idle(model)
 
-    def test_module_hooks_may_change_values(self) -> None:
-        mesh = self.gtp_mesh()
-
-        def attach(root: Any) -> None:
-            inner = root.inner
-            inner[0].register_forward_pre_hook(lambda m, args: (args[0] * 2,))
-            inner[0].register_forward_hook(lambda m, args, output: output + 1)
-            inner[1].register_forward_hook(lambda m, args, output: output.sin(), always_call=True)
-            inner[3].register_full_backward_pre_hook(lambda m, grads: (grads[0] * 0.5,))
-            inner[3].register_full_backward_hook(lambda m, inputs, outputs: (inputs[0] * 3,))
-
-        for use_reentrant in (None, True, False):
-            torch.manual_seed(1)
-            reference = Checkpointed(small_model(), use_reentrant)
-            model = shard_copy(reference, mesh)
-            attach(reference)
-            attach(model)
-            for seed in range(2):
-                square_step(reference, make_rows(seed))
-                square_step(model, rows_of_rank(make_rows(seed), mesh))
-                assert_same_params(model, reference, "grad")
-                reference.zero_grad()
-                model.zero_grad()
-
     def test_module_hooks_that_read_the_weight(self) -> None:
         """While the model runs, a hook reads the full weight of a module, as the module itself does."""
-        torch.manual_seed(2)
         reference = small_model()
         model = shard_copy(reference, self.gtp_mesh())
         read: dict[str, torch.Tensor] = {}
@@ -202,39 +187,21 @@ class TestHooks(GlooTest):
         assert_idle(model)
 
     def test_global_module_hooks(self) -> None:
-        torch.manual_seed(3)
         reference = small_model()
         model = shard_copy(reference, self.gtp_mesh())
         names = {m: name for root in (reference, model) for name, m in root.named_modules()}
         seen: list[str] = []
-        handles = [
-            torch.nn.modules.module.register_module_forward_pre_hook(lambda m, args: seen.append(f"pre {names[m]}")),
-            torch.nn.modules.module.register_module_forward_hook(lambda m, a, o: seen.append(f"forward {names[m]}")),
-            torch.nn.modules.module.register_module_full_backward_hook(
-                lambda m, inputs, outputs: seen.append(f"backward {names[m]}")
-            ),
-        ]
         calls = []
-        for module in (reference, model):
-            square_step(module, make_rows(0))
-            calls.append(list(seen))
-            seen.clear()
-        for handle in handles:
-            handle.remove()
+        with contextlib.ExitStack() as stack:
+            for kind in ("forward_pre", "forward", "full_backward"):
+                register = getattr(torch.nn.modules.module, f"register_module_{kind}_hook")
+                handle = register(lambda m, *values, kind=kind: seen.append(f"{kind} {names[m]}"))
+                stack.callback(handle.remove)
+            for module in (reference, model):
+                square_step(module, make_rows(0))
+                calls.append(list(seen))
+                seen.clear()
         self.assertEqual(calls[1], calls[0])
-
-    def test_hooks_of_activations(self) -> None:
-        mesh = self.gtp_mesh()
-        torch.manual_seed(4)
-        reference = small_model()
-        model = shard_copy(reference, mesh)
-        seen: list[torch.Tensor] = []
-        for module in (reference, model):
-            x = module[1](module[0](rows_of_rank(make_rows(0), mesh)))
-            x.register_hook(lambda grad: seen.append(grad.clone()))
-            x.register_hook(lambda grad: grad * 2)
-            square_loss(module[3], x).backward()
-        torch.testing.assert_close(seen[1], seen[0])
 
     # --- hooks of parameters ------------------------------------------------------------------------------------------
 
@@ -242,7 +209,6 @@ class TestHooks(GlooTest):
         """Tensor hooks before the gradient is accumulated, post-accumulate-grad hooks after it, sharded or whole."""
         mesh = self.gtp_mesh()
         for use_reentrant in (None, True, False):
-            torch.manual_seed(5)
             reference = Checkpointed(small_model(), use_reentrant)
             model = shard_copy(reference, mesh)
             seen: dict[nn.Module, Values] = {reference: [], model: []}
@@ -266,7 +232,6 @@ class TestHooks(GlooTest):
 
     def test_parameter_hooks_may_replace_the_gradient(self) -> None:
         mesh = self.gtp_mesh()
-        torch.manual_seed(6)
         reference = small_model()
         model = shard_copy(reference, mesh)
         for root in (reference, model):
@@ -298,28 +263,18 @@ class TestHooks(GlooTest):
                 self.check_beside(reference, model, f"{name}, {mode}")
 
     def check_beside(self, reference: nn.Module, model: nn.Module, what: str) -> None:
-        mesh = self.gtp_mesh()
-        for seed in range(2):
-            rows = make_rows(seed)
-            square_step(reference, rows)
-            square_step(model, rows_of_rank(rows, mesh))
-            try:
-                assert_same_params(model, reference, "grad")
-                for module in (reference, model):
-                    torch.optim.SGD(module.parameters(), lr=0.1).step()
-                    module.zero_grad()
-                assert_same_params(model, reference)
+        try:
+            for seed in range(2):
+                check_step(reference.train(), model.train(), self.gtp_mesh(), make_rows(seed), square_step)
                 with torch.no_grad():
-                    torch.testing.assert_close(model.eval()(rows), reference.eval()(rows))
-            except AssertionError as error:
-                raise AssertionError(f"{what}: {error}") from error
-            reference.train()
-            model.train()
+                    torch.testing.assert_close(model.eval()(make_rows(seed)), reference.eval()(make_rows(seed)))
+        except AssertionError as error:
+            raise AssertionError(f"{what}: {error}") from error
 
     def test_checkpoints_of_parametrizations(self) -> None:
         """What a parametrization keeps: parameters, and buffers that change in each forward (spectral norm)."""
         mesh = self.gtp_mesh()
-        for name in ("weight_norm", "weight_norm by hook", "spectral_norm", "custom with a parameter"):
+        for name in ("weight_norm by hook", "spectral_norm", "custom with a parameter"):
 
             def make_model(seed: int, name: str = name) -> nn.Module:
                 torch.manual_seed(seed)
@@ -332,31 +287,12 @@ class TestHooks(GlooTest):
                 [topology(lambda model: gtp_shard(model, mesh, schedule=ALL), mesh), PLAIN],
             )
 
-    def test_parametrizations_after_sharding_are_refused(self) -> None:
-        """They replace the sharded parameter by others, at which no gradient is reduced."""
-        ways: dict[str, Callable[[nn.Module], Any]] = {
-            "weight_norm": parametrizations.weight_norm,
-            "custom": lambda module: parametrize.register_parametrization(module, "weight", Symmetric()),
-            "weight_norm by hook": old_weight_norm,
-            "spectral_norm by hook": torch.nn.utils.spectral_norm,
-        }
-        for name, apply in ways.items():
-            for is_used_before in (False, True):
-                model = gtp_shard(nn.Sequential(nn.Linear(WIDTH, WIDTH)), self.gtp_mesh(), schedule=ALL)
-                if is_used_before:
-                    model(make_rows(0))
-                apply(model[0])
-                message = r"'0\..*weight.*' .* was added after gtp_shard.*Change the module before"
-                with self.assertRaisesRegex(RuntimeError, message, msg=name):
-                    model(make_rows(0))
-
     # --- torch.func ---------------------------------------------------------------------------------------------------
 
     def test_func_transforms(self) -> None:
         """Without gradients vmap runs; derivatives are refused, and what to use instead gives the right ones."""
         x = make_rows(0, rows=3)
         for make in (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), Raw):
-            torch.manual_seed(8)
             reference = make()
             model = shard_copy(reference, self.gtp_mesh())
             with torch.no_grad():
@@ -378,9 +314,3 @@ class TestHooks(GlooTest):
             actual, expected = (torch.autograd.functional.jacobian(m, x) for m in (model, reference))
             torch.testing.assert_close(actual, expected)
             assert all(param.grad is None for param in model.parameters())
-
-    def test_func_derivatives_of_parameters_are_refused(self) -> None:
-        model = gtp_shard(small_model(), self.gtp_mesh(), schedule=ALL)
-        values = {name: param.detach() for name, param in model.named_parameters()}
-        with self.assertRaisesRegex(RuntimeError, "was replaced after gtp_shard by .* without functional_call"):
-            torch.func.grad(lambda v: torch.func.functional_call(model, v, (make_rows(0),)).sum())(values)

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, GlooTest, assert_same_params, check_training, full, rows_of_rank, shared_directory
-from runtime_common import assert_idle, counted, num_gathers
+from runtime_common import assert_idle, counted, gathers
 from schedules import explicit
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -136,7 +136,7 @@ class TestLoRA(GlooTest):
     def train(self, reference: nn.Module, schedule: SchedulePolicy = TINY_ADAPTERS, **options: Any) -> Any:
         mesh = self.gtp_mesh()
         shard = options.pop("shard", lambda model: gtp_shard(model, mesh, schedule=schedule))
-        options = {"make_optimizer": on_trainable, **options}
+        options = {"make_optimizer": on_trainable, "steps": 2, **options}
         frozen = {name: param.clone() for name, param in reference.named_parameters() if not param.requires_grad}
         model = check_training(reference, shard, mesh, tokens_of, loss_of, **options)
         for name, before in frozen.items():
@@ -147,36 +147,28 @@ class TestLoRA(GlooTest):
 
     # --- what is trained and how it is placed -------------------------------------------------------------------------
 
-    def test_tiny_adapters_stay_whole(self) -> None:
-        model = self.train(lora(), num_microbatches=2)
-        placements = {name: param.placements for name, param in model.named_parameters()}
-        for name, placement in placements.items():
-            expected = Replicate() if "lora" in name or "norm" in name or "bias" in name else GTPShard(0)
-            assert placement == (expected,), f"{name}: {placement}"
-
-    def test_large_adapters_are_sharded(self) -> None:
-        model = self.train(lora(), ALL)
-        for name, param in adapters(model).items():
-            assert param.placements == (GTPShard(0),), name
+    def test_placements(self) -> None:
+        """Tiny adapters stay whole, large ones are sharded."""
+        for schedule, whole in ((TINY_ADAPTERS, ("lora", "norm", "bias")), (ALL, ("norm", "bias"))):
+            model = self.train(lora(), schedule, num_microbatches=2)
+            for name, param in model.named_parameters():
+                expected = Replicate() if any(word in name for word in whole) else GTPShard(0)
+                assert param.placements == (expected,), f"{name}: {param.placements}"
 
     def test_recomputed_blocks(self) -> None:
         for use_reentrant, schedule in ((True, ALL), (False, TINY_ADAPTERS)):
             reference = lora()
             reference.use_reentrant = use_reentrant
-            self.train(reference, schedule, steps=2)
+            self.train(reference, schedule)
 
     def test_compiled_blocks(self) -> None:
-        mesh = self.gtp_mesh()
-        for schedule in (TINY_ADAPTERS, ALL):
-            torch._dynamo.reset()
+        def shard(model: Any) -> nn.Module:
+            gtp_shard(model, self.gtp_mesh(), schedule=ALL)
+            for block in model.blocks:
+                block.compile(backend="aot_eager", fullgraph=True)
+            return model
 
-            def shard(model: Any, schedule: SchedulePolicy = schedule) -> nn.Module:
-                gtp_shard(model, mesh, schedule=schedule)
-                for block in model.blocks:
-                    block.compile(backend="aot_eager", fullgraph=True)
-                return model
-
-            self.train(lora(), shard=shard, steps=2)
+        self.train(lora(), shard=shard)
 
     # --- what frozen weights cost -------------------------------------------------------------------------------------
 
@@ -185,12 +177,10 @@ class TestLoRA(GlooTest):
         for schedule, expected in ((TINY_ADAPTERS, (0, 1)), (ALL, (8, 0))):
             model = gtp_shard(lora(), self.gtp_mesh(), schedule=schedule)
             tokens = tokens_of(torch.Generator().manual_seed(0))
-            for step in range(3):
-                before = num_gathers(model)
-                with counted() as counts:
+            for step in range(2):
+                with gathers(model) as used, counted() as counts:
                     loss_of(model, tokens).backward()
                 self.assertEqual(counts()[1:], expected)
-                used = {name: count - before[name] for name, count in num_gathers(model).items()}
                 for name, count in used.items():
                     # No gradient flows below the first block: its first base has no dgrad, but the first backward
                     # guesses that it has. The head turns.
@@ -310,7 +300,7 @@ class TestLoRA(GlooTest):
         mesh = self.gtp_mesh()
         options = StateDictOptions(ignore_frozen_params=True)
         for schedule in (TINY_ADAPTERS, ALL):
-            model = self.train(lora(), schedule, steps=2)
+            model = self.train(lora(), schedule)
             optimizer = on_trainable(list(model.parameters()))
             loss_of(model, tokens_of(torch.Generator().manual_seed(5))).backward()
             optimizer.step()

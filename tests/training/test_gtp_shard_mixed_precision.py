@@ -107,15 +107,11 @@ def state(model: nn.Module, what: Callable[[torch.Tensor], Any]) -> dict[str, to
 
 
 class TestMixedPrecision(GlooTest):
-    def two_ranks(self) -> DeviceMesh:
-        """A sum over two ranks has one order, so that results can be compared bit by bit."""
-        meshes = [DeviceMesh("cpu", ranks, mesh_dim_names=("gtp",)) for ranks in ([0, 1], [2, 3])]
-        return meshes[self.rank // 2]
+    world_size = 2  # a sum over two ranks has one order, so that results can be compared bit by bit
 
-    def check_like_fsdp(
-        self, policy: MixedPrecisionPolicy, mesh: DeviceMesh, dtype: torch.dtype = FP32, microbatches: int = 1
-    ) -> None:
+    def check_like_fsdp(self, policy: MixedPrecisionPolicy, dtype: torch.dtype = FP32, microbatches: int = 1) -> None:
         """Outputs, what forwards see, gradients and after-step parameters, bit by bit."""
+        mesh = self.gtp_mesh()
         theirs = policy
         if policy.reduce_dtype is None and FOLLOWS_REDUCE_DTYPE:
             # fully_shard of torch 2.15 then reduces in the parameter's dtype, gtp_shard in that of compute, as before.
@@ -144,58 +140,34 @@ class TestMixedPrecision(GlooTest):
                 optimizer.zero_grad()
 
     def test_same_bits_as_fully_shard(self) -> None:
-        mesh = self.two_ranks()
         for policy in (
             MixedPrecisionPolicy(),
             MixedPrecisionPolicy(None, BF16),
-            MixedPrecisionPolicy(BF16, FP32),
+            MixedPrecisionPolicy(FP16, FP16),
             MixedPrecisionPolicy(BF16, FP32, FP32, False),
             MixedPrecisionPolicy(None, None, BF16),
         ):
-            self.check_like_fsdp(policy, mesh)
+            self.check_like_fsdp(policy)
+        for policy in (MixedPrecisionPolicy(FP32, BF16), MixedPrecisionPolicy(None, FP32)):
+            self.check_like_fsdp(policy, BF16)
+        unsynced = [MixedPrecisionPolicy(BF16, FP32), MixedPrecisionPolicy(BF16)]
+        if not FOLLOWS_REDUCE_DTYPE:  # else fully_shard rounds the sum of microbatches to bf16 after each of them
+            unsynced.append(MixedPrecisionPolicy(None, BF16))
+        for policy in unsynced:
+            self.check_like_fsdp(policy, microbatches=3)
 
     @pytest.mark.long
     def test_same_bits_as_fully_shard_in_every_policy(self) -> None:
-        mesh = self.two_ranks()
         for param_dtype, reduce_dtype in product((None, BF16), (None, FP32, BF16)):
-            self.check_like_fsdp(MixedPrecisionPolicy(param_dtype, reduce_dtype), mesh)
+            self.check_like_fsdp(MixedPrecisionPolicy(param_dtype, reduce_dtype))
         for output_dtype, cast in product((None, FP32, BF16), (True, False)):
-            self.check_like_fsdp(MixedPrecisionPolicy(BF16, FP32, output_dtype, cast), mesh)
-
-    def test_same_bits_as_fully_shard_with_low_precision_parameters(self) -> None:
-        mesh = self.two_ranks()
-        for policy in (MixedPrecisionPolicy(FP32, BF16), MixedPrecisionPolicy(None, FP32)):
-            self.check_like_fsdp(policy, mesh, dtype=BF16)
-        self.check_like_fsdp(MixedPrecisionPolicy(FP16, FP16), mesh)
-
-    @pytest.mark.long
-    def test_same_bits_as_fully_shard_with_low_precision_parameters_in_every_policy(self) -> None:
-        mesh = self.two_ranks()
+            self.check_like_fsdp(MixedPrecisionPolicy(BF16, FP32, output_dtype, cast))
         for param_dtype, reduce_dtype in product((None, FP32), (None, FP32, BF16)):
-            self.check_like_fsdp(MixedPrecisionPolicy(param_dtype, reduce_dtype), mesh, dtype=BF16)
-        self.check_like_fsdp(MixedPrecisionPolicy(None, FP16), mesh)
-
-    def test_same_bits_as_fully_shard_over_microbatches_without_sync(self) -> None:
-        mesh = self.two_ranks()
-        policies = [MixedPrecisionPolicy(BF16, FP32), MixedPrecisionPolicy(BF16)]
-        if not FOLLOWS_REDUCE_DTYPE:  # else fully_shard rounds the sum of microbatches to bf16 after each of them
-            policies.append(MixedPrecisionPolicy(None, BF16))
-        for policy in policies:
-            self.check_like_fsdp(policy, mesh, microbatches=3)
-
-    def test_close_to_fully_shard_on_four_ranks_and_with_replicas(self) -> None:
-        for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
-            policy = MixedPrecisionPolicy(BF16, FP32)
-            grads = []
-            for make in (by_fsdp, by_gtp):
-                model = make(make_net(), mesh, policy)
-                model(rows(self.rank)).float().square().mean().backward()
-                grads.append(state(model, lambda p: p.grad))
-            # Sums of fp32: only their order differs.
-            self.assertEqual(grads[1], grads[0], rtol=1e-5, atol=1e-7, exact_dtype=True)
+            self.check_like_fsdp(MixedPrecisionPolicy(param_dtype, reduce_dtype), BF16)
+        self.check_like_fsdp(MixedPrecisionPolicy(None, FP16))
 
     def test_nested_policies_as_in_fully_shard(self) -> None:
-        mesh = self.two_ranks()
+        mesh = self.gtp_mesh()
         root = MixedPrecisionPolicy(BF16, FP32, output_dtype=FP32)
         for nested in (
             MixedPrecisionPolicy(),
@@ -218,8 +190,9 @@ class TestMixedPrecision(GlooTest):
 
     def test_dtypes_on_the_wire_and_of_gradients(self) -> None:
         mesh = self.gtp_mesh()
-        dtypes = [(FP32, *pair) for pair in product((None, BF16, FP16), (None, FP32, BF16))]
-        for dtype, param_dtype, reduce_dtype in [*dtypes, (BF16, None, None), (BF16, None, FP32), (BF16, FP16, BF16)]:
+        pairs = ((None, None), (None, BF16), (BF16, None), (BF16, FP32), (FP16, FP32), (FP16, BF16))
+        of_bf16 = ((BF16, None, None), (BF16, None, FP32), (BF16, FP16, BF16))
+        for dtype, param_dtype, reduce_dtype in (*((FP32, *pair) for pair in pairs), *of_bf16):
             model = by_gtp(make_net(dtype), mesh, MixedPrecisionPolicy(param_dtype, reduce_dtype))
             model(rows(self.rank).to(dtype)).sum().backward()  # makes the communicators
             with counted() as collectives:
@@ -269,7 +242,18 @@ class TestMixedPrecision(GlooTest):
         self.assertEqual(collectives.dtypes["_allgather_base_"], {BF16})
         self.assertEqual(set(model.first.seen.values()), {BF16})
 
-    # --- exact sums ---------------------------------------------------------------------------------------------------
+
+class TestSums(GlooTest):
+    def test_close_to_fully_shard_on_four_ranks_and_with_replicas(self) -> None:
+        for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
+            policy = MixedPrecisionPolicy(BF16, FP32)
+            grads = []
+            for make in (by_fsdp, by_gtp):
+                model = make(make_net(), mesh, policy)
+                model(rows(self.rank)).float().square().mean().backward()
+                grads.append(state(model, lambda p: p.grad))
+            # Sums of fp32: only their order differs.
+            self.assertEqual(grads[1], grads[0], rtol=1e-5, atol=1e-7, exact_dtype=True)
 
     def gradients(self, model: nn.Linear, values: list[float]) -> None:
         """One backward with ``values[rank]`` as every gradient of the weight and the bias."""
@@ -304,10 +288,14 @@ class TestMixedPrecision(GlooTest):
         self.gradients(model, [1 + half, 1 + half, 1 + half, 1 + 3 * half])
         self.assert_grad(model, 1 + 2 * half)  # the mean 1 + 1.5 * half, rounded once; of rounded gradients it is 1
 
-    def test_bf16_parameters_accumulate_microbatches_in_fp32(self) -> None:
+    def test_microbatches_accumulate_in_fp32(self) -> None:
         tiny = 2.0**-9
-        for is_synced in (True, False):
-            model = self.make_linear(BF16, MixedPrecisionPolicy(None, FP32))
+        for dtype, policy, is_synced in (
+            (BF16, MixedPrecisionPolicy(None, FP32), True),
+            (BF16, MixedPrecisionPolicy(None, FP32), False),
+            (FP32, MixedPrecisionPolicy(BF16, BF16), True),
+        ):
+            model = self.make_linear(dtype, policy)
             for microbatch in range(5):
                 model.set_requires_gradient_sync(is_synced or microbatch == 4)
                 self.gradients(model, [1.0 if microbatch == 0 else tiny] * 4)
@@ -335,17 +323,8 @@ class TestMixedPrecision(GlooTest):
         self.gradients(model, [1.0] * 4)
         self.assert_grad(model, 3.0)
 
-    def test_fp32_parameters_accumulate_bf16_reductions_in_fp32(self) -> None:
-        tiny = 2.0**-9
-        model = self.make_linear(FP32, MixedPrecisionPolicy(BF16, BF16))
-        for microbatch in range(4):
-            self.gradients(model, [1.0 if microbatch == 0 else tiny] * 4)
-        self.assert_grad(model, 1.0 + 3 * tiny)
-
     def test_fp16_reduction_divides_before_and_after_the_sum(self) -> None:
-        model = self.make_linear(FP32, MixedPrecisionPolicy(FP16, FP16))
-        self.gradients(model, [30000.0] * 4)  # the plain sum, 120000, is beyond fp16
-        self.assert_grad(model, 30000.0)
-        model = self.make_linear(FP32, MixedPrecisionPolicy(FP16, FP16))
-        self.gradients(model, [2.0**-23] * 4)  # an eighth of it is 0 in fp16
-        self.assert_grad(model, 2.0**-23)
+        for value in (30000.0, 2.0**-23):  # the plain sum, 120000, is beyond fp16; an eighth of the other is 0 in fp16
+            model = self.make_linear(FP32, MixedPrecisionPolicy(FP16, FP16))
+            self.gradients(model, [value] * 4)
+            self.assert_grad(model, value)

@@ -10,7 +10,6 @@ import copy
 import gc
 import math
 from collections.abc import Callable, Iterable
-from itertools import product
 from typing import Any
 
 import pytest
@@ -31,15 +30,12 @@ from dtensor_gtp.optim import Muon
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
-    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, foreach=False),
     "SGD momentum, foreach": lambda params: torch.optim.SGD(
         params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1, foreach=True
     ),
     "AdamW for-loop": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=False),
     "AdamW foreach": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True, amsgrad=True),
     "AdamW fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
-    "Adam fused, maximize": lambda params: torch.optim.Adam(params, lr=1e-2, fused=True, maximize=True),
-    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2),
     "Adagrad fused": lambda params: torch.optim.Adagrad(params, lr=1e-2, fused=True),
     "RMSprop foreach": lambda params: torch.optim.RMSprop(params, lr=1e-2, foreach=True),
 }
@@ -67,7 +63,7 @@ class TestOptimizers(GlooTest):
         """R8: every row of the vocabulary is updated. State is placed as its parameter."""
         # Adam's first steps are lr * sign(gradient): where a gradient is rounding noise, so is the update.
         for name, make_optimizer in OPTIMIZERS.items():
-            for mesh in (self.gtp_mesh(), self.hsdp_mesh()) if name in ("AdamW fused", "SGD") else (self.gtp_mesh(),):
+            for mesh in (self.gtp_mesh(), self.hsdp_mesh()) if name == "AdamW fused" else (self.gtp_mesh(),):
                 made: list[torch.optim.Optimizer] = []
 
                 def make_and_keep(params: Any, make: Any = make_optimizer, made: Any = made) -> torch.optim.Optimizer:
@@ -115,22 +111,20 @@ class TestOptimizers(GlooTest):
             warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
             cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)
             scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], milestones=[2])
-            for step in range(4):
+            for step in range(3):
                 train(model, optimizer, [step], mesh if model is models[1] else None)
                 scheduler.step()
         assert_same_params(models[1], models[0])
 
     def test_weight_average(self) -> None:
-        """``AveragedModel`` copies its model, which is refused; parameters can be averaged as the tensors they are."""
+        """Parameters can be averaged as the tensors they are."""
         mesh = self.gtp_mesh()
         model, reference = make_sharded(0, mesh), make(0)
-        with self.assertRaisesRegex(RuntimeError, "cannot be (pickled or )?copied after gtp_shard"):
-            torch.optim.swa_utils.AveragedModel(model)
         averages: list[list[torch.Tensor]] = []
         for trained, on in ((model, mesh), (reference, None)):
             optimizer = adamw(trained)
             average = [param.detach().clone() for param in trained.parameters()]
-            for step in range(3):
+            for step in range(2):
                 train(trained, optimizer, [step], on)
                 torch._foreach_lerp_(average, [param.detach() for param in trained.parameters()], 0.25)
             averages.append(average)
@@ -142,8 +136,14 @@ class TestOptimizers(GlooTest):
     def test_r10_clip_grad_norm(self) -> None:
         # One of four ranks has a shard without rows, which have no maximum.
         one, two = self.gtp_mesh(), self.hsdp_mesh()
-        by_loop = [(None, one, 2.0), (False, two, math.inf)]
-        for foreach, mesh, order in [*product((True,), (one, two), (2.0, 1.0, math.inf)), *by_loop]:
+        for foreach, mesh, order in (
+            (True, one, 2.0),
+            (True, two, 2.0),
+            (True, one, math.inf),
+            (True, two, 1.0),
+            (None, one, 2.0),
+            (False, two, math.inf),
+        ):
             model, reference = make_sharded(0, mesh), make(0)
             backward(model, mesh)
             backward(reference, None)
@@ -182,8 +182,11 @@ class TestOptimizers(GlooTest):
     # --- loss scaling -------------------------------------------------------------------------------------------------
 
     def test_grad_scaler_skips_a_step_on_all_ranks_or_on_none(self) -> None:
-        ways = ((True, self.hsdp_mesh()), (False, self.gtp_mesh()))
-        for (fused, mesh), name in product(ways, ("norm.weight", "columns", "linear.weight")):
+        for fused, mesh, name in (
+            (True, self.hsdp_mesh(), "norm.weight"),
+            (True, self.hsdp_mesh(), "columns"),
+            (False, self.gtp_mesh(), "linear.weight"),
+        ):
             model, reference = make_sharded(0, mesh), make(0)
             # A whole parameter first: its placement says nothing of the others'.
             optimizer = torch.optim.AdamW(reversed(list(model.parameters())), lr=1e-2, fused=fused)
@@ -229,7 +232,7 @@ class TestOptimizers(GlooTest):
     def run_muon(
         self, cls: type[torch.optim.Muon], mesh: DeviceMesh | None, names: list[str] | None = None, **kwargs: Any
     ) -> Any:
-        """Four steps on given gradients; returns the parameters and the optimizer."""
+        """Two steps on given gradients; returns the parameters and the optimizer."""
         torch.manual_seed(0)
         params = []
         for shape, placement in (self.matrices()[name] for name in names or self.matrices()):
@@ -237,7 +240,7 @@ class TestOptimizers(GlooTest):
             value = torch.randn(shape)
             params.append(nn.Parameter(value if mesh is None else distribute_tensor(value, mesh, placements)))
         optimizer = cls(params, lr=0.05, **kwargs)
-        for _ in range(4):
+        for _ in range(2):
             for param in params:
                 grad = torch.randn(param.shape)
                 param.grad = distribute_tensor(grad, mesh, param.placements) if isinstance(param, DTensor) else grad
@@ -247,15 +250,13 @@ class TestOptimizers(GlooTest):
     def test_r7_muon_has_the_bits_of_one_process(self) -> None:
         for kwargs in ({}, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0, "ns_steps": 3}):
             expected, _ = self.run_muon(torch.optim.Muon, None, **kwargs)
-            for mesh in (None, self.gtp_mesh(), self.hsdp_mesh(), self.one_rank_mesh()):
+            one_rank = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "gtp"))
+            for mesh in (None, self.gtp_mesh(), self.hsdp_mesh(), one_rank) if not kwargs else (self.hsdp_mesh(),):
                 actual, optimizer = self.run_muon(Muon, mesh, **kwargs)
                 for name, param, want in zip(self.matrices(), actual, expected, strict=True):
                     self.assertEqual(full(param), want, rtol=0, atol=0, msg=f"{name} {mesh}")
                     if isinstance(param, DTensor):
                         self.assertEqual(optimizer.state[param]["momentum_buffer"].placements, param.placements)
-
-    def one_rank_mesh(self) -> DeviceMesh:
-        return init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "gtp"))
 
     @pytest.mark.long
     def test_r7_torch_muon_is_right_up_to_the_order_of_bf16_sums(self) -> None:

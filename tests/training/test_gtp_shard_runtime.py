@@ -1,13 +1,10 @@
-"""Forwards and backwards in any number and order, and what is left of those that fail.
-
-The comparison is always with the unsharded model that is called in the same order.
-"""
+"""Passes that fail, what they leave behind, and what autograd refuses; ``test_unusual_passes.py`` has the others."""
 
 from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -19,6 +16,7 @@ from runtime_common import (
     Raw,
     assert_idle,
     check_step,
+    check_steps,
     make_rows,
     runtime_of,
     shard_copy,
@@ -37,69 +35,11 @@ SEVERAL_IN_FLIGHT = explicit(min_shard_numel=0, coalesce_grad_nbytes=0, max_infl
 
 
 class TestPasses(GlooTest):
-    """Forwards and backwards in any number and order."""
-
-    def check(self, *steps: Callable[[Any, torch.Tensor], Any], **options: Any) -> None:
-        """Each of ``steps`` twice, with an idle runtime and a right update after each."""
-        for mesh, kept in ((self.gtp_mesh(), {}), (self.hsdp_mesh(), {"reshard_after_forward": False})):
-            torch.manual_seed(0)
-            reference = small_model()
-            model = shard_copy(reference, mesh, **options | kept)
-            for seed in range(2):
-                for step in steps:
-                    check_step(reference, model, mesh, make_rows(seed), step)
-
-    def test_several_forwards_before_one_backward(self) -> None:
-        def sum_of_two(model: nn.Module, x: torch.Tensor) -> None:
-            (square_loss(model, x) + square_loss(model, x - 1)).backward()
-
-        def fed_to_itself(model: nn.Module, x: torch.Tensor) -> None:
-            square_loss(model, model(model(x))).backward()
-
-        self.check(sum_of_two, fed_to_itself, square_step)
-
-    def test_backwards_in_another_order_than_their_forwards(self) -> None:
-        def first_in_first_out(model: nn.Module, x: torch.Tensor) -> None:
-            losses = [square_loss(model, x + shift) for shift in range(3)]
-            for loss in losses:
-                loss.backward()
-
-        def last_in_first_out(model: nn.Module, x: torch.Tensor) -> None:
-            losses = [square_loss(model, x + shift) for shift in range(3)]
-            for loss in reversed(losses):
-                loss.backward()
-
-        self.check(first_in_first_out, last_in_first_out)
-
-    def test_forward_without_backward(self) -> None:
-        def dropped(model: nn.Module, x: torch.Tensor) -> None:
-            model(x)
-            square_step(model, x)
-            model(x + 1)
-
-        def evaluated_in_between(model: nn.Module, x: torch.Tensor) -> None:
-            for grad_mode in (torch.no_grad, torch.inference_mode, nullcontext):
-                loss = square_loss(model, x)
-                with grad_mode():
-                    model.eval()
-                    model(x + 1)
-                    model.train()
-                loss.backward()
-                with grad_mode():
-                    model(x + 2)
-
-        for reshard, mesh in ((True, self.hsdp_mesh()), (False, self.gtp_mesh())):
-            torch.manual_seed(1)
-            reference = small_model()
-            model = shard_copy(reference, mesh, reshard_after_forward=reshard)
-            for seed, step in enumerate((dropped, evaluated_in_between, square_step, dropped, square_step)):
-                # What a forward keeps for a backward that does not come is dropped by the next pass.
-                check_step(reference, model, mesh, make_rows(seed), step, is_idle=step is square_step)
+    world_size = 2
 
     def test_what_inference_mode_has_gathered_is_no_use_for_training(self) -> None:
         """Autograd refuses to save inference tensors."""
         mesh = self.gtp_mesh()
-        torch.manual_seed(2)
         reference = small_model()
         model = shard_copy(reference, mesh, reshard_after_forward=False)
         for seed in range(2):
@@ -110,35 +50,19 @@ class TestPasses(GlooTest):
         model.reshard()
         assert_idle(model)
 
-    def test_retained_graph_runs_backward_twice(self) -> None:
-        def twice(model: nn.Module, x: torch.Tensor) -> None:
-            loss = square_loss(model, x)
-            loss.backward(retain_graph=True)
-            loss.backward()
-
-        def two_heads(model: nn.Module, x: torch.Tensor) -> None:
-            y = model(x)
-            y.square().mean().backward(retain_graph=True)
-            model(x - 1).mean().backward()
-            y.mean().backward()
-
-        self.check(twice, two_heads, square_step)
-
     def test_second_backward_without_retained_graph_raises_torchs_error(self) -> None:
         mesh = self.gtp_mesh()
-        torch.manual_seed(3)
         for reference in (small_model(), nn.Sequential(nn.Linear(WIDTH, WIDTH)), nn.Sequential(Raw())):
             model = shard_copy(reference, mesh)
-            for seed in range(2):
-                loss = square_loss(model, make_rows(seed))
+            loss = square_loss(model, make_rows(0))
+            loss.backward()
+            grads = {name: full(param.grad).clone() for name, param in model.named_parameters()}
+            with self.assertRaisesRegex(RuntimeError, "backward through the graph a second time"):
                 loss.backward()
-                grads = {name: full(param.grad).clone() for name, param in model.named_parameters()}
-                with self.assertRaisesRegex(RuntimeError, "backward through the graph a second time"):
-                    loss.backward()
-                for name, param in model.named_parameters():
-                    assert torch.equal(full(param.grad), grads[name]), name
-                model.zero_grad()
-                check_step(reference, model, mesh, make_rows(seed), square_step)
+            for name, param in model.named_parameters():
+                assert torch.equal(full(param.grad), grads[name]), name
+            model.zero_grad()
+            check_step(reference, model, mesh, make_rows(0), square_step)
 
     def test_differentiating_the_gradient_of_a_fused_op_raises(self) -> None:
         model = gtp_shard(small_model(), self.gtp_mesh(), schedule=ALL)
@@ -159,13 +83,9 @@ class TestPasses(GlooTest):
             (grad,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
             (grad.square().sum(1).mean() * len(x) ** 2).backward()
 
-        mesh = self.gtp_mesh()
-        torch.manual_seed(4)
+        # Each row's gradient is scaled by the number of rows of the loss, which len(x) cancels.
         reference = nn.Sequential(Raw(), nn.LayerNorm(WIDTH), Raw())
-        model = shard_copy(reference, mesh)
-        for seed in range(2):
-            # Each row's gradient is scaled by the number of rows of the loss, which len(x) cancels.
-            check_step(reference, model, mesh, make_rows(seed), penalty, rtol=1e-4, atol=1e-4)
+        check_steps(reference, self.gtp_mesh(), penalty, tolerance={"rtol": 1e-4, "atol": 1e-4})
 
     def test_activation_modified_in_place_raises_as_in_plain_torch(self) -> None:
         class InPlace(Raw):
@@ -187,71 +107,15 @@ class TestPasses(GlooTest):
                 hidden = (x @ self.first).exp_()
                 return (hidden @ self.second).sigmoid_()
 
-        torch.manual_seed(5)
-
         class OfSequences(nn.Sequential):
             """The output of a linear layer with a bias is a view if its input has more than two dims."""
 
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 return super().forward(x.unsqueeze(1)).squeeze(1)
 
-        mesh = self.gtp_mesh()
         for cls in (nn.Sequential, OfSequences):
             reference = cls(InPlace(), nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), InPlace())
-            model = shard_copy(reference, mesh)
-            for seed in range(2):
-                check_step(reference, model, mesh, make_rows(seed), square_step)
-
-    # --- failures -----------------------------------------------------------------------------------------------------
-
-    def check_recovery(self, fail: Callable[[Any, torch.Tensor, Any], Any], **options: Any) -> None:
-        """``fail(model, rows, assert_raises)``; a step before it and steps after it must be right."""
-        mesh = self.gtp_mesh()
-        torch.manual_seed(4)
-        reference = small_model()
-        model = shard_copy(reference, mesh, **options)
-
-        def assert_raises() -> Any:
-            return self.assertRaisesRegex(RuntimeError, "on purpose|cannot be multiplied|size of tensor")
-
-        for seed in range(2):
-            check_step(reference, model, mesh, make_rows(seed), square_step)
-            fail(model, make_rows(seed), assert_raises)
-            assert all(param.grad is None for param in model.parameters())
-            check_step(reference, model, mesh, make_rows(seed + 9), square_step)
-
-    def test_exception_in_forward_leaves_nothing_behind(self) -> None:
-        def bad_shape_at_a_fused_op(model: Any, x: torch.Tensor, assert_raises: Any) -> None:
-            with assert_raises():
-                model(x[:, :5])
-            assert_idle(model)
-
-        def bad_shape_at_an_attribute(model: Any, x: torch.Tensor, assert_raises: Any) -> None:
-            with assert_raises():
-                model[1](x[:, :5])
-            assert_idle(model)
-
-        def hooks_that_raise(model: Any, x: torch.Tensor, assert_raises: Any) -> None:
-            for index in (1, 2, 3):
-                for register in (model[index].register_forward_pre_hook, model[index].register_forward_hook):
-                    with removed_afterwards(register(lambda *args: raise_on_purpose())):
-                        with assert_raises():
-                            model(x)
-                    assert_idle(model)
-
-        def out_of_memory(model: Any, x: torch.Tensor, assert_raises: Any) -> None:
-            """As loops that try again with fewer samples meet it."""
-
-            def fail(*args: Any) -> None:
-                raise torch.OutOfMemoryError("on purpose")
-
-            for index in (0, 1, 3):
-                for register in (model[index].register_forward_hook, model[index].register_full_backward_hook):
-                    with removed_afterwards(register(fail)), assert_raises():
-                        square_loss(model, x).backward()
-
-        for fail in (bad_shape_at_a_fused_op, bad_shape_at_an_attribute, hooks_that_raise, out_of_memory):
-            self.check_recovery(fail)
+            check_steps(reference, self.gtp_mesh())
 
     def test_loaders_may_fork_this_process(self) -> None:
         """Between steps, and while one runs."""
@@ -259,8 +123,7 @@ class TestPasses(GlooTest):
         self.enterContext(mock.patch.dict(multiprocessing.current_process()._config, {"daemon": False}))
         mesh = self.gtp_mesh()
         reference = small_model()
-        model = shard_copy(reference, mesh)
-        check_step(reference, model, mesh, make_rows(0), square_step)
+        model = check_steps(reference, mesh, seeds=[0])
         rows = torch.utils.data.TensorDataset(make_rows(1))
         loader = torch.utils.data.DataLoader(rows, batch_size=8, num_workers=1, multiprocessing_context="fork")
         for _ in range(2):
@@ -274,23 +137,67 @@ class TestPasses(GlooTest):
         with removed_afterwards(model[1].register_forward_pre_hook(forks)):
             check_step(reference, model, mesh, make_rows(2), square_step)
 
-    def test_exception_in_backward_leaves_nothing_behind(self) -> None:
-        for index, reshard in ((0, True), (1, False), (2, True), (3, False), (3, True)):
+    # --- failures -----------------------------------------------------------------------------------------------------
 
-            def fail(model: Any, x: torch.Tensor, assert_raises: Any, index: int = index) -> None:
-                handle = model[index].register_full_backward_hook(lambda *args: raise_on_purpose())
-                with removed_afterwards(handle):
+    def check_recovery(self, *fails: Callable[[Any, torch.Tensor, Any], Any], **options: Any) -> None:
+        """After each ``fail(model, rows, assert_raises)`` a step must be right."""
+        mesh = self.gtp_mesh()
+        reference = small_model()
+        model = check_steps(reference, mesh, seeds=[0], **options)
+
+        def assert_raises() -> Any:
+            return self.assertRaisesRegex(RuntimeError, "on purpose|cannot be multiplied|size of tensor")
+
+        for seed, fail in enumerate(fails):
+            fail(model, make_rows(seed), assert_raises)
+            assert all(param.grad is None for param in model.parameters())
+            check_step(reference, model, mesh, make_rows(seed + 9), square_step)
+
+    def test_exception_in_forward_leaves_nothing_behind(self) -> None:
+        def bad_shapes(model: Any, x: torch.Tensor, assert_raises: Any) -> None:
+            for module in (model, model[1]):  # a fused op, an attribute
+                with assert_raises():
+                    module(x[:, :5])
+                assert_idle(model)
+
+        def hooks_that_raise(model: Any, x: torch.Tensor, assert_raises: Any) -> None:
+            for index in (1, 2, 3):
+                for register in (model[index].register_forward_pre_hook, model[index].register_forward_hook):
+                    with removed_afterwards(register(raise_on_purpose)), assert_raises():
+                        model(x)
+                    assert_idle(model)
+
+        def out_of_memory(model: Any, x: torch.Tensor, assert_raises: Any) -> None:
+            """As loops that try again with fewer samples meet it."""
+
+            def fail(*args: Any) -> None:
+                raise torch.OutOfMemoryError("on purpose")
+
+            for index in (0, 1, 3):
+                for register in (model[index].register_forward_hook, model[index].register_full_backward_hook):
+                    with removed_afterwards(register(fail)), assert_raises():
+                        square_loss(model, x).backward()
+
+        self.check_recovery(bad_shapes, hooks_that_raise, out_of_memory)
+
+    def test_exception_in_backward_leaves_nothing_behind(self) -> None:
+        def fail_in(index: int) -> Callable[[Any, torch.Tensor, Any], None]:
+            def fail(model: Any, x: torch.Tensor, assert_raises: Any) -> None:
+                with removed_afterwards(model[index].register_full_backward_hook(raise_on_purpose)):
                     loss = square_loss(model, x)
                     with assert_raises():
                         loss.backward()
 
-            self.check_recovery(fail, reshard_after_forward=reshard)
+            return fail
+
+        for reshard in (True, False):
+            self.check_recovery(*map(fail_in, range(4)), reshard_after_forward=reshard)
 
     def test_exception_at_the_end_of_backward_leaves_nothing_behind(self) -> None:
         """When all local gradients are there: in the launch of the last reductions, or where they are waited for."""
-        for method in ("launch_waiting", "_wait_for"):
 
-            def fail(model: Any, x: torch.Tensor, assert_raises: Any, method: str = method) -> None:
+        def fail_in(method: str) -> Callable[[Any, torch.Tensor, Any], None]:
+            def fail(model: Any, x: torch.Tensor, assert_raises: Any) -> None:
                 loss, runtime = square_loss(model, x), runtime_of(model)
                 owner: Any = runtime.grads if method == "launch_waiting" else runtime.comm.reductions
                 with (
@@ -303,20 +210,21 @@ class TestPasses(GlooTest):
                 told = [value for call in warning.call_args_list for value in call.args]
                 assert not any(isinstance(value, BaseException) for value in told), "its frames hold gradients"
 
-            self.check_recovery(fail)
-            self.check_recovery(fail, schedule=SEVERAL_IN_FLIGHT)
+            return fail
+
+        for schedule in (ALL, SEVERAL_IN_FLIGHT):
+            self.check_recovery(fail_in("launch_waiting"), fail_in("_wait_for"), schedule=schedule)
 
     def test_backward_after_a_failed_backward_is_a_new_one(self) -> None:
         """Without a forward in between: the graph of the second backward was there before the first one failed."""
         mesh = self.gtp_mesh()
-        torch.manual_seed(5)
         reference = small_model()
         model = shard_copy(reference, mesh)
 
         def step(module: nn.Module, x: torch.Tensor) -> None:
             good = square_loss(module, x)
             if module is model:
-                with removed_afterwards(model[1].register_full_backward_hook(lambda *args: raise_on_purpose())):
+                with removed_afterwards(model[1].register_full_backward_hook(raise_on_purpose)):
                     failing = square_loss(model, x + 1)
                     with self.assertRaisesRegex(RuntimeError, "on purpose"):
                         failing.backward()
@@ -328,7 +236,7 @@ class TestPasses(GlooTest):
 
     def test_weight_modified_between_forward_and_backward_raises(self) -> None:
         """As autograd raises for any saved tensor; also on a mesh of one rank, where nothing is gathered."""
-        alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("rest", "gtp"))["gtp"]
+        alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("rest", "gtp"))["gtp"]
         for mesh in (self.gtp_mesh(), alone):
             model = gtp_shard(small_model(), mesh, schedule=ALL)
             x = make_rows(0).requires_grad_()
@@ -351,25 +259,6 @@ class TestPasses(GlooTest):
                 optimizer.step()
                 with self.assertRaisesRegex(RuntimeError, "modified by an inplace operation"):
                     loss.backward()
-            square_step(model, x)
-            assert_idle(model)
-
-    def test_parameter_replaced_behind_the_library_raises(self) -> None:
-        model = gtp_shard(small_model(), self.gtp_mesh(), schedule=ALL)
-        x = make_rows(0)
-        square_step(model, x)
-        for fqn, value, what in (
-            ("0.weight", nn.Parameter(torch.zeros(WIDTH, WIDTH)), "a Parameter of shape"),
-            ("1.first", nn.Parameter(torch.zeros(3, 3)), "a Parameter of shape"),
-            ("2.bias", nn.Parameter(torch.zeros(WIDTH)), "a Parameter of shape"),
-            ("3.weight", nn.Parameter(model[2].weight.data), "a DTensor of shape"),
-        ):
-            owner, name = model.get_submodule(fqn.split(".")[0]), fqn.split(".")[1]
-            before = owner._parameters[name]
-            owner._parameters[name] = value
-            with self.assertRaisesRegex(RuntimeError, f"'{fqn}' was replaced after gtp_shard by {what}.*load_state"):
-                model(x)
-            owner._parameters[name] = before
             square_step(model, x)
             assert_idle(model)
 

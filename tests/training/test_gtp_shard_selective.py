@@ -1,7 +1,8 @@
-"""Selective activation checkpointing, wrapped modules and activations on the host.
+"""Activation checkpointing, plain and selective, wrapped modules and activations on the host.
 
-A policy sees the GEMM of a linear layer as the aten op that it would be without sharding. Whatever it saves is not
-computed again, and a weight that nobody computes with is not gathered.
+Each weight is gathered once more for the recomputation, and all else stays as it is. A policy sees the GEMM of a linear
+layer as the aten op that it would be without sharding. Whatever it saves is not computed again, and a weight that
+nobody computes with is not gathered.
 """
 
 from __future__ import annotations
@@ -14,10 +15,23 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from common import ALL, GlooTest
-from runtime_common import WIDTH, Raw, check_step, counted, make_rows, num_gathers, shard_copy, square_loss, square_step
+from common import ALL, GlooTest, environment
+from runtime_common import (
+    WIDTH,
+    Raw,
+    Step,
+    assert_idle,
+    check_step,
+    check_steps,
+    counted,
+    gathers,
+    make_rows,
+    shard_copy,
+    square_loss,
+    square_step,
+)
 from schedules import changed
-from torch.autograd.graph import save_on_cpu
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     apply_activation_checkpointing,
@@ -27,14 +41,18 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
+    checkpoint_sequential,
     create_selective_checkpoint_contexts,
     set_checkpoint_early_stop,
 )
 
-from dtensor_gtp import gtp_shard
+from dtensor_gtp import GTPModule, MixedPrecisionPolicy, SelectiveOffload, gtp_shard
 
 aten = torch.ops.aten
 GEMMS = (aten.mm.default, aten.addmm.default)
+Run = Callable[[nn.Module, torch.Tensor], Any]
+recompute: Run = partial(checkpoint, use_reentrant=False)
+reentrant: Run = partial(checkpoint, use_reentrant=True)
 
 
 class Block(nn.Module):
@@ -53,18 +71,10 @@ class Block(nn.Module):
         return result
 
 
-class Stacked(nn.Module):
-    """What recomputation would take for itself of ops that it does not run again."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        both = torch.stack([x, torch.where(x > 0, x, 0.1 * x)])
-        return torch.cat([both.exp(), both.sin()]).sum(0).exp().clamp(max=2)
-
-
 class Blocks(nn.Sequential):
     """Three blocks; ``run`` calls each of them."""
 
-    def __init__(self, run: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, run: Run = lambda block, x: block(x)) -> None:
         super().__init__(*(Block() for _ in range(3)))
         self.run = run
 
@@ -75,9 +85,47 @@ class Blocks(nn.Sequential):
         return x
 
 
+class RawFunctions(nn.Module):
+    """Recomputes functions that are no modules and read raw parameters of their module, one of them twice."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
+        self.second = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+        self.run = run
+
+    def mix(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.first) * self.scale @ self.second
+
+    def turn(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.second.t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        for function in (self.mix, self.turn, self.mix):
+            x = self.run(function, x)
+        return x
+
+
+class Stacked(nn.Module):
+    """What recomputation would take for itself of ops that it does not run again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        both = torch.stack([x, torch.where(x > 0, x, 0.1 * x)])
+        return torch.cat([both.exp(), both.sin()]).sum(0).exp().clamp(max=2)
+
+
 def save(*ops: Any) -> Callable[..., CheckpointPolicy]:
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if op in ops else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
+
+
+def save_all_but(*ops: Any) -> Callable[..., CheckpointPolicy]:
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.PREFER_RECOMPUTE if op in ops else CheckpointPolicy.MUST_SAVE
 
     return policy
 
@@ -99,65 +147,112 @@ def save_every_second_gemm() -> Callable[..., CheckpointPolicy]:
     return policy
 
 
-def selective(make_policy: Callable[[], Any], block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    def contexts() -> Any:
-        return create_selective_checkpoint_contexts(make_policy())
+def selective(make_policy: Callable[[], Any]) -> Run:
+    return partial(recompute, context_fn=lambda: create_selective_checkpoint_contexts(make_policy()))
 
-    result: torch.Tensor = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
-    return result
+
+def by(run: Run) -> Step:
+    """A step that runs the whole model with ``run``."""
+
+    def step(model: nn.Module, x: torch.Tensor) -> None:
+        run(model, x.clone().requires_grad_()).square().mean().backward()
+
+    return step
 
 
 class TestSelective(GlooTest):
     world_size = 2
 
-    def gathers(self, reference: nn.Module, **options: Any) -> dict[str, int]:
-        """Train beside one process; gathers of the middle block's weights in the last step."""
-        mesh = self.gtp_mesh()
-        model = shard_copy(reference, mesh, **options)
-        return self.gathers_of(reference, model)
-
-    def gathers_of(self, reference: nn.Module, model: nn.Module) -> dict[str, int]:
+    def gathers_of(self, reference: nn.Module, model: nn.Module, step: Step = square_step) -> dict[str, int]:
+        """Train beside one process; gathers of each weight in the last step."""
         for seed in range(2):
-            before = num_gathers(model)
-            with counted() as counts:
-                check_step(reference, model, self.gtp_mesh(), make_rows(seed), square_step)
-            used = {name: count - before[name] for name, count in num_gathers(model).items()}
-            if self.world_size > 1:
-                assert counts().all_gathers == sum(used.values())
-                assert counts().reduce_scatters == len(used), "one reduction for each use, none for the recomputation"
-        middle = {tuple(name.split(".")): count for name, count in used.items() if name.startswith("1.")}
-        return {parts[-1] if "raw" in parts else parts[-2]: count for parts, count in middle.items()}
+            with gathers(model) as used, counted() as counts:
+                check_step(reference, model, self.gtp_mesh(), make_rows(seed), step)
+            assert counts().all_gathers == sum(used.values())
+            assert counts().reduce_scatters == len(used), "one reduction for each use, none for the recomputation"
+        return used
 
-    def fresh(self, run: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> nn.Module:
-        torch.manual_seed(0)
-        return Blocks(run)
+    def gathers_in_block(self, reference: nn.Module, **options: Any) -> dict[str, int]:
+        """The same of the weights of the middle block."""
+        used = self.gathers_of(reference, shard_copy(reference, self.gtp_mesh(), **options))
+        return {name.removeprefix("1."): count for name, count in used.items() if name.startswith("1.")}
+
+    def test_r24_checkpointed_weights_are_gathered_three_times(self) -> None:
+        for run, depth in ((reentrant, 2), (recompute, 0)):
+            reference = nn.Sequential(nn.Linear(WIDTH, WIDTH), Blocks(run), nn.Linear(WIDTH, WIDTH))
+            model = shard_copy(reference, self.gtp_mesh(), schedule=changed(ALL, prefetch_depth=depth))
+            used = self.gathers_of(reference, model)
+            # The outer layers: the first needs no gather in backward; the last is kept at the turn.
+            assert used == dict.fromkeys(used, 3) | {"0.weight": 1, "2.weight": 1}, f"depth {depth}: {used}"
+            for _ in range(2):
+                with torch.no_grad(), gathers(model) as used:
+                    torch.testing.assert_close(model(make_rows(0)), reference(make_rows(0)))
+                assert used == dict.fromkeys(used, 1), f"an evaluation recomputes nothing: {used}"
+                assert_idle(model)
+
+    def test_kept_weights_and_microbatches(self) -> None:
+        def step(module: Any, x: torch.Tensor) -> None:
+            for index in range(2):
+                if isinstance(module, GTPModule):
+                    module.set_requires_gradient_sync(index == 1)
+                square_step(module, x + index)
+
+        for run in (reentrant, recompute):
+            check_steps(Blocks(run), self.gtp_mesh(), step, reshard_after_forward=False)
+
+    def test_exception_in_recomputation_leaves_nothing_behind(self) -> None:
+        def fail(*args: Any) -> None:
+            raise RuntimeError("on purpose")
+
+        for run in (reentrant, recompute):
+            reference = Blocks(run)
+            model = check_steps(reference, self.gtp_mesh(), seeds=[0])
+            for module in (model[1].raw, model[0].up):
+                loss = square_loss(model, make_rows(1))
+                handle = module.register_forward_pre_hook(fail)
+                with self.assertRaisesRegex(RuntimeError, "on purpose"):
+                    loss.backward()
+                handle.remove()
+            for seed in range(2):
+                check_step(reference, model, self.gtp_mesh(), make_rows(seed), square_step)
+
+    def test_nested_checkpoints(self) -> None:
+        """The inner checkpoint is recomputed within the outer one's recomputation, and once more for its backward."""
+
+        def twice(block: nn.Module, x: torch.Tensor) -> Any:
+            return recompute(lambda x: recompute(block, x).tanh(), x)
+
+        used = self.gathers_in_block(Blocks(twice))
+        assert used == dict.fromkeys(used, 4), used
+
+    # --- policies -----------------------------------------------------------------------------------------------------
 
     def test_policies_that_save_what_linears_return(self) -> None:
-        everything = dict.fromkeys(("up", "down", "first", "second"), 3)
-        cases: dict[str, tuple[Callable[[], Any], dict[str, int]]] = {
-            "nothing": (lambda: save(), everything),
-            # Raw weights are gathered when they are read, whether the product is saved or not.
-            "all GEMMs": (lambda: save(*GEMMS), everything | {"up": 2, "down": 2}),
-            "with bias": (lambda: save(aten.addmm.default), everything | {"up": 2}),
-            "without bias": (lambda: save(aten.mm.default), everything | {"down": 2}),
-            "as a list of ops": (lambda: list(GEMMS), everything | {"up": 2, "down": 2}),
-            "every second": (save_every_second_gemm, everything | {"up": 2}),
+        """The runtime's own ops are nothing that a policy may count or save: a saved gather would leave the
+        recomputation a buffer that nobody has filled."""
+        everything = dict.fromkeys(("up.weight", "raw.first", "raw.second", "down.weight"), 3)
+        without_gemms = everything | {"up.weight": 2, "down.weight": 2}  # raw weights are gathered when they are read
+        cases: dict[str, tuple[Run, dict[str, int]]] = {
+            "nothing": (selective(save), everything),
+            "everything": (selective(save_all_but), without_gemms),
+            "all GEMMs": (selective(lambda: save(*GEMMS)), without_gemms),
+            "with bias": (selective(lambda: save(aten.addmm.default)), everything | {"up.weight": 2}),
+            "without bias": (selective(lambda: save(aten.mm.default)), everything | {"down.weight": 2}),
+            "as a list of ops": (selective(lambda: list(GEMMS)), without_gemms),
+            "every second": (selective(save_every_second_gemm), everything | {"up.weight": 2}),
+            "on the host": (partial(recompute, context_fn=SelectiveOffload(GEMMS)), without_gemms),
         }
-        for name, (make_policy, expected) in cases.items():
-            for depth in (None, 0) if name == "every second" else (None,):
-                schedule = ALL if depth is None else changed(ALL, prefetch_depth=depth)
-                used = self.gathers(self.fresh(partial(selective, make_policy)), schedule=schedule)
+        for name, (run, expected) in cases.items():
+            for depth in (2, 0) if name == "every second" else (2,):
+                with environment(DTENSOR_GTP_DEBUG="poison"):
+                    used = self.gathers_in_block(Blocks(run), schedule=changed(ALL, prefetch_depth=depth))
                 assert used == expected, f"{name}, depth {depth}: {used}"
 
     def test_a_write_to_what_a_policy_has_saved_is_refused(self) -> None:
         """Of a view, too: the output of a layer with a bias for sequences."""
 
-        def run(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-            def write(x: torch.Tensor) -> torch.Tensor:
-                return block.up(x).add_(1).sin()
-
-            contexts = partial(create_selective_checkpoint_contexts, save(*GEMMS))
-            return checkpoint(write, x, use_reentrant=False, context_fn=contexts)
+        def run(block: Any, x: torch.Tensor) -> Any:
+            return selective(lambda: save(*GEMMS))(lambda x: block.up(x).add_(1).sin(), x)
 
         model = shard_copy(Blocks(run), self.gtp_mesh())
         for rows in (make_rows(0), make_rows(0).unsqueeze(1)):
@@ -165,19 +260,9 @@ class TestSelective(GlooTest):
                 square_loss(model, rows).backward()
 
     def test_policy_around_the_root(self) -> None:
-        """Also in the first forward, where ranks tell each other that they can begin. It saves all but GEMMs."""
-
-        def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            return CheckpointPolicy.PREFER_RECOMPUTE if op in GEMMS else CheckpointPolicy.MUST_SAVE
-
-        def step(model: nn.Module, x: torch.Tensor) -> None:
-            selective(lambda: policy, model, x).square().mean().backward()
-
-        torch.manual_seed(0)
+        """Also in the first forward, where ranks tell each other that they can begin."""
         reference = nn.Sequential(Block(), Stacked(), Block())
-        model = shard_copy(reference, self.gtp_mesh())
-        for seed in range(2):
-            check_step(reference, model, self.gtp_mesh(), make_rows(seed), step)
+        check_steps(reference, self.gtp_mesh(), by(selective(lambda: save_all_but(*GEMMS))))
 
     def test_policy_that_saves_lookups(self) -> None:
         class Lookup(nn.Module):
@@ -189,162 +274,119 @@ class TestSelective(GlooTest):
                 return self.table((x.detach().abs() * 4).long() % 9).sum(1) * x.sin()
 
         for op, expected in ((aten.embedding.default, 1), (aten.mm.default, 2)):
-            torch.manual_seed(0)
             reference = nn.Sequential(Lookup(), nn.Linear(WIDTH, WIDTH))
             model = shard_copy(reference, self.gtp_mesh())
-
-            def step(module: nn.Module, x: torch.Tensor, op: Any = op) -> None:
-                x = x.clone().requires_grad_()
-                selective(lambda: save(op), module, x).square().mean().backward()
-
-            for seed in range(2):
-                before = num_gathers(model)
-                check_step(reference, model, self.gtp_mesh(), make_rows(seed), step)
-            used = {name: count - before[name] for name, count in num_gathers(model).items()}
+            used = self.gathers_of(reference, model, by(selective(partial(save, op))))
             assert used["0.table.weight"] == expected, used
-
-    def test_policy_with_mixed_precision_and_replicas(self) -> None:
-        from dtensor_gtp import MixedPrecisionPolicy
-
-        torch.manual_seed(0)
-        reference = Blocks(partial(selective, lambda: save(*GEMMS)))
-        mesh = self.hsdp_mesh()
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        model = shard_copy(reference, mesh, mp_policy=policy, reshard_after_forward=False)
-        for seed in range(2):
-            check_step(reference, model, mesh, make_rows(seed), square_step, rtol=5e-2, atol=5e-2)
-
-    def test_nested_checkpoints(self) -> None:
-        """The inner checkpoint is recomputed within the outer one's recomputation, and once more for its backward."""
-
-        def twice(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-            def inner(x: torch.Tensor) -> torch.Tensor:
-                return checkpoint(block, x, use_reentrant=False).tanh()
-
-            result: torch.Tensor = checkpoint(inner, x, use_reentrant=False)
-            return result
-
-        used = self.gathers(self.fresh(twice))
-        assert used == dict.fromkeys(used, 4), used
 
     def test_early_stop(self) -> None:
         """The recomputation ends with the last tensor that backward needs, so a last layer may be spared."""
-
-        class LastLinear(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.up = nn.Linear(WIDTH, WIDTH)
-                self.frozen = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                result: torch.Tensor = self.frozen(torch.tanh(self.up(x)))
-                return result
-
         for is_enabled, expected in ((True, 2), (False, 3)):
-            torch.manual_seed(0)
-            reference = nn.Sequential(nn.Linear(WIDTH, WIDTH), LastLinear(), nn.Linear(WIDTH, WIDTH))
-            model = shard_copy(reference, self.gtp_mesh())
+            frozen = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+            recomputed = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), frozen)
+            reference = nn.Sequential(nn.Linear(WIDTH, WIDTH), recomputed, nn.Linear(WIDTH, WIDTH))
 
-            def step(module: nn.Module, x: torch.Tensor, is_enabled: bool = is_enabled) -> None:
-                x = module[0](x)
+            def step(module: Any, x: torch.Tensor, is_enabled: bool = is_enabled) -> None:
                 with set_checkpoint_early_stop(is_enabled):
-                    x = checkpoint(module[1], x, use_reentrant=False)
-                module[2](x).square().mean().backward()
+                    x = recompute(module[1], module[0](x))
+                square_step(module[2], x)
 
-            for seed in range(3):
-                before = num_gathers(model)
-                check_step(reference, model, self.gtp_mesh(), make_rows(seed), step)
-            used = {name: count - before[name] for name, count in num_gathers(model).items()}
-            assert (used["1.up.weight"], used["1.frozen.weight"]) == (3, expected), used
+            model = check_steps(reference, self.gtp_mesh(), step)
+            with gathers(model) as used:
+                check_step(reference, model, self.gtp_mesh(), make_rows(2), step)
+            assert (used["1.0.weight"], used["1.2.weight"]) == (3, expected), used
 
-    # --- wrapped modules ----------------------------------------------------------------------------------------------
+    # --- wrapped modules and activations on the host ------------------------------------------------------------------
 
-    def test_sharding_after_checkpoint_wrapper(self) -> None:
-        for impl in CheckpointImpl:
-            reference = self.fresh(lambda block, x: block(x))
-            names = list(reference.state_dict())
-            for index, block in enumerate(reference):
-                reference[index] = checkpoint_wrapper(block, checkpoint_impl=impl)
-            model = shard_copy(reference, self.gtp_mesh())
-            assert list(model.state_dict()) == names, "the wrapper hides its own name"
-            used = self.gathers_of(reference, model)
-            assert used == dict.fromkeys(used, 3), used
-
-    def test_sharding_before_checkpoint_wrapper(self) -> None:
-        for impl in CheckpointImpl:
-            reference = self.fresh(lambda block, x: block(x))
-            model = shard_copy(reference, self.gtp_mesh())
-            wrapper = partial(checkpoint_wrapper, checkpoint_impl=impl)
+    def test_wrapped_modules(self) -> None:
+        """They are sharded before, or after, or by themselves and then with the root around the wrappers."""
+        reentrant_wrapper = partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.REENTRANT)
+        for wrapper, order, expected in (
+            (checkpoint_wrapper, "before", 3),
+            (checkpoint_wrapper, "after", 3),
+            (checkpoint_wrapper, "both", 3),
+            (reentrant_wrapper, "before", 3),
+            (reentrant_wrapper, "after", 3),
+            (offload_wrapper, "after", 2),
+        ):
+            reference = Blocks()
+            model = copy.deepcopy(reference)
+            names = list(model.state_dict())
+            for part in {"before": [model], "both": list(model)}.get(order, []):
+                gtp_shard(part, self.gtp_mesh(), schedule=ALL)
             for module in (reference, model):
                 apply_activation_checkpointing(module, wrapper, check_fn=lambda module: isinstance(module, Block))
+            if order != "before":
+                gtp_shard(model, self.gtp_mesh(), schedule=ALL)
+            assert list(model.state_dict()) == names, "the wrapper hides its own name"
             used = self.gathers_of(reference, model)
-            assert used == dict.fromkeys(used, 3), used
-
-    def test_submodules_sharded_inside_of_the_wrapper(self) -> None:
-        """First the wrapped modules, each with a call of its own, then the root around the wrappers."""
-        reference = self.fresh(lambda block, x: block(x))
-        model = copy.deepcopy(reference)
-        for index, block in enumerate(model):
-            reference[index] = checkpoint_wrapper(reference[index])
-            model[index] = checkpoint_wrapper(gtp_shard(block, self.gtp_mesh(), schedule=ALL))
-        gtp_shard(model, self.gtp_mesh(), schedule=ALL)
-        used = self.gathers_of(reference, model)
-        assert used == dict.fromkeys(used, 3), used
-
-    # --- activations on the host --------------------------------------------------------------------------------------
+            assert {used[name] for name in used if name.startswith("1.")} == {expected}, f"{wrapper} {order}: {used}"
 
     def test_save_on_cpu_around_the_model(self) -> None:
-        reference = self.fresh(lambda block, x: block(x))
-        model = shard_copy(reference, self.gtp_mesh())
-
         def step(module: nn.Module, x: torch.Tensor) -> None:
             with save_on_cpu():
                 loss = square_loss(module, x)
             loss.backward()
 
-        for seed in range(3):
-            before = num_gathers(model)
-            check_step(reference, model, self.gtp_mesh(), make_rows(seed), step)
-            used = {name: count - before[name] for name, count in num_gathers(model).items()}
-            assert {count for name, count in used.items() if name.startswith("1.")} == {2}
+        reference = Blocks()
+        model = shard_copy(reference, self.gtp_mesh())
+        used = self.gathers_of(reference, model, step)
+        assert {count for name, count in used.items() if name.startswith("1.")} == {2}
         packed: list[torch.Size] = []
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            packed.append(tensor.shape)
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with saved_tensors_hooks(lambda tensor: packed.append(tensor.shape) or tensor, lambda tensor: tensor):
             model(make_rows(0, rows=3))
         assert packed
         assert (WIDTH, WIDTH) not in packed, "a full weight went to the host"
 
     def test_save_on_cpu_inside_of_the_model_and_of_checkpoints(self) -> None:
-        def plain(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        def plain(block: nn.Module, x: torch.Tensor) -> Any:
             with save_on_cpu():
-                result: torch.Tensor = block(x)
-            return result
-
-        def outside(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-            with save_on_cpu():
-                result: torch.Tensor = checkpoint(block, x, use_reentrant=False)
-            return result
-
-        def inside(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = checkpoint(lambda x: plain(block, x), x, use_reentrant=False)
-            return result
-
-        def inside_reentrant(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = checkpoint(lambda x: plain(block, x), x, use_reentrant=True)
-            return result
+                return block(x)
 
         # What the inner hooks take is not recomputed: a non-reentrant checkpoint never sees it.
-        for run, expected in ((plain, 2), (outside, 3), (inside, 2), (inside_reentrant, 3)):
-            used = self.gathers(self.fresh(run))
-            assert used == dict.fromkeys(used, expected), f"{run.__name__}: {used}"
+        runs: dict[str, tuple[Run, int]] = {
+            "plain": (plain, 2),
+            "outside": (lambda block, x: plain(partial(recompute, block), x), 3),
+            "inside": (lambda block, x: recompute(partial(plain, block), x), 2),
+            "inside, reentrant": (lambda block, x: reentrant(partial(plain, block), x), 3),
+        }
+        for name, (run, expected) in runs.items():
+            used = self.gathers_in_block(Blocks(run))
+            assert used == dict.fromkeys(used, expected), f"{name}: {used}"
 
-    def test_offload_wrapper(self) -> None:
-        reference = self.fresh(lambda block, x: block(x))
-        for index, block in enumerate(reference):
-            reference[index] = offload_wrapper(block)
-        used = self.gathers(reference)
-        assert used == dict.fromkeys(used, 2), used
+
+class TestSelectiveWithReplicas(GlooTest):
+    def test_the_whole_model_and_its_segments(self) -> None:
+        for use_reentrant, mesh in ((True, self.hsdp_mesh()), (False, self.gtp_mesh())):
+            reference = nn.Sequential(*(module for _ in range(3) for module in (Raw(), nn.Linear(WIDTH, WIDTH))))
+            whole = by(partial(checkpoint, use_reentrant=use_reentrant))
+            segments = by(lambda module, x, r=use_reentrant: checkpoint_sequential(module, 3, x, use_reentrant=r))
+            model = shard_copy(reference, mesh)
+            for seed in range(2):
+                with gathers(model) as used:
+                    check_step(reference, model, mesh, make_rows(seed), whole)
+                assert used == dict.fromkeys(used, 3), f"reentrant {use_reentrant}: {used}"
+            for seed in range(2):
+                check_step(reference, model, mesh, make_rows(seed), segments)
+
+    def test_functions_that_read_raw_parameters(self) -> None:
+        for run, mesh in ((reentrant, self.gtp_mesh()), (recompute, self.hsdp_mesh())):
+            reference = RawFunctions(run)
+            with environment(DTENSOR_GTP_DEBUG="poison,delay=1"):
+                model = shard_copy(reference, mesh)
+            for seed in range(2):
+                with gathers(model) as used:
+                    check_step(reference, model, mesh, make_rows(seed), square_step, lr=0.0)
+                # Read once in the forward's frame, once in backward, where no frame says how long: kept to its end.
+                # What backward reads first is kept at the turn.
+                assert used == {"first": 2 if seed == 0 else 1, "second": 2}, used
+
+    def test_policy_with_mixed_precision(self) -> None:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        check_steps(
+            Blocks(selective(lambda: save(*GEMMS))),
+            self.hsdp_mesh(),
+            tolerance={"rtol": 5e-2, "atol": 5e-2},
+            mp_policy=policy,
+            reshard_after_forward=False,
+        )

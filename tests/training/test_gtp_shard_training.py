@@ -107,25 +107,15 @@ def next_token_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 class TestTraining(GlooTest):
     def test_zoo(self) -> None:
-        mesh = self.gtp_mesh()
-        torch.manual_seed(0)
-        check_training(Zoo(), lambda m: gtp_shard(m, mesh, schedule=ALL), mesh, token_batch, next_token_loss)
-
-    def test_zoo_hsdp(self) -> None:
-        mesh = self.hsdp_mesh()
-        torch.manual_seed(0)
-        check_training(Zoo(), lambda m: gtp_shard(m, mesh, schedule=ALL), mesh, token_batch, next_token_loss)
-
-    def test_zoo_microbatches(self) -> None:
-        mesh = self.gtp_mesh()
-        torch.manual_seed(0)
-        check_training(
-            Zoo(), lambda m: gtp_shard(m, mesh, schedule=ALL), mesh, token_batch, next_token_loss, num_microbatches=3
-        )
+        for mesh, num_microbatches in ((self.gtp_mesh(), 3), (self.hsdp_mesh(), 1)):
+            shard = partial(gtp_shard, mesh=mesh, schedule=ALL)
+            check_training(Zoo(), shard, mesh, token_batch, next_token_loss, steps=2, num_microbatches=num_microbatches)
 
     def test_root_call_or_calls_on_submodules(self) -> None:
         """One call, calls on children and then on the root, or on children alone: the same training, and weights
         that are tied across the calls stay tied."""
+
+        root = partial(gtp_shard, schedule=ALL)
 
         def some_children(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
             for child in (model.layers[0], model.embedding):
@@ -140,34 +130,15 @@ class TestTraining(GlooTest):
         def all_children_and_root(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
             return gtp_shard(all_children(model, mesh), mesh, schedule=ALL)
 
-        def root(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-            return gtp_shard(model, mesh, schedule=ALL)
-
-        for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
-            for shard in (root, some_children, all_children, all_children_and_root):
-                torch.manual_seed(0)
-                model = check_training(
-                    Tied(), lambda m, s=shard, on=mesh: s(m, on), mesh, token_batch, next_token_loss, steps=2
-                )
-                model.assert_tied()
-                kinds = {param.placements[-1] for param in model.parameters() if param.ndim == 2}
-                self.assertEqual(kinds, {GTPShard(0)})  # torch 2.15 may have it as Shard(0), which is equal
-
-    def test_submodules_alone(self) -> None:
-        """Without a call on the root each child runs by itself; what no call covers is the user's business."""
-        mesh = self.gtp_mesh()
-        torch.manual_seed(0)
-        reference = nn.Sequential(
-            nn.Linear(6, 7), nn.Tanh(), nn.Sequential(nn.Linear(7, 5), nn.LayerNorm(5)), nn.Linear(5, 3)
-        )
-
-        def shard(model: nn.Module) -> nn.Module:
-            for index in (0, 2, 3):
-                gtp_shard(model[index], mesh, schedule=ALL)
-            return model
-
-        model = check_training(reference, shard, mesh, float_batch, square_loss, steps=2)
-        self.assertIs(type(model), nn.Sequential)
+        meshes = (self.gtp_mesh(), self.hsdp_mesh())
+        for mesh, shard in zip(
+            (*meshes, *meshes), (root, some_children, all_children, all_children_and_root), strict=True
+        ):
+            model = check_training(Tied(), partial(shard, mesh=mesh), mesh, token_batch, next_token_loss, steps=2)
+            model.assert_tied()
+            kinds = {param.placements[-1] for param in model.parameters() if param.ndim == 2}
+            self.assertEqual(kinds, {GTPShard(0)})  # torch 2.15 may have it as Shard(0), which is equal
+            self.assertEqual(type(model) is Tied, shard is all_children)
 
     def test_r28_weights_of_any_shape_train(self) -> None:
         placements: list[Callable[[nn.Parameter], Placement | None]] = [
@@ -176,32 +147,18 @@ class TestTraining(GlooTest):
             lambda param: GTPShard(-1, block_size=2),
             lambda param: Shard(0) if param.ndim == 2 else Replicate(),
         ]
-        for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
-            for place in placements:
-
-                def shard(
-                    model: nn.Module, mesh: DeviceMesh = mesh, place: Callable[[nn.Parameter], Placement | None] = place
-                ) -> nn.Module:
-                    return gtp_shard(model, mesh, schedule=ALL, shard_placement_fn=place)
-
-                torch.manual_seed(0)
-                # On the host torch's fused kernels take the memory of a strided parameter, the reference's, for dense.
-                adamw = partial(torch.optim.AdamW, lr=1e-2)
-                check_training(Products(), shard, mesh, float_batch, square_loss, steps=2, make_optimizer=adamw)
+        gtp, hsdp = self.gtp_mesh(), self.hsdp_mesh()
+        for mesh, place in (*((gtp, place) for place in placements), (hsdp, placements[0]), (hsdp, placements[2])):
+            shard = partial(gtp_shard, mesh=mesh, schedule=ALL, shard_placement_fn=place)
+            # On the host torch's fused kernels take the memory of a strided parameter, the reference's, for dense.
+            adamw = partial(torch.optim.AdamW, lr=1e-2)
+            check_training(Products(), shard, mesh, float_batch, square_loss, steps=2, make_optimizer=adamw)
 
     def test_tables_cut_by_columns(self) -> None:
         """Embeddings and linear layers on dim 1, tied; the vocabulary is not the width."""
-        mesh = self.gtp_mesh()
-        torch.manual_seed(0)
         place = lambda p: GTPShard(1) if p.ndim == 2 else None  # noqa: E731
-        check_training(
-            Tied(),
-            lambda m: gtp_shard(m, mesh, schedule=ALL, shard_placement_fn=place),
-            mesh,
-            token_batch,
-            next_token_loss,
-            steps=2,
-        )
+        shard = partial(gtp_shard, mesh=self.gtp_mesh(), schedule=ALL, shard_placement_fn=place)
+        check_training(Tied(), shard, self.gtp_mesh(), token_batch, next_token_loss, steps=2)
 
     def test_mixed_and_complex_dtypes_train(self) -> None:
         class Mixed(nn.Module):
@@ -217,20 +174,13 @@ class TestTraining(GlooTest):
                 return self.out((x.to(torch.complex64) @ self.phases).abs())
 
         for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
-            torch.manual_seed(0)
-            check_training(
-                Mixed(),
-                lambda m, on=mesh: gtp_shard(m, on, schedule=ALL),
-                mesh,
-                float_batch,
-                square_loss,
-                make_optimizer=partial(torch.optim.AdamW, lr=1e-2),  # torch has none for complex numbers that is fused
-            )
+            shard = partial(gtp_shard, mesh=mesh, schedule=ALL)
+            adamw = partial(torch.optim.AdamW, lr=1e-2)  # torch has none for complex numbers that is fused
+            check_training(Mixed(), shard, mesh, float_batch, square_loss, steps=2, make_optimizer=adamw)
 
     def test_ignored_parameters(self) -> None:
         """They stay the objects they are, train on each rank's own gradient, and nobody touches it."""
         mesh = self.gtp_mesh()
-        torch.manual_seed(0)
         reference = Tied()
         model = copy.deepcopy(reference)
         ignored = {model.norm.weight, model.layers[0].weight}
@@ -247,7 +197,6 @@ class TestTraining(GlooTest):
 
     def test_two_models_that_share_a_module(self) -> None:
         mesh = self.gtp_mesh()
-        torch.manual_seed(0)
         shared = nn.Linear(6, 6)
         references = [nn.Sequential(shared, nn.Linear(6, 5)), nn.Sequential(nn.Linear(6, 6), shared)]
         models = copy.deepcopy(references)

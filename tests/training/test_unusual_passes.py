@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn as nn
-from common import GlooTest
-from passes_common import Cases, by_call, calling, check_cases, mean, usual
+from common import ALL, GlooTest
+from passes_common import Cases, Step, by_call, calling, check_cases, mean, usual
 
-CASES = Cases()
+
+def within(context: Callable[[], Any]) -> Step:
+    """A usual step within a context."""
+
+    def step(model: Any, x: torch.Tensor) -> None:
+        with context():
+            usual(model, x)
+
+    return step
+
+
+CASES = Cases(
+    {
+        "several roots of one backward": lambda model, x: torch.autograd.backward(
+            [mean(y := model(x)), y.mean(), mean(model(x + 1))]
+        ),
+        "a backward with a gradient": lambda model, x: model(x).backward(gradient=x.cos() / len(x)),
+        "gradients that add up over steps": lambda model, x: [usual(model, x + shift) for shift in range(3)],
+        "model fed to itself": lambda model, x: mean(model(model(model(x)))).backward(),
+        "backward in the thread of its caller": within(lambda: torch.autograd.set_multithreading_enabled(False)),
+        "anomaly mode": within(lambda: torch.autograd.set_detect_anomaly(True)),
+        "a part of the outputs": lambda model, x: mean(model(x)[:, :3]).backward(),
+        "a block called twice": by_call(lambda block, x: block(block(x))),
+        "a block that is skipped": lambda model, x: mean(model.last(model.blocks[1](model.first(x)))).backward(),
+        "a layer alone": lambda model, x: mean(model.blocks[0].up(x)).backward(),
+    }
+)
 
 # --- several forwards and backwards -----------------------------------------------------------------------------------
 
@@ -44,24 +70,6 @@ def retained_graph(model: Any, x: torch.Tensor) -> None:
 
 
 @CASES.add
-def several_roots_of_one_backward(model: Any, x: torch.Tensor) -> None:
-    y = model(x)
-    torch.autograd.backward([mean(y), y.mean(), mean(model(x + 1))])
-
-
-@CASES.add
-def backward_with_a_gradient(model: Any, x: torch.Tensor) -> None:
-    y = model(x)
-    y.backward(gradient=(x.cos() / len(x)))
-
-
-@CASES.add
-def gradients_that_add_up_over_steps(model: Any, x: torch.Tensor) -> None:
-    for shift in range(3):
-        usual(model, x + shift)
-
-
-@CASES.add
 def gradients_that_are_zeroed_between_forward_and_backward(model: Any, x: torch.Tensor) -> None:
     usual(model, x - 1)
     loss = mean(model(x))
@@ -82,11 +90,6 @@ def gradients_that_are_halved_between_backwards(model: Any, x: torch.Tensor) -> 
     for param in model.parameters():
         param.grad.mul_(0.5)
     usual(model, x + 1)
-
-
-@CASES.add
-def model_fed_to_itself(model: Any, x: torch.Tensor) -> None:
-    mean(model(model(model(x)))).backward()
 
 
 @CASES.add
@@ -165,15 +168,16 @@ def gradients_within_a_forward_without(model: Any, x: torch.Tensor) -> None:
 
 
 @CASES.add
-def inference_between_forward_and_backward(model: Any, x: torch.Tensor) -> None:
-    loss = mean(model(x))
-    model.eval()
-    with torch.inference_mode():
-        model(x + 1)
-    model.train()
-    loss.backward()
-    with torch.inference_mode():
-        model(x)
+def evaluation_between_forward_and_backward(model: Any, x: torch.Tensor) -> None:
+    for grad_mode in (torch.no_grad, torch.inference_mode):
+        loss = mean(model(x))
+        model.eval()
+        with grad_mode():
+            model(x + 1)
+        model.train()
+        loss.backward()
+        with grad_mode():
+            model(x)
 
 
 @CASES.add
@@ -183,24 +187,7 @@ def backward_without_grad_mode(model: Any, x: torch.Tensor) -> None:
         loss.backward()
 
 
-@CASES.add
-def backward_in_the_thread_of_its_caller(model: Any, x: torch.Tensor) -> None:
-    with torch.autograd.set_multithreading_enabled(False):
-        usual(model, x)
-
-
-@CASES.add
-def anomaly_mode(model: Any, x: torch.Tensor) -> None:
-    with torch.autograd.set_detect_anomaly(True):
-        usual(model, x)
-
-
 # --- what backward is asked for ---------------------------------------------------------------------------------------
-
-
-@CASES.add
-def a_part_of_the_outputs(model: Any, x: torch.Tensor) -> None:
-    mean(model(x)[:, :3]).backward()
 
 
 @CASES.add
@@ -269,11 +256,6 @@ def a_loss_that_ends_before_the_model_does(model: Any, x: torch.Tensor) -> None:
 
 
 @CASES.add
-def a_block_called_twice(model: Any, x: torch.Tensor) -> None:
-    by_call(lambda block, x: block(block(x)))(model, x)
-
-
-@CASES.add
 def a_block_that_calls_itself(model: Any, x: torch.Tensor) -> None:
     def call(block: nn.Module, x: torch.Tensor, depth: int = 3) -> torch.Tensor:
         result: torch.Tensor = block(x) if depth == 1 else block(x) + call(block, x * 0.5, depth - 1)
@@ -291,19 +273,9 @@ def blocks_in_another_order(model: Any, x: torch.Tensor) -> None:
 
 
 @CASES.add
-def a_block_that_is_skipped(model: Any, x: torch.Tensor) -> None:
-    by_call(lambda block, x: x if block is model.blocks[0] else block(x))(model, x)
-
-
-@CASES.add
 def a_block_alone_beside_the_model(model: Any, x: torch.Tensor) -> None:
     early = model.blocks[1](x)
     (mean(model(x)) + mean(early) + mean(model.blocks[0](early))).backward()
-
-
-@CASES.add
-def a_layer_alone(model: Any, x: torch.Tensor) -> None:
-    mean(model.blocks[0].up(x)).backward()
 
 
 @CASES.add
@@ -337,4 +309,19 @@ class TestUnusualPasses(GlooTest):
     world_size = 2
 
     def test_each_equals_one_process(self) -> None:
-        check_cases(CASES, self.gtp_mesh(), {})
+        check_cases(CASES, self.gtp_mesh())
+
+
+class TestUnusualPassesOfReplicas(GlooTest):
+    def test_with_weights_that_stay_gathered(self) -> None:
+        names = (
+            "many forwards without a backward",
+            "backwards in the order of forwards",
+            "backwards in the other order",
+            "retained graph",
+            "several roots of one backward",
+            "model fed to itself",
+            "evaluation between forward and backward",
+        )
+        kept = {"kept": {"schedule": ALL, "reshard_after_forward": False}}
+        check_cases({name: CASES[name] for name in names}, self.hsdp_mesh(), settings=kept)

@@ -6,6 +6,7 @@ import contextlib
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,38 +18,10 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 CASES = Cases()
+recompute = partial(checkpoint, use_reentrant=False)
 
 
 # --- recomputation and what is saved ----------------------------------------------------------------------------------
-
-
-@CASES.add
-def checkpointed_blocks(model: Any, x: torch.Tensor) -> None:
-    by_call(lambda block, x: checkpoint(block, x, use_reentrant=False))(model, x)
-
-
-@CASES.add
-def reentrant_checkpoints(model: Any, x: torch.Tensor) -> None:
-    by_call(lambda block, x: checkpoint(block, x, use_reentrant=True))(model, x)
-
-
-@CASES.add
-def nested_checkpoints(model: Any, x: torch.Tensor) -> None:
-    inner = lambda block, x: checkpoint(block, x, use_reentrant=False)  # noqa: E731
-    with calling(model, inner):
-        mean(checkpoint(model, x, use_reentrant=False)).backward()
-
-
-@CASES.add
-def checkpointed_segments(model: Any, x: torch.Tensor) -> None:
-    mean(checkpoint_sequential(list(model.blocks), 2, model.first(x), use_reentrant=False)).backward()
-
-
-@CASES.add
-def a_checkpoint_without_a_backward(model: Any, x: torch.Tensor) -> None:
-    with calling(model, lambda block, x: checkpoint(block, x, use_reentrant=False)):
-        model(x)
-    usual(model, x)
 
 
 class Recomputes(torch.autograd.Function):
@@ -70,9 +43,23 @@ class Recomputes(torch.autograd.Function):
         return None, x.grad
 
 
+CASES.update(
+    {
+        "checkpointed blocks": by_call(recompute),
+        "reentrant checkpoints": by_call(partial(checkpoint, use_reentrant=True)),
+        "checkpointed segments": lambda model, x: mean(
+            checkpoint_sequential(list(model.blocks), 2, model.first(x), use_reentrant=False)
+        ).backward(),
+        "an autograd function that runs a block again": by_call(Recomputes.apply),
+    }
+)
+
+
 @CASES.add
-def an_autograd_function_that_runs_a_block_again(model: Any, x: torch.Tensor) -> None:
-    by_call(Recomputes.apply)(model, x)
+def nested_checkpoints(model: Any, x: torch.Tensor) -> None:
+    with calling(model, recompute):
+        model(x)  # without a backward
+        mean(recompute(model, x)).backward()
 
 
 @CASES.add
@@ -126,6 +113,18 @@ CASES.update(
         "outputs that are expanded": out_of(lambda y: y.expand(2, *y.shape), lambda y: y[0] + y[1]),
         "outputs written in place": out_of(lambda y: y, lambda y: y.mul_(0.5).relu_()),
         "outputs detached": out_of(lambda y: y, lambda y: y.detach().requires_grad_()),
+        "gradients that a module hook replaces": hooked(
+            lambda model: model.blocks[1].register_full_backward_hook(lambda m, grads, _: (grads[0] * 2,))
+        ),
+        "inputs that a pre-hook replaces": hooked(
+            lambda model: model.blocks[1].register_forward_pre_hook(lambda m, args: (args[0] * 2,))
+        ),
+        "inputs that are not contiguous": lambda model, x: usual(model, torch.stack([x, x + 1], -1)[..., 1]),
+        "activations that are copied": by_call(lambda block, x: block(x.clone()).to(torch.float64).to(torch.float32)),
+        "no rows": lambda model, x: model(x[:0]).sum().backward(),
+        "functional_call with its own parameters": lambda model, x: mean(
+            functional_call(model, dict(model.named_parameters()), (x,))
+        ).backward(),
         "outputs beside their detached selves": out_of(lambda y: (y, y.detach()), lambda pair: pair[0] * pair[1]),
     }
 )
@@ -141,16 +140,6 @@ def hooks_on_inputs_and_outputs(model: Any, x: torch.Tensor) -> None:
         return y
 
     by_call(call)(model, x)
-
-
-@CASES.add
-def module_hooks_that_replace_gradients(model: Any, x: torch.Tensor) -> None:
-    hooked(lambda model: model.blocks[1].register_full_backward_hook(lambda m, grads, _: (grads[0] * 2,)))(model, x)
-
-
-@CASES.add
-def pre_hooks_that_replace_inputs(model: Any, x: torch.Tensor) -> None:
-    hooked(lambda model: model.blocks[1].register_forward_pre_hook(lambda m, args: (args[0] * 2,)))(model, x)
 
 
 @CASES.add
@@ -173,16 +162,6 @@ def inputs_of_three_dims_and_of_one(model: Any, x: torch.Tensor) -> None:
 
 
 @CASES.add
-def inputs_that_are_not_contiguous(model: Any, x: torch.Tensor) -> None:
-    usual(model, torch.stack([x, x + 1], -1)[..., 1])
-
-
-@CASES.add
-def no_rows(model: Any, x: torch.Tensor) -> None:
-    model(x[:0]).sum().backward()
-
-
-@CASES.add
 def no_rows_on_one_rank(model: Any, x: torch.Tensor) -> None:
     """The first rank has all of them."""
     half = NUM_ROWS // 2
@@ -197,16 +176,6 @@ def vmap_without_gradients(model: Any, x: torch.Tensor) -> None:
     with torch.no_grad():
         target = torch.vmap(model)(x)
     mean(model(x + 1) - target).backward()
-
-
-@CASES.add
-def functional_call_with_its_own_parameters(model: Any, x: torch.Tensor) -> None:
-    mean(functional_call(model, dict(model.named_parameters()), (x,))).backward()
-
-
-@CASES.add
-def activations_that_are_copied(model: Any, x: torch.Tensor) -> None:
-    by_call(lambda block, x: block(x.clone()).to(torch.float64).to(torch.float32))(model, x)
 
 
 @CASES.add
@@ -280,15 +249,23 @@ def a_step_between_two_forwards(model: Any, x: torch.Tensor) -> None:
 
 
 @CASES.add
-def a_hook_that_raises(model: Any, x: torch.Tensor) -> None:
+def hooks_that_raise(model: Any, x: torch.Tensor) -> None:
     def fail(*args: Any) -> None:
         raise ZeroDivisionError
 
-    for name in ("register_forward_pre_hook", "register_forward_hook", "register_full_backward_hook"):
+    layer = model.blocks[0].down
+    for register in (
+        layer.register_forward_pre_hook,
+        layer.register_forward_hook,
+        layer.register_full_backward_hook,
+        layer.weight.register_hook,
+        layer.bias.register_hook,
+        layer.weight.register_post_accumulate_grad_hook,
+    ):
         with contextlib.suppress(ZeroDivisionError):
-            hooked(lambda model, name=name: getattr(model.blocks[0].down, name)(fail))(model, x)
+            hooked(lambda model, register=register: register(fail))(model, 100 * x)
         model.zero_grad()
-    usual(model, x)
+        usual(model, x)
 
 
 class TestUnusualValues(GlooTest):
