@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from common import ALL, assert_same_params
-from pairs_common import CHOSEN, MIXED, POLICIES, Pair, PairTest
+from pairs_common import CHOSEN, MIXED, POLICIES, Pair, PairTest, halve_data, replace_data
 from passes_common import NUM_ROWS, WIDTH, Block, Model, mean, usual
 from runtime_common import make_rows
 
@@ -32,14 +32,6 @@ def with_blocks(block: type[nn.Module], kind: type[Model] = Model, num: int = 2)
         return model
 
     return make
-
-
-def halve(weight: Any) -> None:
-    weight.data.mul_(0.5)
-
-
-def replace_data(weight: Any) -> None:
-    weight.data = weight.data * 0.5
 
 
 class Linears(nn.Sequential):
@@ -136,7 +128,12 @@ class TestSilentGroups(PairTest):
         Writes.write = None
         for policy in POLICIES:
             is_grouped = policy is not ALL
-            for owner, write in (("up", halve), ("up", replace_data), ("norm", replace_data), ("norm", halve)):
+            for owner, write in (
+                ("up", halve_data),
+                ("up", replace_data),
+                ("norm", replace_data),
+                ("norm", halve_data),
+            ):
                 if is_grouped:
                     message = "changed weights of block 'blocks.1' through .data"
                 elif owner == "up":
@@ -184,7 +181,7 @@ class TestSilentGroups(PairTest):
 
         def by_data(params: list[Any]) -> None:
             for param in params:
-                halve(param)
+                halve_data(param)
 
         def check(mover: Any, pair: Pair) -> None:
             mover.write = lambda params: sum(param.norm() for param in params)

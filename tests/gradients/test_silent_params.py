@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from common import ALL, GlooTest, assert_same_params, full, rows_of_rank
-from pairs_common import CHOSEN, MIXED, Pair, PairTest, blocks
+from pairs_common import CHOSEN, MIXED, Pair, PairTest, blocks, replace_data
 from passes_common import mean
 from runtime_common import WIDTH, Raw, make_rows, shard_copy, small_model, square_loss, square_step
 from torch.autograd.graph import register_multi_grad_hook
@@ -52,7 +52,7 @@ class TestReplacedParameters(PairTest):
             model[1].up.weight = nn.Parameter(model[1].up.weight.detach() * 2)
 
         def set_data(model: Any) -> None:
-            model[1].up.weight.data = model[1].up.weight.data * 2
+            replace_data(model[1].up.weight)
 
         for pair in self.pairs(blocks, (CHOSEN, MIXED)):
             for change in (assign, put, set_data):

@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, assert_same_params, full, rows_of_rank
-from pairs_common import CHOSEN, Pair, PairTest
+from pairs_common import CHOSEN, Pair, PairTest, halve_data, replace_data
 from runtime_common import WIDTH, Raw, make_rows, small_model, square_loss, square_step
 from schedules import explicit
 
@@ -91,14 +91,6 @@ class MomentumOfLists(Momentum):
 
 def nothing(weight: Any) -> None:
     pass
-
-
-def replace_data(weight: Any) -> None:
-    weight.data = weight.data * 0.5
-
-
-def halve_data(weight: Any) -> None:
-    weight.data.mul_(0.5)
 
 
 class Writes(nn.Module):

@@ -24,6 +24,14 @@ def blocks() -> nn.Module:
     return nn.Sequential(Block(), Block())
 
 
+def replace_data(weight: Any) -> None:
+    weight.data = weight.data * 0.5
+
+
+def halve_data(weight: Any) -> None:
+    weight.data.mul_(0.5)
+
+
 class PairTest(GlooTest):
     """A step runs on a model with this rank's rows, and on the reference with all rows."""
 
