@@ -303,11 +303,12 @@ class TestCompile(GlooTest):
 
     def test_dynamic_shapes(self) -> None:
         """A second length compiles once more, any further one not at all."""
-        reference = self.fresh()
-        model = compile_blocks(shard_copy(reference, self.gtp_mesh()))
-        for length in (4, 7, 10):  # none as long as a rank's batch: the compiler would take them for one
-            self.gradients_agree(reference, model, tokens_of(torch.Generator().manual_seed(length), length))
-        self.assert_graphs(2)
+        for options, num_graphs in (({}, 2), ({"dynamic": True}, 1)):
+            reference = self.fresh()
+            model = compile_blocks(shard_copy(reference, self.gtp_mesh()), **options)
+            for length in (4, 7, 10):  # none as long as a rank's batch: the compiler would take them for one
+                self.gradients_agree(reference, model, tokens_of(torch.Generator().manual_seed(length), length))
+            self.assert_graphs(num_graphs)
 
     def test_evaluation(self) -> None:
         for compile_parts, context in ((compile_blocks, torch.inference_mode), (in_place, torch.no_grad)):
