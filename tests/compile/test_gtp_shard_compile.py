@@ -108,8 +108,8 @@ def wrapped(module: Any, backend: str = "aot_eager") -> Any:
     return torch.compile(module, backend=backend, fullgraph=True)
 
 
-def in_place(module: Any, backend: str = "aot_eager") -> Any:
-    module.compile(backend=backend, fullgraph=True)
+def in_place(module: Any, backend: str = "aot_eager", **options: Any) -> Any:
+    module.compile(backend=backend, fullgraph=True, **options)
     return module
 
 
