@@ -186,7 +186,7 @@ def check(bugs: Mapping[str, Bug]) -> None:
         try:
             bug.node_ids()
             planted = bug.plant()
-            compile(planted.text, planted.file, "exec")
+            compile(planted.tree, planted.file, "exec")
         except (SyntaxError, ValueError) as error:
             raise ValueError(f"Bug '{name}': {error}. Change it in its list, or take it out.") from None
 

@@ -36,7 +36,10 @@ class Change(NamedTuple):
         found = [node for function in functions for node in ast.walk(function) if self.is_it(node)]
         if len(found) != 1:
             raise ValueError(f"expects {self.node} once, but finds it {len(found)} times")
-        _Replace(found[0], self.changed(found[0])).visit(tree)
+        (node,) = found
+        changed = ast.fix_missing_locations(ast.copy_location(self.changed(node), node))
+        for root in [tree] if node in functions else functions:
+            _Replace(node, changed).visit(root)
 
 
 def drop(statement: str) -> Change:
@@ -53,6 +56,8 @@ def drop(statement: str) -> Change:
 def replace(code: str, other: str) -> Change:
     """Put an expression in the place of another one, or a statement in that of a statement."""
     before, after = _node(code), _node(other)
+    if isinstance(before, ast.stmt) or isinstance(after, ast.stmt):
+        before, after = _statement(code), _statement(other)
     return Change(f"'{code}'", _like(before), lambda _: after)
 
 

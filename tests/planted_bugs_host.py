@@ -60,12 +60,12 @@ HOST = {
             "options._devices, options._timeout, options._threads = self._devices, timeout, 1",
             "options._devices, options._timeout, options._threads = self._devices, timeout, 2",
         ),
-        "test_gloo_threads.py::test_groups_that_the_package_makes",
+        "test_gloo_threads.py::test_groups_of_the_package_and_of_users",
     ),
     "weights travel in a group of gloo with two threads": Bug(
         "CommContext.groups",
         never("not self.streams.has_streams and gather.size() > 1 and compat.has_racing_threads(gather)"),
-        "test_gloo_threads.py::test_groups_that_the_user_has_made",
+        "test_gloo_threads.py::test_groups_of_the_package_and_of_users",
     ),
     "kernel is tried before it is loaded": Bug(
         "addends:_try", drop("join"), "test_addends.py::test_a_kernel_is_loaded_once_and_tried_when_that_is_done"

@@ -11,7 +11,7 @@ PLANNER_COMMAND = "test_planner_command.py"
 
 PLANNER = {
     "a gather of the planner waits for no compute": Bug(
-        "Tasks.fork", returns("[]"), f"{PLANNER_SIMULATION}::test_a_gather_waits_for_what_compute_was_given"
+        "Program.fork", returns("[]"), f"{PLANNER_SIMULATION}::test_a_gather_waits_for_what_compute_was_given"
     ),
     "backward uses weights in no time of the host": Bug(
         "program:_backward",
@@ -50,7 +50,7 @@ PLANNER = {
     ),
     "gradients of all microbatches are forgotten": Bug(
         "memory:predict",
-        replace("numel * PARAM_NBYTES if has_several else peak.gradients", "peak.gradients"),
+        replace("parameters if num > 1 else peak.gradients", "peak.gradients"),
         f"{PLANNER_SEARCH}::test_memory_of_microbatches",
     ),
     "the bubble is that of all microbatches": Bug(
@@ -65,7 +65,7 @@ PLANNER = {
         "config_of_json", never("content[key] > MAX_LAYERS"), f"{PLANNER_COMMAND}::test_bad_configurations_are_one_line"
     ),
     "a cast with one scale for a matrix reads it once": Bug(
-        "_operand_nbytes", replace("(3, 2)", "(1, 1)"), "test_planner_ranges.py::test_ranges_of_published_rows"
+        "Setting._operand_nbytes", replace("(3, 2)", "(1, 1)"), "test_planner_ranges.py::test_ranges_of_published_rows"
     ),
     "the stage with most experts is not looked at": Bug(
         "Problem.full_stages",
@@ -84,7 +84,7 @@ PLANNER = {
     ),
     "weights that stay for a step cost the allocator a fifth more": Bug(
         "memory:predict",
-        replace("0 if stage.keep else gathered + reductions", "gathered + reductions"),
+        replace("0 if keep else gathered + reductions", "gathered + reductions"),
         "test_planner_ranges.py::test_memory_of_published_runs",
     ),
     "blocks of any model are its layers": Bug(
@@ -115,9 +115,14 @@ PLANNER = {
         replace("rules.is_worth_a_group(mean, self.tokens)", "False"),
         f"{PLANNER_SIMULATION}::test_small_blocks_are_groups",
     ),
+    "small groups travel one by one": Bug(
+        "Together.__init__",
+        replace("group_may_wait if of_groups else may_wait", "(lambda *_: False) if of_groups else may_wait"),
+        f"{PLANNER_SIMULATION}::test_small_groups_travel_together",
+    ),
     "a block's backward reduces its gradients while others are reduced": Bug(
-        "Reductions.submit_group",
-        drop("_retire"),
+        "program:Reductions._launch",
+        drop("self._retire(0)"),
         f"{PLANNER_SIMULATION}::test_a_group_is_gathered_freed_and_reduced_once",
     ),
     "gradients of a group take no memory until they are packed": Bug(

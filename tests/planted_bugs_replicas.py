@@ -5,9 +5,9 @@ from __future__ import annotations
 from planted_bugs_changes import argument, drop, never, replace, returns
 from planted_bugs_type import Bug
 
-COSTS = "test_shard_optimizer.py::TestCosts"
+COSTS = "test_optimizer_states.py::TestCosts"
 TRAINING = "test_shard_optimizer.py::TestTraining"
-WRITES = "test_shard_optimizer.py::TestWritesAndSaves"
+WRITES = "test_optimizer_states.py::TestWritesAndSaves"
 
 REPLICAS = {
     "rows of other replicas are those before the step": Bug(
@@ -27,7 +27,7 @@ REPLICAS = {
         "_write_foreach", drop("note_written"), f"{WRITES}::test_writes_reach_all_replicas"
     ),
     "a write in a forward stays on its replica": Bug(
-        "ReplicaGathers.bring", never("is_outdated"), "test_shard_optimizer.py::TestWritesInForward"
+        "ReplicaGathers.bring", never("is_outdated"), "test_optimizer_states.py::TestWritesInForward"
     ),
     "a version of the local tensor is not seen": Bug(
         "_version", replace("weight.local._version", "0"), f"{WRITES}::test_writes_reach_all_replicas"

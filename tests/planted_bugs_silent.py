@@ -87,7 +87,7 @@ SILENT = {
     "parameters that a rank did not use are left out of the sum": Bug(
         "Runtime.note_backward",
         assign("param.gradient.awaits_reduction", "False"),
-        "test_silent_params.py::TestOtherParametersOnOtherRanks",
+        "test_unused_weights.py::TestUnusedWeights::test_whole_parameters_need_no_switch",
     ),
     "weights that a rank did not use are left out of the reduction": Bug(
         "Gradients.complete",
@@ -174,12 +174,12 @@ SILENT = {
     "a weight of a group that is frozen in the last microbatch loses earlier gradients": Bug(
         "GroupGradients.known",
         replace("self.owed", "set()"),
-        f"{SILENT_GROUPS}::test_gradients_of_weights_that_are_frozen_later",
+        "test_silent_params.py::TestFreezing::test_gradients_of_a_weight_that_is_frozen_later",
     ),
     "whole parameters of a group that are frozen lose earlier gradients": Bug(
         "WeightGroup.begin_forward",
         drop("follow_frozen"),
-        f"{SILENT_GROUPS}::test_gradients_of_weights_that_are_frozen_later",
+        "test_silent_params.py::TestFreezing::test_gradients_of_a_weight_that_is_frozen_later",
     ),
     "a second backward that comes to no output of a block is not noticed": Bug(
         "BlockUse.begin", drop("note_gradients"), f"{SILENT_GROUPS}::test_second_backward_without_the_first_one"
@@ -187,7 +187,7 @@ SILENT = {
     "second derivatives by an input are zeros": Bug(
         "once_differentiable.run",
         replace("undifferentiable(x, *grads)", "undifferentiable(x)"),
-        f"{SILENT_GROUPS}::test_second_derivatives_by_an_input",
+        "test_silent_programs.py::TestSecondDerivatives::test_by_an_input",
     ),
     "a write through .data between unshard and reshard is lost in a group": Bug(
         "Gathering.hold_until_end",
@@ -266,7 +266,7 @@ SILENT = {
         f"{SILENT_GROUPS}::test_weights_that_no_rank_has_used",
     ),
     "a rank says that it has used all weights of a group": Bug(
-        "GroupGradients.pack", drop("zero_"), f"{SILENT_GROUPS}::test_weights_that_no_rank_has_used"
+        "GroupGradients.take", drop("zero_"), f"{SILENT_GROUPS}::test_weights_that_no_rank_has_used"
     ),
     "new data of a gathered weight is lost": Bug(
         "Seen.is_written",
@@ -300,12 +300,14 @@ SILENT = {
         "WholeParam._take_grad_of_leaf", never("early is not None"), f"{PARTS_OF_BLOCKS}::test_the_first_use_of_all"
     ),
     "a block is exported": Bug(
-        "frames:_call", without("compat.is_exporting()"), f"{PARTS_OF_BLOCKS}::test_recordings_are_refused"
+        "frames:_call",
+        without("compat.is_exporting()"),
+        "test_silent_programs.py::TestRecordings::test_recordings_of_blocks_are_refused",
     ),
     "a backward reads weights of a group that were replaced": Bug(
         "WeightGroup._follow_replaced",
         drop("refuse_graphs"),
-        f"{PARTS_OF_BLOCKS}::test_parameters_that_were_replaced_before_a_backward",
+        "test_silent_params.py::TestReplacedParameters::test_groups_note_it",
     ),
     "modules compute with other memory than that of their group": Bug(
         "WeightGroup.begin_forward",

@@ -19,13 +19,23 @@ class Planted(NamedTuple):
 
     Args:
         file: Path below the package.
-        before: Its code without the bug. Like ``text``, it is written from the tree: it has no comments.
-        text: Its code with the bug.
+        source: Its code without the bug.
+        tree: Its code with the bug.
     """
 
     file: str
-    before: str
-    text: str
+    source: str
+    tree: ast.Module
+
+    @property
+    def before(self) -> str:
+        """Without the bug. Like ``text``, it is written from the tree: it has no comments."""
+        return ast.unparse(ast.parse(self.source))
+
+    @property
+    def text(self) -> str:
+        """With the bug."""
+        return ast.unparse(self.tree)
 
 
 class Bug(NamedTuple):
@@ -68,14 +78,14 @@ class Bug(NamedTuple):
         if len(files) != 1:
             where = f" ({', '.join(file.stem for file in files)}): name one, as 'module:{name}'" if files else ""
             raise ValueError(f"{len(files)} files of the package have {self.function}{where}")
-        tree = ast.parse(files[0].read_text())
-        before = ast.unparse(tree)
+        source = files[0].read_text()
+        tree = ast.parse(source)
         functions = [node for found, node in _definitions(tree) if found == name]
         try:
             self.change.apply(tree, functions)
         except ValueError as error:
             raise ValueError(f"{error} in {self.function} of {files[0].name}") from None
-        return Planted(files[0].relative_to(package).as_posix(), before, ast.unparse(tree))
+        return Planted(files[0].relative_to(package).as_posix(), source, tree)
 
 
 @cache
@@ -96,7 +106,7 @@ def _definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST
             yield from _definitions(child, f"{prefix}{child.name}.")
         elif isinstance(child, ast.Assign) and isinstance(node, ast.Module):
             yield from ((target.id, child) for target in child.targets if isinstance(target, ast.Name))
-        else:
+        elif isinstance(child, (ast.stmt, ast.excepthandler, ast.match_case)):  # no expression defines any
             yield from _definitions(child, prefix)
 
 

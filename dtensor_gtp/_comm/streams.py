@@ -230,6 +230,13 @@ class Streams:
             for buffer in buffers:
                 buffer.record_stream(stream)
 
+    def note_reading_earlier(self, tensors: Iterable[Tensor]) -> None:
+        """The current stream reads what compute streams of this pass have made. If it is new, it waits for them."""
+        self.note_compute()
+        if len(self.computing) > 1:
+            for tensor in tensors:
+                tensor.record_stream(self.computing[-1])
+
     def wait_to_drop(self, done: Done, buffer: Tensor) -> None:
         """Wait for a gather whose output is dropped without being read."""
         self.wait(done)

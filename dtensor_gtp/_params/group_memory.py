@@ -173,7 +173,6 @@ class GroupGradients(PendingGradient):
         self._slots_like = [compat.template(shape, self.dtype, first.device) for shape in shapes]
         self.layout = WeightLayout(torch.Size((world * sum(map(math.prod, shapes)),)), 0, world, rank)
         self.lay_out(self.layout, self.dtype, first.device)
-        self._narrow_like = compat.template(self.layout.buffer_shape, self.leaves.dtype, first.device)
         if self._all_used.dtype != self.leaves.dtype or not self._all_used.numel():
             with torch.inference_mode(False):
                 self._all_used = torch.ones(world, self._num_marks, dtype=self.leaves.dtype, device=first.device)
@@ -191,10 +190,6 @@ class GroupGradients(PendingGradient):
         new = zip(self.weights, _slot_numels(self.weights), strict=True)
         rows = [parts[weight] if weight in parts else total.new_zeros(num_rows, numel) for weight, numel in new]
         return torch.cat([*rows, marks], 1).flatten()
-
-    def narrow_buffer(self) -> Tensor:
-        """As ``send_buffer``, in the dtype of the leaves."""
-        return torch.empty_like(self._narrow_like)
 
     @property
     def have_arrived(self) -> bool:
@@ -237,8 +232,8 @@ class GroupGradients(PendingGradient):
             self.is_agreed = self._is_layout_old = False
             self.reduce_only(weight for weight in self._all if weight.param.requires_grad)
 
-    def pack(self, buffer: Tensor) -> None:
-        """Move the gradients of the leaves into ``buffer`` (shape ``layout.buffer_shape``), cast, rank by rank."""
+    def take(self) -> list[Tensor]:
+        """Take the gradients from the leaves, zeros where there is none, and the marks. :func:`pack` sends them."""
         grads, asked, unused = [], self.asked_for, []
         for weight in self.weights:
             leaf = self.leaves.by_member[weight]
@@ -253,11 +248,10 @@ class GroupGradients(PendingGradient):
             else:
                 unused.append(weight)
                 grads.append(leaf.new_zeros(leaf.shape))
-        world = self.layout.world
         marks = self._all_used.clone() if unused else self._all_used
         for weight in unused:  # on the device, as a graph may record it
             marks[:, self._all.index(weight)].zero_()
-        compat.chunk_cat([*grads, marks], world, buffer.view(world, -1))
+        return [*grads, marks]
 
     def accumulate(self, slot: Tensor) -> None:
         """Hand this rank's rows of all reduced gradients to the weights."""
@@ -297,6 +291,11 @@ class GroupGradients(PendingGradient):
         self._used.clear()
         for leaf in self.leaves.by_member.values():
             leaf.grad = None
+
+
+def pack(taken: Sequence[Tensor], world: int, buffer: Tensor) -> None:
+    """Copy what groups gave (``GroupGradients.take``) into a contiguous buffer, cast, rank by rank."""
+    compat.chunk_cat([*taken], world, buffer.view(world, -1))
 
 
 def _slot_numels(weights: Iterable[ShardedWeight]) -> list[int]:

@@ -5,6 +5,7 @@ Which gradients travel together, and when, is in ``reduce_gradients``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,7 @@ from .._comm.context import CommContext
 from .._comm.debug import profiler_range
 from .._comm.reduce_scatter import Scattering
 from .._comm.send_ring import Place, SendRing
+from .._params.group_memory import pack
 from .._params.sharded_weight import ShardedWeight
 from .._params.weight_group import Reducible
 from .order_of_launches import OrderOfLaunches
@@ -39,6 +41,7 @@ class Gradient:
     place: Place | None = None  # from where copy engines fetch it, if the ring has room
     bundle: object | None = None  # gradients of one bundle are sent together
     waiting_nbytes: int = 0  # of it and those that wait before it
+    taken: list[Tensor] | None = None  # instead of ``buffer``: what a group gave, which the launch packs
 
 
 class ReductionLaunches:
@@ -52,8 +55,29 @@ class ReductionLaunches:
     def launch(self, together: list[Gradient]) -> None:
         self.order.note("reduce_scatter", [gradient.weight.for_forward for gradient in together])
         with profiler_range("GTP::reduce_scatter", *[each.weight.fqn for each in together]):
-            if len(together) > 1 or not self._launch_plain(together[0]):
+            if together[0].taken is not None:
+                self._launch_groups(together)
+            elif len(together) > 1 or not self._launch_plain(together[0]):
                 self._reduce_scatter(together)
+
+    def _launch_groups(self, together: list[Gradient]) -> None:
+        """Pack the gradients of groups, and send them as one."""
+        weight = together[0].weight
+        taken = [part for gradient in together for part in gradient.taken or ()]
+        self._comm.streams.note_reading_earlier(taken)
+        is_narrow = self.sends_narrow(weight, taken[0].dtype)
+        numel = sum(math.prod(gradient.weight.layout.buffer_shape) for gradient in together)
+        buffer = taken[0].new_empty(numel, dtype=taken[0].dtype if is_narrow else weight.reduce_dtype)
+        pack(taken, weight.layout.world, buffer)
+        for gradient in together:
+            gradient.taken = None
+        send = self._send_narrow if is_narrow else self._send_wide
+        send(together, buffer)
+
+    def can_pack(self, weight: Reducible, scale: collectives.ReduceScale) -> bool:
+        """Whether ``launch`` packs and sends what a group gave."""
+        is_plain = weight.pending_grad.ring is None and scale.predivide is None
+        return is_plain and weight.groups.reduce_scatter == "ring" and self.replicas is None
 
     def _launch_plain(self, gradient: Gradient) -> bool:
         """As ``_reduce_scatter``, but for one gradient that a ring sends as it is: the most frequent case, so it is
@@ -65,55 +89,68 @@ class ReductionLaunches:
         if buffer.dtype == weight.reduce_dtype:
             if not buffer.is_contiguous():
                 return False
-            self._send_wide(gradient, buffer)
+            self._send_wide([gradient], buffer)
             return True
         if not self.sends_narrow(weight, buffer.dtype):
             return False
-        self._send_narrow(gradient, buffer)
+        self._send_narrow([gradient], buffer)
         return True
 
-    def _send_wide(self, gradient: Gradient, buffer: Tensor) -> None:
+    def _send_wide(self, together: list[Gradient], buffer: Tensor) -> None:
         """By one reduce-scatter of the process group."""
-        comm, weight = self._comm, gradient.weight
-        slot = weight.pending_grad.new_slot()
+        comm, groups, slot = self._comm, together[0].weight.groups, _new_slot(together)
         with comm.reductions.reducing():
             if comm.is_debugged:
-                self._look_at([weight], [buffer])
+                self._look_at([each.weight for each in together], _fulls(together, buffer))
             work = compat.reduce_scatter_base(
-                slot, buffer, gradient.scale.op, weight.groups.scatter, not comm.streams.has_streams
+                slot, buffer, together[0].scale.op, groups.scatter, not comm.streams.has_streams
             )
-            self._launched(gradient, work, partial(self._complete, gradient, slot), [buffer, slot])
+            self._launched(together, work, partial(self._complete_all, together, slot), [buffer, slot])
 
-    def _send_narrow(self, gradient: Gradient, buffer: Tensor) -> None:
+    def _send_narrow(self, together: list[Gradient], buffer: Tensor) -> None:
         """Exchange addends of 16 bits, and add those received."""
-        comm, weight = self._comm, gradient.weight
-        slot, addends = weight.pending_grad.new_slot(), buffer.new_empty(buffer.shape)
+        comm, groups, slot = self._comm, together[0].weight.groups, _new_slot(together)
+        addends = buffer.new_empty(buffer.shape)
         sent = buffer if buffer.is_contiguous() else torch.empty_like(addends)
         with comm.reductions.reducing():
             if comm.is_debugged:
-                self._look_at([weight], [buffer])
+                self._look_at([each.weight for each in together], _fulls(together, buffer))
             if sent is not buffer:
                 sent.copy_(buffer)
-            work = compat.all_to_all_base(addends, sent, weight.groups.scatter, not comm.streams.has_streams)
-            complete = partial(self._add_up, gradient, slot, addends)
-            self._launched(gradient, work, complete, [buffer, sent, addends, slot])
+            work = compat.all_to_all_base(addends, sent, groups.scatter, not comm.streams.has_streams)
+            complete = partial(self._add_up, together, slot, addends)
+            self._launched(together, work, complete, [buffer, sent, addends, slot])
 
-    def _launched(self, gradient: Gradient, work: Any, complete: Callable[[], None], keep: list[Tensor]) -> None:
-        """The collective for one gradient is launched; the communication stream uses ``keep``."""
-        gradient.buffer, earlier = None, gradient.weight.pending_grad.unreplicated
-        if earlier is not None:
-            keep.append(earlier)
-        self._comm.reductions.launched(work, complete, keep)
+    def _launched(
+        self,
+        together: list[Gradient],
+        work: Any,
+        complete: Callable[[], None],
+        keep: list[Tensor],
+        places: Sequence[Place] = (),
+    ) -> None:
+        """The collective for these gradients is launched. The communication stream uses ``keep``, peers ``places``."""
+        for gradient in together:
+            gradient.buffer, earlier = None, gradient.weight.pending_grad.unreplicated
+            if earlier is not None:
+                keep.append(earlier)  # the communication stream adds it to the result
+        self._comm.reductions.launched(work, complete, keep, places)
 
     def sends_narrow(self, weight: Reducible, dtype: torch.dtype) -> bool:
         """Whether a gradient of this dtype travels as it is, and its receivers add in ``reduce_dtype``."""
         is_exact = collectives.is_exact_in(dtype, weight.reduce_dtype)
         return weight.groups.sends_narrow and is_exact and self.replicas is None
 
-    def _add_up(self, gradient: Gradient, slot: Tensor, addends: Tensor) -> None:
+    def _add_up(self, together: list[Gradient], slot: Tensor, addends: Tensor) -> None:
         """After an exchange of addends: ``slot`` becomes their sum or mean, as the reduce-scatter would make it."""
-        add_up(slot, addends, gradient.weight.layout.world, is_mean=gradient.scale.op == dist.ReduceOp.AVG)
-        self._complete(gradient, slot)
+        add_up(slot, addends, together[0].weight.layout.world, is_mean=together[0].scale.op == dist.ReduceOp.AVG)
+        self._complete_all(together, slot)
+
+    def _complete_all(self, together: list[Gradient], slot: Tensor) -> None:
+        """``slot`` holds the rows of one gradient, or of several groups one after the other."""
+        parts = [slot] if len(together) == 1 else slot.split(_slot_numels(together))
+        for gradient, part in zip(together, parts, strict=True):
+            self._complete(gradient, part)
 
     def _reduce_scatter(self, together: list[Gradient]) -> None:
         """Launch one reduce-scatter of these gradients on the scatter stream."""
@@ -132,10 +169,7 @@ class ReductionLaunches:
                 self._look_at([each.weight for each in together], fulls)
             work = scattering.launch(scale, weight.groups, comm)
             keep = scattering.keep()  # among them the full gradients, while the collective reads them
-            for gradient in together:
-                if (earlier := gradient.weight.pending_grad.unreplicated) is not None:
-                    keep.append(earlier)  # the communication stream adds it to the result
-            comm.reductions.launched(work, partial(self._scattered, together, scattering), keep, held)
+            self._launched(together, work, partial(self._scattered, together, scattering), keep, held)
 
     def _look_at(self, weights: Sequence[Reducible], fulls: Sequence[Tensor]) -> None:
         """Debugging aids, before gradients of these weights travel together. Nobody writes to the padding of fulls."""
@@ -157,7 +191,7 @@ class ReductionLaunches:
     def complete_later(self, gradient: Gradient, slot: Tensor) -> None:
         """Do what follows a reduce-scatter whose result is ``slot``."""
         with self._comm.reductions.reducing():
-            self._launched(gradient, None, partial(self._complete, gradient, slot), [slot])
+            self._launched([gradient], None, partial(self._complete, gradient, slot), [slot])
 
     def _scattered(self, together: list[Gradient], scattering: Scattering) -> None:
         scattering.finish(together[0].scale)
@@ -186,6 +220,26 @@ class ReductionLaunches:
             weight.accumulate_part(slot)
         else:
             weight.accumulate(slot)
+
+
+def _slot_numels(together: Sequence[Gradient]) -> list[int]:
+    return [math.prod(gradient.weight.layout.slot_shape) for gradient in together]
+
+
+def _new_slot(together: Sequence[Gradient]) -> Tensor:
+    """An uninitialized buffer for this rank's rows of these gradients, in the dtype of the sum."""
+    if len(together) == 1:
+        return together[0].weight.pending_grad.new_slot()
+    weight = together[0].weight
+    return torch.empty(sum(_slot_numels(together)), dtype=weight.reduce_dtype, device=weight.device)
+
+
+def _fulls(together: Sequence[Gradient], buffer: Tensor) -> list[Tensor]:
+    """What a buffer sends of each gradient, for debugging aids."""
+    if len(together) == 1:
+        return [buffer]
+    columns = buffer.view(together[0].weight.layout.world, -1).split(_slot_numels(together), 1)
+    return [part.flatten() for part in columns]
 
 
 def single(weight: Reducible) -> ShardedWeight:

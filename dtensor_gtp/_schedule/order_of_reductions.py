@@ -16,6 +16,11 @@ def may_wait(nbytes: int, limit: int) -> bool:
     return nbytes < limit
 
 
+def group_may_wait(nbytes: int, limit: int) -> bool:
+    """Whether the gradients of a group wait: it is many weights already, so a second one of its size has to fit."""
+    return fits(nbytes, nbytes, limit)
+
+
 def fits(waiting_nbytes: int, nbytes: int, limit: int) -> bool:
     """Whether a gradient joins those that wait."""
     return waiting_nbytes + nbytes <= limit
@@ -24,14 +29,15 @@ def fits(waiting_nbytes: int, nbytes: int, limit: int) -> bool:
 class Together(Generic[T]):
     """The gradients of one lane that wait, where all may join each other."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, *, of_groups: bool = False) -> None:
         self._limit = limit
+        self._may_wait = group_may_wait if of_groups else may_wait
         self.waiting: list[T] = []
         self._nbytes = 0
 
     def submit(self, gradient: T, nbytes: int) -> list[list[T]]:
         """What a gradient launches: those that wait and do not take it along, and itself if it travels alone."""
-        is_alone = not may_wait(nbytes, self._limit)
+        is_alone = not self._may_wait(nbytes, self._limit)
         launches = self.flush() if is_alone or not fits(self._nbytes, nbytes, self._limit) else []
         if is_alone:
             return [*launches, [gradient]]

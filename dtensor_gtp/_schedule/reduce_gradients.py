@@ -21,13 +21,14 @@ from .._comm.context import CommContext
 from .._comm.debug import poison
 from .._comm.reduce_scatter import can_travel_together, sum_dtype
 from .._params.gathered import Gathered
+from .._params.group_memory import pack
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import Gatherable, ShardedWeight
 from .._params.weight_group import Reducible, WeightGroup
 from .._params.whole_param import WholeParam
 from ..policy import Schedule
 from .launch_reductions import Gradient, ReductionLaunches, single
-from .order_of_reductions import fits, may_wait
+from .order_of_reductions import fits, group_may_wait, may_wait
 from .whole_gradients import reduce_whole
 
 
@@ -104,7 +105,7 @@ class Gradients:
             self._bundle = None
         for name, waiting in list(self._waiting.items()):
             if waiting[0].bundle is bundle:
-                self.launches.launch(self._waiting.pop(name))
+                self._launch(self._waiting.pop(name))
 
     def target(self, weight: Reducible) -> tuple[Tensor, bool]:
         """A buffer for a gradient, and whether it holds an earlier gradient, to which the new one is to be added."""
@@ -169,9 +170,6 @@ class Gradients:
         grads = group.pending_grad
         if not group.has_gradient or grads.is_left_out:
             return
-        # As ``fully_shard``: the buffers of one group at a time, since that of a block is large. What was launched
-        # after the last group, such as experts, may go on.
-        self._comm.reductions.retire_first(self._num_launched)
         if not grads.is_agreed or grads.have_new:
             # Once: which weights get gradients on any rank. The others have no gradient, as in one process.
             found = any_rank_has(grads.known, group.mesh, group.device)
@@ -182,24 +180,34 @@ class Gradients:
             grads.agree(found)
         if not grads.weights:
             return  # until now whole parameters alone have gradients
-        if self._sends_leaves_dtype(group):
+        is_sum = grads.unsharded is not None or not group.flags.sends_at_once
+        scale = self._scale(group)
+        if not is_sum and self.launches.can_pack(group, scale):
             self._comm.streams.note_compute()
-            buffer = grads.narrow_buffer()
-            grads.pack(buffer)
-        else:
-            buffer, is_accumulating = self.target(group)
-            packed = grads.send_buffer() if is_accumulating else buffer
-            grads.pack(packed)
-            if is_accumulating:
-                buffer += packed
+            self._launch_others(group, scale, is_taken=True)
+            self._join(Gradient(group, None, scale, group.flags.requires_all_reduce, taken=grads.take()))
+            return
+        self._wait_for_last_group()
+        buffer, is_accumulating = self.target(group)
+        packed = grads.send_buffer() if is_accumulating else buffer
+        pack(grads.take(), group.layout.world, packed)
+        if is_accumulating:
+            buffer += packed
         self.submit(group, buffer)
         self._num_launched = self._comm.reductions.num_launched
 
-    def _sends_leaves_dtype(self, group: WeightGroup) -> bool:
-        """Whether the gradients of a group travel in the dtype in which autograd has made them. Sums of microbatches
-        need a wider one."""
-        is_sum = group.pending_grad.unsharded is not None or not group.flags.sends_at_once
-        return not is_sum and self.launches.sends_narrow(group, group.leaves.dtype)
+    def _wait_for_last_group(self) -> None:
+        """As ``fully_shard``: the buffers of one launch of groups at a time, since that of a block is large. What was
+        launched after it, such as experts, may go on."""
+        self._comm.reductions.retire_first(self._num_launched)
+
+    def _launch(self, together: list[Gradient]) -> None:
+        if together[0].taken is None:
+            self.launches.launch(together)
+            return
+        self._wait_for_last_group()
+        self.launches.launch(together)
+        self._num_launched = self._comm.reductions.num_launched
 
     def submit(self, weight: Reducible, buffer: Tensor) -> None:
         """Reduce-scatter a gradient behind compute; without gradient sync, keep it for a later microbatch. It has the
@@ -229,28 +237,39 @@ class Gradients:
         if self._waiting and (ring is None or not ring.has_offered(buffer)):  # otherwise ``target`` has launched them
             self._launch_others(weight, scale)
         place = None if ring is None else ring.take(buffer, weight.reduce_dtype)
-        gradient = Gradient(weight, buffer, scale, flags.requires_all_reduce, share, place, self._bundle)
-        if self._may_wait(weight):
+        self._join(Gradient(weight, buffer, scale, flags.requires_all_reduce, share, place, self._bundle))
+
+    def _join(self, gradient: Gradient) -> None:
+        """A gradient waits for others to travel with, or is launched."""
+        weight, is_taken = gradient.weight, gradient.taken is not None
+        if self._may_wait(weight, is_taken=is_taken):
             waiting = self._waiting.setdefault(weight.groups.scatter_name, [])
-            gradient.waiting_nbytes = weight.pending_grad.sent_nbytes + (waiting[-1].waiting_nbytes if waiting else 0)
+            gradient.waiting_nbytes = self._nbytes(weight) + (waiting[-1].waiting_nbytes if waiting else 0)
             waiting.append(gradient)
         else:
-            self.launches.launch([gradient])
+            self._launch([gradient])
 
     def _scale(self, weight: Reducible) -> collectives.ReduceScale:
         dtype = sum_dtype(weight.groups.reduce_scatter, weight.reduce_dtype)
         return collectives.reduce_scale(dtype, weight.num_ranks, weight.flags.gradient_divide_factor)
 
-    def _may_wait(self, weight: Reducible) -> bool:
-        """Whether a gradient may wait for others, to travel with them."""
+    def _nbytes(self, weight: Reducible) -> int:
+        """Bytes of a gradient in a launch."""
+        nbytes = weight.pending_grad.sent_nbytes
+        if isinstance(weight, WeightGroup) and self.launches.sends_narrow(weight, weight.leaves.dtype):
+            return nbytes * weight.leaves.dtype.itemsize // weight.reduce_dtype.itemsize
+        return nbytes
+
+    def _may_wait(self, weight: Reducible, *, is_taken: bool = False) -> bool:
+        """Whether a gradient may wait for others, to travel with them. ``is_taken``: of a group, and not packed yet."""
+        limit, nbytes = self.schedule.coalesce_grad_nbytes, self._nbytes(weight)
         if isinstance(weight, WeightGroup):
-            return False  # it is many weights already
-        is_small = self._bundle is not None or may_wait(
-            weight.pending_grad.sent_nbytes, self.schedule.coalesce_grad_nbytes
-        )
+            # A stream that is new to a backward waits for the one before: with one alone it is safe to pack later.
+            return is_taken and len(self._comm.streams.computing) <= 1 and group_may_wait(nbytes, limit)
+        is_small = self._bundle is not None or may_wait(nbytes, limit)
         return is_small and can_travel_together(weight.groups.reduce_scatter, weight.layout.world)
 
-    def _launch_others(self, weight: Reducible, scale: collectives.ReduceScale) -> None:
+    def _launch_others(self, weight: Reducible, scale: collectives.ReduceScale, *, is_taken: bool = False) -> None:
         """Launch the gradients that wait in the scatter group, unless the next one, of ``weight``, may join them."""
         waiting = self._waiting.get(weight.groups.scatter_name)
         if waiting is None:
@@ -258,11 +277,12 @@ class Gradients:
         first, other = waiting[0], waiting[0].weight
         is_alike = (other.groups, other.reduce_dtype) == (weight.groups, weight.reduce_dtype)
         is_alike = is_alike and (first.scale, first.bundle) == (scale, self._bundle)
+        is_alike = is_alike and (first.taken is not None) == is_taken
         may_join = self._bundle is not None or fits(
-            waiting[-1].waiting_nbytes, weight.pending_grad.sent_nbytes, self.schedule.coalesce_grad_nbytes
+            waiting[-1].waiting_nbytes, self._nbytes(weight), self.schedule.coalesce_grad_nbytes
         )
-        if not (is_alike and may_join and self._may_wait(weight)):
-            self.launches.launch(self._waiting.pop(weight.groups.scatter_name))
+        if not (is_alike and may_join and self._may_wait(weight, is_taken=is_taken)):
+            self._launch(self._waiting.pop(weight.groups.scatter_name))
 
     def submit_recorded(self, written: Sequence[Written]) -> None:
         """Reduce the gradients that the replay of a recorded block has written to these buffers."""
@@ -282,7 +302,7 @@ class Gradients:
     def launch_waiting(self) -> None:
         """Launch the gradients that wait for others to travel with."""
         for name in list(self._waiting):
-            self.launches.launch(self._waiting.pop(name))
+            self._launch(self._waiting.pop(name))
 
     def add_rows(self, weight: Reducible, rows: Tensor) -> None:
         """Take this rank's rows of a gradient that an op has summed over the gtp axis, and do what follows a

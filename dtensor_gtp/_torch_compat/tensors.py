@@ -170,9 +170,12 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def chunk_cat(tensors: list[Tensor], num_chunks: int, out: Tensor) -> None:
-    """Row r of ``out`` becomes the r-th chunks of all tensors on dim 0, padded and flattened, as ``fully_shard`` packs
-    gradients: one kernel, which casts as well."""
-    torch._chunk_cat(tensors, 0, num_chunks, out=out)
+    """Row r of ``out`` becomes the r-th chunks of all tensors on dim 0, padded and flattened."""
+    if all(tensor.dtype == out.dtype and tensor.shape[0] % num_chunks == 0 for tensor in tensors):
+        # For a block of Llama 8B in two chunks the host needs 0.06 instead of 0.43 ms, an H200 0.22 instead of 0.44.
+        torch.cat([tensor.reshape(num_chunks, -1) for tensor in tensors], 1, out=out)
+    else:
+        torch._chunk_cat(tensors, 0, num_chunks, out=out)  # as ``fully_shard`` does; it pads and casts
 
 
 def unflatten(flat: Tensor, like: list[Tensor]) -> list[Tensor]:

@@ -18,7 +18,6 @@ from .job import Job
 from .machine import GIB, VERSION, Machine, load_machine
 from .program import build
 from .search import Found, Report, advise, search
-from .timing import timeline_of
 from .user_model import load_model
 
 WIDTH = 100
@@ -160,7 +159,13 @@ class PlanResult(Found):
         if self.answers:
             lines += [*_ranking(self.answers), "", *_details(self, self.answers[0])]
         else:
-            lines += _nothing_fits(self)
+            lines.append("No layout fits.")
+            if (closest := self.closest) is not None:
+                missing, layout = (closest.memory.total - closest.capacity) / GIB, closest.layout
+                described = f"{layout.describe()}, {layout.micro_batch} sequences, checkpoint {layout.checkpoint}"
+                lines += paragraph(f"Closest: {described}: does not fit by {missing:.1f} GiB.", WIDTH)
+                lines += _bars(closest.memory.parts(), closest.memory.total, format_nbytes)
+            lines += ["What to change:", *(part for line in self.advice for part in paragraph(line, WIDTH, "  "))]
         head = f"{self.num_layouts} layouts, the {self.num_simulated} most promising simulated in {self.seconds:.1f} s."
         lines += ["", f"{head} Refused:" if self.refused else f"{head} None refused."]
         for item in self.refused[:6]:
@@ -173,26 +178,23 @@ _COLUMNS = ("", "layout", "batch", "step", "range", "tok/s/GPU", "MFU", "memory"
 
 def _ranking(answers: tuple[Answer, ...]) -> list[str]:
     """A table; where names of layouts leave too little room, without columns that the details or the step give."""
-    rows = [_COLUMNS, *(_row(number, answer) for number, answer in enumerate(answers, 1))]
+    rows: list[tuple[str, ...]] = [_COLUMNS]
+    for number, answer in enumerate(answers, 1):
+        layout, found = answer.layout, answer.range_ms
+        described = layout.describe().replace("replicate", "rep").replace("expert_gtp", "egtp") + " kept" * layout.keep
+        batch = f"{layout.micro_batch}" + {"none": "", "selective": "/sel", "full": "/full"}[layout.checkpoint]
+        times = ("not known", "", "", "")
+        if found:
+            spread = f"{format_ms(found[0])}-{format_ms(found[1])}"
+            times = format_ms(answer.step_ms), spread, f"{answer.tokens_per_s:.0f}", f"{answer.mfu:.0%}"
+        memory = f"{answer.memory.total / GIB:.1f}" + "~" * (not answer.is_fitting)
+        cause, ms = max(answer.exposed_ms.items(), key=lambda item: item[1], default=("", 0.0))
+        rows.append((str(number), described, batch, *times, memory, f"{cause} {ms / answer.step_ms:.0%}"))
     for name in ("waits", "range", "tok/s/GPU"):
         if max(map(len, in_columns(rows))) > WIDTH:
             place = rows[0].index(name)
             rows = [(*row[:place], *row[place + 1 :]) for row in rows]
     return in_columns(rows)
-
-
-def _row(number: int, answer: Answer) -> tuple[str, ...]:
-    layout, found = answer.layout, answer.range_ms
-    described = layout.describe().replace("replicate", "rep").replace("expert_gtp", "egtp")
-    batch = f"{layout.micro_batch}" + {"none": "", "selective": "/sel", "full": "/full"}[layout.checkpoint]
-    times = ("not known", "", "", "")
-    if found:
-        spread = f"{format_ms(found[0])}-{format_ms(found[1])}"
-        times = format_ms(answer.step_ms), spread, f"{answer.tokens_per_s:.0f}", f"{answer.mfu:.0%}"
-    memory = f"{answer.memory.total / GIB:.1f}" + "~" * (not answer.is_fitting)
-    cause, ms = max(answer.exposed_ms.items(), key=lambda item: item[1], default=("", 0.0))
-    waits = f"{cause} {ms / answer.step_ms:.0%}"
-    return str(number), described + " kept" * layout.keep, batch, *times, memory, waits
 
 
 def format_ms(ms: float) -> str:
@@ -242,8 +244,7 @@ def _details(result: PlanResult, answer: Answer) -> list[str]:
 
 def duration(answer: Answer, job: Job, tokens: float) -> str:
     """How long a job runs for so many tokens, without restarts and evaluations."""
-    found = answer.range_ms
-    if found is None:
+    if (found := answer.range_ms) is None:
         return f"{tokens:.3g} tokens: no time is known, {answer.ground}"
     steps = tokens / (job.batch * job.seq_len)
     low, days, high = (ms * steps / 86_400_000 for ms in (found[0], answer.step_ms, found[1]))
@@ -256,11 +257,9 @@ def duration(answer: Answer, job: Job, tokens: float) -> str:
 
 def as_svg(result: PlanResult) -> str:
     """One microbatch of the slowest stage, as ``python -m dtensor_gtp.trace`` draws measured steps."""
-    layout, machine = result.best.layout, result.machine
-    setting = result.problem.setting(layout, result.problem.slowest(layout))
-    found = timeline_of(build(setting, result.best.schedule), machine)
-    spans = []
-    for task, (begin, end) in zip(found.program.tasks, found.spans, strict=True):
+    layout, problem, spans = result.best.layout, result.problem, []
+    found = build(problem.setting(layout, problem.slowest(layout)), result.best.schedule)
+    for task, (begin, end) in zip(found.tasks, found.spans, strict=True):
         if end > begin:
             kind = COMPUTE if task.stream is Stream.COMPUTE and not task.cause else COMMUNICATION
             lane = task.stream.name.lower().replace("_", " ")
@@ -270,26 +269,15 @@ def as_svg(result: PlanResult) -> str:
 
 
 def _bars(parts: dict[str, Any], whole: float, format_value: Callable[[Any], str]) -> list[str]:
-    shown = {name: (value, value / whole) for name, value in parts.items() if value > 0 and value >= whole * 0.0005}
     return [
-        f"    {name:<12} {format_value(value):>10} {part:>6.1%}  {'#' * max(round(part * _BAR), 1)}"
-        for name, (value, part) in shown.items()
+        f"    {name:<12} {format_value(value):>10} {value / whole:>6.1%}  {'#' * max(round(value / whole * _BAR), 1)}"
+        for name, value in parts.items()
+        if value > 0 and value >= whole * 0.0005
     ]
 
 
-def _nothing_fits(result: PlanResult) -> list[str]:
-    lines = ["No layout fits."]
-    if (closest := result.closest) is not None:
-        missing = (closest.memory.total - closest.capacity) / GIB
-        layout = closest.layout
-        described = f"{layout.describe()}, {layout.micro_batch} sequences, checkpoint {layout.checkpoint}"
-        lines += paragraph(f"Closest: {described}: does not fit by {missing:.1f} GiB.", WIDTH)
-        lines += _bars(closest.memory.parts(), closest.memory.total, format_nbytes)
-    return [*lines, "What to change:", *(part for line in result.advice for part in paragraph(line, WIDTH, "  "))]
-
-
 def _record(answer: Answer) -> dict[str, Any]:
-    found = answer.range_ms
+    found, memory = answer.range_ms, answer.memory
     return {
         "layout": asdict(answer.layout),
         "step_ms": answer.step_ms if found else None,
@@ -298,7 +286,7 @@ def _record(answer: Answer) -> dict[str, Any]:
         "tokens_per_s_per_gpu": answer.tokens_per_s if found else None,
         "mfu": answer.mfu if found else None,
         "fits": "yes" if answer.is_fitting else "only with leaner code" if answer.may_fit else "no",
-        "memory_bytes": answer.memory._asdict() | {"total": answer.memory.total, "least": answer.memory.least},
+        "memory_bytes": memory._asdict() | {"total": memory.total, "least": memory.least},
         "capacity_bytes": answer.capacity,
         "received_bytes": dict(answer.received),
         "exposed_ms": dict(answer.exposed_ms),

@@ -30,7 +30,7 @@ from ..mesh import init_weight_mesh
 from ..policy import fixed_policy
 from ..quant.casts import casts_for
 from ..quant.float8_gemms import Granularity, Operand, product
-from .clock import Clock, Samples, Work, clock_of, fitted
+from .clock import Clock, EventClock, Samples, Work, fitted, new_stream
 from .costs import Costs
 from .errors import PlanError
 from .machine import GIB, Machine, load_machine, preset_names, preset_of
@@ -53,26 +53,26 @@ def calibrate(path: Path, *, device_type: str | None = None, clock: Clock | None
     kind = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     with _meshes(kind) as (mesh, others):
         device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
-        clock, samples, base = clock or clock_of(device), Samples({}, {}), _base(device)
+        clock = clock or (EventClock if kind == "cuda" else Clock)(device)
+        samples, base = Samples({}, {}), _base(device)
         measure_compute(clock, samples)
         if kind == "cpu":  # it has no data sheet here: the fastest GEMM and the fastest kernel are its peaks
             peak, memory = (max(sample.rate for sample in samples.by_kind[name]) for name in ("bf16 GEMM", "memory"))
             base = replace(base, peak_tflops={"bf16": peak / 1e12}, hbm_gb_s=memory / 1e9)
-        group, engine = mesh.get_group(), None
-        has_links = group.size() > 1
+        engine, has_links, on_network = None, mesh.size() > 1, 1
         if has_links:
-            links = Links(clock, group, samples)
+            links = Links(clock, mesh.get_group(), samples)
             links.sizes("fast")
             links.host()
             engine = links.copies()
             links.contention(engine)
         if others is not None:
+            on_network = others.size()
             Links(clock, others.get_group(), samples).sizes("network")
         measure_host(clock, samples, mesh, has_copies=engine is not None)
-        on_network = 1 if others is None else others.size()
-        machine = fitted(base, samples, fast=group.size(), network=on_network, together=TOGETHER)
-        name = f"{base.name}, measured"
-        machine = replace(machine, name=name, spread=_CALIBRATED_SPREAD if has_links else base.spread)
+        machine = fitted(base, samples, fast=mesh.size(), network=on_network, together=_TOGETHER)
+        spread = _CALIBRATED_SPREAD if has_links else base.spread
+        machine = replace(machine, name=f"{base.name}, measured", spread=spread)
         if dist.get_rank() == 0:
             try:
                 path.write_text(machine.as_json())
@@ -153,13 +153,11 @@ class Links:
         return self._agreed(self._clock.time(work, calls))
 
     def sizes(self, link: str) -> None:
-        """Gathers and reduce-scatters by size."""
         for nbytes in self._sizes:
             for kind, make in (("gather", self._gather), ("reduce", self._reduce)):
                 self._samples.add(f"{link}: {kind}", self._received(nbytes), self._time(make(nbytes), 4))
 
     def host(self) -> None:
-        """The host's time for a call."""
         shards = self._bytes(256), self._bytes(256 * self._size)
         works: list[dist.Work | None] = []
 
@@ -179,10 +177,9 @@ class Links:
             engine = CopyEngine(self._group, self._device)
         except RuntimeError:  # on all ranks alike
             return None
-        engine.cast_stream = self._clock.new_stream()
+        engine.cast_stream = new_stream(self._device)
         for nbytes in self._sizes[1:]:
-            seconds = self._time(self._copy(engine, nbytes))
-            self._samples.add("copy: gather", self._received(nbytes), seconds)
+            self._samples.add("copy: gather", self._received(nbytes), self._time(self._copy(engine, nbytes)))
         for num in (1, _TENSORS):
             self._samples.add("copy: tensors", num, self._time(self._copy(engine, num << 12, num)))
         return engine
@@ -197,8 +194,6 @@ class Links:
             engine.all_gather(outputs, shards)
 
         return gather
-
-    # --- who slows whom -------------------------------------------------------------------------------------------
 
     def contention(self, engine: CopyEngine | None) -> None:
         """GEMMs beside collectives and copies, and the other way round; two collectives; two kernels."""
@@ -248,8 +243,7 @@ _GPU_GEMMS = (
 )
 _CPU_GEMMS = ((64, 128, 128), (128, 256, 256), (256, 256, 512))
 _HOST_LAYERS, _HOST_FEATURES = 64, 64
-# Layers of a block: copy engines gather them in one launch, ``fully_shard`` is called on it.
-TOGETHER = 8
+_TOGETHER = 8  # layers of a block: copy engines gather them in one launch, ``fully_shard`` is called on it
 _BLOCK = ModelConfig("host", dim=64, layers=2, heads=2, kv_heads=1, head_dim=32, hidden_dim=128, vocab_size=128)
 
 
@@ -282,7 +276,6 @@ def _gemms(clock: Clock, samples: Samples, rows: int, inputs: int, outputs: int)
 
 
 def has_float8(device: torch.device) -> bool:
-    """Whether its tensor cores multiply float8."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
@@ -315,9 +308,6 @@ def _attention(clock: Clock, samples: Samples) -> None:
     samples.add("attention", 3.5 * 2 * heads * tokens * tokens * dim, clock.time(step, is_sustained=True))
 
 
-# --- the host ---------------------------------------------------------------------------------------------------------
-
-
 def measure_host(clock: Clock, samples: Samples, mesh: DeviceMesh, *, has_copies: bool) -> None:
     """The host's time for an operation, and for a use of a weight on ``mesh``."""
     _operations(clock, samples)
@@ -330,12 +320,12 @@ def measure_host(clock: Clock, samples: Samples, mesh: DeviceMesh, *, has_copies
     by_group = fixed_policy(gather_backend="process_group", reduce_scatter="ring", **one_by_one)
     add("sharded", gtp_shard(_stack(clock.device), mesh, schedule=by_group))
     if has_copies:
-        nbytes = TOGETHER * _HOST_FEATURES**2 * 2
+        nbytes = _TOGETHER * _HOST_FEATURES**2 * 2
         sizes = {"prefetch_nbytes": nbytes, "coalesce_nbytes": nbytes, "coalesce_grad_nbytes": nbytes}
         by_copies = fixed_policy(gather_backend="copy_engine", reduce_scatter="copy_engine", **sizes)
         add("copied", gtp_shard(_stack(clock.device), mesh, schedule=by_copies))
     layers = list(_stack(clock.device))
-    blocks = [nn.Sequential(*layers[begin : begin + TOGETHER]) for begin in range(0, _HOST_LAYERS, TOGETHER)]
+    blocks = [nn.Sequential(*layers[begin : begin + _TOGETHER]) for begin in range(0, _HOST_LAYERS, _TOGETHER)]
     stack = nn.Sequential(*blocks)
     for module in (*blocks, stack):
         fully_shard(module, mesh=mesh)

@@ -51,24 +51,17 @@ class Clock:
         together. None if this device has no streams."""
         return None
 
-    def new_stream(self) -> torch.Stream | None:
-        """A further stream of the device; None if it has none."""
-        return None
+
+def new_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
-def clock_of(device: torch.device) -> Clock:
-    return _EventClock(device) if device.type == "cuda" else Clock(device)
-
-
-class _EventClock(Clock):
+class EventClock(Clock):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._stream = torch.cuda.Stream(device)
+        self._stream = new_stream(device)
         shape = (_HEAD_START_DIM, _HEAD_START_DIM)
         self._a, self._out = (torch.randn(shape, device=device).to(torch.bfloat16) for _ in range(2))
-
-    def new_stream(self) -> torch.Stream | None:
-        return torch.cuda.Stream(self.device)
 
     def _head_start(self, num: int) -> None:
         for _ in range(num):
@@ -88,13 +81,11 @@ class _EventClock(Clock):
     def time(self, work: Work, calls: int = 1, *, is_sustained: bool = False) -> float:
         work()
         torch.cuda.synchronize(self.device)
-        if not is_sustained:
-            return statistics.median(self._sample(work, calls) for _ in range(_SAMPLES))
         samples: list[float] = []
-        stop = time.perf_counter() + _SUSTAINED_SECONDS
+        stop = time.perf_counter() + _SUSTAINED_SECONDS * is_sustained
         while len(samples) < _SAMPLES or (len(samples) < _MOST_SAMPLES and time.perf_counter() < stop):
             samples.append(self._sample(work, calls))
-        return statistics.median(samples[len(samples) // 2 :])
+        return statistics.median(samples[len(samples) // 2 * is_sustained :])
 
     def time_host(self, work: Work) -> float:
         work()
@@ -168,16 +159,15 @@ def fitted(machine: Machine, samples: Samples, *, fast: int = 1, network: int = 
     """``machine`` with all numbers that follow from the samples; its ``not_measured`` names the others. ``fast`` and
     ``network`` ranks measured these links, 1 if nobody did; the host launched as many weights ``together``."""
     found = {
+        "fast": _link(machine.fast, "fast", samples, fast),
+        "copy": _copies(machine, samples, fast),
+        "network": _link(machine.network, "network", samples, network),
         "compute": _compute(machine, samples),
         "host": _host(samples, together),
-        "fast": _link(machine.fast, "fast", samples, fast),
-        "network": _link(machine.network, "network", samples, network),
-        "copy": _copies(machine, samples, fast),
         "contention": samples.beside,
     }
     missing, changes = ["reserve_gib", "jitter"], {}  # never measured
-    for part in ("fast", "copy", "network", "compute", "host", "contention"):
-        values = found[part]
+    for part, values in found.items():
         changes[part] = replace(getattr(machine, part), **values)
         # A data sheet has ``gb_s``, of which a share is measured.
         left = [f"{part}.{name}" for name in vars(changes[part]) if name not in values and name != "gb_s"]
@@ -197,10 +187,8 @@ _SHARES = (
 
 
 def _compute(machine: Machine, samples: Samples) -> dict[str, Any]:
-    found: dict[str, Any] = {}
     kernel = samples.seconds("kernel")
-    if kernel is not None:
-        found["kernel_us"] = kernel * 1e6
+    found: dict[str, Any] = {} if kernel is None else {"kernel_us": kernel * 1e6}
     gap = machine.compute.kernel_us / 1e6 if kernel is None else kernel
 
     def share(sample: Sample, peak: float, most: float) -> float:
@@ -210,18 +198,19 @@ def _compute(machine: Machine, samples: Samples) -> dict[str, Any]:
     peaks = {name: peak * 1e12 for name, peak in machine.peak_tflops.items()} | {"hbm": machine.hbm_gb_s * 1e9}
     for name, kind, peak in _SHARES:
         if (rows := samples.by_kind.get(kind)) and peak in peaks:
-            shares = [share(row, peaks[peak], 1.5 if peak == "hbm" else 1.0) for row in sorted(rows)]
-            is_curve = name.endswith("gemm")
-            curve = tuple((row.amount, part) for row, part in zip(sorted(rows), shares, strict=True))
-            found[name] = curve if is_curve else statistics.median(shares)
+            most = 1.5 if peak == "hbm" else 1.0
+            curve = tuple((row.amount, share(row, peaks[peak], most)) for row in sorted(rows))
+            found[name] = curve if name.endswith("gemm") else statistics.median(part for _, part in curve)
     return found
 
 
 def _host(samples: Samples, together: int) -> dict[str, Any]:
     """A sharded weight costs the host two uses and three launches: two gathers and a reduction. Copies are launched for
     ``together`` weights at once, and so are collectives of ``fully_shard``."""
-    kinds = ("op", "collective", "plain layer", "sharded layer", "copied layer", "fully_shard layer")
-    op, call, plain, sharded, copied, fully = (samples.seconds(f"host: {kind}") for kind in kinds)
+    kinds = ("plain layer", "sharded layer", "copied layer", "fully_shard layer")
+    op, call, plain, sharded, copied, fully = (
+        samples.seconds(f"host: {kind}") for kind in ("op", "collective", *kinds)
+    )
     found = {"op_us": op, "collective_us": call}
     if plain is not None and sharded is not None:
         call = call or 0.0
@@ -246,18 +235,14 @@ def _link(link: Link, name: str, samples: Samples, size: int) -> dict[str, Any]:
 
 def _line(kinds: Sequence[list[Sample]]) -> tuple[float, float]:
     """The rate of large messages and the time before the first byte, by the smallest and the two largest sizes."""
-
-    def of(function: Callable[[list[Sample]], float]) -> float:
-        return statistics.mean(function(sorted(rows)) for rows in kinds)
-
-    def rate(rows: list[Sample]) -> float:
-        small, large = rows[-2], rows[-1]
+    rates, by_size = [], [sorted(rows) for rows in kinds]
+    for *_, small, large in by_size:
         grown = large.seconds - small.seconds
         # Noise of a small machine may hide the difference.
-        return (large.amount - small.amount) / grown if grown > large.seconds / 4 else large.rate
-
-    found = of(rate)
-    return found, max(of(lambda rows: rows[0].seconds - rows[0].amount / found), 0.0)
+        is_clear = grown > large.seconds / 4
+        rates.append((large.amount - small.amount) / grown if is_clear else large.rate)
+    rate = statistics.mean(rates)
+    return rate, max(statistics.mean(rows[0].seconds - rows[0].amount / rate for rows in by_size), 0.0)
 
 
 def _copies(machine: Machine, samples: Samples, size: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ A test runs the code on processes of gloo and compares a step with one process. 
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from .evaluate import Answer, Problem
@@ -19,11 +20,9 @@ def _snippet(name: str) -> str:
 
 
 def _blocks(problem: Problem) -> list[str]:
-    """The modules that hold the blocks."""
     if problem.user is None:
         return ["layers"]
-    names = (weight.block_name.rpartition(".")[0] for weight in problem.whole.weights if weight.block >= 0)
-    return list(dict.fromkeys(names))
+    return list(dict.fromkeys(w.block_name.rpartition(".")[0] for w in problem.whole.weights if w.block >= 0))
 
 
 def _unwritten(problem: Problem, layout: Layout) -> list[str]:
@@ -32,8 +31,9 @@ def _unwritten(problem: Problem, layout: Layout) -> list[str]:
     if layout.pp > 1:
         found.append(f"pp {layout.pp}: how the model is cut into stages is yours, see {_READ} composability")
     if layout.cp > 1:
-        exchanged = "attention exchanges keys over mesh['cp'] in your code"
-        found.append(f"cp {layout.cp}: {exchanged}, see {_READ} composability")
+        found.append(
+            f"cp {layout.cp}: attention exchanges keys over mesh['cp'] in your code, see {_READ} composability"
+        )
     if layout.ep * layout.expert_gtp > 1 or (problem.config is not None and problem.config.experts):
         found.append(f"experts: where they are in the model is yours, see {_READ} moe")
     if layout.checkpoint == "selective" and problem.job.quantization is not None:
@@ -52,22 +52,25 @@ def training_code(problem: Problem, answer: Answer) -> str:
     if missing := _unwritten(problem, layout):
         return "\n#   ".join([f"# No code for this layout ({layout.describe()}):", *missing])
     sizes = [f", {name}={getattr(layout, name)}" for name in ("replicate", "gtp", "tp") if getattr(layout, name) > 1]
-    num = layout.num_microbatches(job)
-    sync = ""
+    num, sync = layout.num_microbatches(job), ""
     if layout.keep:
         sync = _snippet("keep") + "\n"
     elif layout.replicate > 1 and num > 1:
         sync = "        model.set_requires_all_reduce(number + 1 == len(microbatches))\n"
     blocks = next(iter(_blocks(problem)), "")
+    module = f"model.{blocks}" if blocks else "model"
+    # With tp, torch 2.13 compiles no recomputation: it is around what is compiled.
+    inner = "._checkpoint_wrapped_module" * (layout.tp > 1 and layout.checkpoint == "full")
+    compiled = f"for block in {module}:\n    block{inner}.compile(fullgraph=True)\n"
     optimizers = ("muon", "adamw") if job.optimizer == "muon" else ("optimizer",)
     return _snippet("training").format(
         imports="" if job.quantization is None else "from dtensor_gtp import quantize_\n",
         sizes="".join(sizes),
-        changes="".join(f"{lines}\n" for lines in _changes(problem, layout, _module(blocks))),
+        changes="".join(f"{lines}\n" for lines in _changes(problem, layout, module)),
         reduce="bfloat16" if job.reduce_dtype == "bf16" else "float32",
         schedule="" if job.memory == "balanced" else f", schedule=SchedulePolicy(memory={job.memory!r})",
         states=", shard_optimizer=True" * (job.shards_optimizer and layout.replicate > 1),
-        compiled=_compilation(layout, _module(blocks)) * job.is_compiled,
+        compiled=compiled * job.is_compiled,
         optimizer=_snippet(job.optimizer).replace("layers.", f"{blocks}." if blocks else ""),
         num=num,
         size=layout.micro_batch,
@@ -77,30 +80,21 @@ def training_code(problem: Problem, answer: Answer) -> str:
     )
 
 
-def _module(blocks: str) -> str:
-    return f"model.{blocks}" if blocks else "model"
-
-
-def _compilation(layout: Layout, blocks: str) -> str:
-    # With tp, torch 2.13 compiles no recomputation: it is around what is compiled.
-    inner = "._checkpoint_wrapped_module" * (layout.tp > 1 and layout.checkpoint == "full")
-    return f"for block in {blocks}:\n    block{inner}.compile(fullgraph=True)\n"
-
-
 def _changes(problem: Problem, layout: Layout, blocks: str) -> list[str]:
     """What changes the model before it is sharded."""
     found = []
     if (recipe := problem.job.quantization) is not None:
         name, _, compute = problem.job.recipe.partition(":")
+        given = repr(name)
         if compute:
             kind = type(recipe).__name__
-            found += [f"from dtensor_gtp.quant import {kind}", f"quantize_({blocks}, {kind}(compute={compute!r}))"]
-        else:
-            found.append(f"quantize_({blocks}, {name!r})")
+            found, given = [f"from dtensor_gtp.quant import {kind}"], f"{kind}(compute={compute!r})"
+        found.append(f"quantize_({blocks}, {given})")
     if layout.tp > 1 and problem.user is None:
         found.append(_snippet("tensor_parallel"))
     elif layout.tp > 1 and problem.user is not None:
-        styles = (f"    {name!r}: {style.title()}Parallel()," for name, style in problem.user.plan.described().items())
+        by_name = {re.sub(r"(^|\.)\d+\.", r"\1*.", name): style for name, style in problem.user.plan.styles.items()}
+        styles = (f"    {name!r}: {style.title()}Parallel()," for name, style in by_name.items())
         found.append(_snippet("plan_of_names").format(styles="\n".join(styles)))
     options = ""
     if layout.checkpoint == "selective":

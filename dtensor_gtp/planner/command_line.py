@@ -96,24 +96,20 @@ def _plan(options: argparse.Namespace) -> int:
     is_asked = options.model is not None and options.gpus is not None
     expect(is_asked, "plan expects a model and --gpus N", "got none. See gtp-plan --help.")
     expect(options.top >= 1, "plan expects --top of at least 1", f"got {options.top}. Pass another.")
-    if options.tokens is not None:
-        is_number = 0 < options.tokens < float("inf")
-        expect(is_number, "plan expects --tokens above 0", f"got {options.tokens}. Pass another.")
+    is_number = options.tokens is None or 0 < options.tokens < float("inf")
+    expect(is_number, "plan expects --tokens above 0", f"got {options.tokens}. Pass another.")
     has_name = options.explain is None or options.explain.name
     expect(has_name, "plan expects the name of files to write as --explain", f"got '{options.explain}'. Add one.")
+    # Options have the names of a job's fields.
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    asked: dict[str, Any] = {item.name: given[item.name] for item in fields(Job) if item.name in given}
+    asked["fixed"] = {name: given[name] for name in (*AXES, "micro_batch") if name in given}
     with Progress(_LOG, "layouts simulated") as progress:
-
-        def report(num: int, total: int, seconds: int) -> None:
-            progress.advance(f"of at most {total}")
-
+        asked["report"] = lambda num, total, seconds: progress.advance(f"of at most {total}")
         machine = load_machine(options.machine)
         machine = machine.with_limits(watts=options.watts, network_gb_s=options.network_gb_s)
-        # Options have the names of a job's fields.
-        given = {name: value for name, value in vars(options).items() if value is not None}
-        asked: dict[str, Any] = {item.name: given[item.name] for item in fields(Job) if item.name in given}
-        asked["fixed"] = {name: given[name] for name in (*AXES, "micro_batch") if name in given}
-        result = plan(options.model, machine, top=options.top, report=report, **asked)
-    is_json = options.json is not None and str(options.json) == "-"
+        result = plan(options.model, machine, top=options.top, **asked)
+    is_json = str(options.json) == "-"
     if options.json is not None:
         text = json.dumps(result.as_record(), indent=1)
         print(text) if is_json else _write(options.json, f"{text}\n")

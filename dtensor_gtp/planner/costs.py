@@ -72,25 +72,17 @@ class Costs:
         return self.machine.compute.kernel_us / 1e3 + nbytes / rate * _PER_GB_S if nbytes else 0
 
     def cast_ms(self, nbytes: float) -> float:
-        """One cast to a format of a recipe that reads and writes so many bytes."""
         return self.memory_ms(nbytes, self.machine.compute.cast)
 
     def op_ms(self, op: Op) -> float:
-        """One operation that is no collective."""
         if op.kind is Kind.GEMM:
             return self.gemm_ms(op)
         if op.kind is Kind.ATTENTION:
-            rate = self.machine.peak_tflops["bf16"] * self._attention_share()
-            return self.machine.compute.kernel_us / 1e3 + op.flops / rate * 1e-9
+            compute = self.machine.compute
+            shares = compute.attention, compute.attention_long or compute.attention
+            share = _share(tuple(zip(ATTENTION_LENGTHS, shares, strict=True)), max(self.seq_len, 1))
+            return compute.kernel_us / 1e3 + op.flops / (self.machine.peak_tflops["bf16"] * share) * 1e-9
         return self.memory_ms(op.nbytes) if op.kind is Kind.MEMORY else 0
-
-    def _attention_share(self) -> float:
-        """Of the bf16 peak, at this length: between the two lengths that a machine names, over their logarithm."""
-        compute = self.machine.compute
-        if not compute.attention_long:
-            return compute.attention
-        shares = compute.attention, compute.attention_long
-        return _share(tuple(zip(ATTENTION_LENGTHS, shares, strict=True)), max(self.seq_len, 1))
 
     def works(self, ops: Iterable[Op], *, is_block: bool = True) -> list[Work]:
         """What a stretch of operations takes, compute between collectives together. ``is_block``: whether it is part of
@@ -119,18 +111,14 @@ class Costs:
     def wire(self, axis: Axis) -> Wire:
         """How a group communicates: over the fast link, or in rings through the network, one ring for each of its
         members in a domain."""
-        machine = self.machine
-        if axis.size * axis.stride <= machine.gpus_per_domain:
-            link = machine.fast
-            return Wire(True, link.gb_s * link.share, _start_ms(link, axis.size - 1))
+        network, fast = self.machine.network, self.machine.fast
+        if axis.size * axis.stride <= self.machine.gpus_per_domain:
+            return Wire(True, fast.gb_s * fast.share, _start_ms(fast, axis.size - 1))
         members = self.members(axis)
-        domains = -(-axis.size // members)
-        network, fast = machine.network, machine.fast
         rate = min(network.gb_s * network.share * members, fast.gb_s * fast.share)
-        return Wire(False, rate, _start_ms(network, max(domains - 1, 1)))
+        return Wire(False, rate, _start_ms(network, max(-(-axis.size // members) - 1, 1)))
 
     def members(self, axis: Axis) -> int:
-        """Ranks of a group in one domain."""
         return max(min(axis.size, self.machine.gpus_per_domain // axis.stride), 1)
 
     def gather_ms(self, nbytes: float, axis: Axis) -> float:
@@ -143,7 +131,6 @@ class Costs:
     scatter_ms = gather_ms  # a reduce-scatter of ``nbytes`` on each rank
 
     def load(self, axis: Axis, *, is_copy: bool) -> Load:
-        """What a collective occupies."""
         if is_copy:
             return Load.COPY
         return Load.NCCL if self.wire(axis).is_fast else Load.NETWORK
@@ -157,9 +144,8 @@ class Costs:
             one = self.scatter_ms(nbytes, axis) if is_reduction else self.gather_ms(nbytes, axis)
             return one * (self.machine.contention.grouped if num_tensors > 1 else 1)
         link, peers = self.machine.copy, axis.size - 1
-        rate = link.gb_s * link.share
         starts = link.start_us * peers * num_tensors + link.hop_us * peers
-        return starts / 1e3 + nbytes * peers / axis.size / rate * _PER_GB_S
+        return starts / 1e3 + nbytes * peers / axis.size / (link.gb_s * link.share) * _PER_GB_S
 
     def reduce_ms(self, nbytes: float, axis: Axis) -> float:
         """An all-reduce: through the network in trees, which start as late as the logarithm of the domains."""
@@ -173,9 +159,7 @@ class Costs:
         """An all-to-all in which each rank sends ``nbytes``, its own part included."""
         if axis.size == 1:
             return 0
-        machine = self.machine
-        members = self.members(axis)
-        fast, network = machine.fast, machine.network
+        fast, network, members = self.machine.fast, self.machine.network, self.members(axis)
         within = nbytes * (members - 1) / axis.size / (fast.gb_s * fast.share) * _PER_GB_S
         sent = nbytes * (axis.size - members) / axis.size
         if self.choices:  # to how many other domains, if experts are chosen at random
@@ -186,8 +170,6 @@ class Costs:
 
     def send_ms(self, nbytes: float, axis: Axis) -> float:
         """A message to the next rank of the axis."""
-        if axis.size == 1:
-            return 0
         wire = self.wire(Axis(2, axis.stride))
         return wire.start_ms + nbytes / wire.gb_s * _PER_GB_S
 
@@ -240,8 +222,6 @@ class Task(NamedTuple):
 
 
 class Span(NamedTuple):
-    """When a task ran, in milliseconds."""
-
     begin: float
     end: float
 
@@ -278,8 +258,8 @@ def simulate(tasks: Sequence[Task], contention: Contention) -> list[Span]:
             now = next_launch
             continue
         speeds = _rates(contention, tuple(tasks[number].load for number in left))
-        first = min(amount / speed for amount, speed in zip(left.values(), speeds, strict=True))
-        first = min(first, next_launch - now)
+        ends_first = min(amount / speed for amount, speed in zip(left.values(), speeds, strict=True))
+        first = min(ends_first, next_launch - now)
         now += first
         for number, speed in zip(list(left), speeds, strict=True):
             left[number] -= first * speed

@@ -11,13 +11,12 @@ from typing import NamedTuple
 
 from ..policy import Schedule, SchedulePolicy
 from .costs import Axis, Costs
-from .fully_shard import build_fully_shard
 from .job import OPTIMIZERS, Job, Layout
 from .machine import GIB, Machine
-from .memory import Memory, Stage, predict
+from .memory import Memory, predict
 from .model import ModelConfig
 from .setting import COMPUTE_NBYTES, PARAM_NBYTES, Setting
-from .timing import Parts, few_and_more, measure, timeline_of
+from .timing import Parts, build_fully_shard, few_and_more, measure
 from .trace import Part, Trace, Weight, checkpointed, record_reference, repeated, with_loss
 from .user_model import UserModel
 
@@ -65,16 +64,11 @@ class Problem:
         choices = 0 if self.config is None or job.dispatch == "rows" else self.config.experts_per_token
         is_rowwise = job.recipe == "float8_rowwise"
         costs = Costs(self.machine, layout.axes(), job.precision, job.is_compiled, is_rowwise, tokens, choices)
+        policy = SchedulePolicy(memory=job.memory)  # type: ignore[arg-type]  # a job has checked it
+        reduce_nbytes, tokens = 2 if job.reduce_dtype == "bf16" else 4, layout.micro_batch * job.seq_len // layout.cp
+        trace, recipe, checkpoint = self.trace(layout, part), job.quantization, layout.checkpoint
         return Setting(
-            self.trace(layout, part),
-            costs,
-            SchedulePolicy(memory=job.memory),  # type: ignore[arg-type]  # a job has checked it
-            2 if job.reduce_dtype == "bf16" else 4,
-            job.quantization,
-            layout.checkpoint,
-            job.is_captured,
-            job.shards_optimizer,
-            tokens=layout.micro_batch * job.seq_len // layout.cp,
+            trace, costs, policy, reduce_nbytes, recipe, checkpoint, job.is_captured, job.shards_optimizer, tokens
         )
 
     def virtual_stages(self, layout: Layout) -> int:
@@ -190,12 +184,11 @@ def memory_of(problem: Problem, layout: Layout, enough: float = math.inf) -> Mem
     for number, part in problem.full_stages(layout).items():
         setting = problem.setting(layout, part)
         schedule, _ = setting.choice(problem.machine.memory_nbytes)
-        stage = Stage(problem.inflight(layout, number, num), num, layout.keep)
+        inflight, keep = problem.inflight(layout, number, num), layout.keep
         settings, left, grown = few_and_more(setting)
-        memories = [predict(one, schedule, stage, optimizer_nbytes) for one in settings]
+        memories = [predict(one, schedule, optimizer_nbytes, inflight, num, keep) for one in settings]
         few, more = memories[0], memories[-1]
-        pairs = zip(few[:-1], more[:-1], strict=True)
-        continued = (large + (large - small) * left // grown for small, large in pairs)
+        continued = (large + (large - small) * left // grown for small, large in zip(few[:-1], more[:-1], strict=True))
         found.append(Memory._make((*continued, more.moment)))
         if found[-1].total > enough:
             break
@@ -211,9 +204,8 @@ def evaluate(problem: Problem, layout: Layout, memory: Memory | None = None) -> 
     num = layout.num_microbatches(job)
     other = last = measure(setting, schedule, is_last=True)
     if num > 1 and layout.keep:
-        # Weights are there, and gradients stay.
         alone = dict.fromkeys(("gtp", "expert_gtp", "replicate", "expert_replicate"), Axis(1, 1))
-        costs = replace(setting.costs, axes={**setting.costs.axes, **alone})
+        costs = replace(setting.costs, axes={**setting.costs.axes, **alone})  # weights are there, and gradients stay
         other = measure(replace(setting, costs=costs), schedule, is_last=False)
     elif num > 1 and layout.axes()["replicate"].size > 1:
         other = measure(setting, schedule, is_last=False)
@@ -229,23 +221,11 @@ def evaluate(problem: Problem, layout: Layout, memory: Memory | None = None) -> 
         total.exposed["stragglers"] = straggling
     step_ms = total.ms + optimizer + straggling
     tokens_per_s = job.batch * job.seq_len / job.gpus / step_ms * 1e3
-    flops_per_token = problem.whole.model_flops / job.seq_len
-    mfu = tokens_per_s * flops_per_token / (machine.peak_tflops["bf16"] * 1e12)
+    mfu = tokens_per_s * (problem.whole.model_flops / job.seq_len) / (machine.peak_tflops["bf16"] * 1e12)
+    capacity, received, exposed = machine.memory_nbytes, total.received, total.exposed
+    ground, compute_ms = ground_of(problem, layout, filled=memory.total / capacity), step_ms - sum(exposed.values())
     return Answer(
-        layout,
-        step_ms,
-        ground_of(
-            job, layout, machine, has_experts=problem.whole.has_experts, filled=memory.total / machine.memory_nbytes
-        ),
-        tokens_per_s,
-        mfu,
-        memory,
-        machine.memory_nbytes,
-        total.received,
-        total.exposed,
-        compute_ms=step_ms - sum(total.exposed.values()),
-        schedule=schedule,
-        reasons=reasons,
+        layout, step_ms, ground, tokens_per_s, mfu, memory, capacity, received, exposed, compute_ms, schedule, reasons
     )
 
 
@@ -257,10 +237,10 @@ def fully_shard_ms(problem: Problem, answer: Answer) -> float | None:
     setting = problem.setting(layout, problem.parts(layout)[0])
     is_first, *are_tables = [weight.is_table for weight in setting.trace.weights]
     has_blocks = bool(setting.trace.blocks) and is_first and not any(are_tables)
-    sizes = layout.ranks * layout.ep * layout.expert_gtp
-    if sizes > layout.gtp or layout.gtp == 1 or not is_plain or not has_blocks:
+    has_others = layout.ranks * layout.ep * layout.expert_gtp > layout.gtp
+    if has_others or layout.gtp == 1 or not is_plain or not has_blocks:
         return None
-    ms = timeline_of(build_fully_shard(setting), problem.machine).ms * layout.num_microbatches(job)
+    ms = build_fully_shard(setting).ms * layout.num_microbatches(job)
     ms += _optimizer_ms(setting, OPTIMIZERS[job.optimizer])
     return ms * (1 + problem.machine.straggling(job.gpus))
 
@@ -272,11 +252,9 @@ def _with_bubble(total: Parts, one: Parts, problem: Problem, layout: Layout) -> 
     job = problem.job
     assert problem.config is not None
     nbytes = layout.micro_batch * job.seq_len // (layout.cp * layout.tp) * problem.config.dim * 2
-    send = 2 * Costs(problem.machine).send_ms(nbytes, layout.axes()["pp"])
-    chunks = problem.virtual_stages(layout)
-    bubble = (layout.pp - 1) / chunks * one.ms
+    send, chunks = 2 * Costs(problem.machine).send_ms(nbytes, layout.axes()["pp"]), problem.virtual_stages(layout)
     # A message hides behind the other microbatches, but where the pipeline fills and drains.
-    bubble += 2 * (layout.pp - 1) * send
+    bubble = (layout.pp - 1) / chunks * one.ms + 2 * (layout.pp - 1) * send
     received = {"pp": 2 * nbytes * layout.num_microbatches(job) * chunks}
     return Parts(total.ms + bubble, total.exposed | {"bubble": bubble}, total.received | received)
 
@@ -325,15 +303,16 @@ _MOST_DOMAINS = 128  # hosts, or racks: Llama 3 on 16,384 GPUs
 _OTHER_MACHINE = 1.2  # shares of peaks are carried over from another generation
 
 
-def ground_of(job: Job, layout: Layout, machine: Machine, *, has_experts: bool, filled: float) -> Ground | str:
+def ground_of(problem: Problem, layout: Layout, *, filled: float) -> Ground | str:
     """The range of a layout, or why there is none and what to measure; ``filled`` is the share of memory in use."""
+    job, machine = problem.job, problem.machine
     if job.seq_len > _LONGEST:
         return f"no published run had sequences of {job.seq_len} tokens: measure one of your blocks at that length"
     if not machine.has_ground:
         return f"no published run trained on {machine.name}: measure it by --calibrate"
     if (wide := is_too_wide(layout, machine)) is not None:
         return f"{wide}: no published run gathered over so many, measure one"
-    if has_experts:
+    if problem.whole.has_experts:
         axis = layout.axes()["ep"]
         is_near = axis.size == 1 or axis.size * axis.stride <= machine.gpus_per_domain
         found = EXPERTS if is_near else EXPERTS_APART

@@ -45,8 +45,6 @@ class Link:
 
 @dataclass(frozen=True)
 class Compute:
-    """What kernels reach of the peaks."""
-
     gemm: Curve
     float8_gemm: Curve  # of 8 bits and fewer, casts not included; a scale for each matrix
     float8_rowwise_gemm: Curve  # the same with a scale for each row
@@ -64,8 +62,6 @@ class Compute:
 
 @dataclass(frozen=True)
 class Host:
-    """What the host takes in eager steps."""
-
     op_us: float = _within(0, 1e4)  # for one operation of torch in forward and backward, a view or a kernel
     # for one use of a sharded weight, in forward or in backward, without the calls of the process group
     use_us: float = _within(0, 1e5)
@@ -278,7 +274,6 @@ def machine_of(content: Any, where: str) -> Machine:
 
 
 def _build(kind: Any, values: Any, where: str, prefix: str = "") -> Any:
-    """A dataclass from a JSON object, each of its fields checked."""
     is_object = isinstance(values, dict)
     expect(is_object, f"machine expects an object as {prefix or 'file'}", f"{where} has {values!r}. Mend the file.")
     types, found = get_type_hints(kind), {}

@@ -42,13 +42,10 @@ class Use(NamedTuple):
 
     @property
     def buffer(self) -> int:
-        """The full gradient, as far as it is counted."""
         return 0 if self.is_in_ring else self.wgrad
 
 
 class Peak(NamedTuple):
-    """The fullest moment of a step, in bytes."""
-
     moment: str  # the pass, and the name of the weight that is in use, or was or will be
     state: int  # parameters, buffers and optimizer state, which are always there
     gradients: int  # of the shards, as far as they have been reduced
@@ -67,12 +64,15 @@ def moments(
     """The moments of a forward and backward that may be the fullest, in order; see :func:`predict_peak`."""
     found: list[Peak] = []
     grads = 0
-    waiting = Together[Use](together)
+    waiting, groups = Together[Use](together), Together[Use](together, of_groups=True)
     inflight: deque[list[Use]] = deque(maxlen=max_inflight)  # once it is full, the oldest are waited for
 
     def reducing() -> int:
         on_the_way = sum(use.buffer + use.sent for launch in inflight for use in launch)
-        return on_the_way + sum(use.buffer for use in waiting.waiting)
+        return on_the_way + sum(use.buffer for use in waiting.waiting) + unpacked()
+
+    def unpacked() -> int:
+        return sum(use.waiting + use.unreduced for use in groups.waiting)
 
     def add(moment: str, use: Use, gathered: int, activations: int, wgrad: int = 0) -> None:
         found.append(Peak(f"{moment} of {use.name}", state, grads, gathered, wgrad, activations))
@@ -91,22 +91,27 @@ def moments(
             released = gathered.wgrad if following is None else following.gathered.before_backward
             gathered, activations = gathered._replace(wgrad=released), activations._replace(wgrad=activations.dgrad)
         # The buffers of a reduction are made while as many as may be are in flight; then the oldest is waited for.
-        if use.waiting and not use.is_exchanged:  # a group is reduced: all others have been waited for
-            inflight.clear()
-            before = reducing() + use.waiting
-            launches = [[use]]
-        else:
-            launches = [] if use.is_exchanged else waiting.submit(use, use.wgrad)
+        is_group, buffer = bool(use.waiting) and not use.is_exchanged, use.buffer
+        launches = [] if use.is_exchanged else [*(waiting if is_group else groups).flush()]
+        if is_group:
+            held = unpacked() + use.waiting
+            launches += groups.submit(use, use.wgrad)
+            buffer = sum(other.buffer for launch in launches for other in launch)
+            if launches:  # compute has waited for all others
+                inflight.clear()
+                before = held
+        elif not use.is_exchanged:
+            launches += waiting.submit(use, use.wgrad)
         new_grads = sum(other.grad for launch in launches for other in launch) + use.grad * use.is_exchanged
         new_buffers = new_grads + sum(other.sent for launch in launches for other in launch)
-        add("in backward", use, gathered.wgrad, activations.wgrad, before + use.unreduced + use.buffer + new_buffers)
+        add("in backward", use, gathered.wgrad, activations.wgrad, before + use.unreduced + buffer + new_buffers)
         inflight.extend(launches)
         grads += new_grads
         if wgrad_first:
             add("in backward", use, gathered.dgrad, activations.dgrad, reducing() + use.waiting)
     before = reducing()
-    if launches := waiting.flush():
-        added = sum(other.sent + other.grad for other in launches[0])
+    if launches := [*waiting.flush(), *groups.flush()]:
+        added = sum(other.sent + other.grad for launch in launches for other in launch)
         add("after backward", uses[0], uses[0].gathered.dgrad, uses[0].activations.dgrad, before + added)
     return found
 
@@ -142,15 +147,13 @@ def make_use(shard: Shard, gathered: Amounts, activations: Amounts, reducing: Re
     reduced in another dtype."""
     wgrad = shard.numel * reducing.nbytes
     is_summed_in_place = reducing.nbytes >= shard.itemsize  # what is received is the shard's gradient
-    sent = 0
-    if reducing.num_ranks > 1 and reducing.kind != "ring":
-        sent = wgrad  # received from all ranks, by copy engines from all others
-        if reducing.kind == "copy_engine":
-            sent -= wgrad // reducing.num_ranks
-    elif is_summed_in_place and reducing.num_ranks == 1:
-        wgrad = 0
-    elif not is_summed_in_place and reducing.num_ranks > 1:
-        sent = wgrad // reducing.num_ranks
+    sent, part = 0, wgrad // reducing.num_ranks
+    if reducing.num_ranks == 1:
+        wgrad *= not is_summed_in_place
+    elif reducing.kind != "ring":  # received from all ranks, by copy engines from all others
+        sent = wgrad - part if reducing.kind == "copy_engine" else wgrad
+    elif not is_summed_in_place:
+        sent = part
     unreduced = shard.numel * COMPUTE_NBYTES if is_table and reducing.nbytes != COMPUTE_NBYTES else 0
     # GEMMs write where copy engines of peers read; the gradient of a table is copied there.
     is_in_ring = reducing.kind == "copy_engine" and reducing.num_ranks > 1 and not is_table
@@ -175,16 +178,15 @@ def gathered_amounts(forward: Sequence[object], backward: Sequence[object], held
     """Bytes of gathered weights at each use of the forward; ``held`` in forward and in backward."""
     in_forward, in_backward = held
     used_in_backward = {name: position for position, name in enumerate(backward)}
-    amounts = []
-    for position, name in enumerate(forward):
+    amounts: list[Amounts] = []
+    for name, during, after in zip(forward, in_forward.during, in_forward.between[1:], strict=True):
         # What backward does not gather comes at its end, as a table does.
         place = used_in_backward.get(name, len(backward))
         ahead = in_backward.between[place]
         in_use = in_backward.during[place] if name in used_in_backward else ahead
-        after_forward = in_forward.between[position + 1]
         # The first gathers of backward come after the gradient of what the model has returned.
-        before = in_forward.between[-1] if position == len(forward) - 1 else ahead
-        amounts.append(Amounts(in_forward.during[position], after_forward, before, ahead, in_use))
+        before = after if len(amounts) == len(forward) - 1 else ahead
+        amounts.append(Amounts(during, after, before, ahead, in_use))
     return amounts
 
 
@@ -238,57 +240,44 @@ class Memory(NamedTuple):
         return dict(zip(self._fields[:-1], self[:-1], strict=True))
 
 
-class Stage(NamedTuple):
-    """What a rank of a pipeline has beside one microbatch."""
-
-    num_inflight: float = 1  # microbatches whose activations it holds at once
-    num_microbatches: int = 1  # of a step
-    keep: bool = False  # whether weights and full gradients stay for the whole step
-
-
-def predict(setting: Setting, schedule: Schedule, stage: Stage, optimizer_nbytes: int) -> Memory:
-    """The memory of a step; ``optimizer_nbytes`` for each parameter."""
+def predict(
+    setting: Setting, schedule: Schedule, optimizer_nbytes: int, inflight: float = 1, num: int = 1, keep: bool = False
+) -> Memory:
+    """The memory of a step of ``num`` microbatches, of which a rank of a pipeline holds the activations of ``inflight``
+    at once. ``keep``: weights and full gradients stay for the whole step. ``optimizer_nbytes`` are of a parameter."""
     weights, trace = setting.sharded, setting.trace
     uses = _uses(setting, plan_step(setting, schedule), schedule)
-    has_several = stage.num_microbatches > 1
-    if has_several:  # gradients of the shards stay from the first microbatch on
+    if num > 1:  # gradients of the shards stay from the first microbatch on
         uses = [use._replace(grad=0) for use in uses]
     together = schedule.coalesce_grad_nbytes if setting.reduces_by(schedule, 0) != "all_to_all" else 0
     peak = predict_peak(uses, 0, schedule.max_inflight_reduce_scatters, together, wgrad_first=schedule.wgrad_first)
     numel = sum(item.state_numel for item in weights) + trace.small_numel
     states = sum(map(setting.optimizer_numel, weights)) + trace.small_numel
-    is_loss = trace.weights[-1].block < 0 and peak.moment.endswith(trace.weights[-1].name)
-    logits = max(peak.activations - max(trace.weights[-1].live, 0), 0) if is_loss else 0
+    last = trace.weights[-1]
+    is_loss = last.block < 0 and peak.moment.endswith(last.name)
+    logits = max(peak.activations - max(last.live, 0), 0) if is_loss else 0
     gathered, reductions = peak.gathered, peak.wgrad
-    if stage.keep:
+    if keep:
         gathered = sum(map(setting.held, weights))
         reductions = sum(item.sent for item in weights)
     # What a microbatch leaves in a stage until its backward.
-    is_end_known = trace.weights[-1].block >= 0 and trace.end > 0
-    saved = (trace.end if is_end_known else trace.weights[-1].live) - trace.weights[0].live
-    activations = peak.activations - logits + int(max(saved, 0) * (stage.num_inflight - 1))
-    passing = activations + logits + (0 if stage.keep else gathered + reductions)
-    return Memory(
-        numel * PARAM_NBYTES,
-        numel * PARAM_NBYTES if has_several else peak.gradients,
-        states * optimizer_nbytes,
-        gathered,
-        reductions,
-        activations,
-        logits,
-        symmetric_nbytes(setting, schedule),
-        int(setting.costs.machine.reserve_gib * GIB + passing * FRAGMENTS),
-        peak.moment,
-    )
+    is_end_known = last.block >= 0 and trace.end > 0
+    saved = (trace.end if is_end_known else last.live) - trace.weights[0].live
+    activations = peak.activations - logits + int(max(saved, 0) * (inflight - 1))
+    passing = activations + logits + (0 if keep else gathered + reductions)
+    reserve = int(setting.costs.machine.reserve_gib * GIB + passing * FRAGMENTS)
+    parameters, optimizer = numel * PARAM_NBYTES, states * optimizer_nbytes
+    gradients, symmetric = parameters if num > 1 else peak.gradients, symmetric_nbytes(setting, schedule)
+    kinds = parameters, gradients, optimizer, gathered, reductions, activations, logits, symmetric, reserve
+    return Memory(*kinds, peak.moment)
 
 
 def _uses(setting: Setting, step: Step, schedule: Schedule) -> list[Use]:
     nbytes = list(map(setting.held, setting.units))
-    passes = ((step.forward, False), (step.backward, True))
-    held = [held_nbytes(plan, step.kept, nbytes, is_backward=is_backward) for plan, is_backward in passes]
+    held = [held_nbytes(plan, step.kept, nbytes, is_backward=plan is step.backward) for plan in step[:2]]
     # What is used in a forward that backward computes again is used in its gradient last.
-    gathered = gathered_amounts(step.forward.uses, step.backward.uses, held)
-    amounts = dict(zip(step.forward.uses, gathered, strict=True))
+    found = gathered_amounts(step.forward.uses, step.backward.uses, held)
+    amounts = dict(zip(step.forward.uses, found, strict=True))
     uses = []
     for number, item in enumerate(setting.sharded):
         place = setting.unit_of[number]

@@ -202,13 +202,9 @@ class Collectives:
 
 
 class _Rotary(nn.Module):
-    cos: Tensor
-    sin: Tensor
-
     def __init__(self, head_dim: int, num_tokens: int) -> None:
         super().__init__()
-        self.register_buffer("cos", torch.empty(num_tokens, head_dim))
-        self.register_buffer("sin", torch.empty(num_tokens, head_dim))
+        self.cos, self.sin = (nn.Buffer(torch.empty(num_tokens, head_dim)) for _ in range(2))
 
     def forward(self, x_BHTD: Tensor) -> Tensor:
         x = x_BHTD.float()

@@ -7,40 +7,31 @@ weight in use, and for the oldest reduction once as many are in flight as may be
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from .._schedule.order_of_gathers import Plan, Window
 from .._schedule.order_of_reductions import Together
 from .._schedule.order_of_uses import Chain
 from ..policy import Schedule
-from .costs import Load, Stream, Task, Work
-from .recorder import Kind, Op
+from .costs import Load, Span, Stream, Task, Work, simulate
+from .recorder import Op
 from .setting import COMPUTE_NBYTES, PARAM_NBYTES, Setting, Sharded, Step, plan_step
 
 # A group costs the host as much as so many weights: fitted on Llama, BERT and GPT-2 (2 x H100, f6c622c).
 _GROUP = 6
 
 
-class Program(NamedTuple):
-    """Tasks in the order of their launches."""
-
-    tasks: list[Task]  # all of them
-    host_ms: float  # when the host has launched the last one
-    received: dict[str, float]  # bytes that a rank receives, by axis
-
-
-class Tasks:
-    """Tasks that are put together, and the host's clock."""
+class Program:
+    """The tasks of one step in the order of their launches, and the host's clock while they are put together."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting, self.costs = setting, setting.costs
         self.host = self.costs.machine.host
         self.tasks: list[Task] = []
-        self.received: dict[str, float] = {}
-
-        self.host_ms = self.host.replay_us / 1e3 if setting.is_captured else 0.0
+        self.received: dict[str, float] = {}  # bytes that a rank receives, by axis
+        self.host_ms = self.host.replay_us / 1e3 if setting.is_captured else 0.0  # when it has launched the last one
         self._last_compute: tuple[int, ...] = ()
         self._waits: list[int] = []  # what the next task of compute waits for
 
@@ -69,10 +60,10 @@ class Tasks:
         """Compute, and the collectives of other axes, which compute waits for."""
         for work in works:
             self.spend(work.host_ms * 1e3)
-            if not work.axis:
+            if work.axis:
+                self.transfer(Stream.COMPUTE, work.axis, work.nbytes, work.ms, (), f"{label}: {work.axis}", work.axis)
+            else:
                 self.add(Stream.COMPUTE, Load.COMPUTE, work.ms, label=label)
-                continue
-            self.transfer(Stream.COMPUTE, work.axis, work.nbytes, work.ms, (), f"{label}: {work.axis}", work.axis)
 
     def operations(self, ops: Iterable[Op], label: str, item: Sharded | None = None) -> None:
         """Those around the use of a weight; outside of blocks those of no weight."""
@@ -81,10 +72,9 @@ class Tasks:
 
     def multiply(self, item: Sharded, part: str) -> None:
         """The GEMM of a use: "forward", "wgrad" or "dgrad"."""
-        self.compute(product(self.setting, item, part), f"{'use' if part == 'forward' else part} {item.name}")
+        self.compute(self.setting.product(item, part), f"{'use' if part == 'forward' else part} {item.name}")
 
     def forward(self, weights: Sequence[Sharded]) -> None:
-        """Of weights that are there."""
         for item in weights:
             self.operations(item.weight.before, "before", item)
             self.multiply(item, "forward")
@@ -105,17 +95,43 @@ class Tasks:
         return self.add(stream, self.costs.load(axis, is_copy=is_copy), ms, after, label, cause)
 
     def end(self) -> Program:
-        """Compute waits for what it was told to."""
         if self._waits:
             self.add(Stream.COMPUTE, Load.COMPUTE, 0.0, label="end", cause="reductions")
-        return Program(self.tasks, self.host_ms, self.received)
+        return self
+
+    @functools.cached_property
+    def spans(self) -> list[Span]:
+        return simulate(self.tasks, self.costs.machine.contention)
+
+    @property
+    def ms(self) -> float:
+        return max(max((span.end for span in self.spans), default=0.0), self.host_ms)
+
+    def exposed(self) -> dict[str, float]:
+        """Time in which the compute stream does nothing for the model, by cause: it waits, or runs a collective."""
+        found: dict[str, float] = {}
+        end = 0.0
+        for task, span in zip(self.tasks, self.spans, strict=True):
+            if task.stream is not Stream.COMPUTE:
+                continue
+            if span.begin > end:
+                waited = max(task.after, key=lambda other: self.spans[other].end, default=-1)
+                is_host = waited < 0 or self.spans[waited].end < span.begin - 1e-6
+                cause = "host" if is_host else self.tasks[waited].cause or "gathers"
+                found[cause] = found.get(cause, 0) + span.begin - end
+            if task.cause and task.ms:
+                found[task.cause] = found.get(task.cause, 0) + span.end - span.begin
+            end = span.end
+        if self.ms > end:
+            found["host"] = found.get("host", 0) + self.ms - end
+        return found
 
 
 class Gathers:
     """The gathers of one pass, as ``_schedule.gathering`` launches them. ``kept`` has the tasks of gathers whose
     weights stay from forward to backward, by weight."""
 
-    def __init__(self, tasks: Tasks, schedule: Schedule, plan: Plan, kept: dict[int, int]) -> None:
+    def __init__(self, tasks: Program, schedule: Schedule, plan: Plan, kept: dict[int, int]) -> None:
         self._tasks, self._schedule, self._kept = tasks, schedule, kept
         self._pending: dict[int, deque[int]] = {}  # tasks of gathers in flight, by weight
         self._chain = Chain(Window(0), tuple)  # the plan is given, so neither is used
@@ -145,7 +161,6 @@ class Gathers:
                 self._pending.setdefault(number, deque()).append(task)
 
     def _launch(self, numbers: Sequence[int]) -> int:
-        """One gather of these weights, which are of one lane."""
         tasks, costs = self._tasks, self._tasks.costs
         weights = [tasks.setting.units[number] for number in numbers]
         first, names = weights[0], _names(weights)
@@ -167,29 +182,29 @@ class Gathers:
 class Reductions:
     """The gradients of a backward, as ``_schedule.reduce_gradients`` sends them."""
 
-    def __init__(self, tasks: Tasks, schedule: Schedule, *, is_last: bool) -> None:
+    def __init__(self, tasks: Program, schedule: Schedule, *, is_last: bool) -> None:
         self._tasks, self._schedule, self._is_last = tasks, schedule, is_last
-        self._together: dict[int, Together[Sharded]] = {}  # by lane
+        self._together: dict[tuple[int, bool], Together[Sharded]] = {}  # by lane, and whether they are groups
         self._inflight: deque[int] = deque()
 
-    def submit(self, weight: Sharded) -> None:
-        together = self._together.setdefault(weight.lane, Together(self._schedule.coalesce_grad_nbytes))
-        for launch in together.submit(weight, weight.sent):
+    def submit(self, item: Sharded) -> None:
+        """The gradient of a weight is there, or the backward of a block ends."""
+        self._flush((item.lane, not item.is_group))
+        together = self._together.setdefault(
+            (item.lane, item.is_group), Together(self._schedule.coalesce_grad_nbytes, of_groups=item.is_group)
+        )
+        for launch in together.submit(item, self._sent_nbytes([item]) if item.is_group else item.sent):
             self._launch(launch)
-
-    def submit_group(self, group: Sharded) -> None:
-        """The backward of a block ends: its gradients are packed, once compute has waited for those of the last one."""
-        self._retire(0)
-        ms = self._tasks.costs.memory_ms(group.gathered + self._sent_nbytes([group]))
-        self._tasks.add(Stream.COMPUTE, Load.COMPUTE, ms, label=f"pack {group.name}")
-        self._launch([group])
 
     def finish(self) -> None:
         """Backward ends: compute waits for all of them."""
-        for together in self._together.values():
-            for launch in together.flush():
-                self._launch(launch)
+        for key in self._together:
+            self._flush(key)
         self._retire(0)
+
+    def _flush(self, key: tuple[int, bool]) -> None:
+        for launch in self._together[key].flush() if key in self._together else ():
+            self._launch(launch)
 
     def _retire(self, most: int) -> None:
         while len(self._inflight) > most:
@@ -197,6 +212,10 @@ class Reductions:
 
     def _launch(self, weights: Sequence[Sharded]) -> None:
         tasks, axis = self._tasks, weights[0].axis
+        if weights[0].is_group:  # packed, once compute has waited for the last launch
+            self._retire(0)
+            ms = tasks.costs.memory_ms(sum(group.gathered for group in weights) + self._sent_nbytes(weights))
+            tasks.add(Stream.COMPUTE, Load.COMPUTE, ms, label=f"pack {_names(weights)}")
         self._retire(self._schedule.max_inflight_reduce_scatters - 1)
         is_copy = tasks.setting.reduces_by(self._schedule, weights[0].lane) == "copy_engine"
         tasks.spend(tasks.host.copy_us if is_copy else tasks.host.collective_us)
@@ -214,7 +233,7 @@ class Reductions:
 
     def _sent_nbytes(self, weights: Sequence[Sharded]) -> int:
         if self._tasks.setting.sends_narrow(self._schedule, weights[0]):
-            return weights[0].weight.numel * COMPUTE_NBYTES
+            return sum(each.weight.numel for each in weights) * COMPUTE_NBYTES
         return sum(weight.sent for weight in weights)
 
     def sum_up(self, weights: Sequence[Sharded], after: Sequence[int], nbytes: float) -> None:
@@ -239,7 +258,7 @@ class Reductions:
 
 def build_compute(setting: Setting) -> Program:
     """Whole bf16 weights and no communication: a step without ``gtp_shard``."""
-    tasks = Tasks(setting)
+    tasks = Program(setting)
     tasks.forward(setting.sharded)
     tasks.operations(setting.trace.loss, "loss")
     tasks.backward(setting.sharded)
@@ -249,7 +268,7 @@ def build_compute(setting: Setting) -> Program:
 
 def build(setting: Setting, schedule: Schedule, *, is_last: bool = True) -> Program:
     """One forward and backward. ``is_last``: gradients are summed over replicas too."""
-    step, tasks = plan_step(setting, schedule), Tasks(setting)
+    step, tasks = plan_step(setting, schedule), Program(setting)
     kept: dict[int, int] = {}
     gathers = Gathers(tasks, schedule, step.forward, kept)
     for number, item in enumerate(setting.sharded):
@@ -272,7 +291,7 @@ def build(setting: Setting, schedule: Schedule, *, is_last: bool = True) -> Prog
     return tasks.end()
 
 
-def _use(tasks: Tasks, gathers: Gathers, number: int, *, is_kept: bool = False) -> None:
+def _use(tasks: Program, gathers: Gathers, number: int, *, is_kept: bool = False) -> None:
     """The first weight of a unit is where it is gathered."""
     unit = tasks.setting.unit_of[number]
     group = tasks.setting.units[unit]
@@ -282,46 +301,7 @@ def _use(tasks: Tasks, gathers: Gathers, number: int, *, is_kept: bool = False) 
     tasks.multiply(tasks.setting.sharded[number], "forward")
 
 
-def product(setting: Setting, item: Sharded, part: str) -> list[Work]:
-    """A GEMM of a weight and the casts around it; of a table, the lookup or the sum of its gradient."""
-    costs, weight = setting.costs, item.weight
-    host = costs.machine.host.op_us / 1e3
-    if weight.is_table:
-        nbytes = 2 * item.gathered if part == "wgrad" else sum(op.nbytes for op in weight.use)
-        return [Work(costs.memory_ms(nbytes), "", host)]
-    gemms = [op for op in weight.use if op.kind is Kind.GEMM]
-    if setting.recipe is None or not item.is_quantized or costs.precision == "bf16":
-        around = {"forward": weight.use, "dgrad": weight.grads, "wgrad": ()}[part]
-        others = [op for op in around if op.kind is Kind.MEMORY]
-        ms = sum(map(costs.op_ms, (*gemms, *others)))
-        if item.is_quantized and part != "wgrad":  # dequantized for the GEMM
-            ms += costs.memory_ms(item.wired + item.gathered)
-        return [Work(ms, "", host * (len(gemms) + len(others)))]
-    rows = weight.flops / (2 * weight.numel) * (weight.shape[0] if len(weight.shape) > 2 else 1)
-    cast = _operand_nbytes(setting, part, rows, weight.shape)
-    ms = sum(costs.gemm_ms(op, costs.precision) for op in gemms)
-    return [Work(ms + costs.cast_ms(cast), "", 3 * host)]
-
-
-def _operand_nbytes(setting: Setting, part: str, rows: float, shape: Sequence[int]) -> float:
-    """Bytes that casts of a GEMM's operands read and write. Op by op they read for the magnitude and for the cast, and
-    write. Compiled, the kernel before finds the magnitude of the matrix, so one kernel reads and writes; it has that of
-    a row at once, and only writes. The layout for wgrad is made of the bytes, but rows then have other scales."""
-    costs = setting.costs
-    inputs, outputs = rows * shape[-1], rows * shape[-2]
-    if not costs.is_compiled:
-        return 5 * {"forward": inputs, "dgrad": outputs, "wgrad": inputs + outputs}[part]
-    if not costs.is_rowwise:
-        tp = costs.axis("tp").size
-        width = setting.trace.input_nbytes * tp // max(COMPUTE_NBYTES * setting.tokens, 1)
-        if tp > 1:  # what is gathered over tp was cast before
-            inputs /= tp if shape[-1] == width else 1
-            outputs /= tp if shape[-2] == width else 1
-    once, again = (1, 5) if costs.is_rowwise else (3, 2)
-    return {"forward": once * inputs, "dgrad": once * outputs, "wgrad": again * (inputs + outputs)}[part]
-
-
-def _exchange_rows(tasks: Tasks, item: Sharded) -> None:
+def _exchange_rows(tasks: Program, item: Sharded) -> None:
     """A lookup by exchange: ids are gathered, rows are looked up for all ranks and reduce-scattered."""
     nbytes = item.axis.size * tasks.setting.tokens * item.weight.shape[1] * COMPUTE_NBYTES
     tasks.spend(tasks.host.use_us + 2 * tasks.host.collective_us)
@@ -330,11 +310,14 @@ def _exchange_rows(tasks: Tasks, item: Sharded) -> None:
     tasks.transfer(Stream.COMPUTE, item.axis_name, nbytes, ms, (), f"exchange {item.name}", "lookup")
 
 
-def _backward(tasks: Tasks, gathers: Gathers, reductions: Reductions, step: Step, schedule: Schedule) -> None:
+def _backward(tasks: Program, gathers: Gathers, reductions: Reductions, step: Step, schedule: Schedule) -> None:
     setting = tasks.setting
     for number, item in reversed([*enumerate(setting.sharded)]):
-        if setting.trace.ends_block(number):
-            _recompute(tasks, gathers, step, item.weight.block)
+        again = step.recomputed.get(item.weight.block, ()) if setting.trace.ends_block(number) else ()
+        for other in setting.trace.numbers[item.weight.block] if again else ():
+            tasks.operations(setting.sharded[other].weight.before, "again before", setting.sharded[other])
+            if other in again:
+                _use(tasks, gathers, other)
         tasks.operations(item.weight.backward, "before backward of", item)
         unit = setting.unit_of[number]
         group = setting.units[unit]
@@ -355,19 +338,10 @@ def _backward(tasks: Tasks, gathers: Gathers, reductions: Reductions, step: Step
                 reductions.submit(item)
         if group.is_group and number == group.members[0]:
             tasks.spend(tasks.host.use_us * _GROUP / 2)
-            reductions.submit_group(group)
+            reductions.submit(group)
 
 
-def _recompute(tasks: Tasks, gathers: Gathers, step: Step, block: int) -> None:
-    uses = step.recomputed.get(block, ())
-    for number in tasks.setting.trace.numbers[block] if uses else ():
-        item = tasks.setting.sharded[number]
-        tasks.operations(item.weight.before, "again before", item)
-        if number in uses:
-            _use(tasks, gathers, number)
-
-
-def _exchanged_grad(tasks: Tasks, reductions: Reductions, item: Sharded) -> None:
+def _exchanged_grad(tasks: Program, reductions: Reductions, item: Sharded) -> None:
     nbytes = item.axis.size * tasks.setting.tokens * item.weight.shape[1] * COMPUTE_NBYTES
     tasks.spend(tasks.host.use_us + tasks.host.collective_us)
     ms, label = tasks.costs.gather_ms(nbytes, item.axis), f"exchange {item.name}"

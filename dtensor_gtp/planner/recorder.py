@@ -49,8 +49,6 @@ class Op(NamedTuple):
 class Stretch(NamedTuple):
     """What lies between two marks: see :meth:`Recorder.mark`."""
 
-    mark: str  # the kind of the first mark
-    name: str  # the weight of the first mark
     ops: tuple[Op, ...]  # the operations in order
     most: int  # the most bytes of activations at any moment of it
     live: int  # the bytes of activations at its beginning
@@ -63,15 +61,22 @@ class Recorder(compat.TorchDispatchMode):
     def __init__(self, others: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.stretches: list[Stretch] = []
-        self._mark = ("", "")
+        # Of each use whose matrix has a gradient: where it begins in forward, where in backward, and the module's name.
+        self.uses: list[tuple[int, int, str]] = []
         self._ops: list[Op] = []
         self._live = self._most = self._begin = 0
         self._known = weakref.WeakSet(tensor.untyped_storage() for tensor in others)
 
-    def mark(self, kind: str, name: str = "") -> None:
-        """A stretch begins."""
-        self.stretches.append(Stretch(*self._mark, tuple(self._ops), self._most, self._begin))
-        self._mark, self._most, self._begin, self._ops = (kind, name), self._live, self._live, []
+    def mark(self) -> int:
+        """A stretch begins; gives its number."""
+        self.stretches.append(Stretch(tuple(self._ops), self._most, self._begin))
+        self._most, self._begin, self._ops = self._live, self._live, []
+        return len(self.stretches)
+
+    def mark_backward(self, name: str, first: int) -> None:
+        """Backward computes the gradient of a matrix whose use began at ``first``, then that of the input."""
+        self.uses.append((first, self.mark(), name))
+        self.mark()
 
     def note(self, op: Op) -> None:
         """A stand-in says what the kernel in its place would do."""
@@ -147,22 +152,20 @@ class _Use(torch.autograd.Function):
     """A matrix in use: its own gradient is not computed, and only the input is saved."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, function: Any, mark: Callable[[str], None]) -> Any:
-        ctx.weight, ctx.mark = weight, mark
+    def forward(ctx: Any, input: Tensor, weight: Tensor, function: Any, name: str, recorder: Recorder) -> Any:
         ctx.save_for_backward(input)
-        mark("forward")
+        ctx.weight, ctx.recorder, ctx.use = weight, recorder, (name, recorder.mark())
         output = function(input, weight)
-        mark("after_forward")
+        recorder.mark()
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         _saved = ctx.saved_tensors  # the weight's gradient needs the input
-        ctx.mark("wgrad")
-        ctx.mark("dgrad")
+        ctx.recorder.mark_backward(*ctx.use)
         grad_input = grad.matmul(ctx.weight) if ctx.needs_input_grad[0] else None
-        ctx.mark("after_backward")
-        return grad_input, None, None, None
+        ctx.recorder.mark()
+        return grad_input, None, None, None, None
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -232,30 +235,16 @@ _KNOWN: Mapping[Any, Callable[..., Tensor]] = {
 }
 
 
-def _use_matrices(model: nn.Module, mark: Callable[[str, str], None]) -> None:
-    """Replaces what linear layers, embeddings and experts compute by a use that marks."""
+def _use_matrix(name: str, module: nn.Module, recorder: Recorder) -> None:
+    """Makes what a linear layer, an embedding or experts compute a use that marks."""
+    function = _KNOWN[type(module).forward]
 
-    def forward(module: nn.Module, name: str, function: Any, input: Tensor) -> Any:
-        output = _Use.apply(input, module.weight, function, lambda kind: mark(kind, name))  # type: ignore[no-untyped-call]
+    def forward(input: Tensor) -> Any:
+        output = _Use.apply(input, module.weight, function, name, recorder)  # type: ignore[no-untyped-call]
         bias = getattr(module, "bias", None)
         return output if bias is None else output + bias.detach().to(output.dtype)
 
-    for name, module in model.named_modules():
-        if type(module).forward in _KNOWN:
-            module.forward = partial(forward, module, name, _KNOWN[type(module).forward])
-
-
-def _other_owners(model: nn.Module) -> tuple[dict[str, nn.Module], int]:
-    """Modules with matrices that are not known and have none with matrices below, by name. Matrices beside such modules
-    are few, as a class token is, and count as whole: how many elements they have."""
-    owners, loose = {}, 0
-    for name, module in model.named_modules():
-        matrices = _own_matrices(module)
-        if any(_own_matrices(below) for below in module.modules() if below is not module):
-            loose += sum(param.numel() for param in matrices)
-        elif matrices and type(module).forward not in _KNOWN:
-            owners[name] = module
-    return owners, loose
+    module.forward = forward
 
 
 def _own_matrices(module: nn.Module) -> list[nn.Parameter]:
@@ -279,25 +268,19 @@ def _use_module(name: str, module: nn.Module, recorder: Recorder) -> None:
         # Its gradient is no activation.
         param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
 
-    def mark(*kinds: str) -> None:
-        for kind in kinds:
-            recorder.mark(kind, name)
-
     def run(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = through((args, kwargs), lambda: mark("after_backward"))
-        mark("forward")
+        args, kwargs = through((args, kwargs), recorder.mark)
+        first = recorder.mark()
         output = forward(*args, **kwargs)
-        mark("after_forward")
-        return through(output, lambda: mark("wgrad", "dgrad"))
+        recorder.mark()
+        return through(output, partial(recorder.mark_backward, name, first))
 
     module.forward = run
 
 
 class _Through(torch.autograd.Function):
-    """Identity on tensors; says when backward comes by."""
-
     @staticmethod
-    def forward(ctx: Any, in_backward: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, in_backward: Callable[[], object], *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.in_backward = in_backward
         return tuple(tensor.view_as(tensor) for tensor in inputs)
 
@@ -307,7 +290,7 @@ class _Through(torch.autograd.Function):
         return None, *grads
 
 
-def through(values: Any, in_backward: Callable[[], None]) -> Any:
+def through(values: Any, in_backward: Callable[[], object]) -> Any:
     """The same structure, its tensors that need gradients led through :class:`_Through` together."""
     leaves, spec = compat.tree_flatten(values)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -341,15 +324,24 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
 
 def recorder_of(model: nn.Module) -> tuple[Recorder, int]:
-    """A recorder of a model, which computes in bf16 and marks its uses from now on; and the elements of matrices that
-    count as whole."""
-    owners, loose = _other_owners(model)
+    """A recorder of a model, which computes in bf16 and marks its uses from now on. A module that has matrices and none
+    below it is one use; how many elements other matrices have, which count as whole, is the second result."""
+    known, owners, loose = {}, {}, 0
+    for name, module in model.named_modules():
+        matrices = _own_matrices(module)
+        if type(module).forward in _KNOWN:
+            known[name] = module
+        if any(_own_matrices(below) for below in module.modules() if below is not module):
+            loose += sum(param.numel() for param in matrices)  # few, as a class token is
+        elif matrices and name not in known:
+            owners[name] = module
     for module in model.modules():
         for name, param in list(module.named_parameters(recurse=False)):
             if param.ndim > 1 or owners:  # their code may not cast: vectors are bf16 too then
                 setattr(module, name, nn.Parameter(param.detach().bfloat16()))
     recorder = Recorder([*model.parameters(), *model.buffers()])
-    _use_matrices(model, recorder.mark)
+    for name, module in known.items():
+        _use_matrix(name, module, recorder)
     for name, module in owners.items():
         _use_module(name, module, recorder)
     return recorder, loose

@@ -56,7 +56,6 @@ Report = Callable[[int, int, int], None]  # simulated, all, seconds
 
 
 def layouts_of(problem: Problem) -> Iterator[Layout]:
-    """All layouts with the axes that the user fixed."""
     job, config = problem.job, problem.config
     fixed, can_be_cut = job.fixed, problem.user is None or not problem.user.plan.refusal
     most = {
@@ -88,11 +87,10 @@ def _expert_axes(problem: Problem, stage: int, dense: int) -> list[tuple[int, in
     if config is None or not config.experts:
         return [(fixed.get("ep", 1), fixed.get("expert_gtp", 1))]
     found = []
-    divisors = [size for size in _divisors(stage) if config.experts % size == 0]
-    for ep in [fixed["ep"]] if "ep" in fixed else divisors:
+    for ep in [fixed["ep"]] if "ep" in fixed else [size for size in _divisors(stage) if config.experts % size == 0]:
         # As many ranks of experts as of dense weights, or all ranks of a stage.
-        wanted = {max(dense // ep, 1), max(stage // ep, 1)}
-        found += [(ep, size) for size in ([fixed["expert_gtp"]] if "expert_gtp" in fixed else sorted(wanted))]
+        wanted = sorted({max(dense // ep, 1), max(stage // ep, 1)})
+        found += [(ep, size) for size in ([fixed["expert_gtp"]] if "expert_gtp" in fixed else wanted)]
     return found
 
 
@@ -106,30 +104,6 @@ def _batches(job: Job, gtp: int, replicate: int) -> Iterator[tuple[int, str, boo
         yield size, checkpoint, False
         if per_rank // size > 1 and gtp > 1:
             yield size, checkpoint, True
-
-
-def search(problem: Problem, *, top: int = 5, report: Report | None = None) -> Found:
-    """The fastest layouts that fit, ``top`` of them. Raises PlanError if no layout has the axes that were asked for."""
-    begin = time.monotonic()
-    layouts, state = list(layouts_of(problem)), _Search(problem, top)
-    queue = state.possible(layouts)
-    while queue and state.num < _MAX_TRIED:
-        expected, number, layout, least = heapq.heappop(queue)
-        # By the time of layouts like it, a little less than it will take.
-        likely = least * max(_LIKELY * state.factors.get(_alike(layout), 1.0), 1.0)
-        if likely > expected * _ENOUGH:
-            heapq.heappush(queue, (likely, number, layout, least))
-            continue
-        leading = sorted(answer.step_ms for answer in state.best.values())
-        if len(leading) >= top and expected > leading[top - 1]:
-            break
-        if state.try_out(layout, expected, least) and report is not None:
-            report(state.num, len(layouts), int(time.monotonic() - begin))
-    nearest = None if state.best else state.what_lacks_least()
-    reasons = [Refused(reason, len(found), found[0]) for reason, found in state.refused.items()]
-    reasons.sort(key=lambda item: -item.count)
-    answers = sorted(state.best.values(), key=lambda answer: (answer.step_ms, answer.layout))
-    return Found(tuple(answers[:top]), tuple(reasons), nearest, len(layouts), state.num, time.monotonic() - begin)
 
 
 _FIRST, _LAST = "embedding", "head and loss"
@@ -146,11 +120,10 @@ class Bounds:
 
     def __init__(self, problem: Problem) -> None:
         self._problem, self._costs = problem, Costs(problem.machine)
-        self._by_kind = functools.cache(self._find_by_kind)
-        self._of, self._saved = functools.cache(self._of_slowest), functools.cache(self._of_full)
+        self._by_kind, self._of = functools.cache(self._find_by_kind), functools.cache(self._add_up)
 
     def ms(self, layout: Layout) -> float:
-        sums, axes = self._of(_alone(layout)), layout.axes()
+        sums, axes = self._of_slowest(layout), layout.axes()
         num, costs = layout.num_microbatches(self._problem.job), self._costs
         times = {True: 0.0, False: 0.0}  # by link
         for name, place in _AXES.items():
@@ -162,12 +135,11 @@ class Bounds:
         return max(busy * (1 + self._problem.machine.straggling(self._problem.job.gpus)), *times.values())
 
     def state_nbytes(self, layout: Layout) -> int:
-        """Parameters and optimizer state of a rank."""
         return self._shards(layout, PARAM_NBYTES, OPTIMIZERS[self._problem.job.optimizer])
 
     def _shards(self, layout: Layout, nbytes: int, nbytes_of_replicas: int = 0) -> int:
         """Of all shards, with so many bytes for an element, and so many that replicas may share."""
-        sums, axes, total = self._of(_alone(layout)), layout.axes(), 0.0
+        sums, axes, total = self._of_slowest(layout), layout.axes(), 0.0
         for name, place in _AXES.items():
             replicas = axes[name.replace("gtp", "replicate")].size if self._problem.job.shards_optimizer else 1
             total += sums[place][2] / axes[name].size * (nbytes + nbytes_of_replicas / replicas)
@@ -180,20 +152,16 @@ class Bounds:
         if num > 1:  # gradients stay from the first microbatch on
             stays += self._shards(layout, PARAM_NBYTES)
         if layout.keep:
-            stays += int(sum(sum(self._of(_alone(layout))[place][:2]) for place in _AXES.values()))
-        stages = self._saved(_alone(layout)).items()
-        saved = max(nbytes * self._problem.inflight(layout, number, num) for number, nbytes in stages)
+            stays += int(sum(sum(self._of_slowest(layout)[place][:2]) for place in _AXES.values()))
+        alone, inflight = _alone(layout), self._problem.inflight
+        stages = self._problem.full_stages(layout).items()
+        saved = max(self._of(alone, part)[-1] * inflight(layout, number, num) for number, part in stages)
         return stays + int(saved * (1 + FRAGMENTS))
 
-    def _of_slowest(self, alone: Layout) -> Amounts:
-        return self._add_up(alone, self._problem.slowest(alone))
-
-    def _of_full(self, alone: Layout) -> dict[int, float]:
-        """Bytes that the blocks of a stage save, by its number."""
-        return {number: self._add_up(alone, part)[-1] for number, part in self._problem.full_stages(alone).items()}
+    def _of_slowest(self, layout: Layout) -> Amounts:
+        return self._of(_alone(layout), self._problem.slowest(layout))
 
     def _add_up(self, alone: Layout, part: Part) -> Amounts:
-        """Of the blocks of a stage."""
         blocks = self._by_kind(replace(alone, pp=1))
         names = *[_FIRST] * part.is_first, *part.kinds, *[_LAST] * part.is_last
         return _sum(blocks[name] for name in names)
@@ -227,17 +195,45 @@ def _sum(each: Iterable[Amounts]) -> Amounts:
     return tuple(map(sum, zip(*each, strict=True)))
 
 
+def search(problem: Problem, *, top: int = 5, report: Report | None = None) -> Found:
+    """The fastest layouts that fit, ``top`` of them. Raises PlanError if no layout has the axes that were asked for."""
+    return _Search(problem, top).run(report)
+
+
 class _Search:
     def __init__(self, problem: Problem, top: int) -> None:
         self._problem, self._bounds, self._top = problem, Bounds(problem), top
         self._capacity = problem.machine.memory_nbytes
-        self.factors: dict[tuple[object, ...], float] = {}  # of times over their bounds
+        self._factors: dict[tuple[object, ...], float] = {}  # of times over their bounds
         self._too_large: dict[tuple[object, ...], list[Layout]] = {}
-        self.refused: dict[str, list[Layout]] = {}  # by the reason
-        self.best: dict[tuple[int, ...], Answer] = {}  # of each family
-        self.num = 0  # of simulations
+        self._refused: dict[str, list[Layout]] = {}  # by the reason
+        self._best: dict[tuple[int, ...], Answer] = {}  # of each family
 
-    def possible(self, layouts: list[Layout]) -> list[tuple[float, int, Layout, float]]:
+    def run(self, report: Report | None) -> Found:
+        begin, num = time.monotonic(), 0
+        layouts = list(layouts_of(self._problem))
+        queue = self._possible(layouts)
+        while queue and num < _MAX_TRIED:
+            expected, number, layout, least = heapq.heappop(queue)
+            # By the time of layouts like it, a little less than it will take.
+            likely = least * max(_LIKELY * self._factors.get(_alike(layout), 1.0), 1.0)
+            if likely > expected * _ENOUGH:
+                heapq.heappush(queue, (likely, number, layout, least))
+                continue
+            leading = sorted(answer.step_ms for answer in self._best.values())
+            if len(leading) >= self._top and expected > leading[self._top - 1]:
+                break
+            if self._try_out(layout, expected, least):
+                num += 1
+                if report is not None:
+                    report(num, len(layouts), int(time.monotonic() - begin))
+        nearest = None if self._best else self._what_lacks_least()
+        reasons = [Refused(reason, len(found), found[0]) for reason, found in self._refused.items()]
+        reasons.sort(key=lambda item: -item.count)
+        answers = sorted(self._best.values(), key=lambda answer: (answer.step_ms, answer.layout))[: self._top]
+        return Found(tuple(answers), tuple(reasons), nearest, len(layouts), num, time.monotonic() - begin)
+
+    def _possible(self, layouts: list[Layout]) -> list[tuple[float, int, Layout, float]]:
         """A heap of the layouts that can be, with the time that each is expected to take, and takes at least."""
         queue: list[tuple[float, int, Layout, float]] = []
         job, user, machine = self._problem.job, self._problem.user, self._problem.machine
@@ -252,35 +248,34 @@ class _Search:
                 least = self._bounds.ms(layout)
                 queue.append((least, number, layout, least))
             else:
-                self.refused.setdefault(reason, []).append(layout)
+                self._refused.setdefault(reason, []).append(layout)
         if not queue:
             asked = ", ".join(f"{name} {job.fixed[name]}" for name in AXES if name in job.fixed) or "any axes"
             others = "their product is another number"
-            reason = max(self.refused, key=lambda key: len(self.refused[key]), default=others)
+            reason = max(self._refused, key=lambda key: len(self._refused[key]), default=others)
             raise PlanError(f"plan finds no layout of {job.gpus} GPUs with {asked}: {reason}. Pass other sizes.")
         heapq.heapify(queue)
         return queue
 
-    def try_out(self, layout: Layout, expected: float, least: float) -> bool:
+    def _try_out(self, layout: Layout, expected: float, least: float) -> bool:
         """Simulates a layout, unless it does not fit or another one of its family is as fast."""
-        rival = self.best.get(_family(layout))
+        rival = self._best.get(_family(layout))
         if rival is not None and rival.step_ms <= expected * _ENOUGH:
             return False
         if self._bounds.state_nbytes(layout) > self._capacity:
-            self.refused.setdefault(_STATE, []).append(layout)
+            self._refused.setdefault(_STATE, []).append(layout)
             return False
         is_hopeless = self._bounds.nbytes(layout) * _CERTAIN > self._capacity or self._is_hopeless(layout)
         memory = None if is_hopeless else memory_of(self._problem, layout, self._capacity)
         if memory is None or memory.total > self._capacity:
-            self.refused.setdefault(_MEMORY, []).append(layout)
+            self._refused.setdefault(_MEMORY, []).append(layout)
             self._too_large.setdefault(_kind(layout), []).append(layout)
             return False
         answer = evaluate(self._problem, layout, memory)
         factor = answer.step_ms / least
-        self.factors[_alike(layout)] = min(factor, self.factors.get(_alike(layout), factor))
+        self._factors[_alike(layout)] = min(factor, self._factors.get(_alike(layout), factor))
         if rival is None or answer.step_ms < rival.step_ms:
-            self.best[_family(layout)] = answer
-        self.num += 1
+            self._best[_family(layout)] = answer
         return True
 
     def _is_hopeless(self, layout: Layout) -> bool:
@@ -293,22 +288,22 @@ class _Search:
         larger = self._too_large[kind]
         return any(other.gtp >= layout.gtp and other.expert_gtp >= layout.expert_gtp for other in larger)
 
-    def what_lacks_least(self) -> Answer | None:
+    def _what_lacks_least(self) -> Answer | None:
         """Where no layout fits: takes those that leaner code could run as the best; else gives the smallest one."""
 
         def size(layout: Layout) -> tuple[int, int]:
             return self._bounds.nbytes(layout), -CHECKPOINTS.index(layout.checkpoint)
 
-        refused = self.refused.get(_MEMORY, [])
-        smallest = heapq.nsmallest(_NUM_SMALL, refused or self.refused.get(_STATE, []), key=size)
+        refused = self._refused.get(_MEMORY, [])
+        smallest = heapq.nsmallest(_NUM_SMALL, refused or self._refused.get(_STATE, []), key=size)
         tight = [*refused[:_MAX_TIGHT], *smallest]
         found = [(memory_of(self._problem, layout), layout) for layout in tight]
         if not found:
             return None
         for memory, layout in found:
-            if memory.least <= self._capacity and len(self.best) < self._top:
-                self.best.setdefault(_family(layout), evaluate(self._problem, layout, memory))
-        if self.best:
+            if memory.least <= self._capacity and len(self._best) < self._top:
+                self._best.setdefault(_family(layout), evaluate(self._problem, layout, memory))
+        if self._best:
             return None
         memory, layout = min(found, key=lambda item: item[0].total)
         return evaluate(self._problem, layout, memory)

@@ -18,7 +18,8 @@ from ..placement import chunk_rows
 from ..policy import ReduceScatterKind, Schedule, SchedulePolicy
 from ..quant.planes import Direction
 from ..quant.recipes import Recipe
-from .costs import Axis, Costs
+from .costs import Axis, Costs, Work
+from .recorder import Kind
 from .trace import Trace, Weight, recomputed_uses
 
 PARAM_NBYTES = 4  # of a master weight
@@ -52,7 +53,6 @@ class Sharded(NamedTuple):
 
     @property
     def replicas(self) -> str:
-        """The axis of the ranks that hold the same shards."""
         return "expert_replicate" if self.lane else "replicate"
 
     @property
@@ -95,7 +95,6 @@ class Setting:
         return item.wired if self.costs.precision != "bf16" else item.gathered
 
     def optimizer_numel(self, item: Sharded) -> int:
-        """Elements whose optimizer state this rank holds."""
         return -(-item.state_numel // (self.costs.axis(item.replicas).size if self.shards_optimizer else 1))
 
     @functools.cached_property
@@ -114,11 +113,9 @@ class Setting:
 
     @functools.cached_property
     def unit_of(self) -> Mapping[int, int]:
-        """By the number of a weight, that of its unit."""
         return {member: number for number, unit in enumerate(self.units) for member in unit.members}
 
     def together(self, members: Sequence[int]) -> Sharded:
-        """Weights that are gathered at once, as one."""
         first, *others = items = [self.sharded[number] for number in members]
         if not others:
             return first._replace(members=tuple(members))
@@ -143,18 +140,53 @@ class Setting:
 
     def _sharded(self, weight: Weight) -> Sharded:
         axis = self.costs.axis("expert_gtp" if weight.is_expert else "gtp")
-        gathered = weight.numel * COMPUTE_NBYTES
-        wired = gathered
-        is_linear = weight.block >= 0 and not weight.is_table
-        if self.recipe is not None and is_linear:
+        gathered = wired = weight.numel * COMPUTE_NBYTES
+        if self.recipe is not None and weight.block >= 0 and not weight.is_table:
             wired = self.recipe.num_bytes(torch.Size(weight.shape), Direction.ROWWISE)
         rows = weight.shape[-2] if len(weight.shape) > 1 else weight.shape[0]
         shard = weight.numel // rows * chunk_rows(rows, axis.size)
         has_lane = weight.is_expert and axis != self.costs.axis("gtp")
         return Sharded(weight, int(has_lane), axis, gathered, wired, weight.numel * self.reduce_nbytes, shard)
 
+    def product(self, item: Sharded, part: str) -> list[Work]:
+        """A GEMM of a weight and the casts around it; of a table, the lookup or the sum of its gradient."""
+        costs, weight = self.costs, item.weight
+        host = costs.machine.host.op_us / 1e3
+        if weight.is_table:
+            nbytes = 2 * item.gathered if part == "wgrad" else sum(op.nbytes for op in weight.use)
+            return [Work(costs.memory_ms(nbytes), "", host)]
+        gemms = [op for op in weight.use if op.kind is Kind.GEMM]
+        if self.recipe is None or not item.is_quantized or costs.precision == "bf16":
+            around = {"forward": weight.use, "dgrad": weight.grads, "wgrad": ()}[part]
+            others = [op for op in around if op.kind is Kind.MEMORY]
+            ms = sum(map(costs.op_ms, (*gemms, *others)))
+            if item.is_quantized and part != "wgrad":  # dequantized for the GEMM
+                ms += costs.memory_ms(item.wired + item.gathered)
+            return [Work(ms, "", host * (len(gemms) + len(others)))]
+        rows = weight.flops / (2 * weight.numel) * (weight.shape[0] if len(weight.shape) > 2 else 1)
+        cast = self._operand_nbytes(part, rows, weight.shape)
+        ms = sum(costs.gemm_ms(op, costs.precision) for op in gemms)
+        return [Work(ms + costs.cast_ms(cast), "", 3 * host)]
+
+    def _operand_nbytes(self, part: str, rows: float, shape: Sequence[int]) -> float:
+        """Bytes that casts of a GEMM's operands read and write. Op by op they read for the magnitude and for the cast,
+        and write. Compiled, the kernel before finds the magnitude of the matrix, so one kernel reads and writes; it has
+        that of a row at once, and only writes. The layout for wgrad is made of the bytes, but rows then have other
+        scales."""
+        costs = self.costs
+        inputs, outputs = rows * shape[-1], rows * shape[-2]
+        if not costs.is_compiled:
+            return 5 * {"forward": inputs, "dgrad": outputs, "wgrad": inputs + outputs}[part]
+        if not costs.is_rowwise:
+            tp = costs.axis("tp").size
+            width = self.trace.input_nbytes * tp // max(COMPUTE_NBYTES * self.tokens, 1)
+            if tp > 1:  # what is gathered over tp was cast before
+                inputs /= tp if shape[-1] == width else 1
+                outputs /= tp if shape[-2] == width else 1
+        once, again = (1, 5) if costs.is_rowwise else (3, 2)
+        return {"forward": once * inputs, "dgrad": once * outputs, "wgrad": again * (inputs + outputs)}[part]
+
     def is_exchanged(self, unit: int) -> bool:
-        """Whether activations move instead of the weight."""
         return self.units[unit].weight.is_table and self._exchanges_lookup
 
     @functools.cached_property
@@ -167,22 +199,16 @@ class Setting:
         rows, dim = tables[0].shape
         moved = rows * dim * (COMPUTE_NBYTES + self.reduce_nbytes)
         may_ask = self.is_captured or self.policy.exchange_tokens is not None or rules.is_worth_asking(moved)
-        if self.policy.embedding == "auto" and not may_ask:
-            return False
         is_worth = rules.is_exchange_worth(world, self.tokens, rules.lookup_nbytes(dim, COMPUTE_NBYTES), moved)
-        return self.policy.embedding == "exchange" or is_worth
+        return self.policy.embedding == "exchange" or (may_ask and is_worth)
 
     def choice(self, free_nbytes: int) -> tuple[Schedule, tuple[str, ...]]:
         """The schedule that the runtime would choose, and why."""
         groups = [unit.gathered for unit in self.units if unit.is_group]
         why_groups = (f"groups: {len(groups)} blocks, each gathered as a whole",) * bool(groups)
-        facts = rules.Facts(
-            self.no_copy_engines("gtp"),
-            self.trace.largest_block([item.wired for item in self.sharded]),
-            free_nbytes,
-            group_nbytes=sum(groups),
-            single_nbytes=sum(unit.gathered for unit in self.units) - sum(groups),
-        )
+        others = [unit.gathered for unit in self.units if not unit.is_group]
+        largest = self.trace.largest_block([item.wired for item in self.sharded])
+        facts = rules.Facts(self.no_copy_engines("gtp"), largest, free_nbytes, sum(groups), sum(others))
         schedule, reasons = rules.choose(self.policy, facts)
         return schedule, (*why_groups, *reasons)
 

@@ -1,4 +1,4 @@
-"""How long a forward and backward takes, and for what compute waits in it.
+"""How long a forward and backward takes, and for what compute waits in it; the same with ``fully_shard``.
 
 A step of many alike blocks is simulated with a few of them, twice, and continued.
 """
@@ -11,29 +11,15 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ..policy import Schedule
-from .costs import Span, Stream, Work, simulate
-from .machine import Machine
-from .program import Program, build, product
-from .setting import COMPUTE_NBYTES, Setting
+from .costs import Load, Stream, Work
+from .program import Program, build
+from .setting import COMPUTE_NBYTES, PARAM_NBYTES, Setting, Sharded
 from .trace import Trace, recomputed_uses
 
 # A step of more blocks is simulated with these numbers of them, and continued: blocks in the middle are all alike.
 _FEW, _MORE = 6, 9
 # Of smaller blocks a window of gathers holds several, so few of them are not like many.
 _LARGE_BLOCK = 32 << 20
-
-
-class Timeline(NamedTuple):
-    program: Program
-    spans: list[Span]  # of its tasks
-
-    @property
-    def ms(self) -> float:
-        return max(max((span.end for span in self.spans), default=0.0), self.program.host_ms)
-
-
-def timeline_of(program: Program, machine: Machine) -> Timeline:
-    return Timeline(program, simulate(program.tasks, machine.contention))
 
 
 class Parts(NamedTuple):
@@ -44,8 +30,6 @@ class Parts(NamedTuple):
     received: dict[str, float]
 
     def plus(self, other: Parts, times: float) -> Parts:
-        """This, and ``times`` what ``other`` is."""
-
         def add(first: dict[str, float], second: dict[str, float]) -> dict[str, float]:
             keys = {**first, **second}
             return {key: first.get(key, 0) + times * second.get(key, 0) for key in keys}
@@ -57,27 +41,6 @@ class Parts(NamedTuple):
         hidden = min(self.exposed.get(cause, 0.0), self.ms - sum(self.exposed.values()))
         left = {cause: self.exposed.get(cause, 0.0) - hidden}
         return Parts(self.ms - hidden, self.exposed | left, self.received)
-
-
-def exposed(timeline: Timeline) -> dict[str, float]:
-    """Time in which the compute stream does nothing for the model, by cause: it waits, or runs a collective."""
-    found: dict[str, float] = {}
-    end = 0.0
-    tasks = timeline.program.tasks
-    for task, span in zip(tasks, timeline.spans, strict=True):
-        if task.stream is not Stream.COMPUTE:
-            continue
-        if span.begin > end:
-            waited = max(task.after, key=lambda other: timeline.spans[other].end, default=-1)
-            is_host = waited < 0 or timeline.spans[waited].end < span.begin - 1e-6
-            cause = "host" if is_host else tasks[waited].cause or "gathers"
-            found[cause] = found.get(cause, 0) + span.begin - end
-        if task.cause and task.ms:
-            found[task.cause] = found.get(task.cause, 0) + span.end - span.begin
-        end = span.end
-    if timeline.ms > end:
-        found["host"] = found.get("host", 0) + timeline.ms - end
-    return found
 
 
 def few_and_more(setting: Setting) -> tuple[list[Setting], int, int]:
@@ -104,8 +67,8 @@ def measure(setting: Setting, schedule: Schedule, *, is_last: bool) -> Parts:
     settings, left, grown = few_and_more(setting)
     found = []
     for one in settings:
-        timeline = timeline_of(build(one, schedule, is_last=is_last), one.costs.machine)
-        found.append(Parts(timeline.ms, exposed(timeline), timeline.program.received))
+        program = build(one, schedule, is_last=is_last)
+        found.append(Parts(program.ms, program.exposed(), program.received))
     few, more = found[0], found[-1]
     return more.plus(more.plus(few, -1), left / grown)
 
@@ -137,5 +100,97 @@ def compute_ms(setting: Setting, hidden: str = "") -> list[float]:
         around = [item.weight.before] * (1 + is_again) + [item.weight.backward]
         parts = ["forward"] * (1 + (number in again)) + [*item.gradients()]
         spent = sum(ms(costs.works(ops, is_block=item.is_in_block)) for ops in around)
-        times.append(spent + sum(ms(product(setting, item, part)) for part in parts))
+        times.append(spent + sum(ms(setting.product(item, part)) for part in parts))
     return times
+
+
+def units_of(setting: Setting) -> tuple[Sharded, list[Sharded]]:
+    """What each ``fully_shard`` call gathers: that of the root, and those of the blocks."""
+    units = []
+    for block, numbers in sorted(setting.trace.numbers.items()):
+        unit, name = setting.together(numbers), "root" if block < 0 else f"block {block}"
+        units.append(unit._replace(weight=unit.weight._replace(name=name)))
+    return units[0], units[1:]
+
+
+class _FullyShard(Program):
+    """The order is that of torch's ``_fsdp_param_group.py``: one block is gathered ahead, its shards are copied in and
+    the result is copied out on the GPU, one reduce-scatter is in flight."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._axis = setting.costs.axis("gtp")
+        self._gathers: dict[str, int] = {}
+        self._copied_out, self._reducing = list[int](), list[int]()
+
+    def _spend(self, unit: Sharded, share: float) -> None:
+        self.spend(len(unit.members) * self.host.fsdp_use_us * share)
+
+    def _gather(self, unit: Sharded) -> None:
+        """Shards are cast and copied in, then gathered, after the last gather was copied out."""
+        if unit.name in self._gathers:
+            return
+        self._spend(unit, 1 / 4)
+        self.spend(self.host.collective_us)
+        ms = self.costs.memory_ms(unit.shard_numel * (2 * PARAM_NBYTES + 3 * COMPUTE_NBYTES))
+        cast = self.add(Stream.GATHER, Load.KERNEL, ms, self._copied_out or self.fork(), f"copy in {unit.name}")
+        ms, label = self.costs.gather_ms(unit.gathered, self._axis), f"gather {unit.name}"
+        self._gathers[unit.name] = self.transfer(Stream.GATHER, "gtp", unit.gathered, ms, [cast], label, "gathers")
+
+    def _copy_out(self, unit: Sharded) -> None:
+        """The gather is copied to where modules read it."""
+        self._spend(unit, 1 / 4)
+        self.wait(self._gathers.pop(unit.name))
+        ms = self.costs.memory_ms(2 * unit.gathered)
+        self._copied_out = [self.add(Stream.COMPUTE, Load.COMPUTE, ms, (), f"copy out {unit.name}", "gathers")]
+
+    def _reduce(self, unit: Sharded) -> None:
+        """Gradients are copied in, cast if need be, and reduced, after the last reduction."""
+        costs = self.costs
+        self._spend(unit, 1 / 2)
+        self.spend(self.host.collective_us)
+        while self._reducing:
+            self.wait(self._reducing.pop())
+        ms = costs.memory_ms(unit.gathered + unit.sent)
+        copied = self.add(Stream.COMPUTE, Load.COMPUTE, ms, (), f"copy in gradients of {unit.name}")
+        ms = costs.scatter_ms(unit.sent, self._axis)
+        self.transfer(Stream.SCATTER, "gtp", unit.sent, ms, [copied], f"reduce {unit.name}", "reductions")
+        ms = costs.memory_ms(unit.shard_numel * (self.setting.reduce_nbytes + PARAM_NBYTES))
+        self._reducing.append(self.add(Stream.SCATTER, Load.KERNEL, ms, (), f"sum {unit.name}"))
+
+    def run(self, *, keeps: bool) -> Program:
+        root, units = units_of(self.setting)
+        weights = {unit.name: [self.setting.sharded[number] for number in unit.members] for unit in (root, *units)}
+        table, *head = weights[root.name]
+        self._gather(root)
+        self._copy_out(root)
+        self.forward([table])
+        for unit in units:
+            self._gather(unit)
+            self._copy_out(unit)
+            self.forward(weights[unit.name])
+        self.forward(head)
+        self.operations(self.setting.trace.loss, "loss")
+        self.backward(head)
+        for unit, following in zip(units[::-1], [*units[-2::-1], None], strict=True):
+            if keeps:  # its hooks look for what there is to do
+                self._spend(unit, 1 / 4)
+            else:
+                self._gather(unit)
+                self._copy_out(unit)
+                if following is not None:
+                    self._gather(following)
+            self.backward(weights[unit.name])
+            self._reduce(unit)
+        self.backward([table])
+        self.operations(self.setting.trace.tail, "backward of the input")
+        self._reduce(root)
+        for task in self._reducing:
+            self.wait(task)
+        return self.end()
+
+
+def build_fully_shard(setting: Setting, *, keeps: bool = False) -> Program:
+    """``fully_shard`` on each block and on the root; ``keeps`` with ``reshard_after_forward=False``. In forward the
+    host runs ahead, so a block is gathered as soon as the one before it has been copied out."""
+    return _FullyShard(setting).run(keeps=keeps)

@@ -18,7 +18,7 @@ import torch
 import torch.nn as nn
 
 from .model import Collectives, ModelConfig, Reference
-from .recorder import Experts, Kind, Op, Recorder, Stretch, recorder_of, recording, shape_of
+from .recorder import Experts, Kind, Op, Recorder, recorder_of, recording, shape_of
 
 _BLOCK = re.compile(r"(?:^|\.)(\d+)\.")
 
@@ -56,7 +56,6 @@ class Weight(NamedTuple):
 
     @property
     def block_name(self) -> str:
-        """Up to the number of the block; empty if it is in none."""
         found = _BLOCK.search(self.name)
         return self.name[: found.end() - 1] if found else ""
 
@@ -149,72 +148,45 @@ def record(make_model: Callable[[], nn.Module], loss_of: Callable[[nn.Module, Re
     """One step of a model in bf16, on the meta device. ``loss_of`` makes its inputs."""
     with torch.device("meta"):
         model = make_model()
-        tied, numel = _tied(model), sum(param.numel() for param in model.parameters())
+        names: dict[int, list[str]] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            if param.ndim > 1:
+                names.setdefault(id(param), []).append(name)
+        tied = {name for found in names.values() for name in found[:-1]}  # the last name counts the state
+        numel = sum(param.numel() for param in model.parameters())
         recorder, loose = recorder_of(model)
         modules = dict(model.named_modules())
         with recording(recorder):
             loss = loss_of(model, recorder)
-            recorder.mark("after_backward")
+            recorder.mark()
             loss.backward()
-            recorder.mark("")
+            recorder.mark()
     small = sum(param.numel() for param in model.parameters() if param.ndim < 2) + loose
-    trace = _trace_of(recorder.stretches, modules, small, tied)
+    trace = _trace_of(recorder, modules, small, tied)
     return replace(trace, unused_numel=max(numel - trace.numel, 0))
 
 
-def _tied(model: nn.Module) -> set[str]:
-    """Names of matrices that have another name too, all but the last of each."""
-    names: dict[int, list[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if param.ndim > 1:
-            names.setdefault(id(param), []).append(name)
-    return {name for found in names.values() for name in found[:-1]}
-
-
-def _trace_of(stretches: list[Stretch], modules: dict[str, nn.Module], small_numel: int, tied: set[str]) -> Trace:
-    pairs = _pairs(stretches)
-    if not pairs:
+def _trace_of(recorder: Recorder, modules: dict[str, nn.Module], small_numel: int, tied: set[str]) -> Trace:
+    if not recorder.uses:
         raise ValueError("record expects a backward that uses matrices, but no matrix has a gradient.")
-    weights = []
-    for first, last in pairs:
-        module = modules[name := stretches[first].name]
-        around = (first - 1, first, first + 1, last - 1, last, last + 1)
-        before, use, after, backward, wgrad, dgrad = (stretches[index] for index in around)
-        block = _BLOCK.search(f"{name}.")
-        weights.append(
-            Weight(
-                f"{name}.weight",
-                shape_of(module),
-                isinstance(module, nn.Embedding),
-                isinstance(module, Experts),
-                has_dgrad=bool(dgrad.ops),
-                block=int(block[1]) if block else -1,
-                before=before.ops,
-                use=use.ops,
-                backward=backward.ops,
-                amounts=Amounts(use.most, after.most, backward.most, wgrad.most, dgrad.most),
-                live=use.live,
-                grads=tuple(op for op in dgrad.ops if op.kind is Kind.MEMORY),
-                is_tied=f"{name}.weight" in tied,
-            )
-        )
+    uses, stretches, weights = sorted(recorder.uses), recorder.stretches, []
+    for first, last, name in uses:
+        module = modules[name]
+        (before, use, after), (backward, wgrad, dgrad) = (stretches[at - 1 : at + 2] for at in (first, last))
+        matrix = f"{name}.weight", shape_of(module), isinstance(module, nn.Embedding), isinstance(module, Experts)
+        found = _BLOCK.search(f"{name}.")
+        block, has_dgrad = int(found[1]) if found else -1, bool(dgrad.ops)
+        amounts = Amounts(use.most, after.most, backward.most, wgrad.most, dgrad.most)
+        grads, is_tied = tuple(op for op in dgrad.ops if op.kind is Kind.MEMORY), f"{name}.weight" in tied
+        ops = before.ops, use.ops, backward.ops
+        weights.append(Weight(*matrix, has_dgrad, block, *ops, amounts, use.live, grads, is_tied))
     # What comes after the last use of forward is in its stretch; that of the loss' own backward is before the head's.
-    loss = stretches[pairs[-1][0] + 1].ops
-    rest = stretches[pairs[0][1] + 2 :]
+    loss = stretches[uses[-1][0] + 1].ops
+    rest = stretches[uses[0][1] + 2 :]
     tail = rest[0].ops if rest else ()
     blocks = [weight for weight in weights if weight.block >= 0]
     per_token = sum(op.flops for op in blocks[0].use) / (2 * blocks[0].numel) if blocks else 0
     return Trace(tuple(weights), loss, tail, int(per_token * blocks[0].shape[-1] * 2) if blocks else 0, small_numel)
-
-
-def _pairs(stretches: list[Stretch]) -> list[tuple[int, int]]:
-    """Uses in forward, each with its gradient in backward: of several uses of a matrix the last one comes first. Uses
-    without a gradient are left out."""
-    marked: dict[tuple[str, str], list[int]] = {}
-    for index, stretch in enumerate(stretches):
-        marked.setdefault((stretch.mark, stretch.name), []).append(index)
-    used = [(places, marked.get(("wgrad", name), [])) for (mark, name), places in marked.items() if mark == "forward"]
-    return sorted(pair for uses, gradients in used for pair in zip(reversed(uses), gradients, strict=False))
 
 
 _RECORDED = 3  # blocks of each kind: the first, one between two that are alike, and the last
@@ -291,8 +263,6 @@ def checkpointed(trace: Trace, checkpoint: str) -> Trace:
 
 
 class Part(NamedTuple):
-    """The blocks of one rank of a pipeline."""
-
     kinds: tuple[bool, ...]  # of each block, whether it is a mixture
     is_first: bool = True  # whether the embedding is here
     is_last: bool = True  # whether the head and the loss are here
@@ -326,15 +296,9 @@ def repeated(trace: Trace, config: ModelConfig, part: Part) -> Trace:
         num_saved += saved[kind]
     if part.is_last:
         weights += [_moved(weight, -1, num_saved - saved_before[-1]) for weight in outside if not weight.is_table]
-    small = trace.small_numel // (_RECORDED * len(recorded)) * len(part.kinds)
-    return replace(
-        trace,
-        weights=tuple(weights),
-        loss=trace.loss if part.is_last else (),
-        tail=trace.tail if part.is_first else (),
-        small_numel=small,
-        end=by_block[0][0].live + num_saved,
-    )
+    small, end = trace.small_numel // (_RECORDED * len(recorded)) * len(part.kinds), by_block[0][0].live + num_saved
+    loss, tail = trace.loss if part.is_last else (), trace.tail if part.is_first else ()
+    return replace(trace, weights=tuple(weights), loss=loss, tail=tail, small_numel=small, end=end)
 
 
 def _moved(weight: Weight, block: int, shift: int) -> Weight:

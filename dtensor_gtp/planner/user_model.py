@@ -44,17 +44,20 @@ class UserModel:
 
     def __init__(self, build: Callable[[], _Built], name: str, remedy: str) -> None:
         self._build, self._name, self._remedy = build, name, remedy
-        self.trace, self.refuses = functools.cache(self._record), functools.cache(self._refusal)
+        self.trace, self.refuses = functools.cache(self._record), functools.cache(self._refuses)
         built = build()
         self.plan, self.seq_len = plan_of(built.model), built.seq_len
         if not self.seq_len:  # it has no tokens: the rows that most of its matrices see
             rows = [int(w.flops / (2 * w.numel)) for w in self.trace(1).weights if w.flops and not w.is_table]
             self.seq_len = max(statistics.mode(rows or [1]), 1)
 
-    def _refusal(self, tp: int) -> str | None:
+    def _refuses(self, tp: int) -> str | None:
         """Why ``tp`` ranks cannot share each layer; None if they can."""
-        if (reason := self.plan.refuses(tp)) is not None:
-            return reason
+        if tp > 1 and self.plan.refusal:
+            return f"tp: {self.plan.refusal}"
+        bad = next((number for number in self.plan.sizes if number % tp), None)
+        if bad is not None:
+            return f"tp {tp} does not divide {bad} heads, rows or columns of a layer"
         try:
             self.trace(tp)
         except PlanError as error:
@@ -66,8 +69,15 @@ class UserModel:
         model, loss_of, _ = self._build()
         if getattr(model, "_can_set_experts_implementation", bool)():  # "eager" is a loop over what tokens have chosen
             model.config._experts_implementation = "grouped_mm"
-        if tp > 1:
-            cut(model, self.plan, tp)
+        for name, style in self.plan.styles.items() if tp > 1 else ():
+            layer = model.get_submodule(name)
+            if style == COLWISE:
+                layer.out_features //= tp
+            else:
+                layer.in_features //= tp
+            layer.weight = nn.Parameter(layer.weight.new_empty(layer.out_features, layer.in_features))
+            if layer.bias is not None:
+                layer.bias = nn.Parameter(layer.bias.new_empty(layer.out_features))
 
         def loss(module: nn.Module, recorder: Recorder) -> Tensor:
             for name, style in self.plan.styles.items() if tp > 1 else ():
@@ -158,9 +168,7 @@ def _transformers(text: str, seq_len: int) -> Callable[[], _Built]:
                 model = _class_of(config, text)(config)
         # A table of positions ends there.
         most = seq_len if _is_rotary(config) else getattr(config, "max_position_embeddings", None) or seq_len
-        if type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
-            return causal_language_model(model, min(seq_len, most))
-        return _other_model(model, min(seq_len, most))
+        return step_of(model, min(seq_len, most))
 
     return build
 
@@ -181,73 +189,54 @@ def _class_of(config: Any, text: str) -> Callable[[Any], nn.Module]:
     raise ValueError(f"no model for {type(config).__name__} has a loss")
 
 
-def causal_language_model(model: nn.Module, seq_len: int) -> _Built:
-    """One step of a language model of transformers on the meta device, with one sequence."""
+def step_of(model: Any, seq_len: int) -> _Built:
+    """One step of a model of transformers with one sequence. The loss of other models than causal ones, of images, of
+    speech, or with an encoder, is the sum of what they return."""
     model.train()
-    config = getattr(model, "config", None)
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    # Decoders with rotary positions and one kind of attention take any mask as it is.
-    takes_mask = kinds == {"full_attention"} and type(model).__name__.endswith("ForCausalLM") and _is_rotary(config)
+    config, name = model.config, type(model).__name__
+    if name.endswith(("ForCausalLM", "LMHeadModel")):
+        # Decoders with rotary positions and one kind of attention take any mask as it is.
+        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+        takes_mask = kinds == {"full_attention"} and name.endswith("ForCausalLM") and _is_rotary(config)
 
-    def loss_of(module: nn.Module) -> Tensor:
-        tokens = torch.zeros(1, seq_len, dtype=torch.int64)
-        options: dict[str, Any] = {}
-        if takes_mask:
-            # A mask of four dims is used as it is; without one, code of transformers asks whether positions are packed.
-            options = {"attention_mask": torch.zeros(1, 1, 1, 1, dtype=torch.bool), "use_cache": False}
-        logits = module(tokens, **options).logits.float()
-        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+        def loss_of(module: nn.Module) -> Tensor:
+            tokens = torch.zeros(1, seq_len, dtype=torch.int64)
+            options: dict[str, Any] = {}
+            if takes_mask:
+                # One of four dims is used as it is; without one, their code asks whether positions are packed.
+                options = {"attention_mask": torch.zeros(1, 1, 1, 1, dtype=torch.bool), "use_cache": False}
+            logits = module(tokens, **options).logits.float()
+            return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
-    return _Built(model, loss_of, seq_len)
+        return _Built(model, loss_of, seq_len)
+    inputs: dict[str, Tensor] = {}
+    tokens = torch.zeros(1, seq_len, dtype=torch.int64, device="meta")
+    if config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = tokens
+    if model.main_input_name == "pixel_values":
+        size = config.image_size if isinstance(config.image_size, tuple | list) else (config.image_size,) * 2
+        inputs["pixel_values"] = torch.zeros(1, getattr(config, "num_channels", 3), *size, device="meta").bfloat16()
+    elif model.main_input_name == "input_features":
+        shape = 1, config.num_mel_bins, 2 * config.max_source_positions
+        inputs["input_features"] = torch.zeros(shape, device="meta").bfloat16()
+    else:
+        inputs["input_ids"] = tokens
+    is_text = any(value is tokens for value in inputs.values())
+    return _Built(model, lambda module: _loss_of(module(**inputs)), seq_len if is_text else 0)
 
 
 def _is_rotary(config: Any) -> bool:
     return any(getattr(config, name, None) for name in ("rope_parameters", "rope_theta", "rope_scaling"))
 
 
-def _other_model(model: Any, seq_len: int) -> _Built:
-    """One step of a model of images, of speech, or with an encoder: its loss is the sum of what it returns."""
-    model.train()
-    config = model.config
-    tokens = torch.zeros(1, seq_len, dtype=torch.int64, device="meta")
-    inputs: dict[str, Tensor] = {}
-    if config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = tokens
-    if model.main_input_name == "pixel_values":
-        size = config.image_size if isinstance(config.image_size, tuple | list) else (config.image_size,) * 2
-        inputs["pixel_values"] = torch.zeros(1, getattr(config, "num_channels", 3), *size, device="meta")
-    elif model.main_input_name == "input_features":
-        inputs["input_features"] = torch.zeros(1, config.num_mel_bins, 2 * config.max_source_positions, device="meta")
-    else:
-        inputs["input_ids"] = tokens
-    is_text = "decoder_input_ids" in inputs or "input_ids" in inputs
-    floats = {name: t.bfloat16() if t.is_floating_point() else t for name, t in inputs.items()}
-    return _Built(model, lambda module: _loss_of(module(**floats)), seq_len if is_text else 0)
-
-
 COLWISE, ROWWISE = "colwise", "rowwise"
 
 
 class TPPlan(NamedTuple):
-    """How a model's linear layers are cut."""
-
     styles: Mapping[str, str]  # "colwise" or "rowwise" by the name of the layer
     # Numbers that tp must divide: of heads, of those of keys and values, and of rows or columns.
     sizes: tuple[int, ...] = ()
     refusal: str = ""  # why the model cannot be cut; empty if it can
-
-    def refuses(self, tp: int) -> str | None:
-        """Why ``tp`` slices cannot be."""
-        if tp == 1:
-            return None
-        if self.refusal:
-            return f"tp: {self.refusal}"
-        bad = next((number for number in self.sizes if number % tp), None)
-        return None if bad is None else f"tp {tp} does not divide {bad} heads, rows or columns of a layer"
-
-    def described(self) -> dict[str, str]:
-        """Style by name, with ``*`` instead of the number of a block."""
-        return {re.sub(r"(^|\.)\d+\.", r"\1*.", name): style for name, style in self.styles.items()}
 
 
 def plan_of(model: nn.Module) -> TPPlan:
@@ -278,25 +267,11 @@ def plan_of(model: nn.Module) -> TPPlan:
     return TPPlan(styles, (heads, groups, *sorted(set(sizes))))
 
 
-def cut(model: nn.Module, plan: TPPlan, tp: int) -> None:
-    """Replace each layer of the plan by one rank's slice of it."""
-    for name, style in plan.styles.items():
-        layer = model.get_submodule(name)
-        assert isinstance(layer, nn.Linear)
-        if style == COLWISE:
-            layer.out_features //= tp
-        else:
-            layer.in_features //= tp
-        layer.weight = nn.Parameter(layer.weight.new_empty(layer.out_features, layer.in_features))
-        if layer.bias is not None:
-            layer.bias = nn.Parameter(layer.bias.new_empty(layer.out_features))
-
-
 def _communicate(forward: Callable[..., Any], recorder: Recorder, style: str, input: Tensor) -> Any:
-    """Row-wise layers all-reduce what they return, column-wise ones the gradient of their input, each its own."""
+    """Row-wise layers all-reduce what they return, column-wise ones the gradient of their input, each its own. That
+    takes as long as a reduce-scatter and an all-gather."""
 
     def reduce(nbytes: int) -> None:
-        """An all-reduce takes as long as a reduce-scatter and an all-gather."""
         for _ in range(2):
             recorder.note(Op(Kind.TP, nbytes=nbytes))
 

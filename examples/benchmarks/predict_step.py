@@ -10,12 +10,11 @@ from typing import Any
 import torch
 
 from dtensor_gtp.planner.costs import Axis, Costs, Load
-from dtensor_gtp.planner.fully_shard import build_fully_shard, units_of
 from dtensor_gtp.planner.machine import Machine, load_machine, preset_of
 from dtensor_gtp.planner.model import ModelConfig
-from dtensor_gtp.planner.program import build, build_compute
+from dtensor_gtp.planner.program import Program, build, build_compute
 from dtensor_gtp.planner.setting import PARAM_NBYTES, Setting
-from dtensor_gtp.planner.timing import Timeline, timeline_of
+from dtensor_gtp.planner.timing import build_fully_shard, units_of
 from dtensor_gtp.planner.trace import Part, Trace, record_reference, repeated
 from dtensor_gtp.policy import SchedulePolicy, fixed_policy
 from dtensor_gtp.quant.recipes import resolve_recipe
@@ -85,26 +84,24 @@ def setting_of(
     return replace(setting, is_captured=mode.endswith("-graph"))
 
 
-def predict_timeline(setting: Setting, mode: str) -> Timeline | None:
+def predict_program(setting: Setting, mode: str) -> Program | None:
     """The simulated step; None for modes that the planner does not know."""
     if mode.startswith("compute"):
-        program = build_compute(setting)
-    elif mode.startswith(("fsdp2-bf16", "fsdp2-fp32")) and not mode.endswith(("-tuned", "-symm")):
-        program = build_fully_shard(setting, keeps=mode.endswith("-kept"))
-    elif mode.startswith("gtp") and "exchange" not in mode and "blockgraphs" not in mode:
-        program = build(setting, setting.choice(0)[0])
-    else:
-        return None
-    return timeline_of(program, setting.costs.machine)
+        return build_compute(setting)
+    if mode.startswith(("fsdp2-bf16", "fsdp2-fp32")) and not mode.endswith(("-tuned", "-symm")):
+        return build_fully_shard(setting, keeps=mode.endswith("-kept"))
+    if mode.startswith("gtp") and "exchange" not in mode and "blockgraphs" not in mode:
+        return build(setting, setting.choice(0)[0])
+    return None
 
 
 def step_ms(setting: Setting, mode: str, ranks: int) -> float | None:
     """Time of the step, in which each of so many ranks waits for the slowest; None for modes that are not known."""
-    timeline = predict_timeline(setting, mode)
-    if timeline is None:
+    program = predict_program(setting, mode)
+    if program is None:
         return None
     is_alone = mode.startswith("compute") or isinstance(setting.costs, FakeCosts)
-    return timeline.ms * (1 + setting.costs.machine.straggling(1 if is_alone else ranks))
+    return program.ms * (1 + setting.costs.machine.straggling(1 if is_alone else ranks))
 
 
 def fully_shard_peak(setting: Setting) -> int:

@@ -126,33 +126,25 @@ class TestNativeCheckpoint(GlooTest):
                 weight = full(model.layers[0].up.weight.detach())
                 self.assertTrue(torch.equal(weight, full(saved.layers[0].up.weight.detach())))
 
-    def test_float8_blockwise_scale_padding(self) -> None:
-        """Fewer blocks of scales than ranks: some ranks have none."""
-        mesh, dp_mesh = self.gtp_mesh(), self.hsdp_mesh()
-        blockwise = Float8Blockwise()
-        columns = on_gtp(blockwise, mesh, shard_placement_fn=lambda p: GTPShard(1) if p.ndim == 2 else None)
-        self._check(blockwise, on_gtp(blockwise, mesh), [on_gtp(blockwise, mesh), on_fsdp(blockwise, dp_mesh), columns])
-        self._check(blockwise, on_fsdp(blockwise, dp_mesh), [on_gtp(blockwise, mesh)])
-
-    def test_nvfp4_dcp_load(self) -> None:
-        mesh, tp = self.gtp_mesh(), _mesh((2, 2), ("gtp", "tp"))
-        nvfp4 = NVFP4()
-        columns = on_gtp(nvfp4, mesh, shard_placement_fn=lambda p: GTPShard(1) if p.ndim == 2 else None)
-        self._check(nvfp4, on_gtp(nvfp4, mesh), [on_gtp(nvfp4, mesh), on_fsdp(nvfp4, mesh), on_tp(nvfp4, tp), columns])
-        self._check(nvfp4, columns, [on_fsdp(nvfp4, mesh)])
-
-    def test_mxfp8_with_an_hsdp_shard_size_of_one(self) -> None:
-        mesh, one = self.gtp_mesh(), self.hsdp_mesh(4)
-        mxfp8 = MXFP8()
-        around = _mesh((2, 2), ("dp", "gtp"))
-        both = lambda m: fsdp(on_gtp(mxfp8, around["gtp"])(m), around["dp"])  # noqa: E731
-        self._check(mxfp8, on_gtp(mxfp8, one), [on_gtp(mxfp8, one), on_gtp(mxfp8, mesh), on_fsdp(mxfp8, one), both])
-        self._check(mxfp8, on_fsdp(mxfp8, one), [on_gtp(mxfp8, mesh)])
-
-    def test_scales_of_whole_weights_and_rows(self) -> None:
-        mesh, tp = self.gtp_mesh(), _mesh((2, 2), ("gtp", "tp"))
-        for recipe in (Float8Tensorwise(), Float8Rowwise()):
-            self._check(recipe, on_tp(recipe, tp), [on_gtp(recipe, mesh), on_fsdp(recipe, mesh)])
+    def test_dcp_loads_on_any_topology(self) -> None:
+        """Also where some ranks have no blocks of scales, and scales of whole weights and rows."""
+        mesh, one, dp_mesh = self.gtp_mesh(), self.hsdp_mesh(4), self.hsdp_mesh()
+        tp, around = _mesh((2, 2), ("gtp", "tp")), _mesh((2, 2), ("dp", "gtp"))
+        columns: Any = {"shard_placement_fn": lambda param: GTPShard(1) if param.ndim == 2 else None}
+        blockwise, nvfp4, mxfp8 = Float8Blockwise(), NVFP4(), MXFP8()
+        tensorwise, rowwise = Float8Tensorwise(), Float8Rowwise()
+        both = lambda model: fsdp(on_gtp(mxfp8, around["gtp"])(model), around["dp"])  # noqa: E731
+        cases: list[tuple[Recipe, ShardFn, list[ShardFn]]] = [
+            (blockwise, on_gtp(blockwise, mesh), [on_fsdp(blockwise, dp_mesh), on_gtp(blockwise, mesh, **columns)]),
+            (blockwise, on_fsdp(blockwise, dp_mesh), [on_gtp(blockwise, mesh)]),
+            (nvfp4, on_gtp(nvfp4, mesh), [on_gtp(nvfp4, mesh), on_tp(nvfp4, tp), on_gtp(nvfp4, mesh, **columns)]),
+            (nvfp4, on_gtp(nvfp4, mesh, **columns), [on_fsdp(nvfp4, mesh)]),
+            (mxfp8, on_gtp(mxfp8, one), [on_gtp(mxfp8, one), on_gtp(mxfp8, mesh), on_fsdp(mxfp8, one), both]),
+            (tensorwise, on_tp(tensorwise, tp), [on_gtp(tensorwise, mesh)]),
+            (rowwise, on_tp(rowwise, tp), [on_fsdp(rowwise, mesh)]),
+        ]
+        for recipe, source, targets in cases:
+            self._check(recipe, source, targets)
 
     def test_a_recipe_of_the_user(self) -> None:
         """By dcp, by ``load_state_dict`` with and without ``assign``, from high precision; with the same arguments."""

@@ -53,31 +53,30 @@ class TestLoadPretrained(GlooTest):
         What is read is what the rank holds, element for element."""
         reference = make(seed=1)
         state = {key: value for key, value in reference.state_dict().items() if key != "head.weight"}  # tied
-        for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
-            for padding in (0, 3):
-                with shared_directory() as folder:
-                    if self.rank == 0:
-                        write(folder / "model.safetensors", state, padding)
-                    dist.barrier()
-                    with torch.device("meta"):
-                        model = make(seed=2)
-                    model = shard(model, mesh)
-                    read = 0
-                    region = _safetensors.region_of
+        for mesh, padding in ((self.gtp_mesh(), 0), (self.hsdp_mesh(), 3)):
+            with shared_directory() as folder:
+                if self.rank == 0:
+                    write(folder / "model.safetensors", state, padding)
+                dist.barrier()
+                with torch.device("meta"):
+                    model = make(seed=2)
+                model = shard(model, mesh)
+                read = 0
+                region = _safetensors.region_of
 
-                    def counting(*args: Any, region: Any = region) -> torch.Tensor:
-                        nonlocal read
-                        part: torch.Tensor = region(*args)
-                        read += part.numel()
-                        return part
+                def counting(*args: Any, region: Any = region) -> torch.Tensor:
+                    nonlocal read
+                    part: torch.Tensor = region(*args)
+                    read += part.numel()
+                    return part
 
-                    with mock.patch.object(_safetensors, "region_of", counting):
-                        self.assertEqual(load_pretrained(model, folder), ())
-                self.assertIs(model.head.weight, model.embedding.weight)
-                assert_same_params(model, reference, rtol=0.0, atol=0.0)
-                self.assertEqual(model.scale, reference.scale)
-                held = sum(param.to_local().numel() for param in model.parameters())
-                self.assertEqual(read, held + model.scale.numel())
+                with mock.patch.object(_safetensors, "region_of", counting):
+                    self.assertEqual(load_pretrained(model, folder), ())
+            self.assertIs(model.head.weight, model.embedding.weight)
+            assert_same_params(model, reference, rtol=0.0, atol=0.0)
+            self.assertEqual(model.scale, reference.scale)
+            held = sum(param.to_local().numel() for param in model.parameters())
+            self.assertEqual(read, held + model.scale.numel())
 
     def test_casts_several_files_and_tensor_parallelism(self) -> None:
         torch.manual_seed(0)

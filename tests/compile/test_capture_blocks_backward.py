@@ -1,19 +1,23 @@
-"""``capture_blocks`` without a GPU: what a backward comes to and asks for, and inputs that a graph would not see."""
+"""``capture_blocks`` without a GPU: what a backward comes to and asks for, inputs that a graph would not see; what is
+refused, and what is told."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn as nn
+from common import ALL
+from runtime_common import runtime_of
 from schedules import explicit
-from test_capture_blocks import VOCABULARY, WIDTH, OnHost, Pair, Wire, one_of, tokens_of, train
+from test_capture_blocks import VOCABULARY, WIDTH, Net, OnHost, Pair, Wire, one_of, tokens_of, train
 from torch.distributed.device_mesh import DeviceMesh
 
+from dtensor_gtp import SchedulePolicy, capture_blocks, gtp_shard, quantize_
 from dtensor_gtp.graphs.capture_blocks import CapturedBlocks
-from dtensor_gtp.graphs.record_again import MOST_SEEN
 
 # A block is last here, and the last weight of a recorded block is gathered again for backward.
 UNKEPT = explicit(min_shard_numel=0, keep_last=False)
@@ -69,7 +73,7 @@ class TestWhatBackwardComesTo:
         for model in pair.models:
             model.uses_other = True
         with pytest.raises(
-            RuntimeError, match=r"block 'blocks.2' starts at its .* outputs \[0, 1\], but was recorded for \[0\]"
+            RuntimeError, match=r"'blocks.2' starts at its .* outputs \[0, 1\], but was recorded for \[0\]"
         ):
             train(5)(pair.models[1])
         pair.captured.reset()
@@ -124,18 +128,14 @@ class TestWhatBackwardComesTo:
         for seed in range(2):
             train(seed, count=count)(pair.models[1])
         assert count == 6
-        with pytest.raises(
-            RuntimeError, match=r"record block 'blocks.0': ValueError: it writes to its input 1, of shape \(\)"
-        ):
+        with pytest.raises(RuntimeError, match=r"'blocks.0': ValueError: it writes to its input 1, of shape \(\)"):
             train(2, count=count)(pair.models[1])
 
     def test_arguments_that_a_graph_would_not_see(self, world: Any) -> None:
         """A value on another device, a tensor within an object; nor may a buffer be elsewhere."""
         pair = Pair(world)
         x = torch.randn(7, WIDTH)
-        with pytest.raises(
-            ValueError, match=r"A recorded block \('blocks.0'\) expects tensors on 'cpu', but got one of sh"
-        ):
+        with pytest.raises(ValueError, match=r"\('blocks.0'\) expects tensors on 'cpu', but got one of shape"):
             pair.models[1].blocks[0](x, torch.ones((), device="meta"))
         context = type("Context", (), {})()
         context.cache = x
@@ -143,25 +143,82 @@ class TestWhatBackwardComesTo:
             pair.models[1].blocks[0](x, context)
         pair.captured.remove()
         pair.models[1].blocks[1].register_buffer("limit", torch.ones((), device="meta"))
-        with pytest.raises(
-            ValueError, match=r"capture_blocks, of block 'blocks.1', expects buffers on 'cpu', but 'limit' is"
-        ):
+        with pytest.raises(ValueError, match=r"of block 'blocks.1', expects buffers on 'cpu', but 'limit' is"):
             CapturedBlocks(pair.models[1], list(pair.models[1].blocks), OnHost(), 2, 4)
-
-    def test_kinds_of_inputs_that_never_come_again_are_not_remembered_for_ever(self, world: Any) -> None:
-        pair = Pair(world)
-        block, x = pair.models[1].blocks[0], torch.randn(7, WIDTH)
-        for number in range(MOST_SEEN + 10):
-            block(x, float(number))
-        assert len(pair.captured._blocks[0].calls.seen) == MOST_SEEN
 
     def test_removal_before_backward_is_refused(self, world: Any) -> None:
         pair = Pair(world)
         pair.prepare()
         loss = pair.models[1](tokens_of(3))
         with pytest.raises(
-            RuntimeError, match=r"remove\(\) expects that the backward of each forward has run, but that of block"
+            RuntimeError, match=r"remove\(\) expects that the backward of each forward has run, but that"
         ):
             pair.captured.remove()
         loss.backward()
         pair.captured.remove()
+
+
+class TestRefusals:
+    def refused(self, module: Any, blocks: Any, error: Any, match: str, warmup_calls: int = 2, most: Any = 4) -> None:
+        with pytest.raises(error, match=match):
+            CapturedBlocks(module, list(blocks), OnHost(), warmup_calls, most)
+
+    def test_arguments(self, world: Any) -> None:
+        mesh, _ = world
+        model: Any = gtp_shard(Net(), mesh, schedule=ALL)
+        with pytest.raises(RuntimeError, match="capture_blocks records CUDA graphs, but the weights of the Net are on"):
+            capture_blocks(model, model.blocks)
+        with pytest.raises(ValueError, match="capture_blocks expects a module that gtp_shard was called on"):
+            capture_blocks(nn.Linear(2, 2), [])
+        for blocks in ([], [nn.Linear(2, 2)], [model.blocks, model.blocks[0]], [model.blocks[0]] * 2):
+            self.refused(model, blocks, ValueError, "capture_blocks expects modules below the Net that do not contain")
+        norm = [model.blocks[0].norm]
+        self.refused(model, norm, ValueError, "blocks with sharded weights, but 'blocks.0.norm' has no")
+        self.refused(model, model.blocks, ValueError, "capture_blocks expects warmup_calls >= 2, but got 1", 1)
+        self.refused(model, model.blocks, TypeError, "capture_blocks expects an int as max_graphs, but got 1.5", 2, 1.5)
+        CapturedBlocks(model, [model.blocks[0]], OnHost(), 2, 4)
+        self.refused(model, model.blocks, NotImplementedError, "'blocks.0.up.weight' belongs to another recorded")
+
+    def test_a_window_that_is_too_small_is_told(self, world: Any, caplog: pytest.LogCaptureFixture) -> None:
+        Pair(world)
+        assert not caplog.text
+        Pair(world, schedule=SchedulePolicy(min_shard_numel=0, prefetch_nbytes=64))
+        assert "gathers the rest of the 9216 bytes of a block only after the block before" in caplog.text
+
+    def test_blocks(self, world: Any) -> None:
+        mesh, _ = world
+        plain: Any = Net()
+        quantize_(plain, "float8_tensorwise", filter_fn=lambda _, name: name == "blocks.0.up")
+        ignored = {plain.blocks[1].up.bias}
+        model = gtp_shard(plain, mesh, schedule=ALL, ignored_params=ignored)
+        with mock.patch.object(torch, "compile"):
+            model.blocks[2].compile()
+        matches = ("'blocks.0.up.weight' is quantized", r"does not manage its parameter 'up\.bias'", "it is compiled")
+        for index, match in enumerate(matches):
+            match = f"block 'blocks.{index}', a Block: .*{match}"
+            self.refused(model, [model.blocks[index]], NotImplementedError, match)
+
+    def test_a_parameter_of_two_blocks(self, world: Any) -> None:
+        for name in ("up", "norm"):
+            plain = Net()
+            setattr(plain.blocks[1], name, getattr(plain.blocks[0], name))
+            model = gtp_shard(plain, world[0], schedule=ALL)
+            match = rf"'blocks.1', a Block: its parameter 'blocks.0.{name}.weight' is one of 'blocks.0', too"
+            self.refused(model, model.blocks, NotImplementedError, match)
+
+    def test_what_cannot_be_recorded(self, world: Any) -> None:
+        mesh, _ = world
+        model = gtp_shard(Net(), mesh, schedule=explicit(min_shard_numel=0, embedding="exchange"))
+        captured = CapturedBlocks(model, [model.embedding], OnHost(), 2, 4)
+        train(0)(model)  # in which ranks find out whether it pays
+        with pytest.raises(NotImplementedError, match=r"'embedding': it exchanges activations for 'embedding.weight'"):
+            model(tokens_of(1))
+        captured.remove()
+        pair = Pair(world)
+        x = torch.randn(7, WIDTH)
+        for _ in range(2):
+            pair.models[1].blocks[0](x)[0].sum().backward()
+        pair.models[1].blocks[0].up.forward = lambda x: 1 / 0
+        with pytest.raises(RuntimeError, match=r"could not record block 'blocks.0': ZeroDivisionError: division by"):
+            pair.models[1].blocks[0](x)
+        assert runtime_of(pair.models[1]).grads.recording is None

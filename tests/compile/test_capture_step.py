@@ -38,53 +38,43 @@ class TestCaptureStep:
     def test_each_call_is_one_step(self) -> None:
         setting = Setting()
         step = setting.captured()
-        for seed in range(8):
-            setting.check(step, rows(seed))
+        results = [setting.check(step, rows(seed)) for seed in range(7)]
+        kept = [result["loss"].clone() for result in results]
+        setting.check(step, rows(7))
+        assert all(torch.equal(result["loss"], loss) for result, loss in zip(results, kept, strict=True))
         assert setting.recorder.events == ["eager", "eager", "last", "record", *["replay"] * 5]
         assert step.num_graphs == 1
         assert_idle(setting.model)
 
-    def test_outputs_of_a_call_stay(self) -> None:
-        step = Setting().captured()
-        results = [step(rows(seed)) for seed in range(7)]
-        kept = [result["loss"].clone() for result in results]
-        step(rows(9))
-        assert all(torch.equal(result["loss"], loss) for result, loss in zip(results, kept, strict=True))
-        assert len({float(loss) for loss in kept}) == 7
-
     def test_other_shapes_and_values_get_graphs_of_their_own(self) -> None:
         setting = Setting()
         step = setting.captured()
-        for seed in range(5):
-            setting.check(step, rows(seed))
+        setting.check_steps(step, 5)
         del setting.recorder.events[:]
         for seed, num in enumerate((6, 4, 6, 6, 4)):
             setting.check(step, rows(seed, num))
         assert setting.recorder.events == ["eager", "replay", "record", "replay", "replay", "replay"]
-        setting.check(step, rows(0), 2.0)
-        setting.check(step, rows(1), 2.0)
-        setting.check(step, rows(1), 3.0)
+        for seed, scale in ((0, 2.0), (1, 2.0), (1, 3.0)):
+            setting.check(step, rows(seed), scale)
         assert step.num_graphs == 3
-        strided = rows(0, 8)[::2]
-        setting.check(step, strided)
+        setting.check(step, rows(0, 8)[::2])
         assert setting.recorder.events[-1] == "eager"
 
     def test_no_more_graphs_than_allowed(self, caplog: pytest.LogCaptureFixture) -> None:
         setting = Setting()
         step = setting.captured(max_graphs=1)
-        for seed in range(4):
-            setting.check(step, rows(seed))
-        for seed in range(3):
-            setting.check(step, rows(seed, 6))
+        setting.check_steps(step, 4)
+        setting.check_steps(step, 3, num_rows=6)
         assert step.num_graphs == 1
         assert setting.recorder.events[-3:] == ["eager"] * 3
         assert "capture_step runs eagerly: it has reached the limit of 1 graphs" in caplog.text
 
-    @pytest.mark.parametrize("dtype", [torch.float32, BF16])
-    def test_gradients_that_a_step_leaves_accumulate(self, dtype: torch.dtype) -> None:
-        """Microbatches as calls of their own; the optimizer and zero_grad in between, outside."""
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-        setting = Setting(dtype, policy, is_stepping=False)
+    # --- gradients ----------------------------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize(("dtype", "num_graphs"), [(torch.float32, 2), (BF16, 3)])
+    def test_gradients_that_a_step_leaves_accumulate(self, dtype: torch.dtype, num_graphs: int) -> None:
+        """Microbatches as calls of their own; zero_grad in between, outside."""
+        setting = Setting(dtype, MixedPrecisionPolicy(reduce_dtype=torch.float32), is_stepping=False)
         setting.model.set_reshard_after_backward(False)  # what is kept must not get into a graph, nor out of it
         step = setting.captured()
         for outer in range(5):
@@ -92,37 +82,53 @@ class TestCaptureStep:
                 x = rows(10 * outer + index, dtype=dtype)
                 step(x)
                 setting.run(setting.plain, setting.optimizers[0], x, 1.0)
-            tolerance = {"rtol": 0.05, "atol": 0.05} if dtype == BF16 else {}
-            for (name, a), b in zip(setting.model.named_parameters(), setting.plain.parameters(), strict=True):
-                assert a.grad is not None
-                torch.testing.assert_close(a.grad.full_tensor(), b.grad, msg=lambda m, n=name: f"{n}: {m}", **tolerance)
-            setting.model.zero_grad()
-            setting.plain.zero_grad()
+            setting.compare(**({"rtol": 0.05, "atol": 0.05} if dtype == BF16 else {}))
+            for model in (setting.model, setting.plain):
+                model.zero_grad()
         assert setting.recorder.events[-3:] == ["replay"] * 3
-        # In bf16 each microbatch finds its sum in another tensor.
-        assert step.num_graphs == (3 if dtype == BF16 else 2)
+        assert step.num_graphs == num_graphs  # in bf16 each microbatch finds its sum in another tensor
 
     def test_wide_sums_of_bf16_gradients_survive_replays(self) -> None:
         """Four times 2**-9 are lost one by one on top of a bf16 one, but not together."""
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("gtp",))
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
         model = gtp_shard(nn.Linear(4, 4, bias=False).to(BF16), mesh, schedule=ALL, mp_policy=policy)
-        captured = captured_step(
-            lambda x: model(x).sum().backward(), model, [], [runtime_of(model)], OnHost(model, []), 2, 8
-        )
+        recorder, runtimes = OnHost(model, []), [runtime_of(model)]
+        captured = captured_step(lambda x: model(x).sum().backward(), model, [], runtimes, recorder, 2, 8)
         for _ in range(8):
             for scale in (1.0, 2.0**-9, 2.0**-9, 2.0**-9, 2.0**-9):
                 captured(torch.full((1, 4), scale, dtype=BF16))
             assert model.weight.grad.to_local().eq(1 + 2.0**-7).all()
             model.zero_grad()
         assert captured.num_graphs == 5, "one for each of the five calls"
+        assert recorder.events[-1] == "replay"
+
+    def test_gradients_in_flight_are_refused(self) -> None:
+        """A graph would leave them for a later step; eager code adds them."""
+        setting = Setting()
+        step = setting.captured(warmup_steps=2)
+        setting.check_steps(step, 2)
+        for when in ("recorded", "replayed"):
+            setting.model.set_is_last_backward(False)
+            setting.model(rows(5)).square().mean().backward()
+            setting.model.set_is_last_backward(True)
+            setting.plain(rows(5)).square().mean().backward()
+            with pytest.raises(RuntimeError, match=f"without gradients in flight before it is {when}, but set_is_last"):
+                step(rows(6))
+            for model, optimizer in zip((setting.plain, setting.model), setting.optimizers, strict=True):
+                setting.run(model, optimizer, rows(6), 1.0)
+            setting.compare()
+            setting.check(step, rows(7))
+        assert step.num_graphs == 1
+
+    # --- around recordings --------------------------------------------------------------------------------------------
 
     def test_eager_steps_between_replays_see_new_weights(self) -> None:
         """A weight that is kept, or read before a replay, is not taken for fresh after it."""
         setting = Setting()
         setting.model.set_reshard_after_backward(False)
         step = setting.captured()
-        for seed in range(6):
+        for seed in range(4):
             setting.check(step, rows(seed))
             with torch.no_grad():
                 torch.testing.assert_close(setting.model(rows(7)), setting.plain(rows(7)))
@@ -138,40 +144,62 @@ class TestCaptureStep:
     def test_changes_that_graphs_do_not_know_start_anew(self) -> None:
         setting = Setting()
         step = setting.captured()
+        models, optimizers = (setting.plain, setting.model), setting.optimizers
+
+        def replace_params() -> None:
+            state = {name: value.clone() for name, value in setting.model.state_dict().items()}
+            setting.model.load_state_dict(state, assign=True)
+            params, states = list(setting.model.parameters()), list(optimizers[1].state.values())
+            optimizers[1].param_groups[0]["params"] = params
+            optimizers[1].state.clear()
+            optimizers[1].state.update(zip(params, states, strict=False))
+
+        def replace_state() -> None:
+            """As code does that puts it on the host for a while."""
+            for state in optimizers[1].state.values():
+                state.update({name: value.clone() for name, value in state.items()})
+
+        def add_group() -> None:
+            for optimizer, model in zip(optimizers, models, strict=True):
+                optimizer.add_param_group({**optimizer.param_groups[0], "params": [list(model.parameters())[-1]]})
+
         changes: list[Callable[[], Any]] = [
-            lambda: [m[0].weight.requires_grad_(False) for m in (setting.model, setting.plain)],
-            lambda: [m.train(False) for m in (setting.model, setting.plain)],
-            lambda: setting.model.load_state_dict(
-                {n: v.clone() for n, v in setting.model.state_dict().items()}, assign=True
-            ),
+            lambda: [model[0].weight.requires_grad_(False) for model in models],
+            lambda: [model.train(False) for model in models],
+            replace_params,
             lambda: setting.model.set_gradient_divide_factor(1.0),
-            lambda: setting.optimizers[1].load_state_dict(copy.deepcopy(setting.optimizers[1].state_dict())),
+            lambda: optimizers[1].load_state_dict(copy.deepcopy(optimizers[1].state_dict())),
+            replace_state,
+            lambda: [optimizer.param_groups[0]["params"].pop() for optimizer in optimizers],
+            add_group,
         ]
         for change in changes:
-            for seed in range(5):
-                setting.check(step, rows(seed))
+            setting.check_steps(step, 5)
             assert step.num_graphs == 1
+            assert setting.recorder.events[-1] == "replay"
             change()
-            if setting.model[0].weight is not setting.optimizers[1].param_groups[0]["params"][0]:
-                setting.optimizers[1].param_groups[0]["params"] = list(setting.model.parameters())
-                state = list(setting.optimizers[1].state.values())
-                setting.optimizers[1].state.clear()
-                setting.optimizers[1].state.update(zip(setting.model.parameters(), state, strict=False))
             setting.check(step, rows(9))
             assert step.num_graphs == 0
+
+    def test_autocast_around_a_step_is_seen(self) -> None:
+        setting = Setting()
+        step = setting.captured()
+        setting.check_steps(step, 5)
+        with torch.autocast("cpu", BF16):
+            setting.check(step, rows(5))
+        setting.check(step, rows(6))
+        assert setting.recorder.events[-2:] == ["eager", "replay"]
 
     def test_baked_in_hyperparameters_must_stay(self) -> None:
         setting = Setting()
         step = setting.captured()
-        for seed in range(4):
-            setting.check(step, rows(seed))
+        setting.check_steps(step, 4)
         group = setting.optimizers[1].param_groups[0]
-        group["lr"] = 0.05
-        with pytest.raises(RuntimeError, match=r"AdamW's lr has changed from 0.1 to 0.05 since the step was recorded"):
-            step(rows(0))
-        group["lr"] = torch.tensor(0.1)  # on the CPU: read when it is recorded
-        with pytest.raises(RuntimeError, match=r"AdamW's lr has changed from 0.1 to 0.1000000"):
-            step(rows(0))
+        # The tensor is on the CPU: read when it is recorded.
+        for value, match in ((0.05, "0.05 since the step was recorded"), (torch.tensor(0.1), "0.1000000")):
+            group["lr"] = value
+            with pytest.raises(RuntimeError, match=f"AdamW's lr has changed from 0.1 to {match}"):
+                step(rows(0))
         step.reset()
         for seed in range(4):
             step(rows(seed))
@@ -179,72 +207,15 @@ class TestCaptureStep:
         with pytest.raises(RuntimeError, match=r"AdamW's lr has changed from 0.1"):
             step(rows(0))
 
-    def test_scheduler_within_the_step_is_refused(self) -> None:
-        setting = Setting()
-        optimizer = setting.optimizers[1]
-
-        def step(x: torch.Tensor) -> None:
-            setting.run(setting.model, optimizer, x, 1.0)
-            optimizer.param_groups[0]["lr"] *= 0.5
-
-        captured = captured_step(
-            step,
-            setting.model,
-            [optimizer],
-            [runtime_of(setting.model)],
-            setting.recorder,
-            warmup_steps=2,
-            max_graphs=1,
-        )
-        for _ in range(2):
-            captured(rows(0))
-        with pytest.raises(RuntimeError, match=r"AdamW's lr has changed from 0.025 to 0.0125 within the step"):
-            captured(rows(0))
-
-    def test_optimizer_that_was_not_passed_is_found(self) -> None:
-        setting = Setting()
-        step = lambda x: setting.run(setting.model, setting.optimizers[1], x, 1.0)  # noqa: E731
-        captured = captured_step(
-            step, setting.model, [], [runtime_of(setting.model)], setting.recorder, warmup_steps=2, max_graphs=1
-        )
-        for _ in range(2):
-            captured(rows(0))
-        with pytest.raises(ValueError, match=r"expects all optimizers that the step uses"):
-            captured(rows(0))
-
     def test_weights_that_stay_gathered_are_refused(self) -> None:
         setting = Setting()
         step = setting.captured()
-        for seed in range(3):
-            setting.check(step, rows(seed))
+        setting.check_steps(step, 3)
         setting.model.unshard()
         with pytest.raises(RuntimeError, match=r"unshard\(\) keeps 3 of them \('0.weight', ...\)"):
             step(rows(0))
         setting.model.reshard()
         setting.check(step, rows(4))
-
-    def test_gradients_in_flight_are_refused(self) -> None:
-        """A graph would leave them for a later step; eager code adds them."""
-        setting = Setting()
-        step = setting.captured(warmup_steps=2)
-
-        def first_microbatch() -> None:
-            setting.model.set_is_last_backward(False)
-            setting.model(rows(5)).square().mean().backward()
-            setting.model.set_is_last_backward(True)
-            setting.plain(rows(5)).square().mean().backward()
-
-        for seed in range(2):
-            setting.check(step, rows(seed))
-        for when in ("recorded", "replayed"):
-            first_microbatch()
-            with pytest.raises(RuntimeError, match=f"without gradients in flight before it is {when}, but set_is_last"):
-                step(rows(6))
-            for model, optimizer in zip((setting.plain, setting.model), setting.optimizers, strict=True):
-                setting.run(model, optimizer, rows(6), 1.0)
-            setting.compare()
-            setting.check(step, rows(7))
-        assert step.num_graphs == 1
 
     def test_a_recording_gathers_what_the_step_before_has_gathered(self) -> None:
         """A frozen weight that is kept from step to step, too: copy engines need room for all that a launch gathers,
@@ -255,58 +226,68 @@ class TestCaptureStep:
             optimizer.param_groups[0]["params"] = [param for param in model.parameters() if param.requires_grad]
         setting.model.set_reshard_after_backward(False)
         step = setting.captured()
-        launches: list[list[tuple[str, ...]]] = []
-        launch = gather.launch
+        launches: list[tuple[str, ...]] = []
+        launch, record = gather.launch, setting.recorder.record
+        recorded: list[tuple[str, ...]] = []
 
         def watched(targets: Any, comm: Any) -> Any:
-            launches[-1].append(tuple(target.weight.fqn for target in targets))
+            launches.append(tuple(target.weight.fqn for target in targets))
             return launch(targets, comm)
 
-        with mock.patch.object(gather, "launch", watched):
-            for seed in range(3):
-                launches.append([])
-                setting.check(step, rows(seed))
-            record = setting.recorder.record
-            recorded: list[Any] = []
+        def recording(run: Callable[[], Any]) -> Any:
+            launches.clear()
+            result = record(run)
+            recorded.extend(launches)
+            return result
 
-            def recording(run: Callable[[], Any]) -> Any:
-                launches.append(recorded)
-                result = record(run)
-                launches.append([])
-                return result
-
-            setting.recorder.record = recording  # type: ignore[method-assign]
+        with mock.patch.object(gather, "launch", watched), mock.patch.object(setting.recorder, "record", recording):
+            setting.check_steps(step, 2)
+            launches.clear()
+            setting.check(step, rows(2))
+            eager = list(launches)
             setting.check(step, rows(3))
         assert any("1.first" in names for names in recorded)
-        assert launches[2] == recorded
+        assert eager == recorded
+
+    # --- refusals -----------------------------------------------------------------------------------------------------
 
     def test_what_cannot_be_captured_is_refused_at_once(self) -> None:
-        setting = Setting()
-        with pytest.raises(RuntimeError, match=r"records CUDA graphs, but the weights of the .* are on 'cpu'"):
-            capture_step(print, setting.model)
-        with pytest.raises(ValueError, match=r"expects a module that gtp_shard was called on"):
-            capture_step(print, nn.Linear(2, 2))
-        with pytest.raises(TypeError, match=r"expects a function as fn, but got int"):
-            capture_step(3, setting.model)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match=r"expects an nn.Module as module, but got str"):
-            capture_step(print, "model")  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match=r"expects an nn.Module as module, but got function"):
-            capture_step(nn.Linear(2, 2), lambda: None)  # type: ignore[arg-type]  # in another order
-        with pytest.raises(TypeError, match=r"expects optimizers as optimizer, but got Linear"):
-            capture_step(lambda: None, nn.Linear(2, 2), nn.Linear(2, 2))  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match=r"expects optimizers as optimizer, but got int"):
-            capture_step(print, setting.model, [3])  # type: ignore[list-item]
-        with pytest.raises(ValueError, match=r"expects warmup_steps >= 2, but got 1"):
-            capture_step(print, setting.model, warmup_steps=1)
-        with pytest.raises(TypeError, match=r"expects an int as max_graphs, but got 2.0"):
-            capture_step(print, setting.model, max_graphs=2.0)  # type: ignore[arg-type]
+        model, linear = Setting().model, nn.Linear(2, 2)
+        cases: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
+            ((print, model), {}, RuntimeError, r"records CUDA graphs, but the weights of the .* are on 'cpu'"),
+            ((print, linear), {}, ValueError, r"expects a module that gtp_shard was called on"),
+            ((3, model), {}, TypeError, r"expects a function as fn, but got int"),
+            ((print, "model"), {}, TypeError, r"expects an nn.Module as module, but got str"),
+            ((linear, lambda: None), {}, TypeError, r"expects an nn.Module as module, but got function"),
+            ((print, linear, linear), {}, TypeError, r"expects optimizers as optimizer, but got Linear"),
+            ((print, model, [3]), {}, TypeError, r"expects optimizers as optimizer, but got int"),
+            ((print, model), {"warmup_steps": 1}, ValueError, r"expects warmup_steps >= 2, but got 1"),
+            ((print, model), {"max_graphs": 2.0}, TypeError, r"expects an int as max_graphs, but got 2.0"),
+        ]
+        for args, options, error, match in cases:
+            with pytest.raises(error, match=match):
+                capture_step(*args, **options)
+        for aid in ("order", "finite"):
+            with environment(DTENSOR_GTP_DEBUG=aid):
+                setting = Setting()
+            with pytest.raises(RuntimeError, match=f"DTENSOR_GTP_DEBUG={aid}, because the host waits"):
+                capture_step(print, setting.model)
 
-    @pytest.mark.parametrize("aid", ["order", "finite"])
-    def test_aids_that_wait_are_refused(self, aid: str) -> None:
-        with environment(DTENSOR_GTP_DEBUG=aid):
-            setting = Setting()
-        with pytest.raises(RuntimeError, match=f"DTENSOR_GTP_DEBUG={aid}, because the host waits"):
-            capture_step(print, setting.model)
+    def test_tensors_that_an_argument_hides_are_refused(self) -> None:
+        """The same object with another batch in it would look the same."""
+        step = Setting().captured()
+
+        class Slotted:
+            __slots__ = ("tokens",)
+
+        class Batch:
+            tokens: Any
+
+        for cls, tokens in ((Batch, rows(0)), (Batch, [{"first": rows(0)}]), (Slotted, rows(0))):
+            batch = cls()
+            batch.tokens = tokens
+            with pytest.raises(ValueError, match=rf"but got a {cls.__name__} with one as 'tokens'.*Pass its tensors"):
+                step(batch)
 
 
 def test_optimizers_that_cannot_be_captured_are_named() -> None:

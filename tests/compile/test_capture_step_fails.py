@@ -129,34 +129,8 @@ def test_nothing_is_left_of_a_recording_that_failed(where: str, is_void: bool) -
             assert torch.equal(local(a), local(b))
 
 
-@pytest.fixture
-def world() -> Iterator[None]:
+def test_step_that_cannot_be_recorded_leaves_gradients() -> None:
     with fake_world(world_size=1):
-        yield
-
-
-@pytest.mark.usefixtures("world")
-class TestGradients:
-    def test_gradients_of_a_refused_recording_are_those_of_before(self) -> None:
-        """The recording itself has worked, but nothing has computed what it left."""
-        setting = Setting(is_stepping=False)
-
-        def step(x: torch.Tensor) -> None:
-            setting.run(setting.model, setting.optimizers[1], x, 1.0)
-            setting.optimizers[1].param_groups[0]["lr"] *= 0.5
-
-        runtimes = [runtime_of(setting.model)]
-        captured = captured_step(step, setting.model, [setting.optimizers[1]], runtimes, setting.recorder, 2, 8)
-        for seed in range(2):
-            setting.model.zero_grad()
-            captured(rows(seed))
-        setting.model.zero_grad()
-        before = [param.grad for param in setting.model.parameters()]
-        with pytest.raises(RuntimeError, match="lr has changed"):
-            captured(rows(2))
-        assert all(param.grad is grad for param, grad in zip(setting.model.parameters(), before, strict=True))
-
-    def test_step_that_cannot_be_recorded_leaves_gradients(self) -> None:
         setting = Setting(is_stepping=False)
 
         def failing(step: Callable[[], Any]) -> Any:
@@ -173,25 +147,6 @@ class TestGradients:
         ):
             step(rows(0))
         assert all(param.grad is None for param in setting.model.parameters())
-
-    def test_a_step_that_leaves_gradients_in_flight_is_not_recorded(self) -> None:
-        setting = Setting(is_stepping=False)
-        is_last = True
-
-        def step(x: torch.Tensor) -> None:
-            setting.model.set_is_last_backward(is_last)
-            setting.model(x).square().mean().backward()
-            setting.model.set_is_last_backward(True)
-
-        arguments = (step, setting.model, [], [runtime_of(setting.model)], setting.recorder)
-        captured = captured_step(*arguments, warmup_steps=2, max_graphs=8)
-        for _ in range(2):
-            captured(rows(0))
-            setting.model.zero_grad()
-        is_last = False
-        with pytest.raises(RuntimeError, match=r"could not record .*: capture_step expects .* in flight when it ends"):
-            captured(rows(0))
-        assert_idle(setting.model)
 
 
 def test_code_that_waits_only_outside_of_recordings_passes_the_step_before_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,14 +6,16 @@ anything has changed, with the remedy.
 
 from __future__ import annotations
 
-import copy
 import unittest
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn as nn
-from common import ALL, GlooTest, assert_same_params, fake_world, full, rows_of_rank
-from fsdp_common import Model, both, dp_gtp, make, mesh_of, next_token_loss, tensor_parallel, token_batch, wrap
+from checkpoint_common import PLAIN, momentum, topology
+from common import ALL, GlooTest, fake_world
+from fsdp_common import Model, both, check_resumes, dp_gtp, make, mesh_of, tensor_parallel, wrap
 from torch.distributed._composable import replicate as replicate_by_ddp
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -36,107 +38,95 @@ class Plain(nn.Module):
         return logits
 
 
-def train_beside(reference: nn.Module, model: nn.Module, mesh: DeviceMesh, call: Any = None, clip: bool = True) -> None:
-    """Steps with one optimizer and one ``clip_grad_norm_`` over all parameters, beside one process.
+def clipped(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """One optimizer and one ``clip_grad_norm_`` over all parameters."""
+    optimizer = momentum(params)
 
-    Args:
-        call: What runs the forward, if ``model`` is inside of it.
-    """
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (reference, model)]
-    for step in range(3):
-        batch = token_batch(torch.Generator().manual_seed(step))
-        next_token_loss(reference, batch).backward()
-        next_token_loss(call or model, rows_of_rank(batch, mesh)).backward()
-        assert_same_params(model, reference, "grad")
-        if clip:
-            norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.05) for m in (reference, model)]
-            torch.testing.assert_close(full(norms[1]), norms[0])
-            assert_same_params(model, reference, "grad")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        assert_same_params(model, reference, "param")
+    def clip(*_: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(params, 0.05)
+
+    optimizer.register_step_pre_hook(clip)
+    return optimizer
 
 
 class TestBeside(GlooTest):
-    """All ranks see different data, for every parameter."""
+    """All ranks see different data, for every parameter. What was saved loads onto the same and into one process."""
 
-    def test_fully_shard_and_gtp_shard_on_siblings(self) -> None:
-        """Separate roots below a plain parent, over one mesh and over two meshes of the same ranks."""
+    def check(self, shard: Callable[[Any], Any], mesh: DeviceMesh, *how: Any) -> None:
+        check_resumes([topology(shard, mesh), PLAIN], *(how or (clipped,)))
+
+    def test_siblings(self) -> None:
+        """Below a plain parent: ``fully_shard`` over one mesh and over two meshes of the same ranks, others."""
+        mesh, other = self.gtp_mesh(), mesh_of((4,), ("fsdp",))
+        wrappers: list[tuple[Any, Any]] = [
+            (lambda module: fully_shard(module, mesh=mesh if isinstance(module, nn.Linear) else other), clipped),
+            (lambda module: replicate(module, mesh=mesh), clipped),
+            (DistributedDataParallel, momentum),
+        ]
+        for wrapper, make_optimizer in wrappers:
+
+            def shard(model: Any, wrapper: Any = wrapper) -> Any:
+                gtp_shard(model.layers[0], mesh, schedule=ALL)
+                for owner, name in ((model.layers, "1"), (model, "embedding"), (model, "norm"), (model, "head")):
+                    setattr(owner, name, wrapper(getattr(owner, name)))
+                return model
+
+            self.check(shard, mesh, make_optimizer)
+
+    def test_around_and_ignored(self) -> None:
+        """``fully_shard`` or ``replicate`` by DDP around ``gtp_shard``; that around ``fully_shard`` or DDP."""
         mesh = self.gtp_mesh()
-        for other in (mesh, mesh_of((4,), ("fsdp",))):
-            reference = make()
-            model = copy.deepcopy(reference)
+
+        def around_gtp_shard(model: Any) -> Any:
+            gtp_shard(model.layers[1], mesh, schedule=ALL)
+            fully_shard(model.layers[0], mesh=mesh)
+            return fully_shard(model, mesh=mesh, ignored_params=set(model.layers[1].parameters()))
+
+        def around_fully_shard(model: Any) -> Any:
+            fully_shard(model.layers[0], mesh=mesh, reshard_after_forward=True)
+            return gtp_shard(model, mesh, schedule=ALL, ignored_params=set(model.layers[0].parameters()))
+
+        def ddp_around_gtp_shard(model: Any) -> Any:
             gtp_shard(model.layers[0], mesh, schedule=ALL)
-            for module in (model.embedding, model.layers[1], model.norm, model.head):
-                fully_shard(module, mesh=other)
-            train_beside(reference, model, mesh)
+            return replicate_by_ddp(model, ignored_modules=[model.layers[0]])
 
-    def test_fully_shard_around_ignores_gtp_shard(self) -> None:
-        mesh = self.gtp_mesh()
-        reference = make()
-        model = copy.deepcopy(reference)
-        gtp_shard(model.layers[1], mesh, schedule=ALL)
-        fully_shard(model.layers[0], mesh=mesh)
-        fully_shard(model, mesh=mesh, ignored_params=set(model.layers[1].parameters()))
-        train_beside(reference, model, mesh)
+        def around_ddp(model: Any) -> Any:
+            model.head = DistributedDataParallel(model.head)
+            return gtp_shard(model, mesh, schedule=ALL, ignored_params=set(model.head.parameters()))
 
-    def test_gtp_shard_around_ignores_fully_shard(self) -> None:
-        mesh = self.gtp_mesh()
-        reference = make()
-        model = copy.deepcopy(reference)
-        fully_shard(model.layers[0], mesh=mesh, reshard_after_forward=True)
-        gtp_shard(model, mesh, schedule=ALL, ignored_params=set(model.layers[0].parameters()))
-        train_beside(reference, model, mesh)
+        for shard in (around_gtp_shard, around_fully_shard):
+            self.check(shard, mesh)
+        for shard in (ddp_around_gtp_shard, around_ddp):
+            self.check(shard, mesh, momentum)
 
     def test_replicate_around(self) -> None:
+        """It cuts nothing, so any blocks of rows will do."""
         mesh = dp_gtp()
-        reference = make()
-        model = gtp_shard(copy.deepcopy(reference), mesh["gtp"], schedule=ALL)
-        for layer in model.layers:
-            replicate(layer, mesh=mesh["dp"])
-        replicate(model, mesh=mesh["dp"])
-        train_beside(reference, model, mesh)
 
-    def test_replicate_around_blocks_of_rows(self) -> None:
-        """``replicate`` cuts nothing, so any block size will do."""
-        mesh = dp_gtp()
-        reference = make()
-        model = copy.deepcopy(reference)
-        blocked = {layer.up.weight: GTPShard(0, block_size=12) for layer in model.layers}
-        gtp_shard(model, mesh["gtp"], schedule=ALL, shard_placement_fn=blocked.get)
-        replicate(model, mesh=mesh["dp"])
-        train_beside(reference, model, mesh)
+        def shard(model: Any) -> Any:
+            blocked = {layer.up.weight: GTPShard(0, block_size=12) for layer in model.layers}
+            gtp_shard(model, mesh["gtp"], schedule=ALL, shard_placement_fn=blocked.get)
+            for layer in model.layers[:1]:
+                replicate(layer, mesh=mesh["dp"])
+            return replicate(model, mesh=mesh["dp"])
 
-    def test_replicate_beside(self) -> None:
-        mesh = self.gtp_mesh()
-        reference = make()
-        model = copy.deepcopy(reference)
-        gtp_shard(model.layers[0], mesh, schedule=ALL)
-        for module in (model.embedding, model.layers[1], model.norm, model.head):
-            replicate(module, mesh=mesh)
-        train_beside(reference, model, mesh)
-
-    def test_replicate_by_ddp_beside(self) -> None:
-        mesh = self.gtp_mesh()
-        reference = make()
-        model = copy.deepcopy(reference)
-        gtp_shard(model.layers[0], mesh, schedule=ALL)
-        replicate_by_ddp(model, ignored_modules=[model.layers[0]])
-        train_beside(reference, model, mesh, clip=False)
+        self.check(shard, mesh)
 
     def test_ddp_around_reduces_what_gtp_shard_ignores(self) -> None:
         """Over the ranks of the gtp mesh: the default group, and one that is named; also on a module further out."""
         mesh = self.gtp_mesh()
-        for options in ({}, {"process_group": mesh.get_group()}):
-            reference = make(Plain)
-            model = copy.deepcopy(reference)
-            first = model.first
-            ignored = {first.head.weight, *first.layers[0].norm.parameters()}
-            gtp_shard(first, mesh, schedule=ALL, ignored_params=ignored)
-            train_beside(reference, model, mesh, DistributedDataParallel(model, **options), clip=False)
-        reference = make()
-        model = gtp_shard(copy.deepcopy(reference), mesh, schedule=ALL, ignored_params=set())
+
+        def shard(model: Any) -> Any:
+            gtp_shard(model, mesh, schedule=ALL, ignored_params={model.head.weight, *model.layers[0].norm.parameters()})
+            return DistributedDataParallel(model)
+
+        def shard_first(model: Any) -> Any:
+            shard(model.first)
+            return DistributedDataParallel(model, process_group=mesh.get_group())
+
+        self.check(shard, mesh, momentum)
+        self.check(shard_first, mesh, momentum, partial(make, Plain))
+        model = gtp_shard(make(), mesh, schedule=ALL, ignored_params=set())
         text = "finds nothing to reduce in a Model .*\\('gtp',\\).*: .*import GTPAccelerator as Accel"
         with self.assertRaisesRegex(RuntimeError, text):
             DistributedDataParallel(model)
@@ -149,35 +139,6 @@ class TestBeside(GlooTest):
             eval("getattr(model, '_is_accelerate_prepared', False)", in_accelerate)
         model._is_accelerate_prepared = False  # as GTPAccelerator does
         self.assertFalse(model._is_accelerate_prepared)
-
-    def test_ddp_beside(self) -> None:
-        """Siblings, and a DDP module below one that gtp_shard was called on."""
-        mesh = self.gtp_mesh()
-        reference = make()
-        model = copy.deepcopy(reference)
-        gtp_shard(model.layers[0], mesh, schedule=ALL)
-        for owner, name in ((model.layers, "1"), (model, "embedding"), (model, "norm"), (model, "head")):
-            setattr(owner, name, DistributedDataParallel(getattr(owner, name)))
-        train_beside(reference, Renamed(model), mesh, model, clip=False)
-        reference = make()
-        model = copy.deepcopy(reference)
-        model.head = DistributedDataParallel(model.head)
-        gtp_shard(model, mesh, schedule=ALL, ignored_params=set(model.head.parameters()))
-        train_beside(reference, Renamed(model), mesh, model, clip=False)
-
-
-class Renamed:
-    """The parameters of a model with DDP modules in it, under the names of the model without."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def named_parameters(self) -> Any:
-        for name, param in self._model.named_parameters():
-            yield name.replace("module.", ""), param
-
-    def parameters(self) -> Any:
-        return self._model.parameters()
 
 
 class TestRefused(unittest.TestCase):
@@ -193,105 +154,82 @@ class TestRefused(unittest.TestCase):
     def sharded(self, **options: Any) -> Any:
         return gtp_shard(Model(), self.mesh["gtp"], schedule=ALL, **options)
 
-    def refused(self, message: str, call: Any, model: nn.Module, kind: Any = ValueError) -> None:
-        before = {name: (param, type(param)) for name, param in model.named_parameters()}
+    def refused(self, message: str, model: Any, call: Callable[[Any], object], kind: Any = ValueError) -> None:
+        before = {name: (id(param), type(param)) for name, param in model.named_parameters()}
         with self.assertRaisesRegex(kind, message):
-            call()
-        after = {name: (param, type(param)) for name, param in model.named_parameters()}
-        self.assertEqual(before.keys(), after.keys())
-        for name in before:
-            self.assertIs(after[name][0], before[name][0])
+            call(model)
+        self.assertEqual({name: (id(param), type(param)) for name, param in model.named_parameters()}, before)
 
     def test_ddp_around(self) -> None:
         remedy = r"Pass a 2-D \(replicate, gtp\) mesh to gtp_shard instead, or call fully_shard over the outer"
         message = f"DistributedDataParallel over ranks .*'embedding.weight' of shape .*\\('gtp',\\).* {remedy}"
         dp = self.mesh["dp"]
         for options in ({}, {"init_sync": False}, {"process_group": dp.get_group()}, {"device_mesh": dp}):
-            model = self.sharded()
-            self.refused(message, lambda m=model, o=options: DistributedDataParallel(m, **o), model)
+            self.refused(message, self.sharded(), partial(DistributedDataParallel, **options))
         model = nn.Sequential(self.sharded(), nn.Linear(31, 2))
-        self.refused(message.replace("embed", "0.embed"), lambda: DistributedDataParallel(model), model)
-
-    def test_ddp_over_some_ranks_of_the_gtp_mesh(self) -> None:
+        self.refused(message.replace("embed", "0.embed"), model, DistributedDataParallel)
         mesh = self.mesh["dp", "gtp"]
         model = gtp_shard(Model(), mesh, schedule=ALL, ignored_params=set())
-        message = "DistributedDataParallel over ranks .*, or process_group=mesh.get_group"
-        self.refused(message, lambda: DistributedDataParallel(model, process_group=mesh.get_group("gtp")), model)
+        over_some = partial(DistributedDataParallel, process_group=mesh.get_group("gtp"))
+        self.refused("DistributedDataParallel over ranks .*, or process_group=mesh.get_group", model, over_some)
 
-    def test_fully_sharded_data_parallel_around(self) -> None:
-        model = self.sharded()
+    def test_other_wrappers_around(self) -> None:
         message = r"FullyShardedDataParallel cannot wrap .*'embedding.weight'.*2-D \(replicate, gtp\) mesh"
-        self.refused(message, lambda: FullyShardedDataParallel(model), model)
-
-    def test_data_parallel_around(self) -> None:
-        model = self.sharded()
-        self.refused("DataParallel cannot wrap .*'embedding.weight'", lambda: DataParallel(model), model)
-
-    def test_replicate_by_ddp_around(self) -> None:
+        self.refused(message, self.sharded(), FullyShardedDataParallel)
+        self.refused("DataParallel cannot wrap .*'embedding.weight'", self.sharded(), DataParallel)
+        message = (
+            r"replicate, or DistributedDataParallel with a device_mesh, cannot .*2-D \(replicate, gtp\) mesh .*"
+            "to replicate as ignored_modules"
+        )
+        tokens = torch.zeros(1, 2, dtype=torch.int64)
         for options in ({}, {"process_group": self.mesh["dp"].get_group()}, {"device_mesh": self.mesh["dp"]}):
-            model = replicate_by_ddp(self.sharded(), **options)
-            message = (
-                r"replicate, or DistributedDataParallel with a device_mesh, cannot .*2-D \(replicate, gtp\) mesh .*"
-                "to replicate as ignored_modules"
-            )
-            self.refused(message, lambda m=model: m(torch.zeros(1, 2, dtype=torch.int64)), model)
+            self.refused(message, replicate_by_ddp(self.sharded(), **options), lambda model: model(tokens))
 
     def test_gtp_shard_after_another_wrapper(self) -> None:
         """On the wrapped module, on one that contains it, and on one that it contains."""
         gtp, dp = self.mesh["gtp"], self.mesh["dp"]
-        wrappers: list[tuple[str, Any]] = [
-            ("FSDP", lambda module: fully_shard(module, mesh=dp)),
-            ("Replicate", lambda module: replicate(module, mesh=dp)),
-            ("DDP", replicate_by_ddp),
-        ]
-        for name, wrapper in wrappers:
+        by_fully_shard, by_replicate = partial(fully_shard, mesh=dp), partial(replicate, mesh=dp)
+        for name, wrapper in (("FSDP", by_fully_shard), ("Replicate", by_replicate), ("DDP", replicate_by_ddp)):
             for target in (lambda m: m.layers[0], lambda m: m):
                 model = Model()
                 wrapper(model.layers[0])
                 message = f"is a {name}Block. Call gtp_shard first, then fully_shard;.*in ignored_params"
-                self.refused(message, lambda m=model, t=target: gtp_shard(t(m), gtp), model)
-        for wrapper in (lambda module: fully_shard(module, mesh=dp), lambda module: replicate(module, mesh=dp)):
-            model = Model()
-            wrapper(model)
+                self.refused(message, model, lambda m, t=target: gtp_shard(t(m), gtp))
+        for wrapper in (by_fully_shard, by_replicate):
             message = "fully_shard on an outer module manages parameter 'norm.weight'.*Call gtp_shard first"
-            self.refused(message, lambda m=model: gtp_shard(m.layers[0], gtp), model)
+            self.refused(message, wrapper(Model()), lambda m: gtp_shard(m.layers[0], gtp))
         model = Model()
         around = DistributedDataParallel(model, init_sync=False)
         message = "DistributedDataParallel on an outer module manages parameter 'embedding.weight'"
-        self.refused(message, lambda: gtp_shard(around.module, gtp), model)
+        self.refused(message, model, lambda m: gtp_shard(around.module, gtp))
 
     def test_fully_shard_over_ranks_of_gtp(self) -> None:
         message = "fully_shard expects a mesh of other axes than gtp_shard.*'embedding.weight'.*in ignored_params"
         world = init_device_mesh("cpu", (8,), mesh_dim_names=("all",))
         for mesh in (self.mesh["gtp"], self.mesh["dp", "gtp"], world, None):
-            model = self.sharded()
-            self.refused(message, lambda m=model, mesh=mesh: fully_shard(m, mesh=mesh), model)
-            model = self.sharded()
+            self.refused(message, self.sharded(), partial(fully_shard, mesh=mesh))
             if mesh is None or mesh.ndim == 1:
-                self.refused(message, lambda m=model, mesh=mesh: replicate(m, mesh=mesh), model)
+                self.refused(message, self.sharded(), partial(replicate, mesh=mesh))
 
     def test_fully_shard_cuts_blocks_apart(self) -> None:
         model = Model()
         blocked = {layer.up.weight: GTPShard(0, block_size=12) for layer in model.layers}
         gtp_shard(model, self.mesh["gtp"], schedule=ALL, shard_placement_fn=blocked.get)
         message = r"cannot shard dim 0 of parameter 'layers.0.up.weight'.*shard_placement_fn=lambda param: Shard\(1\)"
-        self.refused(message, lambda: fully_shard(model, mesh=self.mesh["dp"]), model, NotImplementedError)
+        self.refused(message, model, partial(fully_shard, mesh=self.mesh["dp"]), NotImplementedError)
 
     def test_unshard_of_gtp_shard_outside_of_the_forward(self) -> None:
         model = both(self.mesh)(Model())
         with self.assertRaisesRegex(RuntimeError, "outside of the forward or backward of the fully_shard module"):
             GTPModule.unshard(model)
 
-    def test_reshard_to_a_smaller_mesh(self) -> None:
-        """Torch's own limit for parameters that are DTensors."""
+    def test_limits_of_torch(self) -> None:
+        """It reshards no DTensors to a smaller mesh, and knows two axes inside: (replicate, gtp, tp) are three."""
         mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "gtp"))
         model = gtp_shard(Model(), mesh["gtp"], schedule=ALL)
         wrap(model, mesh["dp"], reshard_after_forward=2)
         with self.assertRaisesRegex(NotImplementedError, "smaller mesh (is not|with TP is not) supported"):
             model(torch.zeros(1, 2, dtype=torch.int64))
-
-    def test_more_axes_than_fully_shard_knows(self) -> None:
-        """Torch's own limit: two axes inside. (replicate, gtp, tp) are three."""
         mesh = init_device_mesh("cpu", (1, 2, 2, 2), mesh_dim_names=("dp", "replicate", "gtp", "tp"))
         model = Model()
         tensor_parallel(model, mesh["tp"])

@@ -5,13 +5,13 @@ The table is never gathered in training: ranks look up their own rows for the to
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn as nn
 from common import ALL, GlooTest, assert_same_params, check_training, environment, full, rows_of_rank
-from fsdp_common import dp_gtp
 from runtime_common import (
     VOCABULARY,
     WIDTH,
@@ -21,12 +21,12 @@ from runtime_common import (
     num_gathers,
     runtime_of,
     shard_copy,
+    square_loss,
     token_loss,
     weight_of,
 )
 from schedules import explicit
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import MixedPrecisionPolicy, gtp_shard, sharding_report
@@ -52,23 +52,21 @@ class Lookup(nn.Module):
         return y
 
 
-class Checkpointed(Lookup):
-    def __init__(self, use_reentrant: bool) -> None:
-        super().__init__()
-        self.use_reentrant = use_reentrant
+def lookup(**options: Any) -> Lookup:
+    torch.manual_seed(0)
+    return Lookup(**options)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        def block(anchor: torch.Tensor) -> torch.Tensor:
-            return Lookup.forward(self, tokens) * anchor
 
-        # Reentrant checkpointing needs an input with a gradient.
-        anchor = torch.ones((), requires_grad=True)
-        result: torch.Tensor = checkpoint(block, anchor, use_reentrant=self.use_reentrant)
+def recomputed(model: nn.Module) -> nn.Module:
+    forward = model.forward
+
+    def checkpointed(tokens: torch.Tensor) -> torch.Tensor:
+        anchor = torch.ones((), requires_grad=True)  # without an input that has a gradient nothing is recomputed
+        result: torch.Tensor = checkpoint(lambda one: forward(tokens) * one, anchor, use_reentrant=True)
         return result
 
-
-def lookup_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    return (model(tokens) ** 2).mean()
+    model.forward = checkpointed  # type: ignore[method-assign]
+    return model
 
 
 def batch_of(rows: int = VOCABULARY, samples: int = 8, length: int = 3) -> Any:
@@ -85,8 +83,8 @@ def train_two(
     """Gradients of microbatches, whose flags the caller has set up, and parameters after a step."""
     for index in range(num_microbatches):
         tokens = make_tokens(index)
-        lookup_loss(reference, tokens).backward()
-        lookup_loss(model, rows_of_rank(tokens, mesh)).backward()
+        square_loss(reference, tokens).backward()
+        square_loss(model, rows_of_rank(tokens, mesh)).backward()
     assert_same_params(model, reference, "grad", **tolerance)
     for module in (reference, model):
         torch.optim.SGD(module.parameters(), lr=0.1).step()
@@ -98,15 +96,14 @@ def train_two(
 class TestEmbeddingExchange(GlooTest):
     def test_gradients_that_wait_go_ahead_of_the_table(self) -> None:
         """The table's is the last of a backward: what waits for others to travel with is hidden behind making it."""
-        torch.manual_seed(0)
-        model = gtp_shard(Lookup(), self.gtp_mesh(), schedule=EXCHANGE)
+        model = gtp_shard(lookup(), self.gtp_mesh(), schedule=EXCHANGE)
         launched: list[str] = []
 
         def note(comm: CommContext, name: str, detail: str, groups: Any) -> None:
             launched.append(f"{name} of {detail}")
 
         for step in range(2):
-            loss = lookup_loss(model, make_tokens(step))
+            loss = square_loss(model, make_tokens(step))
             launched.clear()
             is_told = mock.patch.object(runtime_of(model).comm, "is_debugged", True)
             with is_told, mock.patch.object(CommContext, "before_collective", note):
@@ -116,19 +113,17 @@ class TestEmbeddingExchange(GlooTest):
 
     def test_trains_as_one_process(self) -> None:
         """Uneven rows and empty shards, tied heads, HSDP, microbatches, in fp32 and fp64."""
-        cases: list[tuple[DeviceMesh, nn.Module, Any, dict[str, Any]]] = []
         torch.manual_seed(0)
-        for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
-            cases += [
-                (mesh, Lookup(), lookup_loss, {"num_microbatches": 2}),
-                (mesh, Lookup(rows=5, width=7, padding_idx=None).double(), lookup_loss, {"steps": 2}),
-                (mesh, Net(1), token_loss, {"steps": 2}),
-            ]
-        for mesh, model, loss, options in cases:
+        gtp, hsdp = self.gtp_mesh(), self.hsdp_mesh()
+        cases: list[tuple[DeviceMesh, nn.Module, Any, int]] = [
+            *((mesh, Lookup(), square_loss, 2) for mesh in (gtp, hsdp)),
+            (gtp, Lookup(rows=5, width=7, padding_idx=None).double(), square_loss, 1),
+            *((mesh, Net(1), token_loss, 1) for mesh in (gtp, hsdp)),
+        ]
+        for mesh, model, loss, num in cases:
             make_batch = batch_of(next(model.children()).num_embeddings)
-            sharded = check_training(
-                model, lambda m, on=mesh: gtp_shard(m, on, schedule=EXCHANGE), mesh, make_batch, loss, **options
-            )
+            shard = partial(gtp_shard, mesh=mesh, schedule=EXCHANGE)
+            sharded = check_training(model, shard, mesh, make_batch, loss, steps=2, num_microbatches=num)
             assert_idle(sharded)
             if isinstance(model, Lookup):
                 self.assertEqual(num_table_gathers(sharded), 0)
@@ -166,36 +161,31 @@ class TestEmbeddingExchange(GlooTest):
     def test_flags_of_accumulation_and_frozen_tables(self) -> None:
         """No sync, or no all-reduce, until the last microbatch; another divide factor; a retained graph."""
         for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
-            torch.manual_seed(0)
-            reference = Lookup()
+            reference = lookup()
             model = shard_copy(reference, mesh, schedule=EXCHANGE)
             for setter in ("set_requires_gradient_sync", "set_requires_all_reduce"):
                 getattr(model, setter)(False)
                 for module, tokens in ((reference, make_tokens(7)), (model, rows_of_rank(make_tokens(7), mesh))):
-                    lookup_loss(module, tokens).backward()
+                    square_loss(module, tokens).backward()
                 self.assertIsNone(model.table.weight.grad)
                 getattr(model, setter)(True)
                 train_two(reference, model, mesh)
             model.set_gradient_divide_factor(2.0)
-            lookup_loss(reference, make_tokens(0)).mul(4 / 2).backward()
-            loss = lookup_loss(model, rows_of_rank(make_tokens(0), mesh)) / 2
+            square_loss(reference, make_tokens(0)).mul(4 / 2).backward()
+            loss = square_loss(model, rows_of_rank(make_tokens(0), mesh)) / 2
             loss.backward(retain_graph=True)
             loss.backward()
             assert_same_params(model, reference, "grad")
             model.zero_grad()
             model.table.requires_grad_(False)
-            lookup_loss(model, rows_of_rank(make_tokens(0), mesh)).backward()
+            square_loss(model, rows_of_rank(make_tokens(0), mesh)).backward()
             self.assertIsNone(model.table.weight.grad)
             self.assertEqual(num_table_gathers(model), 0)
 
     def test_checkpointing_and_compiled_modules(self) -> None:
         mesh = self.gtp_mesh()
-        for use_reentrant in (False, True):
-            torch.manual_seed(0)
-            reference = Checkpointed(use_reentrant)
-            train_two(reference, shard_copy(reference, mesh, schedule=EXCHANGE), mesh)
-        torch.manual_seed(0)
-        reference = Lookup()
+        train_two(lookup(), recomputed(shard_copy(lookup(), mesh, schedule=EXCHANGE)), mesh)
+        reference = lookup()
         model = shard_copy(reference, mesh, schedule=EXCHANGE)
         model.compile(backend="aot_eager", fullgraph=True)
         train_two(reference, model, mesh)
@@ -203,23 +193,10 @@ class TestEmbeddingExchange(GlooTest):
         with torch.no_grad():
             self.assertEqual(model(make_tokens(0)), reference(make_tokens(0)))
 
-    def test_inside_of_fully_shard(self) -> None:
-        mesh = dp_gtp()
-        torch.manual_seed(0)
-        reference = Lookup()
-
-        def shard(model: nn.Module) -> nn.Module:
-            gtp_shard(model, mesh["gtp"], schedule=EXCHANGE)
-            fully_shard(model.table, mesh=mesh["dp"])
-            return fully_shard(model, mesh=mesh["dp"])
-
-        check_training(reference, shard, mesh, batch_of(), lookup_loss, steps=2)
-
     def test_ranks_with_unequal_numbers_of_tokens(self) -> None:
         """Any lengths, down to none, on any rank: fewer and more tokens than before."""
         mesh = self.gtp_mesh()
-        torch.manual_seed(0)
-        reference = Lookup()
+        reference = lookup()
         model = shard_copy(reference, mesh, schedule=EXCHANGE)
         counts = [(4, 2, 4, 3), (0, 4, 1, 2), (4, 4, 4, 4), (5, 0, 7, 5), (1, 8, 0, 3)]
         with environment(DTENSOR_GTP_DEBUG="order"):
@@ -242,11 +219,10 @@ class TestEmbeddingExchange(GlooTest):
             (EXCHANGE, 4 + (self.rank == 2), r"most of the first use.* got \[20, 20, 25, 20\] tokens"),
             (declared, 5, r"as SchedulePolicy\(exchange_tokens=\.\.\.\) says.* got \[25, 25, 25, 25\] tokens"),
         ):
-            torch.manual_seed(0)
-            model = shard_copy(Lookup(), mesh, schedule=schedule)
+            model = shard_copy(lookup(), mesh, schedule=schedule)
             runtime_of(model).comm.may_replay_steps = schedule is EXCHANGE
             for _ in range(2):
-                lookup_loss(model, make_tokens(0, 4)).backward()
+                square_loss(model, make_tokens(0, 4)).backward()
                 with self.assertRaisesRegex(ValueError, message):
                     model(make_tokens(0, rows))
             self.assertEqual(weight_of(model, "table.weight").fused.lookups.capacity, 20)
@@ -254,21 +230,20 @@ class TestEmbeddingExchange(GlooTest):
         tokens[0, 0] = VOCABULARY if self.rank == 1 else 0
         with self.assertRaisesRegex(IndexError, "out of range"):
             model(tokens)
-        lookup_loss(model, make_tokens(0, 4)).backward()
+        square_loss(model, make_tokens(0, 4)).backward()
 
     def test_without_gradients_the_table_is_gathered(self) -> None:
         """Then ranks may have any number of tokens, in evaluation and generation."""
         mesh = self.gtp_mesh()
-        torch.manual_seed(0)
-        reference = Lookup()
+        reference = lookup()
         model = shard_copy(reference, mesh, schedule=EXCHANGE)
-        lookup_loss(model, make_tokens(0, 2)).backward()
+        square_loss(model, make_tokens(0, 2)).backward()
         with torch.no_grad():
             tokens = make_tokens(1, 3 + self.rank)
             self.assertEqual(model(tokens), reference(tokens))
         self.assertEqual(num_table_gathers(model), 2)
         model.unshard()
-        lookup_loss(model, make_tokens(0, 3 + self.rank)).backward()
+        square_loss(model, make_tokens(0, 3 + self.rank)).backward()
         model.reshard()
 
     def test_auto_takes_what_moves_fewer_bytes(self) -> None:
@@ -290,7 +265,7 @@ class TestEmbeddingExchange(GlooTest):
             model = shard_copy(reference, mesh, schedule=schedule)
             batch = make_tokens(0).flatten()[: 4 * tokens]
             for module, part in ((reference, batch), (model, rows_of_rank(batch, mesh))):
-                lookup_loss(module, part).backward()
+                square_loss(module, part).backward()
             assert_same_params(model, reference, "grad")
             self.assertEqual(num_gathers(model)["0.weight"], 0 if "exchange" in said else 1)
             report = str(sharding_report(model, verbose=True))

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 import torch.nn as nn
-from common import ALL, GlooTest, _mesh, full, rows_of_rank
+from common import ALL, GlooTest, _mesh, assert_same_params, full, rows_of_rank
 from extension_common import Scaled, ScaledLinear, make_scaled
 from quant_common import wire_traffic
-from runtime_common import assert_idle, runtime_of
+from runtime_common import assert_idle, runtime_of, shard_copy, square_step
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_map_only
 
 from dtensor_gtp import gtp_shard, sharding_report
@@ -55,34 +53,31 @@ def plain(value: torch.Tensor) -> torch.Tensor:
 
 
 class TestHooks(GlooTest):
-    def _check(self, shard: Any, mesh: DeviceMesh, rows: int = 24) -> nn.Module:
-        reference = make_scaled(rows)
-        model = shard(copy.deepcopy(reference))
-        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (reference, model)]
-        for step in range(3):
-            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
-            reference(x).square().mean().backward()
-            model(rows_of_rank(x, mesh)).square().mean().backward()
-            for (name, param), want in zip(model.named_parameters(), reference.parameters(), strict=True):
-                torch.testing.assert_close(full(param.grad), want.grad, msg=lambda m, n=name: f"{n}: {m}")
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            with torch.no_grad():
-                for param, want in zip(model.parameters(), reference.parameters(), strict=True):
-                    torch.testing.assert_close(plain(param), plain(want))
-                    want.copy_(plain(param))  # rounding to codes would amplify a difference in the last bit
-        return model
-
     def test_under_gtp_shard(self) -> None:
         """Even shards and shards of which the last is short, on a gtp and on an HSDP mesh."""
         for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
-            for rows in (24, 22):
-                model = self._check(lambda m, on=mesh: gtp_shard(m, on, schedule=ALL), mesh, rows)
+            for num_rows in (24, 22):
+                reference = make_scaled(num_rows)
+                model = shard_copy(reference, mesh)
+                for step in range(2):
+                    self.step(reference, model, mesh, step)
                 self.assertIs(type(model[0].weight.to_local()), Scaled)
                 assert_idle(model)
         uses = {row.name: row.use for row in sharding_report(model).rows}
         self.assertEqual(uses["0.weight"], "attribute, its own hooks gather and use it")
+
+    def step(self, reference: nn.Module, model: nn.Module, mesh: DeviceMesh, number: int) -> None:
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(number))
+        for module, rows in ((reference, x), (model, rows_of_rank(x, mesh))):
+            module.zero_grad()
+            square_step(module, rows)
+        assert_same_params(model, reference, "grad")
+        for module in (reference, model):
+            torch.optim.SGD(module.parameters(), lr=0.1).step()
+        with torch.no_grad():
+            for param, want in zip(model.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(plain(param), plain(want))
+                want.copy_(plain(param))  # rounding to codes would amplify a difference in the last bit
 
     def test_sixteen_bits_cross_the_wire(self) -> None:
         """bfloat16, which the hook says, and int16, which neither gloo nor NCCL knows; with short and empty shards,
@@ -104,10 +99,6 @@ class TestHooks(GlooTest):
         local.fsdp_pre_all_gather = local.fsdp_post_all_gather = lambda *args: None  # type: ignore[attr-defined]
         with self.assertRaisesRegex(RuntimeError, "'0.weight' of shape .* got it later"):
             model(torch.ones(1, 16))
-
-    def test_inside_of_fully_shard_the_same(self) -> None:
-        mesh = self.gtp_mesh()
-        self._check(lambda m: fully_shard(m, mesh=mesh), mesh)
 
     def test_codes_cross_the_wire_and_are_not_saved(self) -> None:
         """int8 in both directions; backward gathers again instead of keeping the codes from forward."""

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from checkpoint_common import PLAIN, topology
 from common import ALL, GlooTest, assert_same_params, environment, fake_world, full, rows_of_rank
 from fsdp_common import (
     WIDTH,
@@ -23,6 +24,7 @@ from fsdp_common import (
     both,
     check,
     check_checkpoints,
+    check_resumes,
     dp_gtp,
     make,
     mesh_of,
@@ -33,7 +35,7 @@ from fsdp_common import (
     wrap,
 )
 from runtime_common import assert_bit_equal, assert_idle, counted, num_gathers, runtime_of, train_record
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, _common_utils, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import Shard
@@ -69,18 +71,12 @@ class BoxModel(Model):
         return box.x
 
 
-class CallsTwice(Model):
-    """Each block is called twice in a row: its second call needs weights that were freed after the first."""
-
-    def run_layers(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(layer(x))
-        return x
-
-
 class CallsAgain(Model):
+    """A second call in a row needs weights that were freed after the first, as does one that comes later."""
+
     def run_layers(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in [*self.layers, *self.layers]:
+        first, second = self.layers
+        for layer in (first, first, second, first, second):
             x = layer(x)
         return x
 
@@ -112,18 +108,6 @@ class RecomputesInside(Model):
         self.layers = nn.ModuleList([InsideBlock() for _ in range(2)])
 
 
-class Around(nn.Module):
-    """``gtp_shard`` knows nothing of this module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Model()
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.inner(tokens)
-        return logits
-
-
 def scaled_in_place_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     logits = model(tokens[:, :-1])
     logits /= 2
@@ -134,81 +118,55 @@ class TestFullyShardOutside(GlooTest):
     """dp x gtp, 2 x 2."""
 
     def test_per_block_and_root(self) -> None:
-        for reshard in (None, True):
-            model = check(make(), both(dp_gtp(), reshard_after_forward=reshard), dp_gtp())
-            assert_idle(model)
-
-    def test_without_reshard_after_forward(self) -> None:
-        model = check(make(), both(dp_gtp(), reshard_after_forward=False), dp_gtp())
-        assert_idle(model)
+        for reshard in (None, True, False):
+            assert_idle(check(make(), both(dp_gtp(), reshard_after_forward=reshard), dp_gtp()))
         check(make(), both(dp_gtp(), gtp={"reshard_after_forward": False}), dp_gtp())
 
-    def test_root_alone(self) -> None:
-        check(make(), both(dp_gtp(), lambda model: []), dp_gtp())
-        check(make(), both(dp_gtp(), lambda model: [], reshard_after_forward=True), dp_gtp())
-
-    def test_units_of_single_layers_and_lists(self) -> None:
+    def test_other_units(self) -> None:
+        """The root alone, single layers and a list."""
         units: list[Any] = [
+            lambda model: [],
             lambda model: [*model.layers, model.embedding, model.head],
-            lambda model: [model.layers[0], [model.layers[1], model.norm, model.head]],
-            lambda model: [model.layers[0].up, model.layers[0], model.layers[1].down],
+            lambda model: [model.layers[0].up, model.layers[0], [model.layers[1], model.norm, model.head]],
         ]
         for unit in units:
             check(make(), both(dp_gtp(), unit, reshard_after_forward=True), dp_gtp())
 
     def test_unit_around_the_sharded_module(self) -> None:
+        """``gtp_shard`` knows nothing of the outer module."""
         mesh = dp_gtp()
 
         def shard(model: Any) -> nn.Module:
-            gtp_shard(model.inner, mesh["gtp"], schedule=ALL)
-            return wrap(model, mesh["dp"], lambda model: model.inner.layers)
+            gtp_shard(model[0], mesh["gtp"], schedule=ALL)
+            return wrap(model, mesh["dp"], lambda model: model[0].layers)
 
-        check(make(Around), shard, mesh)
+        check(make(lambda: nn.Sequential(Model())), shard, mesh)
 
-    def test_units_called_several_times(self) -> None:
-        for cls in (CallsTwice, CallsAgain):
-            model = check(make(cls), both(dp_gtp(), reshard_after_forward=True), dp_gtp())
-            assert_idle(model)
+    def test_units_called_several_times_and_inputs_in_a_dataclass(self) -> None:
+        looks_into_dataclasses = hasattr(_common_utils, "collect_grad_tensors")  # not in torch 2.11
+        for cls in (CallsAgain, *([BoxModel] if looks_into_dataclasses else [])):
+            assert_idle(check(make(cls), both(dp_gtp(), reshard_after_forward=True), dp_gtp()))
 
-    @unittest.skipUnless(
-        hasattr(_common_utils, "collect_grad_tensors"), "this torch's fully_shard does not look into dataclasses"
-    )
-    def test_inputs_in_a_dataclass(self) -> None:
-        check(make(BoxModel), both(dp_gtp(), reshard_after_forward=True), dp_gtp())
-
-    def test_output_changed_in_place(self) -> None:
-        check(make(), both(dp_gtp()), dp_gtp(), loss_fn=scaled_in_place_loss)
-
-    def test_frozen_weights(self) -> None:
+    def test_frozen_weights_and_an_output_changed_in_place(self) -> None:
         reference = make()
         for param in (reference.embedding.weight, reference.layers[0].up.weight, reference.layers[1].mix):
             param.requires_grad_(False)
-        check(reference, both(dp_gtp(), reshard_after_forward=True), dp_gtp())
+        check(reference, both(dp_gtp(), reshard_after_forward=True), dp_gtp(), loss_fn=scaled_in_place_loss)
 
-    def test_hsdp_outside(self) -> None:
-        for shape in ((2, 1, 2), (2, 2, 1)):
-            mesh = mesh_of(shape, ("outer", "middle", "gtp"))
+    def test_replicas_outside_and_inside(self) -> None:
+        mesh = mesh_of((2, 2, 1), ("outer", "middle", "gtp"))
+        for inner, outer in (("gtp", ("outer", "middle")), (("middle", "gtp"), "outer")):
 
-            def shard(model: nn.Module, mesh: DeviceMesh = mesh) -> nn.Module:
-                gtp_shard(model, mesh["gtp"], schedule=ALL)
-                return wrap(model, mesh["outer", "middle"], reshard_after_forward=True)
+            def shard(model: nn.Module, inner: Any = inner, outer: Any = outer) -> nn.Module:
+                gtp_shard(model, mesh[inner], schedule=ALL)
+                return wrap(model, mesh[outer], reshard_after_forward=True)
 
             check(make(), shard, mesh, make_optimizer=partial(sgd, foreach=True))
 
     def test_hsdp_outside_of_tensor_parallelism(self) -> None:
         mesh = mesh_of((2, 1, 1, 2), ("outer", "middle", "gtp", "tp"))
         shard = three_axes(mesh, ("outer", "middle"), reshard_after_forward=True)
-        check(make(), shard, mesh["outer", "middle", "gtp"], num_microbatches=2)
-
-    def test_replicas_inside(self) -> None:
-        for shape in ((2, 2, 1), (2, 1, 2)):
-            mesh = mesh_of(shape, ("outer", "middle", "gtp"))
-
-            def shard(model: nn.Module, mesh: DeviceMesh = mesh) -> nn.Module:
-                gtp_shard(model, mesh["middle", "gtp"], schedule=ALL)
-                return wrap(model, mesh["outer"], reshard_after_forward=True)
-
-            check(make(), shard, mesh)
+        check(make(), shard, mesh["outer", "middle", "gtp"], num_microbatches=2, steps=1)
 
     def test_gtp_is_the_outer_axis_of_the_root_mesh(self) -> None:
         mesh = mesh_of((2, 2), ("gtp", "dp"))
@@ -217,23 +175,23 @@ class TestFullyShardOutside(GlooTest):
     def test_gradient_accumulation(self) -> None:
         mesh, reference, generator = dp_gtp(), make(), torch.Generator().manual_seed(0)
         model = both(mesh, reshard_after_forward=True)(make())
-        batches = [token_batch(generator) for _ in range(3)]
+        batches = [token_batch(generator) for _ in range(2)]
         for batch in batches:
-            (next_token_loss(reference, batch) / 3).backward()
-        switches: list[tuple[str, tuple[Any, ...]]] = [
-            ("nothing", ()),
-            ("set_requires_gradient_sync", (fully_shard_of,)),
-            ("set_requires_gradient_sync", (gtp_of,)),
-            ("set_requires_gradient_sync", (fully_shard_of, gtp_of)),
-            ("set_is_last_backward", (fully_shard_of,)),
-            ("set_is_last_backward", (fully_shard_of, gtp_of)),
-            ("set_reshard_after_backward", (fully_shard_of, gtp_of)),
-        ]
-        for name, kinds in switches:
+            (next_token_loss(reference, batch) / 2).backward()
+        outer: Any = lambda model: model  # noqa: E731 (the methods of fully_shard come first)
+        for name, kinds in (
+            ("requires_gradient_sync", ()),
+            ("requires_gradient_sync", (outer,)),
+            ("requires_gradient_sync", (gtp_of,)),
+            ("requires_gradient_sync", (outer, gtp_of)),
+            ("is_last_backward", (outer,)),
+            ("is_last_backward", (outer, gtp_of)),
+            ("reshard_after_backward", (outer, gtp_of)),
+        ):
             for index, batch in enumerate(batches):
                 for kind in kinds:
-                    getattr(kind(model), name)(index == 2)
-                (next_token_loss(model, rows_of_rank(batch, mesh)) / 3).backward()
+                    getattr(kind(model), f"set_{name}")(index == 1)
+                (next_token_loss(model, rows_of_rank(batch, mesh)) / 2).backward()
             assert_same_params(model, reference, "grad")
             assert_idle(model)
             model.zero_grad()
@@ -241,10 +199,8 @@ class TestFullyShardOutside(GlooTest):
     def test_activation_checkpointing(self) -> None:
         cells = ((Recomputes, True), (Recomputes, False), (RecomputesReentrant, True), (RecomputesInside, True))
         for cls, reshard in cells:
-            model = check(
-                make(cls), both(dp_gtp(), reshard_after_forward=reshard), dp_gtp(), num_microbatches=2, steps=1
-            )
-            assert_idle(model)
+            shard = both(dp_gtp(), reshard_after_forward=reshard)
+            assert_idle(check(make(cls), shard, dp_gtp(), num_microbatches=2, steps=1))
 
     def test_mixed_precision(self) -> None:
         """Modules compute in the policies' dtype; gradients are those of one process up to its rounding."""
@@ -294,7 +250,7 @@ class TestFullyShardOutside(GlooTest):
             gtp_shard(model, mesh["gtp"], schedule=ALL, shard_placement_fn=placements.get)
             return wrap(model, mesh["dp"], reshard_after_forward=True)
 
-        model = check(make(), aligned, mesh)
+        model = check(make(), aligned, mesh, steps=1)
         self.assertEqual(model.layers[0].up.weight.placements[1], Shard(0))
 
         def on_dim_1(model: Any) -> nn.Module:
@@ -303,10 +259,10 @@ class TestFullyShardOutside(GlooTest):
             blocked = {layer.up.weight for layer in model.layers}
             return wrap(model, mesh["dp"], shard_placement_fn=lambda p: Shard(1) if p in blocked else None)
 
-        model = check(make(), on_dim_1, mesh)
+        model = check(make(), on_dim_1, mesh, steps=1)
         self.assertEqual(model.layers[0].up.weight.placements, (Shard(1), GTPShard(0, block_size=12)))
         dim_0_by_fsdp = {"shard_placement_fn": lambda p: GTPShard(1) if p.ndim == 2 else None}
-        check(make(), both(mesh, gtp=dim_0_by_fsdp, reshard_after_forward=True), mesh)
+        check(make(), both(mesh, gtp=dim_0_by_fsdp, reshard_after_forward=True), mesh, steps=1)
 
     def test_checkpoints(self) -> None:
         """What was saved under dp x gtp resumes under other axes, on the meta device and in one process."""
@@ -317,7 +273,7 @@ class TestFullyShardOutside(GlooTest):
         mesh = dp_gtp()
         for reshard in (True, False):
             model = both(mesh, reshard_after_forward=reshard)(make())
-            for _ in range(3):
+            for _ in range(2):
                 before = num_gathers(model)
                 with counted() as counts:
                     next_token_loss(model, rows_of_rank(token_batch(torch.Generator()), mesh)).backward()
@@ -334,17 +290,11 @@ class TestFullyShardOutside(GlooTest):
     def test_races_change_no_bit(self) -> None:
         """Slow and poisoned collectives: a gradient read too early or a shard read too late would show."""
         records = []
-        for flags in ("", "poison,delay=1", "poison,delay=2"):
+        for flags in ("", "poison,delay=1"):
             with environment(DTENSOR_GTP_DEBUG=flags):
                 model = both(dp_gtp(), reshard_after_forward=True)(make(CallsAgain))
-            records.append(train_record(model, dp_gtp(), next_token_loss))
-        for record in records[1:]:
-            assert_bit_equal(record, records[0], "delayed and poisoned")
-
-
-def fully_shard_of(model: Any) -> Any:
-    """``model`` with the methods of ``fully_shard``, which come first."""
-    return model
+            records.append(train_record(model, dp_gtp(), next_token_loss, steps=2))
+        assert_bit_equal(records[1], records[0], "delayed and poisoned")
 
 
 class gtp_of:
@@ -369,7 +319,7 @@ class TestOrder(unittest.TestCase):
 
     def test_gathers_read_only_what_fully_shard_has_gathered(self) -> None:
         """Also while they are in flight: when a unit frees its shards, nothing that was launched still needs them."""
-        for cls in (Model, CallsTwice, CallsAgain):
+        for cls in (Model, CallsAgain):
             model = both(self.mesh, reshard_after_forward=True)(make(cls))
             reads: list[int] = []
             in_flight: list[str] = []
@@ -433,12 +383,11 @@ class TestFullyShardOutsideOfEight(GlooTest):
     world_size = 8
 
     def test_tensor_parallel(self) -> None:
+        """Trained with recomputation and microbatches; saved, and loaded onto the same axes and into one process."""
         mesh = mesh_of((2, 2, 2), ("dp", "gtp", "tp"))
-        data = mesh["dp", "gtp"]
-        check(make(), three_axes(mesh, reshard_after_forward=True), data, num_microbatches=2)
-        shard = three_axes(mesh, reshard_after_forward=False)
-        check(make(Recomputes), shard, data, steps=1, make_optimizer=partial(sgd, foreach=False))
-        check_checkpoints(mesh, three_axes(mesh))
+        shard, data = three_axes(mesh, reshard_after_forward=True), mesh["dp", "gtp"]
+        check(make(Recomputes), shard, data, steps=1, num_microbatches=2)
+        check_resumes([topology(three_axes(mesh), data), PLAIN])
 
     def test_hsdp_outside(self) -> None:
         mesh = mesh_of((2, 2, 2), ("dp_replicate", "dp_shard", "gtp"))

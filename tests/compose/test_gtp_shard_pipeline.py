@@ -11,9 +11,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
-from common import ALL, GlooTest, _mesh, assert_same_params, full, shared_directory
+from common import ALL, GlooTest, _mesh, assert_same_params, full, rows_of_rank, shared_directory
 from runtime_common import Raw, assert_idle, counted, num_gathers, runtime_of
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -27,7 +26,7 @@ from torch.distributed.pipelining import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from dtensor_gtp import gtp_shard
+from dtensor_gtp import WeightMesh, gtp_shard
 
 VOCABULARY = 31
 WIDTH = 8
@@ -101,16 +100,18 @@ class Stage(PipelineStage):
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
 
-def shard_each(parts: list[nn.Module], gtp: DeviceMesh, dp: DeviceMesh) -> None:
+def shard_each(parts: list[nn.Module], mesh: Any) -> None:
     for part in parts:
-        gtp_shard(part, gtp, schedule=ALL)
+        gtp_shard(part, mesh["gtp"], schedule=ALL)
 
 
 class Pipeline:
     """The parts of this rank, sharded, under a schedule.
 
     Args:
-        shard: Shards the parts of this rank.
+        mesh: Of axes pp, dp and gtp unless given.
+        batch_of: Inputs and targets by the number of the step.
+        shard: Shards the parts of this rank over the mesh.
         options: Passed to the schedule.
     """
 
@@ -119,19 +120,21 @@ class Pipeline:
         layout: Layout,
         parts: nn.Sequential | None = None,
         *,
+        mesh: Any = None,
+        batch_of: Callable[[int], tuple[torch.Tensor, torch.Tensor]] = make_batch,
         stage_class: Any = Stage,
         loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = token_loss,
-        shard: Callable[[list[nn.Module], DeviceMesh, DeviceMesh], None] = shard_each,
+        shard: Callable[[list[nn.Module], Any], object] = shard_each,
         **options: Any,
     ) -> None:
-        self.layout = layout
-        mesh = _mesh(layout.sizes, ("pp", "dp", "gtp"))
-        self.data_index = mesh.get_local_rank("dp") * mesh.size(2) + mesh.get_local_rank("gtp")
-        indices = layout.parts_of(mesh.get_local_rank("pp"))
+        self.layout, self.batch_of = layout, batch_of
+        mesh = _mesh(layout.sizes, ("pp", "dp", "gtp")) if mesh is None else mesh
+        self.samples = mesh.batch if isinstance(mesh, WeightMesh) else mesh["dp", "gtp"]
+        indices = layout.parts_of(mesh["pp"].get_local_rank())
         self.has_first, self.has_last = 0 in indices, layout.num_parts - 1 in indices
         parts = make_parts(layout.num_parts) if parts is None else parts
         self.parts = {index: parts[index] for index in indices}
-        shard(list(self.parts.values()), mesh["gtp"], mesh["dp"])
+        shard(list(self.parts.values()), mesh)
         self.stages = [
             stage_class(part, index, layout.num_parts, torch.device("cpu"), group=mesh["pp"].get_group())
             for index, part in self.parts.items()
@@ -147,11 +150,8 @@ class Pipeline:
     def state_dict(self) -> dict[str, Any]:
         return {f"{index}.{k}": v for index, part in self.parts.items() for k, v in part.state_dict().items()}
 
-    def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.chunk(self.layout.sizes[1] * self.layout.sizes[2])[self.data_index]
-
     def run(self, step: int, run: Any = None) -> torch.Tensor | None:
-        inputs, targets = map(self._rows, make_batch(step))
+        inputs, targets = rows_of_rank(self.batch_of(step), self.samples)
         args = (inputs,) if self.has_first else ()
         target = {"target": targets} if self.has_last else {}
         result: torch.Tensor | None = (run or self.schedule.step)(*args, **target)
@@ -161,13 +161,13 @@ class Pipeline:
         for index, part in self.parts.items():
             assert_same_params(part, reference[index], what)
 
-    def assert_same_logits(self, reference: nn.Sequential, step: int) -> None:
+    def assert_same_outputs(self, reference: nn.Sequential, step: int) -> None:
         if any(i + 1 in self.layout.parts_of(rank) for rank in (0, 1) for i in self.layout.parts_of(rank)):
             return  # torch (2.13) cannot evaluate stages of which one rank holds two in a row
         with torch.no_grad():
-            logits = self.run(step, self.schedule.eval)
-            if logits is not None:
-                torch.testing.assert_close(logits, reference(self._rows(make_batch(step)[0])))
+            outputs = self.run(step, self.schedule.eval)
+            if outputs is not None:
+                torch.testing.assert_close(outputs, reference(rows_of_rank(self.batch_of(step), self.samples)[0]))
 
     def gathers(self) -> dict[str, int]:
         return {f"{i}.{name}": n for i, part in self.parts.items() for name, n in num_gathers(part).items()}
@@ -180,21 +180,23 @@ class Pipeline:
 def train(
     pipeline: Pipeline,
     reference: nn.Sequential,
-    steps: int = 3,
+    steps: int = 2,
     *,
+    loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = token_loss,
     add_grads: Callable[[], None] = lambda: None,
     after_step: Callable[[], None] = lambda: None,
 ) -> None:
     """Train both; gradients, parameters and evaluation must agree.
 
     Args:
+        loss_fn: Of the reference.
         add_grads: Called before gradients are compared.
         after_step: Called after the schedule's step.
     """
     mine, theirs = (torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9) for model in (pipeline, reference))
     for step in range(steps):
-        inputs, targets = make_batch(step)
-        token_loss(reference(inputs), targets).backward()
+        inputs, targets = pipeline.batch_of(step)
+        loss_fn(reference(inputs), targets).backward()
         pipeline.run(step)
         after_step()
         add_grads()
@@ -203,7 +205,7 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
         pipeline.assert_same(reference, "param")
-    pipeline.assert_same_logits(reference, steps)
+    pipeline.assert_same_outputs(reference, steps)
 
 
 def check_reload(pipeline: Pipeline, reference: nn.Sequential, **options: Any) -> None:
@@ -224,16 +226,8 @@ def check_reload(pipeline: Pipeline, reference: nn.Sequential, **options: Any) -
     train(again, reference, steps=1)  # and evaluate: not before, as torch 2.11 would not send gradients after that
 
 
-def check(layout: Layout) -> None:
-    pipeline, reference = Pipeline(layout), make_parts(layout.num_parts)
-    train(pipeline, reference)
-    for part in pipeline.parts.values():
-        assert_idle(part)
-    check_reload(pipeline, reference)
-
-
 class Recording(Stage):
-    """Notes the order of forwards and backwards."""
+    """Notes the order of forwards and backwards, and the collectives of each kind of backward."""
 
     order = ""
 
@@ -243,7 +237,10 @@ class Recording(Stage):
 
     def backward_maybe_with_nosync(self, backward_type: str, *args: Any, **kwargs: Any) -> Any:
         self.order += "W" if backward_type == "weight" else "B"
-        return super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
+        with counted() as calls:
+            result = super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
+        vars(self).setdefault("counts", {})[backward_type] = calls()
+        return result
 
 
 class OncePerStep(Stage):
@@ -259,23 +256,17 @@ class OncePerStep(Stage):
 
 
 class TestPipeline(GlooTest):
-    def test_gpipe(self) -> None:
-        check(GPIPE)
-
-    def test_1f1b(self) -> None:
-        check(ONE_F_ONE_B)
-
-    def test_interleaved_1f1b(self) -> None:
-        check(INTERLEAVED)
-
-    def test_zero_bubble(self) -> None:
-        check(ZERO_BUBBLE)
-
-    def test_zero_bubble_v(self) -> None:
-        check(ZERO_BUBBLE_V)
+    def test_schedules(self) -> None:
+        for layout in (GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE, ZERO_BUBBLE_V):
+            pipeline, reference = Pipeline(layout), make_parts(layout.num_parts)
+            train(pipeline, reference)
+            for part in pipeline.parts.values():
+                assert_idle(part)
+            if layout in (ONE_F_ONE_B, INTERLEAVED):
+                check_reload(pipeline, reference)
 
     def test_each_microbatch_gathers_for_each_use(self) -> None:
-        for layout in (ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE):
+        for layout in (ONE_F_ONE_B, ZERO_BUBBLE):
             pipeline = Pipeline(layout, stage_class=Recording)
             for step in range(2):  # torch also runs each stage once to learn shapes
                 pipeline.run(step)
@@ -298,33 +289,18 @@ class TestPipeline(GlooTest):
                 expected |= uses
             self.assertEqual(used, expected)
             self.assertEqual(pipeline.num_deviations(), deviations)
-
-    def test_second_part_of_a_backward_gathers_nothing(self) -> None:
-        """And reduces what the first part has left: the fused weights of all stages but the first."""
-        counts = {}
-
-        class Counting(Stage):
-            def backward_maybe_with_nosync(self, backward_type: str, *args: Any, **kwargs: Any) -> Any:
-                with counted() as calls:
-                    result = super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
-                    counts[self.stage_index, backward_type] = calls()[:2]
-                return result
-
-        pipeline = Pipeline(ZERO_BUBBLE, stage_class=Counting)
-        for step in range(2):
-            pipeline.run(step)
-        for index in pipeline.parts:
+        # The second part of a backward gathers nothing, and reduces what the first part has left: the fused weights.
+        for index, stage in zip(pipeline.parts, pipeline.stages, strict=True):
             if index == 0:  # torch does not split it: nobody waits for the gradients of its inputs
-                self.assertEqual(counts[0, "full"][1], 4)
+                self.assertEqual(stage.counts["full"].reduce_scatters, 4)
                 continue
-            num_fused = 2 if index == 3 else 1
-            self.assertEqual(counts[index, "input"][1], 2)
-            self.assertEqual(counts[index, "weight"], (0, num_fused))
+            self.assertEqual(stage.counts["input"].reduce_scatters, 2)
+            self.assertEqual(stage.counts["weight"][:2], (0, 2 if index == 3 else 1))
 
     def test_kept_across_microbatches(self) -> None:
         """Each step gathers each weight once. It is freed by ``reshard``, or when the optimizer has made it stale."""
-        for layout, stage_class in ((INTERLEAVED, Stage), (INTERLEAVED, OncePerStep)):
-            reference, pipeline = make_parts(layout.num_parts), Pipeline(layout, stage_class=stage_class)
+        for stage_class in (Stage, OncePerStep):
+            reference, pipeline = make_parts(4), Pipeline(INTERLEAVED, stage_class=stage_class)
             for part in pipeline.parts.values():
                 part.set_reshard_after_forward(False)
                 part.set_reshard_after_backward(False)
@@ -346,22 +322,29 @@ class TestPipeline(GlooTest):
                 assert_idle(part)
 
     def test_gradients_reduced_once(self) -> None:
-        for layout in (INTERLEAVED, ZERO_BUBBLE):
-            reference, pipeline = make_parts(layout.num_parts), Pipeline(layout, stage_class=OncePerStep)
-            train(pipeline, reference, steps=2)
-            pipeline.run(4)  # after an evaluation the ranks of torch 2.15 agree by an all-reduce of their own
-            with counted() as calls:
-                pipeline.run(5)
-            num_weights = sum(len(num_gathers(part)) for part in pipeline.parts.values())
-            self.assertEqual(calls.counts["_reduce_scatter_base_"], num_weights)
-            self.assertEqual(calls.counts["allreduce_"], len(pipeline.parts))
+        pipeline = Pipeline(ZERO_BUBBLE, stage_class=OncePerStep)
+        train(pipeline, make_parts(4))
+        pipeline.run(4)  # after an evaluation the ranks of torch 2.15 agree by an all-reduce of their own
+        with counted() as calls:
+            pipeline.run(5)
+        num_weights = sum(len(num_gathers(part)) for part in pipeline.parts.values())
+        self.assertEqual(calls.counts["_reduce_scatter_base_"], num_weights)
+        self.assertEqual(calls.counts["allreduce_"], len(pipeline.parts))
 
     def test_activation_checkpointing(self) -> None:
         for layout in (ONE_F_ONE_B, ZERO_BUBBLE):
             parts = make_parts(layout.num_parts)
             for part in parts:
                 part.is_checkpointed = True
-            train(Pipeline(layout, parts), make_parts(layout.num_parts), steps=2)
+            train(Pipeline(layout, parts), make_parts(layout.num_parts), steps=1)
+
+    def check_compiled_blocks(self, layout: Layout) -> None:
+        torch._dynamo.reset()  # torch 2.11 counts what it compiles of nn.Linear over all modules of the process
+        parts = make_parts(layout.num_parts)
+        for part in parts:
+            for block in (part.linear, part.raw):
+                block.compile(backend="aot_eager", fullgraph=True)
+        train(Pipeline(layout, parts), make_parts(layout.num_parts), steps=1)
 
     def test_compiled_blocks(self) -> None:
         """torch runs each stage once to learn shapes, and asks for gradients of inputs alone: that adds no others."""
@@ -371,25 +354,16 @@ class TestPipeline(GlooTest):
     def test_compiled_blocks_of_a_whole_backward(self) -> None:
         self.check_compiled_blocks(ONE_F_ONE_B)
 
-    def check_compiled_blocks(self, *layouts: Layout) -> None:
-        for layout in layouts:
-            torch._dynamo.reset()  # torch 2.11 counts what it compiles of nn.Linear over all modules of the process
-            parts = make_parts(layout.num_parts)
-            for part in parts:
-                for block in (part.linear, part.raw):
-                    block.compile(backend="aot_eager", fullgraph=True)
-            train(Pipeline(layout, parts), make_parts(layout.num_parts), steps=2)
-
     def test_stages_of_one_call(self) -> None:
         """The stages of a rank share a runtime; their forwards and backwards alternate, each has its plan."""
 
-        def shard_together(parts: list[nn.Module], gtp: DeviceMesh, dp: DeviceMesh) -> None:
-            gtp_shard(nn.Sequential(*parts), gtp, schedule=ALL)
+        def shard_together(parts: list[nn.Module], mesh: Any) -> None:
+            gtp_shard(nn.Sequential(*parts), mesh["gtp"], schedule=ALL)
 
-        pipeline, reference = Pipeline(ZERO_BUBBLE_V, shard=shard_together), make_parts(ZERO_BUBBLE_V.num_parts)
-        train(pipeline, reference, steps=2)
+        pipeline, reference = Pipeline(ZERO_BUBBLE_V, shard=shard_together), make_parts(4)
+        train(pipeline, reference)
         deviations = pipeline.num_deviations()
-        train(pipeline, reference, steps=1)
+        pipeline.run(2)
         self.assertEqual(pipeline.num_deviations(), deviations)
 
     def test_traced_stages(self) -> None:
@@ -402,28 +376,25 @@ class TestPipeline(GlooTest):
         stage = pipe.build_stage(index, torch.device("cpu"), mesh["pp"].get_group())
         schedule = Schedule1F1B(stage, n_microbatches=NUM_MICROBATCHES, loss_fn=token_loss)
         reference = make_parts(2)
-        mine, theirs = (torch.optim.SGD(model.parameters(), lr=0.2) for model in (part, reference))
-        for step in range(2):
-            inputs, targets = make_batch(step)
-            token_loss(reference(inputs), targets).backward()
-            if index == 0:
-                schedule.step(inputs.chunk(2)[rank])
-            else:
-                schedule.step(target=targets.chunk(2)[rank])
-            expected = dict(reference.named_parameters())
-            for name, param in part.named_parameters():
-                torch.testing.assert_close(full(param.grad), expected[name].grad)
-            for optimizer in (mine, theirs):
-                optimizer.step()
-                optimizer.zero_grad()
-            for name, param in part.named_parameters():
-                torch.testing.assert_close(full(param), expected[name])
+        inputs, targets = make_batch(0)
+        token_loss(reference(inputs), targets).backward()
+        if index == 0:
+            schedule.step(inputs.chunk(2)[rank])
+        else:
+            schedule.step(target=targets.chunk(2)[rank])
+        expected = dict(reference.named_parameters())
+        for name, param in part.named_parameters():
+            torch.testing.assert_close(full(param.grad), expected[name].grad)
+        for model in (part, reference):
+            torch.optim.SGD(model.parameters(), lr=0.2).step()
+        for name, param in part.named_parameters():
+            torch.testing.assert_close(full(param), expected[name])
 
     def test_fully_shard_outside(self) -> None:
-        def shard(parts: list[nn.Module], gtp: DeviceMesh, dp: DeviceMesh) -> None:
+        def shard(parts: list[nn.Module], mesh: Any) -> None:
+            shard_each(parts, mesh)
             for part in parts:
-                gtp_shard(part, gtp, schedule=ALL)
-                fully_shard(part, mesh=dp)
+                fully_shard(part, mesh=mesh["dp"])
 
         for schedule in (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble):
             layout = Layout(2, lambda rank: (0, 1), schedule, sizes=(1, 2, 2))
@@ -459,20 +430,7 @@ class TestPipeline(GlooTest):
         pipeline, reference = Pipeline(ONE_F_ONE_B), make_parts(2, is_tied=True)
         (part,) = pipeline.parts.values()
         copy = part.embedding.weight if pipeline.has_first else part.head.weight
+        group = _mesh((2, 1, 2), ("pp", "dp", "gtp")).get_group("pp")
         with torch.no_grad():
-            dist.broadcast(copy.to_local(), group_src=0, group=_mesh((2, 1, 2), ("pp", "dp", "gtp")).get_group("pp"))
-
-        def add_grads() -> None:
-            dist.all_reduce(copy.grad.to_local(), group=_mesh((2, 1, 2), ("pp", "dp", "gtp")).get_group("pp"))
-
-        mine, theirs = (torch.optim.SGD(model.parameters(), lr=0.2) for model in (pipeline, reference))
-        for step in range(3):
-            inputs, targets = make_batch(step)
-            token_loss(reference(inputs), targets).backward()
-            pipeline.run(step)
-            add_grads()
-            torch.testing.assert_close(full(copy.grad), reference[0].embedding.weight.grad)
-            for optimizer in (mine, theirs):
-                optimizer.step()
-                optimizer.zero_grad()
-            torch.testing.assert_close(full(copy), reference[0].embedding.weight)
+            dist.broadcast(copy.to_local(), group_src=0, group=group)
+        train(pipeline, reference, add_grads=lambda: dist.all_reduce(copy.grad.to_local(), group=group))

@@ -9,12 +9,16 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from common import ALL, GlooTest, assert_same_params, full
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
+from common import ALL, GlooTest, full
+from test_gtp_shard_pipeline import (
+    INTERLEAVED,
+    NUM_MICROBATCHES,
+    ONE_F_ONE_B,
+    ZERO_BUBBLE,
+    Layout,
+    Pipeline,
+    Stage,
+    train,
 )
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -22,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from dtensor_gtp import WeightMesh, gtp_shard, init_weight_mesh, quantize_
 from dtensor_gtp.nn import GroupedExperts, GroupedMLP, parallelize_experts
 
-WIDTH, TOKENS, NUM_PARTS, NUM_MICROBATCHES = 16, 4, 4, 4
+WIDTH, TOKENS = 16, 4
 HIDDEN = 64  # two blocks of MXFP8, one for each rank of tp
 
 
@@ -43,7 +47,7 @@ class Part(nn.Module):
 
 def make_parts() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Part() for _ in range(NUM_PARTS)))
+    return nn.Sequential(*(Part() for _ in range(4)))
 
 
 def make_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,7 +70,7 @@ def shard(part: Any, mesh: WeightMesh, recipe: str | None = None) -> None:
     gtp_shard(part, mesh.weights, schedule=ALL)
 
 
-class Recording(PipelineStage):
+class Recording(Stage):
     """Notes whether the first part of a backward has put off the weight gradients of all layers."""
 
     puts_off = False
@@ -78,29 +82,15 @@ class Recording(PipelineStage):
         return result
 
 
-class Pipeline:
-    def __init__(self, mesh: WeightMesh, parts: nn.Sequential, schedule: Any, recipe: str | None = None) -> None:
-        rank = mesh["pp"].get_local_rank()
-        self.is_first, self.mesh = rank == 0, mesh
-        self.parts = {index: parts[index] for index in (rank, rank + 2)}
-        for part in self.parts.values():
-            shard(part, mesh, recipe)
-        self.stages = [
-            Recording(part, index, NUM_PARTS, torch.device("cpu"), group=mesh["pp"].get_group())
-            for index, part in self.parts.items()
-        ]
-        self.schedule = schedule(self.stages, n_microbatches=NUM_MICROBATCHES, loss_fn=F.mse_loss)
-
-    def run(self, step: int) -> None:
-        samples = self.mesh.batch
-        x, target = (t.chunk(samples.size())[samples.get_local_rank()] for t in make_batch(step))
-        if self.is_first:
-            self.schedule.step(x)
-        else:
-            self.schedule.step(target=target)
-
-    def parameters(self) -> list[nn.Parameter]:
-        return [param for part in self.parts.values() for param in part.parameters()]
+def pipeline_of(layout: Layout, mesh: WeightMesh, recipe: str | None = None) -> Pipeline:
+    return Pipeline(
+        *(layout, make_parts()),
+        mesh=mesh,
+        batch_of=make_batch,
+        stage_class=Recording,
+        loss_fn=F.mse_loss,
+        shard=lambda parts, mesh: [shard(part, mesh, recipe) for part in parts],
+    )
 
 
 class Dropping(nn.Module):
@@ -128,19 +118,8 @@ class TestPipelineMesh(GlooTest):
     def test_experts_are_folded_into_each_stage(self) -> None:
         """The ranks of a stage are gtp for dense layers, ep for experts, whose weight gradients are put off, too."""
         mesh = init_weight_mesh("cpu", pp=2, gtp=2, ep=2)
-        reference, pipeline = make_parts(), Pipeline(mesh, make_parts(), ScheduleInterleavedZeroBubble)
-        optimizers = [torch.optim.SGD(each.parameters(), lr=0.5, momentum=0.5) for each in (reference, pipeline)]
-        for step in range(2):
-            x, target = make_batch(step)
-            F.mse_loss(reference(x), target).backward()
-            pipeline.run(step)
-            for index, part in pipeline.parts.items():
-                assert_same_params(part, reference[index], "grad")
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            for index, part in pipeline.parts.items():
-                assert_same_params(part, reference[index])
+        pipeline = pipeline_of(ZERO_BUBBLE, mesh)
+        train(pipeline, make_parts(), loss_fn=F.mse_loss)
         for stage in pipeline.stages:
             self.assertEqual(stage.puts_off, stage.stage_index > 0)
 
@@ -150,8 +129,8 @@ class TestPipelineMesh(GlooTest):
         mesh = init_weight_mesh("cpu", pp=2, tp=2, expert_tp=2)
         for recipe in (None, "mxfp8"):
             runs = []
-            for schedule in (ScheduleInterleavedZeroBubble, ScheduleInterleaved1F1B):
-                pipeline = Pipeline(mesh, make_parts(), schedule, recipe)
+            for layout in (ZERO_BUBBLE, INTERLEAVED):
+                pipeline = pipeline_of(layout, mesh, recipe)
                 pipeline.run(0)
                 runs.append([full(param.grad) for param in pipeline.parameters()])
             for actual, expected in zip(*runs, strict=True):
@@ -164,15 +143,11 @@ class TestPipelineMesh(GlooTest):
             part = nn.Linear(WIDTH, WIDTH)
         gtp_shard(part, mesh.weights, schedule=ALL)
         dropping = Dropping(part, mesh)
-        stage = PipelineStage(
-            dropping, mesh["pp"].get_local_rank(), 2, torch.device("cpu"), group=mesh["pp"].get_group()
+        stages = nn.Sequential(dropping, dropping)  # each rank has one
+        pipeline = Pipeline(
+            *(ONE_F_ONE_B, stages), mesh=mesh, batch_of=make_batch, loss_fn=F.mse_loss, shard=lambda parts, mesh: None
         )
-        schedule = Schedule1F1B(stage, n_microbatches=NUM_MICROBATCHES, loss_fn=F.mse_loss)
-        x, target = make_batch(0)
-        if stage.is_first:
-            schedule.step(x)
-        else:
-            schedule.step(target=target)
+        pipeline.run(0)
         drawn = dropping.drawn[-2 * NUM_MICROBATCHES :]  # before, torch has run each stage once to learn shapes
         self.assertEqual(len({value for value, _ in drawn}), NUM_MICROBATCHES)  # each twice: recomputed
         self.assertEqual(len(set(drawn)), NUM_MICROBATCHES)

@@ -8,8 +8,7 @@ float64 throughout, so that what is left of a difference is no rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -33,12 +32,11 @@ from tp_common import (
     TP_ALONE,
     TP_GTP,
     Cell,
-    Plan,
     Prepared,
     Stacked,
     check_cell,
     cut_stacked,
-    embedding_cell,
+    embeddings_cell,
     gathers_of_a_step,
     llama_cell,
     next_token_loss,
@@ -48,20 +46,69 @@ from tp_common import (
     root_mesh,
     sharded_input,
     sharded_output,
-    tied_model,
+    tied_cell,
     uneven_cell,
 )
 
 from dtensor_gtp import GTPShard, gtp_shard
 
 
-def adamw(**options: bool) -> Callable[[nn.Module], torch.optim.Optimizer]:
-    return lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+def without_hooks(model: nn.Module, tp: DeviceMesh) -> None:
+    """The hook of the last layer would bring the gradient of its output into place."""
+    parallelize_module(model, tp, {"0": RowwiseParallel(input_layouts=Replicate()), "2": ColwiseParallel()})
+    model[2]._forward_hooks.clear()
+
+
+INPUT_OUTPUT = {"output_layouts": Shard(0), "desired_output_layouts": Replicate()}
+CELLS = (
+    # gathered and scattered outputs, DTensors between layers, and a weight that both axes cut on dim 1
+    Cell(
+        lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 4)),
+        {
+            "0": ColwiseParallel(output_layouts=Replicate()),
+            "1": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0), use_local_output=False),
+            "2": ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate()),
+        },
+        placement_fn=lambda model: {model[1].weight: GTPShard(1)}.get,
+    ),
+    embeddings_cell(),
+    # The logits stay cut by vocabulary through cross entropy, as a DTensor.
+    Cell(
+        lambda: nn.Sequential(nn.Embedding(18, 6), nn.Linear(6, 18)),
+        {"1": ColwiseParallel(use_local_output=False)},
+        (5,),
+        18,
+        loss=next_token_loss,
+        around=loss_parallel,
+    ),
+    Cell(
+        Prepared,
+        {
+            "first": PrepareModuleInputOutput(
+                input_layouts=Replicate(), desired_input_layouts=Shard(0), use_local_output=False, **INPUT_OUTPUT
+            ),
+            "first.inner": SequenceParallel(sequence_dim=0, use_local_output=True),
+            "second.inner": SequenceParallel(sequence_dim=0),
+            "second": PrepareModuleInputOutput(
+                input_layouts=(Replicate(), None), desired_input_layouts=(Shard(0), None), **INPUT_OUTPUT
+            ),
+            "third": PrepareModuleOutput(output_layouts=Shard(-1), desired_output_layouts=Replicate()),
+            "third.inner": ColwiseParallel(),
+        },
+    ),
+    # experts' stacked weights, cut on their last dims, that the forward itself turns into local tensors
+    Cell(Stacked, cut_stacked),
+)
+
+
+def adamw(model: nn.Module, **options: bool) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
 
 
 class TestTensorParallel(GlooTest):
-    def check(self, cell: Cell, *layouts: Any, **options: Any) -> Any:
-        return check_cell(cell, *layouts, **options)
+    def test_styles(self) -> None:
+        for cell in CELLS:
+            check_cell(cell, GTP_TP, TP_GTP)
 
     # --- linear layers ------------------------------------------------------------------------------------------------
 
@@ -71,22 +118,15 @@ class TestTensorParallel(GlooTest):
             lambda: nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8)),
             {"0": ColwiseParallel(), "2": RowwiseParallel()},
         )
-        model = self.check(cell, GTP_TP, GTP_ALONE, TP_ALONE, REPLICATE_GTP, REPLICATE_TP, TP_GTP)
-        placements = {name: param.placements for name, param in model.named_parameters()}
-        self.assertEqual(
-            placements,
-            {
-                "0.weight": (Shard(0), GTPShard(0)),
-                "0.bias": (Shard(0), Replicate()),
-                "2.weight": (Shard(1), GTPShard(0)),
-                "2.bias": (Replicate(), Replicate()),
-            },
-        )
+        model = check_cell(cell, GTP_TP, GTP_ALONE, TP_ALONE, REPLICATE_GTP, REPLICATE_TP, TP_GTP)
+        whole = Replicate()
+        placements = [(Shard(0), GTPShard(0)), (Shard(0), whole), (Shard(1), GTPShard(0)), (whole, whole)]
+        self.assertEqual([param.placements for param in model.parameters()], placements)
         self.assertEqual({param.device_mesh.mesh_dim_names for param in model.parameters()}, {("tp", "gtp")})
         self.assertEqual([tuple(p.to_local().shape) for p in model.parameters()], [(4, 6), (8,), (4, 8), (8,)])
 
     def test_uneven_cuts(self) -> None:
-        model = self.check(uneven_cell(), GTP_TP, TP_ALONE, TP_GTP)
+        model = check_cell(uneven_cell(), TP_ALONE, TP_GTP)
         tp, gtp = (model[0].weight.device_mesh.get_local_rank(axis) for axis in ("tp", "gtp"))
         rows = ((3, 3), (3, 2))[tp][gtp]
         self.assertEqual(tuple(model[0].weight.to_local().shape), (rows, 6))
@@ -98,38 +138,15 @@ class TestTensorParallel(GlooTest):
             lambda: nn.Sequential(nn.Linear(6, 3), nn.Tanh(), nn.Linear(3, 1)),
             {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()},
         )
-        model = self.check(cell, GTP_TP, TP_GTP)
+        model = check_cell(cell, GTP_TP, TP_GTP)
         tp, gtp = (model[0].weight.device_mesh.get_local_rank(axis) for axis in ("tp", "gtp"))
         is_empty = [module.weight.to_local().numel() == 0 for module in (model[0], model[2])]
         self.assertEqual(is_empty, [tp == gtp == 1, gtp == 1])
 
-    def test_output_layouts(self) -> None:
-        """Gathered and scattered outputs, DTensors between layers, and a weight that is cut on dim 1 by both axes."""
-        cell = Cell(
-            lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 4)),
-            {
-                "0": ColwiseParallel(output_layouts=Replicate()),
-                "1": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0), use_local_output=False),
-                "2": ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate()),
-            },
-            placement_fn=lambda model: {model[1].weight: GTPShard(1)}.get,
-        )
-        self.check(cell, GTP_TP, TP_GTP)
-
     def test_gradient_that_lies_otherwise_than_the_output(self) -> None:
         """That of a mean is the same everywhere, so DTensor hands it on whole where the output is cut."""
-
-        def plan(model: nn.Module, tp: DeviceMesh) -> None:
-            whole = Replicate()
-            parallelize_module(model, tp, {"0": RowwiseParallel(input_layouts=whole), "2": ColwiseParallel()})
-            model[2]._forward_hooks.clear()  # it would bring the gradient into place
-
-        cell = Cell(
-            lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)),
-            plan,
-            loss=lambda model, batch: full(model(batch).mean()),
-        )
-        self.check(cell, GTP_TP)
+        layers = lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))  # noqa: E731
+        check_cell(Cell(layers, without_hooks, loss=lambda model, batch: full(model(batch).mean())), GTP_TP)
 
     def test_which_linear_layers_run_on_local_tensors(self) -> None:
         """Where that is all there is to do. Anything else is left to DTensor."""
@@ -168,127 +185,54 @@ class TestTensorParallel(GlooTest):
             },
             loss=sharded_output,
         )
-        for sync_last_only in (False, True):
-            self.check(cell, GTP_TP, REPLICATE_TP, num_microbatches=3, sync_last_only=sync_last_only)
+        check_cell(cell, GTP_TP, num_microbatches=2)
+        check_cell(cell, GTP_TP, REPLICATE_TP, num_microbatches=2, sync_last_only=True)
 
     # --- weights that tensor parallelism leaves whole -----------------------------------------------------------------
 
     def test_sequence_parallel_norms(self) -> None:
         """Each tp rank normalizes its part of the sequence: the norms' gradients are partial sums over tp."""
-        model = self.check(norms_cell(), GTP_TP, REPLICATE_TP, TP_GTP)
+        model = check_cell(norms_cell(), REPLICATE_TP, TP_GTP)
         self.assertEqual(model[0].norm.weight.placements, (Replicate(), Replicate()))
 
     def test_modules_outside_of_the_plan(self) -> None:
-        """Their parameters are plain tensors, on gtp alone, and equal on the ranks of tp."""
-        model = self.check(outside_cell(), GTP_TP, TP_GTP)
-        names = [param.device_mesh.mesh_dim_names for param in model.parameters()]
-        self.assertEqual(names, [("gtp",)] * 4 + [("tp", "gtp")] * 4)
+        """Their parameters are plain tensors, on gtp alone, and equal on the ranks of tp. Optimizers and clipping have
+        both kinds in one group."""
+        for layout, options in ((TP_GTP, {"foreach": False}), (GTP_TP, {"foreach": True}), (GTP_TP, {"fused": True})):
+            model = check_cell(outside_cell(), layout, make_optimizer=partial(adamw, **options), max_norm=0.1)
+            names = [param.device_mesh.mesh_dim_names for param in model.parameters()]
+            self.assertEqual(names, [("gtp",)] * 4 + [("tp", "gtp")] * 4)
 
     def test_replicated_weights(self) -> None:
         """``distribute_module`` without a plan replicates; the module then eats DTensors, sharded over tp."""
-        cell = Cell(
-            lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4)), replicate_all, loss=sharded_input
-        )
-        model = self.check(cell, GTP_TP, TP_GTP)
+        layers = lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4))  # noqa: E731
+        model = check_cell(Cell(layers, replicate_all, loss=sharded_input), GTP_TP, TP_GTP)
         self.assertEqual(model[0].weight.placements, (Replicate(), GTPShard(0)))
 
-    # --- embeddings and losses ----------------------------------------------------------------------------------------
-
-    def test_embedding_rowwise(self) -> None:
-        """Cut by vocabulary, unevenly, each rank masking what it does not hold."""
-        self.check(embedding_cell(RowwiseParallel(input_layouts=Replicate())), GTP_TP, TP_GTP)
-
-    def test_embedding_colwise(self) -> None:
-        self.check(embedding_cell(ColwiseParallel(output_layouts=Replicate())), GTP_TP, TP_GTP)
+    # --- models -------------------------------------------------------------------------------------------------------
 
     def test_tied_embedding_and_head(self) -> None:
-        """Parallelized one by one, then tied: one weight, rowwise as an embedding and colwise as a head."""
-
-        def plan(model: nn.Module, tp: DeviceMesh) -> None:
-            embedding = RowwiseParallel(input_layouts=Replicate())
-            parallelize_module(model, tp, {"0": embedding, "2": ColwiseParallel(output_layouts=Replicate())})
-            model[2].weight = model[0].weight
-
-        cell = Cell(tied_model, plan, (5,), 18, loss=next_token_loss)
-        model = self.check(cell, GTP_TP, REPLICATE_TP, TP_GTP)
+        model = check_cell(tied_cell(), REPLICATE_TP, TP_GTP)
         self.assertIs(model[2].weight, model[0].weight)
-
-    def test_loss_parallel(self) -> None:
-        """The logits stay cut by vocabulary through cross entropy, as a DTensor."""
-        cell = Cell(
-            lambda: nn.Sequential(nn.Embedding(18, 6), nn.Linear(6, 18)),
-            {"1": ColwiseParallel(use_local_output=False)},
-            (5,),
-            18,
-            loss=next_token_loss,
-            around=loss_parallel,
-        )
-        self.check(cell, GTP_TP, TP_GTP)
-
-    # --- modules ------------------------------------------------------------------------------------------------------
-
-    def test_prepared_inputs_and_outputs(self) -> None:
-        plan: Plan = {
-            "first": PrepareModuleInputOutput(
-                input_layouts=Replicate(),
-                desired_input_layouts=Shard(0),
-                output_layouts=Shard(0),
-                desired_output_layouts=Replicate(),
-                use_local_output=False,
-            ),
-            "first.inner": SequenceParallel(sequence_dim=0, use_local_output=True),
-            "second.inner": SequenceParallel(sequence_dim=0),
-            "second": PrepareModuleInputOutput(
-                input_layouts=(Replicate(), None),
-                desired_input_layouts=(Shard(0), None),
-                output_layouts=Shard(0),
-                desired_output_layouts=Replicate(),
-            ),
-            "third": PrepareModuleOutput(output_layouts=Shard(-1), desired_output_layouts=Replicate()),
-            "third.inner": ColwiseParallel(),
-        }
-        self.check(Cell(Prepared, plan), GTP_TP, TP_GTP)
-
-    def test_raw_weights_used_as_local_tensors(self) -> None:
-        """Experts' stacked weights, cut on their last dims, that the forward itself turns into local tensors."""
-        self.check(Cell(Stacked, cut_stacked), GTP_TP, TP_GTP)
 
     def test_llama(self) -> None:
         """The usual plan for a Llama: sequence parallel norms, colwise and rowwise projections, parallel loss."""
-        cell = llama_cell()
-        model = self.check(cell, GTP_TP, TP_GTP)
+        model = check_cell(llama_cell(), GTP_TP, TP_GTP)
         # Three query heads on each tp rank, cut between heads over two ranks; one key-value head, which one rank holds.
         attention = model.layers[0].attention
         rows = [module.weight.to_local().shape[0] for module in (attention.wq, attention.wk)]
         gtp = attention.wq.weight.device_mesh.get_local_rank("gtp")
         self.assertEqual(rows, [(8, 4), (4, 0)][gtp])
 
-    # --- activation checkpointing -------------------------------------------------------------------------------------
-
     def test_activation_checkpointing(self) -> None:
         """Each block is recomputed, collectives of tp included; its weights are gathered once more, unless the policy
-        saves what the GEMMs return."""
-        for how in ("non-reentrant", "reentrant", "selective"):
+        saves what the GEMMs return. torch's wrapper module is there before the plan is applied."""
+        for how, layout in (("wrapper", TP_GTP), ("reentrant", GTP_TP), ("selective", GTP_TP)):
             cell = llama_cell(how)
-            model = self.check(cell, GTP_TP)
-            gathers = gathers_of_a_step(model, cell, root_mesh(*GTP_TP))
+            model = check_cell(cell, layout)
+            gathers = gathers_of_a_step(model, cell, root_mesh(*layout))
             expected = {2} if how == "selective" else {3}
             self.assertEqual(gathers, {"embedding": {1}, "layers": expected, "output": {1}})
-
-    def test_activation_checkpoint_wrapper(self) -> None:
-        """torch's wrapper module around each block, put there before the plan is applied."""
-        self.check(llama_cell("wrapper"), TP_GTP)
-
-    # --- optimizers ---------------------------------------------------------------------------------------------------
-
-    def test_optimizers_and_clipping(self) -> None:
-        for layout, options in ((GTP_TP, {"foreach": True}), (TP_GTP, {"fused": True})):
-            self.check(llama_cell(), layout, make_optimizer=adamw(**options), max_norm=0.1)
-
-    def test_optimizers_over_modules_outside_of_the_plan(self) -> None:
-        """Parameters on (tp, gtp) and on (gtp) in one group."""
-        for options in ({"foreach": False}, {"foreach": True}, {"fused": True}):
-            self.check(outside_cell(), GTP_TP, make_optimizer=adamw(**options), max_norm=0.1)
 
     # --- refusals -----------------------------------------------------------------------------------------------------
 

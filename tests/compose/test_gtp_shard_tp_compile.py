@@ -15,9 +15,9 @@ from common import ALL, GlooTest, check_training
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from tp_common import GTP_TP, TP_GTP, Cell, embedding_cell, gtp_axes, llama_cell, norms_cell, root_mesh, uneven_cell
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from tp_common import GTP_TP, TP_GTP, Cell, embeddings_cell, gtp_axes, llama_cell, norms_cell, root_mesh, uneven_cell
 
 from dtensor_gtp import gtp_shard
 
@@ -47,7 +47,6 @@ class TestTensorParallelCompile(GlooTest):
                 gtp_axes(root),
                 cell.batch,
                 cell.loss,
-                num_microbatches=2,
                 steps=2,
                 make_optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
             )
@@ -70,16 +69,10 @@ class TestTensorParallelCompile(GlooTest):
         """Activation checkpointing around each compiled block; the first one's input is an unfinished collective."""
         self.check(llama_cell("non-reentrant"), GTP_TP, lambda model: list(model.layers))
 
-    def test_whole_model(self) -> None:
-        """The two hooks of the compiled module itself are graphs of their own, as without gtp."""
-        self.check(norms_cell(), TP_GTP, lambda model: [model], num_graphs=3)
-
-    def test_uneven_cuts(self) -> None:
-        self.check(uneven_cell(), GTP_TP, lambda model: [model])
-
-    def test_embedding(self) -> None:
-        for style in (RowwiseParallel(input_layouts=Replicate()), ColwiseParallel(output_layouts=Replicate())):
-            self.check(embedding_cell(style), GTP_TP, lambda model: [model])
+    def test_whole_models(self) -> None:
+        """One with uneven cuts, and one of embeddings."""
+        for cell in (uneven_cell(), embeddings_cell()):
+            self.check(cell, GTP_TP, lambda model: [model])
 
     @unittest.skipIf(torch.__version__ < "2.13", "torch 2.11 has no such product without gtp_shard either")
     def test_async_tensor_parallelism_finds_no_product(self) -> None:

@@ -49,6 +49,11 @@ class LM(nn.Module):
         return loss
 
 
+def lm(**options: Any) -> LM:
+    torch.manual_seed(0)
+    return LM(**options)
+
+
 def make_tokens(seed: int = 0, rows: int = 8, vocabulary: int = VOCABULARY) -> torch.Tensor:
     return torch.randint(0, vocabulary, (rows, 4), generator=torch.Generator().manual_seed(seed))
 
@@ -98,11 +103,10 @@ class TestVocabularyParallel(GlooTest):
         options = {"ignore_index": 3, "label_smoothing": 0.3, "reduction": "sum"}
         for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
             for model, loss, size in (
-                (LM(), call, 100),
-                (LM(is_tied=True, **options), mean_of_sum, 2),
-                (LM(vocabulary=5, **options), mean_of_sum, 1),
+                (lm(), call, 100),
+                (lm(is_tied=True, **options), mean_of_sum, 2),
+                (lm(vocabulary=5, **options), mean_of_sum, 1),
             ):
-                torch.manual_seed(0)
                 with chunks_of(size):
                     sharded = check_training(
                         model.double(),
@@ -122,8 +126,7 @@ class TestVocabularyParallel(GlooTest):
     def test_equals_stock_cross_entropy(self) -> None:
         """Each reduction, value and gradient, in one process as on ranks; called inside and outside of the model."""
         mesh = self.gtp_mesh()
-        torch.manual_seed(0)
-        reference = LM()
+        reference = lm()
         tokens = make_tokens()
         own = rows_of_rank(tokens, mesh)
         for reduction in ("none", "mean", "sum"):
@@ -146,8 +149,7 @@ class TestVocabularyParallel(GlooTest):
     def test_bf16(self) -> None:
         """bf16 products, float32 sums: as near to float32 as bf16 logits allow; the wgrad is never rounded to bf16."""
         mesh = self.gtp_mesh()
-        torch.manual_seed(0)
-        reference = LM(is_tied=True).bfloat16().float()
+        reference = lm(is_tied=True).bfloat16().float()
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         with chunks_of(2):
             model = shard_copy(reference, mesh, mp_policy=policy, schedule=EXCHANGE)
@@ -172,9 +174,7 @@ class TestVocabularyParallel(GlooTest):
 
     def test_neither_weight_nor_logits_are_whole(self) -> None:
         mesh = self.gtp_mesh()
-        torch.manual_seed(0)
-        wide = LM(vocabulary=1000)
-        model = shard_copy(wide, mesh)
+        model = shard_copy(lm(vocabulary=1000), mesh)
         hidden = torch.randn(64, WIDTH, requires_grad=True)
         target = torch.arange(64)
         with LargestTensor() as largest, mock.patch.object(cross_entropy, "CHUNK_NBYTES", 4 * 4 * 250 * 2):
@@ -185,8 +185,7 @@ class TestVocabularyParallel(GlooTest):
     def test_frozen_parts_and_later_microbatches(self) -> None:
         mesh = self.gtp_mesh()
         for frozen in ("head", "body.embedding", ""):
-            torch.manual_seed(0)
-            reference = LM()
+            reference = lm()
             for name in filter(None, frozen.split(".")):
                 getattr(reference, name).requires_grad_(False)
             model = shard_copy(reference, mesh)
@@ -208,8 +207,7 @@ class TestVocabularyParallel(GlooTest):
         """Its gradient is that of this rank's tokens alone, whatever the policy says of the head."""
         mesh = self.gtp_mesh()
         for head in ("exchange", "gather"):
-            torch.manual_seed(0)
-            reference = LM()
+            reference = lm()
             model = copy.deepcopy(reference)
             schedule = explicit(min_shard_numel=0, head=head)
             gtp_shard(model, mesh, schedule=schedule, ignored_params={model.head.bias})
@@ -219,40 +217,33 @@ class TestVocabularyParallel(GlooTest):
             torch.testing.assert_close(model.head.bias.grad, reference.head.bias.grad)
 
     def test_checkpointed_compiled_and_inside_of_fully_shard(self) -> None:
-        mesh = self.gtp_mesh()
+        """With an embedding that exchanges, too."""
+
+        def recomputed(model: Any) -> None:
+            forward = model.forward
+            model.forward = lambda tokens: checkpoint(forward, tokens, use_reentrant=False)
+
         tokens = make_tokens()
-
-        class Checkpointed(LM):
-            def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-                hidden = self.hidden(tokens[:, :-1])
-                loss = partial(linear_cross_entropy, linear=self.head, target=tokens[:, 1:])
-                result: torch.Tensor = checkpoint(loss, hidden, use_reentrant=False)
-                return result
-
-        for cls in (Checkpointed, LM):
-            torch.manual_seed(0)
-            reference = cls()
-            model = shard_copy(reference, mesh)
-            if cls is LM:
-                model.compile(backend="aot_eager")
-            model(rows_of_rank(tokens, mesh)).backward()
+        for change in (recomputed, lambda model: model.compile(backend="aot_eager")):
+            reference = lm()
+            model = shard_copy(reference, self.gtp_mesh(), schedule=EXCHANGE)
+            change(model)
+            model(rows_of_rank(tokens, self.gtp_mesh())).backward()
             stock_loss(reference, tokens).backward()
             assert_same_params(model, reference, "grad")
             assert_idle(model)
 
-        def shard(model: nn.Module) -> nn.Module:
-            gtp_shard(model, dp_gtp()["gtp"], schedule=ALL)
-            fully_shard(model.body, mesh=dp_gtp()["dp"])
-            return fully_shard(model, mesh=dp_gtp()["dp"])
+        def shard(model: Any) -> Any:
+            gtp_shard(model, dp_gtp()["gtp"], schedule=EXCHANGE)
+            for unit in (model.embedding, model.body, model):
+                fully_shard(unit, mesh=dp_gtp()["dp"])
+            return model
 
-        torch.manual_seed(0)
-        reference = LM()
-        check_training(reference, shard, dp_gtp(), batch_of(reference), call, steps=2)
+        check_training(lm(), shard, dp_gtp(), batch_of(lm()), call, steps=2)
 
     def test_ranks_with_unequal_numbers_of_tokens(self) -> None:
         mesh = self.gtp_mesh()
-        torch.manual_seed(0)
-        reference = LM(reduction="sum")
+        reference = lm(reduction="sum")
         model = shard_copy(reference, mesh)
         with environment(DTENSOR_GTP_DEBUG="order"):
             for step, counts in enumerate(((4, 2, 1, 3), (0, 4, 1, 2), (5, 6, 7, 5), (0, 7, 0, 0))):
@@ -282,8 +273,7 @@ class TestVocabularyParallel(GlooTest):
 
     def test_policies_and_what_is_refused(self) -> None:
         mesh = self.gtp_mesh()
-        torch.manual_seed(0)
-        reference = LM()
+        reference = lm()
         own = rows_of_rank(make_tokens(), mesh)
         # Exchange: 16 * width * tokens of each of 4 ranks and 12 bytes of each; gather: 8 * width * 31 bytes.
         for head, length, num, said in (

@@ -1,114 +1,310 @@
-"""Optimizer states cut over replicas: ``fully_shard(reshard_after_forward=False)`` over the copies of ``gtp_shard``.
+"""Optimizer states that replicas split: writes between steps, saves, costs and refusals.
 
-A parameter is then cut over (replicate, gtp). Gradients are reduce-scattered over both axes, and what the optimizer has
-updated is gathered over the replicas once a step.
+``gtp_shard(shard_optimizer=True)`` splits them, and ``fully_shard(reshard_after_forward=False)`` over the copies of
+``gtp_shard``: gradients are then reduce-scattered over both axes, and what the optimizer has updated is gathered over
+the replicas once a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
-from common import ALL, GlooTest, rows_of_rank
+from checkpoint_common import PLAIN, check_reload, topology
+from checkpoint_common import make as make_small
+from checkpoint_common import tokens_of_step as small_tokens
+from common import ALL, assert_same_params, rows_of_rank
 from fsdp_common import (
+    OPTIMIZERS,
     check,
     check_averages,
     check_checkpoints,
     check_overflow,
+    check_resumes,
     make,
     mesh_of,
     next_token_loss,
     token_batch,
     wrap,
 )
-from runtime_common import counted
+from runtime_common import Counts, counted, runtime_of
+from test_gtp_shard_groups import CHOSEN
+from test_shard_optimizer import CLOSE, OfTwoByTwo, blocks, blocks_batch, small_loss
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from dtensor_gtp import gtp_shard
+from dtensor_gtp import capture_step, gtp_shard, quantize_, sharding_report
+from dtensor_gtp._comm.streams import Streams
 
-OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
-    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
-    "AdamW fused": partial(torch.optim.AdamW, lr=1e-2, fused=True),
-    "AdamW foreach": partial(torch.optim.AdamW, lr=1e-2, foreach=True, amsgrad=True),
-    "Adam for-loop": partial(torch.optim.Adam, lr=1e-2, foreach=False),
-    "NAdam": partial(torch.optim.NAdam, lr=1e-2),
-    "RAdam": partial(torch.optim.RAdam, lr=1e-2),
-    "Adamax": partial(torch.optim.Adamax, lr=1e-2),
-    "Adadelta": partial(torch.optim.Adadelta, lr=1e-1),
-    "ASGD": partial(torch.optim.ASGD, lr=1e-2),
-    "Adagrad": partial(torch.optim.Adagrad, lr=1e-2),
-    "RMSprop": partial(torch.optim.RMSprop, lr=1e-2, foreach=True),
-}
+adamw = OPTIMIZERS["AdamW fused"]
 
 
-def cut_over_replicas(mesh: DeviceMesh) -> Callable[[Any], Any]:
-    def shard(model: Any) -> Any:
-        gtp_shard(model, mesh["gtp"], schedule=ALL)
-        return wrap(model, mesh["replicate"], reshard_after_forward=False)
-
-    return shard
-
-
-class TestStatesOverReplicas(GlooTest):
-    """replicate x gtp, 2 x 2."""
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        return mesh_of((2, 2), ("replicate", "gtp"))
-
-    @property
-    def shard(self) -> Callable[[Any], Any]:
-        return cut_over_replicas(self.mesh)
-
-    def batch(self, step: int) -> torch.Tensor:
-        return token_batch(torch.Generator().manual_seed(step))
-
-    @pytest.mark.long
-    def test_optimizers_of_torch(self) -> None:
-        for make_optimizer in OPTIMIZERS.values():
-            check(make(), self.shard, self.mesh, make_optimizer=make_optimizer, tolerance={"rtol": 1e-6, "atol": 1e-8})
-
-    def test_a_rank_holds_its_part_of_the_states(self) -> None:
-        """Each state has as many elements as the parts of all ranks together: none is on two ranks."""
-        model = self.shard(make())
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        next_token_loss(model, rows_of_rank(self.batch(0), self.mesh)).backward()
-        optimizer.step()
-        for param, state in optimizer.state.items():
-            if param.ndim < 2:
-                continue  # what stays whole along gtp is cut over the replicas alone
-            for moment in (state["exp_avg"], state["exp_avg_sq"]):
-                assert isinstance(moment, DTensor)
-                mine = torch.tensor(moment.to_local().numel())
-                torch.distributed.all_reduce(mine)
-                self.assertEqual(mine.item(), moment.numel())
-
-    def test_a_step_gathers_over_replicas_once(self) -> None:
-        """And reduce-scatters each unit once: together what one all-reduce moves."""
-        model, plain = self.shard(make()), gtp_shard(make(), self.mesh["gtp"], schedule=ALL)
-        units = len(model.layers) + 1
-        for _ in range(2):
-            counts = []
-            for trained in (model, plain):
-                with counted() as count:
-                    next_token_loss(trained, rows_of_rank(self.batch(0), self.mesh)).backward()
-                counts.append(count())
-        self.assertEqual(counts[0].all_gathers - counts[1].all_gathers, units)
-        self.assertEqual(counts[0].reduce_scatters - counts[1].reduce_scatters, units)
-
-    @pytest.mark.long  # by default: test_shard_optimizer.py
+class TestWritesAndSaves(OfTwoByTwo):
     def test_clipping_scaling_and_averages(self) -> None:
-        check_averages(self, OPTIMIZERS["AdamW fused"])
+        check_averages(self, adamw)
 
     def test_an_overflow_of_one_rank_skips_the_step_of_all(self) -> None:
-        check_overflow(self, OPTIMIZERS["AdamW fused"])
+        check_overflow(self, adamw)
+
+    def test_writes_reach_all_replicas(self) -> None:
+        """Between forwards without an optimizer: in place, through ``.data``, to local tensors, by foreach, loaded."""
+        batch = token_batch(torch.Generator().manual_seed(0))
+
+        def in_place(module: Any, held: Any) -> None:
+            for param in held:
+                param.mul_(0.5)
+
+        def by_data(module: Any, held: Any) -> None:
+            for param in held:
+                param.data.mul_(0.5)
+
+        def new_data(module: Any, held: Any) -> None:
+            for param in held:
+                param.data = param.data * 0.5
+
+        def local(module: Any, held: Any) -> None:
+            for param in held:
+                (param.to_local() if isinstance(param, DTensor) else param).mul_(0.5)
+
+        def by_foreach(module: Any, held: Any) -> None:
+            torch._foreach_mul_(held, 0.5)
+
+        def loaded(module: Any, held: Any, **options: Any) -> None:
+            module.load_state_dict({name: value * 0.5 for name, value in module.state_dict().items()}, **options)
+
+        ways = (in_place, by_data, new_data, local, by_foreach, loaded, partial(loaded, assign=True), in_place)
+        for schedule in (ALL, CHOSEN):
+            reference, model = make(), self.shard(make(), schedule=schedule)
+            with torch.no_grad():
+                for write in ways:
+                    self.assertEqual(next_token_loss(model, batch), next_token_loss(reference, batch))
+                    for module in (reference, model):
+                        write(module, list(module.parameters()))
+                    self.assertEqual(next_token_loss(model, batch), next_token_loss(reference, batch), msg=str(write))
+
+    def test_from_meta_and_casts(self) -> None:
+        torch.manual_seed(0)
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 7))
+        self.shard(model).to_empty(device="cpu")
+        reference = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 7))
+        for module in (model, reference):
+            torch.manual_seed(1)
+            for layer in module:
+                layer.reset_parameters()
+        x = torch.randn(4, 6)
+        self.assertEqual(model(x), reference(x))
+        for module in (model, reference):
+            module.double()
+        self.assertEqual(model(x.double()), reference(x.double()))
+
+    def test_unshard_has_the_present_values(self) -> None:
+        for schedule in (ALL, CHOSEN):
+            reference = blocks()
+            model = self.shard(copy.deepcopy(reference), schedule=schedule)
+            batch = blocks_batch(torch.Generator().manual_seed(0))
+            self.assertEqual(model(batch), reference(batch))
+            for _ in range(2):
+                for module in (model, reference):
+                    for param in module.parameters():
+                        param.data.add_(1)
+                model.unshard()
+                weights = [module.layers[0].up.weight.detach().clone() for module in (model, reference)]
+                self.assertEqual(*weights)
+                model.reshard()
+
+    def test_a_replica_may_run_forwards_alone(self) -> None:
+        """After a step, one replica evaluates: the other one meets it in its next forward."""
+        model = self.shard(make())
+        reference = make()
+        optimizers = [adamw(module.parameters()) for module in (reference, model)]
+        for step in range(3):
+            batch = token_batch(torch.Generator().manual_seed(step))
+            next_token_loss(reference, batch).backward()
+            next_token_loss(model, rows_of_rank(batch, self.mesh)).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            if self.mesh.get_local_rank("replicate") == step:  # not after the last step: it would wait forever
+                with torch.no_grad():
+                    for _ in range(2):
+                        self.assertEqual(next_token_loss(model, batch), next_token_loss(reference, batch))
+            assert_same_params(model, reference)
 
     @pytest.mark.long
     def test_checkpoints(self) -> None:
-        """Resumes on the same axes, on meta, under gtp alone and in one process, and goes on there as here."""
+        """Resumes on the same axes, on meta, with whole states, under gtp alone and in one process, and goes on."""
+
+        def on_meta(model: nn.Module) -> Any:
+            return self.shard(model.to("meta")).to_empty(device="cpu")
+
+        topologies = [
+            topology(self.shard, self.mesh),
+            topology(on_meta, self.mesh),
+            topology(lambda model: gtp_shard(model, self.mesh, schedule=ALL), self.mesh),
+            topology(lambda model: gtp_shard(model, self.gtp_mesh(), schedule=ALL), self.gtp_mesh()),
+            PLAIN,
+        ]
+        check_resumes(topologies, adamw)
+
+    def test_resumes_with_whole_states_and_back(self) -> None:
+        whole = topology(lambda model: gtp_shard(model, self.mesh, schedule=ALL), self.mesh)
+        for topologies in ([topology(self.shard, self.mesh), whole], [whole, topology(self.shard, self.mesh)]):
+            check_reload(lambda seed: make_small(seed).double(), small_tokens, small_loss, topologies, adamw)
+
+
+class Momentum(nn.Module):
+    """Writes in its forward to weights, between uses of them."""
+
+    def __init__(self, write: Callable[[Any, Any], None]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 10, bias=False), nn.Linear(6, 10, bias=False)
+        self.write, self.held = write, ()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.second(x) + self.first(x)
+        with torch.no_grad():
+            self.write(*self.held)
+        return y * self.first(x) + self.second(x)
+
+
+class TestWritesInForward(OfTwoByTwo):
+    def test_they_reach_all_replicas(self) -> None:
+        def lerp(target: Any, source: Any) -> None:
+            target.lerp_(source, 0.25)
+
+        def by_data(target: Any, source: Any) -> None:
+            target.data.lerp_(source.data, 0.25)
+
+        for write in (lerp, by_data):
+            torch.manual_seed(0)
+            reference = Momentum(write).double()
+            model = self.shard(copy.deepcopy(reference))
+            for module in (reference, model):
+                module.held = (module.second.weight, module.first.weight)
+            for step in range(2):
+                rows = torch.randn(8, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+                with torch.no_grad():
+                    for _ in range(2):
+                        self.assertEqual(model(rows), reference(rows))
+                assert_same_params(model, reference)
+
+
+class Costs(OfTwoByTwo):
+    def check_parts_of_states(self, model: nn.Module, copies_of_whole: int) -> None:
+        """All ranks together have as many elements of each state as the parameter has, or that many copies."""
+        optimizer = adamw(model.parameters())
+        self.step(model)
+        optimizer.step()
+        for name, param in model.named_parameters():
+            for key in ("exp_avg", "exp_avg_sq"):
+                moment = optimizer.state[param][key]
+                mine = torch.tensor(moment.to_local().numel())
+                dist.all_reduce(mine)
+                copies = copies_of_whole if param.ndim < 2 else 1
+                self.assertEqual(mine.item(), moment.numel() * copies, msg=name)
+
+    def counts(self, model: Any, num_microbatches: int = 2) -> Counts:
+        """Of a second step."""
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            with counted() as count:
+                for microbatch in range(num_microbatches):
+                    model.set_requires_gradient_sync(microbatch == num_microbatches - 1)
+                    self.step(model, microbatch)
+            optimizer.step()
+            optimizer.zero_grad()
+        return count()
+
+
+class TestCosts(Costs):
+    def test_a_rank_holds_its_part_of_the_states(self) -> None:
+        self.check_parts_of_states(self.shard(make()), 4)  # what is whole along gtp stays whole
+
+    def test_collectives_of_a_step(self) -> None:
+        """Over the replicas each weight is reduce-scattered once, and gathered once for all microbatches. What gtp
+        gathers is the same, in number and size."""
+        models = [gtp_shard(make(), self.mesh, schedule=ALL, shard_optimizer=split) for split in (False, True)]
+        num_weights = len(runtime_of(models[0]).weights)
+        whole, split = map(self.counts, models)
+        self.assertEqual(split.reduce_scatters - whole.reduce_scatters, num_weights)
+        self.assertEqual(whole.all_reduces - split.all_reduces, num_weights)
+        self.assertEqual(split.all_gathers - whole.all_gathers, num_weights)
+        gathered_bytes = [[target.nbytes for target in runtime_of(model).members.gatherables] for model in models]
+        self.assertEqual(*gathered_bytes)
+
+    def test_report(self) -> None:
+        report = str(sharding_report(self.shard(make()), verbose=True))
+        self.assertIn("optimizer states over replicate", report)
+        self.assertIn("(G(0), S(0))", report)
+
+
+class TestByFullyShard(Costs):
+    def shard(self, model: Any, **options: Any) -> Any:
+        gtp_shard(model, self.mesh["gtp"], schedule=ALL)
+        return wrap(model, self.mesh["replicate"], reshard_after_forward=False)
+
+    def test_a_rank_holds_its_part_of_the_states(self) -> None:
+        self.check_parts_of_states(self.shard(make()), 2)  # what is whole along gtp is cut over the replicas alone
+
+    def test_collectives_of_a_step(self) -> None:
+        """Each unit is gathered and reduce-scattered once over the replicas: what one all-reduce moves."""
+        model, plain = self.shard(make()), gtp_shard(make(), self.mesh["gtp"], schedule=ALL)
+        split, whole = (self.counts(each, num_microbatches=1) for each in (model, plain))
+        self.assertEqual(split.all_gathers - whole.all_gathers, len(model.layers) + 1)
+        self.assertEqual(split.reduce_scatters - whole.reduce_scatters, len(model.layers) + 1)
+
+    def test_an_overflow_of_one_rank_skips_the_step_of_all(self) -> None:
+        check_overflow(self, adamw)
+
+    @pytest.mark.long  # by default: those of shard_optimizer
+    def test_optimizers_averages_and_checkpoints(self) -> None:
+        """Checkpoints resume on the same axes, on meta, under gtp alone and in one process, and go on there as here."""
+        for make_optimizer in OPTIMIZERS.values():
+            check(make(), self.shard, self.mesh, make_optimizer=make_optimizer, tolerance=CLOSE)
+        check_averages(self, adamw)
         check_checkpoints(self.mesh, self.shard)
+
+
+class TestRefusals(OfTwoByTwo):
+    def refuse(self, what: str, call: Callable[[], Any], kind: type[Exception] = NotImplementedError) -> None:
+        with self.assertRaisesRegex(kind, what):
+            call()
+
+    def test_combinations(self) -> None:
+        model = self.shard(make())
+        self.refuse("capture_step does not support gtp_shard.shard_optimizer", lambda: capture_step(model, model))
+        is_capturing = mock.patch.object(Streams, "is_capturing", property(lambda comm: True))
+        with is_capturing:
+            self.refuse("A CUDA graph cannot record forwards", lambda: model(token_batch(torch.Generator())))
+        outer = mesh_of((2, 1, 2), ("dp", "replicate", "gtp"))
+        inner = gtp_shard(make(), outer["replicate", "gtp"], schedule=ALL, shard_optimizer=True)
+        fully_shard(inner, mesh=outer["dp"])  # no replicas, nothing to split
+        for options in ({"offload_policy": CPUOffloadPolicy()}, {"shard_optimizer": 1}):
+            kind = TypeError if "shard_optimizer" in options else NotImplementedError
+            self.refuse("shard_optimizer", lambda o=options: self.shard(make(), **o), kind)
+        native = quantize_(nn.Linear(64, 64, bias=False), "mxfp8", storage="native")
+        self.refuse("shard_optimizer=True for parameter 'weight'.*NativeWeight", lambda: self.shard(native))
+        self.shard(native.requires_grad_(False))
+        unnamed = DeviceMesh("cpu", torch.arange(4).view(2, 2))
+        call = lambda: gtp_shard(make(), unnamed, schedule=ALL, shard_optimizer=True)  # noqa: E731
+        self.refuse("expects a mesh with named axes for shard_optimizer", call, ValueError)
+
+    def test_unlike_arguments(self) -> None:
+        split = dist.get_rank() < 2
+        call = lambda: gtp_shard(make(), self.mesh, schedule=ALL, shard_optimizer=split)  # noqa: E731
+        self.refuse("shard_optimizer", call, RuntimeError)
+
+    def test_outer_fully_shard(self) -> None:
+        mesh = mesh_of((1, 2, 2), ("dp", "replicate", "gtp"))
+        model = gtp_shard(make(), mesh["replicate", "gtp"], schedule=ALL, shard_optimizer=True)
+        with self.assertRaisesRegex(NotImplementedError, "cannot wrap gtp_shard.shard_optimizer=True"):
+            fully_shard(model, mesh=mesh["dp"])

@@ -24,19 +24,18 @@ from test_gtp_shard_fsdp import CallsAgain, Recomputes
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from tp_common import (
     Cell,
     check_cell,
-    embedding_cell,
+    embeddings_cell,
     gathers_of_a_step,
     gtp_axes,
     llama_cell,
-    next_token_loss,
     norms_cell,
     outside_cell,
     root_mesh,
-    tied_model,
+    tied_cell,
 )
 
 from dtensor_gtp import GTPShard, gtp_shard
@@ -97,15 +96,8 @@ class TestCudaCompose(CudaTest):
         self.assertEqual(model[0].norm.weight.placements[0], Replicate())
 
     def test_embeddings(self) -> None:
-        check_cell(embedding_cell(RowwiseParallel(input_layouts=Replicate())), GTP_TP)
-        check_cell(embedding_cell(ColwiseParallel(output_layouts=Replicate())), GTP_TP)
-
-        def tie(model: Any, tp: DeviceMesh) -> None:
-            rows, columns = RowwiseParallel(input_layouts=Replicate()), ColwiseParallel(output_layouts=Replicate())
-            parallelize_module(model, tp, {"0": rows, "2": columns})
-            model[2].weight = model[0].weight
-
-        check_cell(Cell(tied_model, tie, (5,), 18, loss=next_token_loss), TP_GTP)
+        check_cell(embeddings_cell(), GTP_TP)
+        check_cell(tied_cell(), TP_GTP)
 
     def test_llama(self) -> None:
         """Sequence parallel norms, heads that gtp does not divide, parallel loss, checkpoints; then microbatches."""

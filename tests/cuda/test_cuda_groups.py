@@ -38,17 +38,24 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Blocks of one shape: a gather that comes too early or too late has the weights of another block."""
 
-    def __init__(self, is_checkpointed: bool = False, width: int = WIDTH) -> None:
+    def __init__(self, is_checkpointed: bool = False, width: int = WIDTH, num_streams: int = 0) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, width, bias=False)
         self.layers = nn.ModuleList(Block(width) for _ in range(DEPTH))
         self.last = nn.Linear(width, WIDTH, bias=False)
         self.is_checkpointed = is_checkpointed
+        self.streams = [torch.cuda.Stream() for _ in range(num_streams)]  # blocks run on them in turn
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.is_checkpointed else layer(x)
+        x, outside = self.first(x), torch.cuda.current_stream()
+        for number, layer in enumerate(self.layers):
+            stream = self.streams[number % len(self.streams)] if self.streams else outside
+            stream.wait_stream(outside)
+            with torch.cuda.stream(stream):
+                x.record_stream(stream)
+                x = checkpoint(layer, x, use_reentrant=False) if self.is_checkpointed else layer(x)
+            outside.wait_stream(stream)
+        x.record_stream(outside)
         return self.last(x)
 
 
@@ -106,6 +113,16 @@ class TestCudaGroups(CudaTest):
             for seed in range(4):
                 with mock.patch.dict(os.environ, DTENSOR_GTP_DEBUG=f"poison,delay={seed}"):
                     found = self.train(self.sharded(policy), 6)
+                for one, other in zip(found, expected, strict=True):
+                    self.assertTrue(torch.equal(one, other))
+
+    def test_blocks_on_several_streams(self) -> None:
+        """Gradients that wait for others to travel with were made on another stream than the one that packs them."""
+        for policy in (None, BF16):
+            expected = self.train(self.sharded(policy), 6)
+            for seed in range(3):
+                with mock.patch.dict(os.environ, DTENSOR_GTP_DEBUG=f"poison,delay={seed}"):
+                    found = self.train(self.sharded(policy, num_streams=2), 6)
                 for one, other in zip(found, expected, strict=True):
                     self.assertTrue(torch.equal(one, other))
 

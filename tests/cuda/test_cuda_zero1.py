@@ -16,11 +16,19 @@ import torch
 import torch.nn as nn
 from common import ALL, assert_same_params, environment, full, rows_of_rank
 from cuda_common import BF16, NUM_RANKS, CudaTest
-from fsdp_common import VOCABULARY, check, check_checkpoints, make, mesh_of, next_token_loss, tensor_parallel
+from fsdp_common import (
+    OPTIMIZERS,
+    VOCABULARY,
+    check,
+    check_checkpoints,
+    make,
+    mesh_of,
+    next_token_loss,
+    tensor_parallel,
+)
 from fsdp_common import token_batch as tokens_of
 from runtime_common import assert_idle, runtime_of
 from schedules import explicit
-from test_optimizer_states import OPTIMIZERS
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor

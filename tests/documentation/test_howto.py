@@ -7,34 +7,27 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import get_args
 
 import pytest
+from sources import ROOT, SOURCES, dotted, nodes, parsed
 
 from dtensor_gtp._howto import Page, see
 from dtensor_gtp.help import main
 
-ROOT = Path(__file__).parents[2]
 # Nothing fails where these help.
 WITHOUT_MESSAGE = {
-    "log_metrics",
-    "accumulate_gradients",
-    "add_tp",
-    "checkpoint_activations",
-    "context_parallel",
-    "feed_data",
-    "load_pretrained",
-    "move_from",
-    "read_the_report",
+    *("log_metrics", "accumulate_gradients", "add_tp", "checkpoint_activations", "context_parallel", "feed_data"),
+    *("load_pretrained", "move_from", "read_the_report"),
 }
 
 
+# The pages that the package names, once for each message.
 def _named() -> Iterator[str]:
     """The pages that the package names, once for each message."""
-    for path in (ROOT / "dtensor_gtp").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "see":
+    for path in SOURCES:
+        for node in nodes(parsed(path)):
+            if isinstance(node, ast.Call) and dotted(node.func) == "see":
                 (page,) = node.args
                 assert isinstance(page, ast.Constant), f"{path} names a page that this test cannot read"
                 yield page.value
@@ -48,7 +41,7 @@ def test_messages_name_pages_that_exist() -> None:
 
 def test_no_message_names_a_file_that_is_not_installed() -> None:
     """Docstrings and messages alike: the wheel has no docs folder."""
-    found = [path.name for path in (ROOT / "dtensor_gtp").rglob("*.py") if re.search(r"docs/\w+/", path.read_text())]
+    found = [path.name for path in SOURCES if re.search(r"docs/\w+/", path.read_text())]
     assert found == []
 
 

@@ -69,14 +69,8 @@ def broken_links(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_links_point_at_what_is_there(page: Path) -> None:
     assert broken_links(page) == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_each_reference_is_defined_and_used(page: Path) -> None:
-    text = prose(page)
-    defined = set(re.findall(r"^\[([^\]]+)\]:", text, re.M))
-    used = set(re.findall(r"\]\[([^\]]+)\]", text))
-    assert defined == used
+    defined = set(re.findall(r"^\[([^\]]+)\]:", prose(page), re.M))
+    assert defined == set(re.findall(r"\]\[([^\]]+)\]", prose(page)))
 
 
 def test_broken_links_are_found(tmp_path: Path) -> None:
@@ -95,14 +89,11 @@ def test_browsers_can_read_a_picture(picture: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_page_is_short(page: Path) -> None:
+def test_page_is_short_and_its_code_narrow(page: Path) -> None:
+    text = page.read_text()
     limits = [limit for start, limit in MAX_LINES.items() if name(page).startswith(start)]
-    assert len(page.read_text().splitlines()) <= min(limits, default=10_000)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_code_is_narrow(page: Path) -> None:
-    shown = re.findall(r"^ *`{3}.*?^ *`{3}$", page.read_text(), re.M | re.S)
+    assert len(text.splitlines()) <= min(limits, default=10_000)
+    shown = re.findall(r"^ *`{3}.*?^ *`{3}$", text, re.M | re.S)
     assert [line for block in shown for line in block.splitlines() if len(line) > MAX_COLUMNS] == []
 
 
@@ -132,12 +123,7 @@ def test_readers_see_all_that_a_program_needs(page: pages.Page) -> None:
         )
     lines = [line for line in program.splitlines() if re.search(r"""["']cuda["':]""", line)]
     assert set(lines) <= {'device = "cuda" if torch.cuda.is_available() else "cpu"'}, "runs on GPUs and CPUs"
-
-
-@pytest.mark.parametrize("page", map(pages.read, PAGES), ids=lambda page: page.name)
-def test_checkpoints_have_one_shape_and_are_loaded_with_messages(page: pages.Page) -> None:
-    """``{"model": ..., "optimizer": ...}``, by ``checkpoint.load``: torch's own has no word for a missing key."""
-    program = pages.shown_program(page)
+    # Checkpoints are {"model": ..., "optimizer": ...}. torch's own load has no word for a missing key.
     assert re.findall(r"\bdcp\.(?:load|save)\(", program) == []
     assert re.findall(r"checkpoint\.(?:load|save|async_save)\([\w.]+\.state_dict\(\)", program) == []
 

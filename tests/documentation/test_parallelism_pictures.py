@@ -1,44 +1,27 @@
 """The pictures of two pages are what the placements and the plan say today, and can be read."""
 
-import importlib.util
 import itertools
 import re
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
+import pages
 import pytest
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-@contextmanager
-def imported(name: str) -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    return pages.script("draw_parallelism")
 
 
 @pytest.fixture(scope="module")
-def script() -> Iterator[ModuleType]:
-    with imported("draw_parallelism") as module:
-        yield module
-
-
-@pytest.fixture(scope="module")
-def others(script: ModuleType) -> Iterator[ModuleType]:
-    with imported("draw_others") as module:
-        yield module
+def others() -> ModuleType:
+    return pages.script("draw_others")
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +41,10 @@ def test_files_are_what_the_scripts_draw(drawn: dict[str, str]) -> None:
         assert files[name] == svg, f"docs/images/{name} is stale: run docs/draw_parallelism.py and docs/draw_others.py"
 
 
-def test_a_page_shows_each_file() -> None:
-    text = "".join(page.read_text() for page in [DOCS.parent / "README.md", *DOCS.rglob("*.md")])
-    assert [path.name for path in (DOCS / "images").iterdir() if f"images/{path.name})" not in text] == []
-
-
 def test_pages_show_every_picture(drawn: dict[str, str]) -> None:
-    pages = [DOCS / "guides" / "meshes.md", DOCS / "explanation" / "gtp_and_others.md"]
-    text = "".join(page.read_text() for page in pages)
+    text = "".join(path.read_text() for path in pages.all_paths())
+    assert [path.name for path in (DOCS / "images").iterdir() if f"images/{path.name})" not in text] == []
+    text = "".join((DOCS / page).read_text() for page in ("guides/meshes.md", "explanation/gtp_and_others.md"))
     assert [name for name in drawn if f"(../images/{name})" not in text] == []
 
 
@@ -94,7 +73,7 @@ def test_every_element_is_held_by_all_copies(script: ModuleType, weights: dict[s
 
 
 class Box(NamedTuple):
-    """Where a text stands."""
+    """Where a text stands; a bit more than a sans-serif font takes."""
 
     text: str
     left: float
@@ -102,13 +81,8 @@ class Box(NamedTuple):
     right: float
     bottom: float
 
-    def overlaps(self, other: "Box") -> bool:
-        is_beside = self.right <= other.left or other.right <= self.left
-        return not (is_beside or self.bottom <= other.top or other.bottom <= self.top)
-
 
 def box_of(element: ElementTree.Element) -> Box:
-    """A bit more than a sans-serif font takes."""
     text, size = element.text or "", int(element.attrib["font-size"])
     width = len(text) * size * (0.64 if element.attrib["font-weight"] == "bold" else 0.6)
     left = int(element.attrib["x"]) - {"start": 0.0, "middle": 0.5, "end": 1.0}[element.attrib["text-anchor"]] * width
@@ -121,12 +95,11 @@ def test_texts_stay_inside_and_apart(drawn: dict[str, str]) -> None:
         root = ElementTree.fromstring(svg)
         boxes = [box_of(element) for element in root.iter(f"{SVG}text")]
         assert len(boxes) > 10
-        for box in boxes:
-            is_inside = box.left >= 0 and box.top >= 0
-            is_inside &= box.right <= int(root.attrib["width"]) and box.bottom <= int(root.attrib["height"])
-            assert is_inside, f"{name}: {box}"
+        width, height = (int(root.attrib[side]) for side in ("width", "height"))
+        assert all(b.left >= 0 and b.right <= width and b.top >= 0 and b.bottom <= height for b in boxes), name
         for a, b in itertools.combinations(boxes, 2):
-            assert not a.overlaps(b), f"{name}: {a} overlaps {b}"
+            is_beside = a.right <= b.left or b.right <= a.left or a.bottom <= b.top or b.bottom <= a.top
+            assert is_beside, f"{name}: {a} overlaps {b}"
 
 
 def test_pictures_can_be_read_on_light_and_dark_pages(drawn: dict[str, str]) -> None:

@@ -42,11 +42,6 @@ def tabled(module: str) -> set[str]:
     return {name for table in tables for name in re.findall(r"^ +(?:~dtensor_gtp\.)?(\w+)$", table, re.M)}
 
 
-def test_public_modules_are_found() -> None:
-    assert {"dtensor_gtp", "dtensor_gtp.nn", "dtensor_gtp.integrations.accelerate"} <= set(MODULES)
-    assert len(MODULES) >= 15
-
-
 @pytest.mark.parametrize("module", MODULES)
 def test_each_public_name_is_described(module: str) -> None:
     names = set(MODULES[module])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import pages
 import pytest
 import torch.distributed as dist
 
@@ -29,15 +27,8 @@ PAGES_OF_FIGURES = ("benchmarks.md", "history.md")
 
 
 @pytest.fixture(scope="module")
-def script() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("draw_tables", DOCS / "draw_tables.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+def script() -> ModuleType:
+    return pages.script("draw_tables")
 
 
 def table_lines(script: ModuleType, text: str) -> list[str]:
@@ -54,24 +45,19 @@ def test_tables_are_what_the_script_draws(script: ModuleType) -> None:
     for page in script.pages():
         text = page.read_text()
         assert script.redrawn(text) == text, f"{page.name} is stale: run python docs/draw_tables.py"
-
-
-def test_a_changed_figure_is_noticed(script: ModuleType) -> None:
     text = (DOCS / "benchmarks.md").read_text()
-    drawn = script.draw("2xh200")
-    assert "127.3 (1.18)" in drawn
+    assert "127.3 (1.18)" in script.draw("2xh200")
     assert script.redrawn(text.replace("127.3 (1.18)", "117.3 (1.28)")) == text
+    with pytest.raises(ValueError, match=r"draw expects one of headline, .* but got 'nothing'"):
+        script.draw("nothing")
 
 
 def test_every_table_of_figures_is_drawn(script: ModuleType) -> None:
-    for name in PAGES_OF_FIGURES:
-        assert table_lines(script, (DOCS / name).read_text()) == [], name
-
-
-def test_other_pages_have_no_figures_of_their_own(script: ModuleType) -> None:
     for page in script.pages():
+        lines = table_lines(script, page.read_text())
+        if page.name in PAGES_OF_FIGURES:
+            assert lines == [], page.name
         if page.name not in OTHERS:
-            lines = table_lines(script, page.read_text())
             assert [line for line in lines if figures(line)] == [], f"{page.name}: put them into docs/data"
 
 
@@ -112,18 +98,15 @@ def test_each_file_has_a_table(script: ModuleType) -> None:
     assert drawn == (set(script.STEPS) | set(script.TABLES)) - {script.HEADLINE}
 
 
-def test_each_line_has_figures_at_all_lengths_that_were_measured(script: ModuleType) -> None:
+def test_tables_of_steps(script: ModuleType) -> None:
+    """Each line has figures, of one job, and one row is the unit of the others."""
     for name, table in script.STEPS.items():
         for line in table.lines:
-            cells = script._step_cells(line, table)
-            assert any(cells[1:]), f"{name}: nothing for {line.label}"
-
-
-def test_tables_of_steps_have_one_job_and_the_row_that_is_one(script: ModuleType) -> None:
-    for table in (each for steps in script.STEPS.values() for each in script.jobs_of(steps)):
-        assert len({line.job for line in table.lines}) == 1
-        drawn = script.draw_steps(table).splitlines()[2:]
-        assert any(set(re.findall(r"\((\d\.\d\d)\)", line)) == {"1.00"} for line in drawn), drawn
+            assert any(script._step_cells(line, table)[1:]), f"{name}: nothing for {line.label}"
+        for part in script.jobs_of(table):
+            assert len({line.job for line in part.lines}) == 1
+            drawn = script.draw_steps(part).splitlines()[2:]
+            assert any(set(re.findall(r"\((\d\.\d\d)\)", line)) == {"1.00"} for line in drawn), drawn
 
 
 def test_tables_of_several_jobs_name_the_job_of_each_figure(script: ModuleType) -> None:
@@ -150,26 +133,15 @@ def test_each_row_is_defined() -> None:
     assert [part for part in parts if part not in defined and not others.match(part)] == []
 
 
-def test_charts_are_what_the_script_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(DOCS))
-    spec = importlib.util.spec_from_file_location("draw_charts", DOCS / "draw_charts.py")
-    assert spec is not None
-    assert spec.loader is not None
-    charts = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(charts)
-    for name, picture in charts.pictures().items():
+def test_charts_are_what_the_script_draws() -> None:
+    for name, picture in pages.script("draw_charts").pictures().items():
         assert (DOCS / "images" / name).read_text() == picture, "run python docs/draw_charts.py"
 
 
 def test_the_notebook_shows_a_report() -> None:
     """What it holds was made by its cells: they are run anew, and show the same parameters. Plans may change."""
-    spec = importlib.util.spec_from_file_location("draw_notebook", DOCS / "draw_notebook.py")
-    assert spec is not None
-    assert spec.loader is not None
-    notebook = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(notebook)
     held = json.loads((DOCS / "report.ipynb").read_text())
-    made = notebook.cells()
+    made = pages.script("draw_notebook").cells()
     dist.destroy_process_group()
     assert [cell["source"] for cell in held["cells"]] == [cell["source"] for cell in made], "run docs/draw_notebook.py"
     (shown,) = (o["data"]["text/html"] for cell in made for o in cell.get("outputs", ()) if "data" in o)
@@ -177,8 +149,3 @@ def test_the_notebook_shows_a_report() -> None:
     tables = [re.findall(r"<h2>Parameters</h2>.*?</table>", picture, re.S) for picture in pictures]
     assert tables[0] == tables[1], "run docs/draw_notebook.py"
     assert len(tables[0]) == 1
-
-
-def test_an_unknown_table_is_refused(script: ModuleType) -> None:
-    with pytest.raises(ValueError, match=r"draw expects one of headline, .* but got 'nothing'"):
-        script.draw("nothing")

@@ -1,4 +1,5 @@
-"""Programs of pages run as readers copy them, by the commands that the pages give."""
+"""Programs of pages run as readers copy them, by the commands that the pages give. What readers of a tutorial see is a
+whole program, which is shipped as a file."""
 
 from __future__ import annotations
 
@@ -14,10 +15,26 @@ import pytest
 from timing import HANG_S
 
 FILES = sorted((pages.ROOT / "examples" / "tutorials").glob("*.py"))
+TUTORIALS = sorted((pages.ROOT / "docs" / "tutorials").glob("*.md"))
 # One that CI starts, with several ranks and soon over. The default tier runs all of them as pages.
 STARTED = "slow_step"
 
 COPIED = [page for page in map(pages.read, pages.all_paths()) if page.ranks and "tutorials" not in page.name]
+
+
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_the_shipped_file_is_what_readers_see(page: Path) -> None:
+    shipped = pages.ROOT / "examples" / "tutorials" / f"{page.stem}.py"
+    text = pages.script("draw_tutorials").program(page)
+    assert shipped.read_text() == text, "run python docs/draw_tutorials.py"
+    for block in pages.read(page).blocks:
+        if block.language == "python":
+            assert (block.text in text) == (block.is_shown and block.runs), block.line
+    assert f"examples/tutorials/{page.stem}.py" in page.read_text(), "the page names its file"
+
+
+def test_no_other_file_is_there() -> None:
+    assert {path.stem for path in FILES} == {page.stem for page in TUTORIALS}
 
 
 def _run(words: list[str], launcher: list[str], folder: Path) -> None:

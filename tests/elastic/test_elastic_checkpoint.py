@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.distributed_c10d as distributed_c10d
 import torch.nn as nn
-from checkpoint_common import adamw, job_state, make, shard
+from checkpoint_common import RecordingPlanner, adamw, job_state, make, set_job_state, shard
 from common import GlooTest, assert_same_params, full, shared_directory
 from quant_common import Net, blocks_only, gtp, loss_of, reference_of, take_over
 from quant_common import tokens_of as quantized_tokens_of
 from test_elastic import HEAD_DIM, Elastic, Heads, shard_heads, token_loss, tokens_of
-from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -53,14 +51,17 @@ class Reference:
         self.optimizer = adamw(self.model)
         self.train(range(steps))
 
+    def backward(self, step: int) -> None:
+        token_loss(self.model, tokens_of(step, 15).to(self.device)).backward()
+
     def train(self, steps: Sequence[int]) -> None:
         for step in steps:
-            token_loss(self.model, tokens_of(step, 15).to(self.device)).backward()
+            self.backward(step)
             self.optimizer.step()
             self.optimizer.zero_grad()
 
 
-class Job:
+class Job(Reference):
     """The same model on a mesh: elastic replicas, or a 1-D or 2-D one of ``gtp_shard``."""
 
     def __init__(self, mesh: ElasticMesh | DeviceMesh, seed: int = 0) -> None:
@@ -83,22 +84,19 @@ class Job:
             batch = batch[share.rows]
         token_loss(self.model, batch).backward()  # elsewhere all ranks have the same: the mean is that of the batch
 
-    def train(self, steps: Sequence[int]) -> None:
-        for step in steps:
-            self.backward(step)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
     def load(self, path: Path) -> None:
         state = job_state(self.model, self.optimizer)
         dcp.load(state, checkpoint_id=path)
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_job_state(self.model, self.optimizer, state)
+
+    def hold(self, step: int) -> HeldState:
+        return hold_state(job_state(self.model, self.optimizer), step=step)
 
     def recover(self, held: HeldState | None, **options: Any) -> tuple[int, Any]:
         assert isinstance(self.mesh, ElasticMesh)
         state = job_state(self.model, self.optimizer)
         step = recover_state(held, state, self.mesh, **options)
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_job_state(self.model, self.optimizer, state)
         return step, state
 
     def check(self, reference: Reference) -> None:
@@ -110,59 +108,47 @@ class Job:
             for key, value in self.optimizer.state[param].items():
                 torch.testing.assert_close(full(value), state[key], msg=lambda m, n=name, k=key: f"{k} of {n}: {m}")
 
+    def check_goes_on(self, step: int) -> None:
+        """It is as one process after so many steps, and after one more."""
+        self.check(Reference(step))
+        self.train([step])
+        self.check(Reference(step + 1))
+        if isinstance(self.mesh, ElasticMesh):
+            self.sync.check_values()
 
-class RecordingPlanner(ReplicaSavePlanner):
-    """Counts who writes what; only the coordinator sees the global plan."""
 
-    def __init__(self, mesh: ElasticMesh) -> None:
-        super().__init__(mesh)
-        self.writes: Counter[Any] = Counter()
-
-    def create_global_plan(self, all_plans: list[Any]) -> Any:
-        plans, metadata = super().create_global_plan(all_plans)
-        items = [item for plan in plans for item in plan.items]
-        self.writes = Counter((i.index.fqn, i.index.offset) for i in items)
-        return plans, metadata
+class RecordingReplicas(RecordingPlanner, ReplicaSavePlanner):
+    """Counts who writes what of unequal replicas."""
 
 
 class TestElasticCheckpoint(GlooTest):
     world_size = 6
 
-    def test_from_unequal_replicas_to_any_layout(self) -> None:
+    def test_from_unequal_replicas_to_any_layout_and_back(self) -> None:
+        mesh = _replicas(UNEQUAL)
         with shared_directory() as path:
-            job, planner = Job(_replicas(UNEQUAL)), RecordingPlanner(_replicas(UNEQUAL))
+            job, planner = Job(mesh), RecordingReplicas(mesh)
             job.train(range(2))
-            dcp.save(job_state(job.model, job.optimizer), checkpoint_id=path, planner=planner)
+            dcp.save(job_state(job.model, job.optimizer), checkpoint_id=path / "2", planner=planner)
             if dist.get_rank() == 0:
                 self.assertTrue(all(count == 1 for count in planner.writes.values()), planner.writes)
                 # The replica of four ranks writes: the blocked weight has a chunk on three of them, others on four.
                 self.assertEqual(sum(fqn == "model.embedding.weight" for fqn, _ in planner.writes), 4)
-            for mesh in (self.gtp_mesh(), _equal_replicas(), _replicas(OTHER)):
-                resumed = Job(mesh, seed=1)
-                resumed.load(path)
-                resumed.check(Reference(2))
-                resumed.train([2])
-                resumed.check(Reference(3))
+            for other in (_replicas(OTHER), self.gtp_mesh(), _equal_replicas()):
+                resumed = Job(other, seed=1)
+                resumed.load(path / "2")
+                resumed.check_goes_on(2)
+                if isinstance(other, DeviceMesh):
+                    back, place = Job(mesh, seed=1), path / f"{other.ndim} axes"
+                    dcp.save(job_state(resumed.model, resumed.optimizer), checkpoint_id=place)
+                    back.load(place)
+                    back.check_goes_on(3)
             plain = Reference(1)  # one process: not sharded at all
             state = job_state(plain.model, plain.optimizer)
-            dcp.load(state, checkpoint_id=path, no_dist=True)
-            set_state_dict(
-                plain.model, plain.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-            )
+            dcp.load(state, checkpoint_id=path / "2", no_dist=True)
+            set_job_state(plain.model, plain.optimizer, state)
             plain.train([2])
             resumed.check(plain)
-
-    def test_from_one_mesh_to_unequal_replicas(self) -> None:
-        for mesh in (self.gtp_mesh(), _equal_replicas()):
-            with shared_directory() as path:
-                job = Job(mesh)
-                job.train(range(2))
-                dcp.save(job_state(job.model, job.optimizer), checkpoint_id=path)
-                resumed = Job(_replicas(UNEQUAL), seed=1)
-                resumed.load(path)
-                resumed.sync.check_values()
-                resumed.train([2])
-                resumed.check(Reference(3))
 
     def test_replicas_of_unequal_tp(self) -> None:
         """Five heads over 3, 2 and 1 ranks of tp. A checkpoint, and what is left in memory without rank 2, go back
@@ -174,8 +160,8 @@ class TestElasticCheckpoint(GlooTest):
         self.assertEqual(sizes, [[(1, 3), (1, 2), (1, 1)], [(2, 2), (1, 2)]])
         torch.manual_seed(3)
         job = Elastic(meshes[0], Heads(), shard_heads)
-        job.train(steps=2)
-        state, planner = job_state(job.model, job.optimizers[1]), RecordingPlanner(meshes[0])
+        job.train()
+        state, planner = job_state(job.model, job.optimizers[1]), RecordingReplicas(meshes[0])
         held = hold_state(state, step=2) if dist.get_rank() != 2 else None
         with shared_directory() as path:
             dcp.save(state, checkpoint_id=path, planner=planner)
@@ -190,12 +176,7 @@ class TestElasticCheckpoint(GlooTest):
                     self.assertEqual(recover_state(held, state, mesh), 2)
                 else:
                     dcp.load(state, checkpoint_id=path)
-                set_state_dict(
-                    resumed.model,
-                    resumed.optimizers[1],
-                    model_state_dict=state["model"],
-                    optim_state_dict=state["optimizer"],
-                )
+                set_job_state(resumed.model, resumed.optimizers[1], state)
                 resumed.reference, resumed.optimizers[0] = copy.deepcopy((job.reference, job.optimizers[0]))
                 assert_same_params(resumed.model, resumed.reference)
                 resumed.backward(tokens_of(2, 19))
@@ -212,52 +193,40 @@ class TestElasticCheckpoint(GlooTest):
 
     # --- in memory ----------------------------------------------------------------------------------------------------
 
-    def test_a_damaged_replica_is_rebuilt_from_a_healthy_one(self) -> None:
-        """Rank 3 comes back with nothing: it alone receives, each element once."""
-        job = Job(_replicas(UNEQUAL))
+    def test_ranks_that_come_back_with_nothing_get_their_part_from_others(self) -> None:
+        """In the same layout they alone receive, each element once. Replicas may have other sizes and ranks than
+        before; chunks may be small."""
+        job, rank = Job(_replicas(UNEQUAL)), dist.get_rank()
         job.train(range(2))
-        held = hold_state(job_state(job.model, job.optimizer), step=2)
-        resumed = Job(_replicas(UNEQUAL), seed=1)
+        held, all_to_all = job.hold(2), dist.all_to_all_single
         received: list[int] = []
-        all_to_all = dist.all_to_all_single
 
         def counting(inbox: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             received.append(inbox.numel())
             return all_to_all(inbox, *args, **kwargs)
 
-        with mock.patch.object(dist, "all_to_all_single", counting):
-            step, state = resumed.recover(held if dist.get_rank() != 3 else None)
-        self.assertEqual(step, 2)
-        tensors = {path: value for path, _, value in recovery._leaves(state) if isinstance(value, DTensor)}
-        lost = sum(value.to_local().numel() for value in tensors.values())
-        self.assertEqual(sum(received), lost if dist.get_rank() == 3 else 0)
-        resumed.check(Reference(2))
-        resumed.train([2])
-        resumed.check(Reference(3))
-        resumed.sync.check_values()
-
-    def test_survivors_move_to_another_layout(self) -> None:
-        """Two ranks are new, replicas have other sizes and ranks than before; small chunks."""
-        job = Job(_replicas(UNEQUAL))
-        job.train(range(2))
-        held = hold_state(job_state(job.model, job.optimizer), step=2)
-        for ranks in (OTHER, UNEQUAL[::-1]):
+        for ranks, new, chunk_nbytes in ((UNEQUAL, (3,), 1 << 20), (OTHER, (0, 4), 100), (UNEQUAL[::-1], (0, 4), 100)):
+            received.clear()
             resumed = Job(_replicas(ranks), seed=1)
-            resumed.recover(held if dist.get_rank() not in (0, 4) else None, chunk_nbytes=100)
-            resumed.check(Reference(2))
-            resumed.train([2])
-            resumed.check(Reference(3))
+            with mock.patch.object(dist, "all_to_all_single", counting):
+                step, state = resumed.recover(None if rank in new else held, chunk_nbytes=chunk_nbytes)
+            self.assertEqual(step, 2)
+            if ranks == UNEQUAL:
+                tensors = [value for _, _, value in recovery._leaves(state) if isinstance(value, DTensor)]
+                lost = sum(value.to_local().numel() for value in tensors)
+                self.assertEqual(sum(received), lost if rank in new else 0)
+            resumed.check_goes_on(2)
 
     def test_the_latest_step_that_is_complete_is_taken(self) -> None:
         """A failure caught replica 0 after the third step, the other before it."""
         job = Job(_replicas(UNEQUAL))
         job.train(range(2))
-        if job.mesh.place.replica == 1:
-            held = copy.deepcopy(hold_state(job_state(job.model, job.optimizer), step=2))
-            job.train([2])
-        else:
-            job.train([2])
-            held = copy.deepcopy(hold_state(job_state(job.model, job.optimizer), step=3))
+        step = 2 if job.mesh.place.replica == 1 else 3
+        if step == 2:
+            held = copy.deepcopy(job.hold(2))
+        job.train([2])
+        if step == 3:
+            held = copy.deepcopy(job.hold(3))
         for dead, expected in ((None, 3), (5, 3), (1, 2)):
             resumed = Job(_replicas(OTHER), seed=1)
             step, _ = resumed.recover(held if dist.get_rank() != dead else None)
@@ -303,15 +272,13 @@ class TestElasticCheckpoint(GlooTest):
                 return model, sync, torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
 
             model, sync, own_optimizer = build()
-            for step in range(3):
-                if step == 2:
+            for step in range(2):
+                if step == 1:
                     held = hold_state(job_state(model, own_optimizer), step=step) if rank != 3 else None
                     model, sync, own_optimizer = build()
                     state = job_state(model, own_optimizer)
                     self.assertEqual(recover_state(held, state, mesh), step)
-                    set_state_dict(
-                        model, own_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-                    )
+                    set_job_state(model, own_optimizer, state)
                 batch = quantized_tokens_of(step)
                 share = mesh.rebalance_batch(len(batch))
                 sync.set_batch(share)

@@ -19,20 +19,26 @@ from dtensor_gtp.elastic.plan import Box
 
 class TestHandover(TestCase):
     def setUp(self) -> None:
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = Path(folder.name)
+        self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
 
     def test_what_is_left_is_taken_once(self) -> None:
         weight = torch.arange(12.0).reshape(3, 4)
-        held = HeldState(7, {("model", "w"): (Box((3, 0), (3, 2)), weight[:, :2])}, {("data", 0): {"seed": 3}})
+        plain = {
+            ("data", 0): {"seed": 3},
+            ("betas",): (0.9, 0.95),
+            ("dtype",): torch.bfloat16,
+            ("rng", 0): torch.get_rng_state(),
+            ("none",): None,
+        }
+        held = HeldState(7, {("model", "w"): (Box((3, 0), (3, 2)), weight[:, :2])}, plain)
         path = self.folder / "state.pt"
         self.assertIsNone(take_state(path))
         leave_state(held, path)
         self.assertEqual(stat.S_IMODE(path.stat().st_mode), 0o600)
         found = take_state(path)
         assert found is not None
-        self.assertEqual((found.step, found.plain), (7, held.plain))
+        self.assertTrue(torch.equal(found.plain.pop(("rng", 0)), plain.pop(("rng", 0))))
+        self.assertEqual((found.step, found.plain), (7, plain))
         box, part = found.tensors["model", "w"]
         self.assertEqual(box, Box((3, 0), (3, 2)))
         self.assertTrue(torch.equal(part, weight[:, :2]))
@@ -45,20 +51,6 @@ class TestHandover(TestCase):
         with mock.patch.object(torch, "save", side_effect=[OSError("full")]), self.assertRaisesRegex(OSError, "full"):
             leave_state(HeldState(1, {}, {}), path)
         self.assertEqual(list(self.folder.iterdir()), [])
-
-    def test_values_of_optimizers_and_loaders_arrive(self) -> None:
-        plain = {
-            ("betas",): (0.9, 0.95),
-            ("dtype",): torch.bfloat16,
-            ("rng", 0): torch.get_rng_state(),
-            ("none",): None,
-        }
-        leave_state(HeldState(1, {}, plain), self.folder / "state.pt")
-        found = take_state(self.folder / "state.pt")
-        assert found is not None
-        self.assertEqual(found.plain.keys(), plain.keys())
-        self.assertEqual(found.plain["betas",], (0.9, 0.95))
-        self.assertTrue(torch.equal(found.plain["rng", 0], plain["rng", 0]))
 
     def ignored(self, path: Path, reason: str) -> None:
         """``take_state`` ignores the file, says why, and leaves it."""

@@ -22,7 +22,7 @@ NUM_KILLS = 50
 
 def test_a_killed_rank_is_named_and_a_new_one_takes_its_place() -> None:
     """The others go on in their processes. A repaired one joins, and the replica has its size again."""
-    job = FaultyJob([[0, 1], [2]], [Fault(1, 1, "sync")], min_ranks=3)
+    job = FaultyJob([[0, 1], [2]], [Fault(1, 1, "sync")], min_ranks=3, num_steps=3)
     job.wait_for(job.processes[1])
     job.add()
     assert job.wait() == [0, -9, 0, 0]
@@ -35,7 +35,7 @@ def test_a_killed_rank_is_named_and_a_new_one_takes_its_place() -> None:
 def test_a_stopped_rank_is_named_and_left_behind() -> None:
     """It breaks no connection: the time limit ends collectives, also those of its neighbour on the gtp axis. When it
     wakes up, it finds that it is out."""
-    job = FaultyJob([[0, 1], [2]], [Fault(1, 1, "backward", "stop")])
+    job = FaultyJob([[0, 1], [2]], [Fault(1, 1, "backward", "stop")], num_steps=3)
     for rank in (0, 2):
         job.wait_for(job.processes[rank])
     assert job.processes[1].is_alive()
@@ -50,7 +50,7 @@ def test_a_stopped_rank_is_named_and_left_behind() -> None:
 @pytest.mark.soak
 def test_a_rank_that_raises_is_named() -> None:
     """Its process ends by its own error."""
-    job = FaultyJob([[0, 1], [2]], [Fault(1, 1, "forward", "raise")])
+    job = FaultyJob([[0, 1], [2]], [Fault(1, 1, "forward", "raise")], num_steps=3)
     assert job.wait() == [0, 1, 0]
     errors = job.errors()
     assert set(errors) == {0, 2}
@@ -75,7 +75,7 @@ def test_killed_beside_a_replica_that_is_cut_alike(point: str, tmp_path: Path) -
 def test_nobody_updates_where_one_has_no_gradient() -> None:
     """Ranks 0 and 2 sum what they own without the rank that is killed; rank 1, which owns what that did, cannot. If
     those two updated, the second half of the weights would be gone. Without a checkpoint there is memory alone."""
-    job = FaultyJob([[0, 1], [2, 3]], [Fault(2, 3, "sync")], num_steps=4)
+    job = FaultyJob([[0, 1], [2, 3]], [Fault(2, 3, "sync")], num_steps=3)
     assert job.wait() == [0, 0, 0, -9]
     assert int(job.store.get("recovered")) == 2
 

@@ -6,6 +6,7 @@ import itertools
 import runpy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from counting import num_calls
@@ -38,13 +39,13 @@ WEIGHTS = (
 
 
 def layouts(replicate: int, gtp: int) -> Iterator[ReplicaLayout]:
-    """Every outcome of failures: it depends on the number of ranks that each replica has left only."""
+    """Every outcome of failures, of fewer and smaller replicas, too: how many ranks each replica has left."""
     for left in itertools.product(range(gtp + 1), repeat=replicate):
         if any(left):
-            yield replicas_of(_consecutive(left))
+            yield replicas_of(consecutive(left))
 
 
-def _consecutive(sizes: Sequence[int]) -> list[list[int]]:
+def consecutive(sizes: Sequence[int]) -> list[list[int]]:
     ends = list(itertools.accumulate(sizes))
     return [list(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
 
@@ -68,7 +69,7 @@ def simulate(layout: ReplicaLayout, weight: WeightSpec, seed: int) -> None:
     shards = {}
     for rank, place in layout.places.items():
         box = box_of_rank(weight, layout, rank)
-        shards[rank] = replica_grads[place.replica][_slices(box)].clone()
+        shards[rank] = replica_grads[place.replica][box.slices].clone()
     done = {rank: torch.zeros_like(shard, dtype=torch.int) for rank, shard in shards.items()}
     for box, holders in segments_of(weight, layout):
         parts = []
@@ -82,53 +83,7 @@ def simulate(layout: ReplicaLayout, weight: WeightSpec, seed: int) -> None:
             done[rank][box.within(box_of_rank(weight, layout, rank))] += 1
     for rank, shard in shards.items():
         assert bool((done[rank] == 1).all()), (str(layout), weight, rank, done[rank])
-        torch.testing.assert_close(shard, expected[_slices(box_of_rank(weight, layout, rank))])
-
-
-def train(layout: ReplicaLayout, weight: WeightSpec, seed: int, steps: int = 3) -> None:
-    """Regression with Adam, in one process and as the ranks of ``layout`` would."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    reference = draw(*weight.shape).requires_grad_()
-    boxes = {rank: box_of_rank(weight, layout, rank) for rank in layout.places}
-    shards = {rank: reference.detach()[_slices(box)].clone().requires_grad_() for rank, box in boxes.items()}
-    optimizers = {rank: torch.optim.Adam([shard], lr=0.1) for rank, shard in shards.items()}
-    optimizer = torch.optim.Adam([reference], lr=0.1)
-    for step in range(steps):
-        batch = layout.num_data_ranks + (seed + step) % 4
-        x, y = draw(batch, weight.shape[1]), draw(batch, weight.shape[0])
-        (((x @ reference.T - y) ** 2).sum() / batch).backward()
-        shares = layout.batch_shares(batch)
-        of_replica = []
-        for replica in layout.replicas:
-            whole = torch.zeros(weight.shape, dtype=torch.float64)
-            for rank in replica.ranks:
-                whole[_slices(boxes[rank])] = shards[rank].detach()
-            whole.requires_grad_()
-            for rank in replica.ranks:  # each the mean over its own samples, weighed by their number
-                rows = shares[rank].rows
-                (((x[rows] @ whole.T - y[rows]) ** 2).sum() / batch).backward()
-            of_replica.append(whole.grad)
-        for shard in shards.values():
-            shard.grad = torch.zeros_like(shard)
-        for box, holders in segments_of(weight, layout):
-            parts = [grad[_slices(box)] for grad in of_replica if grad is not None]
-            for rank in itertools.chain.from_iterable(holders):
-                grad = shards[rank].grad
-                assert grad is not None
-                grad[box.within(boxes[rank])] += sum(parts)
-        for each in (optimizer, *optimizers.values()):
-            each.step()
-            each.zero_grad()
-    for rank, shard in shards.items():
-        torch.testing.assert_close(shard, reference[_slices(boxes[rank])])
-
-
-def _slices(box: object) -> tuple[slice, ...]:
-    return tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))  # type: ignore[attr-defined]
+        torch.testing.assert_close(shard, expected[box_of_rank(weight, layout, rank).slices])
 
 
 class TestReplicas(TestCase):
@@ -148,13 +103,13 @@ class TestReplicas(TestCase):
 
     def test_any_pattern_of_failures_leaves_consecutive_ranks(self) -> None:
         """Which ranks of a replica failed does not matter, only how many."""
-        for replicate, gtp in itertools.product((2, 3), (1, 2, 3, 4)):
+        for replicate, gtp in ((2, 4), (3, 3)):
             cells = [(replica, row, 0) for replica in range(replicate) for row in range(gtp)]
             for failed in itertools.chain.from_iterable(itertools.combinations(cells, n) for n in range(len(cells))):
                 left = [gtp - sum(f[0] == replica for f in failed) for replica in range(replicate)]
                 layout = plan_replicas(replicate=replicate, gtp=gtp, failed=failed)
                 self.assertEqual([r.gtp for r in layout.replicas], [n for n in left if n])
-                self.assertEqual([list(r.ranks) for r in layout.replicas], [m for m in _consecutive(left) if m])
+                self.assertEqual([list(r.ranks) for r in layout.replicas], [m for m in consecutive(left) if m])
 
     def test_explicit_replicas_in_any_rank_order(self) -> None:
         """Process groups count ranks in ascending order, so grids ascend along both axes; rows stay together."""
@@ -203,34 +158,32 @@ class TestReplicas(TestCase):
         self.assertEqual(choose_sizes(3, 1, 4, [WeightSpec("wq", (12, 4), tp_dim=0, tp_block_size=2)])[:2], (1, 3))
 
     def test_errors(self) -> None:
-        for message, arguments in (
-            (r"do not overlap, but rank 1 is in replica 0 and in replica 1", [[0, 1], [1, 2]]),
-            (r"ranks 0 to N-1, but got .*leaves out \[1\]", [[0, 2], [3]]),
-            (r"ranks 0 to N-1, but got \[\[\]\]", [[]]),
-            (r"ranks 0 to N-1, but got \[\[-1, 0\]\]", [[-1, 0]]),
-        ):
-            with self.assertRaisesRegex(ValueError, message):
-                replicas_of(arguments)
-        with self.assertRaisesRegex(TypeError, "ranks as ints, but got 'a'"):
-            replicas_of([["a"]])  # type: ignore[list-item]
-        with self.assertRaisesRegex(ValueError, r"within \(replicate, gtp, tp\) = \(2, 4, 1\) in failed"):
-            plan_replicas(replicate=2, gtp=4, failed={(0, 4, 0)})
-        with self.assertRaisesRegex(TypeError, r"\(replica, gtp, tp\) coordinates in failed, but got \(0, 1\)"):
-            plan_replicas(replicate=2, gtp=4, failed={(0, 1)})  # type: ignore[arg-type]
-        with self.assertRaisesRegex(ValueError, "but all 2 of"):
-            plan_replicas(replicate=2, gtp=1, failed={(0, 0, 0), (1, 0, 0)})
-        with self.assertRaisesRegex(ValueError, "gtp to be at least 1"):
-            plan_replicas(replicate=2, gtp=0)
-        with self.assertRaisesRegex(TypeError, "an int as tp"):
-            plan_replicas(replicate=2, gtp=1, tp=2.0)  # type: ignore[arg-type]
+        def pair(gtp: int, *failed: Any, **options: Any) -> ReplicaLayout:
+            return plan_replicas(replicate=2, gtp=gtp, failed=set(failed), **options)
 
-    def test_heads_that_no_cut_fits(self) -> None:
-        for weight in (
-            WeightSpec("wq", (10, 4), tp_dim=0, tp_block_size=4),
-            WeightSpec("wk", (8, 4), tp_dim=0, tp_block_size=4),
+        layout = replicas_of([[0], [1, 2]])
+        heads = [WeightSpec(name, (rows, 4), tp_dim=0, tp_block_size=4) for name, rows in (("wq", 10), ("wk", 8))]
+        for error, message, call in (
+            (ValueError, "but rank 1 is in replica 0 and in replica 1", lambda: replicas_of([[0, 1], [1, 2]])),
+            (ValueError, r"ranks 0 to N-1, but got .*leaves out \[1\]", lambda: replicas_of([[0, 2], [3]])),
+            (ValueError, r"ranks 0 to N-1, but got \[\[\]\]", lambda: replicas_of([[]])),
+            (ValueError, r"ranks 0 to N-1, but got \[\[-1, 0\]\]", lambda: replicas_of([[-1, 0]])),
+            (TypeError, "ranks as ints, but got 'a'", lambda: replicas_of([["a"]])),
+            (ValueError, r"within \(replicate, gtp, tp\) = \(2, 4, 1\) in failed", lambda: pair(4, (0, 4, 0))),
+            (TypeError, r"\(replica, gtp, tp\) coordinates in failed, but got \(0, 1\)", lambda: pair(4, (0, 1))),
+            (ValueError, "but all 2 of", lambda: pair(1, (0, 0, 0), (1, 0, 0))),
+            (ValueError, "gtp to be at least 1", lambda: pair(0)),
+            (TypeError, "an int as tp", lambda: pair(1, tp=2.0)),
+            (ValueError, "'wq' of shape .* blocks", lambda: pair(1, (0, 0, 0), tp=3, weights=heads[:1])),
+            (ValueError, "'wk' of shape .* blocks", lambda: pair(1, (0, 0, 0), tp=3, weights=heads[1:])),
+            (ValueError, "at least one sample for each of the 3 data ranks", lambda: layout.batch_shares(2)),
+            (TypeError, "an int as global_batch, but got float: 2.5", lambda: layout.batch_shares(2.5)),
+            (ValueError, "'norm' stays whole", lambda: list(segments_of(WEIGHTS[-1], layout))),
         ):
-            with self.assertRaisesRegex(ValueError, f"weight '{weight.name}' of shape .* blocks"):
-                plan_replicas(replicate=2, gtp=1, tp=3, failed={(0, 0, 0)}, weights=[weight])
+            with self.subTest(message), self.assertRaisesRegex(error, message):
+                call()
+        # Without tensor parallelism gtp cuts them.
+        for weight in heads:
             self.assertEqual(choose_sizes(3, 3, 1, [weight])[:2], (3, 1))
 
 
@@ -266,20 +219,14 @@ rank 6: 12:14""",
         self.assertEqual(shares[0].counts, ((4, 4), (2, 2, 2)))
         self.assertEqual((shares[4].num_samples, shares[4].rows), (2, slice(8, 10)))
 
-    def test_too_small_a_batch(self) -> None:
-        with self.assertRaisesRegex(ValueError, "at least one sample for each of the 3 data ranks"):
-            replicas_of([[0], [1, 2]]).batch_shares(2)
-        with self.assertRaisesRegex(TypeError, "an int as global_batch, but got float: 2.5"):
-            replicas_of([[0]]).batch_shares(2.5)  # type: ignore[arg-type]
-
 
 class TestSegments(TestCase):
     def test_sum_over_every_pattern_of_failures(self) -> None:
-        for replicate, gtp in itertools.product((2, 3), (1, 2, 3, 4)):
-            for seed, layout in enumerate(layouts(replicate, gtp)):
-                for weight in WEIGHTS:
-                    if weight.dim is not None and weight.tp_dim is None:
-                        simulate(layout, weight, seed)
+        large = [replicas_of(consecutive(sizes)) for sizes in ((8, 5), (7, 8, 3))]
+        for seed, layout in enumerate([*layouts(3, 4), *large]):
+            for weight in WEIGHTS:
+                if weight.dim is not None and weight.tp_dim is None:
+                    simulate(layout, weight, seed)
 
     def test_sum_with_tensor_parallelism_of_equal_and_unequal_sizes(self) -> None:
         sizes = set()
@@ -289,15 +236,6 @@ class TestSegments(TestCase):
                 if weight.dim is not None:
                     simulate(layout, weight, seed)
         self.assertGreaterEqual(len({s for s in sizes if len(set(s)) > 1}), 3, sizes)
-
-    def test_three_steps_over_every_pattern_of_failures(self) -> None:
-        """Each rank trains on its share with the weights of its replica, as the plan says, with Adam on its shard.
-        After three steps every rank has its part of what one process has on the whole batch."""
-        for replicate, gtp in itertools.product((2, 3), (1, 2, 3, 4)):
-            for seed, layout in enumerate(layouts(replicate, gtp)):
-                train(layout, WeightSpec("w", (7, 3), block_size=1 + seed % 2), seed)
-        for sizes in ((8, 5), (7, 8, 3)):  # beyond the patterns: 5 of 8, numbers without a common divisor
-            train(replicas_of(_consecutive(sizes)), WeightSpec("w", (23, 3)), 0)
 
     def test_blocks_are_never_cut(self) -> None:
         for layout in layouts(3, 4):
@@ -313,16 +251,11 @@ class TestSegments(TestCase):
             box = box_of_rank(WEIGHTS[4], layout, rank)
             self.assertEqual(box, ((start + offset, 0), (size, 2)))
 
-    def test_a_whole_parameter_has_no_segments(self) -> None:
-        with self.assertRaisesRegex(ValueError, "'norm' stays whole"):
-            list(segments_of(WEIGHTS[-1], replicas_of([[0]])))
-
     def test_printed_plan(self) -> None:
         layout = plan_replicas(replicate=2, gtp=4, failed={(1, 2, 0)})
         weights = [
             WeightSpec("embedding.weight", (11, 64)),
-            WeightSpec("wq.weight", (32, 64), block_size=4),
-            WeightSpec("w2.weight", (64, 32), nbytes=2),
+            WeightSpec("wq.weight", (32, 64), block_size=4, nbytes=2),
             WeightSpec("norm.weight", (64,), dim=None),
         ]
         self.assertExpectedInline(
@@ -344,21 +277,14 @@ wq.weight (32, 64), gtp cuts dim 0 in blocks of 4
   dim 0 12:16              owners 1 | 5
   dim 0 16:24              owners 2 | 5
   dim 0 24:32              owners 3 | 6
-w2.weight (64, 32), gtp cuts dim 0
-  dim 0 0:16               owners 0 | 4
-  dim 0 16:22              owners 1 | 4
-  dim 0 22:32              owners 1 | 5
-  dim 0 32:44              owners 2 | 5
-  dim 0 44:48              owners 2 | 6
-  dim 0 48:64              owners 3 | 6
 norm.weight (64,), whole
 6 buckets
-  owners 0 | 4             3 segments, 3.8 KiB
-  owners 1 | 4             3 segments, 1.6 KiB
-  owners 1 | 5             3 segments, 2.1 KiB
-  owners 2 | 5             3 segments, 3.2 KiB
-  owners 2 | 6             2 segments, 512 B
-  owners 3 | 6             3 segments, 3.5 KiB
+  owners 0 | 4             2 segments, 1.8 KiB
+  owners 1 | 4             2 segments, 768 B
+  owners 1 | 5             2 segments, 1.0 KiB
+  owners 2 | 5             2 segments, 1.5 KiB
+  owners 2 | 6             1 segment, 256 B
+  owners 3 | 6             2 segments, 1.5 KiB
 all ranks: 1 whole parameter, 256 B""",
         )
 
@@ -373,19 +299,19 @@ all ranks: 1 whole parameter, 256 B""",
         self.assertEqual(alone.sync_nbytes(0), 4 * 6)
 
     def test_thousands_of_ranks(self) -> None:
-        failed = {(replica, row, 0) for replica in range(0, 64, 3) for row in range(1 + replica % 5)}
-        layout = plan_replicas(replicate=64, gtp=64, failed=failed)
-        self.assertGreater(layout.num_ranks, 4000)
+        failed = {(replica, row, 0) for replica in range(0, 32, 3) for row in range(1 + replica % 5)}
+        layout = plan_replicas(replicate=32, gtp=64, failed=failed)
+        self.assertGreater(layout.num_ranks, 2000)
         shapes = [(128256, 4096), (4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)]
-        weights = [WeightSpec(f"layers.{layer}.{i}", shape) for layer in range(32) for i, shape in enumerate(shapes)]
+        weights = [WeightSpec(f"layers.{layer}.{i}", shape) for layer in range(2) for i, shape in enumerate(shapes)]
         plan, work = num_calls(lambda: plan_sync(layout, weights))
         buckets, more_work = num_calls(lambda: plan.of_rank(layout.num_ranks - 1))
-        self.assertLess(work + more_work, 5_000_000)  # half as many, today
-        self.assertTrue(all(len(bucket.owners) == 64 for bucket in buckets))
+        self.assertLess(work + more_work, 560_000)  # half as many, today
+        self.assertTrue(all(len(bucket.owners) == 32 for bucket in buckets))
         boxes = [box_of_rank(weight, layout, layout.num_ranks - 1).numel for weight in weights]
         self.assertEqual(sum(bucket.numel for bucket in buckets), sum(boxes))
         self.assertEqual(plan.sync_nbytes(layout.num_ranks - 1), 4 * sum(boxes))
-        self.assertRegex(str(plan), r"^64 replicas of 4\d{3} ranks\n(.*\n)+\d+ buckets\n")
+        self.assertRegex(str(plan), r"^32 replicas of 2\d{3} ranks\n(.*\n)+\d+ buckets\n")
 
 
 class TestMemory(TestCase):

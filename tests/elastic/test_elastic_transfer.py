@@ -31,17 +31,13 @@ def boxes(weight: WeightSpec, layout: ReplicaLayout) -> dict[int, Box]:
     return {rank: box_of_rank(weight, layout, rank) for rank in layout.places}
 
 
-def slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(o, o + n) for o, n in zip(*box, strict=True))
-
-
 class TestMoves(TestCase):
     def test_every_element_arrives_once_from_a_rank_that_holds_it(self) -> None:
         """All pairs of layouts, with ranks lost that hold nothing alone."""
         num_moves = 0
         for before, after in itertools.product(LAYOUTS, LAYOUTS):
             replica_of = {rank: place.replica for rank, place in after.places.items()}
-            for weight, num_lost in itertools.product(WEIGHTS, (0, 1, 3)):
+            for weight, num_lost in itertools.product(WEIGHTS, (0, 3)):
                 alive = {rank: box for rank, box in boxes(weight, before).items() if rank >= num_lost}
                 wanted = boxes(weight, after)
                 moves, missing = plan_moves(alive, wanted, replica_of)
@@ -50,12 +46,12 @@ class TestMoves(TestCase):
                     count = torch.zeros(weight.shape)
                     for source, _, part in (move for move in moves if move.target == rank):
                         self.assertEqual(part.intersect(alive[source]), part)
-                        count[slices(part)] += 1
+                        count[part.slices] += 1
                     for target, part in missing:
                         if target == rank:
-                            count[slices(part)] += 1
+                            count[part.slices] += 1
                     expected = torch.zeros(weight.shape)
-                    expected[slices(box)] = 1
+                    expected[box.slices] = 1
                     self.assertTrue(torch.equal(count, expected), (weight, rank))
                 for _, part in missing:
                     self.assertTrue(all(part.intersect(box) is None for box in alive.values()))
@@ -88,19 +84,19 @@ class TestMoves(TestCase):
             part = Box(offset, (2, 2, 1))
             count = torch.zeros(8, 8, 4)
             for rest in outer.subtract(part):
-                count[slices(rest)] += 1
+                count[rest.slices] += 1
             expected = torch.zeros(8, 8, 4)
-            expected[slices(outer)] = 1
-            expected[slices(part)] = 0
+            expected[outer.slices] = 1
+            expected[part.slices] = 0
             self.assertTrue(torch.equal(count, expected))
 
     def test_a_thousand_ranks(self) -> None:
-        layout = plan_replicas(replicate=32, gtp=64)
+        layout = plan_replicas(replicate=16, gtp=64)
         weight = WeightSpec("w", (16384, 4096))
         replica_of = {rank: place.replica for rank, place in layout.places.items()}
         held = {rank: box for rank, box in boxes(weight, layout).items() if rank % 64}
         held[0] = box_of_rank(weight, layout, 0)
         wanted = boxes(weight, layout)
         (moves, missing), work = num_calls(lambda: plan_moves(held, wanted, replica_of))
-        self.assertLess(work, 1_500_000)  # half as many, today; every rank with every other would be 4 million boxes
-        self.assertEqual((len(moves), missing), (2048, []))
+        self.assertLess(work, 750_000)  # half as many, today; every rank with every other would be a million boxes
+        self.assertEqual((len(moves), missing), (1024, []))

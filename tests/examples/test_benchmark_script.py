@@ -3,16 +3,13 @@
 import importlib.util
 import json
 import math
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 from script_jobs import run_forked
-from timing import HANG_S
+from test_train_llama import launch
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "benchmarks" / "train_step.py"
@@ -21,35 +18,16 @@ PHASES = ["forward+backward", "full step"]
 SEQ_LENS = [16, 32]
 
 
-def environment_of_this_process() -> dict[str, str]:
-    """In which scripts find the package where this process finds it, also in a checkout that is not installed."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-
-
 def run_script(
-    directory: Path, *arguments: str, processes: int | None = None, script: Path = SCRIPT, forked: bool = False
+    directory: Path, *arguments: str, processes: int | None = None, script: Path = SCRIPT
 ) -> tuple[int, str, dict[str, Any]]:
-    """Exit status, output and JSON of the script; under torchrun if ``processes`` is given.
+    """Exit status, output and JSON of the script, in forked processes."""
+    job = run_forked([script, *outputs(directory), *arguments], processes, cwd=directory)
+    return job.status, job.output, written(directory, job.output)
 
-    ``forked``: without torchrun, and without importing torch again.
-    """
-    if forked:
-        command = [script, "--device=cpu", *arguments, f"--json={directory / 'result.json'}"]
-        job = run_forked(command, processes, cwd=directory)
-        return job.status, job.output, written(directory, job.output)
-    launcher = []
-    if processes is not None:
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    result = subprocess.run(
-        [sys.executable, *launcher, script, "--device=cpu", *arguments, f"--json={directory / 'result.json'}"],
-        cwd=directory,
-        env=environment_of_this_process(),
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-    )
-    output = result.stdout + result.stderr
-    return result.returncode, output, written(directory, output)
+
+def outputs(directory: Path) -> list[str]:
+    return ["--device=cpu", f"--json={directory / 'result.json'}"]
 
 
 def written(directory: Path, output: str) -> dict[str, Any]:
@@ -61,8 +39,8 @@ def written(directory: Path, output: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     directory = tmp_path_factory.mktemp("benchmark")
-    sizes = ("--preset=tiny", "--layers=1", "--seq-lens", *map(str, SEQ_LENS), "--steps=2", "--warmup=1")
-    status, output, content = run_script(directory, *sizes, "--trace=traces", processes=2, forked=True)
+    sizes = ("--preset=tiny", "--layers=1", "--seq-lens", *map(str, SEQ_LENS), "--steps=1", "--warmup=1")
+    status, output, content = run_script(directory, *sizes, "--trace=traces", processes=2)
     assert status == 0, output
     assert len(list(directory.glob("traces/*.T16.json"))) == len(MODES)
     return output, content
@@ -74,7 +52,7 @@ def test_every_mode_length_and_phase_is_measured(everything: tuple[str, dict[str
     measured = [(r["mode"], r["phase"], r["seq_len"]) for r in content["results"]]
     assert measured == [(mode, phase, seq_len) for mode in MODES for phase in PHASES for seq_len in SEQ_LENS]
     for record in content["results"]:
-        assert len(record["samples_ms"]) == 2
+        assert len(record["samples_ms"]) == 1
         assert 0 < record["ms_min"] <= record["ms"] <= record["ms_max"] < math.inf
         assert record["tokens_per_s_per_gpu"] == pytest.approx(record["seq_len"] / record["ms"] * 1e3)
         assert record["peak_bytes"] is None, "CPU has no such counter"
@@ -117,7 +95,7 @@ def test_the_run_can_be_repeated_from_what_is_written(everything: tuple[str, dic
     assert "--preset=tiny" in environment["command"]
     assert all(environment[name] for name in ("date", "torch", "dtensor_gtp", "python", "device"))
     assert content["workload"]["config"]["num_layers"] == 1
-    assert content["settings"]["steps"] == 2
+    assert content["settings"]["steps"] == 1
 
 
 @pytest.mark.long
@@ -133,7 +111,7 @@ def test_compiled_modes_compute_what_their_eager_modes_do(tmp_path: Path) -> Non
     script.write_text(textwrap.dedent(patch))
     sizes = ("--preset=tiny", "--layers=1", "--seq-lens=16", "--steps=1", "--warmup=1", "--no-full-step")
     modes = ("--modes", "compute", "gtp-fp32", "--compile")
-    status, output, content = run_script(tmp_path, *modes, *sizes, script=script, forked=True)
+    status, output, content = run_script(tmp_path, *modes, *sizes, script=script)
     assert status == 0, output
     records = {r["mode"]: r for r in content["results"]}
     assert list(records) == ["compute", "compute-compiled", "gtp-fp32", "gtp-fp32-compiled"]
@@ -150,7 +128,7 @@ def test_compiled_modes_compute_what_their_eager_modes_do(tmp_path: Path) -> Non
 def test_recipes_are_measured_beside_their_peers(tmp_path: Path) -> None:
     sizes = ("--preset=tiny", "--layers=1", "--seq-lens=16", "--steps=1", "--warmup=1", "--no-full-step")
     recipes = ("--recipe", "float8_tensorwise", "float8_rowwise:float8", "nvfp4")
-    status, output, content = run_script(tmp_path, "--modes", "gtp-fp32", *recipes, *sizes, processes=2, forked=True)
+    status, output, content = run_script(tmp_path, "--modes", "gtp-fp32", *recipes, *sizes)
     assert status == 0, output
     records = {r["mode"]: r for r in content["results"]}
     peers = [name for name in ("torchao-fp32",) if importlib.util.find_spec("torchao")]
@@ -168,7 +146,7 @@ def test_a_mode_named_in_full_is_measured_alone(tmp_path: Path) -> None:
     sizes = ("--preset=tiny", "--layers=3", "--seq-lens=16", "--steps=1", "--warmup=1", "--no-full-step")
     modes = ["fsdp2-fp32", "fsdp2-bf16-tuned", "fsdp2-bf16-kept", "gtp-fp32@float8_tensorwise:dequantize"]
     sweep = ("--sweep", "prefetch_nbytes=0", "wgrad_first=False")
-    status, output, content = run_script(tmp_path, "--modes", *modes, *sizes, *sweep, processes=2, forked=True)
+    status, output, content = run_script(tmp_path, "--modes", *modes, *sizes, *sweep)
     assert status == 0, output
     assert [one["field"] for one in content["sweep"]] == list(sweep[1:])
     for one in content["sweep"]:
@@ -187,9 +165,7 @@ def test_a_mode_named_in_full_is_measured_alone(tmp_path: Path) -> None:
 
 def test_a_failing_mode_leaves_the_others_alone(tmp_path: Path) -> None:
     arguments = ("--preset=tiny", "--seq-lens=16", "--steps=1", "--warmup=1", "--no-full-step", "--prefetch-depth=-1")
-    status, output, content = run_script(
-        tmp_path, "--modes", "gtp-fp32", "compute", *arguments, processes=2, forked=True
-    )
+    status, output, content = run_script(tmp_path, "--modes", "gtp-fp32", "compute", *arguments)
     assert status != 0
     assert [r["mode"] for r in content["results"]] == ["compute"]
     assert list(content["errors"]) == ["gtp-fp32"]
@@ -198,7 +174,7 @@ def test_a_failing_mode_leaves_the_others_alone(tmp_path: Path) -> None:
 
 
 def test_host_time_counts_the_gathers_of_each_layer(tmp_path: Path) -> None:
-    status, output, content = run_script(tmp_path, "--host-time", "--steps=5", forked=True)
+    status, output, content = run_script(tmp_path, "--host-time", "--steps=5")
     assert status == 0, output
     assert content["environment"]["backend"] == "fake"
     layers = content["settings"]["layers"]
@@ -215,7 +191,7 @@ def test_host_time_counts_the_gathers_of_each_layer(tmp_path: Path) -> None:
 
 def test_what_is_left_without_a_wire(tmp_path: Path) -> None:
     arguments = ("--preset=tiny", "--seq-lens=16", "--steps=2", "--warmup=2", "--fake-ranks=4")
-    status, output, content = run_script(tmp_path, "--modes", "compute", "gtp-bf16", *arguments, forked=True)
+    status, output, content = run_script(tmp_path, "--modes", "compute", "gtp-bf16", *arguments)
     assert status == 0, output
     assert content["environment"]["backend"] == "fake"
     assert content["environment"]["world_size"] == 4
@@ -237,9 +213,9 @@ def test_torchrun_starts_each_script(name: str, arguments: tuple[str, ...], tmp_
     steps = ("--steps=1",) if name == "gather_gemm.py" else ("--steps=1", "--warmup=1")
     processes = 4 if name == "elastic_step.py" else 2
     script = SCRIPT.with_name(name)
-    status, output, content = run_script(tmp_path, *arguments, *steps, processes=processes, script=script)
-    assert status == 0, output
-    assert content["environment"]["world_size"] == processes
+    job = launch([script, *outputs(tmp_path), *arguments, *steps], processes)
+    assert job.status == 0, job.output
+    assert written(tmp_path, job.output)["environment"]["world_size"] == processes
 
 
 def test_an_unknown_mode_is_named() -> None:

@@ -15,6 +15,11 @@ from dtensor_gtp._trace.picture import draw
 from dtensor_gtp._trace.read import read_timeline
 
 ROOT = Path(__file__).parents[2]
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def texts_of(svg: str) -> list[ElementTree.Element]:
+    return list(ElementTree.fromstring(svg).iter(f"{SVG}text"))
 
 
 def event(name: str, cat: str, tid: Any, begin: float, end: float, **args: Any) -> dict[str, Any]:
@@ -198,21 +203,14 @@ def test_threads_of_a_cpu() -> None:
     assert exposed["reduce_scatter b.weight + 1"] == pytest.approx(0.008)
 
 
-def test_a_trace_without_work() -> None:
-    with pytest.raises(ValueError, match="read_timeline expects a trace with kernels or operators"):
-        read_timeline({"traceEvents": [event("benchmark::step", "user_annotation", 1, 0, 1)]})
-
-
 def test_picture_shows_lanes_and_exposed_parts_in_red() -> None:
     svg = draw(read_timeline(gpu_trace()), "a < b")
-    root = ElementTree.fromstring(svg)
-    space = "{http://www.w3.org/2000/svg}"
-    texts = [text.text for text in root.iter(f"{space}text")]
+    texts = [text.text for text in texts_of(svg)]
     assert texts[0] == "a < b"
     rows = [text for text in texts if text and "(stream" in text]
     assert rows == ["compute (stream 7)", "all_gather (stream 20)", "reduce_scatter (stream 21)"]
-    rectangles = list(root.iter(f"{space}rect"))
-    titled = {title.text: r for r in rectangles for title in r.iter(f"{space}title") if r.get("fill") == "#d62f2f"}
+    red = [r for r in ElementTree.fromstring(svg).iter(f"{SVG}rect") if r.get("fill") == "#d62f2f"]
+    titled = {title.text: r for r in red for title in r.iter(f"{SVG}title")}
     assert list(titled) == [
         "all_gather a.weight: ncclDevKernel_AllGather, 60 us",
         "reduce_scatter b.weight, 30 us",  # a cast and what follows it at once
@@ -238,8 +236,7 @@ def test_rows_of_a_graph_are_named_by_their_kernels() -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "docs/images").glob("trace_*.svg")), ids=lambda path: path.stem)
 def test_pictures_of_the_pages_are_as_the_command_draws(path: Path) -> None:
     """Their traces are not kept: a unit, rows that say what they do, ticks that lie within the picture."""
-    space, root = "{http://www.w3.org/2000/svg}", ElementTree.fromstring(path.read_text())
-    texts = list(root.iter(f"{space}text"))
+    texts = texts_of(path.read_text())
     rows = [str(text.text) for text in texts if text.get("x") == "4"][2:]
     assert len(rows) >= 10
     assert all(re.fullmatch(r"(compute|Memcpy|NCCL \w+) \(stream \d+\)", row) for row in rows), rows
@@ -252,10 +249,9 @@ def test_pictures_of_the_pages_are_as_the_command_draws(path: Path) -> None:
 @pytest.mark.parametrize("microseconds", [400, 999, 1000, 1234.5, 54321])
 def test_ticks_are_round_have_a_unit_and_lie_within_the_picture(microseconds: float) -> None:
     events = launched("gemm", 7, 100, 100 + microseconds, 90, 1)
-    root = ElementTree.fromstring(draw(read_timeline({"traceEvents": events}), "one"))
-    space = "{http://www.w3.org/2000/svg}"
-    assert "milliseconds" in [text.text for text in root.iter(f"{space}text")]
-    ticks = [text for text in root.iter(f"{space}text") if (text.text or "").replace(".", "").isdecimal()]
+    texts = texts_of(draw(read_timeline({"traceEvents": events}), "one"))
+    assert "milliseconds" in [text.text for text in texts]
+    ticks = [text for text in texts if (text.text or "").replace(".", "").isdecimal()]
     times = [float(text.text or "") for text in ticks]
     assert 4 <= len(times) <= 13
     assert times[0] == 0
@@ -284,7 +280,9 @@ def test_command_writes_the_picture_and_the_numbers(tmp_path: Path, capsys: Any)
     assert (tmp_path / "picture.svg").read_text().startswith("<svg")
 
 
-def test_command_says_what_it_cannot_read(tmp_path: Path, capsys: Any) -> None:
+def test_what_cannot_be_read_is_said(tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(ValueError, match="read_timeline expects a trace with kernels or operators"):
+        read_timeline({"traceEvents": [event("benchmark::step", "user_annotation", 1, 0, 1)]})
     (tmp_path / "empty.json").write_text("{}")
     for name in ("missing.json", "empty.json"):
         assert command.main([str(tmp_path / name)]) == 2

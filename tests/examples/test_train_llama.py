@@ -8,7 +8,6 @@ The default tier forks the processes; in the long tier torchrun starts, watches 
 import json
 import os
 import re
-import select
 import shutil
 import signal
 import subprocess
@@ -111,6 +110,10 @@ def saved_tensors(checkpoint: Path, into: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def final_tensors(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    return saved_tensors(folder / name / f"step-{STEPS}", folder / f"{name}.pt")
+
+
 def metrics(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
@@ -127,7 +130,8 @@ def uninterrupted(folder: Path) -> Result:
     return result
 
 
-def killed_job(folder: Path, name: str, *, forked: bool) -> Result:
+@pytest.fixture(scope="module")
+def killed(folder: Path) -> Result:
     """A run whose rank 0 is killed when the checkpoint of step 4 is written but not yet published."""
     patch = f"""
         publish = checkpoints.CheckpointDir._publish
@@ -137,17 +141,7 @@ def killed_job(folder: Path, name: str, *, forked: bool) -> Result:
             publish(self, partial, name)
         checkpoints.CheckpointDir._publish = publish_or_die
     """
-    return launch([wrapper(folder / f"{name}.py", patch), *tiny(folder / name)], 2, forked=forked)
-
-
-def check_checkpoints_of_killed_job(folder: Path) -> None:
-    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-2", "step-4.tmp"]
-    assert (folder / "latest").read_text() == "step-2\n"
-
-
-@pytest.fixture(scope="module")
-def killed(folder: Path) -> Result:
-    return killed_job(folder, "killed", forked=True)
+    return launch([wrapper(folder / "killed.py", patch), *tiny(folder / "killed")], 2, forked=True)
 
 
 class TestTraining:
@@ -187,7 +181,8 @@ class TestTraining:
 class TestResume:
     def test_killed_run_leaves_the_last_complete_checkpoint(self, killed: Result, folder: Path) -> None:
         assert killed.status == -signal.SIGKILL, killed.output
-        check_checkpoints_of_killed_job(folder / "killed")
+        assert sorted(path.name for path in (folder / "killed").iterdir()) == ["latest", "step-2", "step-4.tmp"]
+        assert (folder / "killed" / "latest").read_text() == "step-2\n"
 
     def test_same_mesh_is_bit_equal(self, uninterrupted: Result, killed: Result, folder: Path) -> None:
         shutil.copytree(folder / "killed", folder / "two")
@@ -196,8 +191,13 @@ class TestResume:
         whole, resumed = metrics(folder / "whole.json"), metrics(folder / "two.json")
         assert resumed["losses"] == whole["losses"][2:]
         assert resumed["validation_losses"] == whole["validation_losses"][1:]
-        self.assert_final_states_equal(folder, "two")
         assert not list((folder / "two").glob("*.tmp"))
+        expected, actual = final_tensors(folder, "whole"), final_tensors(folder, "two")
+        assert actual.keys() == expected.keys()
+        assert any(".exp_avg_sq" in key for key in actual)
+        assert any(key.endswith("model.output.weight") for key in actual)
+        for key, tensor in expected.items():
+            assert torch.equal(actual[key], tensor), key
 
     @pytest.mark.parametrize("num_processes", [None, 3], ids=["plain_python", "3_processes"])
     def test_other_number_of_processes_continues_the_run(
@@ -216,8 +216,8 @@ class TestResume:
         assert [step for step, _ in resumed["losses"]] == [3, 4, 5, 6]
         for (_, loss), (_, expected) in zip(resumed["losses"], whole["losses"][2:], strict=True):
             assert loss == pytest.approx(expected, abs=1e-5)
-        final = saved_tensors(folder / "whole" / f"step-{STEPS}", folder / "whole.pt")
-        for key, tensor in saved_tensors(folder / name / f"step-{STEPS}", folder / f"{name}.pt").items():
+        final = final_tensors(folder, "whole")
+        for key, tensor in final_tensors(folder, name).items():
             if ".model." in key:
                 torch.testing.assert_close(
                     tensor, final[key], rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}"
@@ -233,16 +233,6 @@ class TestResume:
         assert "data.seed is 1, but 0 in the checkpoint" in result.output
         assert "Traceback" not in result.output
         assert sorted((folder / "whole").iterdir()) == before
-
-    @staticmethod
-    def assert_final_states_equal(folder: Path, name: str) -> None:
-        expected = saved_tensors(folder / "whole" / f"step-{STEPS}", folder / "whole.pt")
-        actual = saved_tensors(folder / name / f"step-{STEPS}", folder / f"{name}.pt")
-        assert actual.keys() == expected.keys()
-        assert any(".exp_avg_sq" in key for key in actual)
-        assert any(key.endswith("model.output.weight") for key in actual)
-        for key, tensor in expected.items():
-            assert torch.equal(actual[key], tensor), key
 
 
 class TestFailure:
@@ -266,78 +256,37 @@ class TestFailure:
             assert "the disk of rank 1 is on fire" in root_cause
             assert SAT_OUT not in result.output
 
-    def test_interrupt_ends_a_rank_that_waits_for_a_stuck_peer(self, folder: Path) -> None:
-        """It is blocked in a collective by then, or will be."""
-        patch = """
+    @pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.long)])
+    def test_interrupt_ends_a_rank_that_waits_for_a_stuck_peer(self, folder: Path, forked: bool) -> None:
+        """It is blocked in a collective by then, or will be. Of a job of torchrun, Ctrl-C reaches torchrun alone."""
+        patch = f"""
             import torch, torch.distributed as dist
             train_step = train_llama.Trainer.train_step
             def stick(self):
                 if self.step == 1:
+                    print(f"process {{os.getpid()}}\\n", end="", flush=True)
                     process = torch.tensor(os.getpid())
                     dist.broadcast(process, src=0)
                     if rank == 1:
-                        os.kill(process.item(), signal.SIGINT)
+                        os.kill(process.item() if {forked} else os.getppid(), signal.SIGINT)
                         threading.Event().wait()
                     dist.barrier()
                 return train_step(self)
             train_llama.Trainer.train_step = stick
         """
         script = wrapper(folder / "interrupted.py", patch)
-        result = launch([script, *tiny(folder / "interrupted", "--checkpoint-every", "0")], 2, forked=True)
-        assert result.status == 128 + signal.SIGINT
+        result = launch([script, *tiny(folder / "interrupted", "--checkpoint-every", "0")], 2, forked=forked)
         assert result.output.count("[rank 0] stopped by SIGINT") == 1, result.output
-
-    @pytest.mark.long
-    def test_torchrun_passes_an_interrupt_on(self, folder: Path) -> None:
-        """Ctrl-C reaches torchrun alone; rank 0 is blocked in a collective by then."""
-        patch = """
-            import torch.distributed as dist
-            train_step = train_llama.Trainer.train_step
-            def stick(self):
-                if self.step == 1:
-                    work = dist.barrier(async_op=True) if rank == 0 else threading.Event()
-                    print(f"process {os.getpid()}\\n", end="", flush=True)
-                    work.wait()
-                return train_step(self)
-            train_llama.Trainer.train_step = stick
-        """
-        script = wrapper(folder / "stuck.py", patch)
-        job = popen([script, *tiny(folder / "stuck", "--checkpoint-every", "0")], 2)
-        pids = self.read_pids(job)
-        job.send_signal(signal.SIGINT)
-        result = finish(job)
+        if forked:
+            assert result.status == 128 + signal.SIGINT
+            return
         assert result.status != 0
         assert SAT_OUT not in result.output
-        assert result.output.count("[rank 0] stopped by SIGINT") == 1, result.output
-        for pid in pids:
+        pids = re.findall(r"process (\d+)\n", result.output)
+        assert len(pids) == 2
+        for pid in map(int, pids):
             with pytest.raises(ProcessLookupError):
                 os.kill(pid, 0)
-
-    @staticmethod
-    def read_pids(job: subprocess.Popen[str]) -> list[int]:
-        assert job.stdout is not None
-        said = ""
-        while len(pids := re.findall(r"process (\d+)\n", said)) < 2:
-            assert select.select([job.stdout], [], [], HANG_S)[0], f"the job hangs: {said}"
-            # as it comes: processes that write to one pipe do not always leave whole lines to each other
-            chunk = os.read(job.stdout.fileno(), 65536)
-            assert chunk, f"the job ended early: {said}"
-            said += chunk.decode()
-        return [int(pid) for pid in pids]
-
-
-@pytest.mark.soak  # what torchrun does beyond forked processes, TestFailure has
-class TestTorchrun:
-    def test_trains_as_forked_processes_do(self, uninterrupted: Result, folder: Path) -> None:
-        result = launch([SCRIPT, *tiny(folder / "torchrun", "--json", folder / "torchrun.json")], 2)
-        assert result.status == 0, result.output
-        assert metrics(folder / "torchrun.json")["losses"] == metrics(folder / "whole.json")["losses"]
-
-    def test_killed_run_leaves_the_last_complete_checkpoint(self, folder: Path) -> None:
-        result = killed_job(folder, "killed_by_signal", forked=False)
-        assert result.status != 0
-        assert "SIGKILL" in result.output
-        check_checkpoints_of_killed_job(folder / "killed_by_signal")
 
 
 @pytest.fixture
@@ -352,6 +301,12 @@ def one_process_group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def place(world_size: int = 1) -> Any:
+    from launch import Place
+
+    return Place(rank=0, world_size=world_size, device=torch.device("cpu"))
+
+
 @pytest.mark.usefixtures("examples")
 class TestDataOrder:
     @staticmethod
@@ -361,13 +316,13 @@ class TestDataOrder:
         text = (torch.arange(4 * 31 + 1) % 256).to(torch.uint8)
         return TextBatches(text, seq_len=4, batch_size=batch_size, seed=seed, rank=rank, world_size=world_size)
 
-    @pytest.mark.parametrize("world_size", [2, 3, 4])
-    def test_ranks_together_read_what_one_process_reads(self, world_size: int) -> None:
+    def test_ranks_together_read_what_one_process_reads(self) -> None:
         whole = self.batches(0, 1)
-        ranks = [self.batches(rank, world_size) for rank in range(world_size)]
-        for step in range(7):  # past the end of the second epoch
-            inputs = torch.cat([batches(step).inputs for batches in ranks])
-            assert torch.equal(inputs, whole(step).inputs)
+        for world_size in (2, 3, 4):
+            ranks = [self.batches(rank, world_size) for rank in range(world_size)]
+            for step in range(7):  # past the end of the second epoch
+                inputs = torch.cat([batches(step).inputs for batches in ranks])
+                assert torch.equal(inputs, whole(step).inputs)
 
     def test_an_epoch_reads_every_window_once(self) -> None:
         batches = self.batches(0, 1, batch_size=31)
@@ -377,19 +332,19 @@ class TestDataOrder:
         assert not torch.equal(first.inputs, second.inputs)
         assert torch.equal(first.targets, first.inputs + 1)
 
-    def test_seed_changes_the_order(self) -> None:
-        assert not torch.equal(self.batches(0, 1)(0).inputs, self.batches(0, 1, seed=1)(0).inputs)
+        assert not torch.equal(self.batches(0, 1)(0).inputs, self.batches(0, 1, seed=1)(0).inputs), "another seed"
 
-    @pytest.mark.parametrize(("batch_size", "fitting"), [(10, "8 or 12"), (3, "4")])
-    def test_batch_that_does_not_divide_names_sizes_that_fit(self, batch_size: int, fitting: str) -> None:
-        with pytest.raises(
-            ValueError, match=rf"{batch_size} sequences does not divide over 4 .* batch size of {fitting},"
-        ):
-            self.batches(0, 4, batch_size=batch_size)
-
-    def test_text_shorter_than_a_batch_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="31 windows of 4 bytes, fewer than a global batch of 32"):
-            self.batches(0, 1, batch_size=32)
+    @pytest.mark.parametrize(
+        ("world_size", "batch_size", "message"),
+        [
+            (4, 10, "10 sequences does not divide over 4 .* batch size of 8 or 12,"),
+            (4, 3, "3 sequences does not divide over 4 .* batch size of 4,"),
+            (1, 32, "31 windows of 4 bytes, fewer than a global batch of 32"),
+        ],
+    )
+    def test_a_batch_that_does_not_fit_is_refused(self, world_size: int, batch_size: int, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            self.batches(0, world_size, batch_size=batch_size)
 
     def test_corpus_splits_by_file(self, tmp_path: Path) -> None:
         from text_data import load_corpus
@@ -404,11 +359,9 @@ class TestDataOrder:
         (tmp_path / "m05.py").write_text("x = 6\n")
         assert load_corpus(tmp_path).checksum != corpus.checksum
 
-    def test_folder_without_text_is_refused(self, tmp_path: Path) -> None:
-        from text_data import load_corpus
-
+        (tmp_path / "empty").mkdir()
         with pytest.raises(FileNotFoundError, match=r"at least 16 Python files .* but found 0"):
-            load_corpus(tmp_path)
+            load_corpus(tmp_path / "empty")
 
 
 class Number:
@@ -429,9 +382,17 @@ class TestCheckpointDir:
     @staticmethod
     def open(path: Path) -> Any:
         from checkpoints import CheckpointDir
-        from launch import Place
 
-        return CheckpointDir(path, Place(rank=0, world_size=1, device=torch.device("cpu")))
+        return CheckpointDir(path, place())
+
+    @staticmethod
+    def train_state(width: int = 2, *options: bool) -> Any:
+        from checkpoints import TrainState
+
+        model = torch.nn.Linear(2, width)
+        optimizer = torch.optim.AdamW(model.parameters())
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        return TrainState(model, optimizer, scheduler, place(), *options)
 
     def load_latest(self, path: Path) -> tuple[int, float]:
         checkpoints, state = self.open(path), Number(0.0)
@@ -473,37 +434,21 @@ class TestCheckpointDir:
 
     @pytest.mark.parametrize("with_rng", [True, False])
     def test_rng_continues_where_it_was_saved(self, tmp_path: Path, with_rng: bool) -> None:
-        from checkpoints import TrainState
-        from launch import Place
-
-        model = torch.nn.Linear(2, 2)
-        optimizer = torch.optim.AdamW(model.parameters())
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-        place = Place(rank=0, world_size=1, device=torch.device("cpu"))
         checkpoints = self.open(tmp_path)
-        checkpoints.save(1, TrainState(model, optimizer, scheduler, place), {})
+        saved, state = self.train_state(), self.train_state(2, with_rng)
+        checkpoints.save(1, saved, {})
         expected = torch.rand(3)
-        checkpoints.load(checkpoints.latest(), TrainState(model, optimizer, scheduler, place, with_rng))
+        checkpoints.load(checkpoints.latest(), state)
         assert torch.equal(torch.rand(3), expected) == with_rng
 
     def test_it_has_the_shape_of_all_pages_and_names_what_does_not_fit(self, tmp_path: Path) -> None:
-        from checkpoints import TrainState
-        from launch import Place
-
-        place = Place(rank=0, world_size=1, device=torch.device("cpu"))
-
-        def state(width: int) -> TrainState:
-            model = torch.nn.Linear(2, width)
-            optimizer = torch.optim.AdamW(model.parameters())
-            return TrainState(model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0), place)
-
-        checkpoints, saved = self.open(tmp_path), state(2)
+        checkpoints, saved = self.open(tmp_path), self.train_state()
         checkpoints.save(1, saved, {})
         found = {"model": torch.nn.Linear(2, 2).state_dict()}
         checkpoint.load(found, checkpoint_id=checkpoints.latest(), no_dist=True)
         assert torch.equal(found["model"]["weight"], saved.state_dict()["model"]["weight"])
         with pytest.raises(ValueError, match=r"'model.weight' is \(3, 2\) here and \(2, 2\) there"):
-            checkpoints.load(checkpoints.latest(), state(3))
+            checkpoints.load(checkpoints.latest(), self.train_state(3))
 
     def test_without_a_checkpoint_there_is_no_latest(self, tmp_path: Path) -> None:
         assert self.open(tmp_path / "missing").latest() is None
@@ -512,13 +457,10 @@ class TestCheckpointDir:
 @pytest.mark.usefixtures("examples")
 class TestOptions:
     @staticmethod
-    def resolve(*arguments: str, world_size: int = 4) -> Any:
+    def resolve(*arguments: str) -> Any:
         import train_llama
-        from launch import Place
 
-        place = Place(rank=0, world_size=world_size, device=torch.device("cpu"))
-        options = train_llama.parse_options(list(arguments))
-        return train_llama.resolve_preset(options, place)
+        return train_llama.resolve_preset(train_llama.parse_options(list(arguments)), place(4))
 
     def test_options_replace_the_defaults_of_the_preset(self) -> None:
         import train_llama
@@ -528,19 +470,15 @@ class TestOptions:
         assert (preset.steps, preset.model.max_seq_len, preset.lr) == (7, 9, 0.5)
         assert preset.batch_size == train_llama.PRESETS["tiny"].batch_size
 
-    @pytest.mark.parametrize("name", ["steps", "batch-size", "seq-len", "log-every"])
-    def test_values_out_of_range_are_refused(self, name: str) -> None:
-        with pytest.raises(ValueError, match=f"expected --{name} of at least 1, but got 0"):
-            self.resolve(f"--{name}", "0")
-
-    @pytest.mark.parametrize("replicate", [0, 3])
-    def test_replicate_that_does_not_divide_is_refused(self, replicate: int) -> None:
+    def test_values_out_of_range_are_refused(self) -> None:
         import train_llama
-        from launch import Place
 
-        place = Place(rank=0, world_size=4, device=torch.device("cpu"))
-        with pytest.raises(ValueError, match=f"--replicate {replicate} does not divide the 4 processes"):
-            train_llama.build_mesh(place, replicate)
+        for name in ("steps", "batch-size", "seq-len", "log-every"):
+            with pytest.raises(ValueError, match=f"expected --{name} of at least 1, but got 0"):
+                self.resolve(f"--{name}", "0")
+        for replicate in (0, 3):
+            with pytest.raises(ValueError, match=f"--replicate {replicate} does not divide the 4 processes"):
+                train_llama.build_mesh(place(4), replicate)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from common import GlooTest, environment, full
+from common import ALL, GlooTest, environment, full
 from quant_common import Net as QuantNet
 from quant_common import check, gtp
 from runtime_common import (
@@ -31,7 +29,7 @@ from dtensor_gtp import GTPShard, MixedPrecisionPolicy, gtp_shard
 from dtensor_gtp.nn import GroupedLinear
 from dtensor_gtp.quant import Float8Rowwise
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16, FP16 = torch.bfloat16, torch.float16
 ALL_TO_ALL = explicit(min_shard_numel=0, reduce_scatter="all_to_all")
 
 
@@ -52,70 +50,59 @@ class TestReductions(GlooTest):
     def test_same_gradients_as_one_process(self) -> None:
         """Uneven and empty shards, both dims, tied and fused and generic weights, replicas."""
         on_dim_1 = lambda p: GTPShard(1) if p.ndim == 2 else None  # noqa: E731
-        for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
+        for mesh, options in ((self.gtp_mesh(), {}), (self.hsdp_mesh(), {"shard_placement_fn": on_dim_1})):
             torch.manual_seed(0)
             reference = Net(num_pairs=1)
-            model = shard_copy(reference, mesh, schedule=ALL_TO_ALL)
-            for seed in range(2):
-                check_step(reference, model, mesh, make_tokens(seed), token_step)
-            for options in ({}, {"shard_placement_fn": on_dim_1}):
-                tiny = nn.Sequential(nn.Linear(12, 5), nn.Linear(5, 3, bias=False))  # the last rank has no row
-                check_step(
-                    tiny, shard_copy(tiny, mesh, schedule=ALL_TO_ALL, **options), mesh, make_rows(0), square_step
-                )
-        torch.manual_seed(0)
-        model = gtp_shard(Experts(), self.gtp_mesh(), schedule=ALL_TO_ALL)
-        reference_grad = self.grad_of_experts(Experts())
-        torch.testing.assert_close(self.grad_of_experts(model), reference_grad)
-
-    def grad_of_experts(self, model: nn.Module) -> torch.Tensor:
-        with torch.no_grad():
-            for param in model.parameters():
-                param.fill_(0.5)
-        (model(make_rows(0, 8, 6)).square().mean()).backward()
-        grad: Any = model.experts.weight.grad  # type: ignore[union-attr]
-        return full(grad)
+            check_step(reference, shard_copy(reference, mesh, schedule=ALL_TO_ALL), mesh, make_tokens(0), token_step)
+            tiny = nn.Sequential(nn.Linear(12, 5), nn.Linear(5, 3, bias=False))  # the last rank has no row
+            model = shard_copy(tiny, mesh, schedule=ALL_TO_ALL, **options)
+            check_step(tiny, model, mesh, make_rows(0), square_step)
+        experts = Experts()
+        grads = []
+        for each in (experts, shard_copy(experts, self.gtp_mesh(), schedule=ALL_TO_ALL)):
+            square_step(each, make_rows(0, 8, 6))
+            grads.append(full(each.experts.weight.grad))
+        torch.testing.assert_close(*grads)
 
     def test_microbatches(self) -> None:
         """Sums over microbatches that were not synchronized, and over those that the replicas have not seen."""
-        for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
-            for name in ("set_requires_gradient_sync", "set_requires_all_reduce"):
-                torch.manual_seed(0)
-                reference = small_model()
-                model = shard_copy(reference, mesh, schedule=ALL_TO_ALL)
+        for mesh, switch in (
+            (self.gtp_mesh(), "set_requires_gradient_sync"),
+            (self.hsdp_mesh(), "set_requires_all_reduce"),
+        ):
+            torch.manual_seed(0)
+            reference = small_model()
+            model = shard_copy(reference, mesh, schedule=ALL_TO_ALL)
 
-                def step(module: nn.Module, rows: torch.Tensor, switch: str = name) -> None:
-                    for index in range(2):
-                        if hasattr(module, switch):
-                            getattr(module, switch)(index == 1)
-                        square_step(module, rows * (index + 1))
+            def step(module: nn.Module, rows: torch.Tensor, switch: str = switch) -> None:
+                for index in range(2):
+                    if hasattr(module, switch):
+                        getattr(module, switch)(index == 1)
+                    square_step(module, rows * (index + 1))
 
-                for seed in range(2):
-                    check_step(reference, model, mesh, make_rows(seed), step)
+            for seed in range(2):
+                check_step(reference, model, mesh, make_rows(seed), step)
 
     def test_error_does_not_see_what_rounding_in_the_ring_loses(self) -> None:
         """What three ranks add is below the bf16 resolution of what the first adds: the sum keeps it, in fp32."""
         scale = 1.0 if self.rank == 0 else 2.0**-12
         exact = (1 + 3 * 2.0**-12) / 4
-        for own, policy in (
-            (FP32, MixedPrecisionPolicy(param_dtype=BF16)),
-            (FP32, MixedPrecisionPolicy(reduce_dtype=BF16)),
+        for mesh, policy in (
+            (self.gtp_mesh(), MixedPrecisionPolicy(param_dtype=BF16)),
+            (self.hsdp_mesh(), MixedPrecisionPolicy(reduce_dtype=BF16)),
         ):
-            for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
-                model = gtp_shard(Scaled(own), mesh, schedule=ALL_TO_ALL, mp_policy=policy)
-                for factor in (None, 4.0):
-                    if factor is not None:
-                        model.set_gradient_divide_factor(factor)
-                    with counted() as counts:
-                        model(scale).backward()
-                    self.assertEqual(counts.counts["alltoall_base_"], 3)
-                    self.assertEqual(counts.dtypes["alltoall_base_"], {BF16})
-                    assert_grads_are(model, exact)
-                    model.zero_grad()
-                assert_idle(model)
-        ring = gtp_shard(
-            Scaled(), self.gtp_mesh(), schedule=explicit(min_shard_numel=0), mp_policy=MixedPrecisionPolicy(BF16)
-        )
+            model = gtp_shard(Scaled(), mesh, schedule=ALL_TO_ALL, mp_policy=policy)
+            for factor in (None, 4.0):
+                if factor is not None:
+                    model.set_gradient_divide_factor(factor)
+                with counted() as counts:
+                    model(scale).backward()
+                self.assertEqual(counts.counts["alltoall_base_"], 3)
+                self.assertEqual(counts.dtypes["alltoall_base_"], {BF16})
+                assert_grads_are(model, exact)
+                model.zero_grad()
+            assert_idle(model)
+        ring = gtp_shard(Scaled(), self.gtp_mesh(), schedule=ALL, mp_policy=MixedPrecisionPolicy(BF16))
         ring(scale).backward()
         self.assertFalse(full(ring.raw.grad).eq(exact).any())
 
@@ -131,13 +118,11 @@ class TestReductions(GlooTest):
 
     def test_float16_needs_no_predivision(self) -> None:
         """The sum over four ranks, 2**16, is beyond float16; divided before the sum, 2**-24 would be lost."""
-        for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
-            for value in (2.0**14, 2.0**-24):
-                model = gtp_shard(
-                    Scaled(), mesh, schedule=ALL_TO_ALL, mp_policy=MixedPrecisionPolicy(reduce_dtype=FP16)
-                )
-                model(value).backward()
-                assert_grads_are(model, value)
+        policy = MixedPrecisionPolicy(reduce_dtype=FP16)
+        for mesh, value in ((self.gtp_mesh(), 2.0**14), (self.hsdp_mesh(), 2.0**-24)):
+            model = gtp_shard(Scaled(), mesh, schedule=ALL_TO_ALL, mp_policy=policy)
+            model(value).backward()
+            assert_grads_are(model, value)
 
     def test_quantized_weights(self) -> None:
         mesh = self.gtp_mesh()

@@ -5,11 +5,17 @@ Each is computed as in one process, or refused by name.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn as nn
-from common import ALL, GlooTest, assert_same_params, full, rows_of_rank
-from runtime_common import VOCABULARY, WIDTH, Raw, counted, make_rows, shard_copy, small_model, square_loss
+from common import ALL, GlooTest, full, rows_of_rank
+from pairs_common import CHOSEN, MIXED, PairTest, blocks
+from passes_common import mean
+from runtime_common import VOCABULARY, WIDTH, Raw, counted, make_rows, small_model, square_loss
 from schedules import explicit
+from torch.autograd.functional import hvp
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -39,39 +45,40 @@ class Penalized(nn.Module):
         return y
 
 
-class TestRecordings(GlooTest):
-    world_size = 2
-
+class TestRecordings(PairTest):
     def test_programs_without_our_modules_are_refused(self) -> None:
         """They would hold numbers that name weights of this process, or values of now."""
-        torch.manual_seed(0)
+        made = (nn.Linear(WIDTH, WIDTH), Raw(), nn.LayerNorm(WIDTH), nn.Embedding(WIDTH, 4), Penalized())
+        linear, raw, norm, table, penalized = (gtp_shard(each, self.gtp_mesh(), schedule=ALL) for each in made)
+        part: Any = gtp_shard(nn.Sequential(nn.Linear(WIDTH, WIDTH)), self.gtp_mesh(), schedule=ALL)
         x = make_rows(0)
-        linear = gtp_shard(nn.Linear(WIDTH, WIDTH), self.gtp_mesh(), schedule=ALL)
-        raw = gtp_shard(Raw(), self.gtp_mesh(), schedule=ALL)
-        norm = gtp_shard(nn.LayerNorm(WIDTH), self.gtp_mesh(), schedule=ALL)
-        table = gtp_shard(nn.Embedding(WIDTH, 4), self.gtp_mesh(), schedule=ALL)
-        part = gtp_shard(nn.Sequential(nn.Linear(WIDTH, WIDTH)), self.gtp_mesh(), schedule=ALL)
-        cases = [
-            (linear, x),
-            (Around(part[0]), x),
-            (Around(linear), x),
-            (raw, x),
-            (norm, x),
-            (table, torch.tensor([1, 2])),
-        ]
-        for module, given in cases:
+        for module in (linear, Around(part[0]), Around(linear), raw, norm, table):
+            given = torch.tensor([1, 2]) if module is table else x
             with self.assertRaisesRegex(RuntimeError, "torch.export cannot record a use of parameter .*torch.compile"):
                 torch.export.export(module, (given,))
         for module in (linear, Around(linear), raw, norm):
             for pre_dispatch in (False, True):
                 with self.assertRaisesRegex(RuntimeError, "torch.fx cannot record a use of parameter"):
                     make_fx(module, pre_dispatch=pre_dispatch)(x)
-        for module in (raw, gtp_shard(Penalized(), self.gtp_mesh(), schedule=ALL)):
+        for module in (raw, penalized):
             with self.assertRaisesRegex(RuntimeError, "torch.fx.symbolic_trace cannot record a use of parameter"):
                 torch.fx.symbolic_trace(Around(module))
             module(x).sum().backward()
         torch.testing.assert_close(torch.fx.symbolic_trace(Around(linear))(x), 2 * linear(x))  # it runs our module
         torch.export.export(Around(nn.Linear(WIDTH, WIDTH)), (x,))
+
+    def test_recordings_of_blocks_are_refused(self) -> None:
+        for pair in self.pairs(blocks, (CHOSEN, MIXED)):
+            model = pair[0]
+            x = make_rows(0, 2, model[0].up.in_features)
+            for module in (model, model[0], model[0].up):
+                with self.assertRaisesRegex(RuntimeError, "torch.export cannot record a use of parameter '0"):
+                    torch.export.export(module, (x,))
+            with self.assertRaisesRegex(RuntimeError, "torch.jit.trace cannot record a .* after gtp_shard"):
+                torch.jit.trace(model[0], x)
+            with self.assertRaisesRegex(RuntimeError, "torch.fx cannot record a use of parameter '0"):
+                make_fx(model[0])(x)
+            self.check(pair)
 
 
 class Embedded(nn.Module):
@@ -84,17 +91,11 @@ class Embedded(nn.Module):
         return embedded, self.head(embedded)
 
 
-class TestSecondDerivatives(GlooTest):
-    world_size = 2
-
+class TestSecondDerivatives(PairTest):
     def test_what_is_not_computed_raises(self) -> None:
         """Also where the gradient that arrives is a constant, so that autograd sees nothing to differentiate."""
-        models = [
-            nn.Sequential(nn.Linear(WIDTH, WIDTH)),
-            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH)),
-        ]
-        for model in models:
-            gtp_shard(model, self.gtp_mesh(), schedule=ALL)
+        for *first, last in ([nn.Linear(WIDTH, WIDTH)], [nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)]):
+            model: Any = gtp_shard(nn.Sequential(*first, last), self.gtp_mesh(), schedule=ALL)
             x = make_rows(0).requires_grad_()
             output = model(x)
             (grad,) = torch.autograd.grad(output.sum(), x, create_graph=True)
@@ -105,6 +106,13 @@ class TestSecondDerivatives(GlooTest):
         (grad,) = torch.autograd.grad(logits.sum(), embedded, create_graph=True)
         with self.assertRaisesRegex(RuntimeError, "does not compute second derivatives"):
             (logits.square().mean() + grad.square().mean()).backward()
+
+    def test_by_an_input(self) -> None:
+        """Torch would find no way from a gradient to the input, and give zeros."""
+        for model, _ in self.pairs(is_first=True):
+            x = make_rows(0, 4, model.first.in_features)
+            with self.assertRaisesRegex(RuntimeError, "does not compute second derivatives"):
+                hvp(lambda x, model=model: mean(model(x)), x, torch.ones_like(x))
 
     def test_gradients_of_parameters_are_not_constants(self) -> None:
         for model in (small_model(), nn.LayerNorm(WIDTH), Raw()):
@@ -120,29 +128,38 @@ class TestSecondDerivatives(GlooTest):
             assert all(not param.grad.requires_grad for param in model.parameters())
 
 
-class TestInputsOfBackward(GlooTest):
-    world_size = 2
+def into(*names: str) -> Callable[[nn.Module, torch.Tensor], None]:
+    """A step that asks for the gradients of some parameters."""
+    return lambda each, x: mean(each(x)).backward(inputs=[each.get_parameter(name) for name in names])
 
-    def check(self, model: nn.Module, reference: nn.Module, names: list[str] | None = None) -> None:
-        """Gradients of all parameters, or of some, that ``backward`` is asked for."""
-        x, mesh = make_rows(0), self.gtp_mesh()
-        for each, rows in ((model, rows_of_rank(x, mesh)), (reference, x)):
-            each.zero_grad()
-            params = dict(each.named_parameters())
-            square_loss(each, rows).backward(inputs=[params[name] for name in names or params])
-        assert_same_params(model, reference, "grad")
 
+class TestInputsOfBackward(PairTest):
     def test_inputs_get_their_gradients(self) -> None:
-        torch.manual_seed(0)
-        reference = small_model()
-        model = shard_copy(reference, self.gtp_mesh())
-        self.check(model, reference)
-        self.check(model, reference, ["0.weight", "1.second", "2.bias"])
-        self.check(model, reference, ["2.weight"])
-        x = make_rows(1).requires_grad_()
-        square_loss(model, x).backward(inputs=[x, *model.parameters()])
-        assert x.grad is not None
-        self.check(nn.Sequential(model), nn.Sequential(reference))  # ours below a module that is not
+        """Others get None, not zeros, with which an optimizer would decay and move weights."""
+
+        def of_input(each: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            loss = mean(each(x.requires_grad_()))
+            (grad,) = torch.autograd.grad(loss, x)
+            return grad
+
+        def of_input_and_parameters(each: nn.Module, x: torch.Tensor) -> None:
+            loss = mean(each(x.requires_grad_()))
+            loss.backward(inputs=[x, *each.parameters()])
+
+        some = into("blocks.0.up.weight", "blocks.1.norm.bias", "first.weight")
+        for pair in self.pairs():
+            with counted() as counts:
+                grad, expected = self.run_both(pair, of_input)
+            assert counts()[1:] == (0, 0), counts()  # nothing is reduced
+            torch.testing.assert_close(grad, rows_of_rank(expected, self.gtp_mesh()) * 2)  # the mean of fewer rows
+            self.check_grads(pair)
+            for step in (some, into("blocks.0.down.bias"), into("first.weight"), of_input_and_parameters):
+                self.check(pair, step)
+            for seed, is_last in enumerate((False, True)):  # the sum of two microbatches that ask for different ones
+                pair[0].set_requires_gradient_sync(is_last)
+                self.run_both(pair, some if is_last else into("blocks.0.up.weight", "last.weight"), seed)
+            self.check_grads(pair)
+            self.check((nn.Sequential(pair[0]), nn.Sequential(pair[1])))  # ours below a module that is not
 
     def test_grad_of_a_parameter_is_refused(self) -> None:
         model = gtp_shard(small_model(), self.gtp_mesh(), schedule=ALL)

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import ALL, GlooTest, assert_same_params, full, rows_of_rank
-from runtime_common import WIDTH, Raw, make_rows, shard_copy, small_model, square_loss
+from common import ALL, assert_same_params, full, rows_of_rank
+from pairs_common import CHOSEN, Pair, PairTest, halve_data, replace_data
+from runtime_common import WIDTH, Raw, make_rows, small_model, square_loss, square_step
 from schedules import explicit
 
 from dtensor_gtp import SchedulePolicy, gtp_shard
 
+MIXED = SchedulePolicy(min_shard_numel=4 * WIDTH)  # biases stay whole
 Update = Callable[[list[nn.Parameter], list[nn.Parameter]], None]
 
 
@@ -68,19 +70,27 @@ class Layer(nn.Module):
         return x + self.down(self.up(x).relu())
 
 
+def layers() -> nn.Sequential:
+    """Each is a group."""
+    return nn.Sequential(Layer(), Layer())
+
+
 class MomentumOfLists(Momentum):
     """Takes the parameters once, before any forward, as trainers do."""
 
     def __init__(self) -> None:
         super().__init__(by_foreach)
-        self.queries = nn.Sequential(Layer(), Layer())
-        self.keys = nn.Sequential(Layer(), Layer()).requires_grad_(False)
+        self.queries, self.keys = layers(), layers().requires_grad_(False)
 
     def take(self) -> None:
         self.lists = list(self.keys.parameters()), list(self.queries.parameters())
 
     def move(self) -> None:
         self.update(*self.lists)
+
+
+def nothing(weight: Any) -> None:
+    pass
 
 
 class Writes(nn.Module):
@@ -112,7 +122,7 @@ class Inverted(Doubled):
 class Parametrizes(nn.Module):
     """Reads the weight of its layer, and uses the layer with a parametrization."""
 
-    def __init__(self, parametrization: nn.Module, write: Callable[[Any], object] = lambda weight: None) -> None:
+    def __init__(self, parametrization: nn.Module, write: Callable[[Any], object] = nothing) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
         self.write, self.parametrizations_in_forward = write, [parametrization]
@@ -129,50 +139,34 @@ class Parametrizes(nn.Module):
             nn.utils.parametrize.remove_parametrizations(self.layer, "weight", leave_parametrized=False)
 
 
-def replace_data(weight: Any) -> None:
-    weight.data = weight.data * 0.5
+class WriteTest(PairTest):
+    width = WIDTH
 
-
-def halve_data(weight: Any) -> None:
-    weight.data.mul_(0.5)
-
-
-class TestWritesInForward(GlooTest):
-    world_size = 2
-
-    def check(self, model: Any, reference: Any) -> None:
-        """Train the queries beside one process."""
-        optimizers = [torch.optim.SGD(each.queries.parameters(), lr=0.1) for each in (model, reference)]
-        for step in range(4):
-            x = make_rows(step)
-            loss, want = model(rows_of_rank(x, self.gtp_mesh())), reference(x)
-            loss.backward()
-            want.backward()
-            assert_same_params(model, reference, "grad")
+    def train(self, pair: Pair, step: Callable[[Any, torch.Tensor], Any], steps: int = 3) -> None:
+        """Gradients and parameters after each step are those of one process."""
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in pair]
+        for seed in range(steps):
+            self.run_both(pair, step, seed)
+            assert_same_params(*pair, "grad")
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-            assert_same_params(model, reference)
+            assert_same_params(*pair)
 
+
+class TestWritesInForward(WriteTest):
     def test_momentum_encoders(self) -> None:
-        mesh = self.gtp_mesh()
         for update in (by_data, by_copy, by_foreach):
-            torch.manual_seed(0)
-            reference = Momentum(update)
-            model = shard_copy(reference, mesh)
-            self.check(model, reference)
+            self.train(self.pair(lambda update=update: Momentum(update)), lambda each, x: each(x).backward())
 
     def test_foreach_on_a_list_made_before_the_forward(self) -> None:
         """Weights of groups, single ones, and such as stay gathered after backward."""
-        mesh = self.gtp_mesh()
-        for schedule, is_kept in ((SchedulePolicy(min_shard_numel=0), False), (ALL, False), (ALL, True)):
-            torch.manual_seed(0)
-            reference = MomentumOfLists()
-            model = gtp_shard(copy.deepcopy(reference), mesh, schedule=schedule)
-            model.set_reshard_after_backward(not is_kept)
-            for each in (model, reference):
+        for schedule, is_kept in ((CHOSEN, False), (ALL, False), (ALL, True)):
+            pair = self.pair(MomentumOfLists, schedule)
+            pair[0].set_reshard_after_backward(not is_kept)
+            for each in pair:
                 each.take()
-            self.check(model, reference)
+            self.train(pair, lambda each, x: each(x).backward())
 
     def test_a_write_to_what_is_read_is_refused(self) -> None:
         writes: list[Callable[[Any], None]] = [
@@ -182,14 +176,13 @@ class TestWritesInForward(GlooTest):
             lambda weight: torch._foreach_mul_([weight], 0.5),
             lambda weight: weight[0].zero_(),
         ]
-        for write in writes:
-            for is_layer in (False, True):
+        for is_layer, name in ((False, "weight"), (True, "layer.weight")):
+            for write in writes:
                 model = gtp_shard(Writes(write, is_layer), self.gtp_mesh(), schedule=ALL)
-                name = "layer.weight" if is_layer else "weight"
                 with self.assertRaisesRegex(RuntimeError, f"A write in a forward changed only .* parameter '{name}' "):
                     model(make_rows(0))
-                model.write = lambda weight: None
-                square_loss(model, make_rows(0)).backward()
+                model.write = nothing
+                square_step(model, make_rows(0))
 
     def test_whole_parameters_keep_what_a_forward_writes(self) -> None:
         """Running scales, codebooks and the like; alone and in groups."""
@@ -206,37 +199,24 @@ class TestWritesInForward(GlooTest):
                     torch._foreach_mul_([self.norm.bias, self.down.bias], 1.5)
                 return super().forward(self.norm(x))
 
-        mesh = self.gtp_mesh()
-        for schedule in (explicit(0, min_shard_numel=4 * WIDTH), SchedulePolicy(min_shard_numel=4 * WIDTH)):
-            torch.manual_seed(0)
-            reference = nn.Sequential(Scales(), Scales())
-            model = shard_copy(reference, mesh, schedule=schedule)
-            optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
-            for step in range(4):
-                x = make_rows(step)
-                square_loss(model, rows_of_rank(x, mesh)).backward()
-                square_loss(reference, x).backward()
-                assert_same_params(model, reference, "grad")
-                for optimizer in optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()
-                assert_same_params(model, reference)
+        for schedule in (explicit(0, min_shard_numel=4 * WIDTH), MIXED):
+            self.train(self.pair(lambda: nn.Sequential(Scales(), Scales()), schedule), square_step)
 
     def test_new_data_of_what_is_read_is_refused_in_each_forward(self) -> None:
-        model = gtp_shard(Writes(lambda weight: None, False), self.gtp_mesh(), schedule=ALL)
+        model = gtp_shard(Writes(nothing, False), self.gtp_mesh(), schedule=ALL)
         for number in range(1, 8):
-            square_loss(model, make_rows(0)).backward()
+            square_step(model, make_rows(0))
             if number in (2, 4, 6):  # forwards of other numbers than those that look at all bits
                 model.write = replace_data
                 with self.assertRaisesRegex(RuntimeError, "A write in a forward changed only .* parameter 'weight' "):
                     model(make_rows(0))
-                model.write = lambda weight: None
+                model.write = nothing
             model.zero_grad()
 
     def test_reading_is_no_write(self) -> None:
         model = gtp_shard(Writes(lambda weight: weight.data.norm(), False), self.gtp_mesh(), schedule=ALL)
         for seed in range(3):
-            square_loss(model, make_rows(seed)).backward()
+            square_step(model, make_rows(seed))
         with torch.no_grad():
             for param in model.parameters():
                 param.clamp_(-0.1, 0.1)  # the remedy
@@ -244,61 +224,57 @@ class TestWritesInForward(GlooTest):
 
     def test_a_parametrization_that_comes_and_goes_is_no_write(self) -> None:
         """As PEFT's of experts. One whose ``right_inverse`` changes the weight is a write."""
-        mesh, x = self.gtp_mesh(), make_rows(0)
-        reference = Parametrizes(Doubled())
-        model = shard_copy(reference, mesh)
+        pair = self.pair(lambda: Parametrizes(Doubled()))
         for _ in range(2):
-            square_loss(model, rows_of_rank(x, mesh)).backward()
-            square_loss(reference, x).backward()
-        assert_same_params(model, reference, "grad")
+            self.run_both(pair)
+        assert_same_params(*pair, "grad")
         wrong = [
             Parametrizes(Doubled(), lambda weight: weight.mul_(0.5)),
             Parametrizes(Doubled(), lambda weight: weight.set_(weight * 0.5)),
             Parametrizes(Inverted()),
         ]
         for module in wrong:
-            model = gtp_shard(module, mesh, schedule=ALL)
+            model = gtp_shard(module, self.gtp_mesh(), schedule=ALL)
             with self.assertRaisesRegex(RuntimeError, "A write in a forward changed only .* parameter 'layer.weight'"):
-                model(x)
+                model(make_rows(0))
 
 
-class TestWritesOutside(GlooTest):
-    world_size = 2
+def by_version(weight: Any) -> None:
+    with torch.no_grad():
+        weight.mul_(0.5)
 
+
+def by_foreach_op(weight: Any) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_([weight], 0.5)
+
+
+class TestWritesOutside(WriteTest):
     def test_in_a_backward(self) -> None:
         """By a hook: to a weight of a group it is kept, otherwise it raises."""
-        mesh, x = self.gtp_mesh(), make_rows(0)
-        refused = r"A write in a backward .*('1.up.weight'|block '1')"
-
-        def by_version(weight: Any) -> None:
-            weight.mul_(0.5)
-
-        for schedule, write in itertools.product((ALL, SchedulePolicy(min_shard_numel=0)), (by_version, halve_data)):
-            torch.manual_seed(0)
-            reference = nn.Sequential(Layer(), Layer())
+        for schedule, write in itertools.product((ALL, CHOSEN), (by_version, halve_data)):
+            is_kept = schedule is CHOSEN and write is by_version
             for index in (0, 1):  # the backward of the block has ended, or it runs
-                model = shard_copy(reference, mesh, schedule=schedule)
-                square_loss(model, make_rows(0)).backward()
-                model.zero_grad()
-                expected = copy.deepcopy(reference)
-                for each, rows in ((model, rows_of_rank(x, mesh)), (expected, x)):
+                pair = self.pair(layers, schedule)
+                square_step(pair[0], make_rows(0))
+                pair[0].zero_grad()
+                for each, rows in ((pair[0], rows_of_rank(make_rows(0), self.gtp_mesh())), (pair[1], make_rows(0))):
 
                     def hook(*grads: object, each: Any = each, write: Any = write) -> None:
-                        with torch.no_grad():
-                            write(each[1].up.weight)
+                        write(each[1].up.weight)
 
                     handle = each[index].register_full_backward_hook(hook)
                     loss = square_loss(each, rows)
-                    if each is expected or (schedule is not ALL and write is by_version):
+                    if each is pair[1] or is_kept:
                         loss.backward()
                     else:
-                        with self.assertRaisesRegex(RuntimeError, refused):
+                        with self.assertRaisesRegex(RuntimeError, r"A write in a backward .*('1.up.weight'|block '1')"):
                             loss.backward()
                     handle.remove()
-                if schedule is not ALL and write is by_version:
-                    assert_same_params(model, expected)
-                model.zero_grad()
-                square_loss(model, make_rows(0)).backward()
+                if is_kept:
+                    assert_same_params(*pair)
+                pair[0].zero_grad()
+                square_step(pair[0], make_rows(0))
 
     def test_between_unshard_and_reshard(self) -> None:
         writes: list[Callable[[Any], Any]] = [lambda w: w.add_(1), lambda w: w.data.add_(1), replace_data]
@@ -307,8 +283,8 @@ class TestWritesOutside(GlooTest):
             lambda model: model(make_rows(0)),
             lambda model: torch.optim.SGD(model.parameters()).step(),
         ]
+        model: Any = gtp_shard(small_model(), self.gtp_mesh(), schedule=ALL)
         for write, end in itertools.product(writes, ends):
-            model = gtp_shard(small_model(), self.gtp_mesh(), schedule=ALL)
             model.unshard()
             with torch.set_grad_enabled(write is replace_data):
                 write(model[0].weight)
@@ -318,111 +294,86 @@ class TestWritesOutside(GlooTest):
             message = r"A write between unshard\(\) and reshard\(\) changed only .* '0.weight' "
             with self.assertRaisesRegex(RuntimeError, message):
                 end(model)
-            square_loss(model, make_rows(0)).backward()
+            square_step(model, make_rows(0))
             model.unshard()
             model[0].weight.detach().clone().add_(1)
             model.reshard()
 
     def test_shards_of_weights_that_stay_gathered(self) -> None:
-        mesh, x = self.gtp_mesh(), make_rows(0)
-        torch.manual_seed(0)
         keeps = (lambda model: model.unshard(), lambda model: model.set_reshard_after_backward(False))
-        kinds: tuple[tuple[SchedulePolicy, Any], ...] = (
-            (ALL, small_model),
-            (SchedulePolicy(min_shard_numel=0), lambda: nn.Sequential(Layer(), Layer())),
-        )
-        for keep, (schedule, make) in itertools.product(keeps, kinds):
-            for is_foreach in (False, True):
-                reference = make()
-                model = shard_copy(reference, mesh, schedule=schedule)
-                keep(model)
-                for each, rows in ((model, rows_of_rank(x, mesh)), (reference, x)):
-                    square_loss(each, rows).backward()
+
+        def halve_all(params: list[Any]) -> None:
+            for param in params:
+                halve_data(param)
+
+        def write_all(params: list[Any]) -> None:
+            with torch.no_grad():
+                torch._foreach_mul_(params, 0.5)
+
+        for keep, (schedule, make) in itertools.product(keeps, ((ALL, small_model), (CHOSEN, layers))):
+            for write in (halve_all, write_all):
+                pair = self.pair(make, schedule)
+                keep(pair[0])
+
+                def step(each: nn.Module, rows: torch.Tensor, write: Any = write) -> None:
+                    square_step(each, rows)
                     each.zero_grad()
-                    with torch.no_grad():
-                        params = list(each.parameters())
-                        if is_foreach:
-                            torch._foreach_mul_(params, 0.5)
-                        else:
-                            for param in params:
-                                param.data.mul_(0.5)
-                    square_loss(each, rows).backward()
+                    write(list(each.parameters()))
+                    square_step(each, rows)
                     loss = square_loss(each, rows)
-                    for param in each.parameters():
-                        param.data.mul_(0.5)  # as in one process, the backward computes with what was written
+                    halve_all(list(each.parameters()))  # as in one process, the backward computes with this
                     loss.backward()
-                assert_same_params(model, reference, "grad")
+
+                self.run_both(pair, step)
+                assert_same_params(*pair, "grad")
 
     def test_new_data_between_microbatches(self) -> None:
         """Gradients that are not reduced yet stay: of single parameters, and of a group with another weight."""
-        mesh = self.gtp_mesh()
-        mixed = SchedulePolicy(min_shard_numel=4 * WIDTH)  # biases stay whole
-        for make, name in ((small_model, "2.weight"), (lambda: nn.Sequential(Layer(), Layer()), "1.up.weight")):
-            torch.manual_seed(0)
-            reference = make()
-            model = shard_copy(reference, mesh, schedule=mixed)
+        for make, name in ((small_model, "2.weight"), (layers, "1.up.weight")):
+            pair = self.pair(make, MIXED)
             for seed, is_last in enumerate((False, True)):
-                model.set_is_last_backward(is_last)
-                x = make_rows(seed)
-                for each, rows in ((model, rows_of_rank(x, mesh)), (reference, x)):
-                    square_loss(each, rows).backward()
-                    param = each.get_parameter(name)
-                    param.data = param.detach() * 0.5
-            assert_same_params(model, reference, "grad")
+                pair[0].set_is_last_backward(is_last)
+                self.run_both(pair, seed=seed)
+                for each in pair:
+                    replace_data(each.get_parameter(name))
+            assert_same_params(*pair, "grad")
 
 
-class TestWritesBeforeBackward(GlooTest):
-    world_size = 2
-
-    def check(self, reference: nn.Module, name: str, write: Callable[[nn.Parameter], None], **options: Any) -> None:
+class TestWritesBeforeBackward(WriteTest):
+    def check_write(self, pair: Pair, name: str, write: Callable[[Any], None]) -> None:
         """The backward raises, and the next step is right."""
-        mesh, x = self.gtp_mesh(), make_rows(0)
-        model = shard_copy(reference, mesh, **options)
-        reference = copy.deepcopy(reference)
-        square_loss(model, x).backward()
-        for each in (model, reference):
-            each.get_parameter(name).requires_grad_(reference.get_parameter(name).requires_grad)
-        loss = square_loss(model, x)
-        for each in (model, reference):
+        model = pair[0]
+        square_step(model, make_rows(0))
+        loss = square_loss(model, make_rows(0))
+        for each in pair:
             write(each.get_parameter(name))
         with self.assertRaisesRegex(RuntimeError, f"Parameter '{name}' .*(modified|replaced)|has been modified by an"):
             loss.backward()
-        for each, rows in ((model, rows_of_rank(x, mesh)), (reference, x)):
+        for each in pair:
             each.zero_grad()
-            square_loss(each, rows).backward()
-        assert_same_params(model, reference, "grad")
+        self.check(pair)
 
     def test_new_data(self) -> None:
         """Plain torch computes with the old or the new values, as the op has saved the weight or a view of it."""
-
-        def write(param: Any) -> None:
-            param.data = param.detach() * 0.5
-
-        torch.manual_seed(0)
-        blocks = nn.Sequential(Layer(), Layer())
-        for reference, schedule in ((small_model(), ALL), (blocks, SchedulePolicy(min_shard_numel=0))):
-            for name, param in reference.named_parameters():
-                self.check(reference, name, write, schedule=schedule)
+        for make, schedule in ((small_model, ALL), (layers, CHOSEN)):
+            pair = self.pair(make, schedule)
+            for name, _ in pair[1].named_parameters():
+                self.check_write(pair, name, replace_data)
                 if name in ("1.first", "2.weight", "3.weight", "1.up.weight"):
-                    param.requires_grad_(False)
-                    self.check(reference, name, write, schedule=schedule)
-                    param.requires_grad_(True)
+                    for is_trained in (False, True):
+                        for each in pair:
+                            each.get_parameter(name).requires_grad_(is_trained)
+                        if not is_trained:
+                            self.check_write(pair, name, replace_data)
 
     def test_in_place(self) -> None:
-        def by_version(param: Any) -> None:
-            with torch.no_grad():
-                param.mul_(0.5)
-
-        def by_foreach(param: Any) -> None:
-            with torch.no_grad():
-                torch._foreach_mul_([param], 0.5)
-
-        torch.manual_seed(0)
-        blocks = nn.Sequential(Layer(), Layer())
-        for write in (by_version, by_foreach):
-            for name in ("1.first", "2.weight", "3.weight"):
-                self.check(small_model(), name, write)
-            self.check(blocks, "1.up.weight", write, schedule=SchedulePolicy(min_shard_numel=0))
+        for make, schedule, names in (
+            (small_model, ALL, ("1.first", "2.weight", "3.weight")),
+            (layers, CHOSEN, ("1.up.weight",)),
+        ):
+            pair = self.pair(make, schedule)
+            for name, write in itertools.product(names, (by_version, by_foreach_op)):
+                self.check_write(pair, name, write)
 
     def test_other_parameters_and_another_forward(self) -> None:
         """A frozen weight has no leaf in the graph of the forward before."""

@@ -7,7 +7,6 @@ import unittest
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from common import ALL, GlooTest, assert_same_params
 from runtime_common import WIDTH, Raw, assert_idle, counted, make_rows, num_gathers, runtime_of
@@ -19,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from dtensor_gtp import GTPModule, SchedulePolicy, gtp_shard
 
 SIZES = 8, 5, 9  # outputs of the heads
+ALL_HEADS = 0, 1, 2
+CHOSEN = SchedulePolicy(min_shard_numel=0)
 
 
 class Head(nn.Module):
@@ -85,7 +86,8 @@ def zeros_for_unused(reference: nn.Module) -> None:
 class TestUnusedWeights(GlooTest):
     world_size = 2
 
-    def train(self, model: Any, reference: nn.Module, rank: int) -> None:
+    def train(self, model: Any, reference: nn.Module, rank: int, *, has_zeros: bool = True) -> None:
+        """What no rank has used gets zeros, or nothing."""
         optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, reference)]
         for step, heads in enumerate(STEPS):
             rows = [make_rows(2 * step + number) for number in range(2)]
@@ -94,7 +96,8 @@ class TestUnusedWeights(GlooTest):
                 model(rows[rank], heads[rank]).backward()
                 for number in range(2):
                     (reference(rows[number], heads[number]) / 2).backward()
-            zeros_for_unused(reference)
+            if has_zeros:
+                zeros_for_unused(reference)
             assert_same_params(model, reference, "grad")
             for optimizer in optimizers:
                 optimizer.step()
@@ -103,38 +106,44 @@ class TestUnusedWeights(GlooTest):
             with torch.no_grad():  # an evaluation, of other heads
                 self.assertEqual(model(rows[0], heads[1 - rank]), reference(rows[0], heads[1 - rank]))
 
+    def train_from_start(self, is_recomputed: bool, policy: SchedulePolicy, shard: Any) -> tuple[Any, nn.Module]:
+        torch.manual_seed(0)
+        reference = Tasks(is_recomputed)
+        model = copy.deepcopy(reference)
+        shard(model, self.gtp_mesh(), policy)
+        self.train(model, reference, self.gtp_mesh().get_local_rank())
+        return model, reference
+
     def test_ranks_use_different_weights(self) -> None:
-        mesh = self.gtp_mesh()
-        for policy in (ALL, explicit(0, min_shard_numel=0), SchedulePolicy(min_shard_numel=0)):
-            for is_recomputed in (False, True):
-                torch.manual_seed(0)
-                reference = Tasks(is_recomputed)
-                model = copy.deepcopy(reference)
-                shard_with_free_heads(model, mesh, policy)
-                self.train(model, reference, mesh.get_local_rank())
-                runtime_of(model).keeper.end_keeps()  # of the last evaluation
-                assert_idle(model)
+        for is_recomputed, policy in ((False, ALL), (True, explicit(0, min_shard_numel=0)), (True, CHOSEN)):
+            model, _ = self.train_from_start(is_recomputed, policy, shard_with_free_heads)
+            runtime_of(model).keeper.end_keeps()  # of the last evaluation
+            assert_idle(model)
 
     def test_of_the_whole_model_and_after_groups_were_made(self) -> None:
-        mesh = self.gtp_mesh()
-        rank = mesh.get_local_rank()
-        torch.manual_seed(0)
-        reference = Tasks()
-        model = gtp_shard(copy.deepcopy(reference), mesh, schedule=SchedulePolicy(min_shard_numel=0))
-        everything = tuple(range(len(SIZES)))
-        for each in (model, reference):
-            each(make_rows(0), everything).backward()
-        assert runtime_of(model).groups
-        assert_same_params(model, reference, "grad")
-        for each in (model, reference):
-            each.zero_grad()
-        model.set_reduce_scatter_unused_params(True)
-        self.train(model, reference, rank)
+        def shard(model: Any, mesh: DeviceMesh, policy: SchedulePolicy) -> None:
+            gtp_shard(model, mesh, schedule=policy)
+            model(make_rows(0), ALL_HEADS).backward()
+            model.zero_grad()
+            assert runtime_of(model).groups
+            model.set_reduce_scatter_unused_params(True)
+
+        model, reference = self.train_from_start(False, CHOSEN, shard)
         model.set_reduce_scatter_unused_params(False)
         for each in (model, reference):
             each.zero_grad()
-            each(make_rows(0), everything).backward()
+            each(make_rows(0), ALL_HEADS).backward()
         assert_same_params(model, reference, "grad")
+
+    def test_whole_parameters_need_no_switch(self) -> None:
+        mesh = self.gtp_mesh()
+        torch.manual_seed(0)
+        reference = Tasks()
+        model = copy.deepcopy(reference)
+        for head in model.heads:
+            gtp_shard(head, mesh, schedule=explicit(min_shard_numel=1000))
+        gtp_shard(model, mesh, schedule=ALL)
+        self.train(model, reference, mesh.get_local_rank(), has_zeros=False)
 
     def test_one_gather_of_each_weight(self) -> None:
         """However often this rank uses it, if it does."""
@@ -200,19 +209,18 @@ class TestWhatStaysAnError(GlooTest):
     world_size = 2
 
     def test_without_the_switch(self) -> None:
-        model: Any = gtp_shard(Choice(), self.gtp_mesh(), schedule=ALL)
-        message = "same weights in the same order.*'0.weight'.*'1.weight'.*set_reduce_scatter_unused_params"
-        with self.assertRaisesRegex(RuntimeError, message):
-            model(make_rows(0), dist.get_rank())
-
-    def test_weights_outside_of_it(self) -> None:
+        """For any weights, or for those outside of the modules that have it."""
         mesh = self.gtp_mesh()
-        model = Tasks()
-        shard_with_free_heads(model, mesh, ALL)
         rank = mesh.get_local_rank()
-        model.body = nn.ModuleList(reversed(model.body)) if rank else model.body
-        with self.assertRaisesRegex(RuntimeError, "same weights in the same order.*'body.0.*'body.1"):
-            model(make_rows(0), (rank,))
+        message = "same weights in the same order.*'{0}.*'{1}.*set_reduce_scatter_unused_params"
+        model: Any = gtp_shard(Choice(), mesh, schedule=ALL)
+        with self.assertRaisesRegex(RuntimeError, message.format("0.weight", "1.weight")):
+            model(make_rows(0), rank)
+        tasks = Tasks()
+        shard_with_free_heads(tasks, mesh, ALL)
+        tasks.body = nn.ModuleList(reversed(tasks.body)) if rank else tasks.body
+        with self.assertRaisesRegex(RuntimeError, message.format("body.0", "body.1")):
+            tasks(make_rows(0), (rank,))
 
     def test_an_outer_fully_shard(self) -> None:
         mesh = self.hsdp_mesh(1)
@@ -226,8 +234,8 @@ class TestWhatStaysAnError(GlooTest):
             model(make_rows(0), (0,))
 
     def test_groups_with_gradients_to_come(self) -> None:
-        model: Any = gtp_shard(Tasks(), self.gtp_mesh(), schedule=SchedulePolicy(min_shard_numel=0))
+        model: Any = gtp_shard(Tasks(), self.gtp_mesh(), schedule=CHOSEN)
         model.set_requires_gradient_sync(False)
-        model(make_rows(0), (0, 1, 2)).backward()
+        model(make_rows(0), ALL_HEADS).backward()
         with self.assertRaisesRegex(RuntimeError, "expects no gradients of microbatches without sync"):
             model.set_reduce_scatter_unused_params(True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import threading
@@ -75,12 +76,17 @@ def triton(kernel: Callable[..., None] | None) -> Any:
     [
         (None, r"Triton does not work \((ModuleNotFound|Import)Error: "),
         (broken, r"Triton does not work \(RuntimeError: Failed to find C compiler\)"),
-        (wrong(lambda numel, has_own, factor: numel % 16 == 0), "Triton's sum differs from torch's"),
-        (wrong(lambda numel, has_own, factor: numel % 16 > 0), "Triton's sum differs from torch's"),
-        (wrong(lambda numel, has_own, factor: has_own), "Triton's sum differs from torch's"),
-        (wrong(lambda numel, has_own, factor: not has_own), "Triton's sum differs from torch's"),
-        (wrong(lambda numel, has_own, factor: factor == 1), "Triton's sum differs from torch's"),
-        (wrong(lambda numel, has_own, factor: factor < 1), "Triton's sum differs from torch's"),
+        *(
+            (wrong(is_wrong), "Triton's sum differs from torch's")
+            for is_wrong in (
+                lambda numel, has_own, factor: numel % 16 == 0,
+                lambda numel, has_own, factor: numel % 16 > 0,
+                lambda numel, has_own, factor: has_own,
+                lambda numel, has_own, factor: not has_own,
+                lambda numel, has_own, factor: factor == 1,
+                lambda numel, has_own, factor: factor < 1,
+            )
+        ),
     ],
 )
 def test_torch_adds_and_the_reason_is_logged_once(
@@ -95,11 +101,10 @@ def test_torch_adds_and_the_reason_is_logged_once(
     assert why in caplog.text
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 8, 63])
-@pytest.mark.parametrize("dtype", addends._DTYPES)
-def test_what_works_is_taken(num_ranks: int, dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
-    with triton(add):
-        assert addends._decided(_Key(0, dtype, num_ranks)) == (add, "")
+def test_what_works_is_taken(caplog: pytest.LogCaptureFixture) -> None:
+    for num_ranks, dtype in itertools.product((2, 3, 8, 63), addends._DTYPES):
+        with triton(add):
+            assert addends._decided(_Key(0, dtype, num_ranks)) == (add, "")
     assert not caplog.records
 
 
@@ -164,12 +169,8 @@ def test_a_kernel_is_loaded_once_and_tried_when_that_is_done(monkeypatch: pytest
     at_end.release()  # for a thread that nobody has joined
     assert order[:2] == [key, "tried"]
     assert order.count(key) == 1
-    for device, dtype, num_ranks in (
-        (gpu, BF16, 4),
-        (gpu, torch.float64, 2),
-        (gpu, BF16, 64),
-        (torch.device("cpu"), BF16, 2),
-    ):
+    cpu, f64 = torch.device("cpu"), torch.float64
+    for device, dtype, num_ranks in ((gpu, BF16, 4), (gpu, f64, 2), (gpu, BF16, 64), (cpu, BF16, 2)):
         addends.load_ahead(device, dtype, num_ranks)
     assert not addends._loading(), "decided, or no kernel adds it"
 

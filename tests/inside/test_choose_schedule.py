@@ -1,17 +1,20 @@
-"""What is chosen from which facts. Nothing is measured, and no process group is needed."""
+"""What is chosen from which facts. Nothing is measured; all ranks choose the same."""
 
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn as nn
+from common import GlooTest
 from mesh_common import fake_world
+from runtime_common import runtime_of
 from torch.distributed.device_mesh import init_device_mesh
 
-from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, gtp_shard
-from dtensor_gtp._modules.binding import binding_of
+from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, gtp_shard, sharding_report
+from dtensor_gtp._schedule import first_forward
 from dtensor_gtp._schedule.choose_schedule import Facts, adds_addends, block_nbytes, choose
 from dtensor_gtp.policy import Schedule
 
@@ -45,10 +48,21 @@ def test_symmetric_memory_takes_the_place_of_the_head() -> None:
     assert choose(SchedulePolicy(memory="most_speed"), GPUS)[0].keep_last
 
 
-@pytest.mark.parametrize(("block", "ahead", "together"), [(1000, 32, 32), (100 * MiB, 100, 50), (2 * GiB, 512, 512)])
-def test_windows_have_bounds(block: int, ahead: int, together: int) -> None:
-    schedule = choose(SchedulePolicy(), dataclasses.replace(CPUS, block_nbytes=block))[0]
-    assert (schedule.prefetch_nbytes, schedule.coalesce_nbytes) == (ahead * MiB, together * MiB)
+def test_windows_have_bounds() -> None:
+    for block, ahead, together in ((1000, 32, 32), (100 * MiB, 100, 50), (2 * GiB, 512, 512)):
+        schedule = choose(SchedulePolicy(), dataclasses.replace(CPUS, block_nbytes=block))[0]
+        assert (schedule.prefetch_nbytes, schedule.coalesce_nbytes) == (ahead * MiB, together * MiB)
+
+
+@pytest.mark.parametrize(("groups", "together"), [(50 * MiB, 32), (300 * MiB, 50), (10 * GiB, 100)])
+def test_small_groups_travel_together(groups: int, together: int) -> None:
+    facts = dataclasses.replace(CPUS, block_nbytes=25 * MiB, group_nbytes=groups)
+    schedule, reasons = choose(SchedulePolicy(), facts)
+    assert (schedule.coalesce_nbytes, schedule.coalesce_grad_nbytes) == (together * MiB, together * MiB)
+    assert any("several small blocks" in reason for reason in reasons) == (together > 32)
+    for other in ({"group_nbytes": 0}, {"single_nbytes": 2 * groups}):
+        assert choose(SchedulePolicy(), dataclasses.replace(facts, **other))[0].coalesce_nbytes == 32 * MiB
+    assert choose(SchedulePolicy(memory="least"), facts)[0].coalesce_nbytes == 32 * MiB
 
 
 def test_backends_are_tried_on_gpus_alone() -> None:
@@ -58,25 +72,18 @@ def test_backends_are_tried_on_gpus_alone() -> None:
     assert any("no copy engines" in reason for reason in reasons)
 
 
-def test_who_insists_is_given_it() -> None:
-    policy = SchedulePolicy(
-        gather_backend="process_group", reduce_scatter="all_to_all", prefetch_nbytes=7, keep_nbytes=9
-    )
-    schedule = choose(policy, GPUS)[0]
-    assert (schedule.gather_backend, schedule.reduce_scatter) == ("process_group", "all_to_all")
-    assert (schedule.prefetch_nbytes, schedule.keep_nbytes) == (7, 9)
-    assert choose(SchedulePolicy(prefetch_nbytes=0), GPUS)[0].prefetch_depth == 0
-
-
-def test_least_memory() -> None:
-    schedule = choose(SchedulePolicy(memory="least"), GPUS)[0]
-    expected = Schedule(prefetch_nbytes=256 * MiB, coalesce_nbytes=218 * MiB, keep_last=False, wgrad_first=False)
-    assert schedule == expected
-
-
-def test_most_speed_keeps_a_part_of_the_free_memory() -> None:
-    assert choose(SchedulePolicy(memory="most_speed"), GPUS)[0].keep_nbytes == 8 * GiB
-    assert choose(SchedulePolicy(memory="most_speed", keep_nbytes=3), GPUS)[0].keep_nbytes == 3
+def test_what_a_policy_asks_for_is_given() -> None:
+    asked = {"gather_backend": "process_group", "reduce_scatter": "all_to_all", "prefetch_nbytes": 7, "keep_nbytes": 9}
+    for options, expected in (
+        (asked, asked),
+        ({"prefetch_nbytes": 0}, {"prefetch_depth": 0}),
+        ({"memory": "most_speed"}, {"keep_nbytes": 8 * GiB}),  # a part of what is free
+        ({"memory": "most_speed", "keep_nbytes": 3}, {"keep_nbytes": 3}),
+    ):
+        schedule = choose(SchedulePolicy(**options), GPUS)[0]
+        assert {name: getattr(schedule, name) for name in expected} == expected
+    least = Schedule(prefetch_nbytes=256 * MiB, coalesce_nbytes=218 * MiB, keep_last=False, wgrad_first=False)
+    assert choose(SchedulePolicy(memory="least"), GPUS)[0] == least
 
 
 def test_each_choice_has_a_reason() -> None:
@@ -105,21 +112,14 @@ def _sharded(model: nn.Module, policy: SchedulePolicy) -> nn.Module:
 
 
 def test_the_largest_block_counts() -> None:
-    model = Net()
     with fake_world(4):
-        runtime = binding_of(_sharded(model, SchedulePolicy(min_shard_numel=0))).group.runtime
-        assert block_nbytes([model], runtime.weights) == 2 * 8 * 64 * 2
+        for are_calls in (False, True):  # a call of its own makes classes of its own
+            model = Net()
+            for block in model.blocks if are_calls else ():
+                _sharded(block, SchedulePolicy(min_shard_numel=0))
+            runtime = runtime_of(_sharded(model, SchedulePolicy(min_shard_numel=0)))
+            assert block_nbytes([model], runtime.weights) == 2 * 8 * 64 * 2
         assert block_nbytes([], runtime.weights) == 2 * (100 * 8 + 2 * 8 * (32 + 64 + 16))
-
-
-def test_blocks_with_calls_of_their_own_are_of_one_class() -> None:
-    """Each call makes classes of its own."""
-    model = Net()
-    with fake_world(4):
-        for block in model.blocks:
-            _sharded(block, SchedulePolicy(min_shard_numel=0))
-        runtime = binding_of(_sharded(model, SchedulePolicy(min_shard_numel=0))).group.runtime
-        assert block_nbytes([model], runtime.weights) == 2 * 8 * 64 * 2
 
 
 def test_chosen_leaves_nothing_open() -> None:
@@ -141,13 +141,9 @@ def test_chosen_leaves_nothing_open() -> None:
 
 def test_whether_gradients_will_be_added_is_known_before_ranks_meet() -> None:
     """As the schedule has it then, if the GPUs can map each other's memory."""
-    for policy in (
-        SchedulePolicy(),
-        SchedulePolicy(memory="least"),
-        SchedulePolicy(memory="least", reduce_scatter="copy_engine"),
-        SchedulePolicy(reduce_scatter="ring"),
-        SchedulePolicy(reduce_scatter="all_to_all"),
-    ):
+    least, rings = {"memory": "least"}, ({"reduce_scatter": kind} for kind in ("ring", "all_to_all"))
+    for options in ({}, least, {**least, "reduce_scatter": "copy_engine"}, *rings):
+        policy = SchedulePolicy(**options)
         for facts in (GPUS, CPUS):
             chosen = choose(policy, facts)[0].reduce_scatter
             assert adds_addends(policy, facts) == (chosen != "ring"), (policy, facts)
@@ -158,11 +154,8 @@ def test_copy_engines_gather_where_groups_hold_the_smaller_part() -> None:
     """Their reductions are NCCL's all the same: autograd makes the gradients of a group outside of any ring."""
     experts = dataclasses.replace(GPUS, group_nbytes=300 * MiB, single_nbytes=3600 * MiB)
     small = dataclasses.replace(GPUS, group_nbytes=3600 * MiB, single_nbytes=300 * MiB)
-    for facts, gathers in (
-        (experts, "auto"),
-        (small, "process_group"),
-        (dataclasses.replace(CPUS, group_nbytes=1), "process_group"),
-    ):
+    on_cpus = dataclasses.replace(CPUS, group_nbytes=1)
+    for facts, gathers in ((experts, "auto"), (small, "process_group"), (on_cpus, "process_group")):
         schedule, reasons = choose(SchedulePolicy(), facts)
         assert (schedule.gather_backend, schedule.reduce_scatter) == (gathers, "ring"), facts
         assert any("groups" in reason for reason in reasons) or gathers != "process_group" or facts.no_copy_engines
@@ -170,3 +163,24 @@ def test_copy_engines_gather_where_groups_hold_the_smaller_part() -> None:
     assert not choose(SchedulePolicy(), small)[0].wgrad_first, "a head is freed before its gradient is made"
     asked = choose(SchedulePolicy(gather_backend="copy_engine"), small)[0]
     assert asked.gather_backend == "copy_engine"
+
+
+class TestChoices(GlooTest):
+    """All ranks run with one schedule, whatever each of them sees."""
+
+    def test_the_least_free_memory_counts_on_all_ranks(self) -> None:
+        for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
+            model = gtp_shard(nn.Linear(64, 64), mesh, schedule=SchedulePolicy(memory="most_speed"))
+            free = (self.rank + 2) * GiB
+            with mock.patch.object(first_forward, "_free_nbytes", return_value=free):
+                model(torch.ones(2, 64))
+            self.assertEqual(SchedulePolicy.chosen(model).keep_nbytes, 2 * GiB // 8)
+
+    def test_the_report_gives_each_reason(self) -> None:
+        model = gtp_shard(nn.Linear(64, 64), self.gtp_mesh(), schedule=SchedulePolicy())
+        self.assertEqual(sharding_report(model).choices, ())
+        model(torch.ones(2, 64)).sum().backward()
+        report = sharding_report(model)
+        for text in ("gathered ahead 32.0 MiB: the largest block has", "a mesh of 'cpu' has no copy engines"):
+            self.assertIn(text, str(report))
+        self.assertEqual(runtime_of(model).setup.schedule.gather_backend, "process_group")

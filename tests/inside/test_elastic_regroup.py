@@ -50,37 +50,34 @@ class TestAgreement(ClockTestCase):
         self.clock.run(*(partial(come, *item) for item in delays.items()))
         return found
 
-    def test_all_that_come_in_time_are_in(self) -> None:
-        found = self.agree(5, {0: 0.0, 2: 0.3, 4: 0.1}, grace=2.0)
-        self.assertEqual(found, {rank: [0, 2, 4] for rank in (0, 2, 4)})
-        self.assertGreaterEqual(self.clock.now(), 2.0)
+    def test_who_is_on_the_list_and_when_it_is_made(self) -> None:
+        """A failure that killed nobody, such as an exception on one rank, makes nobody wait. Only ranks that are alive
+        are waited for, however long the grace is."""
+        for num_ranks, delays, grace, lost, alive, least_s, most_s in (
+            (5, {0: 0.0, 2: 0.3, 4: 0.1}, 2.0, (), [0, 2, 4], 2.0, 2.5),
+            (3, {0: 0.0, 1: 0.1, 2: 0.2}, 60.0, (), [0, 1, 2], 0.2, 0.4),
+            (3, {0: 0.0, 1: 0.1, 2: 3.0}, 1.0, (), [0, 1], 3.0, 3.5),  # rank 2 finds that it is not on it
+            (4, {0: 0.0, 1: 1.5, 3: 0.1}, 60.0, (2,), [0, 1, 3], 1.5, 1.7),
+        ):
+            began = self.clock.now()
+            found = self.agree(
+                num_ranks, delays, grace, is_alive=(lambda rank, lost=lost: rank not in lost) if lost else None
+            )
+            self.assertEqual(found, dict.fromkeys(delays, alive))
+            taken = self.clock.now() - began
+            self.assertTrue(least_s - 1e-6 <= taken < most_s, (delays, taken))
 
-    def test_nobody_waits_when_all_have_come(self) -> None:
-        """A failure that killed nobody, such as an exception on one rank."""
-        found = self.agree(3, {0: 0.0, 1: 0.1, 2: 0.2}, grace=60.0)
-        self.assertEqual(found, {rank: [0, 1, 2] for rank in range(3)})
-        self.assertLess(self.clock.now(), 0.4)
-
-    def test_a_rank_that_comes_late_finds_that_it_is_not_on_the_list(self) -> None:
-        found = self.agree(3, {0: 0.0, 1: 0.1, 2: 3.0}, grace=1.0)
-        self.assertEqual(found, {rank: [0, 1] for rank in range(3)})
+    def test_a_rank_that_dies_is_waited_for_no_longer(self) -> None:
+        end = self.clock.now() + 1.0
+        found = self.agree(3, {0: 0.0}, grace=60.0, is_alive=lambda rank: rank == 1 and self.clock.now() < end)
+        self.assertEqual(found, {0: [0]})
+        self.assertTrue(end <= self.clock.now() < end + 0.2)
 
     def test_ranks_whose_grace_ends_at_different_times_take_one_list(self) -> None:
         """Rank 1 comes while rank 0 is about to decide: in or out, but alike for both."""
         for delay in (0.28, 0.3, 0.32, 0.35):
             found = self.agree(3, {0: 0.0, 1: delay}, grace=0.3)
             self.assertEqual(found[0], found[1])
-
-    def test_only_ranks_that_are_alive_are_waited_for(self) -> None:
-        """However late they come, and however long the grace is."""
-        found = self.agree(4, {0: 0.0, 1: 1.5, 3: 0.1}, grace=60.0, is_alive=lambda rank: rank != 2)
-        self.assertEqual(found, {rank: [0, 1, 3] for rank in (0, 1, 3)})
-        self.assertLess(self.clock.now(), 1.7)
-        # One that dies while it is waited for is waited for no longer.
-        end = self.clock.now() + 1.0
-        found = self.agree(3, {0: 0.0}, grace=60.0, is_alive=lambda rank: rank == 1 and self.clock.now() < end)
-        self.assertEqual(found, {0: [0]})
-        self.assertTrue(end <= self.clock.now() < end + 0.2)
 
 
 class TestSurvivors(TestCase):
@@ -178,6 +175,11 @@ class TestGroups(TestCase):
         self.assertEqual(sorted(aborted), sorted(names[:3]))
 
 
+def silence(watch: RankWatch) -> None:
+    assert watch._listener is not None
+    watch._listener.stop()
+
+
 class TestWatch(ClockTestCase):
     """Watches of several ranks in one process."""
 
@@ -194,8 +196,7 @@ class TestWatch(ClockTestCase):
     def test_ranks_that_are_silent_are_named_by_all_others(self) -> None:
         watches, _ = self.watches()
         for rank in (1, 2):  # neighbours: each has another rank that listens to it
-            assert watches[rank]._listener is not None
-            watches[rank]._listener.stop()
+            silence(watches[rank])
         for watch in (watches[0], watches[3]):
             began = self.clock.now()
             with (
@@ -254,8 +255,7 @@ class TestWatch(ClockTestCase):
         for _ in range(3):
             self.assertEqual(self.commit(watches), [True] * 4)
         self.assertLess(store.num_keys(), 10)  # those of earlier steps are removed
-        assert watches[3]._listener is not None
-        watches[3]._listener.stop()
+        silence(watches[3])
         # The last one comes when the others have given up, and neither does the one that was silent update alone.
         self.assertEqual(self.commit(watches[:3], delay=1.2), [False] * 3)
         self.assertEqual(self.commit(watches[3:]), [False])
@@ -263,8 +263,7 @@ class TestWatch(ClockTestCase):
     def test_what_all_had_before_one_was_lost_is_taken(self) -> None:
         watches, _ = self.watches(limit=1.0)
         watches[3]._own.add("commit/0/ready", 1)
-        assert watches[3]._listener is not None
-        watches[3]._listener.stop()
+        silence(watches[3])
         self.assertEqual(self.commit(watches[:3]), [True] * 3)
         self.assertEqual(self.commit(watches[:3]), [False] * 3)
 
@@ -313,23 +312,21 @@ class TestWatch(ClockTestCase):
             ("cpu:gloo,cuda:gloo", {}, []),
         )
         for backends, environment, missing in cases:
+            logs = self.assertLogs if missing else self.assertNoLogs
             with (
                 self.subTest(backends=backends, environment=environment),
                 mock.patch.dict(os.environ, environment),
                 mock.patch.object(dist, "is_initialized", return_value=True),
                 mock.patch.object(dist, "get_backend_config", return_value=backends),
+                logs("dtensor_gtp.elastic.watch") as found,
             ):
                 for name in wanted.keys() - environment.keys():
                     os.environ.pop(name, None)
-                if not missing:
-                    with self.assertNoLogs("dtensor_gtp.elastic.watch"):
-                        self.watches()
-                    continue
-                with self.assertLogs("dtensor_gtp.elastic.watch") as logs:
-                    self.watches()
+                self.watches()
+            if missing:
                 told = "RankWatch expects " + ", ".join(f"{name}=0" for name in missing) + " in the environment"
-                self.assertEqual(len(logs.output), 4, logs.output)
-                self.assertIn(told, logs.output[0])
+                self.assertEqual(len(found.output), 4, found.output)
+                self.assertIn(told, found.output[0])
 
     def test_who_waits_to_join_is_counted_until_it_gives_up(self) -> None:
         store = dist.HashStore()

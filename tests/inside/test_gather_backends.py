@@ -7,7 +7,6 @@ are the host.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -247,41 +246,35 @@ class TestGatherBackends(GlooTest):
         reference = Net(num_pairs=2)
 
         def two_microbatches(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-            for is_last in (False, True):
-                model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
-                loss = token_loss(model, tokens if is_last else tokens.flip(0))
-                if not is_last:
-                    loss.backward()
-            return loss
+            model.set_requires_gradient_sync(False)  # type: ignore[operator]
+            token_step(model, tokens.flip(0))
+            model.set_requires_gradient_sync(True)  # type: ignore[operator]
+            return token_loss(model, tokens)
 
-        for step, options in itertools.product(
-            (token_loss, two_microbatches),
-            (
-                {"coalesce_grad_nbytes": 0, "max_inflight_reduce_scatters": 1},
-                {"coalesce_grad_nbytes": 2048, "max_inflight_reduce_scatters": 4, "wgrad_first": False},
-                {},
-            ),
-        ):
-            records = []
-            for kind in ("all_to_all", "copy_engine"):
-                schedule = explicit(min_shard_numel=0, reduce_scatter=kind, **options)
-                with (
-                    environment(DTENSOR_GTP_DEBUG="poison"),
-                    mock.patch.object(api, "refuse_unavailable"),
-                    mock.patch.object(backends, "SendRing", RingOnFile),
-                ):
-                    model = shard_copy(
-                        reference,
-                        mesh,
-                        schedule=schedule,
-                        mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
-                        shard_placement_fn=lambda p: GTPShard(1) if p.ndim == 2 and p.shape[0] % 3 == 0 else None,
-                    )
-                    records.append(train_record(model, mesh, step))
-            assert_bit_equal(records[1], records[0], f"{step.__name__} {options}")
-            if step is token_loss:  # the other one adds to gradients that were made before
-                self.assertGreater(RingOnFile.num_in_place, 5)
-            RingOnFile.num_in_place = 0
+        def record(step: Any, kind: str, **options: Any) -> list[torch.Tensor]:
+            with (
+                environment(DTENSOR_GTP_DEBUG="poison"),
+                mock.patch.object(api, "refuse_unavailable"),
+                mock.patch.object(backends, "SendRing", RingOnFile),
+            ):
+                model = shard_copy(
+                    reference,
+                    mesh,
+                    schedule=explicit(min_shard_numel=0, reduce_scatter=kind, **options),
+                    mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
+                    shard_placement_fn=lambda p: GTPShard(1) if p.ndim == 2 and p.shape[0] % 3 == 0 else None,
+                )
+                return train_record(model, mesh, step)
+
+        alone = {"coalesce_grad_nbytes": 0, "max_inflight_reduce_scatters": 1}
+        in_groups = {"coalesce_grad_nbytes": 2048, "max_inflight_reduce_scatters": 4, "wgrad_first": False}
+        for step, choices in ((token_loss, (alone, in_groups, {})), (two_microbatches, (alone, in_groups))):
+            expected = record(step, "all_to_all")
+            for options in choices:
+                RingOnFile.num_in_place = 0
+                assert_bit_equal(record(step, "copy_engine", **options), expected, f"{step.__name__} {options}")
+                if step is token_loss:  # the other one adds to gradients that were made before
+                    self.assertGreater(RingOnFile.num_in_place, 5)
 
     def test_r26_a_rank_that_cannot_have_it_fails_all(self) -> None:
         for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
@@ -293,22 +286,15 @@ class TestGatherBackends(GlooTest):
                 ):
                     model(torch.ones(2, 12))
 
-    def test_a_send_ring_that_cannot_be_had_is_called_so(self) -> None:
-        with self.assertRaisesRegex(
-            RuntimeError,
-            r"^the send ring of reduce_scatter='copy_engine' is not available .*rank 0: .* no copy engines",
-        ):
-            schedule = Schedule(reduce_scatter="copy_engine")
-            backends.choose_reduce_scatter(schedule, [self.gtp_mesh().get_group()], torch.device("cpu"), "auto")
-
     def test_what_gloo_cannot_have_is_refused_by_name(self) -> None:
         mesh = self.gtp_mesh()
-        for options, message in (
-            ({"gather_backend": "copy_engine"}, r"\(gather_backend='copy_engine'\), but got one of 'cpu'"),
-            ({"reduce_scatter": "copy_engine"}, r"\(reduce_scatter='copy_engine'\), but got one of 'cpu'"),
-        ):
-            with self.assertRaisesRegex(ValueError, message):
-                gtp_shard(small_model(), mesh, schedule=explicit(**options))
+        for field in ("gather_backend", "reduce_scatter"):
+            with self.assertRaisesRegex(ValueError, rf"\({field}='copy_engine'\), but got one of 'cpu'"):
+                gtp_shard(small_model(), mesh, schedule=explicit(**{field: "copy_engine"}))
+        ring = "^the send ring of reduce_scatter='copy_engine' is not available .*rank 0: .* no copy engines"
+        with self.assertRaisesRegex(RuntimeError, ring):
+            schedule = Schedule(reduce_scatter="copy_engine")
+            backends.choose_reduce_scatter(schedule, [mesh.get_group()], torch.device("cpu"), "auto")
 
     def test_automatic_choice_is_the_same_on_all_ranks_and_told(self) -> None:
         """Copy engines where all ranks of the mesh have them, else the process group."""

@@ -15,7 +15,7 @@ IN_BACKWARD = {1: 1, 2: 2, 3: 3, 4: 6}
 
 
 def first_pass(*blocks: list[int]) -> Chain:
-    chain = Chain(Window(2), lambda: [Traits(1) for _ in range(10)])
+    chain = Chain(Window(2), lambda: [Traits(1) for _ in range(80)])
     chain.begin()
     chain.guess(list(blocks) or [[1, 2], [3, 4]])
     return chain
@@ -34,54 +34,37 @@ def backward_after(*seen: int, uses: tuple[int, ...] = USES) -> Blocks | None:
     return guess_backward(uses, BLOCK_OF, IN_BACKWARD, seen)
 
 
-def test_a_backward_is_the_reverse_of_the_blocks() -> None:
+def test_a_backward_is_guessed_from_its_first_uses_in_blocks() -> None:
     assert backward_after(5, 6, 3) == [[6, 3], [2, 1]]
-
-
-def test_a_backward_may_recompute_each_block() -> None:
-    assert backward_after(3, 4) == [[3, 4, 6, 3], [1, 2, 2, 1]]
+    assert backward_after(3, 4) == [[3, 4, 6, 3], [1, 2, 2, 1]], "each block is recomputed"
     assert guess_backward((0, 1), {0: 0, 1: 1}, {0: 0, 1: 1}, (1, 1)) == [[1, 1], [0, 0]], "blocks of one weight"
     assert guess_backward((0, 1), {0: 0, 1: 1}, {0: 0, 1: 1}, (1, 0)) == [[1], [0]]
-
-
-def test_the_first_uses_in_blocks_decide() -> None:
-    assert backward_after() is backward_after(5) is backward_after(5, 6) is backward_after(3, 5) is None
-
-
-def test_a_backward_that_begins_otherwise_has_no_guess() -> None:
+    for seen in ((), (5,), (5, 6), (3, 5)):
+        assert backward_after(*seen) is None, "more uses decide"
     for seen in ((6, 2), (3, 6), (4, 3), (1, 2)):
-        assert backward_after(*seen) == []
+        assert backward_after(*seen) == [], "it begins otherwise"
     assert backward_after(6, 3, uses=(0, 5)) == []
 
 
-def test_a_first_pass_follows_its_guess_beside_uses_that_are_not_in_it() -> None:
-    chain = first_pass()
-    assert windows(chain, (0, 1, 2, 3, 4, 5)) == [[1, 2], [2, 3], [3, 4], [4], [], []]
-    chain.end()
-    assert chain.plan.uses == (0, 1, 2, 3, 4, 5)
-
-
-def test_blocks_that_are_not_used_are_passed_over() -> None:
-    chain = first_pass([1, 2], [3, 4], [5, 6])
-    assert windows(chain, (1, 2, 5, 6)) == [[2, 3], [3, 4], [6], []]
-    chain.end()
-    assert chain.plan.uses == (1, 2, 5, 6)
-
-
-def test_a_weight_that_is_not_used_is_passed_over_with_its_block() -> None:
-    chain = first_pass([1, 2, 3], [4, 5, 6])
-    assert windows(chain, (1, 3, 4, 6)) == [[2, 3], [2, 4], [6, 5], [5]]
-    chain.end()
-    assert chain.plan.uses == (1, 3, 4, 6)
-
-
-def test_blocks_follow_the_order_of_the_first_one() -> None:
-    chain = first_pass([1, 2, 3], [4, 5, 6], [7, 8])
-    found = windows(chain, (1, 3, 2, 4, 6, 5, 7, 8))
-    assert found == [[2, 3], [2, 4], [4, 6], [6, 5], [5, 7], [7, 8], [8], []]
-    assert chain.num_deviations == 1
-    chain.end()
-    assert chain.plan.uses == (1, 3, 2, 4, 6, 5, 7, 8)
+def test_a_first_pass_follows_its_guess() -> None:
+    """What is in flight after each use."""
+    for blocks, uses, found, num_deviations in (
+        # beside uses that are not in it
+        ([[1, 2], [3, 4]], (0, 1, 2, 3, 4, 5), [[1, 2], [2, 3], [3, 4], [4], [], []], 2),
+        # a block is passed over, and a weight with its block
+        ([[1, 2], [3, 4], [5, 6]], (1, 2, 5, 6), [[2, 3], [3, 4], [6], []], 1),
+        ([[1, 2, 3], [4, 5, 6]], (1, 3, 4, 6), [[2, 3], [2, 4], [6, 5], [5]], 2),
+        # later blocks follow the order of the first one
+        (
+            *([[1, 2, 3], [4, 5, 6], [7, 8]], (1, 3, 2, 4, 6, 5, 7, 8)),
+            *([[2, 3], [2, 4], [4, 6], [6, 5], [5, 7], [7, 8], [8], []], 1),
+        ),
+    ):
+        chain = first_pass(*blocks)
+        assert windows(chain, uses) == found
+        assert chain.num_deviations == num_deviations, blocks
+        chain.end()
+        assert chain.plan.uses == uses
 
 
 def test_a_use_is_moved_in_blocks_of_one_length_from_there_on() -> None:
@@ -104,12 +87,9 @@ def test_a_use_behind_its_block_ends_the_guess() -> None:
 
 def test_a_guess_that_changes_again_and_again_ends() -> None:
     blocks = [[2 * number, 2 * number + 1] for number in range(40)]
-    chain = Chain(Window(2), lambda: [Traits(1) for _ in range(80)])
-    chain.begin()
-    chain.guess(blocks)
+    chain = first_pass(*blocks)
     found = windows(chain, tuple(use for n, block in enumerate(blocks) for use in block[:: -1 if n % 2 else 1]))
-    num_followed = sum(bool(window) for window in found)
-    assert 20 < num_followed < 40
+    assert 20 < sum(map(bool, found)) < 40
 
 
 def test_a_guess_may_come_after_the_first_uses() -> None:

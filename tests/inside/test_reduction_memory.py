@@ -16,7 +16,7 @@ from test_gtp_shard_groups import CHOSEN, WIDTH, Mixture, Model
 from dtensor_gtp import gtp_shard
 from dtensor_gtp._comm.reductions_in_flight import ReductionsInFlight
 from dtensor_gtp._schedule import choose_schedule
-from dtensor_gtp._schedule.reduce_gradients import Gradients
+from dtensor_gtp._schedule.launch_reductions import ReductionLaunches
 
 
 @pytest.mark.parametrize("options", [{}, {"coalesce_grad_nbytes": 0}, {"reduce_scatter": "all_to_all"}])
@@ -46,24 +46,19 @@ def test_rows_that_wait_for_replicas(options: Any) -> None:
 def test_a_group_waits_for_the_one_before_alone() -> None:
     """The buffers of one group at a time are in memory; experts that were launched after it go on."""
     seen: list[list[str]] = []
-    reduce = Gradients.reduce_group
+    launch = ReductionLaunches.launch
 
-    def watched(grads: Any, group: Any) -> None:
-        submit = grads.submit
-
-        def noted(weight: Any, buffer: Any) -> None:
-            sent = [reduction.complete.args[0] for reduction in grads._comm.reductions._reductions]
-            seen.append([one.weight.fqn for each in sent for one in (each if isinstance(each, list) else [each])])
-            submit(weight, buffer)
-
-        with mock.patch.object(grads, "submit", noted):
-            reduce(grads, group)
+    def noted(launches: Any, together: Any) -> None:
+        if together[0].taken is not None:
+            sent = [reduction.complete.args[0] for reduction in launches._comm.reductions._reductions]
+            seen.append([each.weight.fqn for gradients in sent for each in gradients])
+        launch(launches, together)
 
     with (
         one_of(4) as (mesh, _),
         mock.patch.object(choose_schedule, "_SMALL_NUMEL", 4 * WIDTH**2),
         mock.patch.object(choose_schedule, "_LEAST_AHEAD", 0),
-        mock.patch.object(Gradients, "reduce_group", watched),
+        mock.patch.object(ReductionLaunches, "launch", noted),
     ):
         model = gtp_shard(Model(block=Mixture), mesh, schedule=CHOSEN)
         for _ in range(2):  # in the first backward, ranks agree on what is used

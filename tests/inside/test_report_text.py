@@ -59,14 +59,10 @@ class TestFold(unittest.TestCase):
         gaps = ("0.w", "2.w", "4.w", "6.w")
         self.assertEqual(self.folded(*gaps), [(name, 1) for name in gaps])
 
-    def test_experts_within_blocks(self) -> None:
+    def test_experts_and_tied_parameters_within_blocks(self) -> None:
         names = [f"layers.{k}.experts.{e}.{w}" for k in range(4) for e in range(8) for w in ("up", "down")]
-        expected = [(f"layers.0-3.experts.0-7.{w}", 32) for w in ("up", "down")]
-        self.assertEqual(self.folded(*names), expected)
-
-    def test_tied_parameters(self) -> None:
-        pairs = [f"a.{k}.w = b.{k}.w" for k in range(3)]
-        self.assertEqual(self.folded(*pairs), [("a.0-2.w = b.0-2.w", 3)])
+        self.assertEqual(self.folded(*names), [(f"layers.0-3.experts.0-7.{w}", 32) for w in ("up", "down")])
+        self.assertEqual(self.folded(*(f"a.{k}.w = b.{k}.w" for k in range(3))), [("a.0-2.w = b.0-2.w", 3)])
         shared = " = ".join(f"layers.{k}.w" for k in range(12))
         self.assertEqual(self.folded(shared), [("layers.0.w = layers.1.w = ... (12 names)", 1)])
         self.assertEqual(folded_rows(rows(shared), True)[0].name, shared)
@@ -84,7 +80,7 @@ class TestFold(unittest.TestCase):
         def unfolded(element: Line | Repeat) -> int:
             return element.times * sum(map(unfolded, element.body)) if isinstance(element, Repeat) else 1
 
-        for seed in range(50):
+        for seed in range(12):
             generator = torch.Generator().manual_seed(seed)
             draws = torch.randint(0, 3, (40,), generator=generator).tolist()
             given = lines(*(f"a.{k // (1 + seed % 4)}.{'xyz'[draw % (1 + seed % 3)]}" for k, draw in enumerate(draws)))
@@ -130,10 +126,10 @@ forward: 19 weight uses; 2 uses ahead
         layers = [f"{part}.{w}.weight" for part, ws in (("attn", "qkvo"), ("mlp", "gud")) for w in ws]
         names = ("embed.weight", *(f"layers.{k}.{name}" for k in range(32) for name in layers), "head.weight")
         choices = ("gathered ahead 32.0 MiB: the largest block has 1.6 MiB; 32.0 MiB is the minimum",) * 6
-        for ahead in (1, 4, 11, len(names)):
+        for ahead in (1, 11):
             plans = (plan(names, ahead), plan(names[::-1], ahead))
             report = ShardingReport("gtp=8", tuple(rows(*names)), plans, choices=choices, advice=("Do this.",) * 4)
-            for columns in (50, 80, 120):
+            for columns in (50, 80):
                 with mock.patch.dict(os.environ, COLUMNS=str(columns)):
                     lines = str(report).splitlines()
                     self.assertLess(len(lines), 40 if columns >= 80 else 80, str(report))

@@ -8,127 +8,51 @@ raw position parameters (ViT), a layer class that wraps ``forward`` of its subcl
 from __future__ import annotations
 
 import copy
-import functools
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from checkpoint_common import PLAIN, check_reload, topology
-from common import ALL, GlooTest, assert_same_params, check_training
+from common import ALL, GlooTest, assert_same_params, check_training, rows_of_rank
 from integration_common import needs
+from model_cases import CASES, Batch
 from runtime_common import assert_idle, num_gathers
 from torch._dynamo.utils import counters
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 
 from dtensor_gtp import GTPShard, gtp_shard
 
-VOCABULARY = 35  # not a multiple of the number of ranks
-NUM_TOKENS = 6
-COMMON = {"vocab_size": VOCABULARY, "attn_implementation": "eager", "pad_token_id": 0}
-LLAMA = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-}
-ENCODER = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
 
-
-def make_bert() -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    return BertForMaskedLM(BertConfig(**COMMON, **ENCODER, max_position_embeddings=16))
-
-
-def make_gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    shape = {"n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
-    return GPT2LMHeadModel(GPT2Config(**COMMON, **shape, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
-
-
-def make_llama(**options: Any) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig(**COMMON, **LLAMA, **options))
-
-
-def make_mixtral(implementation: str = "eager") -> nn.Module:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": implementation}
-    return MixtralForCausalLM(MixtralConfig(**COMMON, **LLAMA, **experts))
-
-
-def make_t5() -> nn.Module:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    shape = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2}
-    return T5ForConditionalGeneration(T5Config(**COMMON, **shape, dropout_rate=0.0, decoder_start_token_id=1))
-
-
-def make_vit() -> nn.Module:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config = ViTConfig(**ENCODER, image_size=8, patch_size=4, num_labels=5, attn_implementation="eager")
-    return ViTForImageClassification(config)
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "bert": make_bert,
-    "gpt2": make_gpt2,
-    "llama": make_llama,
-    "llama_tied": lambda: make_llama(tie_word_embeddings=True),
-    "mixtral": make_mixtral,
-    "mixtral_grouped_mm": lambda: make_mixtral("grouped_mm"),
-    "t5": make_t5,
-    "vit": make_vit,
-}
-TEXT_MODELS = ["bert", "gpt2", "llama", "mixtral", "t5"]
-
-
-def make(name: str, seed: int = 0) -> nn.Module:
-    """The model in train mode, with every parameter away from its all-zeros or all-ones start.
-
-    In float64, but for the one whose kernel does not take it.
-    """
+def make(name: str, seed: int = 0, **options: Any) -> nn.Module:
+    """The model in train mode, in float64, with every parameter away from its all-zeros or all-ones start."""
     torch.manual_seed(seed)
-    model = MODELS[name]().train()
-    if name != "mixtral_grouped_mm":
-        model.double()
+    if name == "mixtral":
+        options = {"experts_implementation": "eager", **options}  # the default takes no float64
+    model = CASES[name].make(**options).double().train()
     with torch.no_grad():
         for param in model.parameters():
             param.add_(torch.randn_like(param) * 0.05)
     return model
 
 
-def make_batch(name: str, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Eight examples; no label is padding, so that each rank's mean is over equally many tokens."""
-    if name == "vit":
-        pixels = torch.randn(8, 3, 8, 8, generator=generator, dtype=torch.float64)
-        return {"pixel_values": pixels, "labels": torch.randint(0, 5, (8,), generator=generator)}
-    tokens = torch.randint(2, VOCABULARY, (8, NUM_TOKENS), generator=generator)
-    if name.startswith("mixtral"):
-        tokens[:4] = 7  # rank 0 of two sees one token alone, so that most experts get nothing to do there
-    labels = torch.randint(2, VOCABULARY, (8, NUM_TOKENS), generator=generator) if name in ("bert", "t5") else tokens
-    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
+def make_batch(name: str, seed: int = 0) -> Batch:
+    return CASES[name].batch(torch.Generator().manual_seed(seed))
+
+
+def note_experts(chosen: set[tuple[nn.Module, int]], router: nn.Module, args: Any, output: Any) -> None:
+    chosen.update((router, expert) for expert in output[2].flatten().tolist())
+
+
+def greedy(tokens: torch.Tensor, num_tokens: int, **options: Any) -> dict[str, Any]:
+    """Options of ``generate`` for so many new tokens."""
+    steps = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens}
+    return {"attention_mask": torch.ones_like(tokens), "do_sample": False, **steps, **options}
 
 
 def model_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -146,48 +70,24 @@ def logits_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return logits
 
 
-@contextmanager
-def compiled_in_one_graph() -> Iterator[None]:
-    """What is compiled inside of the block is one graph without a break, for layers of one kind share it."""
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    graphs, breaks = counters["stats"]["unique_graphs"], counters["graph_break"]
-    assert graphs == 1, f"{graphs} graphs"
-    assert not breaks, breaks
-
-
 @needs("transformers", extra="transformers", tier="default")
 class TestTransformers(GlooTest):
     world_size = 2
 
-    def _check_training(
-        self,
-        name: str,
-        prepare: Callable[[Any], object] = lambda model: None,
-        *,
-        reference: nn.Module | None = None,
-        **options: Any,
-    ) -> Any:
-        """Compare with one process; ``prepare`` is done to the sharded model only, before it is sharded."""
-        mesh = self.gtp_mesh()
+    def shard(self, model: nn.Module) -> Any:
+        return gtp_shard(model, self.gtp_mesh(), schedule=ALL)
 
-        def shard(model: nn.Module) -> nn.Module:
-            prepare(model)
-            return gtp_shard(model, mesh, schedule=ALL)
-
-        reference = make(name) if reference is None else reference
-        batch = functools.partial(make_batch, name)
-        return check_training(
-            reference, shard, mesh, batch, model_loss, **{"make_optimizer": sgd, "steps": 2, **options}
-        )
+    def pair(self, name: str, **options: Any) -> tuple[Any, Any]:
+        """A model for evaluation in one process, and sharded."""
+        reference = make(name, **options).eval()
+        return reference, self.shard(copy.deepcopy(reference))
 
     def test_gradient_checkpointing_gathers_each_layer_three_times(self) -> None:
         """Forward, recomputation, backward: of the layers, but not of the embedding and the head around them."""
         for use_reentrant in (False, True):
-            model: Any = gtp_shard(make("llama"), self.gtp_mesh(), schedule=ALL)
+            model: Any = self.shard(make("llama"))
             model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-            batch = make_batch("llama", torch.Generator().manual_seed(self.rank))
+            batch = make_batch("llama", self.rank)
             for _ in range(2):
                 before = num_gathers(model)
                 model_loss(model, batch).backward()
@@ -196,191 +96,159 @@ class TestTransformers(GlooTest):
             self.assertEqual(counts.pop("lm_head.weight"), 1)  # kept at the turning point
             self.assertEqual(set(counts.values()), {3}, counts)
 
-    def test_dropout_draws_what_one_process_draws(self) -> None:
-        """Also in the recomputation: with one seed and one batch the masks are the same."""
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        torch.manual_seed(0)
-        reference: Any = GPT2LMHeadModel(GPT2Config(**COMMON, n_positions=32, n_embd=16, n_layer=2, n_head=2))
-        reference.double().train()
-        model: Any = gtp_shard(copy.deepcopy(reference), self.gtp_mesh(), schedule=ALL)
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        batch = make_batch("gpt2", torch.Generator().manual_seed(0))
-        for module in (reference, model):
-            torch.manual_seed(1)
-            model_loss(module, batch).backward()
-        assert_same_params(model, reference, "grad")
-
     def test_trains_with_padding(self) -> None:
         """With ``num_items_in_batch`` the loss is a sum over tokens, of which ranks may have unequally many."""
-        mesh = self.gtp_mesh()
+        lengths = torch.tensor([6, 5, 2, 3])
 
-        def batch(generator: torch.Generator) -> dict[str, torch.Tensor]:
-            tokens = make_batch("llama", generator)
-            lengths = torch.tensor([6, 6, 5, 2, 3, 4, 6, 2])
-            is_padding = torch.arange(NUM_TOKENS) >= lengths[:, None]
-            tokens["attention_mask"] = (~is_padding).long()
-            tokens["labels"] = tokens["labels"].masked_fill(is_padding, -100)
-            return {**tokens, "items_per_row": (lengths - 1).sum().div(8).repeat(8)}
+        def batch(generator: torch.Generator) -> Batch:
+            tokens = CASES["llama"].batch(generator)
+            is_padding = torch.arange(6) >= lengths[:, None]
+            labels = tokens["labels"].masked_fill(is_padding, -100)
+            items = (lengths - 1).sum().div(4).repeat(4)
+            return {**tokens, "attention_mask": (~is_padding).long(), "labels": labels, "items_per_row": items}
 
-        def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-            items = batch["items_per_row"].sum()  # gradients are averaged: a rank's share of all items
-            rest = {name: value for name, value in batch.items() if name != "items_per_row"}
+        def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+            rest = dict(batch)
+            items = rest.pop("items_per_row").sum()  # gradients are averaged: a rank's share of all items
             result: torch.Tensor = model(**rest, num_items_in_batch=items).loss
             return result
 
-        shard = functools.partial(gtp_shard, mesh=mesh, schedule=ALL)
-        check_training(make("llama"), shard, mesh, batch, loss, make_optimizer=sgd, steps=2)
+        check_training(make("llama"), self.shard, self.gtp_mesh(), batch, loss, make_optimizer=sgd, steps=2)
 
     def test_compiled_layers(self) -> None:
-        def prepare(model: Any) -> None:
+        """Into one graph without a break, which layers of one kind share."""
+
+        def shard(model: Any) -> nn.Module:
             model.config.use_cache = False  # else each layer writes to a cache, at its own index: one graph a layer
             for layer in model.model.layers:
                 layer.compile(backend="aot_eager", fullgraph=True)
+            return self.shard(model)
 
-        with compiled_in_one_graph():
-            self._check_training("llama", prepare)
+        torch._dynamo.reset()
+        counters.clear()
+        case = CASES["llama"]
+        check_training(make("llama"), shard, self.gtp_mesh(), case.batch, case.loss, make_optimizer=sgd, steps=1)
+        self.assertEqual((counters["stats"]["unique_graphs"], dict(counters["graph_break"])), (1, {}))
 
-    @parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
-    def test_experts_without_tokens(self, implementation: str) -> None:
+    def test_experts_without_tokens(self) -> None:
         """The weights of all experts of a layer are two parameters: a rank that has tokens for two experts gathers
         them as often, and in the same order, as one that has tokens for all. So no empty input is needed to keep the
         ranks in step, unlike with a list of modules of which each rank calls those that it has tokens for."""
-        model: Any = make_mixtral(implementation)
-        reference = copy.deepcopy(model)
-        gtp_shard(model, self.gtp_mesh(), schedule=ALL)
-        batch = make_batch("mixtral", torch.Generator().manual_seed(0))
-        rows = slice(4 * self.rank, 4 * self.rank + 4)
-        chosen: set[int] = set()
-        routers = [layer.mlp.gate for layer in model.model.layers]
-        for router in routers:
-            router.register_forward_hook(lambda module, args, output: chosen.update(output[2].flatten().tolist()))
-        model_loss(reference, batch).backward()
-        model_loss(model, {name: value[rows] for name, value in batch.items()}).backward()
-        assert_same_params(model, reference, "grad", rtol=1e-4, atol=1e-5)
-        experts: list[Any] = [None] * self.world_size
-        dist.all_gather_object(experts, (len(chosen), num_gathers(model)))
-        self.assertEqual(len({str(gathers) for _, gathers in experts}), 1, experts)
-        self.assertGreater(len({num_chosen for num_chosen, _ in experts}), 1, experts)
+        batch = make_batch("mixtral")
+        batch["input_ids"][:2] = 7  # rank 0 sees one token alone
+        for implementation in ("eager", "batched_mm", "grouped_mm"):
+            reference: Any = make("mixtral", experts_implementation=implementation).float()
+            model = self.shard(copy.deepcopy(reference))
+            chosen: set[tuple[nn.Module, int]] = set()
+            for layer in model.model.layers:
+                layer.mlp.gate.register_forward_hook(partial(note_experts, chosen))
+            model_loss(reference, batch).backward()
+            model_loss(model, rows_of_rank(batch, self.gtp_mesh())).backward()
+            assert_same_params(model, reference, "grad", rtol=1e-4, atol=1e-5)
+            experts: list[Any] = [None] * self.world_size
+            dist.all_gather_object(experts, (len(chosen), num_gathers(model)))
+            self.assertEqual(len({str(gathers) for _, gathers in experts}), 1, experts)
+            self.assertGreater(len({num_chosen for num_chosen, _ in experts}), 1, experts)
 
-    @parametrize("name", sorted(MODELS))
-    def test_evaluates(self, name: str) -> None:
-        reference = make(name).eval()
-        model = gtp_shard(copy.deepcopy(reference), self.gtp_mesh(), schedule=ALL)
-        batch = make_batch(name, torch.Generator().manual_seed(self.rank))
-        with torch.no_grad():
-            result, expected = model(**batch), reference(**batch)
-        self.assertEqual(result.logits, expected.logits)
-        self.assertEqual(result.loss, expected.loss)
-        self.assertEqual(type(result), type(expected))
-
-    @parametrize("name", ["gpt2", "llama", "llama_tied", "mixtral", "t5"])
-    def test_generates(self, name: str) -> None:
-        """Greedily and by beam search, from a cache. Ranks have prompts of their own, but take equally many steps: each
-        step is collective."""
-        reference: Any = make(name).eval()
-        model: Any = gtp_shard(copy.deepcopy(reference), self.gtp_mesh(), schedule=ALL)
-        tokens = make_batch(name, torch.Generator().manual_seed(self.rank))["input_ids"][:2]
-        options: dict[str, Any] = {"attention_mask": torch.ones_like(tokens), "do_sample": False}
-        for beams in (1, 2):
-            steps = {"max_new_tokens": 7, "min_new_tokens": 7, "num_beams": beams}
-            self.assertEqual(model.generate(tokens, **options, **steps), reference.generate(tokens, **options, **steps))
-        assert_idle(model)
-
-    def test_generates_from_a_static_cache_with_sdpa(self) -> None:
-        reference: Any = make("llama").eval()
-        reference.set_attn_implementation("sdpa")
-        model: Any = gtp_shard(copy.deepcopy(reference), self.gtp_mesh(), schedule=ALL)
-        tokens = make_batch("llama", torch.Generator().manual_seed(self.rank))["input_ids"][:2]
-        options: dict[str, Any] = {"attention_mask": torch.ones_like(tokens), "do_sample": False}
-        steps = {"max_new_tokens": 5, "min_new_tokens": 5, "cache_implementation": "static"}
-        self.assertEqual(model.generate(tokens, **options, **steps), reference.generate(tokens, **options, **steps))
+    def test_generates(self) -> None:
+        """From a cache. Ranks have prompts of their own, but take equally many steps: each step is collective."""
+        for name, options in (
+            ("gpt2", {"num_beams": 2}),
+            ("llama", {"cache_implementation": "static"}),
+            ("mixtral", {}),
+            ("t5", {"num_beams": 2}),
+        ):
+            reference, model = self.pair(name)
+            tokens = make_batch(name, self.rank)["input_ids"][:2]
+            options = greedy(tokens, 5, **options)
+            self.assertEqual(model.generate(tokens, **options), reference.generate(tokens, **options), msg=name)
+            assert_idle(model)
 
     def test_generates_between_training_steps(self) -> None:
         """With the weights of the last step, and without trace in the next one."""
         reference: Any = make("gpt2")
-        tokens = make_batch("gpt2", torch.Generator().manual_seed(7))["input_ids"][:2]
-        options: dict[str, Any] = {"attention_mask": torch.ones_like(tokens), "do_sample": False}
+        tokens = make_batch("gpt2", 7)["input_ids"][:2]
 
         def generate(model: Any, step: int) -> None:
-            sequences = [module.eval().generate(tokens, **options, max_new_tokens=5) for module in (reference, model)]
+            sequences = [module.eval().generate(tokens, **greedy(tokens, 5)) for module in (reference, model)]
             self.assertEqual(*sequences)
             for module in (reference, model):
                 module.train()
 
-        self._check_training("gpt2", reference=reference, steps=3, between=generate)
+        batch = CASES["gpt2"].batch
+        check_training(
+            *(reference, self.shard, self.gtp_mesh(), batch, model_loss), make_optimizer=sgd, steps=2, between=generate
+        )
 
     def test_generates_until_all_ranks_have_ended(self) -> None:
         """``synced_gpus`` is how transformers lets ranks that are done go on with the others."""
-        reference: Any = make("llama").eval()
-        model: Any = gtp_shard(copy.deepcopy(reference), self.gtp_mesh(), schedule=ALL)
-        tokens = make_batch("llama", torch.Generator().manual_seed(self.rank))["input_ids"][:1]
-        options: dict[str, Any] = {"attention_mask": torch.ones_like(tokens), "do_sample": False, "max_new_tokens": 9}
-        free = reference.generate(tokens, **options, min_new_tokens=9)
-        end = int(free[0, NUM_TOKENS + 2 * self.rank])  # the token that ends this rank's sequence, early on rank 0
-        expected = reference.generate(tokens, **options, eos_token_id=end)
-        self.assertEqual(model.generate(tokens, **options, eos_token_id=end, synced_gpus=True), expected)
+        reference, model = self.pair("llama")
+        tokens = make_batch("llama", self.rank)["input_ids"][:1]
+        free = reference.generate(tokens, **greedy(tokens, 9))
+        end = int(free[0, tokens.shape[1] + 2 * self.rank])  # what ends this rank's sequence, early on rank 0
+        options = greedy(tokens, 9, min_new_tokens=0, eos_token_id=end)
+        expected = reference.generate(tokens, **options)
+        self.assertEqual(model.generate(tokens, **options, synced_gpus=True), expected)
 
     def test_reloads(self) -> None:
         """From a distributed checkpoint, sharded and in one process; both train on."""
-        mesh = self.gtp_mesh()
-        for name in ("gpt2", "llama_tied", "mixtral", "t5"):
+        for name in ("mixtral", "t5"):
             check_reload(
-                functools.partial(make, name),
-                lambda step, name=name: make_batch(name, torch.Generator().manual_seed(step)),
+                partial(make, name),
+                partial(make_batch, name),
                 model_loss,
-                [topology(lambda model: gtp_shard(model, mesh, schedule=ALL), mesh), PLAIN],
+                [topology(self.shard, self.gtp_mesh()), PLAIN],
             )
 
-    @parametrize("name", TEXT_MODELS)
-    def test_exports(self, name: str) -> None:
+    def test_exports(self) -> None:
         """After a step, to an unsharded model: by a full state dict, and by the folder that ``save_pretrained`` makes
         of it."""
-        model: Any = gtp_shard(make(name), self.gtp_mesh(), schedule=ALL)
-        batch = make_batch(name, torch.Generator().manual_seed(0))
-        model_loss(model, batch).backward()
-        sgd(list(model.parameters())).step()
-        expected = logits_of(model, batch)
-        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        if self.rank > 0:  # only rank 0 has it
-            self.assertEqual(state, {})
-            return
-        whole = make(name)
-        self.assertNotEqual(logits_of(whole, batch), expected)
-        whole.load_state_dict(state)
-        self.assertEqual(logits_of(whole, batch), expected)
-        with tempfile.TemporaryDirectory() as folder:
-            model.save_pretrained(folder, state_dict=state)
-            loaded = type(whole).from_pretrained(folder, attn_implementation="eager")
-        self.assertEqual(loaded.config.architectures, [type(whole).__name__])
-        if name == "mixtral":
-            loaded.set_experts_implementation("eager")  # the default takes no float64
-        self.assertEqual(logits_of(loaded, batch), expected)
+        for name in ("gpt2", "mixtral", "t5"):
+            model = self.shard(make(name))
+            batch = make_batch(name)
+            model_loss(model, batch).backward()
+            sgd(list(model.parameters())).step()
+            expected = logits_of(model, batch)
+            state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+            if self.rank > 0:  # only rank 0 has it
+                self.assertEqual(state, {})
+                continue
+            whole = make(name)
+            self.assertNotEqual(logits_of(whole, batch), expected)
+            whole.load_state_dict(state)
+            self.assertEqual(logits_of(whole, batch), expected)
+            with tempfile.TemporaryDirectory() as folder:
+                model.save_pretrained(folder, state_dict=state)
+                loaded = type(whole).from_pretrained(folder)
+            self.assertEqual(loaded.config.architectures, [type(whole).__name__])
+            if name == "mixtral":
+                loaded.set_experts_implementation("eager")
+            self.assertEqual(logits_of(loaded, batch), expected)
 
-    @parametrize("name", ["gpt2", "llama"])
-    def test_starts_on_the_meta_device(self, name: str) -> None:
+    def test_starts_on_the_meta_device(self) -> None:
         """Initialized by transformers after sharding, to the bits that an unsharded model gets; then it loads what
         rank 0 has."""
-        models: list[Any] = []
-        for is_sharded in (False, True):
-            with torch.device("meta"):
-                models.append(MODELS[name]())
-            if is_sharded:
-                gtp_shard(models[-1], self.gtp_mesh(), schedule=ALL)
-            models[-1].to_empty(device="cpu")
-            models[-1].tie_weights()
-            torch.manual_seed(0)
-            models[-1].initialize_weights()
-        reference, model = models
-        # transformers zeros the row of padding by writing to weight[padding_idx], which of a DTensor is a copy.
-        model.get_input_embeddings()._fill_padding_idx_with_zero()
-        assert_same_params(model, reference, rtol=0.0, atol=0.0)
-        self.assertEqual(dict(model.named_buffers()), dict(reference.named_buffers()))
-        trained = make(name).float()
-        state = trained.state_dict() if self.rank == 0 else {}
-        set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-        batch = make_batch(name, torch.Generator().manual_seed(self.rank))
-        self.assertEqual(logits_of(model, batch), logits_of(trained, batch))
+        for name in ("gpt2", "llama"):
+            models: list[Any] = []
+            for shard in (lambda model: model, self.shard):
+                with torch.device("meta"):
+                    models.append(CASES[name].make())
+                model = shard(models[-1])
+                model.to_empty(device="cpu")
+                model.tie_weights()
+                torch.manual_seed(0)
+                model.initialize_weights()
+            reference, model = models
+            # transformers zeros the row of padding by writing to weight[padding_idx], which of a DTensor is a copy.
+            model.get_input_embeddings()._fill_padding_idx_with_zero()
+            assert_same_params(model, reference, rtol=0.0, atol=0.0)
+            self.assertEqual(dict(model.named_buffers()), dict(reference.named_buffers()))
+            trained = make(name).float()
+            state = trained.state_dict() if self.rank == 0 else {}
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            set_model_state_dict(model, state, options=options)
+            batch = make_batch(name, self.rank)
+            self.assertEqual(logits_of(model, batch), logits_of(trained, batch))
 
 
 @needs("transformers", extra="transformers")
@@ -395,13 +263,13 @@ class TestTensorParallel(GlooTest):
             parallelize_module(model, root["tp"], plan)
             return gtp_shard(model, root["gtp"], schedule=ALL)
 
-        for name in ("llama", "llama_tied"):
-            batch = functools.partial(make_batch, name)
-            model: Any = check_training(make(name), shard, root["gtp"], batch, model_loss, make_optimizer=sgd, steps=2)
+        case = CASES["llama"]
+        for is_tied in (False, True):
+            reference = make("llama", num_key_value_heads=2, tie_word_embeddings=is_tied)
+            model: Any = check_training(
+                reference, shard, root["gtp"], case.batch, case.loss, make_optimizer=sgd, steps=2
+            )
             attention = model.model.layers[0].self_attn
             self.assertEqual(attention.q_proj.weight.placements, (Shard(0), GTPShard(0)))
             self.assertEqual(attention.o_proj.weight.placements, (Shard(1), GTPShard(0)))
             self.assertEqual(model.model.embed_tokens.weight.device_mesh.mesh_dim_names, ("gtp",))
-
-
-instantiate_parametrized_tests(TestTransformers)

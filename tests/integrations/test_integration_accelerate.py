@@ -169,18 +169,17 @@ class TestAccelerator(GlooTest):
                 if name in whole:
                     self.assertEqual(whole[name], tensor, atol=0, rtol=0)
 
-    def test_a_mesh_of_some_processes_is_refused(self) -> None:
-        from dtensor_gtp.integrations.accelerate import GTPAccelerator
-
-        with process(2):
-            model = gtp_shard(Net(), DeviceMesh("cpu", [dist.get_rank()], mesh_dim_names=("gtp",)))
-            with self.assertRaisesRegex(NotImplementedError, "sharded over all 2 processes.* of 1 ranks"):
-                GTPAccelerator(cpu=True).prepare(model)
-
-    def test_the_stock_accelerator_is_refused(self) -> None:
+    def test_what_is_refused(self) -> None:
+        """A mesh of some processes, and the stock accelerator."""
         from accelerate import Accelerator
 
-        with process(2):
-            model = gtp_shard(Net(), DeviceMesh("cpu", [0, 1], mesh_dim_names=("gtp",)))
-            with self.assertRaisesRegex(RuntimeError, "import GTPAccelerator as Accelerator"):
-                Accelerator(cpu=True).prepare(model)
+        from dtensor_gtp.integrations.accelerate import GTPAccelerator
+
+        for cls, ranks, error, words in (
+            (GTPAccelerator, [dist.get_rank()], NotImplementedError, "sharded over all 2 processes.* of 1 ranks"),
+            (Accelerator, [0, 1], RuntimeError, "import GTPAccelerator as Accelerator"),
+        ):
+            with process(2):
+                model = gtp_shard(Net(), DeviceMesh("cpu", ranks, mesh_dim_names=("gtp",)))
+                with self.assertRaisesRegex(error, words):
+                    cls(cpu=True).prepare(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from common import ALL, GlooTest, assert_same_params, rows_of_rank, shared_directory
 from integration_common import VOCABULARY, make_llama, needs, process
-from test_integration_transformers import STEPS, arguments, logged, stock_trainer, trainer_of
+from test_integration_transformers import STEPS, arguments, logged, trained, trained_alone, trainer_of
 from torch.distributed.tensor import DTensor
 
 from dtensor_gtp import gtp_shard, whole_weights
@@ -96,6 +97,13 @@ class TestPeft(GlooTest):
                 if after is not None:
                     after(model, step)
 
+    def take_turns(self, reference: Any, model: Any, *adapters: str) -> None:
+        for adapter in adapters:
+            reference.set_adapter(adapter)
+            model.set_adapter(adapter)
+            self.train((reference, model))
+        assert_same_params(model, reference, atol=1e-5, rtol=1e-3)
+
     def test_methods_train_as_in_one_process(self) -> None:
         for method in METHODS:
             with self.subTest(method=method):
@@ -122,11 +130,7 @@ class TestPeft(GlooTest):
         reference = adapted("LoRA")
         reference.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
         model = self.shard(copy.deepcopy(reference))
-        for adapter in ("default", "other", "default"):
-            reference.set_adapter(adapter)
-            model.set_adapter(adapter)
-            self.train((reference, model))
-        assert_same_params(model, reference, atol=1e-5, rtol=1e-3)
+        self.take_turns(reference, model, "default", "other", "default")
         with reference.disable_adapter(), model.disable_adapter(), torch.no_grad():
             self.assertEqual(model(batch()).logits, reference(batch()).logits)
 
@@ -146,51 +150,44 @@ class TestPeft(GlooTest):
                 each.add_adapter("new", peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **LORA))
         added = [param for name, param in model.named_parameters() if ".loaded." in name or ".new." in name]
         self.assertTrue(added and all(isinstance(param, DTensor) for param in added))
-        for adapter in ("loaded", "new", "default"):
-            reference.set_adapter(adapter)
-            model.set_adapter(adapter)
-            self.train((reference, model))
-        assert_same_params(model, reference, atol=1e-5, rtol=1e-3)
+        self.take_turns(reference, model, "loaded", "new", "default")
 
-    def test_label_smoothing_goes_by_the_model_within(self) -> None:
+    def test_label_smoothing_shifts_labels_of_causal_models(self) -> None:
+        """The stock trainer goes by ``model._get_name()``, of a PEFT model by that of the model within."""
         options = {"label_smoothing_factor": 0.1}
-        with shared_directory() as folder:
-            with process(1):
-                reference = stock_trainer(arguments(folder / f"{self.rank}", 1, **options), adapted("LoRA"))
-                reference.train()
-            with process(2):
-                trainer = trainer_of(adapted("LoRA"), arguments(folder, 2, **options), 2)
-                trainer.train()
-        self.assertEqual(logged(trainer, "loss"), logged(reference, "loss"), atol=2e-4, rtol=2e-4)
-        assert_same_params(trainer.model, reference.model, atol=1e-4, rtol=1e-3)
+        for make in (make_llama, partial(adapted, "LoRA")):
+            with shared_directory() as folder:
+                reference = trained_alone(folder, make(), **options)
+                trainer = trained(folder, make(), **options)
+            for key in ("loss", "eval_loss"):
+                self.assertEqual(logged(trainer, key), logged(reference, key), atol=2e-4, rtol=2e-4)
+            assert_same_params(trainer.model, reference.model, atol=1e-4, rtol=1e-3)
 
     def test_merges(self) -> None:
         """Those of LoRA on shards; all on whole weights."""
         on_shards = ("LoRA", "DoRA", "experts", "IA3", "LoHa", "LoKr")
-        for method in (*on_shards, "tokens", "OFT", "BOFT", "VeRA", "HRA", "FourierFT", "SHiRA", "VB-LoRA"):
-            is_easy = method in on_shards
-            for is_whole in (False, True) if is_easy else (True,):
-                with self.subTest(method=method, is_whole=is_whole):
-                    reference = adapted(method)
-                    model = self.shard(copy.deepcopy(reference))
-                    if is_whole:
-                        with whole_weights(model):
-                            merged = model.merge_and_unload()
-                    else:
-                        merged = model.merge_and_unload()
-                    expected = reference.merge_and_unload()
-                    assert_same_params(merged, expected)
-                    with torch.no_grad():
-                        self.assertEqual(merged(batch()).logits, expected(batch()).logits)
+        cases = [(method, False) for method in on_shards]
+        cases += [(method, True) for method in (*on_shards, "tokens", "OFT", "BOFT", "VeRA", "HRA", "FourierFT")]
+        cases += [(method, True) for method in ("SHiRA", "VB-LoRA")]
+        for method, is_whole in cases:
+            with self.subTest(method=method, is_whole=is_whole):
+                reference = adapted(method)
+                model = self.shard(copy.deepcopy(reference))
+                with whole_weights(model) if is_whole else nullcontext():
+                    merged = model.merge_and_unload()
+                expected = reference.merge_and_unload()
+                assert_same_params(merged, expected)
+                with torch.no_grad():
+                    self.assertEqual(merged(batch()).logits, expected(batch()).logits)
 
     def test_trainers_save_and_resume(self) -> None:
+        """The adapters alone."""
         from peft import PeftModel
+        from safetensors.torch import load_file
 
-        for method in ("prompt", "p-tuning", "projected prefix", "norms", "experts"):
+        for method in ("LoRA", "prompt", "p-tuning", "projected prefix", "norms", "experts"):
             with self.subTest(method=method), shared_directory() as folder:
-                with process(1):
-                    reference = stock_trainer(arguments(folder / f"{self.rank}", 1), adapted(method))
-                    reference.train()
+                reference = trained_alone(folder, adapted(method))
                 with process(2):
                     options = {"save_strategy": "steps", "save_steps": STEPS // 2}
                     trainer = trainer_of(adapted(method), arguments(folder, 2, **options), 2)
@@ -198,11 +195,12 @@ class TestPeft(GlooTest):
                     assert_same_params(trainer.model, reference.model, atol=1e-4, rtol=1e-3)
                     trainer.save_model(str(folder / "adapters"))
                     dist.barrier()
+                    saved = load_file(folder / "adapters" / "adapter_model.safetensors")
+                    self.assertLess(len(saved), 9)  # not those of the model, which has 21
                     base = make_mixtral() if method == "experts" else make_llama()
                     loaded = PeftModel.from_pretrained(base, str(folder / "adapters")).eval()
                     with torch.no_grad():
                         logits = trainer.model.eval()(batch()).logits
                         self.assertEqual(loaded(batch()).logits, logits, atol=1e-5, rtol=1e-4)
-                    resumed = trainer_of(adapted(method), arguments(folder / "resumed", 2), 2)
-                    resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{STEPS // 2}"))
-                    assert_same_params(resumed.model, reference.model, atol=1e-4, rtol=1e-3)
+                resumed = trained(folder / "resumed", adapted(method), folder / f"checkpoint-{STEPS // 2}")
+                assert_same_params(resumed.model, reference.model, atol=1e-4, rtol=1e-3)

@@ -28,14 +28,9 @@ from torch.profiler import ProfilerActivity, profile
 @needs("torchtitan", extra="torchtitan")
 class TestTorchtitan(GlooTest):
     def test_losses_are_those_of_fsdp2(self) -> None:
-        check(run(sharded()), run_of_fsdp2())
-
-    def test_with_replicas(self) -> None:
-        replicas = {"data_parallel_replicate_degree": 2}
-        check(run(sharded(**replicas)), run_of_fsdp2(**replicas))
-
-    def test_with_tensor_parallelism(self) -> None:
-        check(run(sharded(tensor_parallel_degree=2)), run_of_fsdp2(tensor_parallel_degree=2))
+        """Also with replicas and with tensor parallelism."""
+        for parallelism in ({}, {"data_parallel_replicate_degree": 2}, {"tensor_parallel_degree": 2}):
+            check(run(sharded(**parallelism)), run_of_fsdp2(**parallelism))
 
     def test_chunked_loss(self) -> None:
         """The head is gathered once for all chunks, and its gradient reduced once."""
@@ -81,14 +76,6 @@ class TestTorchtitan(GlooTest):
         config.parallelism.spmd_backend = "spmd_types"
         with self.assertRaisesRegex(NotImplementedError, "expects parallelism.spmd_backend='partial_dtensor'"):
             train(config)
-
-
-@needs("torchtitan", extra="torchtitan")
-class TestTwoRanks(GlooTest):
-    world_size = 2
-
-    def test_losses_are_those_of_fsdp2(self) -> None:
-        check(run(sharded()), run_of_fsdp2())
 
 
 @needs("torchtitan", extra="torchtitan", tier="soak")

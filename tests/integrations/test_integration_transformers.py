@@ -54,6 +54,24 @@ def stock_trainer(args: Any, model: nn.Module | None = None) -> Any:
     return Trainer(model=model or make_llama(), args=args, train_dataset=samples(), eval_dataset=samples()[:16])
 
 
+def trained_alone(folder: Path, model: nn.Module | None = None, **options: Any) -> Any:
+    """The stock trainer after training in one process, which each rank is for itself."""
+    with process(1):
+        trainer = stock_trainer(arguments(folder / f"alone_{dist.get_rank()}", 1, **options), model)
+        trainer.train()
+        trainer.evaluate()
+    return trainer
+
+
+def trained(folder: Path, model: nn.Module, resume: Path | None = None, **options: Any) -> Any:
+    """A trainer after training on two processes, from a checkpoint or from the beginning."""
+    with process(2):
+        trainer = trainer_of(model, arguments(folder, 2, **options), 2)
+        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+        trainer.evaluate()
+    return trainer
+
+
 def logged(trainer: Any, key: str) -> list[float]:
     return [float(entry[key]) for entry in trainer.state.log_history if key in entry]
 
@@ -72,10 +90,7 @@ class TestTrainer(GlooTest):
         from transformers import AutoModelForCausalLM
 
         with shared_directory() as folder:
-            with process(1):
-                reference = stock_trainer(arguments(folder / "reference", 1))
-                reference.train()
-                reference.evaluate()
+            reference = trained_alone(folder)
             with process(2):
                 options = {"save_strategy": "steps", "save_steps": STEPS // 2}
                 trainer = trainer_of(make_llama(), arguments(folder, 2, **options), 2)
@@ -101,20 +116,6 @@ class TestTrainer(GlooTest):
                 other = arguments(folder / "other", 1, per_device_train_batch_size=BATCH // 2)
                 with self.assertRaisesRegex(ValueError, f"expects steps of {BATCH} samples"):
                     trainer_of(make_llama(), other, 1).train(resume_from_checkpoint=str(checkpoint))
-
-    def test_label_smoothing_shifts_labels_of_causal_models(self) -> None:
-        """The stock trainer goes by ``model._get_name()``, of a PEFT model by that of the model within."""
-        options = {"label_smoothing_factor": 0.1}
-        with shared_directory() as folder:
-            with process(1):
-                reference = stock_trainer(arguments(folder, 1, **options))
-                reference.train()
-                reference.evaluate()
-            with process(2):
-                trainer = trainer_of(make_llama(), arguments(folder, 2, **options), 2)
-                trainer.train()
-                trainer.evaluate()
-                self.check_equal(trainer, reference)
 
     def test_a_callback_evaluates_and_generates(self) -> None:
         """After each step, on each rank as many tokens as it likes."""
@@ -148,17 +149,12 @@ class TestTrainer(GlooTest):
     def test_an_optimizer_that_needs_whole_parameters_by_its_name(self) -> None:
         options = {"optim": "adafactor", "learning_rate": 1e-3}
         with shared_directory() as folder:
-            with process(1):
-                reference = stock_trainer(arguments(folder, 1, **options))
-                reference.train()
-            with process(2):
-                saves = {"save_strategy": "steps", "save_steps": STEPS // 2}
-                trainer = trainer_of(make_llama(), arguments(folder, 2, **options, **saves), 2)
-                trainer.train()
-                self.check_equal(trainer, reference)
-                resumed = trainer_of(make_llama(), arguments(folder / "resumed", 2, **options), 2)
-                resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{STEPS // 2}"))
-                assert_same_params(resumed.model, reference.model, atol=2e-5, rtol=2e-4)
+            reference = trained_alone(folder, **options)
+            trainer = trained(folder, make_llama(), save_strategy="steps", save_steps=STEPS // 2, **options)
+            self.check_equal(trainer, reference)
+            checkpoint = folder / f"checkpoint-{STEPS // 2}"
+            resumed = trained(folder / "resumed", make_llama(), checkpoint, **options)
+            assert_same_params(resumed.model, reference.model, atol=2e-5, rtol=2e-4)
 
     def test_all_ranks_gather_what_rank_0_writes(self) -> None:
         """``Trainer.save_model`` calls ``_save`` on all ranks, older versions on rank 0 alone."""
@@ -185,9 +181,7 @@ class TestTrainer(GlooTest):
     def test_microbatches_communicate_no_gradients(self) -> None:
         with shared_directory() as folder:
             accumulate = {"gradient_accumulation_steps": 3, "max_steps": 2}
-            with process(1):
-                reference = stock_trainer(arguments(folder, 1, **accumulate))
-                reference.train()
+            reference = trained_alone(folder, **accumulate)
             with process(2):
                 counts = []
                 trainer = trainer_of(make_llama(), arguments(folder, 2, **accumulate), 2)
@@ -201,6 +195,7 @@ class TestTrainer(GlooTest):
 
                 trainer.training_step = counted_step
                 trainer.train()
+                trainer.evaluate()
                 self.check_equal(trainer, reference)
             self.assertEqual([bool(count) for count in counts], [False, False, True] * 2)
 
@@ -221,46 +216,7 @@ class TestTrainer(GlooTest):
                     self.assertEqual({param.dtype for param in trainer.model.parameters()}, {torch.float32})
                 self.assertEqual(set(seen), {(torch.bfloat16, False)} if policy is bf16 else {(torch.float32, True)})
                 seen.clear()
-            with process(1):
-                reference = stock_trainer(arguments(folder, 1))
-                reference.train()
-            assert_same_params(trainer.model, reference.model, atol=2e-2, rtol=0)
-
-    def test_adapters_are_saved_alone(self) -> None:
-        from importlib.util import find_spec
-
-        if find_spec("peft") is None:
-            self.skipTest("needs peft: pip install 'dtensor-gtp[peft]'")
-        from peft import LoraConfig, PeftModel, get_peft_model
-        from safetensors.torch import load_file
-
-        def adapted() -> nn.Module:
-            model = get_peft_model(make_llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
-            torch.manual_seed(1)
-            for name, param in model.named_parameters():
-                if "lora_B" in name:
-                    nn.init.normal_(param, std=0.1)
-            return model
-
-        with shared_directory() as folder:
-            with process(1):
-                reference = stock_trainer(arguments(folder, 1), adapted())
-                reference.train()
-            with process(2):
-                options = {"save_strategy": "steps", "save_steps": STEPS // 2}
-                trainer = trainer_of(adapted(), arguments(folder, 2, **options), 2)
-                trainer.train()
-                trainer.save_model(str(folder / "adapters"))
-                dist.barrier()
-                self.check_equal(trainer, reference)
-            saved = load_file(folder / "adapters" / "adapter_model.safetensors")
-            self.assertTrue(saved and all("lora_" in name for name in saved), sorted(saved))
-            loaded = PeftModel.from_pretrained(make_llama(), str(folder / "adapters"))
-            assert_same_params(trainer.model, loaded, atol=0, rtol=0)
-            with process(1):
-                resumed = trainer_of(adapted(), arguments(folder / f"resumed_{dist.get_rank()}", 1), 1)
-                resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{STEPS // 2}"))
-                assert_same_params(resumed.model, reference.model, atol=2e-5, rtol=2e-4)
+            assert_same_params(trainer.model, trained_alone(folder).model, atol=2e-2, rtol=0)
 
 
 @torch.no_grad()

@@ -1,22 +1,34 @@
-"""TRL's trainers on a sharded model, alone or with adapters, beside the stock ones in one process."""
+"""TRL's trainers on a sharded model, alone or with adapters, beside the stock ones.
+
+These run in one process. Where completions are sampled, which depends on the number of processes, they run with
+``fully_shard`` on as many: its ranks draw the same numbers.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from common import ALL, GlooTest, assert_same_params, shared_directory
+from common import ALL, GlooTest, assert_same_params, full, shared_directory
 from integration_common import needs, process
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from dtensor_gtp import gtp_shard
 
 WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(29))]
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 BF16 = torch.bfloat16
+SAMPLED = {"num_generations": 4, "generation_batch_size": 8, "max_completion_length": 6}
+DISTILLED = {"max_completion_length": 6}
+Make = Callable[[nn.Module], nn.Module]  # what shards a model, or leaves it as it is
+Models = Callable[[Make], dict[str, Any]]  # arguments of a trainer
 
 
 def make_tokenizer() -> Any:
@@ -34,20 +46,20 @@ def sentence(seed: int, length: int) -> str:
     return " ".join(f"w{int(number)}" for number in numbers)
 
 
-def rows_of(kind: str) -> list[dict[str, str]]:
+def rows_of(kind: str) -> list[dict[str, Any]]:
     if kind == "SFT":
         return [{"text": sentence(index, 10)} for index in range(16)]
+    if kind == "GKD":
+        talks = [{"user": sentence(index, 5), "assistant": sentence(100 + index, 5)} for index in range(16)]
+        return [{"messages": [{"role": role, "content": said} for role, said in talk.items()]} for talk in talks]
     rows = [{"prompt": sentence(index, 5)} for index in range(16)]
-    if kind == "GRPO":
-        return rows
-    answers = {"chosen": 100, "rejected": 200}
-    return [
-        {**row, **{name: f" {sentence(seed + index, 5)}" for name, seed in answers.items()}}
-        for index, row in enumerate(rows)
-    ]
+    if kind in ("DPO", "Reward"):
+        for index, row in enumerate(rows):
+            row |= {"chosen": f" {sentence(100 + index, 5)}", "rejected": f" {sentence(200 + index, 5)}"}
+    return rows
 
 
-def make_model(kind: str, dtype: torch.dtype, has_adapters: bool) -> nn.Module:
+def make_model(kind: str, dtype: torch.dtype = torch.float32, has_adapters: bool = False) -> nn.Module:
     import peft
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
@@ -66,82 +78,174 @@ def make_model(kind: str, dtype: torch.dtype, has_adapters: bool) -> nn.Module:
     return adapted
 
 
+def teacher(is_frozen: bool = True) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    shape = {**SHAPE, "hidden_size": 48, "intermediate_size": 64}
+    model: nn.Module = LlamaForCausalLM(LlamaConfig(vocab_size=len(WORDS), pad_token_id=0, eos_token_id=1, **shape))
+    return model.requires_grad_(not is_frozen)
+
+
+def num_words(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(set(text.split()))) for text in completions]
+
+
+def by_torch(model: Any, mesh: DeviceMesh) -> nn.Module:
+    """For the stock trainer, which would put it into DDP."""
+    for module in list(model.modules()):
+        if type(module).__name__ == "LlamaDecoderLayer":
+            fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo's reduce-scatter knows no average
+    model._is_accelerate_prepared = True
+    return model
+
+
+def logged_losses(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
 @needs("trl", "peft", "datasets", "transformers", "accelerate", extra="transformers")
 class TestTrl(GlooTest):
     world_size = 2
 
-    def train(self, kind: str, folder: Path, num_processes: int, case: dict[str, Any]) -> Any:
+    def train(self, name: str, folder: Path, how: str, config: dict[str, Any], models: Models) -> Any:
+        """A trainer after three steps.
+
+        Args:
+            name: Of the module below ``trl`` and of the class.
+            how: ``ours``, ``torch`` with ``fully_shard``, or ``alone`` in one process.
+        """
         import datasets
-        import trl
 
         from dtensor_gtp.integrations.transformers import GTPTrainer
 
-        case = dict(case)
-        dtype, has_adapters = case.pop("dtype", torch.float32), case.pop("has_adapters", False)
+        module_name, _, kind = f"trl.{name}".rpartition(".")
+        module, mesh, is_alone = import_module(module_name), self.gtp_mesh(), how == "alone"
+        cls = getattr(module, f"{kind}Trainer")
+        shards: dict[str, Make] = {"alone": lambda model: model, "torch": lambda model: by_torch(model, mesh)}
+        if how == "ours":
+            cls = type(f"GTP{kind}Trainer", (GTPTrainer, cls), {})
+            shards["ours"] = lambda model: gtp_shard(model, mesh, schedule=ALL)
         options = {
             **{"use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True, "save_strategy": "no"},
-            **{"max_steps": 3, "per_device_train_batch_size": 4 // num_processes, "learning_rate": 1e-2},
-            **{"dataloader_pin_memory": False, "gradient_checkpointing": dtype is BF16, "logging_steps": 1, **case},
+            **{"max_steps": 3, "per_device_train_batch_size": 4 if is_alone else 2, "learning_rate": 1e-2},
+            **{"dataloader_pin_memory": False, "gradient_checkpointing": False, "logging_steps": 1, **config},
         }
-        if dtype is BF16:
-            options["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
-        options |= {"max_length": 32} if kind != "GRPO" else {"num_generations": 4, "generation_batch_size": 8}
-        options |= {"max_completion_length": 6} if kind == "GRPO" else {}
-        models = {"model": make_model(kind, dtype, has_adapters)}
-        if kind == "DPO" and not has_adapters:
-            models["ref_model"] = make_model(kind, dtype, has_adapters)
-        stock = getattr(trl, f"{kind}Trainer")
-        cls = type(f"GTP{kind}Trainer", (GTPTrainer, stock), {}) if num_processes > 1 else stock
-        if num_processes > 1:
-            models = {name: gtp_shard(model, self.gtp_mesh(), schedule=ALL) for name, model in models.items()}
-        if kind == "GRPO":
-            models["reward_funcs"] = lambda completions, **_: [float(len(set(text.split()))) for text in completions]
-        path = folder / f"rows_{self.rank if num_processes == 1 else 'all'}.jsonl"  # TRL keeps a cache beside a file
-        if num_processes == 1 or self.rank == 0:
-            path.write_text("\n".join(json.dumps(row) for row in rows_of(kind)))
-        if num_processes > 1:
+        path = folder / f"rows_{self.rank if is_alone else 'all'}.jsonl"  # TRL keeps a cache beside a file
+        if is_alone or (self.rank == 0 and not path.exists()):
+            path.write_text("\n".join(map(json.dumps, rows_of(kind))))
+        if not is_alone:
             dist.barrier()
-        dataset = datasets.load_dataset(
-            "json", data_files=str(path), split="train", cache_dir=str(path.with_suffix(""))
+        tokenizer = make_tokenizer()
+        tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+        trainer = cls(
+            args=getattr(module, f"{kind}Config")(str(folder), **options),
+            train_dataset=datasets.load_dataset(
+                "json", data_files=str(path), split="train", cache_dir=str(path.with_suffix(""))
+            ),
+            processing_class=tokenizer,
+            **models(shards[how]),
         )
-        args = getattr(trl, f"{kind}Config")(str(folder), **options)
-        trainer = cls(args=args, train_dataset=dataset, processing_class=make_tokenizer(), **models)
         trainer.train()
+        self.assertEqual(len(logged_losses(trainer)), 3)
         return trainer
 
-    def check(self, kind: str, *cases: dict[str, Any]) -> None:
+    def check_alone(self, kind: str, *cases: dict[str, Any]) -> None:
+        """Beside one process."""
         for case in cases:
+            config = {"max_length": 32, **case}
+            dtype, has_adapters = config.pop("dtype", torch.float32), config.pop("has_adapters", False)
+            if dtype is BF16:
+                config |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+            names = ["model", "ref_model"] if kind == "DPO" and not has_adapters else ["model"]
+
+            def models(shard: Make, names: Any = names, options: Any = (kind, dtype, has_adapters)) -> dict[str, Any]:
+                return {name: shard(make_model(*options)) for name in names}
+
             with self.subTest(kind=kind, **case), shared_directory() as folder:
                 with process(1):
-                    reference = self.train(kind, folder, 1, case)
+                    reference = self.train(kind, folder, "alone", config, models)
                 with process(2):
-                    trainer = self.train(kind, folder, 2, case)
+                    trainer = self.train(kind, folder, "ours", config, models)
                     trainer.save_model(str(folder / "saved"))
                     dist.barrier()
-                tolerance = {"atol": 5e-2 if case.get("dtype") is BF16 else 2e-4, "rtol": 0.0}
-                assert_same_params(trainer.model, reference.model, **tolerance)
-                name = "adapter_model.safetensors" if case.get("has_adapters") else "model.safetensors"
+                assert_same_params(trainer.model, reference.model, atol=5e-2 if dtype is BF16 else 2e-4, rtol=0.0)
+                name = "adapter_model.safetensors" if has_adapters else "model.safetensors"
                 self.assertTrue((folder / "saved" / name).exists())
 
+    def check_beside_torch(self, name: str, config: dict[str, Any], models: Models) -> None:
+        with self.subTest(name=name, **config), shared_directory() as folder, process(2):
+            ours, reference = (self.train(name, folder, how, config, models) for how in ("ours", "torch"))
+            self.assertEqual(logged_losses(ours), logged_losses(reference), atol=2e-4, rtol=2e-3)
+            expected = {key: full(param) for key, param in reference.model.named_parameters()}
+            for key, param in ours.model.named_parameters():
+                self.assertEqual(full(param), expected[key], atol=2e-4, rtol=0.0, msg=key)
+            dist.barrier()
+
     def test_sft(self) -> None:
-        self.check("SFT", {}, {"has_adapters": True}, {"dtype": BF16}, {"dtype": BF16, "has_adapters": True})
+        self.check_alone("SFT", {}, {"has_adapters": True}, {"dtype": BF16}, {"dtype": BF16, "has_adapters": True})
 
     def test_dpo(self) -> None:
         stored = {"precompute_ref_log_probs": True}
-        self.check("DPO", {}, {"has_adapters": True}, {"dtype": BF16}, stored, {**stored, "has_adapters": True})
+        self.check_alone("DPO", {}, {"has_adapters": True}, {"dtype": BF16}, stored, {**stored, "has_adapters": True})
 
     def test_reward(self) -> None:
-        self.check("Reward", {}, {"has_adapters": True}, {"dtype": BF16})
+        self.check_alone("Reward", {}, {"has_adapters": True}, {"dtype": BF16})
 
-    def test_grpo(self) -> None:
-        """What is sampled depends on the number of processes, so one process is no reference: weights move alike."""
-        for case in ({}, {"has_adapters": True, "beta": 0.1}, {"dtype": BF16}):
-            with self.subTest(**case), shared_directory() as folder, process(2):
-                trainer = self.train("GRPO", folder, 2, case)
-                losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-                self.assertEqual(len(losses), 3)
-                begun = make_model("GRPO", case.get("dtype", torch.float32), "has_adapters" in case)
-                before, after = dict(begun.named_parameters()), dict(trainer.model.named_parameters())
-                moved = {name for name, param in before.items() if not torch.equal(after[name].full_tensor(), param)}
+    def test_rewards(self) -> None:
+        for kind in ("GRPO", "RLOO"):
+            self.check_beside_torch(
+                kind,
+                {**SAMPLED, "beta": 0.0},
+                lambda shard: {"model": shard(make_model("")), "reward_funcs": num_words},
+            )
+
+    def test_weights_that_move(self) -> None:
+        """Of adapters, or in bfloat16. With ``fully_shard`` adapters fail: TRL copies one, for the reference, to one
+        that is not sharded, and calls the model within without its root."""
+        rewards: Models = lambda shard: {"reward_funcs": num_words}  # noqa: E731
+        checkpointed = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+        for kind, config, dtype, others in (
+            ("GRPO", {**SAMPLED, "beta": 0.1}, torch.float32, rewards),
+            ("GRPO", {**SAMPLED, **checkpointed}, BF16, rewards),
+            ("RLOO", {**SAMPLED, "beta": 0.1}, torch.float32, rewards),
+            ("Distillation", DISTILLED, torch.float32, lambda shard: {"teacher_model": shard(teacher())}),
+        ):
+            with self.subTest(kind=kind, dtype=dtype), shared_directory() as folder, process(2):
+                options = ("", dtype, dtype is not BF16)
+                before = {name: param.detach().clone() for name, param in make_model(*options).named_parameters()}
+
+                def models(shard: Make, options: Any = options, others: Models = others) -> dict[str, Any]:
+                    return {"model": shard(make_model(*options)), **others(shard)}
+
+                after = dict(self.train(kind, folder, "ours", config, models).model.named_parameters())
+                moved = {name for name, value in before.items() if not torch.equal(full(after[name]), value)}
                 self.assertTrue(moved)
-                self.assertTrue(all("lora" in name for name in moved) or "has_adapters" not in case, moved)
+                self.assertTrue(dtype is BF16 or all("lora" in name for name in moved), moved)
+
+    def test_online_dpo(self) -> None:
+        def models(shard: Make) -> dict[str, Any]:
+            trained = {name: shard(make_model("")) for name in ("model", "ref_model")}
+            return {
+                **trained,
+                "reward_funcs": shard(make_model("Reward")),
+                "reward_processing_classes": make_tokenizer(),
+            }
+
+        self.check_beside_torch("experimental.online_dpo.OnlineDPO", {"max_new_tokens": 5, "max_length": 32}, models)
+
+    def test_distillation(self) -> None:
+        """Also from a teacher that was not frozen, whose head's gradient is undefined."""
+        for is_frozen in (True, False):
+
+            def models(shard: Make, is_frozen: bool = is_frozen) -> dict[str, Any]:
+                return {"model": shard(make_model("")), "teacher_model": shard(teacher(is_frozen))}
+
+            self.check_beside_torch("Distillation", DISTILLED, models)
+            for own in ({"lmbda": 0.0}, {"lmbda": 1.0}, {"lmbda": 0.0, "seq_kd": True}):
+                config = {"max_length": 32, "max_new_tokens": 5, **own}
+                self.check_beside_torch("experimental.gkd.GKD", config, models)

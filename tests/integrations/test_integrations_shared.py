@@ -1,7 +1,10 @@
-"""What the integrations share, without the libraries: where a model is moved to, and random numbers of GPUs."""
+"""What the integrations share, without the libraries: extras that they name, where a model is moved to, and random
+numbers of GPUs."""
 
 from __future__ import annotations
 
+import importlib
+import sys
 from unittest import mock
 
 import torch
@@ -11,11 +14,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.testing._internal.common_utils import TestCase
 
-from dtensor_gtp import gtp_shard
+from dtensor_gtp import gtp_shard, integrations
 from dtensor_gtp.integrations._sharded import is_offloaded, move_unsharded, take_gpu_generator
 
 
 class TestShared(TestCase):
+    def test_a_missing_library_is_named_with_its_extra(self) -> None:
+        for name in ("accelerate", "lightning", "torchtitan", "transformers"):
+            module = f"{integrations.__name__}.{name}"
+            with mock.patch.dict(sys.modules, {name: None}):
+                sys.modules.pop(module, None)
+                words = rf"expects an installed {name}, .*pip install 'dtensor-gtp\[{name}\]'"
+                with self.assertRaisesRegex(ImportError, words):
+                    importlib.import_module(module)
+
     def test_shards_on_the_host_are_not_moved(self) -> None:
         """What is beside them is, buffers included; here to the meta device."""
         with fake_world(world_size=2):

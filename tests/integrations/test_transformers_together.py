@@ -10,35 +10,17 @@ import torch
 import torch.nn as nn
 from common import ALL, GlooTest, assert_same_params, full, rows_of_rank, shared_directory
 from integration_common import VOCABULARY, make_llama, needs, process
-from model_cases import CASES
+from model_cases import CASES, SHAPE, SPEECH
 from test_integration_transformers import arguments
 
 from dtensor_gtp import gtp_shard
 
-SPEECH = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "conv_dim": (8, 8),
-    "conv_stride": (4, 2),
-    "conv_kernel": (4, 2),
-    "num_conv_pos_embeddings": 4,
-    "num_conv_pos_embedding_groups": 2,
-    "apply_spec_augment": False,
-    **dict.fromkeys(("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout"), 0.0),
-}
 TRANSLATION = {
-    "vocab_size": VOCABULARY,
-    "d_model": 16,
     **{f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in (("layers", 3), ("ffn_dim", 24))},
     **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2),
     **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.0),
-    "pad_token_id": 1,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 2,
-    "max_position_embeddings": 32,
+    **{"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2},
+    **{"vocab_size": VOCABULARY, "d_model": 16, "max_position_embeddings": 32},
 }
 
 
@@ -46,7 +28,9 @@ def make_speech(kind: str, layerdrop: float, **options: Any) -> nn.Module:
     import transformers
 
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**{**SPEECH, "layerdrop": layerdrop, **options})
+    config = getattr(transformers, f"{kind}Config")(
+        **{**SHAPE, "num_hidden_layers": 4, **SPEECH, "layerdrop": layerdrop, **options}
+    )
     return getattr(transformers, f"{kind}Model")(config)
 
 
@@ -66,7 +50,7 @@ def translation_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return model(input_ids=tokens, labels=tokens).loss
 
 
-@needs("transformers", "accelerate", extra="transformers")
+@needs("transformers", "accelerate", "peft", extra="transformers")
 class TestTogether(GlooTest):
     world_size = 2
 
@@ -111,13 +95,17 @@ class TestTogether(GlooTest):
         self.assertEqual(model.config.encoder_layerdrop, 0.5)  # what is saved
 
     def test_generate_until_all_ranks_have_stopped(self) -> None:
-        reference = make_llama().eval()
-        model = self.shard(copy.deepcopy(reference))
+        import peft
+
+        lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
         prompt = torch.arange(1, 5)[None] + 3 * self.rank
-        for options in ({}, {"num_beams": 2}, {"do_sample": True, "top_k": 5}):
+        sampled = {"do_sample": True, "top_k": 5}
+        for has_adapters, options in ((False, {}), (False, {"num_beams": 2}), (False, sampled), (True, {})):
+            torch.manual_seed(0)
+            reference = (peft.get_peft_model(make_llama(), lora) if has_adapters else make_llama()).eval()
             options = {**options, "max_new_tokens": 3 + 4 * self.rank, "pad_token_id": 0}
             outputs = []
-            for one in (reference, model):
+            for one in (reference, self.shard(copy.deepcopy(reference))):
                 torch.manual_seed(self.rank)
                 with torch.no_grad():
                     outputs.append(one.generate(prompt, **options))
@@ -144,16 +132,6 @@ class TestTogether(GlooTest):
             found = model.generate(prompt, synced_gpus=False, **options, **extra)
             model.reshard()
             self.assertEqual(found, reference.generate(prompt, **options, **extra), msg=str(extra))
-
-    def test_generate_of_adapters(self) -> None:
-        peft = __import__("peft")
-        torch.manual_seed(0)
-        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-        reference = peft.get_peft_model(make_llama(), config).eval()
-        model = self.shard(copy.deepcopy(reference))
-        prompt = torch.arange(1, 5)[None] + 3 * self.rank
-        options = {"max_new_tokens": 3 + 4 * self.rank, "pad_token_id": 0}
-        self.assertEqual(model.generate(prompt, **options), reference.generate(prompt, **options))
 
     def test_seq2seq_trainer_predicts_with_generate(self) -> None:
         from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -11,8 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from common import fake_world
-from torch.distributed.device_mesh import init_device_mesh
+from common import fake_mesh, fake_world
 from torch.distributed.tensor import DTensor
 from torchvision_ops import define_missing
 
@@ -82,16 +82,15 @@ def make(cls: Any, *args: Any, **options: Any) -> Any:
     return cls(*args, **options).double()
 
 
-def same_gradients(model: nn.Module, converted: nn.Module, x: torch.Tensor, form: str) -> None:
-    """Outputs, gradients of the input and of all weights; and the state dict in the form it had."""
-    inputs = [x.clone().requires_grad_() for _ in range(2)]
-    outputs = [m(i) for m, i in zip((model, converted), inputs, strict=True)]
-    outputs = [o if isinstance(o, torch.Tensor) else o.logits for o in outputs]
-    torch.testing.assert_close(outputs[1], outputs[0])
-    for output in outputs:
-        output.square().sum().backward()
-    torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
-    grads = [{n: p.grad for n, p in m.named_parameters()} for m in (model, converted)]
+def same_gradients(
+    model: nn.Module, converted: nn.Module, form: str, loss: Callable[[nn.Module], torch.Tensor]
+) -> None:
+    """Losses and gradients of all weights; and the state dict in the form it had."""
+    losses = [loss(m) for m in (model, converted)]
+    torch.testing.assert_close(losses[1], losses[0])
+    for each in losses:
+        each.backward()
+    grads = [{n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in (model, converted)]
     expected = convert_experts_state_dict(grads[0], "grouped")
     assert expected.keys() == grads[1].keys()
     for name, want in expected.items():
@@ -107,7 +106,11 @@ def test_deepseek_block() -> None:
     assert isinstance(converted[0], DeepSeekBlock)
     assert type(converted[0].experts) is GroupedExperts
     assert sum(isinstance(m, GroupedLinear) for m in converted.modules()) == 4
-    same_gradients(model, converted, torch.randn(3, 5, DIM, dtype=torch.float64), "modules")
+    x = torch.randn(3, 5, DIM, dtype=torch.float64, requires_grad=True)
+    outputs = [m(x) for m in (model, converted)]
+    torch.testing.assert_close(outputs[1], outputs[0])
+    torch.testing.assert_close(*(torch.autograd.grad(output.square().sum(), x) for output in outputs))
+    same_gradients(model, converted, "modules", lambda module: module(x).square().sum())
 
 
 @pytest.mark.library
@@ -133,20 +136,10 @@ def test_blocks_of_transformers(model_type: str) -> None:
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     if not any("gate_up_proj" in name for name, _ in model.named_parameters()):
         pytest.skip(f"transformers {transformers.__version__} stores experts one by one")
-    converted = group_experts_(copy.deepcopy(model))
     tokens = torch.randint(31, (2, 9))
-    outputs = [m(tokens, labels=tokens) for m in (model, converted)]
-    torch.testing.assert_close(outputs[1].logits, outputs[0].logits)
-    for output in outputs:
-        output.loss.backward()
-    grads = [{n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in (model, converted)]
-    expected = convert_experts_state_dict(grads[0], "grouped")
-    assert expected.keys() == grads[1].keys()
-    for name, want in expected.items():
-        torch.testing.assert_close(grads[1][name], want, msg=lambda m, n=name: f"{n}: {m}")
-    state = convert_experts_state_dict(converted.state_dict(), "fused")
-    assert state.keys() == model.state_dict().keys()
-    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+    converted = group_experts_(copy.deepcopy(model))
+    torch.testing.assert_close(converted(tokens).logits, model(tokens).logits)
+    same_gradients(model, converted, "fused", lambda module: module(tokens, labels=tokens).loss)
 
 
 @pytest.mark.parametrize("form", ["grouped", "grouped_split", "fused", "modules", "mixtral"])
@@ -169,8 +162,7 @@ def test_state_dicts_go_there_and_back(form: str) -> None:
 
 
 def test_experts_load_what_was_converted() -> None:
-    names = "w1 w3 w2"
-    experts = nn.ModuleList(make(Expert, names=names) for _ in range(3))
+    experts = nn.ModuleList(make(Expert, names="w1 w3 w2") for _ in range(3))
     for expert in experts:
         nn.init.normal_(expert.w2.weight)
     for is_fused, form in ((True, "grouped"), (False, "grouped_split")):
@@ -183,11 +175,8 @@ def test_experts_load_what_was_converted() -> None:
         expected = sum(experts[e](x) * weights[:, i, None] for i, e in enumerate((0, 2)))
         for layer in (grouped, empty):
             torch.testing.assert_close(layer(x, chosen, weights), expected)
-
-
-def test_frozen_experts_stay_frozen() -> None:
-    experts = nn.ModuleList(Expert() for _ in range(2)).requires_grad_(False)
-    assert not any(param.requires_grad for param in group_experts(experts).parameters())
+    frozen = group_experts(experts.requires_grad_(False))
+    assert not any(param.requires_grad for param in frozen.parameters())
 
 
 class FusedExperts(nn.Module):
@@ -199,15 +188,12 @@ class FusedExperts(nn.Module):
         self.down_proj = nn.Parameter(torch.randn(EXPERTS, DIM, HIDDEN))
         self.act_fn = nn.SiLU()
 
-    def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
         raise NotImplementedError
 
 
 def test_experts_that_would_stay_whole_are_refused() -> None:
-    with fake_world(world_size=2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    with fake_mesh(2, names=("ep",)) as mesh:
         model = nn.ModuleDict({"experts": FusedExperts()})
         message = (
             r"'experts' is a FusedExperts, whose 'gate_up_proj' of shape \(4, 24, 8\) .*nn.group_experts_\(module\)"
@@ -221,33 +207,34 @@ def test_experts_that_would_stay_whole_are_refused() -> None:
 
 
 def test_what_cannot_be_grouped_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"module with gate_up_proj and down_proj or a ModuleList .*but got Linear"):
-        group_experts(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match=r"linear layers \('gate_proj'.*but got \['Linear'\]"):
-        group_experts(nn.ModuleList([nn.Linear(2, 2)]))
-    with pytest.raises(TypeError, match="experts of one size"):
-        group_experts(nn.ModuleList([Expert(), Expert(hidden=4)]))
     biased = Expert()
     biased.up_proj = nn.Linear(DIM, HIDDEN)
-    with pytest.raises(NotImplementedError, match="experts without biases"):
-        group_experts(nn.ModuleList([biased]))
-    fused = nn.Module()
-    fused.gate_up_proj, fused.down_proj = (nn.Parameter(torch.zeros(s)) for s in ((2, DIM, 24), (2, HIDDEN, DIM)))
-    with pytest.raises(NotImplementedError, match=r"without biases, but Module has \(2, 8, 24\) and \(2, 12, 8\)"):
-        group_experts(fused)
-    fused.has_bias = True
-    with pytest.raises(NotImplementedError, match="differs in has_bias"):
-        group_experts(fused)
-    with pytest.raises(ValueError, match="found no experts in Linear"):
-        group_experts_(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"one of 'grouped', .* but got 'split'"):
-        convert_experts_state_dict({}, "split")
-    with pytest.raises(ValueError, match="found no experts in the state dict"):
-        convert_experts_state_dict({"weight": torch.ones(1)}, "fused")
+    fused, odd = nn.Module(), nn.Module()
+    for module in (fused, odd):
+        module.gate_up_proj = nn.Parameter(torch.zeros(2, DIM, 24))
+        module.down_proj = nn.Parameter(torch.zeros(2, HIDDEN, DIM))
+    odd.has_bias = True
     state = make(DeepSeekBlock).state_dict()
     del state["experts.2.up_proj.weight"]
-    with pytest.raises(ValueError, match=r"under 'experts\.', but 'experts\.2\.up_proj\.weight' is missing"):
-        convert_experts_state_dict(state, "fused")
+    missing = r"under 'experts\.', but 'experts\.2\.up_proj\.weight' is missing"
+    for error, call, message in (
+        (TypeError, lambda: group_experts(nn.Linear(2, 2)), r"gate_up_proj and down_proj or a ModuleList .*got Linear"),
+        (TypeError, lambda: of_list(nn.Linear(2, 2)), r"linear layers \('gate_proj'.*but got \['Linear'\]"),
+        (TypeError, lambda: of_list(Expert(), Expert(hidden=4)), "experts of one size"),
+        (NotImplementedError, lambda: of_list(biased), "experts without biases"),
+        (NotImplementedError, lambda: group_experts(fused), r"without biases, .* has \(2, 8, 24\) and \(2, 12, 8\)"),
+        (NotImplementedError, lambda: group_experts(odd), "differs in has_bias"),
+        (ValueError, lambda: group_experts_(nn.Linear(2, 2)), "found no experts in Linear"),
+        (ValueError, lambda: convert_experts_state_dict({}, "split"), r"one of 'grouped', .* but got 'split'"),
+        (ValueError, lambda: convert_experts_state_dict({"weight": biased}, "fused"), "no experts in the state dict"),
+        (ValueError, lambda: convert_experts_state_dict(state, "fused"), missing),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+
+
+def of_list(*experts: nn.Module) -> GroupedExperts:
+    return group_experts(nn.ModuleList(experts))
 
 
 # --- MLPs and routing -------------------------------------------------------------------------------------------------
@@ -313,20 +300,23 @@ def test_gradients_that_are_not_contiguous_are_exchanged() -> None:
 
 
 def test_bad_arguments_are_refused() -> None:
-    with pytest.raises(ValueError, match="one of 'all_to_all', 'all_gather' as method, but got 'ring'"):
-        TokenDispatcher(4, method="ring")
-    with pytest.raises(ValueError, match=r"number of experts .* but got 0"):
-        TokenDispatcher(0)
-    with pytest.raises(ValueError, match="max_tokens >= 1, but got 0"):
-        TokenDispatcher(4, max_tokens=0)
-    dispatcher = TokenDispatcher(4)
-    with pytest.raises(ValueError, match=r"experts of shape \(num_tokens, k\), but got \(3, 2\) and \(3,\)"):
-        dispatcher.dispatch(torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64))
-    with pytest.raises(TypeError, match=r"experts as int64, but got torch\.int32"):
-        dispatcher.dispatch(torch.zeros(3, 2), torch.zeros(3, 1, dtype=torch.int32))
-    several = GroupedLinear(2, 4, 4, single_grouped_weight=False)
-    with pytest.raises(NotImplementedError, match="one weight for all groups, but got one with a weight for each"):
-        parallelize_experts(several)
+    several, dispatch = GroupedLinear(2, 4, 4, single_grouped_weight=False), TokenDispatcher(4).dispatch
+    x, ints = torch.zeros(3, 2), torch.zeros(3, 1, dtype=torch.int32)
+    one_weight = "one weight for all groups, but got one with a weight for each"
+    for error, call, message in (
+        (ValueError, lambda: TokenDispatcher(4, method="ring"), "'all_to_all', 'all_gather' as method, but got 'ring'"),
+        (ValueError, lambda: TokenDispatcher(0), r"number of experts .* but got 0"),
+        (ValueError, lambda: TokenDispatcher(4, max_tokens=0), "max_tokens >= 1, but got 0"),
+        (
+            ValueError,
+            lambda: dispatch(x, ints[:, 0].long()),
+            r"of shape \(num_tokens, k\), but got \(3, 2\) and \(3,\)",
+        ),
+        (TypeError, lambda: dispatch(x, ints), r"experts as int64, but got torch\.int32"),
+        (NotImplementedError, lambda: parallelize_experts(several), one_weight),
+    ):
+        with pytest.raises(error, match=message):
+            call()
 
 
 # --- sizes of groups on the device ------------------------------------------------------------------------------------
@@ -340,16 +330,14 @@ def test_what_the_device_says_is_cut_to_what_kernels_take() -> None:
     assert message == "expects " + "x" * 246
 
 
-@pytest.mark.parametrize("splits", [[4, 4, 4, 1], [4, -1, 4, 1]])
-def test_debug_mode_checks_counts_on_the_device(splits: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debug_mode_checks_counts_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled code and GPUs never look at the counts; the assertion runs where they are."""
     monkeypatch.setenv("DTENSOR_GTP_DEBUG", "splits")
     layer = GroupedLinear(4, 8, 8, dtype=torch.bfloat16)
     monkeypatch.delenv("DTENSOR_GTP_DEBUG")
     plain = GroupedLinear(4, 8, 8, dtype=torch.bfloat16)
-    x, good, bad = torch.zeros(12, 8).bfloat16(), torch.tensor([4, 4, 4, 0]), torch.tensor(splits)
-    with pytest.raises(RuntimeError, match=r"at most the rows of x, none below 0 .found by DTENSOR_GTP_DEBUG=splits"):
-        assert_counts(bad, 12)
+    x, good, *bad = torch.zeros(12, 8).bfloat16(), *map(torch.tensor, ([4, 4, 4, 0], [4, 4, 4, 1], [4, -1, 4, 1]))
+    found = "found by DTENSOR_GTP_DEBUG=splits"
     graphs: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -359,7 +347,10 @@ def test_debug_mode_checks_counts_on_the_device(splits: list[int], monkeypatch: 
     compiled = torch.compile(layer, fullgraph=True, backend=backend)
     compiled(x, good)
     assert "_assert_async" in graphs[0]
-    with pytest.raises(RuntimeError, match="found by DTENSOR_GTP_DEBUG=splits"):
-        compiled(x, bad)
+    for splits in bad:
+        with pytest.raises(RuntimeError, match=f"at most the rows of x, none below 0 .{found}"):
+            assert_counts(splits, 12)
+        with pytest.raises(RuntimeError, match=found):
+            compiled(x, splits)
     torch.compile(plain, fullgraph=True, backend=backend)(x, good)
     assert "_assert_async" not in graphs[-1]

@@ -67,47 +67,33 @@ def tokens_of(rank: int, step: int = 0) -> torch.Tensor:
     return torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
+def send(dispatcher: TokenDispatcher, num_tokens: int) -> tuple[torch.Tensor, Any]:
+    """Tokens with the values 1 to ``num_tokens``, to the experts in turn."""
+    x = torch.arange(1.0, 1 + num_tokens)[:, None].requires_grad_()
+    return x, dispatcher.dispatch(x, torch.arange(num_tokens)[:, None] % EXPERTS)
+
+
+def filled(dispatched: Any) -> torch.Tensor:
+    """Its rows, as grouped layers leave them: zeros behind the last token."""
+    is_filled = torch.arange(dispatched.rows.shape[0])[:, None] < dispatched.split_sizes.sum()
+    return torch.where(is_filled, dispatched.rows, 0)
+
+
 class TestMixtureOfExperts(GlooTest):
     def test_tokens_go_to_their_experts_and_back(self) -> None:
-        """Any routing, also when a rank gets nothing; values, gradients of tokens, weights and of every expert."""
+        """Also when all choose experts of the last rank, and the others get nothing."""
         for ep in (2, 4):
-            mesh = weight_mesh(ep=ep, expert_gtp=4 // ep)["ep"]
-            members = mesh.mesh.tolist()
+            meshes = meshes_of(ep=ep, expert_gtp=4 // ep)
             for method in ("all_to_all", "all_gather"):
-                for routing in ("mixed", "one_expert"):
-                    self.check_exchange(mesh, members, method, routing)
-
-    def check_exchange(self, mesh: Any, members: list[int], method: str, routing: str) -> None:
-        what = f"{method} over {len(members)} ranks, {routing}"
-        matrices = torch.randn(EXPERTS, WIDTH, WIDTH, generator=torch.Generator().manual_seed(7))
-        routed = {rank: route(rank, routing) for rank in members}
-        reference = matrices.clone().requires_grad_()
-        inputs = {rank: tokens_of(rank).requires_grad_() for rank in members}
-        weights = {rank: routed[rank][1].clone().requires_grad_() for rank in members}
-        outputs = {}
-        for rank in members:
-            each = torch.einsum("tc,tkcd->tkd", inputs[rank], reference[routed[rank][0]])
-            outputs[rank] = (each * weights[rank][..., None]).sum(1)
-        sum(y.square().sum() for y in outputs.values()).backward()
-
-        per_rank = EXPERTS // len(members)
-        first = mesh.get_local_rank() * per_rank
-        mine = matrices[first : first + per_rank].clone().requires_grad_()
-        x, w = tokens_of(self.rank).requires_grad_(), routed[self.rank][1].clone().requires_grad_()
-        dispatcher = TokenDispatcher(EXPERTS, mesh, method=method)
-        dispatched = dispatcher.dispatch(x, routed[self.rank][0])
-        self.assertEqual(dispatched.tokens_per_expert, routed[self.rank][0].flatten().bincount(minlength=EXPERTS), what)
-        ends = dispatched.split_sizes.cumsum(0).tolist()
-        parts = [
-            dispatched.rows[begin:end] @ mine[i] for i, (begin, end) in enumerate(zip([0, *ends], ends, strict=False))
-        ]
-        tail = dispatched.rows.new_zeros(dispatched.rows.shape[0] - ends[-1], WIDTH)
-        y = dispatcher.combine(torch.cat([*parts, tail]), dispatched, w)
-        y.square().sum().backward()
-        self.assertEqual(y, outputs[self.rank], what)
-        self.assertEqual(x.grad, inputs[self.rank].grad, what)
-        self.assertEqual(w.grad, weights[self.rank].grad, what)
-        self.assertEqual(mine.grad, reference.grad[first : first + per_rank], what)
+                reference = make_block()
+                with torch.no_grad():
+                    reference.dense.bias.add_(3)  # inputs of the router are positive
+                    reference.router.weight.copy_(torch.tensor([-1.0, -1.0, 0.5, 1.0])[:, None])
+                model = shard(copy.deepcopy(reference), meshes, method)
+                self.check_steps(f"{method} over {ep} ranks", reference, model, meshes)
+                chosen = torch.arange(EXPERTS)[:, None] % 3
+                dispatched = model.experts.dispatcher.dispatch(torch.ones(EXPERTS, WIDTH), chosen)
+                self.assertEqual(dispatched.tokens_per_expert.tolist(), [2, 1, 1, 0])
 
     def pairs(self) -> Iterator[tuple[str, Meshes]]:
         """Dense layers over 1, 2 and 4 ranks, experts over 1, 2 and 4."""
@@ -131,6 +117,8 @@ class TestMixtureOfExperts(GlooTest):
             self.check_folding(f"{sizes}", meshes_of(**sizes))
         for method in ("all_gather", *OWN):
             self.check_folding(method, meshes_of(ep=2, expert_gtp=2), method)
+        by_rows = meshes_of(ep=2, expert_gtp=2)._replace(cut=lambda p: GTPShard(1) if p.ndim == 3 else None)
+        self.check_folding("rows of each expert", by_rows)
 
     def test_r1_gradients_are_right_with_tensor_parallel_experts(self) -> None:
         sizes = {"gtp": 2, "tp": 2, "ep": 2, "expert_tp": 2}
@@ -188,41 +176,37 @@ class TestMixtureOfExperts(GlooTest):
     def test_what_does_not_fit_is_refused_on_all_ranks(self) -> None:
         by_ep, by_tp = weight_mesh(ep=4, expert_gtp=1), weight_mesh(gtp=2, tp=2, ep=2, expert_tp=2)
         ep, tp = by_ep["ep"], by_tp["expert_tp"]
-        with self.assertRaisesRegex(ValueError, "that the 4 ranks of mesh axis 'ep' divide, but got 6"):
-            parallelize_experts(GroupedMLP(6, WIDTH, HIDDEN), ep)
-        with self.assertRaisesRegex(ValueError, "'ep' divide, but got 6"):
-            TokenDispatcher(6, ep)
-        with self.assertRaisesRegex(ValueError, r"1-D mesh, but got mesh axes \('expert_dp', 'ep'\)"):
-            TokenDispatcher(4, by_ep["expert_dp", "ep"])
-        with self.assertRaisesRegex(ValueError, "divides the inner width 7"):
-            parallelize_experts(GroupedMLP(4, WIDTH, 7, is_fused=False), None, tp)
+        is_cut = parallelize_experts(GroupedMLP(4, WIDTH, HIDDEN), ep)
+        odd = GroupedMLP(4, WIDTH, 7, is_fused=False)
+        for call, message in (
+            (lambda: parallelize_experts(GroupedMLP(6, WIDTH, HIDDEN), ep), "4 ranks .*'ep' divide, but got 6"),
+            (lambda: TokenDispatcher(6, ep), "'ep' divide, but got 6"),
+            (lambda: TokenDispatcher(4, by_ep["expert_dp", "ep"]), r"1-D mesh, but .* axes \('expert_dp', 'ep'\)"),
+            (lambda: parallelize_experts(odd, None, tp), "divides the inner width 7"),
+            (lambda: parallelize_experts(is_cut, ep), "nothing has cut yet, but got DTensors"),
+        ):
+            with self.assertRaisesRegex(ValueError, message):
+                call()
         with self.assertRaisesRegex(NotImplementedError, "tp_mesh for a GroupedMLP with is_fused=False"):
             parallelize_experts(GroupedMLP(4, WIDTH, HIDDEN), None, tp)
-        with self.assertRaisesRegex(ValueError, "nothing has cut yet, but got DTensors"):
-            parallelize_experts(parallelize_experts(GroupedMLP(4, WIDTH, HIDDEN), ep), ep)
 
     def test_a_gather_carries_as_many_tokens_as_agreed_on(self) -> None:
         """All ranks agree on the most of the first dispatch, or on more where all have more; else all raise."""
         mesh = weight_mesh(ep=4, expert_gtp=1)["ep"]
+        by_gather = functools.partial(TokenDispatcher, EXPERTS, mesh, method="all_gather")
 
         def returned(dispatcher: TokenDispatcher, counts: list[int]) -> int:
-            num_tokens = counts[self.rank]
-            x = torch.arange(1.0, 1 + num_tokens)[:, None].requires_grad_()
-            dispatched = dispatcher.dispatch(x, torch.arange(num_tokens)[:, None] % EXPERTS)
+            """How many rows arrive, filled or not, which are right when they come back."""
+            x, dispatched = send(dispatcher, counts[self.rank])
             expected = sum(len(range(self.rank, count, EXPERTS)) for count in counts)
             self.assertEqual(dispatched.split_sizes.tolist(), [expected])
-            is_filled = torch.arange(dispatched.rows.shape[0])[:, None] < expected
-            rows = torch.where(is_filled, dispatched.rows, 0)  # as grouped layers leave them
-            y = dispatcher.combine(rows, dispatched, torch.full((num_tokens, 1), 2.0))
-            self.assertEqual(y, 2 * x)
-            y.sum().backward()
-            self.assertEqual(x.grad, torch.full_like(x, 2))
+            self.check_return(dispatcher, x, dispatched)
             return dispatched.rows.shape[0]
 
-        agreed = TokenDispatcher(EXPERTS, mesh, method="all_gather")
+        agreed, declared = by_gather(), by_gather(max_tokens=2)
         for counts, capacity in (([3, 1, 0, 2], 3), ([1, 1, 1, 1], 3), ([4, 5, 4, 6], 6), ([6, 0, 0, 0], 6)):
             self.assertEqual(returned(agreed, counts), 4 * capacity, f"{counts}")
-        self.assertEqual(returned(TokenDispatcher(EXPERTS, mesh, method="all_gather"), [0, 0, 0, 0]), 4)
+        self.assertEqual(returned(by_gather(), [0, 0, 0, 0]), 4)
         match = (
             r"at most 6 tokens on each rank \(the most of the first dispatch.*\), but got \[6, 7, 1, 0\] on ranks "
             r"\[0, 1, 2, 3\] of mesh axes \('ep',\)\. Set max_tokens"
@@ -230,25 +214,21 @@ class TestMixtureOfExperts(GlooTest):
         with self.assertRaisesRegex(ValueError, match):
             returned(agreed, [6, 7, 1, 0])
         self.assertEqual(returned(agreed, [2, 2, 2, 2]), 24, "an error leaves what was agreed on")
-        declared = TokenDispatcher(EXPERTS, mesh, method="all_gather", max_tokens=2)
         self.assertEqual(returned(declared, [1, 2, 0, 1]), 8)
-        with self.assertRaisesRegex(
-            ValueError, r"at most 2 tokens on each rank \(max_tokens\), but got \[3, 3, 3, 3\]"
-        ):
+        match = r"at most 2 tokens on each rank \(max_tokens\), but got \[3, 3, 3, 3\]"
+        with self.assertRaisesRegex(ValueError, match):
             returned(declared, [3, 3, 3, 3])
+        # More are agreed on while tokens are under way, as where microbatches take turns in the layers of one model.
+        dispatcher = by_gather()
+        sent = [send(dispatcher, num_tokens) for num_tokens in (2, 3)]
+        for x, dispatched in sent:
+            self.check_return(dispatcher, x, dispatched)
 
-    def test_tokens_come_back_when_more_were_agreed_on_meanwhile(self) -> None:
-        """As where microbatches take turns in the layers of one model."""
-        dispatcher = TokenDispatcher(EXPERTS, weight_mesh(ep=4, expert_gtp=1)["ep"], method="all_gather")
-        inputs = [torch.arange(1.0, 1 + n)[:, None] + 10 * self.rank for n in (2, 3)]
-        sent = [dispatcher.dispatch(x.requires_grad_(), torch.arange(len(x))[:, None] % EXPERTS) for x in inputs]
-        for x, dispatched in zip(inputs, sent, strict=True):
-            is_filled = torch.arange(dispatched.rows.shape[0])[:, None] < dispatched.split_sizes.sum()
-            rows = torch.where(is_filled, dispatched.rows, 0)
-            y = dispatcher.combine(rows, dispatched, torch.full((len(x), 1), 2.0))
-            self.assertEqual(y, 2 * x)
-            y.sum().backward()
-            self.assertEqual(x.grad, torch.full_like(x, 2))
+    def check_return(self, dispatcher: TokenDispatcher, x: torch.Tensor, dispatched: Any) -> None:
+        y = dispatcher.combine(filled(dispatched), dispatched, torch.full((len(x), 1), 2.0))
+        self.assertEqual(y, 2 * x)
+        y.sum().backward()
+        self.assertEqual(x.grad, torch.full_like(x, 2))
 
     def test_recomputation_after_more_were_agreed_on_raises(self) -> None:
         """Its shapes are others than those of the forward; with max_tokens they are not."""
@@ -258,9 +238,7 @@ class TestMixtureOfExperts(GlooTest):
 
             def routed(x: torch.Tensor, dispatcher: TokenDispatcher = dispatcher) -> torch.Tensor:
                 dispatched = dispatcher.dispatch(x, torch.arange(len(x))[:, None] % EXPERTS)
-                is_filled = torch.arange(dispatched.rows.shape[0])[:, None] < dispatched.split_sizes.sum()
-                rows = torch.where(is_filled, dispatched.rows.square(), 0)
-                return dispatcher.combine(rows, dispatched, torch.ones(len(x), 1))
+                return dispatcher.combine(filled(dispatched).square(), dispatched, torch.ones(len(x), 1))
 
             inputs = [torch.arange(1.0, 1 + n)[:, None].requires_grad_() for n in (2, 3)]
             first, second = (checkpoint(routed, x, use_reentrant=False) for x in inputs)
@@ -292,13 +270,17 @@ class TestMixtureOfExperts(GlooTest):
         self.assertEqual(sum(counts()), 0)
 
     def check_folding(self, what: str, meshes: Meshes, method: str = "all_to_all", **options: Any) -> None:
-        """One model, because new communicators take longer than training: all-ones gradients, then steps beside one
-        process with a mean over ranks and with a sum over all tokens of ranks that have unequal numbers of them."""
+        """One model, because new communicators take longer than training: all-ones gradients, then steps."""
         reference = make_block(**options)
         model = shard(copy.deepcopy(reference), meshes, method)
         self.check_all_ones(what, model)
         for module in (reference, model):
             init(module)
+        self.check_steps(what, reference, model, meshes)
+
+    def check_steps(self, what: str, reference: nn.Module, model: Any, meshes: Meshes) -> None:
+        """Beside one process, with a mean over ranks and with a sum over all tokens of ranks that have unequal numbers
+        of them."""
         for is_mean in (True, False):
             model.set_gradient_divide_factor(meshes.num_streams if is_mean else 1)
             missing = 0 if is_mean else 1
@@ -403,6 +385,7 @@ class Meshes(NamedTuple):
     num_streams: int
     ep: DeviceMesh | None = None
     tp: DeviceMesh | None = None
+    cut: Any = None  # ``shard_placement_fn`` of the experts
 
 
 @functools.cache
@@ -424,7 +407,7 @@ def shard(model: Block, meshes: Meshes, method: str = "all_to_all") -> Any:
         experts.dispatcher = OWN[method](meshes.ep)
     else:
         parallelize_experts(experts, meshes.ep, meshes.tp, method=method)
-    gtp_shard(experts, meshes.experts, schedule=ALL)
+    gtp_shard(experts, meshes.experts, schedule=ALL, shard_placement_fn=meshes.cut)
     experts.set_gradient_divide_factor(meshes.num_streams)
     return gtp_shard(model, meshes.dense, schedule=ALL)
 
@@ -432,14 +415,3 @@ def shard(model: Block, meshes: Meshes, method: str = "all_to_all") -> Any:
 def cut(layer: GroupedLinear, mesh: DeviceMesh, dim: int) -> GroupedLinear:
     layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(dim)]))
     return layer
-
-
-def route(rank: int, routing: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts and weights of a rank's tokens."""
-    generator = torch.Generator().manual_seed(rank)
-    if routing == "one_expert":  # of the last rank: all others get nothing
-        return torch.full((TOKENS, 1), EXPERTS - 1), torch.rand(TOKENS, 1, generator=generator)
-    return (
-        torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOP_K] for _ in range(TOKENS)]),
-        torch.rand(TOKENS, TOP_K, generator=generator),
-    )

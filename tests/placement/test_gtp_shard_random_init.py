@@ -67,13 +67,8 @@ class TestRandomInit(GlooTest):
         assert_same_params(model, reference, rtol=0, atol=0)
 
     def test_reset_parameters(self) -> None:
-        self._check(reset)
-
-    def test_reset_parameters_dim_1(self) -> None:
-        self._check(reset, GTPShard(1))
-
-    def test_reset_parameters_in_blocks(self) -> None:
-        self._check(reset, GTPShard(0, block_size=4))
+        for placement in (None, GTPShard(1), GTPShard(0, block_size=4)):
+            self._check(reset, placement)
 
     def test_init_functions(self) -> None:
         self._check(init_functions)

@@ -1,7 +1,8 @@
 """``MeshRNG`` without communication: what each rank of a fake process group draws, and what its states restore."""
 
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
-from itertools import product
+from itertools import combinations, product
 from typing import Any
 from unittest import mock
 
@@ -19,6 +20,12 @@ from dtensor_gtp._torch_compat import region_states
 from dtensor_gtp.random import DATA_AXES, DENSE_AXES, EXPERT_AXES
 
 
+@pytest.fixture
+def mesh() -> Iterator[WeightMesh]:
+    with fake_world(4):
+        yield init_weight_mesh("cpu", gtp=2, tp=2)
+
+
 def draw() -> float:
     return torch.rand(()).item()
 
@@ -34,47 +41,46 @@ def check_alike(values: list[Any], unlike: tuple[str, ...], view: tuple[str, ...
     shapes = {DENSE_AXES: (2, 2, 1, 2, 2, 2), EXPERT_AXES: (2, 2, 2, 2, 2, 1)}
     places = list(product(*map(range, shapes[view])))
     keys = [tuple(c for axis, c in zip(view, place, strict=True) if axis in ("pp", *unlike)) for place in places]
-    for (a, key_a), (b, key_b) in product(zip(values, keys, strict=True), repeat=2):
+    for (a, key_a), (b, key_b) in combinations(zip(values, keys, strict=True), 2):
         assert (a == b) == (key_a == key_b), f"{a} at {key_a}, {b} at {key_b}"
 
 
-def test_stock_code_draws_unlike_along_data_axes_only() -> None:
-    check_alike(on_each_rank(NUM_RANKS, lambda mesh: draw(), **SIZES), DATA_AXES)
-    dropped = on_each_rank(NUM_RANKS, lambda mesh: F.dropout(torch.ones(64), 0.5).tolist(), **SIZES)
-    check_alike(dropped, DATA_AXES)
-
-
-@pytest.mark.parametrize(
-    ("region", "unlike", "view"),
-    [
-        (("params",), (), DENSE_AXES),
-        (("pp",), (), DENSE_AXES),
-        (("sequence_parallel",), DENSE_AXES, DENSE_AXES),
-        (("gtp",), ("gtp",), DENSE_AXES),
-        (("tp", "gtp"), ("gtp", "tp"), DENSE_AXES),
-        (("replicate", "cp"), ("replicate", "cp"), DENSE_AXES),
-        (DATA_AXES, DATA_AXES, DENSE_AXES),
-        (("ep", "expert_gtp"), ("ep", "expert_gtp"), EXPERT_AXES),
-        (("expert_dp",), ("expert_dp",), EXPERT_AXES),
-        (EXPERT_AXES, EXPERT_AXES, EXPERT_AXES),
-    ],
+REGIONS: tuple[tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (  # axes, unlike along, view
+    (("params",), (), DENSE_AXES),
+    (("pp",), (), DENSE_AXES),
+    (("sequence_parallel",), DENSE_AXES, DENSE_AXES),
+    (("gtp",), ("gtp",), DENSE_AXES),
+    (("tp", "gtp"), ("gtp", "tp"), DENSE_AXES),
+    (("replicate", "cp"), ("replicate", "cp"), DENSE_AXES),
+    (DATA_AXES, DATA_AXES, DENSE_AXES),
+    (("ep", "expert_gtp"), ("ep", "expert_gtp"), EXPERT_AXES),
+    (("expert_dp",), ("expert_dp",), EXPERT_AXES),
+    (EXPERT_AXES, EXPERT_AXES, EXPERT_AXES),
 )
-def test_regions_draw_unlike_along_their_axes_only(
-    region: tuple[str, ...], unlike: tuple[str, ...], view: tuple[str, ...]
-) -> None:
-    def draws(mesh: WeightMesh) -> tuple[float, float, float]:
-        draw()
-        with mesh.fork_rng(*region):
-            first = draw()
-        with mesh.fork_rng(*region):
-            second = draw()
-        assert first != second
-        return first, second, draw()
 
-    values = on_each_rank(NUM_RANKS, draws, **SIZES)
-    for index in (0, 1):
-        check_alike([value[index] for value in values], unlike, view)
-    check_alike([value[2] for value in values], DATA_AXES)
+
+def test_what_ranks_draw_is_unlike_along_the_axes_of_a_region_only() -> None:
+    """Stock code draws unlike along data axes, also between and after regions."""
+
+    def draws(mesh: WeightMesh) -> list[list[Any]]:
+        outside = [draw()]
+        regions = []
+        for region, _, _ in REGIONS:
+            with mesh.fork_rng(*region):
+                first = draw()
+            with mesh.fork_rng(*region):
+                second = draw()
+            assert first != second
+            outside.append(draw())
+            regions.append((first, second))
+        return [[*outside, F.dropout(torch.ones(64), 0.5).tolist()], *regions]
+
+    of_outside, *of_regions = zip(*on_each_rank(NUM_RANKS, draws, **SIZES), strict=True)
+    for values in zip(*of_outside, strict=True):
+        check_alike(list(values), DATA_AXES)
+    for (_, unlike, view), of_region in zip(REGIONS, of_regions, strict=True):
+        for values in zip(*of_region, strict=True):
+            check_alike(list(values), unlike, view)
 
 
 def test_regions_leave_the_stream_outside_alone() -> None:
@@ -131,14 +137,10 @@ def draw_and_fail() -> None:
     raise ZeroDivisionError
 
 
-def test_unknown_regions() -> None:
-    with fake_world(4):
-        mesh = init_weight_mesh("cpu", gtp=4)
-        for axes in ((), ("gpt",), ("gtp", "ep"), ("params", "gtp")):
-            with pytest.raises(
-                ValueError, match=r"fork_rng expects axes of one view, .* or one of \('params', 'sequence"
-            ):
-                mesh.fork_rng(*axes).__enter__()
+def test_unknown_regions(mesh: WeightMesh) -> None:
+    for axes in ((), ("gpt",), ("gtp", "ep"), ("params", "gtp")):
+        with pytest.raises(ValueError, match=r"fork_rng expects axes of one view, .* or one of \('params', 'sequence"):
+            mesh.fork_rng(*axes).__enter__()
 
 
 # --- activation checkpointing -----------------------------------------------------------------------------------------
@@ -161,24 +163,23 @@ class Dropping(nn.Module):
         return x.sin()
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("axes", [("sequence_parallel",), DATA_AXES])
-def test_recomputation_draws_the_same_numbers(use_reentrant: bool, axes: tuple[str, ...]) -> None:
-    with fake_world(4):
-        mesh = init_weight_mesh("cpu", gtp=2, tp=2)
-        layers = [Dropping(mesh, *axes) for _ in range(2)]
-        x = torch.rand(64, requires_grad=True)
-        y = x
-        for layer in layers:
-            y = checkpoint(layer, y, use_reentrant=use_reentrant)
-        torch.rand(7)
-        state = torch.get_rng_state()
-        y.sum().backward()
-        for layer in layers:
-            assert len(layer.masks) == 2
-            assert torch.equal(layer.masks[0], layer.masks[1])
-        assert not torch.equal(layers[0].masks[0], layers[1].masks[0])
-        assert torch.equal(torch.get_rng_state(), state)
+@pytest.mark.parametrize(
+    ("use_reentrant", "axes"), [(False, ("sequence_parallel",)), (True, ("sequence_parallel",)), (False, DATA_AXES)]
+)
+def test_recomputation_draws_the_same_numbers(use_reentrant: bool, axes: tuple[str, ...], mesh: WeightMesh) -> None:
+    layers = [Dropping(mesh, *axes) for _ in range(2)]
+    x = torch.rand(64, requires_grad=True)
+    y = x
+    for layer in layers:
+        y = checkpoint(layer, y, use_reentrant=use_reentrant)
+    torch.rand(7)
+    state = torch.get_rng_state()
+    y.sum().backward()
+    for layer in layers:
+        assert len(layer.masks) == 2
+        assert torch.equal(layer.masks[0], layer.masks[1])
+    assert not torch.equal(layers[0].masks[0], layers[1].masks[0])
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("kept", ["sin", "cos"])
@@ -208,16 +209,15 @@ def test_selective_recomputation_draws_the_same_numbers(kept: str) -> None:
         assert any(seen)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("axes", ["tp", "params"])
-def test_regions_that_would_draw_anew_are_refused_in_recomputation(use_reentrant: bool, axes: str) -> None:
-    with fake_world(4):
-        mesh = init_weight_mesh("cpu", gtp=2, tp=2)
-        y = checkpoint(Dropping(mesh, axes), torch.rand(64, requires_grad=True), use_reentrant=use_reentrant)
-        with pytest.raises(
-            RuntimeError, match=r"a function that activation checkpointing recomputes, .* but got .*Draw bef"
-        ):
-            y.sum().backward()
+@pytest.mark.parametrize(("use_reentrant", "axes"), [(False, "tp"), (True, "params")])
+def test_regions_that_would_draw_anew_are_refused_in_recomputation(
+    use_reentrant: bool, axes: str, mesh: WeightMesh
+) -> None:
+    y = checkpoint(Dropping(mesh, axes), torch.rand(64, requires_grad=True), use_reentrant=use_reentrant)
+    with pytest.raises(
+        RuntimeError, match=r"a function that activation checkpointing recomputes, .* but got .*Draw bef"
+    ):
+        y.sum().backward()
 
 
 class Rounding(torch.autograd.Function):
@@ -234,13 +234,11 @@ class Rounding(torch.autograd.Function):
             return grad + torch.rand_like(grad), None
 
 
-def test_a_backward_may_draw() -> None:
-    with fake_world(4):
-        mesh = init_weight_mesh("cpu", gtp=4)
-        x = torch.zeros(3, requires_grad=True)
-        Rounding.apply(x, mesh).sum().backward()
-        assert x.grad is not None
-        assert ((x.grad > 1) & (x.grad < 2)).all()
+def test_a_backward_may_draw(mesh: WeightMesh) -> None:
+    x = torch.zeros(3, requires_grad=True)
+    Rounding.apply(x, mesh).sum().backward()
+    assert x.grad is not None
+    assert ((x.grad > 1) & (x.grad < 2)).all()
 
 
 # --- states -----------------------------------------------------------------------------------------------------------
@@ -304,27 +302,22 @@ def test_states_of_another_place_or_mesh_are_refused() -> None:
         mesh.rng.load_state_dict(states[1])
 
 
-def test_states_inside_a_region_are_refused() -> None:
-    with fake_world(4):
-        mesh = init_weight_mesh("cpu", gtp=4)
-        states = mesh.rng.state_dict()
-        with mesh.fork_rng("params"):
-            with pytest.raises(RuntimeError, match=r"MeshRNG.state_dict was called inside fork_rng"):
-                mesh.rng.state_dict()
-            with pytest.raises(RuntimeError, match=r"MeshRNG.load_state_dict was called inside fork_rng"):
-                mesh.rng.load_state_dict(states)
-            with pytest.raises(RuntimeError, match=r"MeshRNG.manual_seed was called inside fork_rng"):
-                mesh.rng.manual_seed(1)
+def test_states_inside_a_region_are_refused(mesh: WeightMesh) -> None:
+    states = mesh.rng.state_dict()
+    with mesh.fork_rng("params"):
+        for name, arguments in (("state_dict", ()), ("load_state_dict", (states,)), ("manual_seed", (1,))):
+            with pytest.raises(RuntimeError, match=f"MeshRNG.{name} was called inside fork_rng"):
+                getattr(mesh.rng, name)(*arguments)
 
 
+@pytest.mark.usefixtures("mesh")
 def test_seeding_again_starts_all_streams_anew() -> None:
-    with fake_world(4):
-        mesh = init_weight_mesh("cpu", gtp=4, seed=3)
-        first = [use_all(mesh) for _ in range(2)]
-        mesh.rng.manual_seed(3)
-        assert [use_all(mesh) for _ in range(2)] == first
-        mesh.rng.manual_seed(4)
-        assert [use_all(mesh) for _ in range(2)] != first
+    mesh = init_weight_mesh("cpu", gtp=4, seed=3)
+    first = [use_all(mesh) for _ in range(2)]
+    mesh.rng.manual_seed(3)
+    assert [use_all(mesh) for _ in range(2)] == first
+    mesh.rng.manual_seed(4)
+    assert [use_all(mesh) for _ in range(2)] != first
 
 
 # --- a device ---------------------------------------------------------------------------------------------------------
@@ -372,6 +365,9 @@ def test_regions_hold_for_the_device_too(device: torch.Generator, monkeypatch: p
             rng = rng_on_device(monkeypatch)
             outside = draw_both()
             states = rng.state_dict()
+            ((of_place,),) = [list(places.values()) for places in states.values()]
+            assert sorted(of_place) == ["common", "cpu", "cuda"]
+            assert torch.equal(of_place["cuda"], device.get_state())
             with rng.fork("tp"):
                 inside = draw_both()
             again = draw_both()
@@ -383,24 +379,6 @@ def test_regions_hold_for_the_device_too(device: torch.Generator, monkeypatch: p
             assert draw_both() == again
     assert drawn[0][0] == drawn[1][0] != drawn[2][0] == drawn[3][0]
     assert drawn[0][1] == drawn[2][1] != drawn[1][1] == drawn[3][1]
-
-
-def test_states_name_the_device(device: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    with fake_world(4, rank=1):
-        rng = rng_on_device(monkeypatch)
-        ((states,),) = [list(places.values()) for places in rng.state_dict().values()]
-        assert sorted(states) == ["common", "cpu", "cuda"]
-        assert torch.equal(states["cuda"], device.get_state())
-
-
-def test_regions_are_refused_in_a_capture(device: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    with fake_world(4):
-        rng = rng_on_device(monkeypatch)
-        monkeypatch.setattr("dtensor_gtp._torch_compat.is_stream_capturing", lambda: True)
-        states = rng.state_dict()
-        with pytest.raises(RuntimeError, match="fork_rng cannot be entered while a CUDA graph is captured"):
-            rng.fork("sequence_parallel").__enter__()
-        assert torch.equal(torch.get_rng_state(), next(iter(next(iter(states.values())).values()))["cpu"])
 
 
 class Device:
@@ -471,30 +449,26 @@ def test_the_tracker_of_dtensor_is_made_with_the_streams(
 # --- compilation ------------------------------------------------------------------------------------------------------
 
 
-def test_compiled_code_breaks_at_a_region_and_draws_the_same() -> None:
-    with fake_world(4):
-        mesh = init_weight_mesh("cpu", gtp=2, tp=2)
+def test_compiled_code_breaks_at_a_region_and_draws_the_same(mesh: WeightMesh) -> None:
 
-        def dropped(x: torch.Tensor) -> torch.Tensor:
-            with mesh.fork_rng("sequence_parallel"):
-                x = F.dropout(x.sin(), 0.5)
-            return F.dropout(x.cos(), 0.5)
+    def dropped(x: torch.Tensor) -> torch.Tensor:
+        with mesh.fork_rng("sequence_parallel"):
+            x = F.dropout(x.sin(), 0.5)
+        return F.dropout(x.cos(), 0.5)
 
-        expected = dropped(torch.ones(64)), dropped(torch.ones(64))
-        mesh.rng.manual_seed(0)
-        compiled = torch.compile(dropped, backend="eager")
-        assert torch.equal(compiled(torch.ones(64)), expected[0])
-        assert torch.equal(compiled(torch.ones(64)), expected[1])
+    expected = dropped(torch.ones(64)), dropped(torch.ones(64))
+    mesh.rng.manual_seed(0)
+    compiled = torch.compile(dropped, backend="eager")
+    assert torch.equal(compiled(torch.ones(64)), expected[0])
+    assert torch.equal(compiled(torch.ones(64)), expected[1])
 
 
-def test_a_region_is_refused_in_a_whole_graph() -> None:
-    with fake_world(4):
-        mesh = init_weight_mesh("cpu", gtp=2, tp=2)
+def test_a_region_is_refused_in_a_whole_graph(mesh: WeightMesh) -> None:
 
-        @torch.compile(backend="eager", fullgraph=True)
-        def dropped(x: torch.Tensor) -> torch.Tensor:
-            with mesh.fork_rng("sequence_parallel"):
-                return F.dropout(x, 0.5)
+    @torch.compile(backend="eager", fullgraph=True)
+    def dropped(x: torch.Tensor) -> torch.Tensor:
+        with mesh.fork_rng("sequence_parallel"):
+            return F.dropout(x, 0.5)
 
-        with pytest.raises(RuntimeError, match="fork_rng reads a random number on the host"):
-            dropped(torch.ones(64))
+    with pytest.raises(RuntimeError, match="fork_rng reads a random number on the host"):
+        dropped(torch.ones(64))

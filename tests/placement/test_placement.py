@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -47,152 +48,82 @@ def test_chunks_are_whole_blocks_in_order(num_chunks: int, block_size: int) -> N
         assert cut[0] == (chunk_rows(num_rows, num_chunks, block_size), 0)
 
 
-@pytest.mark.parametrize("num_chunks", [1, 2, 3, 4, 7, 8])
+@pytest.mark.parametrize("num_chunks", [1, 3, 8])
 def test_block_size_one_cuts_as_torch_does(num_chunks: int) -> None:
     for num_rows in range(60):
         for index, (size, offset) in enumerate(chunks(num_rows, num_chunks)):
             assert (size, offset) == Shard.local_shard_size_and_offset(num_rows, num_chunks, index)
 
 
-def test_chunk_rows_of_nothing_is_zero() -> None:
-    assert chunk_rows(0, 4) == 0
-    assert chunk_rows(0, 4, 32) == 0
-    assert chunks(0, 2, 32) == [(0, 0), (0, 0)]
-
-
 def local_parts(shape: tuple[int, ...], mesh_shape: tuple[int, ...], *placements: Placement) -> str:
-    """Rows that each rank of a mesh holds in each dim, as DTensor and DCP compute them."""
-    lines = []
+    """What each rank of a mesh holds in each dim, as DTensor and DCP compute it."""
+    ranks = []
     for rank in range(torch.Size(mesh_shape).numel()):
         coordinate = [int(c) for c in torch.unravel_index(torch.tensor(rank), mesh_shape)]
         sizes, offsets = _compute_local_shape_and_global_offset(shape, mesh_shape, coordinate, placements)
         parts = [f"{o}:{o + s}" if s else "-" for s, o in zip(sizes, offsets, strict=True)]
-        lines.append(f"{tuple(coordinate)}  {'  '.join(parts)}")
-    return "\n".join(lines)
+        ranks.append(",".join(parts))
+    return " | ".join(ranks)
 
 
 class TestLayouts(TestCase):
-    def test_uneven_rows(self) -> None:
+    def test_uneven_rows_and_fewer_blocks_than_ranks(self) -> None:
+        cuts = [
+            ((10, 3), 0, 1),
+            ((10, 3), 0, 2),
+            ((10, 3), 0, 8),
+            ((40,), 0, 32),
+            ((3,), 0, 32),
+            ((128, 2), 0, 16),
+            ((2, 10, 3), 1, 4),
+        ]
+        shown = [
+            f"{shape} b={block_size}: {local_parts(shape, (4,), GTPShard(dim, block_size=block_size))}"
+            for shape, dim, block_size in cuts
+        ]
         self.assertExpectedInline(
-            local_parts((10, 3), (4,), GTPShard(0)),
+            "\n".join(shown),
             """\
-(0,)  0:3  0:3
-(1,)  3:6  0:3
-(2,)  6:9  0:3
-(3,)  9:10  0:3""",
-        )
-        self.assertExpectedInline(
-            local_parts((10, 3), (4,), GTPShard(0, block_size=2)),
-            """\
-(0,)  0:4  0:3
-(1,)  4:8  0:3
-(2,)  8:10  0:3
-(3,)  -  0:3""",
-        )
-        self.assertExpectedInline(
-            local_parts((10, 3), (4,), GTPShard(0, block_size=8)),
-            """\
-(0,)  0:8  0:3
-(1,)  8:10  0:3
-(2,)  -  0:3
-(3,)  -  0:3""",
-        )
-
-    def test_fewer_blocks_than_ranks(self) -> None:
-        self.assertExpectedInline(
-            local_parts((40,), (4,), GTPShard(0, block_size=32)),
-            """\
-(0,)  0:32
-(1,)  32:40
-(2,)  -
-(3,)  -""",
-        )
-        self.assertExpectedInline(
-            local_parts((3,), (4,), GTPShard(0, block_size=32)),
-            """\
-(0,)  0:3
-(1,)  -
-(2,)  -
-(3,)  -""",
+(10, 3) b=1: 0:3,0:3 | 3:6,0:3 | 6:9,0:3 | 9:10,0:3
+(10, 3) b=2: 0:4,0:3 | 4:8,0:3 | 8:10,0:3 | -,0:3
+(10, 3) b=8: 0:8,0:3 | 8:10,0:3 | -,0:3 | -,0:3
+(40,) b=32: 0:32 | 32:40 | - | -
+(3,) b=32: 0:3 | - | - | -
+(128, 2) b=16: 0:32,0:2 | 32:64,0:2 | 64:96,0:2 | 96:128,0:2
+(2, 10, 3) b=4: 0:2,0:4,0:3 | 0:2,4:8,0:3 | 0:2,8:10,0:3 | 0:2,-,0:3""",
         )
 
-    def test_block_aligned_rows_are_cut_as_torch_does(self) -> None:
+    def test_two_axes(self) -> None:
+        """tp cuts the same dim first, another dim, or, where the placement says so, after gtp."""
+        cuts = [
+            ((25, 2), (2, 3), Shard(0), GTPShard(0)),
+            ((25, 2), (2, 3), Shard(0), GTPShard(0, block_size=4)),
+            ((10, 3), (2, 2), Shard(1), GTPShard(0, block_size=4)),
+            ((16,), (2, 2), GTPShard(0, split_factor=2), Shard(0)),
+        ]
+        shown = [
+            f"{shape} {left} {right}: {local_parts(shape, mesh, left, right)}" for shape, mesh, left, right in cuts
+        ]
         self.assertExpectedInline(
-            local_parts((128, 2), (4,), GTPShard(0, block_size=16)),
+            "\n".join(shown),
             """\
-(0,)  0:32  0:2
-(1,)  32:64  0:2
-(2,)  64:96  0:2
-(3,)  96:128  0:2""",
-        )
-
-    def test_later_dims(self) -> None:
-        self.assertExpectedInline(
-            local_parts((2, 10, 3), (4,), GTPShard(1, block_size=4)),
-            """\
-(0,)  0:2  0:4  0:3
-(1,)  0:2  4:8  0:3
-(2,)  0:2  8:10  0:3
-(3,)  0:2  -  0:3""",
-        )
-
-    def test_tp_cuts_the_same_dim_first(self) -> None:
-        self.assertExpectedInline(
-            local_parts((25, 2), (2, 3), Shard(0), GTPShard(0)),
-            """\
-(0, 0)  0:5  0:2
-(0, 1)  5:10  0:2
-(0, 2)  10:13  0:2
-(1, 0)  13:17  0:2
-(1, 1)  17:21  0:2
-(1, 2)  21:25  0:2""",
-        )
-        self.assertExpectedInline(
-            local_parts((25, 2), (2, 3), Shard(0), GTPShard(0, block_size=4)),
-            """\
-(0, 0)  0:8  0:2
-(0, 1)  8:13  0:2
-(0, 2)  -  0:2
-(1, 0)  13:17  0:2
-(1, 1)  17:21  0:2
-(1, 2)  21:25  0:2""",
-        )
-
-    def test_tp_cuts_another_dim(self) -> None:
-        self.assertExpectedInline(
-            local_parts((10, 3), (2, 2), Shard(1), GTPShard(0, block_size=4)),
-            """\
-(0, 0)  0:8  0:2
-(0, 1)  8:10  0:2
-(1, 0)  0:8  2:3
-(1, 1)  8:10  2:3""",
-        )
-
-    def test_split_factor_lets_a_later_axis_cut_first(self) -> None:
-        # the same rows as (Shard(0), GTPShard(0)) over a mesh with the axes swapped
-        self.assertExpectedInline(
-            local_parts((16,), (2, 2), GTPShard(0, split_factor=2), Shard(0)),
-            """\
-(0, 0)  0:4
-(0, 1)  8:12
-(1, 0)  4:8
-(1, 1)  12:16""",
+(25, 2) S(0) G(0): 0:5,0:2 | 5:10,0:2 | 10:13,0:2 | 13:17,0:2 | 17:21,0:2 | 21:25,0:2
+(25, 2) S(0) G(0, b=4): 0:8,0:2 | 8:13,0:2 | -,0:2 | 13:17,0:2 | 17:21,0:2 | 21:25,0:2
+(10, 3) S(1) G(0, b=4): 0:8,0:2 | 8:10,0:2 | 0:8,2:3 | 8:10,2:3
+(16,) G(0, sf=2) S(0): 0:4 | 8:12 | 4:8 | 12:16""",
         )
 
 
 # --- identity ---------------------------------------------------------------------------------------------------------
 
 
-def test_one_class_for_users() -> None:
+def test_attributes() -> None:
     for placement in ALL_KINDS:
         assert isinstance(placement, GTPShard)
         assert isinstance(placement, Placement)
     assert isinstance(GTPShard(0), Shard)
     assert isinstance(GTPShard(0, block_size=2), Shard)
     assert isinstance(GTPShard(0, split_factor=2), _StridedShard)
-
-
-def test_attributes() -> None:
     assert [(p.dim, p.split_factor, p.block_size) for p in ALL_KINDS] == [(0, 1, 1), (1, 1, 32), (0, 2, 1), (2, 4, 8)]
     assert GTPShard(-1, block_size=2).dim == -1
     assert GTPShard(1).is_shard()
@@ -309,29 +240,19 @@ def test_float8_shards_can_be_padded() -> None:
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dim", ["0", None, 1.0, True, Shard(0)], ids=repr)
-def test_dim_must_be_an_int(dim: object) -> None:
-    with pytest.raises(TypeError, match=rf"GTPShard expects an int as dim, but got .* of type {type(dim).__name__}"):
-        GTPShard(dim)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("value", [0, -1, -32])
-def test_factors_must_be_positive(value: int) -> None:
-    with pytest.raises(ValueError, match=f"GTPShard expects block_size >= 1, but got {value}"):
-        GTPShard(0, block_size=value)
-    with pytest.raises(ValueError, match=f"GTPShard expects split_factor >= 1, but got {value}"):
-        GTPShard(0, split_factor=value)
-
-
-@pytest.mark.parametrize("value", ["32", 2.0, None, True], ids=repr)
-def test_factors_must_be_ints(value: object) -> None:
-    with pytest.raises(TypeError, match="GTPShard expects an int as block_size, but got"):
-        GTPShard(0, block_size=value)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="GTPShard expects an int as split_factor, but got"):
-        GTPShard(0, split_factor=value)  # type: ignore[arg-type]
-
-
-def test_factors_are_named() -> None:
+@pytest.mark.parametrize(
+    ("error", "message", "arguments"),
+    [
+        *((TypeError, r"expects an int as dim, but got .* of type ", {"dim": dim}) for dim in ("0", None, 1.0, True)),
+        *((ValueError, f"expects block_size >= 1, but got {value}", {"block_size": value}) for value in (0, -32)),
+        *((ValueError, f"expects split_factor >= 1, but got {value}", {"split_factor": value}) for value in (0, -1)),
+        *((TypeError, "expects an int as block_size, but got", {"block_size": value}) for value in ("32", 2.0, True)),
+        *((TypeError, "expects an int as split_factor, but got", {"split_factor": value}) for value in (None, True)),
+    ],
+)
+def test_bad_arguments(error: type[Exception], message: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(error, match=f"GTPShard {message}"):
+        GTPShard(**({"dim": 0} | arguments))
     with pytest.raises(TypeError, match="positional argument"):
         GTPShard(0, 32)  # type: ignore[misc]
 

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import unittest
-from collections.abc import Callable
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, GlooTest, assert_same_params, check_training, environment, full, shared_directory
 from cuda_common import NUM_RANKS, RANKS_PER_GPU, CudaTest
+from script_jobs import run_forked
 from timing import HANG_S
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import fully_shard
@@ -64,29 +65,27 @@ def tensor_parallel(model: nn.Module, mesh: WeightMesh) -> nn.Module:
 
 
 class TestModels(GlooTest):
-    def check(self, mesh: WeightMesh, shard: Callable[[nn.Module], nn.Module]) -> nn.Module:
-        torch.manual_seed(0)
-        return check_training(Net(), shard, mesh.data, make_tokens, loss_fn, num_microbatches=2)
-
-    def test_copies(self) -> None:
-        for sizes in ({"gtp": 4}, {"replicate": 2, "gtp": 2}, {"dp": 2, "cp": 2}, {"replicate": 2, "cp": 2}):
-            mesh = init_weight_mesh("cpu", **sizes)
-            self.check(mesh, lambda model, m=mesh.weights: gtp_shard(model, m, schedule=ALL))
-
-    def test_tp(self) -> None:
-        for sizes in ({"gtp": 2, "tp": 2}, {"gtp": 1, "tp": 4}, {"dp": 2, "tp": 2}):
-            mesh = init_weight_mesh("cpu", **sizes)
-            self.check(mesh, lambda model, m=mesh: gtp_shard(tensor_parallel(model, m), m.weights, schedule=ALL))
-
-    def test_fsdp_outside(self) -> None:
-        for sizes in ({"dp": 2, "gtp": 2}, {"dp": 4}, {"dp": 2, "tp": 2}):
+    def test_like_one_process(self) -> None:
+        """Copies of weights along several axes, tensor parallelism, and ``fully_shard`` outside, over dp."""
+        for is_fsdp_outside, sizes in (
+            (False, {"gtp": 4}),
+            (False, {"replicate": 2, "cp": 2}),
+            (False, {"gtp": 2, "tp": 2}),
+            (False, {"dp": 2, "tp": 2}),
+            (True, {"dp": 2, "gtp": 2}),
+            (True, {"dp": 2, "tp": 2}),
+        ):
             mesh = init_weight_mesh("cpu", **sizes)
 
-            def shard(model: nn.Module, mesh: WeightMesh = mesh) -> nn.Module:
-                gtp_shard(tensor_parallel(model, mesh) if mesh["tp"].size() > 1 else model, mesh["gtp"], schedule=ALL)
-                return fully_shard(model, mesh=mesh["dp"])
+            def shard(model: nn.Module, mesh: WeightMesh = mesh, is_fsdp_outside: bool = is_fsdp_outside) -> nn.Module:
+                if mesh["tp"].size() > 1:
+                    tensor_parallel(model, mesh)
+                if is_fsdp_outside:
+                    return fully_shard(gtp_shard(model, mesh["gtp"], schedule=ALL), mesh=mesh["dp"])
+                return gtp_shard(model, mesh.weights, schedule=ALL)
 
-            self.check(mesh, shard)
+            torch.manual_seed(0)
+            check_training(Net(), shard, mesh.data, make_tokens, loss_fn, num_microbatches=2, steps=2)
 
     def test_every_view_gathers_in_order(self) -> None:
         mesh = init_weight_mesh("cpu", replicate=2, tp=2, ep=2)
@@ -97,7 +96,7 @@ class TestModels(GlooTest):
 
     def test_shards_of_a_meta_model_are_those_of_the_whole_model(self) -> None:
         """Parameters that are drawn after sharding: alike along copies, unlike along shards, parts of one whole."""
-        for sizes in ({"gtp": 4}, {"gtp": 2, "tp": 2}, {"replicate": 2, "gtp": 2}, {"dp": 2, "tp": 2}):
+        for sizes in ({"gtp": 2, "tp": 2}, {"replicate": 2, "gtp": 2}):
             mesh = init_weight_mesh("cpu", **sizes)
             with mesh.fork_rng("params"):
                 reference = Net()
@@ -115,21 +114,6 @@ class TestModels(GlooTest):
                 for value in values:
                     self.assertEqual(value, values[0], rtol=0, atol=0)
 
-    def test_permuted_ranks_give_the_same_bits(self) -> None:
-        """In a job of its own, started by torchrun: there ``init_weight_mesh`` initializes the process group."""
-        expected = train(init_weight_mesh("cpu", gtp=2, tp=2))
-        with shared_directory() as directory:
-            if self.rank == 0:
-                job = run_job(directory, "cpu", self.world_size)
-            dist.barrier()
-            if self.rank == 0:
-                self.assertEqual(job.returncode, 0, job.stderr)
-            actual = torch.load(directory / f"{self.rank}.pt")
-            dist.barrier()
-        self.assertEqual(actual.keys(), expected.keys())
-        for name, value in expected.items():
-            self.assertEqual(actual[name], value, rtol=0, atol=0, msg=name)
-
     # --- disagreement -------------------------------------------------------------------------------------------------
 
     def test_arguments_that_differ(self) -> None:
@@ -143,38 +127,31 @@ class TestModels(GlooTest):
         init_weight_mesh("cpu", gtp=4)
 
     def test_arguments_wrong_on_one_rank(self) -> None:
-        sizes = {"gtp": 4} if self.rank != 2 else {"gtp": 3}
-        exception, message = (
-            (ValueError, "gtp=3 does not divide 4")
-            if self.rank == 2
-            else (
-                RuntimeError,
-                "init_weight_mesh failed on another rank of the mesh, .* rank 2: ValueError: .*gtp=3 does not",
-            )
-        )
-        with self.assertRaisesRegex(exception, message):
-            init_weight_mesh("cpu", **sizes)
+        error, message = RuntimeError, "init_weight_mesh failed on another rank .* rank 2: ValueError: .*gtp=3 does not"
+        if self.rank == 2:
+            error, message = ValueError, "gtp=3 does not divide 4"
+        with self.assertRaisesRegex(error, message):
+            init_weight_mesh("cpu", gtp=3 if self.rank == 2 else 4)
 
     # --- random numbers -----------------------------------------------------------------------------------------------
 
     def test_a_run_goes_on_bit_for_bit_from_a_checkpoint(self) -> None:
         """Model, optimizer and random number streams, with dropout outside, inside a region, and recomputed."""
-        for sizes in ({"gtp": 2, "tp": 2}, {"replicate": 2, "gtp": 2}):
-            with shared_directory() as directory:
-                job = DropoutJob(init_weight_mesh("cpu", **sizes, seed=1))
-                before = [job.step() for _ in range(2)]
-                job.save(directory)
-                expected = [job.step() for _ in range(3)]
-                self.assertEqual(len({*before, *expected}), 5)
-                again = DropoutJob(init_weight_mesh("cpu", **sizes, seed=2))
-                again.step()
-                again.load(directory)
-                self.assertEqual([again.step() for _ in range(3)], expected)
-                for name, param in job.model.named_parameters():
-                    other = again.model.get_parameter(name)
-                    assert isinstance(param, DTensor)
-                    assert isinstance(other, DTensor)
-                    self.assertEqual(other.to_local(), param.to_local(), rtol=0, atol=0)
+        with shared_directory() as directory:
+            job = DropoutJob(init_weight_mesh("cpu", gtp=2, tp=2, seed=1))
+            before = job.step()
+            job.save(directory)
+            expected = [job.step() for _ in range(2)]
+            self.assertEqual(len({before, *expected}), 3)
+            again = DropoutJob(init_weight_mesh("cpu", gtp=2, tp=2, seed=2))
+            again.step()
+            again.load(directory)
+            self.assertEqual([again.step() for _ in range(2)], expected)
+            for name, param in job.model.named_parameters():
+                other = again.model.get_parameter(name)
+                assert isinstance(param, DTensor)
+                assert isinstance(other, DTensor)
+                self.assertEqual(other.to_local(), param.to_local(), rtol=0, atol=0)
 
     def test_states_of_another_mesh_are_missing(self) -> None:
         with shared_directory() as directory:
@@ -256,15 +233,24 @@ def train(mesh: WeightMesh) -> dict[str, torch.Tensor]:
     return params | {f"{name}.grad": full(param.grad) for name, param in model.named_parameters()}
 
 
-# Place 0 is taken by the process with RANK 2, and so on.
-ORDER = (2, 0, 3, 1)
+def test_permuted_ranks_give_the_same_bits(tmp_path: Path) -> None:
+    """In jobs of their own: there ``init_weight_mesh`` initializes the process group."""
+    found = []
+    for order in ("0123", "2031"):  # place 0 is taken by the process with RANK 2, and so on
+        (tmp_path / order).mkdir()
+        result = run_forked([__file__, tmp_path / order, "cpu", order], 4)
+        assert result.status == 0, result.output
+        found += [torch.load(tmp_path / order / f"{rank}.pt") for rank in range(4)]
+    for actual in found[1:]:
+        assert actual.keys() == found[0].keys()
+        for name, value in found[0].items():
+            torch.testing.assert_close(actual[name], value, rtol=0, atol=0, msg=name)
 
 
-def permuted_job(folder: Path, device_type: str) -> None:
-    """One process of a job that torchrun starts: no process group yet, and the places are in another order."""
+def permuted_job(folder: Path, device_type: str, order: Sequence[int]) -> None:
+    """One process of a job: no process group yet, and the places are in another order."""
     torch.set_num_threads(1)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    order = ORDER if device_type == "cpu" else tuple(reversed(range(world_size)))
     sizes = {"gtp": 2, "tp": world_size // 2}
     mesh = init_weight_mesh(device_type, **sizes, rank_order=order, timeout=timedelta(seconds=HANG_S))
     place = order.index(rank)
@@ -280,11 +266,11 @@ def permuted_job(folder: Path, device_type: str) -> None:
     dist.destroy_process_group()
 
 
-def run_job(folder: Path, device_type: str, world_size: int) -> subprocess.CompletedProcess[str]:
+def run_job(folder: Path, world_size: int) -> subprocess.CompletedProcess[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
     variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.run(
-        [*torchrun, __file__, str(folder), device_type],
+        [*torchrun, __file__, str(folder), "cuda", "".join(map(str, reversed(range(world_size))))],
         timeout=HANG_S,
         env=os.environ | variables,
         capture_output=True,
@@ -407,10 +393,10 @@ class TestCuda(CudaTest):
     def test_job_in_another_order(self) -> None:
         with shared_directory() as directory:
             if self.rank == 0:
-                job = run_job(directory, "cuda", self.world_size)
+                job = run_job(directory, self.world_size)
                 self.assertEqual(job.returncode, 0, job.stderr)
                 self.assertEqual(len(list(directory.iterdir())), self.world_size)
 
 
 if __name__ == "__main__":
-    permuted_job(Path(sys.argv[1]), sys.argv[2])
+    permuted_job(Path(sys.argv[1]), sys.argv[2], [int(rank) for rank in sys.argv[3]])

@@ -30,11 +30,10 @@ from dtensor_gtp.planner.costs import Axis
 from dtensor_gtp.planner.evaluate import Problem, evaluate
 from dtensor_gtp.planner.job import Job, Layout
 from dtensor_gtp.planner.machine import Host, Machine, load_machine
-from dtensor_gtp.planner.memory import Stage, predict
+from dtensor_gtp.planner.memory import predict
 from dtensor_gtp.planner.model import PRESETS, ModelConfig
 from dtensor_gtp.planner.program import build_compute
 from dtensor_gtp.planner.setting import Setting, Sharded
-from dtensor_gtp.planner.timing import timeline_of
 from dtensor_gtp.policy import Schedule
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "benchmarks"))
@@ -115,7 +114,7 @@ def predicted_gib(setting: Setting, mode: str, ranks: int) -> float:
     if mode.startswith("fsdp2"):
         matrices = sum(weight.numel for weight in setting.trace.weights)
         return (matrices * 4 / ranks + fully_shard_peak(setting)) / _GIB
-    memory = predict(setting, setting.choice(0)[0], Stage(), 0)
+    memory = predict(setting, setting.choice(0)[0], 0)
     return (memory.total - memory.reserve - memory.symmetric) / _GIB
 
 
@@ -128,9 +127,8 @@ def speed_of(job: dict[str, Any], jobs: list[dict[str, Any]]) -> Speed:
         gpu = used[8192] / predicted_ms(setting_of(machine, config(), 1, "compute", 8192, {}), "compute")
     if 512 in used:
         program = build_compute(setting_of(machine, config(), 1, "compute", 512, {}))
-        timeline = timeline_of(program, machine)
         # Only if the host decides; else this row says nothing of it.
-        host = used[512] / program.host_ms if used[512] > timeline.ms * gpu * 0.95 else like.host
+        host = used[512] / program.host_ms if used[512] > program.ms * gpu * 0.95 else like.host
     return Speed(gpu, host)
 
 
@@ -256,7 +254,7 @@ def groups_of_llama() -> Row:
     factor = plain["host_ms"] / build_compute(setting_of(machine, config, 1, "compute", seq_len, {})).host_ms
     machine = replace(machine, host=Host(**{name: us * factor for name, us in vars(machine.host).items()}))
     setting = replace(setting_of(machine, config, 2, "gtp", seq_len, {}), reduce_nbytes=4)
-    memory = predict(setting, setting.choice(0)[0], Stage(), 8)
+    memory = predict(setting, setting.choice(0)[0], 8)
     gib = (memory.total - memory.reserve - memory.symmetric) / _GIB
     ms = predicted_ms(setting, "gtp", 2)
     return Row("groups", "gtp", seq_len, row["fb_ms"], ms, row["peak_gib"], gib, False, False)

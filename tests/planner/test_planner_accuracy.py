@@ -10,12 +10,11 @@ import planner_accuracy as accuracy
 import pytest
 
 from dtensor_gtp.planner.evaluate import Problem, memory_of
-from dtensor_gtp.planner.fully_shard import build_fully_shard
 from dtensor_gtp.planner.job import Job, Layout
 from dtensor_gtp.planner.machine import GIB, load_machine
 from dtensor_gtp.planner.memory import symmetric_nbytes
 from dtensor_gtp.planner.program import build, build_compute
-from dtensor_gtp.planner.timing import timeline_of
+from dtensor_gtp.planner.timing import build_fully_shard
 from dtensor_gtp.planner.user_model import load_model
 
 # Jobs of which nothing but compute was used to fit a constant: over a wire, and without one.
@@ -83,7 +82,7 @@ def test_a_mixture_of_transformers_as_measured(transformers: Any, tmp_path: Path
     content = json.loads(accuracy.CSV.with_name("2xh200_real_models.json").read_text())
     measured = {row["mode"]: row for row in content["rows"] if row["case"] == "qwen3moe:4096"}
     for mode, program in programs.items():
-        assert timeline_of(program, machine).ms == pytest.approx(measured[mode]["fb_ms"], rel=0.085), mode
+        assert program.ms == pytest.approx(measured[mode]["fb_ms"], rel=0.085), mode
     memory = memory_of(problem, layout)
     held = (memory.total - memory.reserve - memory.symmetric) / GIB
     assert held == pytest.approx(measured["gtp"]["peak_gib"], rel=0.1)

@@ -58,7 +58,7 @@ def test_gains_of_8_bit_with_tp_are_those_of_the_runs() -> None:
 
 def test_there_is_no_range_without_ground() -> None:
     job, layout = Job(8, seq_len=262144), Layout(gtp=8)
-    found = ground_of(job, layout, load_machine("h100"), has_experts=False, filled=0.5)
+    found = ground_of(Problem(job, PRESETS["llama3-8b"], load_machine("h100")), layout, filled=0.5)
     assert isinstance(found, str)
     assert "262144 tokens" in found
     machine = load_machine("rtx-pro-6000")
@@ -67,8 +67,8 @@ def test_there_is_no_range_without_ground() -> None:
 
 
 def test_a_full_gpu_widens_the_range() -> None:
-    machine, job, layout = load_machine("h100"), Job(8), Layout(gtp=8)
-    free, full = (ground_of(job, layout, machine, has_experts=False, filled=filled) for filled in (0.5, 0.95))
+    problem = Problem(Job(8), PRESETS["llama3-8b"], load_machine("h100"))
+    free, full = (ground_of(problem, Layout(gtp=8), filled=filled) for filled in (0.5, 0.95))
     assert not isinstance(free, str)
     assert not isinstance(full, str)
     assert full.most > free.most

@@ -282,11 +282,11 @@ def test_memory_of_microbatches() -> None:
 
 
 def test_memory_of_many_blocks_is_continued_from_a_few() -> None:
-    from dtensor_gtp.planner.memory import Stage, predict
+    from dtensor_gtp.planner.memory import predict
 
     one = problem(LARGE)
     setting = one.setting(Layout(gtp=8), one.parts(Layout(gtp=8))[0])
-    whole = predict(setting, setting.choice(0)[0], Stage(1, 2), 8)
+    whole = predict(setting, setting.choice(0)[0], 8, num=2)
     few = memory_of(one, Layout(gtp=8))
     assert few[:-1] == pytest.approx(whole[:-1], rel=0.001)
 

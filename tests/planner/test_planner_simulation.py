@@ -7,13 +7,12 @@ from dataclasses import replace
 import pytest
 
 from dtensor_gtp.planner.costs import Axis, Costs, Load, Stream, Task, simulate
-from dtensor_gtp.planner.fully_shard import build_fully_shard
 from dtensor_gtp.planner.machine import Contention, load_machine
 from dtensor_gtp.planner.memory import _uses, moments
 from dtensor_gtp.planner.model import ModelConfig
 from dtensor_gtp.planner.program import build, build_compute
 from dtensor_gtp.planner.setting import Setting, plan_step
-from dtensor_gtp.planner.timing import exposed, measure, timeline_of
+from dtensor_gtp.planner.timing import build_fully_shard, measure
 from dtensor_gtp.planner.trace import Part, record_reference, repeated
 from dtensor_gtp.policy import SchedulePolicy, fixed_policy
 
@@ -125,20 +124,20 @@ def test_a_slow_wire_is_exposed_and_named() -> None:
     slow = replace(machine, fast=replace(machine.fast, gb_s=1.0), host=replace(machine.host, op_us=0, use_us=0))
     slow = replace(slow, host=replace(slow.host, collective_us=0))
     setting = replace(setting, costs=replace(setting.costs, machine=slow))
-    timeline = timeline_of(build(setting, setting.choice(0)[0]), slow)
-    parts = exposed(timeline)
-    assert parts["gathers"] + parts["reductions"] > 0.9 * timeline.ms
-    assert sum(parts.values()) < timeline.ms
+    program = build(setting, setting.choice(0)[0])
+    parts = program.exposed()
+    assert parts["gathers"] + parts["reductions"] > 0.9 * program.ms
+    assert sum(parts.values()) < program.ms
 
 
 def test_many_blocks_are_continued_from_a_few() -> None:
     """A step of 16 blocks, simulated whole and by the difference of three."""
     setting = replace(tiny(16), is_captured=True)
     schedule, _ = setting.choice(0)
-    whole = timeline_of(build(setting, schedule), setting.costs.machine)
+    whole = build(setting, schedule)
     few = measure(setting, schedule, is_last=True)
     assert few.ms == pytest.approx(whole.ms, rel=0.01)
-    assert few.received["gtp"] == pytest.approx(build(setting, schedule).received["gtp"])
+    assert few.received["gtp"] == pytest.approx(whole.received["gtp"])
 
 
 @pytest.mark.parametrize("keeps", [False, True])
@@ -210,6 +209,30 @@ def test_a_group_is_gathered_freed_and_reduced_once(checkpoint: str) -> None:
     )
     assert program.host_ms < single.host_ms
     assert program.received["gtp"] <= single.received["gtp"]
+
+
+def test_small_groups_travel_together() -> None:
+    """Two blocks in a launch: with less time of the host, as many bytes, and more memory for gradients."""
+    setting = tiny(policy=SchedulePolicy(embedding="gather"))
+    block = next(unit.gathered for unit in setting.units if unit.is_group)
+    schedules = [
+        replace(setting.choice(0)[0], prefetch_nbytes=1, coalesce_nbytes=limit, coalesce_grad_nbytes=limit)
+        for limit in (0, 2 * block)
+    ]
+    apart, together = (build(setting, schedule) for schedule in schedules)
+    for kind in ("pack", "reduce", "sum"):
+        found = [task.label for task in together.tasks if task.label.startswith(f"{kind} layers")]
+        assert found == [f"{kind} layers.3 + layers.2", f"{kind} layers.1 + layers.0"]
+    assert together.host_ms < apart.host_ms
+    assert together.received["gtp"] == apart.received["gtp"]
+    waiting = [
+        moments(_uses(setting, plan_step(setting, each), each), 0, 1, each.coalesce_grad_nbytes) for each in schedules
+    ]
+    before = [
+        max(moment.wgrad for moment in found if moment.moment == "before backward of layers.2.attention.wq.weight")
+        for found in waiting
+    ]
+    assert before[0] < before[1]  # gradients of the block behind it are not packed yet
 
 
 def test_gradients_of_a_group_wait_for_the_last_one() -> None:

@@ -13,7 +13,7 @@ from test_planner_model import TINY
 
 from dtensor_gtp import plan
 from dtensor_gtp.planner.trace import Part, record_reference, repeated
-from dtensor_gtp.planner.user_model import UserModel, causal_language_model, load_model
+from dtensor_gtp.planner.user_model import UserModel, load_model, step_of
 
 pytestmark = pytest.mark.library
 
@@ -124,7 +124,7 @@ def test_a_class_of_transformers(transformers: Any) -> None:
     def build() -> Any:
         with torch.device("meta"):
             model = transformers.LlamaForCausalLM(config)
-        return causal_language_model(model, 32)
+        return step_of(model, 32)
 
     user = UserModel(build, "llama", "Mend it.")
     for tp in (1, 2):

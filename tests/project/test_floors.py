@@ -9,9 +9,10 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[2] / "dtensor_gtp"
+from sources import PACKAGE, ROOT, nodes, parsed
 
 # The highest first. A floor is a room (a folder) or a few files.
 FLOORS = (
@@ -49,7 +50,7 @@ def _imports(module: str, path: Path, files: dict[str, Path]) -> Iterator[str]:
     """The modules of the package that a file imports, or takes a name of."""
     is_room = path.name == "__init__.py" and module != "__init__"
     room = module.split(".") if is_room else module.split(".")[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(parsed(path)):
         if not isinstance(node, ast.ImportFrom) or not (node.level or (node.module or "").startswith("dtensor_gtp")):
             continue
         inner = (node.module or "").removeprefix("dtensor_gtp").strip(".")
@@ -60,6 +61,7 @@ def _imports(module: str, path: Path, files: dict[str, Path]) -> Iterator[str]:
             yield full if full in files else origin or "__init__"
 
 
+@cache
 def _graph(package: Path) -> dict[str, set[str]]:
     files = _files(package)
     return {module: set(_imports(module, path, files)) - {module} for module, path in files.items()}
@@ -120,7 +122,7 @@ def test_an_import_that_goes_up_is_found_with_both_files(tmp_path: Path) -> None
 
 
 def test_the_design_page_has_the_floors_in_this_order() -> None:
-    page = (PACKAGE.parent / "docs" / "explanation" / "design.md").read_text()
+    page = (ROOT / "docs" / "explanation" / "design.md").read_text()
     words = re.findall(r"\w+", page.partition("```text")[2].partition("```")[0])
     hidden = {"__init__", "_report", "_version", "_progress", "_howto", "_trace", "_safetensors", "_saves"}
     hidden |= {"_load_messages"}

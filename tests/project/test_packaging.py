@@ -1,23 +1,20 @@
 """What is shipped, and the rules of the sources that a reader of a diff would miss."""
 
 import ast
-import functools
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from sources import PACKAGE, ROOT, SOURCES, dotted, nodes, parsed
 
-ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "dtensor_gtp"
-SOURCES = sorted(PACKAGE.rglob("*.py"))
 COMPAT = PACKAGE / "_torch_compat"
 VERSION = re.findall(r'__version__ = "(.+)"', (PACKAGE / "_version.py").read_text())[0]
 DIST_INFO = f"dtensor_gtp-{VERSION}.dist-info"
@@ -30,9 +27,10 @@ def run(*command: str | Path, cwd: Path = ROOT, env: dict[str, str] | None = Non
     return result.stdout
 
 
-@functools.cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def found_by(scan: Callable[[ast.Module], Iterable[str]], paths: Iterable[Path] = SOURCES) -> dict[str, set[str]]:
+    """What a scan finds in files, by their names."""
+    found = {path.relative_to(ROOT).as_posix(): set(scan(parsed(path))) for path in paths}
+    return {name: uses for name, uses in found.items() if uses}
 
 
 def tracked_files() -> list[Path]:
@@ -62,6 +60,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheel_contains_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
+        metadata = Parser().parsestr(archive.read(f"{DIST_INFO}/METADATA").decode())
     shipped = {name for name in names if not name.startswith(f"{DIST_INFO}/")}
     in_checkout = {
         path.relative_to(ROOT).as_posix()
@@ -76,11 +75,6 @@ def test_wheel_contains_the_package_and_nothing_else(wheel: Path) -> None:
     assert shipped == in_checkout | pages
     assert "dtensor_gtp/py.typed" in shipped
     assert f"{DIST_INFO}/licenses/LICENSE" in names
-
-
-def test_wheel_metadata(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        metadata = Parser().parsestr(archive.read(f"{DIST_INFO}/METADATA").decode())
     assert metadata["Name"] == "dtensor-gtp"
     assert metadata["Version"] == VERSION
     assert metadata["Requires-Python"] == ">=3.11"
@@ -96,16 +90,12 @@ def test_the_only_runtime_dependency_is_torch() -> None:
     imported = {
         (path.name, module.partition(".")[0])
         for path in SOURCES
-        for node in ast.walk(parsed(path))
+        for node in nodes(parsed(path))
         for module in imported_modules(node)
     }
-    # Triton comes with torch for GPUs; without it torch's ops run.
+    # Triton comes with torch for GPUs; without it torch's ops run. Each library of an integration has an extra.
     optional = {
-        (name, "triton")
-        for name in ("triton_casts.py", "triton_kernels.py", "triton_arithmetic.py", "triton_addends.py")
-    }
-    # Each library of dtensor_gtp.integrations has an extra.
-    optional |= {
+        *((f"triton_{name}.py", "triton") for name in ("casts", "kernels", "arithmetic", "addends")),
         ("accelerate.py", "accelerate"),
         ("lightning.py", "lightning"),
         ("torchtitan.py", "torchtitan"),
@@ -201,7 +191,7 @@ def private_torch_uses(tree: ast.Module) -> Iterator[str]:
     Attributes of objects are not looked at, since their types are not known here.
     """
     names: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if is_torch(alias.name):
@@ -214,10 +204,10 @@ def private_torch_uses(tree: ast.Module) -> Iterator[str]:
                 names[alias.asname or alias.name] = path
                 if is_private(path):
                     yield path
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            base, _, rest = ast.unparse(node).partition(".")
-            if base in names and re.fullmatch(r"[\w.]+", rest) and is_private(rest.rpartition(".")[2]):
+    for node in nodes(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            base, _, rest = dotted(node).partition(".")
+            if base in names:
                 yield f"{names[base]}.{rest}"
 
 
@@ -229,32 +219,8 @@ def is_private(path: str) -> bool:
     return any(part.startswith("_") and not part.startswith("__") for part in path.split("."))
 
 
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
-        ("import torch\ntorch._C._foo()", ["torch._C", "torch._C._foo"]),
-        ("import torch.distributed._x as x", ["torch.distributed._x"]),
-        ("from torch.distributed.tensor._ops import f", ["torch.distributed.tensor._ops.f"]),
-        ("from torch import _dynamo", ["torch._dynamo"]),
-        ("def f():\n    from torch.utils._pytree import tree_map", ["torch.utils._pytree.tree_map"]),
-        ("import torch.distributed as dist\ndist._get_default_group()", ["torch.distributed._get_default_group"]),
-        ("from torch.distributed.tensor import DTensor as D\nD._x", ["torch.distributed.tensor.DTensor._x"]),
-        ("import torch\ntorch.__version__", []),
-        ("from torchvision import _meta", []),
-        ("from dtensor_gtp._torch_compat import all_gather_base\nself._torch = 1", []),
-    ],
-)
-def test_private_torch_scan_sees(source: str, found: list[str]) -> None:
-    assert sorted(private_torch_uses(ast.parse(source))) == found
-
-
 def test_only_the_compat_package_uses_private_torch_symbols() -> None:
-    found = {
-        path.relative_to(ROOT).as_posix(): uses
-        for path in SOURCES
-        if COMPAT not in path.parents and (uses := sorted(set(private_torch_uses(parsed(path)))))
-    }
-    assert found == {}
+    assert found_by(private_torch_uses, (path for path in SOURCES if COMPAT not in path.parents)) == {}
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------
@@ -269,28 +235,14 @@ OWN_STREAMS = {
 
 def stream_makers(tree: ast.Module) -> set[str]:
     """Streams and events of devices that are made, and ``record_stream``, which hides who keeps memory alive."""
-    calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    calls = {dotted(node.func) for node in nodes(tree) if isinstance(node, ast.Call)}
+    names = {node.attr for node in nodes(tree) if isinstance(node, ast.Attribute)}
     return {call for call in calls if re.fullmatch(r"torch\.(\w+\.)?(Stream|Event)", call)} | names & {"record_stream"}
 
 
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
-        ("s = torch.cuda.Stream()", {"torch.cuda.Stream"}),
-        ("def f(e: torch.Event) -> torch.Stream:\n    return torch.Stream(e.device)", {"torch.Stream"}),
-        ("e = torch.Event(device)", {"torch.Event"}),
-        ("t.record_stream(s)", {"record_stream"}),
-        ("lost = threading.Event()\ns = torch.cuda.current_stream()\ne = s.record_event()", set()),
-    ],
-)
-def test_stream_scan_sees(source: str, found: set[str]) -> None:
-    assert stream_makers(ast.parse(source)) == found
-
-
 def test_streams_and_events_are_made_in_one_place_which_alone_records_streams() -> None:
-    found = {path.relative_to(ROOT).as_posix(): stream_makers(parsed(path)) for path in SOURCES}
-    assert {name for name, makers in found.items() if makers} == OWN_STREAMS
+    found = found_by(stream_makers)
+    assert found.keys() == OWN_STREAMS
     recorders = {name for name, makers in found.items() if "record_stream" in makers}
     assert recorders == {"dtensor_gtp/_comm/streams.py"}  # see [Note: several compute streams]
 
@@ -308,9 +260,6 @@ def mutable_globals(tree: ast.Module) -> Iterator[str]:
     Constants are ``__dunder__`` and UPPER_CASE names.
     """
     constants = set()
-    for statement in ast.walk(tree):
-        if isinstance(statement, ast.Global):
-            yield f"global {', '.join(statement.names)}"
     for statement in tree.body:
         if not isinstance(statement, ast.Assign | ast.AnnAssign) or not is_mutable(statement.value):
             continue
@@ -320,15 +269,16 @@ def mutable_globals(tree: ast.Module) -> Iterator[str]:
                 constants.add(name)
             else:
                 yield name
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and MUTATORS.fullmatch(node.func.attr):
-            changed = ast.unparse(node.func.value)
+    for node in nodes(tree):
+        changed: ast.AST = node
+        if isinstance(node, ast.Global):
+            yield f"global {', '.join(node.names)}"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and MUTATORS.fullmatch(node.func.attr):
+            changed = node.func.value
         elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
-            changed = ast.unparse(node.value)
-        else:
-            continue
-        if changed in constants:
-            yield f"{changed} changes"
+            changed = node.value
+        if changed is not node and dotted(changed) in constants:
+            yield f"{dotted(changed)} changes"
 
 
 def is_mutable(value: ast.expr | None) -> bool:
@@ -337,28 +287,8 @@ def is_mutable(value: ast.expr | None) -> bool:
     return isinstance(value, MUTABLE_DISPLAYS)
 
 
-@pytest.mark.parametrize(
-    ("source", "found"),
-    [
-        ("cache = {}", ["cache"]),
-        ("cache: dict[int, int] = dict()", ["cache"]),
-        ("registry = weakref.WeakKeyDictionary()", ["registry"]),
-        ("items = [x for x in y]", ["items"]),
-        ("CACHE = {}\ndef f(x):\n    CACHE[x] = 1", ["CACHE changes"]),
-        ("SEEN = set()\ndef f(x):\n    SEEN.add(x)", ["SEEN changes"]),
-        ("count = 0\ndef f():\n    global count\n    count += 1", ["global count"]),
-        ("__all__ = ['f']\nNAMES = {'a': 1}\n_SIZES = [1]\nlogger = getLogger(__name__)\nx = NAMES['a']", []),
-    ],
-)
-def test_mutable_global_scan_sees(source: str, found: list[str]) -> None:
-    assert list(mutable_globals(ast.parse(source))) == found
-
-
 def test_no_mutable_module_globals() -> None:
-    found = {
-        path.relative_to(ROOT).as_posix(): names for path in SOURCES if (names := list(mutable_globals(parsed(path))))
-    }
-    assert found == {}
+    assert found_by(mutable_globals) == {}
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
@@ -366,7 +296,6 @@ def test_no_mutable_module_globals() -> None:
 # Who may read the machine's clock, and why. All other tests wait for what happens, or replace the clock.
 READ_THE_CLOCK = {
     "tests/support/timing.py": "limits that only end what hangs, and waits that no result depends on",
-    "tests/support/fuzz_cli.py": "prints how long a run has taken",
     "tests/support/workers.py": "a limit that only ends what hangs; CPU time of a test",
     "tests/planted_bugs.py": "prints how long each bug has taken, and ends what hangs",
     "tests/project/test_workers.py": "a limit that a worker that hangs is to exceed",
@@ -374,6 +303,8 @@ READ_THE_CLOCK = {
 CLOCK = re.compile(
     r"\btime\.(?:sleep|time|monotonic|perf_counter|process_time|thread_time)(?:_ns)?\b|^\s*from time import .*$", re.M
 )
+# What could be a limit, for files that have none need no parse.
+LIMIT = re.compile(r"timeout(_s)?=|limit_s=|\.(join|wait|poll)\((\d|\w*timedelta)")
 # Shorter limits pass on a busy machine before what they wait for has had its turn. In seconds.
 LEAST_LIMIT = 120
 
@@ -381,6 +312,8 @@ LEAST_LIMIT = 120
 def uses_of_the_clock(source: str) -> Iterator[str]:
     """Reads of the machine's clock, sleeps, and limits of waits that are short; in scripts within strings, too."""
     yield from (found[0].strip() for found in CLOCK.finditer(source))
+    if not LIMIT.search(source):
+        return
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call):
             continue
@@ -404,9 +337,48 @@ def seconds_of(limit: ast.expr) -> float | None:
     return None
 
 
+def test_no_test_depends_on_how_fast_the_machine_is() -> None:
+    found = {
+        name: uses
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        if path != Path(__file__) and (uses := list(uses_of_the_clock(path.read_text())))
+        if (name := path.relative_to(ROOT).as_posix()) not in READ_THE_CLOCK
+    }
+    assert found == {}
+
+
+# --- the scans themselves ---------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("source", "found"),
     [
+        ("import torch\ntorch._C._foo()", ["torch._C", "torch._C._foo"]),
+        ("import torch.distributed._x as x", ["torch.distributed._x"]),
+        ("from torch.distributed.tensor._ops import f", ["torch.distributed.tensor._ops.f"]),
+        ("from torch import _dynamo", ["torch._dynamo"]),
+        ("def f():\n    from torch.utils._pytree import tree_map", ["torch.utils._pytree.tree_map"]),
+        ("import torch.distributed as dist\ndist._get_default_group()", ["torch.distributed._get_default_group"]),
+        ("from torch.distributed.tensor import DTensor as D\nD._x", ["torch.distributed.tensor.DTensor._x"]),
+        ("import torch\ntorch.__version__", []),
+        ("from torchvision import _meta", []),
+        ("from dtensor_gtp._torch_compat import all_gather_base\nself._torch = 1", []),
+        # streams
+        ("s = torch.cuda.Stream()", ["torch.cuda.Stream"]),
+        ("def f(e: torch.Event) -> torch.Stream:\n    return torch.Stream(e.device)", ["torch.Stream"]),
+        ("e = torch.Event(device)", ["torch.Event"]),
+        ("t.record_stream(s)", ["record_stream"]),
+        ("lost = threading.Event()\ns = torch.cuda.current_stream()\ne = s.record_event()", []),
+        # state
+        ("cache = {}", ["cache"]),
+        ("cache: dict[int, int] = dict()", ["cache"]),
+        ("registry = weakref.WeakKeyDictionary()", ["registry"]),
+        ("items = [x for x in y]", ["items"]),
+        ("CACHE = {}\ndef f(x):\n    CACHE[x] = 1", ["CACHE changes"]),
+        ("SEEN = set()\ndef f(x):\n    SEEN.add(x)", ["SEEN changes"]),
+        ("count = 0\ndef f():\n    global count\n    count += 1", ["global count"]),
+        ("__all__ = ['f']\nNAMES = {'a': 1}\n_SIZES = [1]\nlogger = getLogger(__name__)\nx = NAMES['a']", []),
+        # time
         ("import time\ntime.sleep(1)", ["time.sleep"]),
         ("begin = time.perf_counter_ns()", ["time.perf_counter_ns"]),
         ("from time import monotonic", ["from time import monotonic"]),
@@ -419,15 +391,7 @@ def seconds_of(limit: ast.expr) -> float | None:
         ("mock.patch.object(debug.time, 'sleep')\nrun.time\ntimes.sleep", []),
     ],
 )
-def test_clock_scan_sees(source: str, found: list[str]) -> None:
-    assert list(uses_of_the_clock(source)) == found
-
-
-def test_no_test_depends_on_how_fast_the_machine_is() -> None:
-    found = {
-        name: uses
-        for path in sorted((ROOT / "tests").rglob("*.py"))
-        if path != Path(__file__) and (uses := list(uses_of_the_clock(path.read_text())))
-        if (name := path.relative_to(ROOT).as_posix()) not in READ_THE_CLOCK
-    }
-    assert found == {}
+def test_scans_see(source: str, found: list[str]) -> None:
+    tree = ast.parse(source)
+    scans = (private_torch_uses(tree), stream_makers(tree), mutable_globals(tree), uses_of_the_clock(source))
+    assert sorted(use for scan in scans for use in scan) == found

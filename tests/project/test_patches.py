@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from script_jobs import run_forked
+from sources import SOURCES, nodes, parsed
 
 from dtensor_gtp import _torch_compat as compat
 
-ROOT = Path(__file__).parents[2]
 # One is replaced in a context alone. The other is a counter, not code.
 OTHERS = {"torch.cuda.is_current_stream_capturing", "distributed_c10d._world.group_count"}
 
@@ -30,7 +30,7 @@ def test_an_entry_that_is_not_in_the_list_is_refused() -> None:
 
 
 def test_nothing_else_is_replaced() -> None:
-    found = {name for path in (ROOT / "dtensor_gtp").rglob("*.py") for name in _assigned(ast.parse(path.read_text()))}
+    found = {name for path in SOURCES for name in _assigned(parsed(path))}
     assert found == OTHERS
 
 
@@ -38,12 +38,12 @@ def _assigned(tree: ast.Module) -> Iterator[str]:
     """Attributes of what is imported from torch, to which a file assigns."""
     imported = {
         alias.asname or alias.name.partition(".")[0]
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Import | ast.ImportFrom)
         for alias in node.names
         if "torch" in (getattr(node, "module", None) or alias.name).split(".")[0]
     }
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         for target in node.targets if isinstance(node, ast.Assign) else ():
             root = target
             while isinstance(root, ast.Attribute):

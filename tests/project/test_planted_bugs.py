@@ -89,9 +89,9 @@ def test_the_quick_tier_has_the_tests_of_most_bugs() -> None:
 def test_a_change_is_one_of_the_tree(tmp_path: Path, function: str, change: Change, line: str, planted: str) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "code.py").write_text(CODE)
-    file, before, text = Bug(function, change, "").plant(tmp_path)
-    lines = zip(before.splitlines(), text.splitlines(), strict=True)
-    assert file == "folder/code.py"
+    bug = Bug(function, change, "").plant(tmp_path)
+    lines = zip(bug.before.splitlines(), bug.text.splitlines(), strict=True)
+    assert bug.file == "folder/code.py"
     assert [(old.strip(), new.strip()) for old, new in lines if old != new] == [(line, planted)]
 
 

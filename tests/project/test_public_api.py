@@ -153,28 +153,10 @@ CapturedStep.reset()""",
         named = arguments | methods | refused | from_fully_shard.METHODS.keys()
         self.assertEqual({name for name in named if f"`{name}`" not in page}, set())
 
-    def test_mixed_precision_policy_is_that_of_torch(self) -> None:
-        self.assertIs(dtensor_gtp.MixedPrecisionPolicy, fsdp.MixedPrecisionPolicy)
-
-    def test_docstrings(self) -> None:
-        """Every symbol and method says what it does, the main ones argument by argument."""
-        for name, symbol in public_symbols():
-            documented = [(name, symbol)]
-            if inspect.isclass(symbol) and symbol.__module__.startswith("dtensor_gtp"):
-                documented += [(f"{name}.{method}", function) for method, function in own_methods(symbol)]
-            for title, value in documented:
-                text = value.__doc__
-                self.assertRegex((text or "").strip(), r"^[A-Z`]", f"{title} has no docstring")
-                self.assertFalse(
-                    is_dataclass(value) and text.startswith(f"{title}("), f"{title} has a generated docstring"
-                )
-        text = inspect.getdoc(dtensor_gtp.gtp_shard)
-        for name in inspect.signature(dtensor_gtp.gtp_shard).parameters:
-            self.assertIn(f"\n    {name}: ", text)
+    def test_the_docstring_of_gtp_shard(self) -> None:
+        """That each name has one, and says something of each argument: ``test_reference_examples.py``."""
         for section in ("Args:", "Returns:", "Raises:", "fully_shard"):
-            self.assertIn(section, text)
-        for name in vars(dtensor_gtp.SchedulePolicy()).keys() - {"_numbers"}:
-            self.assertIn(f"\n    {name}: ", inspect.getdoc(dtensor_gtp.SchedulePolicy))
+            self.assertIn(section, dtensor_gtp.gtp_shard.__doc__ or "")
 
     def test_version(self) -> None:
         self.assertTrue(re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc)\d+)?(\.dev\d+)?", dtensor_gtp.__version__))

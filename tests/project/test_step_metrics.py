@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import unittest
-from collections.abc import Iterator
 from unittest import mock
 
 import torch
 import torch.nn as nn
 from mesh_common import fake_world
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from dtensor_gtp import gtp_shard, init_weight_mesh
@@ -20,96 +18,80 @@ from dtensor_gtp.planner.machine import load_machine
 WIDTH = 64
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.seconds = 100.0
-
-    def perf_counter(self) -> float:
-        return self.seconds
-
-
 class TestStepMetrics(unittest.TestCase):
     def setUp(self) -> None:
-        self.clock = Clock()
-        self.enterContext(mock.patch("dtensor_gtp.metrics.time", self.clock))
+        self.enterContext(fake_world(world_size=4))
+        self.clock = self.enterContext(mock.patch("dtensor_gtp.metrics.time"))
+        self.clock.perf_counter.return_value = 100.0
+
+    def count(self, metrics: StepMetrics, num_tokens: int, seconds: float = 1.0) -> None:
+        self.clock.perf_counter.return_value += seconds
+        metrics.count(num_tokens)
+
+    def layer(self) -> nn.Module:
+        return gtp_shard(nn.Linear(WIDTH, WIDTH), init_weight_mesh("cpu", gtp=4).weights)
 
     def test_tokens_time_and_share_of_the_peak(self) -> None:
         """Two steps of 500 tokens on each of 4 ranks in 2 s. A weight that is looked up does not multiply."""
-        with fake_world(world_size=4):
-            mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
-            model = nn.Sequential(nn.Embedding(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-            model[2].requires_grad_(False)
-            metrics = StepMetrics(gtp_shard(model, mesh), machine="h100")
-            for _ in range(2):
-                self.clock.seconds += 1
-                metrics.count(500)
-            values = metrics.read()
-            self.assertEqual((values["tokens_per_s"], values["tokens_per_s_per_device"]), (2000, 500))
-            self.assertEqual(values["step_ms"], 1000)
-            self.assertAlmostEqual(values["mfu"], 500 * (6 + 4) * WIDTH**2 / 989e12)
-            self.assertNotIn("step_ms", metrics.read())  # no step since
+        model = nn.Sequential(nn.Embedding(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        model[2].requires_grad_(False)
+        metrics = StepMetrics(gtp_shard(model, init_weight_mesh("cpu", gtp=4).weights), machine="h100")
+        for _ in range(2):
+            self.count(metrics, 500)
+        values = metrics.read()
+        self.assertEqual((values["tokens_per_s"], values["tokens_per_s_per_device"]), (2000, 500))
+        self.assertEqual(values["step_ms"], 1000)
+        self.assertAlmostEqual(values["mfu"], 500 * (6 + 4) * WIDTH**2 / 989e12)
+        self.assertNotIn("step_ms", metrics.read())  # no step since
 
     def test_ranks_of_one_batch_count_once(self) -> None:
         """On (gtp, tp) = (2, 2): 4 devices, 2 ranks with data of their own, and each computes half of a layer."""
-        with fake_world(world_size=4):
-            mesh = init_weight_mesh("cpu", gtp=2, tp=2)
-            model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))
-            parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()}, src_data_rank=None)
-            metrics = StepMetrics(gtp_shard(model, mesh["gtp"]), machine=load_machine("h100"))
-            self.clock.seconds += 1
-            metrics.count(100)
-            values = metrics.read()
-            self.assertEqual((values["tokens_per_s"], values["tokens_per_s_per_device"]), (200, 50))
-            self.assertAlmostEqual(values["mfu"], 100 * 6 * WIDTH * WIDTH / 2 / 989e12)
+        mesh = init_weight_mesh("cpu", gtp=2, tp=2)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()}, src_data_rank=None)
+        metrics = StepMetrics(gtp_shard(model, mesh["gtp"]), machine=load_machine("h100"))
+        self.count(metrics, 100)
+        values = metrics.read()
+        self.assertEqual((values["tokens_per_s"], values["tokens_per_s_per_device"]), (200, 50))
+        self.assertAlmostEqual(values["mfu"], 100 * 6 * WIDTH * WIDTH / 2 / 989e12)
 
     def test_experts_have_no_share_of_the_peak_unless_told(self) -> None:
-        with fake_world(world_size=4):
-            mesh = init_weight_mesh("cpu", gtp=4).weights
-            model = gtp_shard(GroupedLinear(4, WIDTH, WIDTH), mesh)
-            for flops, expected in ((None, None), (7e9, 7e9 * 100 / 989e12)):
-                metrics = StepMetrics(model, flops_per_token=flops, machine="h100")
-                self.clock.seconds += 1
-                metrics.count(100)
-                self.assertEqual(metrics.read().get("mfu"), expected)
+        model = gtp_shard(GroupedLinear(4, WIDTH, WIDTH), init_weight_mesh("cpu", gtp=4).weights)
+        for flops, expected in ((None, None), (7e9, 7e9 * 100 / 989e12)):
+            metrics = StepMetrics(model, flops_per_token=flops, machine="h100")
+            self.count(metrics, 100)
+            self.assertEqual(metrics.read().get("mfu"), expected)
 
-    def test_numbers_that_go_with_them(self) -> None:
-        with fake_world(world_size=4):
-            metrics = StepMetrics(gtp_shard(nn.Linear(WIDTH, WIDTH), init_weight_mesh("cpu", gtp=4).weights))
-            values = metrics.read(loss=torch.tensor(2.5), lr=1)
-            self.assertEqual((values["loss"], values["lr"]), (2.5, 1.0))
-            self.assertTrue(all(type(value) is float for value in values.values()))
-            self.assertNotIn("mfu", values)  # nobody knows the peak of a CPU
-            self.assertGreater(values["peak_memory_gib"], 0.01)
-
-    def test_a_pause_does_not_count(self) -> None:
-        with fake_world(world_size=4):
-            metrics = StepMetrics(gtp_shard(nn.Linear(WIDTH, WIDTH), init_weight_mesh("cpu", gtp=4).weights))
-            metrics.count(5)
-            self.clock.seconds += 50
-            metrics.skip()
-            self.clock.seconds += 1
-            metrics.count(7)
-            self.assertEqual(metrics.read()["tokens_per_s"], 28)
+    def test_other_numbers_and_a_pause_that_does_not_count(self) -> None:
+        metrics = StepMetrics(self.layer())
+        values = metrics.read(loss=torch.tensor(2.5), lr=1)
+        self.assertEqual((values["loss"], values["lr"]), (2.5, 1.0))
+        self.assertTrue(all(type(value) is float for value in values.values()))
+        self.assertNotIn("mfu", values)  # nobody knows the peak of a CPU
+        self.assertGreater(values["peak_memory_gib"], 0.01)
+        metrics.count(5)
+        self.clock.perf_counter.return_value += 50
+        metrics.skip()
+        self.count(metrics, 7)
+        self.assertEqual(metrics.read()["tokens_per_s"], 28)
 
     def test_refusals(self) -> None:
         with self.assertRaisesRegex(ValueError, "expects a module after gtp_shard, but got a plain Linear"):
             StepMetrics(nn.Linear(4, 4))
-        with fake_world(world_size=4):
-            model = gtp_shard(nn.Linear(WIDTH, WIDTH), init_weight_mesh("cpu", gtp=4).weights)
-            with self.assertRaisesRegex(ValueError, "machine expects one of"):
-                StepMetrics(model, machine="h101")
+        with self.assertRaisesRegex(ValueError, "machine expects one of"):
+            StepMetrics(self.layer(), machine="h101")
 
 
 class TestProgressLine(unittest.TestCase):
-    def lines(self) -> Iterator[str]:
-        yield progress_line(0, 100, {}, 0)
-        yield progress_line(1, 1, {"loss": 1.0}, 3700)
-        yield progress_line(90, 100, {}, 20, first_step=80)
-        yield progress_line(7, 100, {"exposed_ms": 3.21, "lr": 0.1})
-
     def test_lines(self) -> None:
+        lines = [
+            progress_line(0, 100, {}, 0),
+            progress_line(1, 1, {"loss": 1.0}, 3700),
+            progress_line(90, 100, {}, 20, first_step=80),
+            progress_line(7, 100, {"exposed_ms": 3.21, "lr": 0.1}),
+        ]
         self.assertEqual(
-            list(self.lines()),
+            lines,
             [
                 "  0%   0/100 [00:00<?] ",
                 "100% 1/1 [1:01:40<00:00] loss 1.0000",

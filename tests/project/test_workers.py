@@ -110,24 +110,16 @@ def test_ranks_import_the_same_functions_whatever_they_have_made_before(pools: P
     _run(pools, "distribute_blocks")
 
 
-def test_a_worker_that_dies_is_named_with_its_stack_and_the_rest_goes_on(pools: Pools) -> None:
-    with pytest.raises(AssertionError, match=r"(?s)Deeds.die_on_rank_1 failed.*rank 1: the worker died.* -6\n.*_die"):
-        _run(pools, "die_on_rank_1")
-    _run(pools, "sum_up")
-
-
-def test_a_worker_that_hangs_is_named_with_its_stack_and_the_rest_goes_on(pools: Pools) -> None:
-    _run(pools, "sum_up")
-    with pytest.raises(
-        AssertionError, match=r"(?s)rank 0: it did not end.* within 5 s.*in hang\n.*rank 1: .*in hang\n"
+def test_what_goes_wrong_is_named_with_its_stack_and_the_rest_goes_on(pools: Pools) -> None:
+    limit: dict[str, float] = {"limit_s": 5}
+    for deed, words, options in (
+        ("die_on_rank_1", r"Deeds.die_on_rank_1 failed.*rank 1: the worker died.* -6\n.*_die", {}),
+        ("hang", r"rank 0: it did not end.* within 5 s.*in hang\n.*rank 1: .*in hang\n", limit),
+        ("fail_on_rank_0", r"rank 0: Traceback.*a number that is wrong.*rank 1: .*barrier", {}),
     ):
-        _run(pools, "hang", limit_s=5)
-    _run(pools, "sum_up")
-
-
-def test_a_failure_shows_the_traceback_and_ends_the_peers_that_wait(pools: Pools) -> None:
-    with pytest.raises(AssertionError, match=r"(?s)rank 0: Traceback.*a number that is wrong.*rank 1: .*barrier"):
-        _run(pools, "fail_on_rank_0")
+        _run(pools, "sum_up")
+        with pytest.raises(AssertionError, match=f"(?s){words}"):
+            _run(pools, deed, **options)
     _run(pools, "sum_up")
 
 

@@ -32,21 +32,6 @@ def operands(splits: list[int]) -> tuple[torch.Tensor, torch.Tensor, Quantized, 
     return torch.randn(16, K).bfloat16(), torch.randn(16, N).bfloat16(), quantized, ends
 
 
-@pytest.mark.parametrize("splits", [[5, 0, 11], [0, 0, 0], [1, 2, 3]], ids=str)
-def test_each_group_is_multiplied_as_a_linear_layer(splits: list[int]) -> None:
-    x, grad, weight, ends = operands(splits)
-    grouped, single = GroupedRowwiseGEMMs(True, False), Float8Rowwise().gemms(on_hardware=False)
-    output = grouped.grouped_output(x, weight, ends, torch.bfloat16)
-    dgrad = grouped.grouped_grad_input(grad, weight, ends, torch.bfloat16)
-    begin = 0
-    for group, count in enumerate(splits):
-        rows = slice(begin, begin + count)
-        begin += count
-        of_group = Quantized(tuple(plane[group] for plane in weight.planes), None)
-        assert torch.equal(output[rows], single.output(single.cast_input(x[rows]), of_group, torch.bfloat16))
-        assert torch.equal(dgrad[rows], single.grad_input(single.cast_grad(grad[rows]), of_group, torch.bfloat16))
-
-
 def test_a_quantized_layer_is_its_groups_one_by_one() -> None:
     """Without sharding: outputs and gradients of linear layers with the same recipe, each on the rows of its group."""
     torch.manual_seed(0)
@@ -104,11 +89,11 @@ def test_the_kernel_gets_rows_and_columns(monkeypatch: pytest.MonkeyPatch) -> No
 MX_N, MX_K = 160, 96  # scales fill no tile
 
 
-def mx_operands(splits: list[int], rounding: str) -> tuple[torch.Tensor, torch.Tensor, list[Quantized], torch.Tensor]:
+def mx_operands(splits: list[int]) -> tuple[torch.Tensor, torch.Tensor, list[Quantized], torch.Tensor]:
     """Rows, gradients, the data of the weight for forward and dgrad, ends of groups."""
     torch.manual_seed(0)
     weight = torch.randn(GROUPS, MX_N, MX_K) * torch.exp2(-(torch.arange(MX_N) % 5.0))[:, None]
-    both = [MXFP8(scale_rounding=rounding).quantize(weight, direction) for direction in Direction]
+    both = [MXFP8().quantize(weight, direction) for direction in Direction]
     rows = sum(splits) + 2
     return torch.randn(rows, MX_K), torch.randn(rows, MX_N), both, torch.tensor(splits).cumsum(0, dtype=torch.int32)
 
@@ -122,47 +107,30 @@ def mx_values(rows: torch.Tensor, rounding: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("rounding", ["rceil", "floor"])
 def test_mxfp8_multiplies_what_its_casts_make(rounding: str) -> None:
-    """Scales lie along the contraction of either product, so dgrad has other data of the weight than forward."""
-    splits = [5, 0, 131]
-    x, grad, (forward, backward), ends = mx_operands(splits, rounding)
-    gemms, recipe = GroupedMXGEMMs(True, False, rounding), MXFP8(scale_rounding=rounding)
-    shape = torch.Size((GROUPS, MX_N, MX_K))
-    output = gemms.grouped_output(x, forward, ends, torch.float32)[: sum(splits)]
-    dgrad = gemms.grouped_grad_input(grad, backward, ends, torch.float32)[: sum(splits)]
-    weights = [
-        recipe.dequantize(data, shape, direction, torch.float32)
-        for data, direction in zip((forward, backward), Direction, strict=True)
-    ]
-    assert not torch.equal(*weights)
-    for got, rows, matrices in ((output, x, weights[0].mT), (dgrad, grad, weights[1])):
-        parts = mx_values(rows, rounding).split([*splits, 2])[:-1]
-        torch.testing.assert_close(
-            got, torch.cat([part @ matrix for part, matrix in zip(parts, matrices, strict=True)])
-        )
-
-
-def test_mxfp8_layer_trains_as_its_values() -> None:
-    """Without sharding, forward and backward: wgrad is that of the values that were not quantized."""
+    """Scales lie along the contraction of either product, so dgrad has other data of the weight than forward; wgrad is
+    that of the values that were not quantized."""
     torch.manual_seed(0)
-    splits = torch.tensor([5, 0, 9])
-    layer = quantize_(GroupedLinear(GROUPS, MX_K, MX_N, bias=False), MXFP8(compute="float8"))
-    x = torch.randn(16, MX_K, requires_grad=True)
-    output = layer(x, splits)
-    grad = torch.randn(16, MX_N)
+    recipe, splits = MXFP8(scale_rounding=rounding, compute="float8"), [5, 0, 9]
+    layer = GroupedLinear(GROUPS, MX_K, MX_N, bias=False)
+    with torch.no_grad():
+        layer.weight.mul_(torch.exp2(-(torch.arange(MX_N) % 5.0))[:, None])
+    quantize_(layer, recipe)
+    x, grad, masters = torch.randn(16, MX_K, requires_grad=True), torch.randn(16, MX_N), layer.weight.detach().dense()
+    output = layer(x, torch.tensor(splits))
     output.backward(grad)
-    shape, recipe, masters = layer.weight.shape, MXFP8(), layer.weight.detach().dense()
     forward, backward = (
-        recipe.dequantize(recipe.quantize(masters, direction), shape, direction, torch.float32)
+        recipe.dequantize(recipe.quantize(masters, direction), masters.shape, direction, torch.float32)
         for direction in Direction
     )
-    begin = 0
+    assert not torch.equal(forward, backward)
     assert not output[14:].any()
     assert not x.grad[14:].any()
-    for group, count in enumerate(splits.tolist()):
+    begin = 0
+    for group, count in enumerate(splits):
         rows = slice(begin, begin + count)
         begin += count
-        torch.testing.assert_close(output[rows], mx_values(x.detach(), "rceil")[rows] @ forward[group].t())
-        torch.testing.assert_close(x.grad[rows], mx_values(grad, "rceil")[rows] @ backward[group])
+        torch.testing.assert_close(output[rows], mx_values(x.detach(), rounding)[rows] @ forward[group].t())
+        torch.testing.assert_close(x.grad[rows], mx_values(grad, rounding)[rows] @ backward[group])
         torch.testing.assert_close(layer.weight.grad[group], grad[rows].t() @ x.detach()[rows])
 
 
@@ -178,7 +146,7 @@ def test_scales_lie_as_torch_has_them(shape: tuple[int, int]) -> None:
 def test_the_kernel_gets_groups_of_whole_tiles(monkeypatch: pytest.MonkeyPatch, splits: list[int]) -> None:
     """A stand-in takes what torch's checks of shapes and its tests say of the kernel, and looks up scales by cuBLAS's
     formula. All groups together are the reference arithmetic, forward and dgrad."""
-    x, grad, (forward, backward), ends = mx_operands(splits, "rceil")
+    x, grad, (forward, backward), ends = mx_operands(splits)
 
     def scales(flat: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
         r, c = torch.arange(rows)[:, None], torch.arange(blocks)[None]
@@ -213,29 +181,67 @@ def test_the_kernel_gets_groups_of_whole_tiles(monkeypatch: pytest.MonkeyPatch, 
         torch.testing.assert_close(got, want)
 
 
-def test_who_takes_mxfp8() -> None:
-    """Only who asks for it, on the GPUs that have it, in whole blocks; and not native storage."""
-    blackwell, cpu = torch.device("cuda"), torch.device("cpu")
-    fits = torch.Size((GROUPS, 64, 96))
-    asked, auto = MXFP8(compute="float8"), MXFP8()
+CPU, HOPPER, BLACKWELL = (0, 0), (9, 0), (10, 0)
 
-    def say(recipe: MXFP8, device: torch.device, shape: torch.Size, major: int, is_native: bool = False) -> str:
-        with mock.patch("torch.cuda.get_device_capability", return_value=(major, 0)), warnings.catch_warnings():
+
+def choose(
+    recipe: Any, capability: tuple[int, int], shape: tuple[int, ...] = (GROUPS, 64, 96), is_native: bool = False
+) -> Any:
+    device = torch.device("cpu" if capability is CPU else "cuda")
+    with mock.patch("torch.cuda.get_device_capability", return_value=capability):
+        return choose_path(recipe, device, torch.Size(shape), torch.bfloat16, "experts.weight", is_native=is_native)
+
+
+def test_which_way_is_chosen_and_said() -> None:
+    """mxfp8 only for who asks for it, on the GPUs that have it, in whole blocks, and not of native storage."""
+    asked, native = MXFP8(compute="float8"), {"is_native": True}
+    no_data = "native storage has no data for the backward of mxfp8"
+    for recipe, capability, options, expected in (
+        (
+            Float8Rowwise(compute="float8"),
+            CPU,
+            {},
+            "float8 GEMMs by reference arithmetic (no float8 GEMMs on cpu), wgrad",
+        ),
+        (asked, CPU, {}, "float8 GEMMs by reference arithmetic"),
+        (asked, BLACKWELL, {}, "float8 GEMMs, wgrad not quantized"),
+        (Float8Rowwise(), CPU, {}, "no float8 GEMMs on cpu"),
+        (Float8Rowwise(compute="dequantize"), CPU, {}, "asked for"),
+        (MXFP8(), CPU, {}, "no float8 GEMMs on cpu"),
+        (MXFP8(), HOPPER, {}, "grouped GEMMs of mxfp8 need Blackwell"),
+        (MXFP8(), BLACKWELL, {}, "never ran on a GPU; compute='float8' takes them"),
+        (asked, HOPPER, {}, "grouped GEMMs of mxfp8 need Blackwell"),
+        (asked, BLACKWELL, {"shape": (GROUPS, 48, 96)}, "not in multiples of 32; (64, 96) would fit"),
+        *((asked, capability, native, no_data) for capability in (CPU, BLACKWELL)),
+        *((NVFP4(), capability, {}, "no GEMMs of nvfp4") for capability in (CPU, HOPPER)),
+        *((Float8Blockwise(), capability, {}, "no grouped GEMMs of float8_blockwise") for capability in (CPU, HOPPER)),
+        (Float8Tensorwise(), HOPPER, {}, "no grouped GEMMs of float8_tensorwise"),
+    ):
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return choose_path(recipe, device, shape, torch.bfloat16, "experts.weight", is_native=is_native).describe()
-
-    assert say(asked, blackwell, fits, 10) == "float8 GEMMs, wgrad not quantized"
-    assert say(auto, blackwell, fits, 10).endswith("never ran on a GPU; compute='float8' takes them)")
-    assert say(asked, blackwell, fits, 9).endswith("(grouped GEMMs of mxfp8 need Blackwell)")
-    assert say(asked, blackwell, torch.Size((GROUPS, 48, 96)), 10).endswith(
-        "not in multiples of 32; (64, 96) would fit)"
-    )
-    assert say(asked, cpu, fits, 0).startswith("float8 GEMMs by reference arithmetic")
-    for device in (blackwell, cpu):
-        said = say(asked, device, fits, 10, is_native=True)
-        assert said == "dequantized for the GEMM (native storage has no data for the backward of mxfp8)"
+            said = choose(recipe, capability, **options).describe()
+        if expected.startswith("float8"):
+            assert said.startswith(expected)
+        else:
+            assert said.startswith("dequantized for the GEMM (")
+            assert said.endswith(f"{expected})")
     with pytest.raises(ValueError, match=r"asks for float8 GEMMs, but: mxfp8 has GEMMs for GroupedLinear alone"):
-        choose_path(asked, cpu, torch.Size((64, 96)), torch.bfloat16, "head.weight")
+        choose(asked, CPU, (64, 96))
+
+
+def test_what_is_asked_for_and_not_there_is_said_once() -> None:
+    """Without a grouped GEMM of the recipe, or for shapes that it does not take."""
+    for recipe, capability, shape, reason in (
+        (Float8Tensorwise(compute="float8"), CPU, (GROUPS, N, K), "no grouped GEMMs of float8_tensorwise"),
+        (Float8Rowwise(compute="float8"), HOPPER, (GROUPS, N, 30), r"a shape of \(32, 30\) is not in multiples of 16"),
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            for _ in range(2):
+                assert choose(recipe, capability, shape).gemms is None
+                choose(replace(recipe, compute="auto"), capability, shape)
+        (said,) = caught
+        assert re.search(f"asks for float8 GEMMs, but 'experts.weight' is dequantized: {reason}", str(said.message))
 
 
 def test_native_storage_is_dequantized() -> None:
@@ -251,51 +257,3 @@ def test_native_storage_is_dequantized() -> None:
         results.append((output, rows.grad))
     for got, want in zip(*results, strict=True):
         assert torch.equal(got, want)
-
-
-def test_which_way_is_chosen_and_said() -> None:
-    shape, cpu = torch.Size((GROUPS, N, K)), torch.device("cpu")
-    paths = {
-        compute: choose_path(Float8Rowwise(compute=compute), cpu, shape, torch.bfloat16, "experts.weight").describe()
-        for compute in ("auto", "dequantize", "float8")
-    }
-    assert paths == {
-        "auto": "dequantized for the GEMM (no float8 GEMMs on cpu)",
-        "dequantize": "dequantized for the GEMM (asked for)",
-        "float8": "float8 GEMMs by reference arithmetic (no float8 GEMMs on cpu), wgrad not quantized",
-    }
-    for device, of_mxfp8 in (("cpu", "no float8 GEMMs on cpu"), ("cuda", "grouped GEMMs of mxfp8 need Blackwell")):
-        with mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)):
-            reasons = [
-                choose_path(recipe, torch.device(device), shape, torch.bfloat16, "experts.weight").describe()
-                for recipe in (MXFP8(), NVFP4(), Float8Blockwise(), Float8Tensorwise())
-            ]
-        assert reasons == [
-            f"dequantized for the GEMM ({of_mxfp8})",
-            "dequantized for the GEMM (no GEMMs of nvfp4)",
-            "dequantized for the GEMM (no grouped GEMMs of float8_blockwise)",
-            "dequantized for the GEMM (no grouped GEMMs of float8_tensorwise)",
-        ]
-
-
-def test_what_is_asked_for_and_not_there_is_said_once() -> None:
-    """Without a grouped GEMM of the recipe, or for shapes that it does not take."""
-    hopper, cpu = torch.device("cuda"), torch.device("cpu")
-    cases = (
-        (Float8Tensorwise(compute="float8"), cpu, (GROUPS, N, K), "no grouped GEMMs of float8_tensorwise"),
-        (Float8Rowwise(compute="float8"), hopper, (GROUPS, N, 30), r"a shape of \(32, 30\) is not in multiples of 16"),
-    )
-    for recipe, device, shape, reason in cases:
-        with (
-            mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),
-            warnings.catch_warnings(record=True) as caught,
-        ):
-            warnings.simplefilter("default")
-            for _ in range(2):
-                path = choose_path(recipe, device, torch.Size(shape), torch.bfloat16, "experts.weight")
-                choose_path(replace(recipe, compute="auto"), device, torch.Size(shape), torch.bfloat16, "other.weight")
-        assert path.gemms is None
-        assert len(caught) == 1
-        assert re.search(
-            f"asks for float8 GEMMs, but 'experts.weight' is dequantized: {reason}", str(caught[0].message)
-        )

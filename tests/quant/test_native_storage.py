@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import unittest
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
-from common import ALL, fake_world
+from checkpoint_common import local
+from common import ALL, fake_mesh
 from quant_common import all_recipes, dequantized, wire_traffic
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dtensor_gtp import GTPShard, gtp_shard, quantize_, sharding_report
-from dtensor_gtp.nn import GroupedLinear
-from dtensor_gtp.quant import MXFP8, NVFP4, Direction, Float8Rowwise, Float8Tensorwise, Recipe
+from dtensor_gtp.quant import MXFP8, NVFP4, Direction, Float8Rowwise
 from dtensor_gtp.quant.master import MasterWeight
 from dtensor_gtp.quant.native import NativeWeight
 
@@ -45,53 +46,12 @@ def held_storages() -> dict[int, int]:
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in plain if t.device.type == "cpu"}
 
 
-class TestArithmetic(unittest.TestCase):
-    def test_linear(self) -> None:
-        """Output and the gradients of input and weight are those of a layer with the dequantized weight."""
-        for recipe in all_recipes():
-            for dtype in (torch.float32, torch.bfloat16):
-                model = make(dtype=dtype)
-                reference = copy.deepcopy(model)
-                for layer in reference:
-                    layer.weight.data = dequantized(layer.weight.data, recipe, Direction.ROWWISE)
-                native(model, recipe)
-                inputs = [torch.randn(2, 3, 40, dtype=dtype, requires_grad=True) for _ in range(1)] * 2
-                grads = []
-                for m in (reference, model):
-                    y = m(inputs[0])
-                    grads.append((y, *torch.autograd.grad(y, [inputs[0], *m.parameters()], torch.ones_like(y))))
-                for expected, actual in zip(*grads, strict=True):
-                    self.assertIs(type(actual), torch.Tensor)
-                    self.assertEqual(actual.dtype, dtype)
-                    torch.testing.assert_close(actual, expected)
-                self.assertTrue(torch.equal(grads[0][0], grads[1][0]))
-                self.assertTrue(torch.equal(grads[0][1], grads[1][1]))
+def by_fsdp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    result: nn.Module = fully_shard(model, mesh=mesh)
+    return result
 
-    def test_tied_embedding_and_groups(self) -> None:
-        embedding, head = nn.Embedding(30, 40), nn.Linear(40, 30, bias=False)
-        head.weight = embedding.weight
-        model = nn.ModuleDict({"embedding": embedding, "head": head})
-        values = embedding.weight.detach().clone()
-        native(model, "nvfp4", filter_fn=lambda module, name: name == "head")
-        self.assertIs(embedding.weight, head.weight)
-        expected = dequantized(values, NVFP4(), Direction.ROWWISE)
-        tokens = torch.arange(5)
-        self.assertTrue(torch.equal(embedding(tokens), F.embedding(tokens, expected)))
-        embedding(tokens).sum().backward()
-        self.assertEqual(head.weight.grad[:5].sum(), 5 * 40)
-        self.assertEqual(len([name for name in model.state_dict() if name.endswith("nvfp4.elements")]), 2)
-        for recipe in (Float8Tensorwise(), MXFP8()):
-            grouped = GroupedLinear(3, 40, 33)
-            values = grouped.weight.detach().clone()
-            native(grouped, recipe)
-            expected = torch.stack([dequantized(matrix, recipe, Direction.ROWWISE) for matrix in values])
-            self.assertTrue(torch.equal(grouped.weight.dense(), expected))
-            x = torch.randn(7, 40)
-            plain = GroupedLinear(3, 40, 33)
-            plain.load_state_dict({"weight": expected, "bias": grouped.bias.detach()})
-            counts = torch.tensor([3, 0, 4])
-            self.assertTrue(torch.equal(grouped(x, counts), plain(x, counts)))
 
+class TestValues(unittest.TestCase):
     def test_reads_are_dequantized_values(self) -> None:
         model = native(make(), "mxfp8")
         weight = model[0].weight
@@ -134,8 +94,7 @@ class TestArithmetic(unittest.TestCase):
 class TestStateDict(unittest.TestCase):
     def test_same_bytes(self) -> None:
         for recipe in all_recipes():
-            model, other = native(make(0), recipe), native(make(1), recipe)
-            state = {name: value.clone() for name, value in model.state_dict().items()}
+            state = {name: value.clone() for name, value in native(make(0), recipe).state_dict().items()}
             self.assertEqual({value.dtype for name, value in state.items() if "elements" in name}, {torch.uint8})
             for assign in (False, True):
                 other = native(make(1), recipe)
@@ -143,16 +102,12 @@ class TestStateDict(unittest.TestCase):
                 other.load_state_dict(state, assign=assign)
                 self.assertTrue(same_state(other.state_dict(), state))
 
-    def test_high_precision_values_are_quantized(self) -> None:
-        for recipe in all_recipes():
-            for dtype in (torch.float32, torch.bfloat16):
-                plain, other = make(1, dtype), native(make(0), recipe)
-                other.load_state_dict(plain.state_dict())
-                self.assertTrue(
-                    same_state(other[0].state_dict(), native(make(1, dtype).float(), recipe)[0].state_dict())
-                )
-
-    def test_planes_of_another_recipe_are_quantized_again(self) -> None:
+    def test_other_values_are_quantized(self) -> None:
+        """Those of high precision and the planes of another recipe."""
+        for recipe, dtype in itertools.product(all_recipes(), (torch.float32, torch.bfloat16)):
+            plain, other = make(1, dtype), native(make(0), recipe)
+            other.load_state_dict(plain.state_dict())
+            self.assertTrue(same_state(other[0].state_dict(), native(plain.float(), recipe)[0].state_dict()))
         source, target = native(make(0), "float8_rowwise"), native(make(1), "nvfp4")
         target.load_state_dict(source.state_dict())
         expected = dequantized(source[0].weight.dense(), NVFP4(), Direction.ROWWISE)
@@ -161,26 +116,24 @@ class TestStateDict(unittest.TestCase):
     def test_planes_that_do_not_fit(self) -> None:
         target = native(make(), "mxfp8")
         state = target.state_dict()
-        state["0.weight_mxfp8.scales"] = state["0.weight_mxfp8.scales"][:, :1]
-        message = r"'0.weight' of shape \(33, 40\) expects mxfp8 scales of shape \(33, 2\), but got a Tensor of shape"
-        with self.assertRaisesRegex(RuntimeError, message):
-            target.load_state_dict(state)
-        del state["0.weight_mxfp8.scales"]
-        with self.assertRaisesRegex(RuntimeError, r"expects mxfp8 scales of shape \(33, 2\), but got none"):
-            target.load_state_dict(state)
-        with self.assertRaisesRegex(RuntimeError, 'Missing key.* "0.weight"'):
-            target.load_state_dict({})
+        cut = state | {"0.weight_mxfp8.scales": state["0.weight_mxfp8.scales"][:, :1]}
+        missing = {name: value for name, value in state.items() if name != "0.weight_mxfp8.scales"}
+        expects = r"expects mxfp8 scales of shape \(33, 2\), but got"
+        for given, message in (
+            (cut, rf"'0.weight' of shape \(33, 40\) {expects} a Tensor of shape"),
+            (missing, f"{expects} none"),
+            ({}, 'Missing key.* "0.weight"'),
+        ):
+            with self.assertRaisesRegex(RuntimeError, message):
+                target.load_state_dict(given)
 
 
 class TestQuantize(unittest.TestCase):
     def test_storage_for_each_layer(self) -> None:
         model = quantize_(make(), {"0": "mxfp8", "1": "nvfp4"}, storage={"1": "native"})
-        self.assertIs(type(model[0].weight), MasterWeight)
-        self.assertIs(type(model[1].weight), NativeWeight)
-        self.assertEqual(
-            set(model.state_dict()),
-            {"0.weight", "0.bias", *(f"1.weight_nvfp4.{n}" for n in ("elements", "scales", "amax"))},
-        )
+        self.assertEqual([type(layer.weight) for layer in model], [MasterWeight, NativeWeight])
+        planes = [f"1.weight_nvfp4.{name}" for name in ("elements", "scales", "amax")]
+        self.assertEqual(set(model.state_dict()), {"0.weight", "0.bias", *planes})
 
     def test_second_call(self) -> None:
         """To another recipe and to the other storage."""
@@ -203,146 +156,95 @@ class TestQuantize(unittest.TestCase):
             with self.assertRaisesRegex(ValueError, message):
                 quantize_(make(), "mxfp8", storage=storage)
 
-    def test_optimizers_cannot_write(self) -> None:
-        """Named on the first step; masters that the optimizer helper keeps are the remedy, or freezing."""
-        for make_optimizer in (
-            lambda p: torch.optim.AdamW(p, fused=True),
-            lambda p: torch.optim.AdamW(p, foreach=True),
-            lambda p: torch.optim.AdamW(p, foreach=False),
-            lambda p: torch.optim.SGD(p, lr=0.1),
-        ):
-            model = native(make(), "mxfp8")
-            before = {name: value.clone() for name, value in model.state_dict().items() if "weight" in name}
-            model(torch.ones(1, 40)).sum().backward()
-            optimizer = make_optimizer([layer.weight for layer in model])
-            message = r"Parameter '0.weight' of shape \(33, 40\) has native storage \(mxfp8\), .*MasterOptimizer"
-            with self.assertRaisesRegex(NotImplementedError, message):
-                optimizer.step()
-            after = {name: value for name, value in model.state_dict().items() if "weight" in name}
-            self.assertTrue(same_state(after, before))
-
     def test_slices_that_cut_blocks(self) -> None:
-        with fake_world(world_size=4):
-            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("gtp", "tp"))
-            model = nn.Sequential(nn.Linear(80, 80))
-            parallelize_module(model, mesh["tp"], {"0": RowwiseParallel()})
+        """Rows of mxfp8 are not tied to one another where nothing is stored columnwise."""
+        with fake_mesh(2, 2, names=("gtp", "tp")) as mesh:
+            by_columns, by_rows = (
+                parallelize_module(nn.Sequential(nn.Linear(80, 80)), mesh["tp"], {"0": style()})
+                for style in (RowwiseParallel, ColwiseParallel)
+            )
             with self.assertRaisesRegex(ValueError, "quantize_ expects slices of whole mxfp8 blocks of 32 along dim 1"):
-                native(model, "mxfp8")
-            # Rows of mxfp8 are not tied to one another where nothing is stored columnwise.
-            model = nn.Sequential(nn.Linear(80, 80))
-            parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
-            gtp_shard(native(model, "mxfp8"), mesh["gtp"], schedule=ALL)
-            self.assertEqual(model[0].weight.to_local().shape, (20, 80))
+                native(by_columns, "mxfp8")
+            gtp_shard(native(by_rows, "mxfp8"), mesh["gtp"], schedule=ALL)
+            self.assertEqual(by_rows[0].weight.to_local().shape, (20, 80))
 
 
 class TestSharded(unittest.TestCase):
     """One rank of several whose collectives communicate nothing."""
 
-    def test_bytes_in_memory_and_on_the_wire(self) -> None:
-        """Per rank within 2% of data and scales; rowwise planes in forward, the same again in backward."""
-        rows, columns = 1024, 256
-        with fake_world(world_size=4):
-            mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
-            for recipe in all_recipes():
-                for wrap in ("gtp", "fsdp"):
-                    shapes = ((256, 256), (columns, rows), (rows, 8))
-                    model = nn.Sequential(*(nn.Linear(*shape, bias=False) for shape in shapes))
-                    native(model, recipe, filter_fn=lambda module, name: name == "1")
-                    model = gtp_shard(model, mesh, schedule=ALL) if wrap == "gtp" else model
-                    if wrap == "fsdp":
-                        fully_shard(model[1], mesh=mesh, reshard_after_forward=True)
-                    self._check_traffic(model, recipe, rows, columns)
-
     def test_memory_is_data_and_scales(self) -> None:
         """Within 2% of what the format says, in all that the process holds after a forward and backward."""
         rows, columns = 1024, 512
-        with fake_world(world_size=4):
-            mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
+        with fake_mesh(4) as mesh:
             x = torch.ones(1, columns, dtype=torch.bfloat16, requires_grad=True)
             before = held_storages()
-            for recipe in (MXFP8(), NVFP4(), Float8Rowwise()):
-                for wrap in (gtp_shard, lambda model, mesh: fully_shard(model, mesh=mesh)):
-                    model = nn.Sequential(nn.Linear(columns, rows, bias=False, dtype=torch.bfloat16))
-                    model = wrap(native(model, recipe).requires_grad_(False), mesh)
-                    model(x).sum().backward()
-                    x.grad = None
-                    if isinstance(model, FSDPModule):
-                        model.reshard()  # the outermost module keeps its weights
-                    held = sum(n for address, n in held_storages().items() if address not in before)
-                    rest = rows if recipe.name == "float8_rowwise" else 64
-                    expected = recipe.bytes_per_element() * rows * columns / 4 + rest
-                    self.assertLessEqual(held, 1.02 * expected, (recipe, wrap))
-                    self.assertGreaterEqual(held, 0.98 * (expected - 64), (recipe, wrap))
-
-    def _check_traffic(self, model: nn.Module, recipe: Recipe, rows: int, columns: int) -> None:
-        x = torch.zeros(2, 256)
-        model(x).sum().backward()  # the first pass learns the order
-        with wire_traffic() as forward:
-            result = model(x)
-        with wire_traffic() as backward:
-            result.sum().backward()
-        rest = 4 * rows if recipe.name == "float8_rowwise" else 0
-        for traffic in (forward, backward):
-            sent = [n for name, dtype, n in traffic.calls if "gather" in name and dtype is not torch.float32]
-            self.assertEqual(sum(sent), (recipe.bytes_per_element() * rows * columns + rest) / 4, recipe)
-            self.assertEqual([call for call in traffic.calls if call[1] == torch.int32 and "reduce" in call[0]], [])
+            for recipe, wrap in itertools.product((MXFP8(), NVFP4(), Float8Rowwise()), (gtp_shard, by_fsdp)):
+                model = nn.Sequential(nn.Linear(columns, rows, bias=False, dtype=torch.bfloat16))
+                model = wrap(native(model, recipe).requires_grad_(False), mesh)
+                model(x).sum().backward()
+                x.grad = None
+                if isinstance(model, FSDPModule):
+                    model.reshard()  # the outermost module keeps its weights
+                held = sum(n for address, n in held_storages().items() if address not in before)
+                rest = rows if recipe.name == "float8_rowwise" else 64
+                expected = recipe.bytes_per_element() * rows * columns / 4 + rest
+                self.assertLessEqual(held, 1.02 * expected, (recipe, wrap))
+                self.assertGreaterEqual(held, 0.98 * (expected - 64), (recipe, wrap))
 
     def test_report(self) -> None:
-        with fake_world(rank=1, world_size=4):
-            mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
+        with fake_mesh(4, rank=1) as mesh:
             model = nn.Sequential(nn.Linear(64, 300), nn.Linear(300, 64), nn.Linear(64, 8))
             quantize_(model, {"0": "mxfp8", "1": "float8_blockwise"}, storage={"0": "native"})
-            gtp_shard(model, mesh)
-            rows = {row.name: row for row in sharding_report(model).rows}
-            self.assertEqual(rows["0.weight"].storage, "native mxfp8")
+            report = sharding_report(gtp_shard(model, mesh), verbose=True)
+            rows = {row.name: row for row in report.rows}
             self.assertEqual(rows["0.weight"].local_nbytes, 75 * 66)
-            self.assertEqual(rows["1.weight"].storage, "float8_blockwise from master")
-            self.assertEqual(rows["2.weight"].storage, "")
-            self.assertIn("float32 (native mxfp8)", str(sharding_report(model, verbose=True)))
+            storages = [rows[f"{index}.weight"].storage for index in range(3)]
+            self.assertEqual(storages, ["native mxfp8", "float8_blockwise from master", ""])
+            self.assertIn("float32 (native mxfp8)", str(report))
 
     def test_empty_shards_and_columns(self) -> None:
-        for rank in range(4):
-            with fake_world(rank=rank, world_size=4):
-                mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
-                for recipe in all_recipes():
-                    model = make()
-                    gtp_shard(
-                        native(model, recipe),
-                        mesh,
-                        schedule=ALL,
-                        shard_placement_fn=lambda p: (
-                            {33: Shard(1), 20: GTPShard(0, block_size=16)}[p.shape[0]] if p.ndim == 2 else None
-                        ),
-                    )
-                    for layer in model:
-                        local = layer.weight.to_local()
-                        for name, plane in layer.state_dict().items():
-                            if "weight" in name:
-                                self.assertTrue(plane.to_local().numel() > 0 or local.numel() == 0 or "amax" in name)
-                    model(torch.ones(1, 40)).sum().backward()
-                    self.assertIs(type(model[0].weight.grad.to_local()), torch.Tensor)
+        place = {33: Shard(1), 20: GTPShard(0, block_size=16)}
+        for rank, recipe in itertools.product(range(4), all_recipes()):
+            with fake_mesh(4, rank=rank) as mesh:
+                model = native(make(), recipe)
+                by_rows = lambda p: place[p.shape[0]] if p.ndim == 2 else None  # noqa: E731
+                gtp_shard(model, mesh, schedule=ALL, shard_placement_fn=by_rows)
+                for layer in model:
+                    is_empty = layer.weight.to_local().numel() == 0
+                    for name, plane in layer.state_dict().items():
+                        if "weight" in name:
+                            self.assertTrue(plane.to_local().numel() > 0 or is_empty or "amax" in name)
+                model(torch.ones(1, 40)).sum().backward()
+                self.assertIs(type(model[0].weight.grad.to_local()), torch.Tensor)
 
-    def test_optimizers_cannot_write_shards(self) -> None:
-        """Neither under ``gtp_shard`` nor under ``fully_shard``, on any rank."""
-        wraps = (
-            lambda model, mesh: gtp_shard(model, mesh, schedule=ALL),
-            lambda model, mesh: fully_shard(model, mesh=mesh),
-        )
-        for rank in (0, 3):
-            with fake_world(rank=rank, world_size=4):
-                mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
-                for wrap in wraps:
-                    for options in ({"fused": True}, {"foreach": True}, {"foreach": False}):
-                        model = wrap(native(nn.Sequential(nn.Linear(64, 128)), "mxfp8"), mesh)
-                        model(torch.ones(1, 64)).sum().backward()
-                        message = r"Parameter '0.weight' of shape \(32, 64\) has native storage .*MasterOptimizer"
-                        with self.assertRaisesRegex(NotImplementedError, message):
-                            torch.optim.AdamW(model.parameters(), **options).step()
+    def test_optimizers_cannot_write(self) -> None:
+        """Whole, under ``gtp_shard`` and ``fully_shard``, on any rank: named on the first step; masters that the
+        optimizer helper keeps are the remedy, or freezing."""
+        gtp = partial(gtp_shard, schedule=ALL)
+        for wrap, rank in ((None, 0), (gtp, 0), (gtp, 3), (by_fsdp, 0), (by_fsdp, 3)):
+            for make_optimizer in (
+                partial(torch.optim.AdamW, fused=True),
+                partial(torch.optim.AdamW, foreach=True),
+                partial(torch.optim.AdamW, foreach=False),
+                partial(torch.optim.SGD, lr=0.1),
+            ):
+                with fake_mesh(4, rank=rank) as mesh:
+                    model = native(nn.Sequential(nn.Linear(64, 128)), "mxfp8")
+                    model = model if wrap is None else wrap(model, mesh)
+                    before = {name: local(value).clone() for name, value in model.state_dict().items()}
+                    model(torch.ones(1, 64)).sum().backward()
+                    rows = 128 if wrap is None else 32
+                    message = (
+                        rf"Parameter '0.weight' of shape \({rows}, 64\) has native storage \(mxfp8\), .*MasterOptim"
+                    )
+                    with self.assertRaisesRegex(NotImplementedError, message):
+                        make_optimizer([model[0].weight]).step()
+                    after = {name: local(value) for name, value in model.state_dict().items()}
+                    self.assertTrue(same_state(after, before))
 
     def test_frozen_base_with_adapters(self) -> None:
         """Nothing is reduced for what does not train."""
-        with fake_world(world_size=4):
-            mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
+        with fake_mesh(4) as mesh:
             model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 4, bias=False))
             native(model, Float8Rowwise(), filter_fn=lambda module, name: name == "0")
             model[0].weight.requires_grad_(False)

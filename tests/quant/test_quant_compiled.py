@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import unittest
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
-from dtensor_gtp.quant import RECIPES, Direction, Recipe
+from dtensor_gtp.quant import MXFP8, NVFP4, Direction, Float8Blockwise, Float8Rowwise, Float8Tensorwise, Recipe
 from dtensor_gtp.quant.float8_gemms import BlockwiseGEMMs, RowwiseGEMMs, TensorwiseGEMMs
 
 NAN, INF = float("nan"), float("inf")
@@ -41,39 +40,37 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class TestCompiledCasts(unittest.TestCase):
-    def _check(self, function: Callable[..., Any], inputs: list[torch.Tensor]) -> None:
+    def _check(self, function: Callable[[torch.Tensor], list[torch.Tensor]], inputs: list[torch.Tensor]) -> None:
+        def with_bytes(matrix: torch.Tensor) -> list[torch.Tensor]:
+            # inductor has no e8m0 on CPU
+            return [each.view(torch.uint8) if each.itemsize == 1 else each for each in function(matrix)]
+
         torch._dynamo.reset()
-        compiled = torch.compile(function, fullgraph=True, dynamic=False)
+        compiled = torch.compile(with_bytes, fullgraph=True, dynamic=False)
         for matrix in inputs:
-            for index, (a, b) in enumerate(zip(compiled(matrix), function(matrix), strict=True)):
+            for index, (a, b) in enumerate(zip(compiled(matrix), with_bytes(matrix), strict=True)):
                 self.assertEqual((a.dtype, a.shape), (b.dtype, b.shape))
                 self.assertTrue(torch.equal(bits(a), bits(b)), (function, matrix.shape, index))
 
-    def _check_recipe(self, recipe: Recipe) -> None:
-        directions = tuple(Direction) if recipe.has_columnwise else (Direction.ROWWISE,)
-
+    def _check_weights(self, *recipes: tuple[Recipe, Direction]) -> None:
         def casts(matrix: torch.Tensor) -> list[torch.Tensor]:
             results: list[torch.Tensor] = []
-            for direction in directions:
+            for recipe, direction in recipes:
                 quantized = recipe.quantize(matrix, direction)
-                # inductor has no e8m0 on CPU
-                results += [plane.view(torch.uint8) if plane.itemsize == 1 else plane for plane in quantized.planes]
                 dtype = torch.float32 if direction is Direction.ROWWISE else torch.bfloat16
-                results.append(recipe.dequantize(quantized, matrix.shape, direction, dtype))
+                results += [*quantized.planes, recipe.dequantize(quantized, matrix.shape, direction, dtype)]
             return results
 
         self._check(casts, matrices())
 
+    def test_mxfp8_and_nvfp4(self) -> None:
+        self._check_weights((MXFP8(), Direction.ROWWISE), (NVFP4(), Direction.ROWWISE), (NVFP4(), Direction.COLUMNWISE))
+
     @pytest.mark.soak  # what these casts consist of is in the others
-    def test_float8(self) -> None:
-        for name in ("float8_tensorwise", "float8_rowwise", "float8_blockwise"):
-            self._check_recipe(RECIPES[name]())
-
-    def test_mxfp8(self) -> None:
-        self._check_recipe(RECIPES["mxfp8"]())
-
-    def test_nvfp4(self) -> None:
-        self._check_recipe(RECIPES["nvfp4"]())
+    def test_float8_and_columns_of_mxfp8(self) -> None:
+        for recipe in (Float8Tensorwise(), Float8Rowwise(), Float8Blockwise()):
+            self._check_weights((recipe, Direction.ROWWISE))
+        self._check_weights((MXFP8(), Direction.COLUMNWISE))
 
     def test_activations_and_gradients(self) -> None:
         all_gemms = [cls(False, False) for cls in (TensorwiseGEMMs, RowwiseGEMMs, BlockwiseGEMMs)]
@@ -82,8 +79,7 @@ class TestCompiledCasts(unittest.TestCase):
             results: list[torch.Tensor] = []
             for gemms in all_gemms:
                 grad = gemms.cast_grad(matrix)
-                operands = [*gemms.cast_input(matrix), *grad, *gemms.cast_wgrad(matrix, matrix, grad)]
-                results += [operand.view(torch.uint8) if operand.itemsize == 1 else operand for operand in operands]
+                results += [*gemms.cast_input(matrix), *grad, *gemms.cast_wgrad(matrix, matrix, grad)]
             return results
 
         self._check(casts, [matrix.bfloat16() for matrix in matrices()])

@@ -10,7 +10,7 @@ of 2^-24 for each of the terms.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,13 +18,25 @@ import pytest
 import torch
 import torch.nn as nn
 from common import GlooTest, _mesh
-from float8_reference import float8_reference
-from quant_common import Net, blocks_only, check, fsdp, gtp, reference_of, uneven
+from quant_common import (
+    COLUMNS,
+    Net,
+    blocks_only,
+    check,
+    compile_layers,
+    cut_layers,
+    fsdp,
+    fully_sharded,
+    gtp,
+    is_linear,
+    uneven,
+    up_only,
+)
+from runtime_common import assert_idle
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from dtensor_gtp import quantize_
 from dtensor_gtp.quant import MXFP8, NVFP4, Float8Blockwise, Float8Rowwise, Float8Tensorwise, Recipe
 
 warnings.filterwarnings("ignore", "The recipe .* asks for float8 GEMMs, which torch lacks on CPUs")
@@ -38,53 +50,22 @@ FLOAT8 = (
     Float8Blockwise(compute="float8", high_precision_wgrad=True),
 )
 DEQUANTIZED = (Float8Tensorwise(), Float8Rowwise(), Float8Blockwise(), MXFP8(), MXFP8(scale_rounding="floor"), NVFP4())
-PLANS = {
-    "column": {"up": ColwiseParallel(output_layouts=Replicate())},
-    "row": {"down": RowwiseParallel(input_layouts=Replicate())},
-    "both": {"up": ColwiseParallel(), "down": RowwiseParallel()},
-}
+# With one maximum for the whole tensor, which ranks could get wrong by taking that of their own part.
+WITH_AMAX = (Float8Tensorwise(), NVFP4())
+BOTH = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+PLANS = (
+    {"up": ColwiseParallel(output_layouts=Replicate())},
+    {"down": RowwiseParallel(input_layouts=Replicate())},
+    BOTH,
+)
+TIED = {"embedding": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate())}
+Make = Callable[[], nn.Module]
 
 
-def is_layer(suffix: str, module: nn.Module, name: str) -> bool:
-    return blocks_only(module, name) and name.endswith(suffix)
-
-
-def is_linear(module: nn.Module, name: str) -> bool:
-    return isinstance(module, nn.Linear)
-
-
-def compare(
-    recipe: Recipe,
-    model: nn.Module,
-    shard: Callable[[nn.Module], nn.Module],
-    data: DeviceMesh,
-    names: Callable[[nn.Module, str], bool] = blocks_only,
-    cut: dict[str, Any] | None = None,
-) -> None:
-    """One step of one combination.
-
-    Args:
-        data: Mesh whose ranks see different rows.
-        cut: Plan of tensor parallelism over two ranks.
-    """
-    is_float8 = recipe.compute == "float8"
-    make_reference = partial(float8_reference, num_slices=2, cut=tuple(cut or ())) if is_float8 else reference_of
-    check(
-        model,
-        recipe,
-        shard,
-        data,
-        names=names,
-        steps=1,
-        is_exact=cut is None,
-        make_reference=make_reference,
-        by_rank=is_float8,
-    )
-
-
-def other_biases(model: nn.Module) -> nn.Module:
+def other_biases(*sizes: int) -> nn.Module:
     """A bias where there was none, and none where there was one."""
-    for layer in model.layers:  # type: ignore[union-attr]
+    model = Net(*sizes)
+    for layer in model.layers:
         layer.up.register_parameter("bias", None)
         layer.down.bias = nn.Parameter(torch.randn(layer.down.out_features))
     return model
@@ -103,104 +84,140 @@ def is_head(module: nn.Module, name: str) -> bool:
     return name == "head"
 
 
-class Combinations:
-    """Of one recipe; each has its own start."""
+def on_gtp(recipe: Recipe, mesh: DeviceMesh, make: Make = Net, names: Any = blocks_only, steps: int = 1) -> None:
+    """By default odd shapes; with a bias and without one."""
+    torch.manual_seed(0)
+    assert_idle(check(make(), recipe, gtp(recipe, mesh, names), mesh, names=names, steps=steps))
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
 
-    def gtp(self, mesh: DeviceMesh) -> Iterator[None]:
-        torch.manual_seed(0)
-        yield compare(self.recipe, Net(), gtp(self.recipe, mesh), mesh)  # odd shapes; a bias and none
-        torch.manual_seed(1)
-        yield compare(self.recipe, other_biases(Net(dim=64, hidden=96)), gtp(self.recipe, mesh), mesh)
-        if self.recipe.compute != "float8":
-            torch.manual_seed(2)
-            yield compare(self.recipe, Net(is_tied=True), gtp(self.recipe, mesh, is_linear), mesh, is_linear)
+def under_fsdp(recipe: Recipe, mesh: DeviceMesh, make: Make, names: Any = up_only, **options: Any) -> None:
+    torch.manual_seed(3)
+    check(make(), recipe, fully_sharded(recipe, mesh, names, **options), mesh, names=names, steps=1)
 
-    def fsdp(self, mesh: DeviceMesh, rows: int) -> Iterator[None]:
-        torch.manual_seed(3)
-        names = partial(is_layer, "up")
-        shard = lambda model: fsdp(quantize_(model, self.recipe, filter_fn=names), mesh)  # noqa: E731
-        yield compare(self.recipe, Net(hidden=rows), shard, mesh, names)
-        yield compare(self.recipe, other_biases(Net(hidden=rows)), shard, mesh, names)
-        if self.recipe.compute != "float8":
-            shard = lambda model: fsdp(quantize_(model, self.recipe, filter_fn=is_head), mesh)  # noqa: E731
-            yield compare(self.recipe, tied(rows), shard, mesh, is_head)
 
-    def tensor_parallel(self, mesh: DeviceMesh, plan: str, hidden: int = 256) -> Iterator[None]:
-        torch.manual_seed(4)
-        shard = lambda model: gtp(self.recipe, mesh["gtp"])(self._parallel(model, mesh, plan))  # noqa: E731
-        for model in (Net(hidden=hidden), other_biases(Net(hidden=hidden))):
-            yield compare(self.recipe, model, shard, mesh["gtp"], cut=PLANS[plan])
+def under_tp(recipe: Recipe, mesh: DeviceMesh, make: Make, plan: Any = None, is_compiled: bool = False) -> None:
+    """Cut by tensor parallelism, then by gtp, then, if there is such an axis, by ``fully_shard``."""
+    torch.manual_seed(4)
+    plan = plan or BOTH
+    names = is_head if plan is TIED else blocks_only
+    has_dp = "dp" in mesh.mesh_dim_names
 
-    def tied_head(self, mesh: DeviceMesh, rows: int) -> Iterator[None]:
-        """Cut by tensor parallelism along its rows, then by gtp, then, if there is such an axis, by ``fully_shard``."""
-        torch.manual_seed(6)
-        plan = {
-            "embedding": RowwiseParallel(input_layouts=Replicate()),
-            "head": ColwiseParallel(output_layouts=Replicate()),
-        }
-
-        def shard(model: nn.Module) -> nn.Module:
+    def shard(model: nn.Module) -> nn.Module:
+        if plan is TIED:
             parallelize_module(model, mesh["tp"], plan)
             model.head.weight = model.embedding.weight
-            model = gtp(self.recipe, mesh["gtp"], is_head)(model)
-            return fsdp(model, mesh["dp"]) if "dp" in mesh.mesh_dim_names else model
+        else:
+            cut_layers(model, mesh["tp"], plan)
+        model = gtp(recipe, mesh["gtp"], names)(model)
+        if is_compiled:
+            compile_layers(model)
+        return fsdp(model, mesh["dp"]) if has_dp else model
 
-        data = mesh["dp", "gtp"] if "dp" in mesh.mesh_dim_names else mesh["gtp"]
-        yield compare(self.recipe, tied(rows), shard, data, is_head, cut=plan)
-
-    def all_three(self, mesh: DeviceMesh, hidden: int = 512) -> Iterator[None]:
-        """Rows of a slice that gtp cuts into equal numbers of whole blocks, which ``fully_shard`` can cut again."""
-        torch.manual_seed(5)
-        shard = lambda model: fsdp(  # noqa: E731
-            gtp(self.recipe, mesh["gtp"])(self._parallel(model, mesh, "both")), mesh["dp"]
-        )
-        model = Net(dim=256, hidden=hidden)
-        yield compare(self.recipe, model, shard, mesh["dp", "gtp"], cut=PLANS["both"])
-
-    @staticmethod
-    def _parallel(model: nn.Module, mesh: DeviceMesh, plan: str) -> nn.Module:
-        for layer in model.layers:  # type: ignore[union-attr]
-            parallelize_module(layer, mesh["tp"], PLANS[plan])
-        return model
+    data = mesh["dp", "gtp"] if has_dp else mesh["gtp"]
+    check(make(), recipe, shard, data, names=names, steps=1, cut=tuple(plan))
 
 
-def run(*combinations: Iterator[None]) -> None:
-    for combination in combinations:
-        list(combination)
+class TestOneAxis(GlooTest):
+    world_size = 2
+
+    def test_r19_gtp(self) -> None:
+        for recipe in (*DEQUANTIZED, *FLOAT8[:-1]):
+            on_gtp(recipe, self.gtp_mesh(), steps=2)
+
+    def test_fully_shard(self) -> None:
+        """Shards hold whole blocks, or cut them: rows that ranks do not divide into blocks, or at all, and columns."""
+        for recipe in (*DEQUANTIZED, *FLOAT8[:-1]):
+            rows = 256 if isinstance(recipe, Float8Blockwise) else 64
+            under_fsdp(recipe, self.gtp_mesh(), partial(Net, hidden=rows))
+        for recipe, rows, options in (
+            (MXFP8(), 64, {"reshard_after_forward": False}),
+            (Float8Tensorwise(), 64, {"reshard_after_forward": False}),
+            (MXFP8(), 80, {}),
+            (NVFP4(), 80, {"reshard_after_forward": False}),
+            (Float8Blockwise(), 80, {}),
+            (Float8Tensorwise(), 37, {}),
+            (MXFP8(), 64, COLUMNS),
+        ):
+            under_fsdp(recipe, self.gtp_mesh(), partial(Net, hidden=rows), **options)
 
 
-class TestCut(GlooTest):
-    """What the other tests of quantized training leave out, on as few ranks as there can be."""
+class TestSeveralAxes(GlooTest):
+    def test_r19_tensor_parallel(self) -> None:
+        for recipe in (*DEQUANTIZED, FLOAT8[0]):
+            under_tp(recipe, _mesh((2, 2), ("gtp", "tp")), partial(Net, hidden=256))
 
-    def test_fully_shard_gtp_and_tensor_parallel(self) -> None:
+    @pytest.mark.long
+    def test_tensor_parallel_in_float8(self) -> None:
+        for recipe, is_compiled in (*((recipe, False) for recipe in FLOAT8[1:]), (FLOAT8[4], True)):
+            under_tp(recipe, _mesh((2, 2), ("gtp", "tp")), partial(Net, hidden=256), is_compiled=is_compiled)
+
+    def test_two_axes(self) -> None:
+        """Replicas of gtp; ``fully_shard`` with replicas; and around gtp, where the outer axis must cut columns of
+        recipes with blocks of rows, or gtp must."""
+        replicas = _mesh((2, 2), ("replicate", "dp"))
+        for recipe in WITH_AMAX:
+            on_gtp(recipe, self.hsdp_mesh())
+            under_fsdp(recipe, replicas, partial(Net, hidden=128))
+        mesh = _mesh((2, 2), ("dp", "gtp"))
+        for recipe, inner, outer in (
+            (Float8Tensorwise(), {}, {}),
+            (Float8Rowwise(), COLUMNS, {}),
+            (MXFP8(), {}, COLUMNS),
+            (NVFP4(), COLUMNS, {}),
+        ):
+            self.check_around(recipe, mesh["gtp"], mesh["dp"], mesh, inner, outer)
+
+    def check_around(
+        self, recipe: Recipe, gtp_mesh: Any, outer: Any, data: Any, inner: dict[str, Any], options: dict[str, Any]
+    ) -> None:
+        torch.manual_seed(0)
+        shard = gtp(recipe, gtp_mesh, **inner)
+        check(Net(), recipe, lambda model: fsdp(shard(model), outer, **options), data, steps=1)
+
+    def test_three_axes(self) -> None:
+        """Two of them with two ranks; the other pairs are in the tests above."""
+        mesh = _mesh((2, 1, 2), ("replicate", "dp", "gtp"))
+        for recipe, inner in zip(WITH_AMAX, ({}, COLUMNS), strict=True):
+            self.check_around(recipe, mesh["gtp"], mesh["replicate", "dp"], mesh, inner, {})
         mesh = _mesh((2, 1, 2), ("dp", "gtp", "tp"))
-        for recipe in (MXFP8(), Float8Rowwise(compute="float8")):
-            run(Combinations(recipe).all_three(mesh, hidden=128))
-        run(Combinations(MXFP8()).tied_head(mesh, 128))
+        for recipe in (*WITH_AMAX, MXFP8(), Float8Rowwise(compute="float8")):
+            under_tp(recipe, mesh, partial(Net, 256, 128))
+        under_tp(MXFP8(), mesh, partial(tied, 128), TIED)
 
 
 @pytest.mark.soak
 class TestMatrix(GlooTest):
     world_size = 8
 
+    def recipes(self) -> Iterator[tuple[Recipe, bool]]:
+        """And whether embeddings can be tied to their weights."""
+        yield from ((recipe, True) for recipe in DEQUANTIZED)
+        yield from ((recipe, False) for recipe in FLOAT8)
+
     def test_gtp_and_fully_shard(self) -> None:
-        for recipe in (*DEQUANTIZED, *FLOAT8):
-            every = Combinations(recipe)
-            run(every.gtp(self.gtp_mesh()), every.gtp(self.hsdp_mesh()), every.fsdp(self.gtp_mesh(), 1024))
+        for recipe, has_tables in self.recipes():
+            for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
+                on_gtp(recipe, mesh)
+                on_gtp(recipe, mesh, partial(other_biases, 64, 96))
+                if has_tables:
+                    on_gtp(recipe, mesh, partial(Net, is_tied=True), is_linear)
+            under_fsdp(recipe, self.gtp_mesh(), partial(Net, hidden=1024))
+            under_fsdp(recipe, self.gtp_mesh(), partial(other_biases, 40, 1024))
+            if has_tables:
+                under_fsdp(recipe, self.gtp_mesh(), partial(tied, 1024), is_head)
+
+    def check_tensor_parallel(self, mesh: DeviceMesh, makes: Sequence[Make], plans: Sequence[Any], rows: int) -> None:
+        for recipe, has_tables in self.recipes():
+            for plan in plans:
+                for make in makes:
+                    under_tp(recipe, mesh, make, plan)
+            if has_tables:
+                under_tp(recipe, mesh, partial(tied, rows), TIED)
 
     def test_tensor_parallel(self) -> None:
-        mesh = _mesh((4, 2), ("gtp", "tp"))
-        for recipe in (*DEQUANTIZED, *FLOAT8):
-            run(*(Combinations(recipe).tensor_parallel(mesh, plan) for plan in PLANS))
-        for recipe in DEQUANTIZED:
-            run(Combinations(recipe).tied_head(mesh, 256))
+        makes = partial(Net, hidden=256), partial(other_biases, 40, 256)
+        self.check_tensor_parallel(_mesh((4, 2), ("gtp", "tp")), makes, PLANS, 256)
 
     def test_fully_shard_gtp_and_tensor_parallel(self) -> None:
-        mesh = _mesh((2, 2, 2), ("dp", "gtp", "tp"))
-        for recipe in (*DEQUANTIZED, *FLOAT8):
-            run(Combinations(recipe).all_three(mesh))
-        for recipe in DEQUANTIZED:
-            run(Combinations(recipe).tied_head(mesh, 512))
+        """Rows of a slice that gtp cuts into equal numbers of whole blocks, which ``fully_shard`` can cut again."""
+        self.check_tensor_parallel(_mesh((2, 2, 2), ("dp", "gtp", "tp")), (partial(Net, 256, 512),), (BOTH,), 512)

@@ -90,7 +90,7 @@ class TestStochasticRounding(unittest.TestCase):
         """Where nothing saturates. Rounding to nearest is off by more, whatever the number of casts."""
         matrix = gaussian(8, 64)
         matrix[:, ::16] = 6.0 * 448 * 2.0**-8  # the largest of each block, so that scales are exact: nothing saturates
-        num = 256
+        num = 128
         total = sum(operand_values(matrix, -1, seed=seed_of(k)).double() for k in range(num))
         step = 2.0 * 448 * 2.0**-8  # the largest of e2m1, times the scale of a block
         bound = 8 * (step / 2) / num**0.5  # a value between neighbours deviates by at most half a step
@@ -102,19 +102,14 @@ class TestStochasticRounding(unittest.TestCase):
         """Of neighbours, and of two seeds: correlations within eight standard deviations of 0."""
         matrix = torch.full((64, 1024), 1.25 * 448 * 6)
         matrix[:, ::16] = 6.0 * 448 * 6
-        first, second = (operand_values(matrix, -1, seed=seed_of(k)) - matrix for k in (1, 2))
+        first, again, second = (operand_values(matrix, -1, seed=seed_of(k)) - matrix for k in (1, 1, 2))
+        self.assertTrue(torch.equal(first, again))
         errors = [e.reshape(64, -1, 16)[..., 1:].double() for e in (first, second)]
         bound = 8 / errors[0].numel() ** 0.5
         for a, b in ((errors[0], errors[1]), (errors[0][..., 1:], errors[0][..., :-1])):
             self.assertLess(abs(torch.corrcoef(torch.stack((a.flatten(), b.flatten())))[0, 1]), bound)
         shares = (errors[0] > 0).double().mean((0, 1))
         self.assertLess((shares - 0.5).abs().max(), 8 * 0.5 / (64 * 64) ** 0.5)
-
-    def test_same_seed_same_bits(self) -> None:
-        matrix = gaussian(40, 48)
-        one, two, other = (nvfp4_operand(matrix, -2, seed=seed_of(k)).planes[0] for k in (3, 3, 4))
-        self.assertTrue(torch.equal(one, two))
-        self.assertFalse(torch.equal(one, other))
 
 
 class TestRotation(unittest.TestCase):
@@ -130,24 +125,6 @@ class TestRotation(unittest.TestCase):
         self.assertTrue(torch.equal(rotate(matrix, -1, SIGNS), expected))
         self.assertTrue(torch.equal(rotate(matrix.mT, -2, SIGNS), expected.mT))
         self.assertTrue(torch.equal(rotate_back(expected, -1, SIGNS), matrix))
-
-    def test_products_stay(self) -> None:
-        """Of operands that are transformed alike along their contraction."""
-        a, b = gaussian(32, 24).double(), gaussian(32, 40, seed=1).double()
-        rotated = rotate(a, -2, SIGNS).mT @ rotate(b, -2, SIGNS)
-        self.assertLess((rotated - a.mT @ b).abs().max(), 1e-12)
-
-    def test_an_outlier_is_spread(self) -> None:
-        """Blocks with one large value: the largest magnitude is up to 4 times their root mean square, after the
-        transform it is little more than that."""
-        matrix = gaussian(64, 256)
-        matrix[:, 5::16] *= 100
-        peaks = []
-        for values in (matrix, rotate(matrix, -1, SIGNS)):
-            blocks = values.view(64, 16, 16)
-            peaks.append((blocks.abs().amax(-1) / blocks.square().mean(-1).sqrt()).mean().item())
-        self.assertGreater(peaks[0], 3.5)
-        self.assertLess(peaks[1], 1.5)
 
     def test_shapes_that_end_early(self) -> None:
         """Padded blocks of the transform hold values beyond the end, which the planes keep."""
@@ -178,7 +155,7 @@ class TestRotation(unittest.TestCase):
         stochastic rounding starts from."""
         grad, x = gaussian(64, 8), gaussian(64, 8, seed=1)
         x_values = rotate(operand_values(x, -2, signs=SIGNS), -2, SIGNS)
-        num, total, squares = 256, torch.zeros(8, 8).double(), torch.zeros(8, 8).double()
+        num, total, squares = 128, torch.zeros(8, 8).double(), torch.zeros(8, 8).double()
         for k in range(num):
             values = rotate(operand_values(grad, -2, signs=SIGNS, seed=seed_of(k)), -2, SIGNS)
             product = (values.mT @ x_values).double()
@@ -197,15 +174,13 @@ class TestRotation(unittest.TestCase):
 
 class TestOperands(unittest.TestCase):
     def test_refusals(self) -> None:
-        matrix = gaussian(16, 16)
-        for dim in (0, 1, 2):
-            with self.assertRaisesRegex(ValueError, "nvfp4_operand expects dim -1 or -2"):
-                nvfp4_operand(matrix, dim)
-        for seed in (torch.tensor(1.0), torch.zeros(2, dtype=torch.int64)):
-            with self.assertRaisesRegex(ValueError, "nvfp4_operand expects an int64 tensor with one element as seed"):
-                nvfp4_operand(matrix, -1, seed=seed)
-        for signs in (-1, 1 << 16):
-            with self.assertRaisesRegex(ValueError, "nvfp4_operand expects 16 bits as signs"):
-                nvfp4_operand(matrix, -1, signs=signs)
-        with self.assertRaisesRegex(ValueError, "nvfp4_operand expects a matrix"):
-            nvfp4_operand(matrix[0], -1)
+        matrix, an_element = gaussian(16, 16), "an int64 tensor with one element as seed"
+        for operand, dim, options, message in (
+            *((matrix, dim, {}, "dim -1 or -2") for dim in (0, 1, 2)),
+            (matrix, -1, {"seed": torch.tensor(1.0)}, an_element),
+            (matrix, -1, {"seed": torch.zeros(2, dtype=torch.int64)}, an_element),
+            *((matrix, -1, {"signs": signs}, "16 bits as signs") for signs in (-1, 1 << 16)),
+            (matrix[0], -1, {}, "a matrix"),
+        ):
+            with self.assertRaisesRegex(ValueError, f"nvfp4_operand expects {message}"):
+                nvfp4_operand(operand, dim, **options)

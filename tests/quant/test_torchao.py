@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import unittest
 from typing import Any
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
-from common import ALL, GlooTest, assert_same_params, full, rows_of_rank
+from common import ALL, GlooTest, full, rows_of_rank
 from quant_common import wire_traffic
 from runtime_common import assert_idle
 from torch.distributed.fsdp import fully_shard
@@ -42,7 +40,7 @@ class TestTorchao(GlooTest):
         gtp_shard(models[0], mesh, schedule=ALL)
         fully_shard(models[1], mesh=mesh)  # with the biases: gloo gathers mixed dtypes as bytes, but no float8
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
-        for step in range(3):
+        for step in range(2):
             x = rows_of_rank(torch.randn(8, 32, generator=torch.Generator().manual_seed(step)), mesh)
             for microbatch in (x, -x):
                 losses = [model(microbatch).square().mean() for model in models]
@@ -75,17 +73,6 @@ class TestTorchao(GlooTest):
             self.assertTrue(set(gathers) <= set(expected) and len(gathers) >= 2, gathers)
             wide = [call for call in traffic.calls if "gather" in call[0] and call[1] != torch.uint8]
             self.assertEqual(wide, [])
-
-    def test_converges_as_without_float8(self) -> None:
-        """A sanity bound against the unquantized model in one process."""
-        mesh = self.gtp_mesh()
-        torch.manual_seed(0)
-        plain_model = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32, bias=False), nn.Linear(32, 16))
-        model = gtp_shard(float8(copy.deepcopy(plain_model)), mesh, schedule=ALL)
-        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
-        F.mse_loss(plain_model(x), torch.zeros(8, 16)).backward()
-        F.mse_loss(model(rows_of_rank(x, mesh)), torch.zeros(8 // 2, 16)).backward()
-        assert_same_params(model, plain_model, "grad", rtol=0.5, atol=0.02)
 
 
 def plain(tensor: Any) -> torch.Tensor:

@@ -17,11 +17,11 @@ from unittest import mock
 
 import torch
 import torch.nn as nn
-from common import ALL, GlooTest, environment, fake_world
+from common import ALL, GlooTest, environment, fake_mesh
 from runtime_common import WIDTH, check_step, make_rows, shard_copy, small_model, square_step
 from schedules import explicit
 from script_jobs import run_forked
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_gtp import SchedulePolicy, gtp_shard, quantize_
 from dtensor_gtp._comm import debug
@@ -78,8 +78,7 @@ class TestDebuggingAids(unittest.TestCase):
 
     def sleeps(self, flags: str) -> list[float]:
         """How long one step sleeps, each time."""
-        with environment(DTENSOR_GTP_DEBUG=flags), fake_world():
-            mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
+        with environment(DTENSOR_GTP_DEBUG=flags), fake_mesh(4) as mesh:
             model = gtp_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mesh, schedule=ALL)
             with mock.patch.object(debug.time, "sleep") as sleep:
                 model(torch.ones(2, 8)).sum().backward()
@@ -98,8 +97,7 @@ class TestDebuggingAids(unittest.TestCase):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 raise torch.OutOfMemoryError("no more")
 
-        with fake_world():
-            mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
+        with fake_mesh(4) as mesh:
             model = gtp_shard(nn.Sequential(nn.Linear(8, 8), Hungry(8, 8)), mesh, schedule=ALL)
             with self.assertRaisesRegex(torch.OutOfMemoryError, "no more") as raised:
                 model(torch.ones(2, 8))
@@ -141,32 +139,24 @@ class TestFinite(GlooTest):
         with environment(DTENSOR_GTP_DEBUG="finite"):
             return shard_copy(module, mesh, **options)
 
-    def test_finite_values_pass(self) -> None:
-        for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
-            reference = small_model()
-            model = self.model(reference, mesh)
-            for seed in range(2):
-                check_step(reference, model, mesh, make_rows(seed), square_step)
-
     def test_gradients_of_sharded_and_whole_parameters(self) -> None:
-        """A NaN in the rows of rank 2, where backward meets it first. The step after it is right."""
+        """A NaN in the rows of rank 2, where backward meets it first. The steps before and after it are right."""
         alone = explicit(min_shard_numel=0, coalesce_grad_nbytes=0)
-        for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
-            for schedule, told in ((alone, "'3.weight' has 144 NaN"), (ALL, "'3.weight' has 144 NaN .*'1.second' has")):
-                reference = small_model()
-                model = self.model(reference, mesh, schedule=schedule)
-                check_step(reference, model, mesh, make_rows(0), square_step)
-                rows = make_rows(1)[:2].fill_(math.nan if self.rank == 2 else 1)
-                with self.assertRaisesRegex(
-                    RuntimeError, rf"before the reduce_scatter of gradients \(rank 2: {told}.*\), which would spread it"
-                ):
-                    square_step(model, rows)
-                check_step(reference, model, mesh, make_rows(2), square_step)
+        for mesh, schedule, told in (
+            (self.gtp_mesh(), alone, "'3.weight' has 144 NaN"),
+            (self.hsdp_mesh(), ALL, "'3.weight' has 144 NaN .*'1.second' has"),
+        ):
+            reference = small_model()
+            model = self.model(reference, mesh, schedule=schedule)
+            check_step(reference, model, mesh, make_rows(0), square_step)
+            rows = make_rows(1)[:2].fill_(math.nan if self.rank == 2 else 1)
+            message = rf"before the reduce_scatter of gradients \(rank 2: {told}.*\), which would spread it"
+            with self.assertRaisesRegex(RuntimeError, message):
+                square_step(model, rows)
+            check_step(reference, model, mesh, make_rows(2), square_step)
             norm = self.model(nn.LayerNorm(WIDTH), mesh)
-            told = (
-                r"before the all_reduce of gradients \(rank 1: 'weight' has 1 NaN and 0 infinite of 12 elements, 'bias'"
-            )
-            with self.assertRaisesRegex(RuntimeError, told):
+            told = "'weight' has 1 NaN and 0 infinite of 12 elements, 'bias'"
+            with self.assertRaisesRegex(RuntimeError, rf"before the all_reduce of gradients \(rank 1: {told}"):
                 scale = torch.ones(WIDTH)
                 scale[3] = math.nan if self.rank == 1 else 1
                 norm(torch.ones(2, WIDTH) + torch.arange(WIDTH)).mul(scale).nansum().backward()
@@ -179,9 +169,8 @@ class TestFinite(GlooTest):
             if storage is not None:
                 quantize_(reference, "mxfp8", storage=storage)
             model = self.model(reference, self.gtp_mesh())
-            with self.assertRaisesRegex(
-                RuntimeError, r"before the all_gather of weights \(rank 3: '1.weight' has .*of 2048"
-            ):
+            message = r"before the all_gather of weights \(rank 3: '1.weight' has .*of 2048"
+            with self.assertRaisesRegex(RuntimeError, message):
                 model(torch.ones(2, 64))
 
     def test_padding_is_not_looked_at(self) -> None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 import torch.nn as nn
-from common import GlooTest, check_training, fake_world
-from runtime_common import assert_idle, num_gathers, runtime_of
+from common import GlooTest, check_training, fake_mesh
+from runtime_common import assert_idle, num_gathers, runtime_of, weight_of
 from schedules import explicit
-from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.common_utils import TestCase
 from torch.utils.checkpoint import checkpoint
 
-from dtensor_gtp import gtp_shard
+from dtensor_gtp import gtp_shard, register_gtp_forward_method
 
 WIDTH = 16
 NUM_BLOCKS = 4
@@ -66,6 +66,8 @@ def square_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 class TestWrongGuesses(GlooTest):
     """Two steps beside one process, whatever the guess of the first one was."""
 
+    world_size = 2
+
     def check(self, reference: nn.Module, is_nested: bool = False, **options: Any) -> None:
         mesh = self.gtp_mesh()
         for numbers in ({}, {"coalesce_nbytes": 0, "prefetch_nbytes": 2 * 4 * WIDTH**2}):
@@ -76,7 +78,7 @@ class TestWrongGuesses(GlooTest):
                     gtp_shard(block, mesh, schedule=schedule)  # noqa: B023
                 return gtp_shard(model, mesh, schedule=schedule)  # noqa: B023
 
-            model = check_training(reference, shard, mesh, make_tokens, square_loss, steps=2)
+            model = check_training(copy.deepcopy(reference), shard, mesh, make_tokens, square_loss, steps=2)
             assert_idle(model)
 
     def model(self, *order: int) -> Model:
@@ -84,27 +86,25 @@ class TestWrongGuesses(GlooTest):
         return Model(order) if order else Model()
 
     def test_a_weight_of_each_block_is_not_used(self) -> None:
+        """Also where nothing is kept of a guess, or less."""
         self.check(self.model())
         self.check(self.model(), is_nested=True)
+        self.check(self.model(), keep_nbytes=8 * WIDTH**2)
+        self.check(self.model(), keep_last=False, wgrad_first=False)
 
-    def test_blocks_in_another_order(self) -> None:
+    def test_another_order(self) -> None:
+        """Of blocks, some of which run several times or are recomputed, and of the weights of a block."""
         for order in ((3, 2, 1, 0), (2, 3), (0, 3, 1, 2)):
             self.check(self.model(*order))
-
-    def test_weights_of_a_block_in_another_order(self) -> None:
-        model = self.model()
-        for block in model.blocks:
-            block.is_swapped = block.uses_all = True
-        self.check(model)
-
-    def test_blocks_that_run_several_times(self) -> None:
         self.check(self.model(0, 0, 1, 2, 1, 3, 3), is_nested=True)
-
-    def test_recomputed_blocks(self) -> None:
         for use_reentrant, order in ((False, (0, 2, 1, 3)), (True, ())):
             model = self.model(*order)
             model.use_reentrant = use_reentrant
             self.check(model)
+        model = self.model()
+        for block in model.blocks:
+            block.is_swapped = block.uses_all = True
+        self.check(model)
 
     def test_tied_weights(self) -> None:
         model = self.model()
@@ -112,23 +112,16 @@ class TestWrongGuesses(GlooTest):
         model.head.weight = model.table.weight
         self.check(model)
 
-    def test_nothing_is_kept_of_a_guess(self) -> None:
-        self.check(self.model(), keep_nbytes=8 * WIDTH**2)
-        self.check(self.model(), keep_last=False, wgrad_first=False)
-
 
 class TestGuesses(TestCase):
     """One process of a group that communicates nothing counts gathers."""
 
     def setUp(self) -> None:
         super().setUp()
-        world = fake_world(world_size=4)
-        world.__enter__()
-        self.addCleanup(world.__exit__, None, None, None)
+        self.mesh = self.enterContext(fake_mesh(4))
 
-    def shard(self, model: Model, **options: Any) -> Model:
-        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
-        return gtp_shard(model, mesh, schedule=explicit(min_shard_numel=0, **options))
+    def shard(self, model: Any, **options: Any) -> Any:
+        return gtp_shard(model, self.mesh, schedule=explicit(min_shard_numel=0, **options))
 
     def launches(self, model: Model) -> list[int]:
         """Launches of a forward and its backward."""
@@ -160,24 +153,15 @@ class TestGuesses(TestCase):
         self.assertEqual(self.launches(model), [3, 4])
         self.assertEqual(self.launches(model), [1, 1])
         self.assertEqual(self.launches(self.used_blocks(prefetch_depth=0)), [14, 13])
-
-    def test_recomputed_blocks_of_the_first_pass_travel_together(self) -> None:
-        model = self.used_blocks()
-        model.use_reentrant = False
-        first, second = self.launches(model), self.launches(model)
+        recomputed = self.used_blocks()
+        recomputed.use_reentrant = False
+        first, second = self.launches(recomputed), self.launches(recomputed)
         self.assertEqual(first, [3, second[1] + 3])
-
-    def test_an_unused_weight_is_gathered_once_in_all(self) -> None:
-        model = self.shard(Model(), coalesce_nbytes=0)
-        for _ in range(3):
-            self.launches(model)
-        counts = {name: count for name, count in num_gathers(model).items() if "unused" in name}
-        self.assertEqual(set(counts.values()), {1}, counts)
 
     def test_an_unused_weight_leaves_when_its_block_is_passed(self) -> None:
         model = self.shard(Model(), coalesce_nbytes=0)
         pending: list[int] = []
-        unused = [self.weight(model, block) for block in model.blocks]
+        unused = [weight_of(model, f"blocks.{number}.unused.weight") for number in range(NUM_BLOCKS)]
         for block in model.blocks:
             block.up.register_forward_hook(
                 lambda *_: pending.append(sum(len(weight.for_forward.pending) for weight in unused))
@@ -186,6 +170,7 @@ class TestGuesses(TestCase):
             model(torch.zeros(2, 3, dtype=torch.int64))
             self.assertEqual(pending, coming)
             pending.clear()
+        self.launches(model)
         self.assertEqual({weight.for_forward.num_gathers for weight in unused}, {1})
 
     def test_blocks_of_the_first_pass_follow_the_order_of_the_first_one(self) -> None:
@@ -198,10 +183,6 @@ class TestGuesses(TestCase):
             c for key, c in runtime_of(model).passes.chains.items() if key.is_grad_enabled and not key.is_backward
         ]
         self.assertEqual(chain.num_deviations, 4, "the table, the first block twice, the head")
-
-    def weight(self, model: Model, block: nn.Module) -> Any:
-        (found,) = [w for w in runtime_of(model).weights if w.registration.sites[0].module is block.unused]
-        return found
 
     def test_what_may_never_be_gathered_is_not_guessed(self) -> None:
         """Tables, heads outside of blocks, and what is larger than the window."""
@@ -217,16 +198,12 @@ class TestGuesses(TestCase):
                 output: torch.Tensor = self.blocks[0](x)
                 return output
 
-        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
-        schedule = explicit(min_shard_numel=0, prefetch_nbytes=8 * WIDTH**2)
-        model = gtp_shard(Tables(), mesh, schedule=schedule)
+        model = self.shard(Tables(), prefetch_nbytes=8 * WIDTH**2)
         model(torch.ones(2, WIDTH)).sum().backward()
         used = {name.removesuffix(".weight"): count for name, count in num_gathers(model).items() if count}
         self.assertEqual(used, {"blocks.0": 1, "blocks.1": 1})
 
     def test_other_methods_are_not_guessed(self) -> None:
-        from dtensor_gtp import register_gtp_forward_method
-
         class WithMethod(Model):
             def embed(self, tokens: torch.Tensor) -> torch.Tensor:
                 found: torch.Tensor = self.table(tokens)

@@ -13,12 +13,9 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from common import assert_same_params, environment, fake_world
-from expecttest import TestCase
+from common import assert_same_params, environment, fake_mesh
 from runtime_common import assert_idle, counted, num_gathers, runtime_of, weight_of
 from schedules import explicit
-from torch.distributed.device_mesh import init_device_mesh
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import gtp_shard, sharding_report
@@ -55,31 +52,31 @@ class Block(nn.Module):
 
 @contextmanager
 def recorded(model: nn.Module) -> Iterator[list[str]]:
-    """Lines of launches and uses, in order."""
-    runtime, lines = runtime_of(model), []
-    gather, acquire = runtime.gathering._gather, runtime.gathering.acquire
+    """Uses and launches, these in brackets, in order; without the names of what all have."""
+    gathering, events = runtime_of(model).gathering, []
+    gather, acquire = gathering._gather, gathering.acquire
+
+    def name(target: Gatherable) -> str:
+        return target.weight.fqn.removesuffix(".weight").replace("experts.", "")
 
     def launch(targets: Sequence[Gatherable]) -> None:
-        lines.append("  gather " + " + ".join(target.weight.fqn.removesuffix(".weight") for target in targets))
+        events.append(f"[{' + '.join(map(name, targets))}]")
         gather(targets)
 
     def use(target: Gatherable) -> Gathered:
-        lines.append("use " + target.weight.fqn.removesuffix(".weight"))
+        events.append(name(target))
         return acquire(target)
 
-    runtime.gathering._gather, runtime.gathering.acquire = launch, use  # type: ignore[method-assign]
+    gathering._gather, gathering.acquire = launch, use  # type: ignore[method-assign]
     try:
-        yield lines
+        yield events
     finally:
-        del runtime.gathering._gather, runtime.gathering.acquire  # type: ignore[method-assign]
+        del gathering._gather, gathering.acquire  # type: ignore[method-assign]
 
 
-class TestLaunches(TestCase):
+class TestLaunches(unittest.TestCase):
     def setUp(self) -> None:
-        world = fake_world(world_size=4)
-        world.__enter__()
-        self.addCleanup(world.__exit__, None, None, None)
-        self.mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("gtp", "expert_gtp"))
+        self.mesh = self.enterContext(fake_mesh(2, 2, names=("gtp", "expert_gtp")))
 
     def make(self, single: bool = True, num_blocks: int = 3, **options: Any) -> nn.Module:
         schedule = explicit(1, **{"min_shard_numel": 0, "coalesce_nbytes": 0, "prefetch_nbytes": 0, **options})
@@ -90,6 +87,9 @@ class TestLaunches(TestCase):
 
     def step(self, model: nn.Module) -> None:
         model(torch.ones(3, WIDTH, requires_grad=True)).sum().backward()
+
+    def assert_order(self, events: list[str], *expected: str) -> None:
+        self.assertEqual(events, " ".join(expected).split())
 
     def test_reductions_of_a_mesh_do_not_depend_on_those_of_another(self) -> None:
         """Ranks of the dense mesh use their experts or not, as all ranks of their expert mesh do."""
@@ -118,88 +118,20 @@ class TestLaunches(TestCase):
         window of the dense weights goes on beside them."""
         model = self.make()
         self.step(model)
-        with recorded(model) as lines:
+        with recorded(model) as events:
             self.step(model)
-        self.assertExpectedInline(
-            "\n".join(lines),
-            """\
-  gather 0.q
-  gather 0.experts.up
-  gather 0.experts.down
-use 0.q
-  gather 0.o
-use 0.o
-  gather 1.q
-use 0.experts.up
-  gather 1.experts.up
-use 0.experts.down
-  gather 1.experts.down
-use 1.q
-  gather 1.o
-use 1.o
-  gather 2.q
-use 1.experts.up
-  gather 2.experts.up
-use 1.experts.down
-  gather 2.experts.down
-use 2.q
-  gather 2.o
-use 2.o
-use 2.experts.up
-use 2.experts.down
-  gather 2.experts.up
-use 2.experts.down
-  gather 1.experts.down
-use 2.experts.up
-  gather 1.experts.up
-use 2.o
-  gather 2.q
-use 2.q
-  gather 1.o
-use 1.experts.down
-  gather 0.experts.down
-use 1.experts.up
-  gather 0.experts.up
-use 1.o
-  gather 1.q
-use 1.q
-  gather 0.o
-use 0.experts.down
-use 0.experts.up
-use 0.o
-  gather 0.q
-use 0.q""",
+        self.assert_order(
+            events,
+            "[0.q] [0.up] [0.down] 0.q [0.o] 0.o [1.q] 0.up [1.up] 0.down [1.down]",
+            "1.q [1.o] 1.o [2.q] 1.up [2.up] 1.down [2.down]",
+            "2.q [2.o] 2.o 2.up 2.down",
+            "[2.up] 2.down [1.down] 2.up [1.up] 2.o [2.q] 2.q [1.o]",
+            "1.down [0.down] 1.up [0.up] 1.o [1.q] 1.q [0.o]",
+            "0.down 0.up 0.o [0.q] 0.q",
         )
         assert_idle(model)
         used = num_gathers(model)
         self.assertEqual(set(used.values()) - {4}, {3}, "one each way; the last of the forward is kept, of each mesh")
-
-    def test_a_trace_shows_experts_behind_a_whole_block(self) -> None:
-        """What the profiler records between the launch of a gather and the use of the weight, in both directions."""
-        model = self.make()
-        self.step(model)
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
-            self.step(model)
-        ranges = sorted((event.time_range.start, event.name) for event in profiler.events() if "GTP::" in event.name)
-        self.assertEqual(sum("GTP::wgrad" in name for _, name in ranges), 12)
-        names = [name.replace("experts.", "").replace(".weight", "") for _, name in ranges]
-        turn = names.index("GTP::compute (2.down)") + 1
-
-        def between(weight: str, names: list[str]) -> str:
-            launched, used = (names.index(f"GTP::{kind} ({weight})") for kind in ("all_gather", "compute"))
-            return " ".join(name[14:-1] for name in names[launched:used] if "compute" in name)
-
-        for weight, forward, backward in (
-            ("1.up", "0.up 0.down 1.q 1.o", "2.up 2.o 2.q 1.down"),
-            ("1.down", "0.down 1.q 1.o 1.up", "2.down 2.up 2.o 2.q"),
-            ("2.up", "1.up 1.down 2.q 2.o", None),
-            ("2.down", "1.down 2.q 2.o 2.up", None),
-            ("0.up", None, "1.up 1.o 1.q 0.down"),
-            ("0.down", None, "1.down 1.up 1.o 1.q"),
-        ):
-            for expected, part in ((forward, names[:turn]), (backward, names[turn:])):
-                if expected is not None:
-                    self.assertEqual(between(weight, part), expected, weight)
         # One gather stream for each communicator: that of all experts is in order, and another than that of the rest.
         of_experts, of_others = (
             {weight.groups.gather_name for weight in runtime_of(model).weights if ("experts" in weight.fqn) == is_one}
@@ -230,55 +162,19 @@ use 0.q""",
             for _ in range(2):
                 self.step(model)
             output = model(torch.ones(3, WIDTH, requires_grad=True)).tanh().sum()
-            with recorded(model) as lines:
+            with recorded(model) as events:
                 output.backward()
-            self.assertExpectedInline(
-                "\n".join(lines),
-                """\
-  gather 1.0
-use 1.0
-  gather 1.1
-use 1.1
-  gather 1.1
-use 1.1
-  gather 1.0
-use 1.0
-  gather 0.0
-use 0.0
-  gather 0.1
-use 0.1
-  gather 0.1
-use 0.1
-  gather 0.0
-use 0.0""",
-            )
+            self.assert_order(events, "[1.0] 1.0 [1.1] 1.1 [1.1] 1.1 [1.0] 1.0 [0.0] 0.0 [0.1] 0.1 [0.1] 0.1 [0.0] 0.0")
 
     def test_experts_of_the_dense_window(self) -> None:
         model = self.make(num_blocks=2, expert_blocks_ahead=0)
         self.step(model)
-        with recorded(model) as lines, torch.no_grad():
+        with torch.no_grad():
             model(torch.ones(3, WIDTH))
-            lines.clear()
-            model(torch.ones(3, WIDTH))
-        self.assertExpectedInline(
-            "\n".join(lines),
-            """\
-  gather 0.q
-  gather 0.experts.up
-use 0.q
-  gather 0.o
-use 0.o
-  gather 1.q
-use 0.experts.up
-  gather 0.experts.down
-use 0.experts.down
-  gather 1.experts.up
-use 1.q
-  gather 1.o
-use 1.o
-use 1.experts.up
-  gather 1.experts.down
-use 1.experts.down""",
+            with recorded(model) as events:
+                model(torch.ones(3, WIDTH))
+        self.assert_order(
+            events, "[0.q] [0.up] 0.q [0.o] 0.o [1.q] 0.up [0.down] 0.down [1.up]", "1.q [1.o] 1.o 1.up [1.down] 1.down"
         )
 
     def test_weights_of_each_group_are_gathered_in_one_operation(self) -> None:
@@ -286,17 +182,16 @@ use 1.experts.down""",
         model = self.make(single=False, num_blocks=1)
         x = torch.ones(3, WIDTH)
         for _ in range(2):
-            with recorded(model) as lines, torch.no_grad():
+            with recorded(model) as events, torch.no_grad():
                 model(x)
-            of_experts = [line for line in lines if "gather" in line and "experts" in line]
-            names = [f"  gather 0.experts.{name}.weight0 + 0.experts.{name}.weight1" for name in ("up", "down")]
-            self.assertEqual(of_experts, names)
+            names = [f"[0.{name}.weight0 + 0.{name}.weight1]" for name in ("up", "down")]
+            self.assertEqual([event for event in events if event.startswith("[") and "weight" in event], names)
         # Alone, outside of any plan: the other one is dropped.
         before = num_gathers(model)
-        with recorded(model) as lines:
+        with recorded(model) as events:
             runtime, weight = runtime_of(model), weight_of(model, "0.experts.up.weight1")
             runtime.gathering.release(weight.for_forward, runtime.gathering.acquire(weight.for_forward))
-        self.assertEqual(len(lines), 2)
+        self.assertEqual(len(events), 2)
         with torch.no_grad():
             model(x)
         self.assertEqual(num_gathers(model)["0.experts.up.weight0"], before["0.experts.up.weight0"] + 1)
@@ -474,8 +369,7 @@ class TestValues(unittest.TestCase):
         torch.manual_seed(0)
         for layer, shape in ((nn.Conv1d(4, 6, 3), (2, 4, 8)), (nn.Conv2d(4, 6, 3, groups=2), (2, 4, 8, 8))):
             reference = nn.Sequential(layer, nn.Tanh())
-            with fake_world(world_size=1):
-                mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("gtp",))
+            with fake_mesh(1) as mesh:
                 with environment(DTENSOR_GTP_DEBUG="poison"):
                     model = gtp_shard(copy.deepcopy(reference), mesh, schedule=explicit(min_shard_numel=0))
                 x = torch.randn(*shape)

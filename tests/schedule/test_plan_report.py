@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import unittest
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -12,10 +13,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from common import fake_world
+from common import fake_mesh
 from runtime_common import assert_idle, num_gathers, runtime_of
 from schedules import changed, explicit
-from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 from dtensor_gtp import _torch_compat as compat
@@ -33,9 +33,12 @@ def three_layers() -> nn.Module:
 
 class TestPlanReport(unittest.TestCase):
     def setUp(self) -> None:
-        self.enterContext(fake_world())
-        self.mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
-        self.model = gtp_shard(three_layers(), self.mesh, schedule=ONE_AHEAD)
+        self.mesh = self.enterContext(fake_mesh(4))
+        self.model = self.shard()
+
+    def shard(self, **options: Any) -> nn.Module:
+        torch.manual_seed(0)
+        return gtp_shard(three_layers(), self.mesh, schedule=changed(ONE_AHEAD, **options))
 
     def step(self) -> None:
         self.model(torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
@@ -67,58 +70,44 @@ class TestPlanReport(unittest.TestCase):
         self.assertEqual(report.symmetric_nbytes, 8 << 20)
         self.assertIn("8.0 MiB of memory that peers copy from", str(report))
 
-    def test_what_is_kept_is_in_memory_from_forward_to_backward(self) -> None:
-        schedule = changed(ONE_AHEAD, keep_nbytes=NBYTES)
-        model = gtp_shard(three_layers(), self.mesh, schedule=schedule)
-        for _ in range(2):
-            model(torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
-        forward, backward = sharding_report(model).passes
-        one, two = NBYTES, 2 * NBYTES  # the weight in the middle is kept, beside the last one
-        self.assertEqual((forward.gathered_nbytes, forward.between_nbytes), ((two, two, two), (one, one, two, two)))
-        self.assertEqual((backward.gathered_nbytes, backward.between_nbytes), ((two, two, one), (two, one, one, 0)))
-
-    def test_the_last_weight_is_freed_at_the_turning_point(self) -> None:
-        """With ``keep_last=False``: one gather more, and nothing in between; the bits are the same."""
-        x = torch.randn(2, WIDTH)
-        grads, gathers = [], []
-        for keep_last in (True, False):
-            torch.manual_seed(0)
-            model = gtp_shard(three_layers(), self.mesh, schedule=changed(ONE_AHEAD, keep_last=keep_last))
+    def test_what_is_kept_from_forward_to_backward(self) -> None:
+        """The last weight and those that fit; with ``keep_last=False`` it is gathered once more, whatever else is kept.
+        The bits are the same."""
+        x, grads = torch.randn(2, WIDTH), []
+        one, two = NBYTES, 2 * NBYTES
+        for options, kept, between in (
+            ({}, [2], (one, one, one, one)),
+            ({"keep_nbytes": NBYTES}, [1, 2], (one, one, two, two)),
+            ({"keep_last": False}, [], (one, one, one, 0)),
+            ({"keep_last": False, "keep_nbytes": NBYTES}, [1], (one, one, two, one)),
+        ):
+            model = self.shard(**options)
             for step in range(3):
                 inputs = x.clone().requires_grad_()
                 loss = model(inputs).sum()
                 held = [t.weight.fqn for t in runtime_of(model).members.gatherables if t.kept is not None or t.pending]
-                self.assertEqual(held, ["2.weight"] if keep_last and step else [])  # once there is a plan
+                self.assertEqual(held, [f"{index}.weight" for index in kept] if step else [])  # once there is a plan
                 loss.backward()
                 assert_idle(model)
             forward, backward = sharding_report(model).passes
-            self.assertEqual(forward.between_nbytes[-1], NBYTES if keep_last else 0)
-            self.assertEqual(backward.between_nbytes[0], NBYTES)  # gathered ahead, when backward begins
+            self.assertEqual(forward.between_nbytes, between, options)
+            if options == {"keep_nbytes": NBYTES}:
+                gathered = forward.gathered_nbytes, backward.gathered_nbytes
+                self.assertEqual(gathered, ((two, two, two), (two, two, one)))
+                self.assertEqual(backward.between_nbytes, (two, one, one, 0))
+            if not kept:
+                self.assertEqual(backward.between_nbytes[0], NBYTES)  # gathered ahead, when backward begins
+            expected = {f"{index}.weight": 4 if index in kept else 6 for index in range(3)}
+            self.assertEqual(num_gathers(model), expected, options)
             grads.append(inputs.grad)
-            gathers.append(num_gathers(model))
-        self.assertTrue(torch.equal(*grads))
-        kept, freed = gathers
-        self.assertEqual(kept, {"0.weight": 6, "1.weight": 6, "2.weight": 4})
-        self.assertEqual(freed, dict.fromkeys(kept, 6))
-
-    def test_the_last_weight_is_freed_whatever_else_is_kept(self) -> None:
-        schedule = changed(ONE_AHEAD, keep_last=False, keep_nbytes=NBYTES)
-        model = gtp_shard(three_layers(), self.mesh, schedule=schedule)
-        for step in range(3):
-            loss = model(torch.randn(2, WIDTH, requires_grad=True)).sum()
-            held = [t.weight.fqn for t in runtime_of(model).members.gatherables if t.kept is not None or t.pending]
-            self.assertEqual(held, ["1.weight"] if step else [])
-            loss.backward()
-        self.assertEqual(sharding_report(model).passes[0].between_nbytes[-1], NBYTES)
+        for grad in grads[1:]:
+            self.assertTrue(torch.equal(grad, grads[0]))
 
     def test_ranges(self) -> None:
         self.step()
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             self.step()
-        counts: dict[str, int] = {}
-        for event in profiler.events():
-            if event.name.startswith("GTP::"):
-                counts[event.name] = counts.get(event.name, 0) + 1
+        counts = Counter(event.name for event in profiler.events() if event.name.startswith("GTP::"))
         expected = {}
         for name in ("0.weight", "1.weight", "2.weight"):
             expected[f"GTP::all_gather ({name})"] = 1 if name == "2.weight" else 2  # kept at the turning point

@@ -11,9 +11,8 @@ from xml.etree import ElementTree
 
 import torch
 import torch.nn as nn
-from common import ALL, fake_world
+from common import ALL, fake_mesh
 from schedules import explicit
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dtensor_gtp import GTPShard, gtp_shard, sharding_report
@@ -28,8 +27,7 @@ ONE_AHEAD = explicit(prefetch_depth=1, prefetch_nbytes=0, coalesce_nbytes=0, min
 
 def observed(num_layers: int, *, verbose: bool = False) -> ShardingReport:
     """The report of equal layers after a step, in the place of rank 1 of 4."""
-    with fake_world(1, 4):
-        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
+    with fake_mesh(4, rank=1) as mesh:
         layers = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(num_layers))
         model = gtp_shard(nn.Sequential(*layers), mesh, schedule=ONE_AHEAD)
         model(torch.randn(2, WIDTH, requires_grad=True)).sum().backward()
@@ -51,8 +49,7 @@ class TestStrips(unittest.TestCase):
     def test_parts_are_what_ranks_hold(self) -> None:
         """On a mesh of three axes, uneven and in blocks; and the parts together are the parameter."""
         for rank in (0, 5, 6):
-            with fake_world(rank, 8):
-                mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "gtp", "tp"))
+            with fake_mesh(2, 2, 2, names=("replicate", "gtp", "tp"), rank=rank) as mesh:
                 model = nn.Sequential(nn.Linear(10, 14), nn.Linear(14, 10), nn.Linear(10, 9), nn.Conv1d(9, 5, 3))
                 plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
                 parallelize_module(model, mesh["tp"], plan, src_data_rank=None)
@@ -155,18 +152,13 @@ class TestPage(unittest.TestCase):
         self.assertIn(report._repr_html_(), html)
         for elsewhere in ("<script", "src=", "href=", "url(", "http"):
             self.assertNotIn(elsewhere, html)
-        for shown in (
-            "0-4.weight",
-            "gtp_shard on gtp=4",
-            "gathers by the process group",
-            "forward of Sequential: 5 uses",
-        ):
+        passes = "forward of Sequential: 5 uses"
+        for shown in ("0-4.weight", "gtp_shard on gtp=4", "gathers by the process group", passes):
             self.assertIn(shown, html)
         self.assertEqual(len(svgs(html)), 1 + 2)  # one folded parameter, two passes
 
     def test_before_the_first_forward(self) -> None:
-        with fake_world():
-            mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
+        with fake_mesh(4) as mesh:
             html = sharding_report(gtp_shard(nn.Linear(64, 64), mesh))._repr_html_()
         self.assertIn("Not observed yet", html)
         self.assertIn("whole on every rank", html)  # the bias
@@ -175,8 +167,7 @@ class TestPage(unittest.TestCase):
         """Of modules whose names are those of a stranger's file."""
         blocks = nn.ModuleDict({HOSTILE: nn.Linear(64, 64), "other": nn.Linear(64, 64)})
         ignored = set(blocks["other"].parameters())
-        with fake_world():
-            mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
+        with fake_mesh(4) as mesh:
             model = gtp_shard(Named(blocks, HOSTILE), mesh, schedule=ALL, ignored_params=ignored)
             model(torch.ones(2, 64)).sum().backward()
             for verbose in (False, True):

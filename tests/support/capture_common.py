@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 import torch.nn as nn
-from common import ALL
+from common import ALL, full
 from runtime_common import Raw, local, runtime_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves
@@ -105,18 +105,27 @@ def captured_step(
 
 
 class Setting:
-    """A model, its optimizer and the same in plain torch."""
+    """A model, its optimizer and the same in plain torch.
+
+    Args:
+        plain: The model in plain torch; a few layers unless given.
+        sharded: Name of the module of it that ``gtp_shard`` is called on.
+        is_stepping: Whether a step calls the optimizer.
+    """
 
     def __init__(
         self,
         dtype: torch.dtype = torch.float32,
         policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
         is_stepping: bool = True,
+        plain: Callable[[], Any] = lambda: nn.Sequential(nn.Linear(12, 12), Raw(), nn.LayerNorm(12)),
+        sharded: str = "",
     ) -> None:
         torch.manual_seed(0)
-        self.plain = nn.Sequential(nn.Linear(12, 12), Raw(), nn.LayerNorm(12)).to(dtype)
+        self.plain: Any = plain().to(dtype)
+        self.model: Any = copy.deepcopy(self.plain)
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("gtp",))
-        self.model = gtp_shard(copy.deepcopy(self.plain), mesh, schedule=ALL, mp_policy=policy)
+        self.sharded = gtp_shard(self.model.get_submodule(sharded), mesh, schedule=ALL, mp_policy=policy)
         self.optimizers = [
             torch.optim.AdamW(m.parameters(), lr=torch.tensor(0.1), foreach=False, capturable=True)
             for m in (self.plain, self.model)
@@ -125,6 +134,7 @@ class Setting:
             optimizer.param_groups[0]["capturable"] = None  # only GPUs have it; the stand-in can do without
             optimizer.param_groups[0]["lr"] = 0.1
         self.recorder = OnHost(self.model, [self.optimizers[1]])
+        self.recorder.sharded = self.sharded
         self.is_stepping = is_stepping
         self.num_runs = 0
 
@@ -143,23 +153,35 @@ class Setting:
             return self.run(self.model, self.optimizers[1], x, scale)
 
         optimizers = [self.optimizers[1]] if self.is_stepping else []
-        arguments = {"warmup_steps": 3, "max_graphs": 8} | options
-        return captured_step(step, self.model, optimizers, [runtime_of(self.model)], self.recorder, **arguments)
+        return self.captured_as(step, optimizers, **{"warmup_steps": 3, **options})
 
-    def check(self, step: CapturedStep[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    def captured_as(
+        self, step: Callable[..., Any], optimizers: Any = None, warmup_steps: int = 2, max_graphs: int = 8
+    ) -> CapturedStep[..., Any]:
+        """Any step, by default with the optimizer of the model."""
+        optimizers = [self.optimizers[1]] if optimizers is None else optimizers
+        runtimes = [runtime_of(self.sharded)]
+        return captured_step(step, self.model, optimizers, runtimes, self.recorder, warmup_steps, max_graphs)
+
+    def check_steps(self, step: CapturedStep[..., Any], num: int, num_rows: int = 4) -> None:
+        for seed in range(num):
+            self.check(step, rows(seed, num_rows))
+
+    def check(self, step: CapturedStep[..., Any], x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         want = self.run(self.plain, self.optimizers[0], x, *(args or [1.0]), **kwargs)
         got = step(x, *args, **kwargs)
         torch.testing.assert_close(got["loss"], want["loss"].detach())
         torch.testing.assert_close(got["rows"][0], want["rows"][0].detach())
         assert not got["loss"].requires_grad
         self.compare()
+        return got
 
-    def compare(self) -> None:
+    def compare(self, **tolerance: float) -> None:
         for (name, a), b in zip(self.model.named_parameters(), self.plain.parameters(), strict=True):
-            torch.testing.assert_close(a.full_tensor(), b, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(full(a), b, msg=lambda m, n=name: f"{n}: {m}")
             assert (a.grad is None) == (b.grad is None), name
             if b.grad is not None:
-                torch.testing.assert_close(a.grad.full_tensor(), b.grad, msg=lambda m, n=name: f"grad of {n}: {m}")
+                torch.testing.assert_close(full(a.grad), b.grad, msg=lambda m, n=name: f"grad of {n}: {m}", **tolerance)
 
 
 def rows(seed: int, num: int = 4, dtype: torch.dtype = torch.float32) -> torch.Tensor:

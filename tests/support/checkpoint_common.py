@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -98,6 +99,16 @@ def job_state(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any
     return state if scheduler is None else state | {"scheduler": scheduler.state_dict()}
 
 
+def load_job(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    state = job_state(model, optimizer)
+    dcp.load(state, checkpoint_id=path)
+    set_job_state(model, optimizer, state)
+
+
+def set_job_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
 class Topology(NamedTuple):
     """How a plain model is sharded and wrapped, and which part of a global batch this rank has there."""
 
@@ -167,9 +178,7 @@ def check_reload(
         dcp.save(job_state(*model), checkpoint_id=path)
         for shard, rows in topologies:
             loaded, expected = job(shard, 1), job(PLAIN.shard, 2)
-            state = job_state(*loaded)
-            dcp.load(state, checkpoint_id=path)
-            set_state_dict(*loaded, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+            load_job(*loaded, path)
             same(loaded[0], reference[0], "parameter")
             for mine, theirs in zip(loaded[0].parameters(), reference[0].parameters(), strict=True):
                 for key, value in reference[1].state.get(theirs, {}).items():
@@ -233,8 +242,8 @@ def id_of(tensor: torch.Tensor) -> int:
 class RecordingPlanner(dcp.DefaultSavePlanner):
     """Counts who writes what; only the coordinator sees the global plan."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.writes: Counter[tuple[Any, ...]] = Counter()
 
     def create_global_plan(self, all_plans: list[Any]) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import shutil
 import sys
 import tempfile
@@ -187,6 +188,13 @@ def fake_world(rank: int = 0, world_size: int = 4) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def fake_mesh(*shape: int, names: tuple[str, ...] = ("gtp",), rank: int = 0) -> Iterator[DeviceMesh]:
+    """A mesh of a ``fake_world`` that has just its ranks."""
+    with fake_world(rank, math.prod(shape)):
+        yield init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 @contextmanager

@@ -26,12 +26,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoint_common import job_state
+from checkpoint_common import job_state, set_job_state
 from cuda_common import take_gpu
 from elastic_time import TICK, JobClock, Pacemaker, ends_collectives
 from garbage import collect_seldom
 from test_elastic_checkpoint import Job, Reference
-from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
 from dtensor_gtp.elastic import (
     HeldState,
@@ -210,7 +210,7 @@ def recover(job: Job, progress: Progress, setup: Setup) -> None:
             return
         progress.step = int(latest.name.partition("-")[2])
         dcp.load(state, checkpoint_id=latest)
-    set_state_dict(job.model, job.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    set_job_state(job.model, job.optimizer, state)
 
 
 def train(job: Job, progress: Progress, setup: Setup, watch: RankWatch) -> bool:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from checkpoint_common import PLAIN, check_reload, topology
+from checkpoint_common import PLAIN, Topology, check_reload, momentum, topology
 from common import ALL, assert_same_params, check_training, full, fused_on, rows_of_rank
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,6 +23,19 @@ VOCABULARY = 31  # does not divide: the shards of the embedding and of the head 
 WIDTH = 8
 
 sgd = partial(torch.optim.SGD, lr=0.5, momentum=0.5)
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    "AdamW fused": partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    "AdamW foreach": partial(torch.optim.AdamW, lr=1e-2, foreach=True, amsgrad=True),
+    "Adam for-loop": partial(torch.optim.Adam, lr=1e-2, foreach=False),
+    "NAdam": partial(torch.optim.NAdam, lr=1e-2),
+    "RAdam": partial(torch.optim.RAdam, lr=1e-2),
+    "Adamax": partial(torch.optim.Adamax, lr=1e-2),
+    "Adadelta": partial(torch.optim.Adadelta, lr=1e-1),
+    "ASGD": partial(torch.optim.ASGD, lr=1e-2),
+    "Adagrad": partial(torch.optim.Adagrad, lr=1e-2),
+    "RMSprop": partial(torch.optim.RMSprop, lr=1e-2, foreach=True),
+}
 Units = Callable[[Any], Sequence[nn.Module | list[nn.Module]]]
 
 
@@ -137,6 +150,26 @@ def check(reference: nn.Module, shard: Any, mesh: DeviceMesh, steps: int = 2, **
     )
 
 
+def make_seeded(seed: int) -> Any:
+    return make(seed=seed)
+
+
+def check_resumes(
+    topologies: Sequence[Topology],
+    make_optimizer: Callable[..., torch.optim.Optimizer] = momentum,
+    make_model: Callable[[int], nn.Module] = make_seeded,
+    device: str = "cpu",
+) -> None:
+    """What was trained on the first topology, and saved, resumes on each of them."""
+    check_reload(
+        lambda seed: make_model(seed).to(device),
+        lambda step: token_batch(torch.Generator().manual_seed(step)).to(device),
+        next_token_loss,
+        topologies,
+        make_optimizer,
+    )
+
+
 def check_checkpoints(mesh: DeviceMesh, shard: Callable[[Any], Any]) -> None:
     """What was saved resumes on these axes, from the meta device, under gtp alone and in one process."""
     data = mesh["dp", "gtp"] if mesh.ndim > 2 else mesh
@@ -145,18 +178,9 @@ def check_checkpoints(mesh: DeviceMesh, shard: Callable[[Any], Any]) -> None:
     def on_meta(model: nn.Module) -> Any:
         return shard(model.to("meta")).to_empty(device=device)
 
-    check_reload(
-        lambda seed: make(seed=seed).to(device),
-        lambda step: token_batch(torch.Generator().manual_seed(step)).to(device),
-        next_token_loss,
-        [
-            topology(shard, data),
-            topology(on_meta, data),
-            topology(lambda model: gtp_shard(model, data["gtp"], schedule=ALL), data["gtp"]),
-            PLAIN,
-        ],
-        partial(torch.optim.AdamW, lr=1e-2, fused=fused_on(mesh)),
-    )
+    alone = topology(lambda model: gtp_shard(model, data["gtp"], schedule=ALL), data["gtp"])
+    adamw = partial(torch.optim.AdamW, lr=1e-2, fused=fused_on(mesh))
+    check_resumes([topology(shard, data), topology(on_meta, data), alone, PLAIN], adamw, device=device)
 
 
 def check_averages(case: Any, make_optimizer: Callable[..., torch.optim.Optimizer]) -> None:

@@ -2,13 +2,15 @@
 
 A ``Draw`` prints as the Python expression that makes it again. ``draw_of(seed)`` is a pure function of the seed.
 ``problem_of`` says why a draw makes no sense or is refused by the documentation: the generator draws again then, and
-the shrinker (``fuzz_run.py``) leaves such steps out. ``fuzz_model.py`` builds the model, ``fuzz_run.py`` trains it
+the shrinker (``fuzz_shrink.py``) leaves such steps out. ``fuzz_model.py`` builds the model, ``fuzz_run.py`` trains it
 beside one process. Run ``python tests/support/fuzz.py --help`` for long runs and to reproduce a seed.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
@@ -19,6 +21,8 @@ AXES = ("dp", "replicate", "gtp", "tp")
 KEEPING = ("layer_norm", "rms_norm", "group_norm", "attention", "conv2d", "late")
 CHANGING = ("linear", "conv1d", "raw", "stack", "list", "mlp", "gru")
 LOW_PRECISION = "bfloat16"
+
+Problems = Iterator[tuple[bool, str]]
 
 
 @dataclass(frozen=True)
@@ -200,123 +204,106 @@ def problem_of(draw: Draw) -> str:
     ends = widths(draw)
     if ends is None:
         return "widths"
-    problems = (_problem_of_layer(draw, index, ends) for index in range(len(draw.layers)))
-    return next(filter(None, (*problems, _problem_of_spans(draw), _problem_of_whole(draw))), "")
+    problems = itertools.chain(
+        *(_problems_of_layer(draw, index, ends) for index in range(len(draw.layers))),
+        *(_problems_of_span(draw, span) for span in draw.spans),
+        _problems_of_whole(draw),
+        _problems_beside_fully_shard(draw) if draw.uses_dp else (),
+    )
+    return next((why for is_so, why in problems if is_so), "")
 
 
-def _problem_of_layer(draw: Draw, index: int, ends: dict[int, tuple[int, int]]) -> str:
+def _problems_of_layer(draw: Draw, index: int, ends: dict[int, tuple[int, int]]) -> Problems:
     layer = draw.layers[index]
-    if (layer.kind == "embedding") != (draw.vocabulary > 0 and index == 0):
-        return "an embedding comes first, where there are tokens"
-    if layer.kind == "embedding" and (draw.order.count(0) != 1 or draw.order[0] != 0 or layer.residual or layer.period):
-        return "an embedding runs once, at the start"
-    if layer.kind in KEEPING and layer.out:
-        return "the layer has no width of its own"
-    if layer.unfrozen_at and not layer.frozen:
-        return "nothing to unfreeze"
-    if layer.tp and (layer.kind != "mlp" or layer.dtype or layer.nested):
-        return "not tensor parallel"
-    if layer.compiled and (layer.kind not in ("linear", "mlp", "raw") or layer.dtype or draw.uses_dp or layer.tp):
-        return "not compiled"
-    if layer.nested == "mesh" and (draw.uses_dp or draw.axes[3] > 1):
-        return "the nested mesh has the ranks of dp or tp, too"
-    if layer.tied >= 0:
-        other = draw.layers[layer.tied]
-        kinds = (other.kind, layer.kind)
-        shapes = [_shape_to_tie(draw.layers[i], ends[i], draw.vocabulary) for i in (layer.tied, index)]
-        if layer.tied >= index or kinds not in (("linear",) * 2, ("raw",) * 2, ("embedding", "linear")):
-            return "these kinds do not tie"
-        # One gradient, so one dtype; a weight is frozen or not.
-        if shapes[0] != shapes[1] or layer.dtype != other.dtype or layer.frozen or other.tied >= 0:
-            return "these weights do not tie"
-        if layer.placement != other.placement:
-            return "one weight has one placement"
-    return ""
+    is_embedding = layer.kind == "embedding"
+    yield is_embedding != (draw.vocabulary > 0 and index == 0), "an embedding comes first, where there are tokens"
+    is_first_alone = draw.order.count(0) == 1 and draw.order[0] == 0 and not layer.residual and not layer.period
+    yield is_embedding and not is_first_alone, "an embedding runs once, at the start"
+    yield layer.kind in KEEPING and layer.out > 0, "the layer has no width of its own"
+    yield layer.unfrozen_at > 0 and not layer.frozen, "nothing to unfreeze"
+    yield layer.tp and (layer.kind != "mlp" or bool(layer.dtype or layer.nested)), "not tensor parallel"
+    is_compilable = layer.kind in ("linear", "mlp", "raw") and not (layer.dtype or draw.uses_dp or layer.tp)
+    yield layer.compiled and not is_compilable, "not compiled"
+    has_other_axes = draw.uses_dp or draw.axes[3] > 1
+    yield layer.nested == "mesh" and has_other_axes, "the nested mesh has the ranks of dp or tp, too"
+    if layer.tied < 0:
+        return
+    other = draw.layers[layer.tied]
+    kinds = (other.kind, layer.kind)
+    can_tie = layer.tied < index and kinds in (("linear",) * 2, ("raw",) * 2, ("embedding", "linear"))
+    yield not can_tie, "these kinds do not tie"
+    # One gradient, so one dtype; a weight is frozen or not.
+    shapes = [_shape_to_tie(draw.layers[i], ends[i], draw.vocabulary) for i in (layer.tied, index)]
+    fits = shapes[0] == shapes[1] and layer.dtype == other.dtype and not layer.frozen and other.tied < 0
+    yield not fits, "these weights do not tie"
+    yield layer.placement != other.placement, "one weight has one placement"
 
 
-def _problem_of_spans(draw: Draw) -> str:
-    for span in draw.spans:
-        if not 0 <= span.start < span.stop <= len(draw.order):
-            return "a span outside of the program"
-        if span.kind == "selective" and draw.retains_graph:
-            return "torch has no second backward through selective checkpointing"
-        if span.kind == "selective" and any(draw.layers[i].kind == "gru" for i in draw.order[span.start : span.stop]):
-            return "torch saves products of a GRU that it overwrites: wrong gradients, also in one process"
-        if span.kind == "selective" and draw.outer_units:
-            return "torch counts the ops of fully_shard's hooks in such a region, and they differ in the recomputation"
-        outside = (*draw.order[: span.start], *draw.order[span.stop :])
-        if span.kind == "reentrant" and draw.outer_units and set(draw.order[span.start : span.stop]) & set(outside):
-            return "fully_shard leaves the gradient of a unit unreduced that is used in such a region and outside of it"
-        for other in draw.spans:
-            is_apart = other.stop <= span.start or span.stop <= other.start
-            is_inside = other.start >= span.start and other.stop <= span.stop
-            is_around = span.start >= other.start and span.stop <= other.stop
-            if not (is_apart or is_inside or is_around):
-                return "spans overlap"
-            if other is not span and (other.start, other.stop) == (span.start, span.stop):
-                return "two spans of one extent"
-    return ""
+def _problems_of_span(draw: Draw, span: Span) -> Problems:
+    yield not 0 <= span.start < span.stop <= len(draw.order), "a span outside of the program"
+    inside = draw.order[span.start : span.stop]
+    outside = draw.order[: span.start] + draw.order[span.stop :]
+    if span.kind == "selective":
+        yield draw.retains_graph, "torch has no second backward through selective checkpointing"
+        # with wrong gradients, also in one process
+        yield any(draw.layers[i].kind == "gru" for i in inside), "torch saves products of a GRU that it overwrites"
+        yield (draw.outer_units, "torch counts the ops of fully_shard's hooks there, which differ in the recomputation")
+    if span.kind == "reentrant" and draw.outer_units:
+        yield (
+            bool(set(inside) & set(outside)),
+            "fully_shard does not reduce the gradient of a unit used in and out of it",
+        )
+    for other in draw.spans:
+        is_apart = other.stop <= span.start or span.stop <= other.start
+        is_inside = other.start >= span.start and other.stop <= span.stop
+        is_around = span.start >= other.start and span.stop <= other.stop
+        yield not (is_apart or is_inside or is_around), "spans overlap"
+        yield other is not span and is_inside and is_around, "two spans of one extent"
 
 
-def _problem_of_whole(draw: Draw) -> str:
+def _problems_of_whole(draw: Draw) -> Problems:
     dp, replicate, gtp, tp = draw.axes
-    if draw.world not in (1, 2, 4):
-        return "number of ranks"
-    if (replicate > 1 and not draw.hsdp) or (dp > 1 and not draw.uses_dp):
-        return "an axis that nobody uses"
-    if draw.nested_axes[0] * draw.nested_axes[1] != replicate * gtp:
-        return "the nested mesh has other ranks"
-    has_own_dtype = any(layer.dtype for layer in draw.layers)
-    if draw.mixed and (has_own_dtype or (draw.mixed == "low") != (draw.dtype == "float32" and draw.mixed == "low")):
-        return "mixed precision casts everything to one dtype"
+    yield draw.world not in (1, 2, 4), "number of ranks"
+    yield (replicate > 1 and not draw.hsdp) or (dp > 1 and not draw.uses_dp), "an axis that nobody uses"
+    yield draw.nested_axes[0] * draw.nested_axes[1] != replicate * gtp, "the nested mesh has other ranks"
+    layers = draw.layers
+    has_own_dtype = any(layer.dtype for layer in layers)
+    yield bool(draw.mixed) and has_own_dtype, "mixed precision casts everything to one dtype"
+    yield draw.mixed == "low" and draw.dtype != "float32", "mixed precision casts down"
     is_double = draw.dtype == "float64" and not draw.mixed and not has_own_dtype
-    if draw.optimizer.startswith("adamw") and not is_double:
-        return "AdamW blows up what rounding leaves of a gradient near zero"
-    if draw.unsynced == "all_reduce" and not draw.hsdp:
-        return "no replicas"
-    if draw.unsynced and draw.microbatches == 1:
-        return "nothing to accumulate"
-    if draw.unsynced and not any(
-        not layer.frozen and not layer.period and layer.kind != "late" for layer in draw.layers
-    ):
-        return "the last microbatch may have no backward at all, which would reduce"
-    if draw.interleaves and draw.microbatches == 1:
-        return "nothing to interleave"
-    if draw.scales and draw.interleaves:
-        return "autograd refuses weights that were written between forward and backward"
-    middle = draw.layers[draw.order[len(draw.order) // 2]]
-    if draw.breaks and (middle.period or middle.frozen or middle.kind == "late"):
-        return "nothing would break"
-    if draw.recipe and (draw.dtype != "float32" or draw.mixed or has_own_dtype):
-        return "the reference of recipes computes in float32"
-    if draw.recipe and any(layer.tp or layer.placement in ("block", "replicate") for layer in draw.layers):
-        return "shards that may cut blocks of the recipe, or none"
-    if draw.recipe and not any(layer.kind in ("linear", "mlp") for layer in draw.layers):
-        return "nothing to quantize"
-    if draw.uses_dp and has_own_dtype:
-        return "fully_shard expects one dtype"
-    if draw.uses_dp and _problem_beside_fully_shard(draw):
-        return _problem_beside_fully_shard(draw)
-    if draw.flipped and (tp > 1 or draw.uses_dp or any(layer.tp for layer in draw.layers)):
-        return "a mesh whose ranks descend has no root in common with those of dp and tp"
-    return ""
+    is_adamw = draw.optimizer.startswith("adamw")
+    yield is_adamw and not is_double, "AdamW blows up what rounding leaves of a gradient near zero"
+    yield draw.unsynced == "all_reduce" and not draw.hsdp, "no replicas"
+    yield draw.microbatches == 1 and bool(draw.unsynced), "nothing to accumulate"
+    always_trains = any(not layer.frozen and not layer.period and layer.kind != "late" for layer in layers)
+    yield bool(draw.unsynced) and not always_trains, "the last microbatch may have no backward, which would reduce"
+    yield draw.interleaves and draw.microbatches == 1, "nothing to interleave"
+    yield draw.interleaves and bool(draw.scales), "autograd refuses weights written between forward and backward"
+    middle = layers[draw.order[len(draw.order) // 2]]
+    breaks_never = bool(middle.period or middle.frozen or middle.kind == "late")
+    yield bool(draw.breaks) and breaks_never, "nothing would break"
+    if draw.recipe:
+        is_plain = draw.dtype == "float32" and not draw.mixed and not has_own_dtype
+        yield not is_plain, "the reference of recipes computes in float32"
+        is_cut = any(layer.tp or layer.placement in ("block", "replicate") for layer in layers)
+        yield is_cut, "shards that may cut blocks of the recipe, or none"
+        yield all(layer.kind not in ("linear", "mlp") for layer in layers), "nothing to quantize"
+    has_tp = tp > 1 or any(layer.tp for layer in layers)
+    yield (bool(draw.flipped) and (has_tp or draw.uses_dp), "a mesh whose ranks descend shares no root with dp and tp")
 
 
-def _problem_beside_fully_shard(draw: Draw) -> str:
+def _problems_beside_fully_shard(draw: Draw) -> Problems:
+    yield any(layer.dtype for layer in draw.layers), "fully_shard expects one dtype"
     has_blocks = draw.recipe not in ("", "float8_rowwise", "float8_tensorwise")
-    if has_blocks or any(layer.placement == "block" for layer in draw.layers):
-        return "fully_shard over blocks is refused, where they are not torch's chunks"
-    if draw.breaks or draw.interleaves:
-        return "fully_shard alone does not promise that"
-    if draw.retains_graph or draw.unshards or draw.unsynced or not draw.reshard_after_backward:
-        return "fully_shard has switches of its own"
-    if draw.divides_by:
-        return "fully_shard divides, too"
-    if draw.hsdp and any(layer.tp for layer in draw.layers):
-        return "fully_shard takes parameters of two axes at most"
-    if not draw.outer_reshard and any(layer.unfrozen_at for layer in draw.layers):
-        return "fully_shard leaves parameters registered that requires_grad_ does not reach the sharded ones through"
-    return ""
+    has_blocks |= any(layer.placement == "block" for layer in draw.layers)
+    yield has_blocks, "fully_shard over blocks is refused, where they are not torch's chunks"
+    yield bool(draw.breaks) or draw.interleaves, "fully_shard alone does not promise that"
+    has_switches = draw.retains_graph or draw.unshards or bool(draw.unsynced) or not draw.reshard_after_backward
+    yield has_switches, "fully_shard has switches of its own"
+    yield draw.divides_by > 0, "fully_shard divides, too"
+    yield draw.hsdp and any(layer.tp for layer in draw.layers), "fully_shard takes parameters of two axes at most"
+    unfreezes = any(layer.unfrozen_at for layer in draw.layers)
+    yield not draw.outer_reshard and unfreezes, "parameters that stay registered hide the sharded from requires_grad_"
 
 
 # --- the generator ----------------------------------------------------------------------------------------------------

@@ -1,16 +1,102 @@
-"""Command line of the fuzzer: ``python tests/support/fuzz.py``."""
+"""Command line of the fuzzer, ``python tests/support/fuzz.py``, and the processes that it runs draws in."""
 
 from __future__ import annotations
 
 import argparse
-import time
+import logging
+import multiprocessing
+import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
 
 import fuzz
+import torch
+import torch.distributed as dist
 from fuzz import Draw, draw_of, problem_of, show
-from fuzz_run import Outcome, rounds
-from fuzz_shrink import Workers, kind_of, shrink
+from fuzz_run import Meshes, Outcome, rounds, run_round
+from fuzz_shrink import kind_of, shrink
+
+NUM_WORKERS = 4  # and most ranks of a draw
+# A collective that nobody joins ends after this time; a round that is not done after the other one never will be.
+_COLLECTIVE_TIMEOUT = timedelta(minutes=2)
+_ROUND_TIMEOUT_S = 900
+
+
+def _work(rank: int, num_workers: int, file: str, connection: Connection) -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    store = dist.FileStore(file, num_workers)
+    dist.init_process_group("gloo", rank=rank, world_size=num_workers, store=store, timeout=_COLLECTIVE_TIMEOUT)
+    meshes = Meshes()
+    while (draws := connection.recv()) is not None:
+        connection.send(run_round(draws, meshes))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class Workers:
+    """``num_workers`` processes that run rounds of draws, made anew after one in which a rank raised."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.num_workers = num_workers
+        self._context = multiprocessing.get_context("forkserver")
+        # What takes longest to import. Not the fuzzer's own modules: the server does not know their directory.
+        self._context.set_forkserver_preload(
+            ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "dtensor_gtp"]
+        )
+        self._processes: list[Any] = []
+        self._connections: list[Connection] = []
+
+    def __enter__(self) -> Workers:
+        self._start()
+        return self
+
+    def _start(self) -> None:
+        with tempfile.NamedTemporaryFile(delete=False) as file:
+            pass
+        for rank in range(self.num_workers):
+            mine, theirs = self._context.Pipe()
+            process = self._context.Process(target=_work, args=(rank, self.num_workers, file.name, theirs), daemon=True)
+            process.start()
+            theirs.close()  # else the end of a worker that dies would not show
+            self._processes.append(process)
+            self._connections.append(mine)
+
+    def run(self, draws: Sequence[Draw]) -> list[Outcome]:
+        """One round."""
+        if not self._processes:
+            self._start()
+        for connection in self._connections:
+            connection.send(list(draws))
+        if not self._connections[0].poll(_ROUND_TIMEOUT_S):
+            self._kill()
+            return [Outcome(draw, {0: f"no end after {_ROUND_TIMEOUT_S} s"}, True) for draw in draws]
+        try:
+            results = [connection.recv() for connection in self._connections]
+            outcomes: list[Outcome] = results[0]
+        except EOFError:
+            outcomes = [Outcome(draw, {0: "a worker died"}, True) for draw in draws]
+        if any(outcome.is_raised for outcome in outcomes):
+            self._kill()
+        return outcomes
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._connections = [], []
+
+    def __exit__(self, *args: Any) -> None:
+        for connection in self._connections:
+            connection.send(None)
+        for process in self._processes:
+            process.join(_ROUND_TIMEOUT_S)
+        self._kill()
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -19,10 +105,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--draw", action="append", help="run this draw: a Draw(...) expression as the report prints it")
     parser.add_argument("--start", type=int, default=0, help="first seed of a long run")
     parser.add_argument("--count", type=int, default=200, help="number of seeds of a long run")
-    parser.add_argument("--workers", type=int, default=4, choices=(1, 2, 4), help="processes, and most ranks of a draw")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first draw that fails")
-    parser.add_argument("--no-shrink", action="store_true", help="report a failing draw as it is")
-    parser.add_argument("--verbose", action="store_true", help="print every draw and its time")
     return parser.parse_args(arguments)
 
 
@@ -36,7 +119,7 @@ def _draws(options: argparse.Namespace) -> Iterator[Draw]:
     seeds = options.seed or ()
     if not (options.draw or options.seed):
         seeds = range(options.start, options.start + options.count)
-    yield from (draw for draw in map(draw_of, seeds) if draw.world <= options.workers)
+    yield from map(draw_of, seeds)
 
 
 def describe(outcome: Outcome) -> str:
@@ -48,48 +131,30 @@ def describe(outcome: Outcome) -> str:
     return "\n".join((f"seed {outcome.draw.seed} failed: {show(outcome.draw)}", *parts))
 
 
-class _Shrinker:
-    """Workers for draws of each size."""
-
-    def __init__(self, stack: ExitStack) -> None:
-        self._stack = stack
-        self._workers: dict[int, Workers] = {}
-
-    def run(self, draw: Draw) -> Outcome:
-        if draw.world not in self._workers:
-            self._workers[draw.world] = self._stack.enter_context(Workers(draw.world))
-        return self._workers[draw.world].run([draw])[0]
-
-    def shrink(self, draw: Draw) -> None:
-        kind = kind_of(self.run(draw))
-        if not kind:
-            print("run alone it does not fail: a race, or what an earlier draw left behind", flush=True)
-            return
-        smallest = shrink(draw, lambda smaller: kind_of(self.run(smaller)) == kind, lambda _: None)
-        print("shrunk:", describe(self.run(smallest)), flush=True)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run draws; returns the exit status."""
+    """Run draws and shrink those that fail; returns the exit status."""
     options = _arguments(arguments)
     num_draws = num_failed = 0
-    begin = time.perf_counter()
     with ExitStack() as stack:
-        workers = stack.enter_context(Workers(options.workers))
-        shrinker = _Shrinker(stack)
-        for draws in rounds(_draws(options), options.workers):
-            before = time.perf_counter()
-            outcomes = workers.run(draws)
+        pools: dict[int, Workers] = {}
+
+        def run(draw: Draw) -> Outcome:
+            if draw.world not in pools:
+                pools[draw.world] = stack.enter_context(Workers(draw.world))
+            return pools[draw.world].run([draw])[0]
+
+        workers = stack.enter_context(Workers(NUM_WORKERS))
+        for draws in rounds(_draws(options), NUM_WORKERS):
             num_draws += len(draws)
-            if options.verbose:
-                print(f"{time.perf_counter() - before:.2f} s: {', '.join(map(show, draws))}", flush=True)
-            for outcome in outcomes:
-                if outcome.failures:
-                    num_failed += 1
-                    print(describe(outcome), flush=True)
-                    if not options.no_shrink:
-                        shrinker.shrink(outcome.draw)
+            for outcome in filter(lambda outcome: outcome.failures, workers.run(draws)):
+                num_failed += 1
+                print(describe(outcome), flush=True)
+                if kind := kind_of(run(outcome.draw)):
+                    smallest = shrink(outcome.draw, lambda smaller, kind=kind: kind_of(run(smaller)) == kind)
+                    print("shrunk:", describe(run(smallest)), flush=True)
+                else:
+                    print("run alone it does not fail: a race, or what an earlier draw left behind", flush=True)
             if num_failed and not options.keep_going:
                 break
-    print(f"{num_draws} draws, {num_failed} failed, {time.perf_counter() - begin:.0f} s")
+    print(f"{num_draws} draws, {num_failed} failed")
     return int(num_failed > 0)

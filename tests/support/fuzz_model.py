@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,8 +10,6 @@ import torch
 import torch.nn as nn
 from fuzz import Draw, Layer, Span, widths
 from quant_common import spell_out
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from dtensor_gtp import quantize_
@@ -83,67 +81,49 @@ class Mlp(nn.Module):
         return y
 
 
-class Transposed(nn.Module):
-    """A layer that wants channels before positions."""
+class Wrapped(nn.Module):
+    """A module of torch that takes another shape, or gives more than its output."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, call: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.inner = inner
+        self.call = call
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.inner(x.transpose(1, 2)).transpose(1, 2)
-        return y
+        return self.call(self.inner, x)
 
 
-class Image(nn.Module):
-    """Positions and channels as an image."""
-
-    def __init__(self, bias: bool) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(1, 3, 3, padding=1, bias=bias)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.conv(x.unsqueeze(1)).mean(1)
-        return y
+def _channels_first(inner: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = inner(x.transpose(1, 2)).transpose(1, 2)
+    return y
 
 
-class Attention(nn.Module):
-    def __init__(self, width: int, bias: bool) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(width, 1 + (width % 2 == 0), bias=bias, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.attention(x, x, x, need_weights=False)[0]
-        return y
-
-
-class Recurrent(nn.Module):
-    def __init__(self, width: int, out: int, bias: bool) -> None:
-        super().__init__()
-        self.gru = nn.GRU(width, out, bias=bias, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.gru(x)[0]
-        return y
+def _as_image(inner: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = inner(x.unsqueeze(1)).mean(1)
+    return y
 
 
 def make_layer(draw: Draw, layer: Layer, width: int, out: int) -> nn.Module:
     groups = next(size for size in (3, 2, 1) if width % size == 0)
+    bias = layer.bias
     makers: dict[str, Callable[[], nn.Module]] = {
         "embedding": lambda: nn.Embedding(draw.vocabulary, out),
-        "linear": lambda: nn.Linear(width, out, bias=layer.bias),
-        "conv1d": lambda: Transposed(nn.Conv1d(width, out, 3, padding=1, bias=layer.bias)),
-        "conv2d": lambda: Image(layer.bias),
+        "linear": lambda: nn.Linear(width, out, bias=bias),
+        "conv1d": lambda: Wrapped(nn.Conv1d(width, out, 3, padding=1, bias=bias), _channels_first),
+        "conv2d": lambda: Wrapped(nn.Conv2d(1, 3, 3, padding=1, bias=bias), _as_image),
         "layer_norm": lambda: nn.LayerNorm(width, eps=0.1),
         "rms_norm": lambda: nn.RMSNorm(width, eps=0.1),
-        "group_norm": lambda: Transposed(nn.GroupNorm(groups, width, eps=0.1)),
-        "attention": lambda: Attention(width, layer.bias),
-        "raw": lambda: Raw(width, out, layer.bias),
+        "group_norm": lambda: Wrapped(nn.GroupNorm(groups, width, eps=0.1), _channels_first),
+        "attention": lambda: Wrapped(
+            nn.MultiheadAttention(width, 1 + (width % 2 == 0), bias=bias, batch_first=True),
+            lambda inner, x: inner(x, x, x, need_weights=False)[0],
+        ),
+        "raw": lambda: Raw(width, out, bias),
         "stack": lambda: Stack(width, out, has_scalar=not draw.uses_dp),
         "list": lambda: Matrices(width, out),
         "late": lambda: Late(width),
-        "mlp": lambda: Mlp(width, out, layer.bias),
-        "gru": lambda: Recurrent(width, out, layer.bias),
+        "mlp": lambda: Mlp(width, out, bias),
+        "gru": lambda: Wrapped(nn.GRU(width, out, bias=bias, batch_first=True), lambda inner, x: inner(x)[0]),
     }
     return makers[layer.kind]()
 
@@ -251,7 +231,7 @@ class Model(nn.Module):
 
 
 def _is_quantized(module: nn.Module, name: str) -> bool:
-    return isinstance(module, nn.Linear) and "attention" not in name
+    return type(module) is nn.Linear  # not the subclass that attention calls by its weight
 
 
 def quantize(reference: Model, model: Model) -> None:
@@ -274,16 +254,3 @@ def make_batch(draw: Draw, phase: int) -> torch.Tensor:
         return torch.randint(0, draw.vocabulary, shape, generator=generator)
     batch = torch.randn((*shape, draw.width), generator=generator, dtype=getattr(torch, draw.dtype))
     return batch.requires_grad_(draw.needs_input_grad)
-
-
-def parallelize(model: Model, mesh: DeviceMesh) -> None:
-    """Tensor parallelism for the layers that the draw says."""
-    for layer, module in zip(model.draw.layers, model.layers, strict=True):
-        if layer.tp:
-            parallelize_module(module, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-
-
-def compiled_layers(model: Model) -> Iterator[nn.Module]:
-    for layer, module in zip(model.draw.layers, model.layers, strict=True):
-        if layer.compiled:
-            yield module

@@ -21,15 +21,22 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from fuzz import AXES, Draw
-from fuzz_model import Broken, Model, compiled_layers, loss_of, make_batch, parallelize, quantize
+from fuzz_model import Broken, Model, loss_of, make_batch, quantize
 from quant_common import take_over
 from schedules import explicit
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dtensor_gtp import GTPShard, MixedPrecisionPolicy, _torch_compat, gtp_shard, register_gtp_forward_method
 from dtensor_gtp._modules import bad_arguments as _validate
+
+# Fields of a draw that are those of a schedule.
+POLICIES = (
+    *("prefetch_depth", "min_shard_numel", "prefetch_nbytes", "coalesce_nbytes", "expert_blocks_ahead", "keep_nbytes"),
+    *("embedding", "reduce_scatter", "wgrad_first", "keep_last"),
+)
 
 # --- meshes -----------------------------------------------------------------------------------------------------------
 
@@ -102,38 +109,30 @@ def _place(draw: Draw, model: Model) -> dict[nn.Parameter, Placement]:
 
 
 def _mixed_precision(draw: Draw) -> MixedPrecisionPolicy:
-    if draw.mixed == "low":
-        return MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
-    if draw.mixed == "wide":
-        return MixedPrecisionPolicy(torch.float64)
-    if draw.mixed == "narrow":
-        return MixedPrecisionPolicy(torch.float32, torch.float64)
-    return MixedPrecisionPolicy(reduce_dtype=torch.float64 if draw.mixed == "reduce" else None)
+    dtypes: dict[str, tuple[torch.dtype | None, ...]] = {
+        "": (),
+        "low": (torch.bfloat16, torch.float32, torch.float32),
+        "wide": (torch.float64,),
+        "narrow": (torch.float32, torch.float64),
+        "reduce": (None, torch.float64),
+    }
+    return MixedPrecisionPolicy(*dtypes[draw.mixed])
 
 
 def shard(draw: Draw, model: Model, meshes: Meshes) -> None:
     """Apply the composition of ``draw``."""
     root = meshes.root(draw)
     mesh = root["replicate", "gtp"] if draw.hsdp else root["gtp"]
-    if any(layer.tp for layer in draw.layers):
-        parallelize(model, root["tp"])
+    for layer, module in zip(draw.layers, model.layers, strict=True):
+        if layer.tp:
+            parallelize_module(module, root["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     asked = _place(draw, model)
     options: dict[str, Any] = {
         "reshard_after_forward": draw.reshard_after_forward,
         "shard_placement_fn": asked.get if asked else None,
         "mp_policy": _mixed_precision(draw),
         "schedule": explicit(
-            prefetch_depth=draw.prefetch_depth,
-            max_inflight_reduce_scatters=draw.max_inflight,
-            min_shard_numel=draw.min_shard_numel,
-            prefetch_nbytes=draw.prefetch_nbytes,
-            coalesce_nbytes=draw.coalesce_nbytes,
-            expert_blocks_ahead=draw.expert_blocks_ahead,
-            keep_nbytes=draw.keep_nbytes,
-            embedding=draw.embedding,
-            reduce_scatter=draw.reduce_scatter,
-            wgrad_first=draw.wgrad_first,
-            keep_last=draw.keep_last,
+            max_inflight_reduce_scatters=draw.max_inflight, **{name: getattr(draw, name) for name in POLICIES}
         ),
     }
     with mock.patch.dict(os.environ, DTENSOR_GTP_DEBUG=draw.debug):
@@ -154,8 +153,9 @@ def shard(draw: Draw, model: Model, meshes: Meshes) -> None:
     if draw.calls != "forward":
         register_gtp_forward_method(model, "predict")
         register_fsdp_forward_method(model, "predict")  # nothing without fully_shard
-    for module in compiled_layers(model):
-        module.compile(backend="aot_eager")
+    for layer, module in zip(draw.layers, model.layers, strict=True):
+        if layer.compiled:
+            module.compile(backend="aot_eager")
 
 
 def _units(draw: Draw, model: Model) -> list[nn.Module]:

@@ -1,104 +1,13 @@
-"""Workers that run draws for one process, and the search for a smaller draw that fails in the same way."""
+"""The search for a smaller draw that fails in the same way."""
 
 from __future__ import annotations
 
-import logging
-import multiprocessing
-import tempfile
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
-from datetime import timedelta
-from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from fuzz import Draw, Layer, Span, problem_of
-from fuzz_run import Meshes, Outcome, run_round
-
-# A collective that nobody joins ends after this time; a round that is not done after the other one never will be.
-_COLLECTIVE_TIMEOUT = timedelta(minutes=2)
-_ROUND_TIMEOUT_S = 900
-
-
-# --- workers ----------------------------------------------------------------------------------------------------------
-
-
-def _work(rank: int, num_workers: int, file: str, connection: Connection) -> None:
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    store = dist.FileStore(file, num_workers)
-    dist.init_process_group("gloo", rank=rank, world_size=num_workers, store=store, timeout=_COLLECTIVE_TIMEOUT)
-    meshes = Meshes()
-    while (draws := connection.recv()) is not None:
-        connection.send(run_round(draws, meshes))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-class Workers:
-    """``num_workers`` processes that run rounds of draws, made anew after one in which a rank raised."""
-
-    def __init__(self, num_workers: int) -> None:
-        self.num_workers = num_workers
-        self._context = multiprocessing.get_context("forkserver")
-        # What takes longest to import. Not the fuzzer's own modules: the server does not know their directory.
-        self._context.set_forkserver_preload(
-            ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "dtensor_gtp"]
-        )
-        self._processes: list[Any] = []
-        self._connections: list[Connection] = []
-
-    def __enter__(self) -> Workers:
-        self._start()
-        return self
-
-    def _start(self) -> None:
-        with tempfile.NamedTemporaryFile(delete=False) as file:
-            pass
-        for rank in range(self.num_workers):
-            mine, theirs = self._context.Pipe()
-            process = self._context.Process(target=_work, args=(rank, self.num_workers, file.name, theirs), daemon=True)
-            process.start()
-            theirs.close()  # else the end of a worker that dies would not show
-            self._processes.append(process)
-            self._connections.append(mine)
-
-    def run(self, draws: Sequence[Draw]) -> list[Outcome]:
-        """One round."""
-        if not self._processes:
-            self._start()
-        for connection in self._connections:
-            connection.send(list(draws))
-        if not self._connections[0].poll(_ROUND_TIMEOUT_S):
-            self._kill()
-            return [Outcome(draw, {0: f"no end after {_ROUND_TIMEOUT_S} s"}, True) for draw in draws]
-        try:
-            results = [connection.recv() for connection in self._connections]
-            outcomes: list[Outcome] = results[0]
-        except EOFError:
-            outcomes = [Outcome(draw, {0: "a worker died"}, True) for draw in draws]
-        if any(outcome.is_raised for outcome in outcomes):
-            self._kill()
-        return outcomes
-
-    def _kill(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
-        self._processes, self._connections = [], []
-
-    def __exit__(self, *args: Any) -> None:
-        for connection in self._connections:
-            connection.send(None)
-        for process in self._processes:
-            process.join(_ROUND_TIMEOUT_S)
-        self._kill()
-
-
-# --- shrinking --------------------------------------------------------------------------------------------------------
+from fuzz_run import Outcome
 
 
 def kind_of(outcome: Outcome) -> str:
@@ -115,16 +24,13 @@ def kind_of(outcome: Outcome) -> str:
     return own[0][:60] if own else "died"
 
 
-def shrink(draw: Draw, fails: Callable[[Draw], bool], report: Callable[[Draw], None]) -> Draw:
+def shrink(draw: Draw, fails: Callable[[Draw], bool]) -> Draw:
     """A draw that ``fails`` as ``draw`` does, and none of the steps that ``simpler`` knows makes it smaller."""
     while True:
-        for candidate in simpler(draw):
-            if not problem_of(candidate) and fails(candidate):
-                draw = candidate
-                report(draw)
-                break
-        else:
+        smaller = next((one for one in simpler(draw) if not problem_of(one) and fails(one)), None)
+        if smaller is None:
             return draw
+        draw = smaller
 
 
 def simpler(draw: Draw) -> Iterator[Draw]:

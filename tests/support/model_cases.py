@@ -150,24 +150,24 @@ def _diffusers(name: str, **config: Any) -> Callable[..., nn.Module]:
 
 
 _TEXT = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_SHAPE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-_LLM = {**_TEXT, **_SHAPE, "num_key_value_heads": 1, "max_position_embeddings": 32, "head_dim": 8}
+SHAPE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+_LLM = {**_TEXT, **SHAPE, "num_key_value_heads": 1, "max_position_embeddings": 32, "head_dim": 8}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 12, "experts_implementation": "grouped_mm"}
 _LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
 _DEEPSEEK = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 2}
-_ENCODER = {**_SHAPE, **_drops("hidden_dropout_prob", "attention_probs_dropout_prob")}
+_ENCODER = {**SHAPE, **_drops("hidden_dropout_prob", "attention_probs_dropout_prob")}
 _WHISPER = {
     **{f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads")},
     **{"encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "d_model": 16, "num_mel_bins": 4, "decoder_start_token_id": 1},
     **{"max_source_positions": 8, "max_target_positions": 8},
 }
-_SPEECH = {
+SPEECH = {
     **{"conv_dim": (8, 8), "conv_stride": (4, 2), "conv_kernel": (4, 2), "apply_spec_augment": False},
     **{"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "ctc_loss_reduction": "mean"},
     **_drops("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout", "final_dropout"),
     **_drops("layerdrop"),
 }
-_CLIP = {"text_config": {**_TEXT, **_SHAPE}, "vision_config": {**_SHAPE, "image_size": 8, "patch_size": 4}}
+_CLIP = {"text_config": {**_TEXT, **SHAPE}, "vision_config": {**SHAPE, "image_size": 8, "patch_size": 4}}
 _LINEAR = {
     **{"linear_key_head_dim": 4, "linear_value_head_dim": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
     **{"num_experts": 4, "shared_expert_intermediate_size": 12, "layer_types": ["linear_attention", "full_attention"]},
@@ -180,7 +180,7 @@ _HYBRID = {  # two layers use one attention block, each with an adapter of its o
 _RWKV = {**_TEXT, "hidden_size": 16, "attention_hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 _LLAVA = {
     "text_config": {**_LLM, "model_type": "llama"},
-    "vision_config": {**_SHAPE, "image_size": 8, "patch_size": 4, "model_type": "clip_vision_model"},
+    "vision_config": {**SHAPE, "image_size": 8, "patch_size": 4, "model_type": "clip_vision_model"},
     **{"image_token_index": VOCABULARY - 1, "vision_feature_layer": -1},
 }
 _UNET = {"sample_size": 16, "in_channels": 3, "out_channels": 3, "layers_per_block": 1, "norm_num_groups": 8}
@@ -188,82 +188,76 @@ _BLOCKS = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_typ
 _CROSS = {"down_block_types": ("CrossAttnDownBlock2D",), "up_block_types": ("CrossAttnUpBlock2D",)}
 _DIT = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 8, "num_embeds_ada_norm": 20, "patch_size": 4}
 
-_hf = partial(Case, "transformers")
 _image_model = partial(Case, "timm", loss=_class_loss)
 _denoiser = partial(Case, "diffusers", batch=partial(_noise, "sample"))
 
+
+def _hf(
+    name: str,
+    *configs: dict[str, Any],
+    batch: Callable[[torch.Generator], Batch] = _text,
+    loss: Callable[[nn.Module, Batch], torch.Tensor] = _own_loss,
+    is_tied: bool | None = None,
+    dtype: torch.dtype = torch.float64,
+    lora: str | list[str] = "all-linear",
+    **config: Any,
+) -> Case:
+    """A model of transformers. Of what several configs say, the last counts."""
+    for each in reversed(configs):
+        config = {**each, **config}
+    return Case("transformers", _transformers(name, **config), batch, loss, is_tied, dtype, lora)
+
+
+# Language models with untied heads; some kernels take no float64.
+_llm = partial(_hf, is_tied=False)
+_llm32 = partial(_hf, is_tied=False, dtype=torch.float32)
+
 CASES: dict[str, Case] = {
-    "llama": _hf(_transformers("LlamaForCausalLM", **_LLM), _text, _own_loss, False),
-    "qwen3": _hf(_transformers("Qwen3ForCausalLM", **_LLM), _text, _own_loss, False),
-    "qwen3_moe": _hf(
-        _transformers("Qwen3MoeForCausalLM", **_LLM, **_EXPERTS, num_experts=4),
-        *(_text, _own_loss, False, torch.float32),
-    ),
-    "mixtral": _hf(
-        _transformers("MixtralForCausalLM", **{**_LLM, **_EXPERTS, "num_local_experts": 4}),
-        *(_text, _own_loss, False, torch.float32),
-    ),
-    "gpt_oss": _hf(
-        _transformers("GptOssForCausalLM", **{**_LLM, **_EXPERTS, "num_local_experts": 4}, sliding_window=4),
-        *(_text, _own_loss, False, torch.float32),
-    ),
-    "gemma3": _hf(_transformers("Gemma3ForCausalLM", **_LLM, sliding_window=4), _text, _own_loss, True),
-    "mistral": _hf(_transformers("MistralForCausalLM", **_LLM, sliding_window=4), _text, _own_loss, False),
+    "llama": _llm("LlamaForCausalLM", _LLM),
+    "qwen3": _llm("Qwen3ForCausalLM", _LLM),
+    "qwen3_moe": _llm32("Qwen3MoeForCausalLM", _LLM, _EXPERTS, num_experts=4),
+    "mixtral": _llm32("MixtralForCausalLM", _LLM, _EXPERTS, num_local_experts=4),
+    "gpt_oss": _llm32("GptOssForCausalLM", _LLM, _EXPERTS, num_local_experts=4, sliding_window=4),
+    "gemma3": _hf("Gemma3ForCausalLM", _LLM, sliding_window=4, is_tied=True),
+    "mistral": _llm("MistralForCausalLM", _LLM, sliding_window=4),
     "gpt2": _hf(
-        _transformers(
-            *("GPT2LMHeadModel",),
-            **{**_TEXT, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2},
-            **_drops("resid_pdrop", "embd_pdrop", "attn_pdrop"),
-        ),
-        *(_text, _own_loss, True),
+        *("GPT2LMHeadModel", _TEXT, {"n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}),
+        *(_drops("resid_pdrop", "embd_pdrop", "attn_pdrop"),),
+        is_tied=True,
     ),
-    "bert": _hf(
-        _transformers("BertForMaskedLM", **_TEXT, **_ENCODER, max_position_embeddings=16), _text, _own_loss, True
-    ),
+    "bert": _hf("BertForMaskedLM", _TEXT, _ENCODER, max_position_embeddings=16, is_tied=True),
     "modernbert": _hf(
-        _transformers("ModernBertForMaskedLM", **_TEXT, **_SHAPE, local_attention=4, cls_token_id=1, sep_token_id=2),
-        *(_text, _own_loss, True),
+        "ModernBertForMaskedLM", _TEXT, SHAPE, local_attention=4, cls_token_id=1, sep_token_id=2, is_tied=True
     ),
     "t5": _hf(
-        _transformers(
-            *("T5ForConditionalGeneration",),
-            **{**_TEXT, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2},
-            **{"dropout_rate": 0.0, "decoder_start_token_id": 1},
-        ),
-        *(_text, _own_loss, True),
+        *("T5ForConditionalGeneration", _TEXT, {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2}),
+        **{"num_layers": 2, "num_decoder_layers": 2, "dropout_rate": 0.0, "decoder_start_token_id": 1},
+        is_tied=True,
     ),
     "whisper": _hf(
-        _transformers("WhisperForConditionalGeneration", **_TEXT, **_WHISPER, dropout=0.0),
-        *(partial(_to_text, "input_features", (4, 16)), _own_loss, True),
+        *("WhisperForConditionalGeneration", _TEXT, _WHISPER),
+        batch=partial(_to_text, "input_features", (4, 16)),
+        dropout=0.0,
+        is_tied=True,
     ),
     "vit": _hf(
-        _transformers("ViTForImageClassification", **_ENCODER, image_size=8, patch_size=4, num_labels=5),
-        *(partial(_images, "pixel_values", 8), _own_loss),
+        *("ViTForImageClassification", _ENCODER, {"image_size": 8, "patch_size": 4, "num_labels": 5}),
+        batch=partial(_images, "pixel_values", 8),
     ),
-    "clip": _hf(_transformers("CLIPModel", **_CLIP, projection_dim=16), _captions, _pair_loss),
-    "wav2vec2": _hf(
-        _transformers("Wav2Vec2ForCTC", **_TEXT, **_SHAPE, **_SPEECH),
-        *(partial(_to_text, "input_values", (160,)), _own_loss),
+    "clip": _hf("CLIPModel", _CLIP, projection_dim=16, batch=_captions, loss=_pair_loss),
+    "wav2vec2": _hf("Wav2Vec2ForCTC", _TEXT, SHAPE, SPEECH, batch=partial(_to_text, "input_values", (160,))),
+    "mamba2": _llm32(
+        *("Mamba2ForCausalLM", _TEXT, {"hidden_size": 16, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 8}),
+        **{"state_size": 8, "n_groups": 1, "chunk_size": 4},
+        lora=["in_proj"],  # PEFT refuses the others
     ),
-    "mamba2": _hf(
-        _transformers(
-            *("Mamba2ForCausalLM",),
-            **{**_TEXT, "hidden_size": 16, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 8, "state_size": 8},
-            **{"n_groups": 1, "chunk_size": 4},
-        ),
-        *(_text, _own_loss, False, torch.float32, ["in_proj"]),  # PEFT refuses the others
+    "deepseek_v3": _llm32("DeepseekV3ForCausalLM", _LLM, _EXPERTS, _LATENT, _DEEPSEEK, head_dim=4),
+    "qwen3_next": _llm32(
+        *("Qwen3NextForCausalLM", _LLM, _EXPERTS, _LINEAR), lora=["q_proj", "in_proj_qkvz", "shared_expert_gate"]
     ),
-    "deepseek_v3": _hf(
-        _transformers("DeepseekV3ForCausalLM", **{**_LLM, **_EXPERTS, **_LATENT, **_DEEPSEEK, "head_dim": 4}),
-        *(_text, _own_loss, False, torch.float32),
-    ),
-    "qwen3_next": _hf(
-        _transformers("Qwen3NextForCausalLM", **{**_LLM, **_EXPERTS, **_LINEAR}),
-        *(_text, _own_loss, False, torch.float32, ["q_proj", "in_proj_qkvz", "shared_expert_gate"]),
-    ),
-    "zamba2": _hf(_transformers("Zamba2ForCausalLM", **{**_LLM, **_HYBRID}), _text, _own_loss, True, torch.float32),
-    "rwkv": _hf(_transformers("RwkvForCausalLM", **_RWKV, context_length=16), _text, _own_loss, False),
-    "llava": _hf(_transformers("LlavaForConditionalGeneration", **_LLAVA), _text_of_images, _own_loss),
+    "zamba2": _hf("Zamba2ForCausalLM", _LLM, _HYBRID, is_tied=True, dtype=torch.float32),
+    "rwkv": _llm("RwkvForCausalLM", _RWKV, context_length=16),
+    "llava": _hf("LlavaForConditionalGeneration", _LLAVA, batch=_text_of_images),
     "timm_convnext": _image_model(_timm("test_convnext", torch.channels_last), partial(_images, "x", 32)),
     "timm_efficientnet": _image_model(_timm("test_efficientnet"), _same_images),
     "timm_resnet": _image_model(

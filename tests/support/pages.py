@@ -20,6 +20,7 @@ direct it:
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import re
@@ -32,6 +33,7 @@ import types
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -83,6 +85,12 @@ class Page:
 def all_paths() -> list[Path]:
     """README.md and all pages of docs."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def script(name: str) -> types.ModuleType:
+    """A program of docs, such as ``draw_tables``, as a module."""
+    with mock.patch.object(sys, "path", [str(ROOT / "docs"), *sys.path]):
+        return importlib.import_module(name)
 
 
 def read(path: Path) -> Page:

@@ -69,7 +69,7 @@ CASES = {
     "replicated": Case((10, 3), 0, (Replicate(),)),
 }
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-OP_CASES = {name: CASES[name] for name in ("uneven", "dim1", "tp_same_dim")}
+OP_CASES = {name: CASES[name] for name in ("dim1", "tp_same_dim")}
 each_op_case = pytest.mark.parametrize("case", OP_CASES.values(), ids=OP_CASES.keys())
 each_block_size = pytest.mark.parametrize("block_size", [1, 4, 16])
 

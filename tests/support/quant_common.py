@@ -8,16 +8,19 @@ grow to a step of the format.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, assert_same_params, full, rows_of_rank
+from float8_reference import float8_reference
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -27,6 +30,9 @@ from dtensor_gtp.nn import GroupedLinear
 from dtensor_gtp.quant import MXFP8, RECIPES, Direction, Recipe
 
 VOCABULARY = 47
+COLUMNS: dict[str, Any] = {
+    "shard_placement_fn": lambda p: Shard(1) if p.ndim == 2 else None
+}  # for ``fully_shard``, too
 
 
 class DequantizedLinear(torch.autograd.Function):
@@ -148,6 +154,18 @@ def blocks_only(module: nn.Module, name: str) -> bool:
     return isinstance(module, nn.Linear) and name.startswith("layers")
 
 
+def up_only(module: nn.Module, name: str) -> bool:
+    return blocks_only(module, name) and name.endswith("up")
+
+
+def is_linear(module: nn.Module, name: str) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+def is_grouped(module: nn.Module, name: str) -> bool:
+    return isinstance(module, GroupedLinear)
+
+
 def reference_of(model: nn.Module, recipe: Recipe, names: Callable[[nn.Module, str], bool]) -> nn.Module:
     reference = copy.deepcopy(model)
     spell_out(reference, recipe, names)
@@ -192,17 +210,21 @@ def check(
     *,
     names: Callable[[nn.Module, str], bool] = blocks_only,
     steps: int = 2,
-    is_exact: bool = True,
-    make_reference: Callable[..., nn.Module] = reference_of,
-    by_rank: bool = False,
+    is_exact: bool | None = None,
+    make_reference: Callable[..., nn.Module] | None = None,
+    cut: Sequence[str] = (),
     **tolerance: float,
 ) -> nn.Module:
     """Two microbatches a step; outputs, gradients and parameters after each step equal the reference.
 
     Args:
+        is_exact: Losses are the same bits, as they are by default unless layers are ``cut``.
         make_reference: Called with model, recipe and names.
-        by_rank: The reference takes the rows of each rank by themselves: what is scaled by its own magnitude is.
+        cut: Layers that tensor parallelism cuts in two.
     """
+    by_rank = recipe.compute == "float8"  # activations of each rank are scaled by their own magnitude
+    if make_reference is None:
+        make_reference = partial(float8_reference, num_slices=2, cut=tuple(cut)) if by_rank else reference_of
     reference = make_reference(model, recipe, names)
     model = shard(copy.deepcopy(model))
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.2, momentum=0.5) for m in (reference, model)]
@@ -215,7 +237,7 @@ def check(
             loss = loss_of(model, mine) / 2
             with torch.no_grad():
                 expected = loss_of(reference, mine) / 2
-            if is_exact:
+            if not cut if is_exact is None else is_exact:
                 assert torch.equal(loss, expected), (recipe, loss, expected)
             else:
                 torch.testing.assert_close(loss.detach(), expected)
@@ -247,16 +269,48 @@ class wire_traffic(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def traffic_of_a_step(model: nn.Module, x: torch.Tensor) -> tuple[wire_traffic, wire_traffic]:
+    """Of forward and of backward."""
+    model(x).sum().backward()  # the first pass learns the order
+    with wire_traffic() as forward:
+        result = model(x)
+    with wire_traffic() as backward:
+        result.sum().backward()
+    return forward, backward
+
+
 def all_recipes() -> list[Recipe]:
     return [*(cls() for cls in RECIPES.values()), MXFP8(scale_rounding="floor")]
 
 
-def gtp(recipe: Recipe, mesh: DeviceMesh, names: Any = blocks_only, **options: Any) -> Callable[[nn.Module], nn.Module]:
+def gtp(
+    recipe: Recipe, mesh: DeviceMesh, names: Any = blocks_only, storage: str = "master", **options: Any
+) -> Callable[[nn.Module], nn.Module]:
     def shard(model: nn.Module) -> nn.Module:
-        quantize_(model, recipe, filter_fn=names)
+        quantize_(model, recipe, filter_fn=names, storage=storage)
         return gtp_shard(model, mesh, **{"schedule": ALL, **options})
 
     return shard
+
+
+def fully_sharded(
+    recipe: Recipe, mesh: DeviceMesh, names: Any = up_only, storage: str = "master", **options: Any
+) -> Callable[[nn.Module], nn.Module]:
+    """As ``gtp``, by ``fully_shard`` alone."""
+    return lambda model: fsdp(quantize_(model, recipe, filter_fn=names, storage=storage), mesh, **options)
+
+
+def cut_layers(model: nn.Module, tp: DeviceMesh, plan: Any = None) -> nn.Module:
+    """Tensor parallelism, by default of ``up`` along dim 0 and of ``down`` along dim 1."""
+    for layer in model.layers:  # type: ignore[union-attr]
+        parallelize_module(layer, tp, plan or {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
+def compile_layers(model: nn.Module) -> nn.Module:
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer.compile(backend="aot_eager", fullgraph=True)
+    return model
 
 
 def fsdp(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:

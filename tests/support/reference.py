@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
+from sources import PACKAGE, parsed
 
 import dtensor_gtp
 
-PACKAGE = Path(dtensor_gtp.__file__).parent
 # Modules of integrations, and what they import.
 LIBRARIES = {
     "accelerate": ("accelerate",),
@@ -104,7 +104,7 @@ def public_names() -> dict[str, list[str]]:
         parts = path.relative_to(PACKAGE).with_suffix("").parts
         if any(part.startswith("_") and part != "__init__" for part in parts):
             continue
-        for node in _parsed(path).body:
+        for node in parsed(path).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
                 name = ".".join(("dtensor_gtp", *(part for part in parts if part != "__init__")))
                 found[name] = ast.literal_eval(node.value)
@@ -163,7 +163,7 @@ def _arguments(function: Any) -> tuple[str, ...]:
 
 def _entries_of_source(name: str) -> Iterator[Entry]:
     """Without an import of the module."""
-    for node in _parsed(_path_of(name)).body:
+    for node in parsed(_path_of(name)).body:
         if not isinstance(node, ast.FunctionDef | ast.ClassDef) or node.name not in public_names()[name]:
             continue
         if isinstance(node, ast.FunctionDef):
@@ -185,33 +185,19 @@ def _text_below(module: str, name: str) -> str:
     the same folder."""
     path = _path_of(module)
     for file in (path, *sorted(path.parent.glob("*.py"))):
-        body = _parsed(file).body
-        for statement, below in itertools.pairwise(body):
-            if name not in map(ast.unparse, _assigned(ast.Module([statement], []))) or not isinstance(below, ast.Expr):
+        for statement, below in itertools.pairwise(parsed(file).body):
+            if not isinstance(statement, ast.Assign | ast.AnnAssign) or not isinstance(below, ast.Expr):
                 continue
-            if isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            is_text = isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)
+            if is_text and name in map(ast.unparse, targets):
                 return inspect.cleandoc(below.value.value)
     return ""
-
-
-def _assigned(tree: ast.Module) -> list[ast.expr]:
-    found: list[ast.expr] = []
-    for node in tree.body:
-        if isinstance(node, ast.Assign):
-            found += node.targets
-        elif isinstance(node, ast.AnnAssign):
-            found.append(node.target)
-    return found
 
 
 def _path_of(module: str) -> Path:
     path = PACKAGE.joinpath(*module.split(".")[1:])
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-
-
-@functools.cache
-def _parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
 
 
 def run_example(entry: Entry) -> None:

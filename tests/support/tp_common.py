@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-import torch.nn.functional as F
+from checkpoint_common import job_state, load_job
 from common import ALL, assert_same_params, full, rows_of_rank, shared_directory
+from fsdp_common import mesh_of as root_mesh
+from fsdp_common import next_token_loss
 from runtime_common import num_gathers
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -48,17 +49,8 @@ REPLICATE_TP = ((2, 1, 2), ("replicate", "gtp", "tp"))
 REPLICATE_GTP = ((2, 2, 1), ("replicate", "gtp", "tp"))
 
 
-@functools.cache
-def root_mesh(shape: tuple[int, ...], names: tuple[str, ...], device_type: str = "cpu") -> DeviceMesh:
-    return init_device_mesh(device_type, shape, mesh_dim_names=names)
-
-
 def mean_square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return model(batch).square().mean()
-
-
-def next_token_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 @dataclass
@@ -171,21 +163,41 @@ def outside_cell() -> Cell:
     )
 
 
-def embedding_cell(style: ParallelStyle) -> Cell:
+class TwoEmbeddings(nn.Module):
+    """One cut by vocabulary, unevenly, so that each rank masks what it does not hold; one by columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.columns = nn.Embedding(17, 6), nn.Embedding(17, 6)
+        self.head = nn.Linear(6, 17)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.rows(tokens) + torch.tanh(self.columns(tokens)))
+
+
+def embeddings_cell() -> Cell:
+    rows, columns = RowwiseParallel(input_layouts=Replicate()), ColwiseParallel(output_layouts=Replicate())
+    return Cell(TwoEmbeddings, {"rows": rows, "columns": columns}, (5,), 17, loss=next_token_loss)
+
+
+def tied_cell() -> Cell:
+    """One weight, rowwise as an embedding and colwise as a head: parallelized one by one, then tied."""
+
     def make() -> nn.Module:
-        return Chain(nn.Embedding(17, 6), nn.Linear(6, 17))
+        model = nn.Sequential(nn.Embedding(18, 6), nn.LayerNorm(6), nn.Linear(6, 18, bias=False))
+        model[2].weight = model[0].weight
+        return model
 
-    return Cell(make, {"0": style}, (5,), 17, loss=next_token_loss)
+    def plan(model: Any, tp: DeviceMesh) -> None:
+        rows, columns = RowwiseParallel(input_layouts=Replicate()), ColwiseParallel(output_layouts=Replicate())
+        parallelize_module(model, tp, {"0": rows, "2": columns})
+        model[2].weight = model[0].weight
 
-
-def tied_model() -> nn.Module:
-    model = nn.Sequential(nn.Embedding(18, 6), nn.LayerNorm(6), nn.Linear(6, 18, bias=False))
-    model[2].weight = model[0].weight
-    return model
+    return Cell(make, plan, (5,), 18, loss=next_token_loss)
 
 
 class Inner(nn.Module):
-    def __init__(self, module: nn.Module, takes_flag: bool = False) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.inner = module
 
@@ -316,8 +328,8 @@ def llama_cell(how: str = "plain") -> Cell:
 
 
 def gathers_of_a_step(model: nn.Module, cell: Cell, root: DeviceMesh) -> dict[str, set[int]]:
-    """How often a third step gathers the weights of each child."""
-    for _ in range(3):
+    """How often a later step gathers the weights of each child."""
+    for _ in range(2):
         before = num_gathers(model)
         with cell.around():
             cell.loss(
@@ -358,9 +370,9 @@ def check_cell(
             model = cell.sharded(cell.reference(seed=index).to(device), root)
             optimizer = make_optimizer(model)
             if index:
-                load(model, optimizer, directory / str(index - 1))
+                load_job(model, optimizer, directory / str(index - 1))
                 assert_same_params(model, reference)
-            for step in range(2):
+            for step in range(1 if index else 2):
                 generator = torch.Generator().manual_seed(2 * index + step)
                 for microbatch in range(num_microbatches):
                     if sync_last_only:
@@ -379,22 +391,11 @@ def check_cell(
                     opt.step()
                     opt.zero_grad()
                 assert_same_params(model, reference)
-            save(model, optimizer, directory / str(index))
+            dcp.save(job_state(model, optimizer), checkpoint_id=directory / str(index))
         plain = cell.reference(seed=99).to(device)
         plain_optimizer = make_optimizer(plain)
-        load(plain, plain_optimizer, directory / str(len(layouts) - 1))
+        load_job(plain, plain_optimizer, directory / str(len(layouts) - 1))
     assert_same_params(plain, reference)
     for a, b in zip(plain.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(plain_optimizer.state[a], reference_optimizer.state[b])
     return model
-
-
-def save(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    dcp.save(state, checkpoint_id=path)
-
-
-def load(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    dcp.load(states, checkpoint_id=path)
-    set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])

@@ -97,7 +97,7 @@ def test_a_failing_draw_is_shrunk_to_what_makes_it_fail() -> None:
         return any(layer.residual for layer in draw.layers) and draw.prefetch_depth > 2
 
     seed = next(seed for seed in range(1000) if fails(draw_of(seed)) and len(draw_of(seed).layers) > 2)
-    draw = shrink(draw_of(seed), fails, lambda _: None)
+    draw = shrink(draw_of(seed), fails)
     assert draw.prefetch_depth == draw_of(seed).prefetch_depth
     assert draw == Draw(
         seed=seed,

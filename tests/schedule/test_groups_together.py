@@ -1,0 +1,175 @@
+"""Groups of small blocks that travel together: several blocks in one gather and in one reduction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn as nn
+from common import GlooTest, check_training, rows_of_rank
+from runtime_common import runtime_of
+from test_gtp_shard_groups import CHOSEN, WIDTH, Block, Mixture, Model, rows, seeded, square
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from dtensor_gtp import gtp_shard
+from dtensor_gtp._comm import context
+from dtensor_gtp._params import gather
+from dtensor_gtp._schedule import choose_schedule
+from dtensor_gtp._schedule.launch_reductions import ReductionLaunches
+from dtensor_gtp._schedule.order_of_gathers import Traits, Window, _put_together
+
+BFLOAT16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+class Even(nn.Module):
+    """All numbers of rows are multiples of the number of ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+@contextmanager
+def launches(part_of_model: int, *, is_one_host: bool = False) -> Iterator[dict[str, list[list[str]]]]:
+    """The blocks of each launch. One takes up to ``1 / part_of_model`` of all groups."""
+    found: dict[str, list[list[str]]] = {"gathers": [], "reductions": []}
+    launch_gather, launch_groups = gather.launch, ReductionLaunches._launch_groups
+
+    def note_gather(targets: Any, comm: Any) -> None:
+        found["gathers"].append([target.weight.fqn for target in targets])
+        launch_gather(targets, comm)
+
+    def note_reduction(launches: Any, together: Any) -> None:
+        found["reductions"].append([gradient.weight.fqn for gradient in together])
+        launch_groups(launches, together)
+
+    with ExitStack() as stack:
+        for patch in (
+            mock.patch.object(choose_schedule, "_LEAST_AHEAD", 0),
+            mock.patch.object(choose_schedule, "_GROUPS_OF_MODEL", part_of_model),
+            mock.patch.object(context, "is_one_host", return_value=is_one_host),
+            mock.patch.object(gather, "launch", note_gather),
+            mock.patch.object(ReductionLaunches, "_launch_groups", note_reduction),
+        ):
+            stack.enter_context(patch)
+        yield found
+
+
+class TestTogether(GlooTest):
+    def test_steps_equal_one_process(self) -> None:
+        """In fp32 by reduce-scatter; even rows and others; with replicas; each block alone and several together."""
+        for block, mesh, part, size in (
+            (Even, self.gtp_mesh(), 2, 2),  # of three blocks, the marks would not fit
+            (Block, self.gtp_mesh(), 2, 3),  # one of its weights is not used
+            (Even, self.hsdp_mesh(), 1, 6),
+            (Even, self.gtp_mesh(), 6, 1),
+        ):
+            with self.subTest(block=block, mesh=mesh, part=part), launches(part) as found:
+                check_training(
+                    seeded(lambda b=block: Model(6, block=b)),
+                    lambda m, mesh=mesh: gtp_shard(m, mesh, schedule=CHOSEN),
+                    mesh,
+                    rows,
+                    square,
+                    steps=2,
+                    tolerance={"rtol": 1e-4, "atol": 1e-5},
+                )
+                blocks = [f"layers.{number}" for number in reversed(range(6))]
+                in_first = [[block] for block in blocks]  # in which ranks agree on what is used
+                together = [blocks[begin : begin + size] for begin in range(0, 6, size)]
+                self.assertEqual(found["reductions"], in_first + together)
+                self.assertEqual(max(map(len, found["gathers"])), 1 if size == 1 else 6 // part)
+
+    def test_what_travels_in_16_bits_has_the_sums_of_a_ring(self) -> None:
+        """Over microbatches, of which one is not synced and one not reduced over replicas."""
+        mesh, grads = self.hsdp_mesh(), []
+        for is_one_host, part in ((True, 1), (False, 6)):
+            with launches(part, is_one_host=is_one_host) as found:
+                model = gtp_shard(seeded(lambda: Model(6, block=Even)), mesh, schedule=CHOSEN, mp_policy=BFLOAT16)
+                for number in range(4):
+                    model.set_requires_gradient_sync(number != 1)
+                    model.set_requires_all_reduce(number != 2)
+                    square(model, rows_of_rank(rows(torch.Generator().manual_seed(number)), mesh)).backward()
+            self.assertEqual(max(map(len, found["reductions"])), 6 // part)
+            grads.append({name: param.grad.full_tensor() for name, param in model.named_parameters()})
+        for name, grad in grads[0].items():
+            torch.testing.assert_close(grad, grads[1][name], rtol=1e-6, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+
+    def test_other_gradients_end_the_wait(self) -> None:
+        """Experts are reduced between the groups: these do not overtake them, nor do they wait in vain."""
+        with launches(1) as found, mock.patch.object(choose_schedule, "_SMALL_NUMEL", 4 * WIDTH**2):
+            check_training(
+                seeded(lambda: Model(block=Mixture)),
+                lambda m: gtp_shard(m, self.gtp_mesh(), schedule=CHOSEN),
+                self.gtp_mesh(),
+                rows,
+                square,
+                steps=2,
+                num_microbatches=2,
+                tolerance={"rtol": 1e-4, "atol": 1e-5},
+            )
+        self.assertEqual(found["reductions"][-3:], [["layers.2"], ["layers.1"], ["layers.0"]])
+
+    def test_a_block_that_is_called_twice_and_one_without_a_gradient(self) -> None:
+        def call(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            return layer(layer(x)) if layer.is_last else x + 0 * layer(x).detach() if layer.is_first else layer(x)
+
+        def make() -> nn.Module:
+            model = Model(4, call=call, block=Even)
+            for number, layer in enumerate(model.layers):
+                layer.is_first, layer.is_last = number == 0, number == 3
+            return model
+
+        with launches(1) as found:
+            check_training(
+                seeded(make),
+                lambda m: gtp_shard(m, self.gtp_mesh(), schedule=CHOSEN),
+                self.gtp_mesh(),
+                rows,
+                square,
+                tolerance={"rtol": 1e-4, "atol": 1e-5},
+            )
+        self.assertIn(["layers.3", "layers.3", "layers.2"], found["reductions"])
+
+    def test_after_a_backward_that_raised(self) -> None:
+        """Gradients that waited are forgotten."""
+
+        def fail(grad: torch.Tensor) -> None:
+            raise ValueError("in the backward")
+
+        mesh, reference = self.gtp_mesh(), seeded(lambda: Model(4, block=Even))
+        batch = rows(torch.Generator().manual_seed(0))
+        with launches(1):
+            model = gtp_shard(seeded(lambda: Model(4, block=Even)), mesh, schedule=CHOSEN)
+            for is_failing in (False, True, False):
+                model.zero_grad()
+                hidden = model.first(rows_of_rank(batch, mesh))
+                for number, layer in enumerate(model.layers):
+                    hidden = layer(hidden)
+                    if is_failing and number == 1:
+                        hidden.register_hook(fail)
+                loss = model.last(hidden).square().mean()
+                if is_failing:
+                    self.assertRaisesRegex(ValueError, "in the backward", loss.backward)
+                else:
+                    loss.backward()
+            self.assertEqual(runtime_of(model).grads._waiting, {})
+        square(reference, batch).backward()
+        for name, param in reference.named_parameters():
+            grad = dict(model.named_parameters())[name].grad.full_tensor()
+            torch.testing.assert_close(grad, param.grad, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_gathers_of_groups_start_small_and_grow() -> None:
+    """The first ones overlap with nothing; none crosses the limit."""
+    traits, uses = [Traits(nbytes=6 << 20)] * 12, tuple(range(12))
+    found = _put_together(
+        uses, traits, dict.fromkeys(uses, 0), set(), Window(1, together_nbytes=24 << 20).together_nbytes
+    )
+    assert [len(launch.positions) for launch in found] == [1, 1, 2, 4, 4]
