@@ -6,6 +6,8 @@ import copy
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,15 +15,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn as nn
-from common import ALL, GlooTest, assert_same_params, full, rows_of_rank
+from common import ALL, GROUPS, GlooTest, assert_same_params, full, rows_of_rank
 from passes_common import Block
-from runtime_common import assert_idle
+from runtime_common import assert_idle, shard_copy
 from torch.utils.checkpoint import checkpoint
 
 import dtensor_gtp
-from dtensor_gtp import GTPModule, SchedulePolicy, gtp_shard
+from dtensor_gtp import GTPModule, SchedulePolicy
 
 WIDTH = 16
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 PACKAGE = str(Path(dtensor_gtp.__file__).parent)
 
 
@@ -66,25 +69,33 @@ def interrupted_at(line: int, run: Callable[[], None]) -> tuple[int, str]:
     return count, place
 
 
+def backward(model: nn.Module, rows: torch.Tensor) -> None:
+    model(rows).square().mean().backward()
+
+
+def error_in_thread(run: Callable[[], Any]) -> str:
+    with ThreadPoolExecutor(1, "second") as pool:
+        return str(pool.submit(run).exception())
+
+
 class TestInterrupted(GlooTest):
     world_size = 2
 
     def sweep(self, schedule: SchedulePolicy, num: int, *, is_new: bool = False, num_microbatches: int = 1) -> None:
         """Interrupt steps of one model, or first steps of new models, at ``num`` lines (0: at all)."""
-        torch.manual_seed(0)
         plain = Model()
         batches = torch.randn(num_microbatches, 8, WIDTH)
         mesh = self.gtp_mesh()
 
         def build() -> tuple[Any, torch.optim.Optimizer]:
-            model = gtp_shard(copy.deepcopy(plain), mesh, schedule=schedule)
+            model = shard_copy(plain, mesh, schedule=schedule)
             return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
         def step(model: nn.Module, optimizer: torch.optim.Optimizer, *, is_sharded: bool = True) -> None:
             for index, batch in enumerate(batches):
                 if is_sharded:
                     GTPModule.set_requires_gradient_sync(model, index == len(batches) - 1)
-                model(rows_of_rank(batch, mesh) if is_sharded else batch).square().mean().backward()
+                backward(model, rows_of_rank(batch, mesh) if is_sharded else batch)
             optimizer.step()
 
         model, optimizer = build()
@@ -109,116 +120,98 @@ class TestInterrupted(GlooTest):
             try:
                 step(model, optimizer)
                 step(reference, own_optimizer, is_sharded=False)
-                assert_same_params(model, reference, "grad", rtol=1e-4, atol=1e-5)
-                assert_same_params(model, reference, rtol=1e-4, atol=1e-5)
+                assert_same_params(model, reference, "grad", **CLOSE)
+                assert_same_params(model, reference, **CLOSE)
                 optimizer.zero_grad()
                 assert_idle(model)
             except BaseException as error:
                 raise AssertionError(f"after an interrupt at line {line} of {total}, {place}: {error!r}") from error
 
+    def test_single_weights(self) -> None:
+        self.sweep(ALL, 20)
+
+    def test_groups(self) -> None:
+        self.sweep(GROUPS, 31)
+
     def test_between_microbatches_of_a_notebook(self) -> None:
         """There Python keeps what has ended the last cell."""
         before, now = KeyboardInterrupt(), KeyboardInterrupt()
-        for schedule in (ALL, SchedulePolicy(min_shard_numel=0)):
-            torch.manual_seed(0)
-            mesh, batch = self.gtp_mesh(), torch.randn(8, WIDTH)
-            reference = Model()
-            model = gtp_shard(copy.deepcopy(reference), mesh, schedule=schedule)
-            with mock.patch.object(sys, "last_value", before, create=True):
+        for schedule in (ALL, GROUPS):
+            mesh, batch, reference = self.gtp_mesh(), torch.randn(8, WIDTH), Model()
+            rows = rows_of_rank(batch, mesh)
+            model = shard_copy(reference, mesh, schedule=schedule)
+            for _ in range(2):
+                backward(reference, batch)
+
+            def check_two_microbatches() -> None:
                 for is_last in (False, True):
-                    model.set_requires_gradient_sync(is_last)
-                    model(rows_of_rank(batch, mesh)).square().mean().backward()
-                    reference(batch).square().mean().backward()
-                assert_same_params(model, reference, "grad", rtol=1e-4, atol=1e-5)
+                    model.set_requires_gradient_sync(is_last)  # noqa: B023
+                    backward(model, rows)  # noqa: B023
+                assert_same_params(model, reference, "grad", **CLOSE)  # noqa: B023
+
+            with mock.patch.object(sys, "last_value", before, create=True):
+                check_two_microbatches()
                 model.zero_grad()
                 model.set_requires_gradient_sync(False)
-                model(rows_of_rank(batch, mesh)).square().mean().backward()
+                backward(model, rows)
             with mock.patch.object(sys, "last_value", now, create=True):
-                for is_last in (False, True):
-                    model.set_requires_gradient_sync(is_last)
-                    model(rows_of_rank(batch, mesh)).square().mean().backward()
-                assert_same_params(model, reference, "grad", rtol=1e-4, atol=1e-5)
+                check_two_microbatches()
 
     def test_a_second_thread_is_refused(self) -> None:
         """It would take weights and gradients of the pass that runs. One after the other, threads may train."""
-        for schedule in (ALL, SchedulePolicy(min_shard_numel=0)):
-            torch.manual_seed(0)
-            reference, mesh = Model(), self.gtp_mesh()
-            model = gtp_shard(copy.deepcopy(reference), mesh, schedule=schedule)
-            batch = torch.randn(8, WIDTH)
-            mine = rows_of_rank(batch, mesh)
+        for schedule in (ALL, GROUPS):
+            reference, mesh, batch = Model(), self.gtp_mesh(), torch.randn(8, WIDTH)
+            model = shard_copy(reference, mesh, schedule=schedule)
+            rows = rows_of_rank(batch, mesh)
+            backward(reference, batch)
             errors: list[str] = []
-
-            def in_thread(run: Callable[[], Any]) -> None:
-                with ThreadPoolExecutor(1, "second") as pool:
-                    error = pool.submit(run).exception()
-                errors.append(str(error))  # noqa: B023
-
-            def loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
-                return model(rows).square().mean()
-
-            earlier = loss(model, mine)
-            train = lambda: loss(model, mine)  # noqa: B023, E731
-            evaluate = lambda: torch.no_grad()(model)(mine)  # noqa: B023, E731
+            train = partial(backward, model, rows)
+            evaluate = partial(torch.no_grad()(model), rows)
+            earlier = model(rows).sum().backward
             for place, run in (
                 ("forward", train),
                 ("forward", evaluate),
                 ("backward", train),
                 ("backward", evaluate),
-                ("backward", earlier.backward),
+                ("backward", earlier),
             ):
 
                 def begin(_: object, args: object, output: torch.Tensor) -> None:
                     if place == "forward":  # noqa: B023
-                        in_thread(run)  # noqa: B023
+                        errors.append(error_in_thread(run))  # noqa: B023
                     else:
-                        output.register_hook(lambda _: in_thread(run))  # noqa: B023
+                        output.register_hook(lambda _: errors.append(error_in_thread(run)))  # noqa: B023
 
                 hook = model.layers[0].register_forward_hook(begin)
-                loss(model, mine).backward()
+                train()
                 hook.remove()
-                reference.zero_grad()
-                loss(reference, batch).backward()
-                assert_same_params(model, reference, "grad", rtol=1e-4, atol=1e-5)
+                assert_same_params(model, reference, "grad", **CLOSE)
                 model.zero_grad()
-                (error,) = errors
-                self.assertRegex(error, "Thread 'second_0' began a (forward|backward) .* while another thread")
-                errors.clear()
-            in_thread(lambda: loss(model, mine).backward())  # noqa: B023
-            self.assertEqual(errors[-1], "None")
-            assert_same_params(model, reference, "grad", rtol=1e-4, atol=1e-5)
-
-    def test_single_weights(self) -> None:
-        self.sweep(ALL, 20)
-
-    def test_groups(self) -> None:
-        self.sweep(SchedulePolicy(min_shard_numel=0), 31)
+                self.assertEqual(len(errors), 1)
+                self.assertRegex(errors.pop(), "Thread 'second_0' began a (forward|backward) .* while another thread")
+            self.assertEqual(error_in_thread(train), "None")
+            assert_same_params(model, reference, "grad", **CLOSE)
 
     @pytest.mark.long
     def test_an_interrupted_microbatch_drops_the_others(self) -> None:
         """An error does not: the step may go on without that microbatch."""
         mesh = self.gtp_mesh()
-        for schedule in (ALL, SchedulePolicy(min_shard_numel=0)):
-            for error in (KeyboardInterrupt, ValueError):
-                torch.manual_seed(0)
-                reference = Model()
-                model = gtp_shard(copy.deepcopy(reference), mesh, schedule=schedule)
-                batches = torch.randn(2, 8, WIDTH)
-
-                def fail(*_: object) -> None:
-                    raise error  # noqa: B023
-
-                model.set_requires_gradient_sync(False)
-                model(rows_of_rank(batches[0], mesh)).square().mean().backward()
-                hook = model.layers[1].register_forward_pre_hook(fail)
-                with self.assertRaises(error):
-                    model(rows_of_rank(batches[1], mesh))
-                hook.remove()
-                model.set_requires_gradient_sync(True)
-                model(rows_of_rank(batches[1], mesh)).square().mean().backward()
-                for batch in batches[1 if error is KeyboardInterrupt else 0 :]:
-                    reference(batch).square().mean().backward()
-                assert_same_params(model, reference, "grad", rtol=1e-4, atol=1e-5)
+        for schedule, error in product((ALL, GROUPS), (KeyboardInterrupt, ValueError)):
+            reference = Model()
+            model = shard_copy(reference, mesh, schedule=schedule)
+            batches = torch.randn(2, 8, WIDTH)
+            rows = [rows_of_rank(batch, mesh) for batch in batches]
+            model.set_requires_gradient_sync(False)
+            backward(model, rows[0])
+            hook = model.layers[1].register_forward_pre_hook(mock.Mock(side_effect=error))
+            with self.assertRaises(error):
+                model(rows[1])
+            hook.remove()
+            model.set_requires_gradient_sync(True)
+            backward(model, rows[1])
+            for batch in batches[1 if error is KeyboardInterrupt else 0 :]:
+                backward(reference, batch)
+            assert_same_params(model, reference, "grad", **CLOSE)
 
     # All lines: with ``num=0``, in several minutes. A worker may take five for a test.
 
@@ -228,14 +221,14 @@ class TestInterrupted(GlooTest):
 
     @pytest.mark.soak  # minutes
     def test_many_lines_of_groups(self) -> None:
-        self.sweep(SchedulePolicy(min_shard_numel=0), 300)
+        self.sweep(GROUPS, 300)
 
     @pytest.mark.soak  # minutes
     def test_many_lines_of_microbatches(self) -> None:
-        for schedule in (ALL, SchedulePolicy(min_shard_numel=0)):
+        for schedule in (ALL, GROUPS):
             self.sweep(schedule, 80, num_microbatches=2)
 
     @pytest.mark.soak  # minutes
     def test_many_lines_of_first_steps(self) -> None:
-        for schedule in (ALL, SchedulePolicy(min_shard_numel=0)):
+        for schedule in (ALL, GROUPS):
             self.sweep(schedule, 60, is_new=True)

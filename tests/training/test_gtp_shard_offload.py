@@ -54,33 +54,30 @@ class TestOffload(GlooTest):
             (self.hsdp_mesh(), {"mp_policy": bf16}),
             (self.gtp_mesh(), {"reshard_after_forward": False, "schedule": explicit(0, min_shard_numel=0)}),
         ):
-            torch.manual_seed(0)
             model = Twice()
             options = {"schedule": ALL, **options}
-            models = [gtp_shard(copy.deepcopy(model), mesh, **options, **more) for more in ({}, OFFLOAD)]
-            optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, fused=fused_on(mesh)) for m in models]
+            plain, offloaded = (gtp_shard(copy.deepcopy(model), mesh, **options, **more) for more in ({}, OFFLOAD))
             for step in range(2):
-                for m in models:
+                optimizers = []
+                for m in (plain, offloaded):
                     for microbatch in range(3):
                         m.set_requires_gradient_sync(microbatch != 0)
                         m(rows_of_rank(make_rows(3 * step + microbatch), mesh)).float().square().mean().backward()
                     nn.utils.clip_grad_norm_(m.parameters(), 0.5)
-                for name, param in models[0].named_parameters():
-                    other = models[1].get_parameter(name)
-                    torch.testing.assert_close(other.grad.to_local(), param.grad.to_local(), rtol=0, atol=0)
-                for optimizer in optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()
-                for name, param in models[0].named_parameters():
-                    other = models[1].get_parameter(name)
-                    torch.testing.assert_close(other.to_local(), param.to_local(), rtol=0, atol=0)
+                    optimizers.append(torch.optim.AdamW(m.parameters(), lr=0.1, fused=fused_on(mesh)))
+                for value in (lambda param: param.grad, lambda param: param):
+                    for pair in zip(offloaded.parameters(), plain.parameters(), strict=True):
+                        torch.testing.assert_close(*(value(param).to_local() for param in pair), rtol=0, atol=0)
+                    for optimizer in optimizers:
+                        optimizer.step()
+                plain.zero_grad()
+                offloaded.zero_grad()
 
     def test_trains_as_one_process(self) -> None:
         """An embedding tied to a head, with lookups that might exchange tokens."""
         for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
-            torch.manual_seed(0)
             model = check_training(
-                Tied(), lambda m, on=mesh: gtp_shard(m, on, **OFFLOAD), mesh, token_batch, next_token_loss
+                Tied(), lambda m, on=mesh: gtp_shard(m, on, **OFFLOAD), mesh, token_batch, next_token_loss, steps=2
             )
             self.assertIn("on the host", str(sharding_report(model)))
 
@@ -118,7 +115,6 @@ class TestOffload(GlooTest):
     def test_writes_to_shards_count(self) -> None:
         """Of an optimizer, in place, and by ``data``; initialized on the meta device."""
         mesh, x = self.gtp_mesh(), make_rows(0)
-        torch.manual_seed(0)
         reference = Twice()
         with torch.device("meta"):
             model = Twice()

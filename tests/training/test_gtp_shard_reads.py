@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from common import ALL, GlooTest, assert_same_params, check_training, full, rows_of_rank
-from runtime_common import WIDTH, assert_idle, make_rows, runtime_of, square_loss
+from common import ALL, GlooTest, assert_same_params, full, rows_of_rank
+from runtime_common import WIDTH, check_steps, make_rows, runtime_of, shard_copy, square_loss
 from schedules import explicit
 from torch.distributed.tensor import DTensor
 
@@ -93,38 +93,35 @@ class SkipError(Exception):
     """What a user raises to skip a step."""
 
 
+def same(table: torch.Tensor) -> torch.Tensor:
+    return table
+
+
+def linears(number: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(number)))
+
+
 class TestReads(GlooTest):
-    def check(self, model: nn.Module) -> None:
-        mesh = self.gtp_mesh()
-        sharded = check_training(
-            model,
-            lambda model: gtp_shard(model, mesh, schedule=ALL),
-            mesh,
-            lambda generator: torch.randn(2 * mesh.size(), WIDTH, generator=generator),
-            square_loss,
-            tolerance={"atol": 1e-4, "rtol": 1e-4},
-        )
-        assert_idle(sharded)
+    world_size = 2
 
-    def test_views_in_another_dtype(self) -> None:
-        torch.manual_seed(0)
-        self.check(nn.Sequential(nn.Linear(WIDTH, WIDTH), Filter(), nn.Linear(WIDTH, WIDTH)))
-
-    def test_tables_that_are_convolved(self) -> None:
-        def same(table: torch.Tensor) -> torch.Tensor:
-            return table
-
-        for weight_of, is_trained in ((torch.clone, True), (same, True), (same, False), (torch.detach, True)):
-            torch.manual_seed(0)
-            self.check(nn.Sequential(nn.Linear(WIDTH, WIDTH), ConvolvedTable(weight_of, is_trained)))
-        torch.manual_seed(0)
-        self.check(nn.Sequential(nn.Linear(WIDTH, WIDTH), ConvolvedWithItself()))
+    def test_views_slices_and_convolved_tables(self) -> None:
+        """Backward needs the very rows that forward has used: what is saved of a slice begins in the middle."""
+        for model in (
+            Filter(),
+            Sliced(),
+            ConvolvedTable(torch.clone, is_trained=True),
+            ConvolvedTable(same, is_trained=True),
+            ConvolvedTable(same, is_trained=False),
+            ConvolvedTable(torch.detach, is_trained=True),
+            ConvolvedWithItself(),
+        ):
+            reference = nn.Sequential(nn.Linear(WIDTH, WIDTH), model, nn.Linear(WIDTH, WIDTH))
+            check_steps(reference, self.gtp_mesh(), tolerance={"atol": 1e-4, "rtol": 1e-4})
 
     def test_step_in_the_middle_of_a_forward(self) -> None:
-        torch.manual_seed(0)
         mesh = self.gtp_mesh()
         reference = StepsWithin()
-        model = gtp_shard(copy.deepcopy(reference), mesh, schedule=ALL)
+        model = shard_copy(reference, mesh)
         batch = make_rows(0)
         for one in (reference, model):
             one.optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
@@ -132,26 +129,10 @@ class TestReads(GlooTest):
         assert_same_params(model, reference)
         torch.testing.assert_close(actual, rows_of_rank(expected, mesh))
 
-    def test_frozen_between_forward_and_backward(self) -> None:
-        """As autograd does: the gradient of a leaf that is frozen by then is dropped, and flows on through it."""
-        mesh = self.gtp_mesh()
-        torch.manual_seed(0)
-        reference = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
-        model = gtp_shard(copy.deepcopy(reference), mesh, schedule=ALL)
-        batch = make_rows(0)
-        for one, rows in ((reference, batch), (model, rows_of_rank(batch, mesh))):
-            loss = square_loss(one, rows)
-            for frozen in (one[1], one[2]):
-                frozen.requires_grad_(False)
-            loss.backward()
-        assert_same_params(model, reference, "grad")
-        self.assertEqual([p.grad is None for p in model.parameters()], [False, False, True, True, True, True])
-
     def test_ranks_that_begin_with_other_values_are_refused(self) -> None:
         """On all ranks, by name: a bias that one rank has drawn alone, and a weight along replicas."""
         told = "'{}' of shape .* has different values on ranks .* with the same seed on all ranks"
         for mesh, name in ((self.gtp_mesh(), "1.bias"), (self.hsdp_mesh(), "1.bias"), (self.hsdp_mesh(), "0.weight")):
-            torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
             with torch.no_grad():
                 model.get_parameter(name).add_(float(self.rank == 1))
@@ -167,16 +148,14 @@ class TestReads(GlooTest):
     def test_unsharded_parameters_outside_of_a_forward(self) -> None:
         """Weights and parameters that stay whole read as what code computes with, and train."""
         mesh = self.gtp_mesh()
-        torch.manual_seed(0)
         reference = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
-        model = gtp_shard(copy.deepcopy(reference), mesh, schedule=ALL)
+        model = shard_copy(reference, mesh)
         batch = make_rows(0)
 
         def loss_of(one: nn.Sequential, rows: torch.Tensor) -> torch.Tensor:
             linear, norm = one
-            return (
-                F.layer_norm(F.linear(rows, linear.weight, linear.bias), (WIDTH,), norm.weight, norm.bias).pow(3).mean()
-            )
+            y = F.linear(rows, linear.weight, linear.bias)
+            return F.layer_norm(y, (WIDTH,), norm.weight, norm.bias).pow(3).mean()
 
         model.unshard()
         for _ in range(2):
@@ -195,7 +174,7 @@ class TestReads(GlooTest):
             raise SkipError
 
         for is_synced in (True, False):
-            model = gtp_shard(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), mesh, schedule=ALL)
+            model = gtp_shard(linears(2), mesh, schedule=ALL)
             model.set_requires_gradient_sync(is_synced)
             square_loss(model, x).backward()
             output = model(x)
@@ -210,9 +189,8 @@ class TestReads(GlooTest):
     def test_an_optimizer_for_each_parameter(self) -> None:
         """Each step costs what it updates, and parameters that were replaced are known."""
         mesh = self.gtp_mesh()
-        torch.manual_seed(0)
-        reference = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-        model = gtp_shard(copy.deepcopy(reference), mesh, schedule=ALL)
+        reference = linears(3)
+        model = shard_copy(reference, mesh)
         model.set_reshard_after_backward(False)  # stays gathered: a step that is not seen leaves old weights
         batch = make_rows(0)
         for round_ in range(2):
@@ -236,7 +214,7 @@ class TestReads(GlooTest):
 
     def test_steps_are_told_to_the_runtime_that_has_taken_over(self) -> None:
         """To it alone: the earlier one would not know which parameters were replaced since."""
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        model = linears(2)
         gtp_shard(model[0], self.gtp_mesh(), schedule=ALL)
         earlier = runtime_of(model[0])
         gtp_shard(model, self.gtp_mesh(), schedule=ALL)
@@ -263,14 +241,11 @@ class TestReads(GlooTest):
         mesh = self.gtp_mesh()
         alone = explicit(min_shard_numel=0, coalesce_grad_nbytes=0, max_inflight_reduce_scatters=1)
 
-        def tied() -> nn.ModuleList:
-            torch.manual_seed(0)
-            first = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)), nn.Sequential(nn.Linear(WIDTH, WIDTH)))
-            second = nn.Sequential(nn.Linear(WIDTH, WIDTH))
-            second[0].weight = first[3][0].weight
-            return nn.ModuleList([second, first])
-
-        reference, model = tied(), tied()
+        first = nn.Sequential(*linears(3), linears(1))
+        second = linears(1)
+        second[0].weight = first[3][0].weight
+        reference = nn.ModuleList([second, first])
+        model = copy.deepcopy(reference)
         for module in (model[1][3], model[1], model[0]):
             gtp_shard(module, mesh, schedule=alone)
         self.assertEqual(len({id(binding_of(part).group.runtime) for part in (*model, model[1][3])}), 1)
@@ -284,17 +259,11 @@ class TestReads(GlooTest):
         torch.testing.assert_close(seen[0], reference[0][0].weight.grad)
         assert_same_params(model, reference, "grad")
 
-    def test_slices_of_a_weight(self) -> None:
-        """Backward needs the very rows that forward has used: what is saved of them begins in the middle."""
-        torch.manual_seed(0)
-        self.check(nn.Sequential(nn.Linear(WIDTH, WIDTH), Sliced()))
-
     def test_data_of_parameters(self) -> None:
         """``param.data = tensor`` as on plain parameters: averages are swapped in, trained on, and swapped out."""
         for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
-            torch.manual_seed(0)
             reference = nn.Sequential(nn.Linear(WIDTH, 7), nn.LayerNorm(7), nn.Linear(7, WIDTH))
-            model = gtp_shard(copy.deepcopy(reference), mesh, schedule=ALL)
+            model = shard_copy(reference, mesh)
             models, optimizers = (reference, model), [torch.optim.Adam(m.parameters()) for m in (reference, model)]
             averages = [torch.randn(param.shape, dtype=torch.float64) for param in reference.parameters()]
             x, kept = make_rows(0), [[param.data for param in m.parameters()] for m in models]
