@@ -149,6 +149,7 @@ class Answer:
         return None if isinstance(found, str) else (self.step_ms * found.least, self.step_ms * found.most)
 
 
+@functools.lru_cache(maxsize=64)
 def stage_parts(config: ModelConfig, pp: int) -> list[Part]:
     """The blocks of each stage. Embedding and head count as a block each where there is a pipeline."""
     kinds = config.kinds
