@@ -211,34 +211,6 @@ class TestLoRA(GlooTest):
         model.requires_grad_(False)
         self.assertEqual(saved_numel(model, torch.zeros(24, dtype=torch.long)), [])
 
-    # --- precision ----------------------------------------------------------------------------------------------------
-
-    def test_bf16_base_with_fp32_adapters(self) -> None:
-        """Adapters are computed, reduced and updated in float32, whatever the base is kept in."""
-
-        def make() -> nn.Module:
-            return nn.Linear(DIM, DIM, dtype=torch.bfloat16)
-
-        def bf16(model: Model) -> Model:
-            for module in (model.embedding, model.head, *(block.norm for block in model.blocks)):
-                module.bfloat16()
-            return model
-
-        tolerance = {"rtol": 3e-2, "atol": 3e-3}
-        for schedule in (TINY_ADAPTERS, ALL):
-            model = self.train(
-                bf16(lora(make, torch.float32)),
-                schedule,
-                make_optimizer=lambda params: torch.optim.SGD([p for p in params if p.requires_grad], lr=0.1),
-                tolerance=tolerance,
-            )
-            with counted() as counts:
-                loss_of(model, tokens_of(torch.Generator().manual_seed(0))).backward()
-            for op in ("_reduce_scatter_base_", "allreduce_"):
-                self.assertLessEqual(counts.dtypes.get(op, set()), {torch.float32})
-            self.assertEqual({param.grad.dtype for param in adapters(model).values()}, {torch.float32})
-            self.assertEqual(model.head.weight.dtype, torch.bfloat16)
-
     def test_int8_base(self) -> None:
         """Integers are not sharded: they stay whole, and the report says why."""
         for is_parameter in (True, False):
@@ -249,33 +221,6 @@ class TestLoRA(GlooTest):
             for line in lines:
                 self.assertRegex(line, "not floating point")
             self.assertEqual(model.blocks[0].first.base.quantized.dtype, torch.int8)
-
-    # --- later unfreezing ---------------------------------------------------------------------------------------------
-
-    def test_unfreezing_between_steps(self) -> None:
-        def unfreeze(reference: nn.Module) -> Callable[[nn.Module, int], None]:
-            def between(model: nn.Module, step: int) -> None:
-                for module in (reference, model):
-                    first: Any = module.blocks[0].first  # type: ignore[union-attr, index]
-                    first.base.requires_grad_(step == 1)
-                    module.embedding.requires_grad_(step == 1)  # type: ignore[union-attr]
-                    if step == 2:  # what autograd would go on adding to
-                        first.base.zero_grad()
-
-            return between
-
-        mesh = self.gtp_mesh()
-        for schedule in (TINY_ADAPTERS, ALL):
-            reference = lora()
-            check_training(
-                reference,
-                lambda model, s=schedule: gtp_shard(model, mesh, schedule=s),
-                mesh,
-                tokens_of,
-                loss_of,
-                make_optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
-                between=unfreeze(reference),
-            )
 
     def test_unfreezing_for_the_last_microbatch(self) -> None:
         """A weight whose first use with a gradient is in the microbatch that reduces."""
