@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -135,7 +136,7 @@ class TestLoRA(GlooTest):
 
     def train(self, reference: nn.Module, schedule: SchedulePolicy = TINY_ADAPTERS, **options: Any) -> Any:
         mesh = self.gtp_mesh()
-        shard = options.pop("shard", lambda model: gtp_shard(model, mesh, schedule=schedule))
+        shard = partial(gtp_shard, mesh=mesh, schedule=schedule)
         options = {"make_optimizer": on_trainable, "steps": 2, **options}
         frozen = {name: param.clone() for name, param in reference.named_parameters() if not param.requires_grad}
         model = check_training(reference, shard, mesh, tokens_of, loss_of, **options)
@@ -160,15 +161,6 @@ class TestLoRA(GlooTest):
             reference = lora()
             reference.use_reentrant = use_reentrant
             self.train(reference, schedule)
-
-    def test_compiled_blocks(self) -> None:
-        def shard(model: Any) -> nn.Module:
-            gtp_shard(model, self.gtp_mesh(), schedule=ALL)
-            for block in model.blocks:
-                block.compile(backend="aot_eager", fullgraph=True)
-            return model
-
-        self.train(lora(), shard=shard)
 
     # --- what frozen weights cost -------------------------------------------------------------------------------------
 
