@@ -36,15 +36,14 @@ TINY_ADAPTERS = explicit(min_shard_numel=DIM * RANK + 1)
 class LoRALinear(nn.Module):
     """``base(x) + up(down(x))`` with a frozen base."""
 
-    def __init__(self, base: nn.Module, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, base: nn.Module) -> None:
         super().__init__()
         self.base = base.requires_grad_(False)
-        self.lora_a = nn.Linear(DIM, RANK, bias=False, dtype=dtype)
-        self.lora_b = nn.Linear(RANK, DIM, bias=False, dtype=dtype)
+        self.lora_a = nn.Linear(DIM, RANK, bias=False)
+        self.lora_b = nn.Linear(RANK, DIM, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        adapted = self.lora_b(self.lora_a(x.to(self.lora_a.weight.dtype)))
-        result: torch.Tensor = self.base(x) + adapted.to(x.dtype)
+        result: torch.Tensor = self.base(x) + self.lora_b(self.lora_a(x))
         return result
 
 
@@ -78,11 +77,11 @@ class Raw(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, make_base: Callable[[], nn.Module], dtype: torch.dtype | None) -> None:
+    def __init__(self, make_base: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(DIM).requires_grad_(False)
-        self.first = LoRALinear(make_base(), dtype)
-        self.second = LoRALinear(make_base(), dtype)
+        self.first = LoRALinear(make_base())
+        self.second = LoRALinear(make_base())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = x + self.second(torch.tanh(self.first(self.norm(x))))
@@ -94,10 +93,10 @@ class Model(nn.Module):
 
     use_reentrant: bool | None = None
 
-    def __init__(self, make_base: Callable[[], nn.Module] | None = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, make_base: Callable[[], nn.Module] = lambda: nn.Linear(DIM, DIM)) -> None:
         super().__init__()
         self.embedding = nn.Embedding(13, DIM).requires_grad_(False)
-        self.blocks = nn.ModuleList([Block(make_base or (lambda: nn.Linear(DIM, DIM)), dtype) for _ in range(2)])
+        self.blocks = nn.ModuleList([Block(make_base) for _ in range(2)])
         self.head = nn.Linear(DIM, 13, bias=False).requires_grad_(False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -110,9 +109,9 @@ class Model(nn.Module):
         return logits
 
 
-def lora(make_base: Callable[[], nn.Module] | None = None, dtype: torch.dtype | None = None) -> Model:
+def lora(make_base: Callable[[], nn.Module] = lambda: nn.Linear(DIM, DIM)) -> Model:
     torch.manual_seed(0)
-    return Model(make_base, dtype)
+    return Model(make_base)
 
 
 def adapters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -128,7 +127,7 @@ def tokens_of(generator: torch.Generator) -> torch.Tensor:
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 class TestLoRA(GlooTest):
