@@ -111,9 +111,10 @@ class TestExactTypes(GlooTest):
                     found = [owner.weight, owner._parameters["weight"], owner.get_parameter("weight")]
                     found += [next(owner.parameters()), dict(owner.named_parameters())["weight"]]
                     for weight in found:
-                        assert not isinstance(weight, DTensor)
-                        assert weight.dtype == torch.bfloat16
                         assert weight.shape[:2] == (WIDTH, WIDTH)
+                for param in self.parameters():
+                    assert not isinstance(param, DTensor)
+                    assert param.dtype == torch.bfloat16
                 return F.linear(self.layers[0](x), self.conv._parameters["weight"].squeeze(-1))
 
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -122,11 +123,12 @@ class TestExactTypes(GlooTest):
                 model = gtp_shard(Asks(), self.gtp_mesh(), mp_policy=policy, schedule=schedule)
                 for _ in range(2):
                     model(torch.randn(4, WIDTH)).sum().backward()
+                    torch.no_grad()(model)(torch.randn(4, WIDTH))
                     for owner in (model.layers[0][0], model.conv):
                         assert isinstance(owner._parameters["weight"], DTensor)
                         assert isinstance(owner.weight, DTensor)
 
-    def test_metaclasses_are_not_asked(self) -> None:
+    def test_classes_and_metaclasses_are_not_asked(self) -> None:
         """They may refuse subclasses, or record them."""
         known: list[str] = []
 
@@ -148,16 +150,27 @@ class TestExactTypes(GlooTest):
         class Recorded(nn.Linear, metaclass=Records):
             pass
 
+        class Listed(nn.Linear):
+            def __init_subclass__(cls, kind: str) -> None:  # an argument that a class made on the fly has not
+                known.append(kind)
+
+        class Used(Listed, kind="used"):
+            pass
+
         class Last(nn.Linear, metaclass=Final):
             pass
 
         del known[:]
-        for cls in (Recorded, Last):
+        for cls in (Recorded, Last, Used):
             model = gtp_shard(cls(WIDTH, WIDTH), self.gtp_mesh())
             assert isinstance(model, cls)
             assert type(type(model)) is type(cls)
             assert not isinstance(cls(WIDTH, WIDTH), type(model))
             model(torch.randn(2, WIDTH)).sum().backward()
+        for schedule in SCHEDULES.values():
+            layers = nn.ModuleList(nn.Sequential(Used(WIDTH, WIDTH), Used(WIDTH, WIDTH)) for _ in range(2))
+            model = gtp_shard(nn.Sequential(*layers, Recorded(WIDTH, WIDTH)), self.gtp_mesh(), schedule=schedule)
+            model(torch.randn(4, WIDTH))
         assert known == []
 
     def test_a_class_that_cannot_be_changed_leaves_the_module_as_it_was(self) -> None:

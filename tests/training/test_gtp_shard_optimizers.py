@@ -54,6 +54,13 @@ def backward(model: nn.Module, mesh: DeviceMesh | None, step: int = 0, scale: fl
     (loss_of(model, tokens) * scale).backward()
 
 
+def with_gradients(mesh: DeviceMesh) -> tuple[Any, Any]:
+    model, reference = make_sharded(0, mesh), make(0)
+    backward(model, mesh)
+    backward(reference, None)
+    return model, reference
+
+
 def fp64_norm(grads: Iterable[torch.Tensor], order: float = 2.0) -> float:
     return torch.linalg.vector_norm(torch.cat([grad.double().flatten() for grad in grads]), order).item()
 
@@ -90,44 +97,39 @@ class TestOptimizers(GlooTest):
         mesh = self.gtp_mesh()
         model = make_sharded(0, mesh)
         optimizer = adamw(model)
-        backward(model, mesh)
-        once = [local(param.grad).clone() for param in model.parameters()]
-        backward(model, mesh)
-        self.assertEqual([local(param.grad) for param in model.parameters()], [2 * grad for grad in once])
-        optimizer.zero_grad(set_to_none=False)
-        self.assertTrue(all((local(param.grad) == 0).all() for param in model.parameters()))
-        backward(model, mesh)
-        self.assertEqual([local(param.grad) for param in model.parameters()], once, rtol=0, atol=0)
-        optimizer.zero_grad()
-        self.assertTrue(all(param.grad is None for param in model.parameters()))
-        backward(model, mesh)
-        self.assertEqual([local(param.grad) for param in model.parameters()], once, rtol=0, atol=0)
 
-    def test_lr_schedule(self) -> None:
-        mesh = self.gtp_mesh()
-        models = [make(0), make_sharded(0, mesh)]
-        for model in models:
-            optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), fused=True)
-            warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
-            cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)
-            scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], milestones=[2])
-            for step in range(3):
-                train(model, optimizer, [step], mesh if model is models[1] else None)
-                scheduler.step()
-        assert_same_params(models[1], models[0])
+        def grads() -> list[torch.Tensor]:
+            return [local(param.grad).clone() for param in model.parameters()]
 
-    def test_weight_average(self) -> None:
-        """Parameters can be averaged as the tensors they are."""
+        backward(model, mesh)
+        once = grads()
+        backward(model, mesh)
+        self.assertEqual(grads(), [2 * grad for grad in once])
+        for set_to_none in (False, True):
+            optimizer.zero_grad(set_to_none)
+            assert all(
+                param.grad is None if set_to_none else not full(param.grad).any() for param in model.parameters()
+            )
+            backward(model, mesh)
+            self.assertEqual(grads(), once, rtol=0, atol=0)
+
+    def test_lr_schedule_and_weight_average(self) -> None:
+        """Parameters are averaged as the tensors they are."""
         mesh = self.gtp_mesh()
         model, reference = make_sharded(0, mesh), make(0)
         averages: list[list[torch.Tensor]] = []
         for trained, on in ((model, mesh), (reference, None)):
-            optimizer = adamw(trained)
+            optimizer = torch.optim.AdamW(trained.parameters(), lr=torch.tensor(1e-2), fused=True)
+            warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
+            cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)
+            scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], milestones=[2])
             average = [param.detach().clone() for param in trained.parameters()]
-            for step in range(2):
+            for step in range(3):
                 train(trained, optimizer, [step], on)
+                scheduler.step()
                 torch._foreach_lerp_(average, [param.detach() for param in trained.parameters()], 0.25)
             averages.append(average)
+        assert_same_params(model, reference)
         for actual, expected in zip(*averages, strict=True):
             torch.testing.assert_close(full(actual), expected)
 
@@ -144,9 +146,7 @@ class TestOptimizers(GlooTest):
             (None, one, 2.0),
             (False, two, math.inf),
         ):
-            model, reference = make_sharded(0, mesh), make(0)
-            backward(model, mesh)
-            backward(reference, None)
+            model, reference = with_gradients(mesh)
             expected = fp64_norm([param.grad for param in reference.parameters()], order)
             for clipped in (reference, model):
                 norm = nn.utils.clip_grad_norm_(clipped.parameters(), expected / 3, order, foreach=foreach)
@@ -159,10 +159,8 @@ class TestOptimizers(GlooTest):
             assert_same_params(model, reference)
 
     def test_clip_grad_norm_of_nonfinite_gradients_raises_on_all_ranks(self) -> None:
-        mesh = self.gtp_mesh()
         for value in (float("inf"), float("nan")):
-            model = make_sharded(0, mesh)
-            backward(model, mesh)
+            model, _ = with_gradients(self.gtp_mesh())
             if self.rank == 2:
                 local(model.get_parameter("columns").grad)[0, 0] = value
             with self.assertRaisesRegex(RuntimeError, "non-finite"):
@@ -170,10 +168,8 @@ class TestOptimizers(GlooTest):
 
     def test_clip_grad_value(self) -> None:
         mesh = self.gtp_mesh()
-        for foreach in (True, False, None):
-            model, reference = make_sharded(0, mesh), make(0)
-            backward(model, mesh)
-            backward(reference, None)
+        for foreach in (True, False):
+            model, reference = with_gradients(mesh)
             for clipped in (reference, model):
                 nn.utils.clip_grad_value_(clipped.parameters(), 0.01, foreach=foreach)
             assert_same_params(model, reference, "grad")

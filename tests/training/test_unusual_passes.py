@@ -35,6 +35,9 @@ CASES = Cases(
         "a block called twice": by_call(lambda block, x: block(block(x))),
         "a block that is skipped": lambda model, x: mean(model.last(model.blocks[1](model.first(x)))).backward(),
         "a layer alone": lambda model, x: mean(model.blocks[0].up(x)).backward(),
+        "forward methods called directly": lambda model, x: mean(
+            model.forward(model.last(model.blocks[1](model.first.forward(x))))
+        ).backward(),
     }
 )
 
@@ -50,15 +53,11 @@ def many_forwards_without_a_backward(model: Any, x: torch.Tensor) -> None:
 
 
 @CASES.add
-def backwards_in_the_order_of_forwards(model: Any, x: torch.Tensor) -> None:
-    for loss in [mean(model(x + shift)) for shift in range(3)]:
-        loss.backward()
-
-
-@CASES.add
-def backwards_in_the_other_order(model: Any, x: torch.Tensor) -> None:
-    for loss in reversed([mean(model(x + shift)) for shift in range(3)]):
-        loss.backward()
+def backwards_in_both_orders(model: Any, x: torch.Tensor) -> None:
+    for order in ((0, 1, 2), (2, 1, 0)):
+        losses = [mean(model(x + shift)) for shift in range(3)]
+        for index in order:
+            losses[index].backward()
 
 
 @CASES.add
@@ -70,18 +69,13 @@ def retained_graph(model: Any, x: torch.Tensor) -> None:
 
 
 @CASES.add
-def gradients_that_are_zeroed_between_forward_and_backward(model: Any, x: torch.Tensor) -> None:
-    usual(model, x - 1)
-    loss = mean(model(x))
-    model.zero_grad()
-    loss.backward()
-
-
-@CASES.add
-def gradients_that_are_zeroed_in_place(model: Any, x: torch.Tensor) -> None:
+def gradients_that_are_zeroed_in_place_and_between_forward_and_backward(model: Any, x: torch.Tensor) -> None:
     usual(model, x - 1)
     model.zero_grad(set_to_none=False)
     usual(model, x)
+    loss = mean(model(x + 1))
+    model.zero_grad()
+    loss.backward()
 
 
 @CASES.add
@@ -201,24 +195,12 @@ def outputs_that_nobody_uses(model: Any, x: torch.Tensor) -> None:
 
 
 @CASES.add
-def one_output_in_two_losses(model: Any, x: torch.Tensor) -> None:
-    y = model(x)
-    (mean(y) + y.exp().mean()).backward()
-
-
-@CASES.add
-def gradient_of_the_input_alone(model: Any, x: torch.Tensor) -> None:
-    x = x.clone().requires_grad_()
-    (grad,) = torch.autograd.grad(mean(model(x)), x)
-    mean(model(x.detach() + grad.sign())).backward()
-
-
-@CASES.add
-def gradient_of_the_input_and_then_all(model: Any, x: torch.Tensor) -> None:
+def gradient_of_the_input_alone_and_then_all(model: Any, x: torch.Tensor) -> None:
     x = x.clone().requires_grad_()
     loss = mean(model(x))
-    torch.autograd.grad(loss, x, retain_graph=True)
+    (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
     loss.backward()
+    mean(model(x.detach() + grad.sign())).backward()
 
 
 @CASES.add
@@ -279,12 +261,6 @@ def a_block_alone_beside_the_model(model: Any, x: torch.Tensor) -> None:
 
 
 @CASES.add
-def forward_methods_called_directly(model: Any, x: torch.Tensor) -> None:
-    mean(model.last(model.blocks[1](model.first.forward(x)))).backward()
-    mean(model.forward(x)).backward()
-
-
-@CASES.add
 def a_generator_that_runs_blocks(model: Any, x: torch.Tensor) -> None:
     def states(x: torch.Tensor) -> Iterator[torch.Tensor]:
         x = model.first(x)
@@ -316,8 +292,7 @@ class TestUnusualPassesOfReplicas(GlooTest):
     def test_with_weights_that_stay_gathered(self) -> None:
         names = (
             "many forwards without a backward",
-            "backwards in the order of forwards",
-            "backwards in the other order",
+            "backwards in both orders",
             "retained graph",
             "several roots of one backward",
             "model fed to itself",

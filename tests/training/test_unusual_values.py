@@ -63,17 +63,11 @@ def nested_checkpoints(model: Any, x: torch.Tensor) -> None:
 
 
 @CASES.add
-def saved_tensors_on_the_host(model: Any, x: torch.Tensor) -> None:
-    with save_on_cpu():
-        loss = mean(model(x))
-    loss.backward()
-
-
-@CASES.add
-def saved_tensors_that_a_hook_copies(model: Any, x: torch.Tensor) -> None:
-    with saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor):
-        loss = mean(model(x))
-    loss.backward()
+def saved_tensors_on_the_host_and_copied(model: Any, x: torch.Tensor) -> None:
+    for hooks in (save_on_cpu(), saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor)):
+        with hooks:
+            loss = mean(model(x))
+        loss.backward()
 
 
 # --- inputs and outputs -----------------------------------------------------------------------------------------------
@@ -120,7 +114,7 @@ CASES.update(
             lambda model: model.blocks[1].register_forward_pre_hook(lambda m, args: (args[0] * 2,))
         ),
         "inputs that are not contiguous": lambda model, x: usual(model, torch.stack([x, x + 1], -1)[..., 1]),
-        "activations that are copied": by_call(lambda block, x: block(x.clone()).to(torch.float64).to(torch.float32)),
+        "activations that are copied": by_call(lambda block, x: block(x.clone()).to(torch.float32).to(torch.float64)),
         "no rows": lambda model, x: model(x[:0]).sum().backward(),
         "functional_call with its own parameters": lambda model, x: mean(
             functional_call(model, dict(model.named_parameters()), (x,))
@@ -223,16 +217,12 @@ def frozen_in_the_middle_of_a_forward(model: Any, x: torch.Tensor) -> None:
 
 
 @CASES.add
-def frozen_between_forward_and_backward(model: Any, x: torch.Tensor) -> None:
+def frozen_or_unfrozen_between_forward_and_backward(model: Any, x: torch.Tensor) -> None:
     loss = mean(model(x))
     model.blocks[0].requires_grad_(False)
     model.blocks[1].up.requires_grad_(False)
     loss.backward()
     model.requires_grad_(True)
-
-
-@CASES.add
-def unfrozen_between_forward_and_backward(model: Any, x: torch.Tensor) -> None:
     model.blocks[0].requires_grad_(False)
     model.last.weight.requires_grad_(False)
     loss = mean(model(x))
