@@ -164,7 +164,7 @@ class GroupGradients(PendingGradient):
 
     def reduce_only(self, weights: Iterable[ShardedWeight]) -> None:
         """Reduce gradients of these weights from now on. Sums of earlier microbatches keep their values."""
-        before, old = self.weights, _slot_numels(self.weights)
+        before, old = self.weights, slot_numels(weight.layout for weight in self.weights)
         self.weights = list(weights)
         first = self._all[0]
         world, rank = first.layout.world, first.layout.rank
@@ -187,7 +187,7 @@ class GroupGradients(PendingGradient):
             return None
         *columns, marks = total.view(num_rows, -1).split([*numels, self._num_marks], 1)
         parts = dict(zip(weights, columns, strict=True))
-        new = zip(self.weights, _slot_numels(self.weights), strict=True)
+        new = zip(self.weights, slot_numels(weight.layout for weight in self.weights), strict=True)
         rows = [parts[weight] if weight in parts else total.new_zeros(num_rows, numel) for weight, numel in new]
         return torch.cat([*rows, marks], 1).flatten()
 
@@ -293,13 +293,14 @@ class GroupGradients(PendingGradient):
             leaf.grad = None
 
 
-def pack(taken: Sequence[Tensor], world: int, buffer: Tensor) -> None:
+def pack(taken: list[Tensor], world: int, buffer: Tensor) -> None:
     """Copy what groups gave (``GroupGradients.take``) into a contiguous buffer, cast, rank by rank."""
-    compat.chunk_cat([*taken], world, buffer.view(world, -1))
+    compat.chunk_cat(taken, world, buffer.view(world, -1))
 
 
-def _slot_numels(weights: Iterable[ShardedWeight]) -> list[int]:
-    return [math.prod(weight.layout.slot_shape) for weight in weights]
+def slot_numels(layouts: Iterable[WeightLayout]) -> list[int]:
+    """How many elements a rank gets of each of these gradients."""
+    return [math.prod(layout.slot_shape) for layout in layouts]
 
 
 def _view(storage: torch.UntypedStorage, like: Tensor, shape: tuple[int, ...], offset: int) -> Tensor:

@@ -5,7 +5,6 @@ Which gradients travel together, and when, is in ``reduce_gradients``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,7 @@ from .._comm.context import CommContext
 from .._comm.debug import profiler_range
 from .._comm.reduce_scatter import Scattering
 from .._comm.send_ring import Place, SendRing
-from .._params.group_memory import pack
+from .._params.group_memory import pack, slot_numels
 from .._params.sharded_weight import ShardedWeight
 from .._params.weight_group import Reducible
 from .order_of_launches import OrderOfLaunches
@@ -62,13 +61,13 @@ class ReductionLaunches:
 
     def _launch_groups(self, together: list[Gradient]) -> None:
         """Pack the gradients of groups, and send them as one."""
-        weight = together[0].weight
+        weight, world = together[0].weight, together[0].weight.layout.world
         taken = [part for gradient in together for part in gradient.taken or ()]
         self._comm.streams.note_reading_earlier(taken)
         is_narrow = self.sends_narrow(weight, taken[0].dtype)
-        numel = sum(math.prod(gradient.weight.layout.buffer_shape) for gradient in together)
-        buffer = taken[0].new_empty(numel, dtype=taken[0].dtype if is_narrow else weight.reduce_dtype)
-        pack(taken, weight.layout.world, buffer)
+        dtype = taken[0].dtype if is_narrow else weight.reduce_dtype
+        buffer = taken[0].new_empty(world * sum(_slot_numels(together)), dtype=dtype)
+        pack(taken, world, buffer)
         for gradient in together:
             gradient.taken = None
         send = self._send_narrow if is_narrow else self._send_wide
@@ -223,7 +222,7 @@ class ReductionLaunches:
 
 
 def _slot_numels(together: Sequence[Gradient]) -> list[int]:
-    return [math.prod(gradient.weight.layout.slot_shape) for gradient in together]
+    return slot_numels(gradient.weight.layout for gradient in together)
 
 
 def _new_slot(together: Sequence[Gradient]) -> Tensor:

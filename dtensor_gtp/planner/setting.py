@@ -229,12 +229,13 @@ class Setting:
         return resolve_reduce_scatter(schedule.reduce_scatter, self.gathers_by(schedule, lane))
 
     def sends_narrow(self, schedule: Schedule, item: Sharded) -> bool:
-        """Whether a gradient that travels alone does so in the dtype of compute, as ``ReductionLaunches`` decides."""
+        """Whether the gradient of a group, or of a weight that travels alone, does so in the dtype of compute, as
+        ``ReductionLaunches`` decides."""
         is_near = self.no_copy_engines(item.axis_name) is None
         wide = torch.bfloat16 if self.reduce_nbytes == COMPUTE_NBYTES else torch.float32
         kind = self.reduces_by(schedule, item.lane)
-        is_alone = item.is_group or not may_wait(item.sent, schedule.coalesce_grad_nbytes)
-        return is_alone and is_near and may_send_narrow(kind, item.axis.size) and is_exact_in(torch.bfloat16, wide)
+        may_be = item.is_group or not may_wait(item.sent, schedule.coalesce_grad_nbytes)
+        return may_be and is_near and may_send_narrow(kind, item.axis.size) and is_exact_in(torch.bfloat16, wide)
 
 
 class Step(NamedTuple):
