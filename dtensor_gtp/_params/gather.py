@@ -17,7 +17,7 @@ from .gather_form import Packed
 from .gathered import Gathered
 from .group_memory import Parts
 from .layout import WeightLayout
-from .pack_planes import QuantizedWire, agree_on_amax
+from .pack_planes import agree_on_stale, rounded
 from .sharded_weight import Gatherable, ShardedWeight
 from .weight_group import GatherableGroup, WeightGroup
 
@@ -92,11 +92,10 @@ def _pack(targets: Sequence[Gatherable], comm: CommContext) -> dict[Gatherable, 
 
 
 def _rounded(group: WeightGroup, comm: CommContext) -> dict[ShardedWeight, Tensor]:
-    """The values of the quantized shards of a group, in its dtype, made where the gather reads them."""
-    wires = {weight: wire for weight in group.quantized if isinstance(wire := weight.form.wire, QuantizedWire)}
-    agree_on_amax([weight for weight, wire in wires.items() if not wire.is_current], comm)
+    """What the gather sends of quantized members, made on the stream that reads it."""
+    agree_on_stale(group.quantized, comm)
     with comm.packing(group.groups) if group.groups.casts_shards else comm.gathering(group.groups):
-        return {weight: wire.rounded(comm) for weight, wire in wires.items()}
+        return rounded(group.quantized)
 
 
 def _direction(target: Gatherable) -> Direction:
