@@ -55,10 +55,6 @@ class Sharded(NamedTuple):
     def replicas(self) -> str:
         return "expert_replicate" if self.lane else "replicate"
 
-    @property
-    def is_in_block(self) -> bool:
-        return self.weight.block >= 0
-
     def gradients(self) -> tuple[str, ...]:
         return ("wgrad", "dgrad") if self.weight.has_dgrad else ("wgrad",)
 
@@ -132,7 +128,7 @@ class Setting:
         weights, tokens = self.trace.weights, self.tokens
         found = [n for n in block if not weights[n].is_expert or rules.is_worth_a_group(weights[n].numel, tokens)]
         items = [self.sharded[number] for number in found]
-        are_alike = all(item.is_in_block and not item.is_quantized and not item.lane for item in items)
+        are_alike = all(item.weight.block >= 0 and not item.is_quantized and not item.lane for item in items)
         if len(items) < 2 or not are_alike or items[0].axis.size == 1:
             return ()
         mean = sum(item.weight.numel for item in items) / len(items)
@@ -187,20 +183,15 @@ class Setting:
         return {"forward": once * inputs, "dgrad": once * outputs, "wgrad": again * (inputs + outputs)}[part]
 
     def is_exchanged(self, unit: int) -> bool:
-        return self.units[unit].weight.is_table and self._exchanges_lookup
-
-    @functools.cached_property
-    def _exchanges_lookup(self) -> bool:
-        """Whether the embedding exchanges activations, as ``ops.exchange`` decides."""
-        tables = [weight for weight in self.trace.weights if weight.is_table]
+        """Whether the unit is an embedding that exchanges activations, as ``ops.exchange`` decides."""
         world = self.costs.axis("gtp").size
-        if not tables or world == 1 or self.policy.embedding == "gather" or self.costs.axis("tp").size > 1:
+        if not self.units[unit].weight.is_table or world == 1 or self.costs.axis("tp").size > 1:
             return False
-        rows, dim = tables[0].shape
+        rows, dim = next(weight.shape for weight in self.trace.weights if weight.is_table)
         moved = rows * dim * (COMPUTE_NBYTES + self.reduce_nbytes)
         may_ask = self.is_captured or self.policy.exchange_tokens is not None or rules.is_worth_asking(moved)
         is_worth = rules.is_exchange_worth(world, self.tokens, rules.lookup_nbytes(dim, COMPUTE_NBYTES), moved)
-        return self.policy.embedding == "exchange" or (may_ask and is_worth)
+        return self.policy.embedding != "gather" and (self.policy.embedding == "exchange" or (may_ask and is_worth))
 
     def choice(self, free_nbytes: int) -> tuple[Schedule, tuple[str, ...]]:
         """The schedule that the runtime would choose, and why."""
