@@ -7,12 +7,10 @@ that it waits for and the host that launches it are done. Rates are constant bet
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from graphlib import TopologicalSorter
 from typing import NamedTuple
 
 from .errors import PlanError
@@ -183,12 +181,15 @@ def _start_ms(link: Link, hops: float) -> float:
 @functools.lru_cache(maxsize=4096)
 def _share(points: Sequence[tuple[float, float]], flops: float) -> float:
     """The share of the peak at ``flops``, or at a length, interpolated over their logarithm."""
-    if flops <= points[0][0]:
-        return points[0][1]
-    for (first, share), (last, next_share) in itertools.pairwise(points):
-        if flops <= last:
-            return share + (next_share - share) * (math.log(flops / first) / math.log(last / first))
-    return points[-1][1]
+    (first, share), *rest = points
+    if flops <= first:
+        return share
+    for number, next_share in rest:
+        if flops <= number:
+            part = math.log(flops / first) / math.log(number / first)
+            return share + (next_share - share) * part
+        first, share = number, next_share
+    return share
 
 
 class Stream(IntEnum):
@@ -227,22 +228,18 @@ class Span(NamedTuple):
 
 def simulate(tasks: Sequence[Task], contention: Contention) -> list[Span]:
     """When each task runs. Raises ValueError where a task waits for a later one."""
-    order, last = TopologicalSorter[int](), dict[Stream, int]()
-    for number, task in enumerate(tasks):
-        if any(other >= number for other in task.after):
-            raise ValueError(f"simulate expects tasks that wait for earlier ones, but task {number} does not.")
-        order.add(number, *task.after, *([last[task.stream]] if task.stream in last else []))
-        last[task.stream] = number
-    order.prepare()
+    waiting, followers = _order(tasks)
+    ready = [number for number, count in enumerate(waiting) if not count]
     begins, ends = [0.0] * len(tasks), [0.0] * len(tasks)
-    ready = list(order.get_ready())
     left: dict[int, float] = {}  # running tasks, and what is left of them
     now = 0.0
 
     def end(number: int) -> None:
         ends[number] = now
-        order.done(number)
-        ready.extend(order.get_ready())
+        for follower in followers[number]:
+            waiting[follower] -= 1
+            if not waiting[follower]:
+                ready.append(follower)
 
     while ready or left:
         not_launched = []
@@ -270,6 +267,22 @@ def simulate(tasks: Sequence[Task], contention: Contention) -> list[Span]:
                 del left[number]
                 end(number)
     return [Span(begin, end) for begin, end in zip(begins, ends, strict=True)]
+
+
+def _order(tasks: Sequence[Task]) -> tuple[list[int], list[list[int]]]:
+    """Of each task, how many others it waits for, the one before it in its stream too, and which wait for it."""
+    waiting = [0] * len(tasks)
+    followers: list[list[int]] = [[] for _ in tasks]
+    last: dict[Stream, int] = {}
+    for number, task in enumerate(tasks):
+        if any(other >= number for other in task.after):
+            raise ValueError(f"simulate expects tasks that wait for earlier ones, but task {number} does not.")
+        before = {*task.after, *([last[task.stream]] if task.stream in last else [])}
+        waiting[number] = len(before)
+        for other in before:
+            followers[other].append(number)
+        last[task.stream] = number
+    return waiting, followers
 
 
 _KERNELS, _FAST = (Load.COMPUTE, Load.KERNEL), (Load.NCCL, Load.COPY)
