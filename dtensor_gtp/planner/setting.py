@@ -95,17 +95,23 @@ class Setting:
 
     @functools.cached_property
     def sharded(self) -> tuple[Sharded, ...]:
-        return tuple(map(self._sharded, self.trace.weights))
+        """Those of groups are gathered in the dtype of compute."""
+        items = enumerate(map(self._sharded, self.trace.weights))
+        return tuple(item._replace(wired=item.gathered) if number in self._groups else item for number, item in items)
 
     @functools.cached_property
     def units(self) -> list[Sharded]:
         """What is gathered at once, in the order of the first use: groups, and weights that are in none."""
+        members = dict.fromkeys(self._groups.get(number, (number,)) for number in range(len(self.sharded)))
+        return list(map(self.together, members))
+
+    @functools.cached_property
+    def _groups(self) -> Mapping[int, tuple[int, ...]]:
+        """By member."""
         blocks: dict[str, list[int]] = {}
         for number, weight in enumerate(self.trace.weights):
             blocks.setdefault(weight.block_name, []).append(number)
-        groups = {number: group for block in blocks.values() for group in [self._group(block)] for number in group}
-        members = dict.fromkeys(groups.get(number, (number,)) for number in range(len(self.sharded)))
-        return list(map(self.together, members))
+        return {number: group for block in blocks.values() for group in [self._group(block)] for number in group}
 
     @functools.cached_property
     def unit_of(self) -> Mapping[int, int]:
@@ -127,12 +133,17 @@ class Setting:
             return ()
         weights, tokens = self.trace.weights, self.tokens
         found = [n for n in block if not weights[n].is_expert or rules.is_worth_a_group(weights[n].numel, tokens)]
-        items = [self.sharded[number] for number in found]
-        are_alike = all(item.weight.block >= 0 and not item.is_quantized and not item.lane for item in items)
+        items = [self._sharded(weights[number]) for number in found]
+        are_alike = all(item.weight.block >= 0 and not item.lane for item in items)
         if len(items) < 2 or not are_alike or items[0].axis.size == 1:
             return ()
+        has_recipe = any(item.is_quantized for item in items)
+        has_float8 = has_recipe and self.costs.precision != "bf16"
+        crosses_hosts = self.no_copy_engines("gtp") is not None
+        if (has_recipe and crosses_hosts) or (has_float8 and self.is_captured):
+            return ()
         mean = sum(item.weight.numel for item in items) / len(items)
-        return tuple(found) if rules.is_worth_a_group(mean, self.tokens) else ()
+        return tuple(found) if rules.is_worth_a_group(mean, self.tokens, has_float8=has_float8) else ()
 
     def _sharded(self, weight: Weight) -> Sharded:
         axis = self.costs.axis("expert_gtp" if weight.is_expert else "gtp")
