@@ -35,7 +35,9 @@ class Steps:
         self._num_begun = -1
         self.is_last_backward = True  # whether the running or next backward is the last one of its step
         self.has_unsynced = False  # whether the last complete backward has left gradients for the next one to add to
-        self._unhandled_then = 0  # id of the exception that ended the last cell or line of an interactive session
+        # What had ended the last cell of an interactive session by then, while gradients are unsynced: held, because
+        # the id of a freed exception may be that of the next one, and no weak reference leads to one.
+        self._unhandled_then: BaseException | None = None
 
     def count_step(self, *, is_ours: bool) -> None:
         """Of an optimizer."""
@@ -64,7 +66,7 @@ class Steps:
         self.has_unsynced = not self.is_last_backward or not all(
             each.requires_gradient_sync and each.requires_all_reduce for each in flags
         )
-        self._unhandled_then = id(getattr(sys, "last_value", None))
+        self._unhandled_then = getattr(sys, "last_value", None) if self.has_unsynced else None
 
     def publish(self, params: Sequence[ManagedParam]) -> None:
         """In the last backward, complete the gradients of ``params`` now, e.g. for an outer ``fully_shard``."""
@@ -85,6 +87,7 @@ class Steps:
         """After an exception: wait for launched reductions, and drop all gradients that are not in ``.grad`` yet."""
         self._grads.abandon()
         self.has_unsynced = False
+        self._unhandled_then = None
         for param in self._members.params:
             param.reset_grads()
         for group in self._members.groups:
@@ -101,7 +104,7 @@ class Steps:
         """In a notebook, an interrupt between two microbatches ends the loop, and the process goes on: the next forward
         is one of a new step. A program that handles the interrupt calls ``reset_iter_state``."""
         unhandled = getattr(sys, "last_value", None)
-        if self.has_unsynced and isinstance(unhandled, KeyboardInterrupt) and id(unhandled) != self._unhandled_then:
+        if self.has_unsynced and isinstance(unhandled, KeyboardInterrupt) and unhandled is not self._unhandled_then:
             self._give_up("a step was interrupted between microbatches")
 
     def _give_up(self, what: str) -> None:
