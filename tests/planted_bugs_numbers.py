@@ -107,9 +107,7 @@ NUMBERS = {
         "agree_on_amax", replace("not wire.groups", "not wire.is_within_mesh"), f"{GATHERED}::test_tensor_parallel"
     ),
     "quantized data of before": Bug(
-        "QuantizedWire._is_current",
-        without("made_of[1] == self.weight.state_of_shard"),
-        f"{GATHERED}::test_writes_without_a_trace_are_seen",
+        "ShardedWeight.forget_stale", drop("forget_made"), f"{GATHERED}::test_writes_without_a_trace_are_seen"
     ),
     "block of a shard cuts those of a recipe": Bug(
         "Recipe.block_of",

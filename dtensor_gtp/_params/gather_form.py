@@ -28,7 +28,6 @@ class Wire(ABC):
     """How one weight is gathered."""
 
     has_columnwise = False  # backward gathers columnwise data
-    is_made_once = False  # packed data serve several microbatches, see [Note: data made from a shard]
 
     @abstractmethod
     def pack(self, direction: Direction, comm: CommContext) -> Packed:
@@ -51,7 +50,7 @@ class Wire(ABC):
         return
 
     def forget(self) -> None:
-        """Drop the data that were made from the shard."""
+        """Drop the data that were made from the shard, see [Note: data made from a shard]."""
         return
 
 

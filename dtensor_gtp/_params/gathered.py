@@ -18,14 +18,13 @@ Version = tuple[int, int, int]
 
 
 class ShardVersions:
-    """Counts of writes that leave no other version behind, and of what is made of a shard."""
+    """Counts of writes that leave no other version behind."""
 
     compiled: Version  # read by the last use in compiled code, which cannot save it for its backward
 
     def __init__(self) -> None:
         self.num_updates = 0  # optimizer steps that may have written to the shard
         self.replaced_at = 0  # ``num_updates`` when other data took the place of the shard
-        self.edition = 0  # see [Note: data made from a shard]
 
 
 class Gathered:

@@ -367,7 +367,7 @@ class WeightGroup:
         if replaced:
             self._follow_replaced(replaced[0])
         for weight in self.quantized:
-            weight.begin_edition(self.pending_grad, is_captured)
+            weight.forget_stale(self.pending_grad, is_captured)
         if is_frozen:
             for member, leaf in self.leaves.by_member.items():
                 if leaf.requires_grad is not member.param.requires_grad:

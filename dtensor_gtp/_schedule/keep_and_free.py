@@ -120,9 +120,7 @@ class Keeper:
         """Drop everything that was made of a shard."""
         for target in (weight.group or weight).gatherables:
             self.forget_kept(target)
-        weight.versions.edition += 1
-        if weight.form.wire is not None:
-            weight.form.wire.forget()
+        weight.forget_made()
 
     def forget_kept(self, target: Gatherable) -> None:
         """Drop what stays in memory of a weight or a group without a use."""

@@ -55,15 +55,12 @@ class OnHost:
     def runtime_unchanged(self) -> Iterator[None]:
         weights = runtime_of(self.sharded).weights
         kept = [(target, target.kept) for weight in weights for target in weight.gatherables]
-        editions = [weight.versions.edition for weight in weights]
         owed = [(group.pending_grad, set(group.pending_grad.owed)) for group in runtime_of(self.sharded).groups]
         for target, _ in kept:
             target.kept = None
         yield
         for target, gathered in kept:
             target.kept = gathered
-        for weight, edition in zip(weights, editions, strict=True):
-            weight.versions.edition = edition
         for pending, before in owed:
             pending.owed = before
 
