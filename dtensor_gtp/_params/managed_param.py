@@ -44,7 +44,7 @@ class SyncFlags:
     reshard_after_backward: bool = True
     gradient_divide_factor: float | None = None
     all_reduce_hook: Callable[[Tensor], None] | None = None
-    reduce_scatter_unused_params: bool = False  # each rank may use it or leave it out, see ``any_use``
+    reduce_scatter_unused_params: bool = False  # each rank may use it or leave it out
 
     @property
     def sends_at_once(self) -> bool:

@@ -71,6 +71,11 @@ class Gatherable:
         return self.weight.layout.shape.numel() * self.weight.compute_dtype.itemsize
 
     @property
+    def may_be_left_out(self) -> bool:
+        """Whether ranks may use the weight in different ways, see [Note: weights that a rank may leave out]."""
+        return self.weight.flags.reduce_scatter_unused_params
+
+    @property
     def is_absent(self) -> bool:
         """Whether no gather of it is in memory or in flight."""
         return self.live is None and self.kept is None and not self.pending

@@ -3,6 +3,12 @@
 [Note: uses and holds]
 A *use* acquires a gathered weight and releases it. In between the weight is *live*. The last release frees the buffer,
 or the weight stays in memory without a use: it is *kept*. Gathers that were launched for uses to come are *pending*.
+
+[Note: weights that a rank may leave out]
+A use is a collective, so all ranks must use the same weights. With ``set_reduce_scatter_unused_params`` each rank may
+use its weights as it likes: all ranks gather all of them at the start of a pass, and reduce all at its end, with zeros
+where a rank has no gradient. In between a use communicates nothing, so no plan contains it. They cost the memory of
+full weights and gradients for a pass, as a module of ``fully_shard`` does.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch_compat as compat
@@ -26,7 +33,6 @@ from .._params.pack_planes import QuantizedWire, agree_on_amax
 from .._params.saved_for_backward import refuse_recording
 from .._params.sharded_weight import Gatherable, ShardedWeight
 from .._params.weight_group import GatherableGroup, WeightGroup
-from .any_use import absent_beside, may_be_left_out
 from .first_forward import Setup
 from .guesses import NUM_SEEN
 from .keep_and_free import Keeper
@@ -121,7 +127,7 @@ class Gathering:
         if target.weight.registration.is_cut_again:
             target.weight.check_readable()
         gathered = target.live = self._keeper.take(target) or self._gather_now(target)
-        if (chain := self._passes.running) is not None and not may_be_left_out(target):
+        if (chain := self._passes.running) is not None and not target.may_be_left_out:
             launches = chain.advance(target.index, target.lane)
             if launches is None or self._gaps:
                 self._catch_up(chain, target, launches is not None)
@@ -202,6 +208,26 @@ class Gathering:
         self._gather(targets)
         for target in targets:
             target.kept = target.pending.pop()
+
+    def gather_for_any_use(self, *, is_in_backward: bool) -> None:
+        """At the start of a pass, gather what is absent of weights that a rank may leave out, all ranks alike."""
+        by_mesh: dict[Groups, list[Gatherable]] = {}
+        for target in self._members.gatherables:
+            weight = target.weight
+            if not target.may_be_left_out:
+                continue
+            weight.follow(weight.registration.sites[0])
+            if weight.registration.is_cut_again:
+                raise NotImplementedError(
+                    f"set_reduce_scatter_unused_params does not support parameter '{weight.fqn}', which an outer "
+                    f"fully_shard has sharded, too (rank {dist.get_rank()}). Pass a (replicate, gtp) mesh to gtp_shard "
+                    "instead of the fully_shard around it."
+                )
+            is_needed = is_in_backward or target is weight.for_forward
+            if is_needed and (target.kept is None or not weight.is_fresh(target.kept)) and target.live is None:
+                by_mesh.setdefault(weight.groups, []).append(target)
+        for targets in by_mesh.values():
+            self.gather_and_keep(targets)
 
     def hold_until_end(self, group: WeightGroup) -> None:
         """Code outside of a use reads a weight of ``group``: gather it until the pass ends."""
@@ -289,8 +315,11 @@ class Gathering:
 
     def _gather_now(self, target: Gatherable) -> Gathered:
         """Gather for a use that nothing was launched for, together with its companions."""
-        if may_be_left_out(target):
-            self._gather(absent_beside(target, self._members.gatherables))
+        if target.may_be_left_out:  # outside of a pass: all ranks gather the same, whichever weight they need
+            groups = target.weight.groups
+            alike = (each for each in self._members.gatherables if each.may_be_left_out)
+            alike = (each for each in alike if each.weight.groups == groups)
+            self._gather([each for each in alike if each is target or each.is_absent])
             return target.pending.pop()
         others = [other for other in target.companions if other is not target and other.is_absent]
         others = [other for other in others if not other.weight.registration.is_cut_again or other.weight.is_readable]

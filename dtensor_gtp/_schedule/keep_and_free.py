@@ -10,7 +10,6 @@ from .._comm.debug import poison
 from .._params.gathered import Gathered
 from .._params.sharded_weight import Gatherable, ShardedWeight
 from .._params.weight_group import GatherableGroup
-from .any_use import may_be_left_out
 from .first_forward import Setup
 from .members import Members
 from .order_of_gathers import choose_kept
@@ -55,7 +54,7 @@ class Keeper:
     def stays(self, target: Gatherable) -> bool:
         """Whether the weight stays gathered after all of its uses in this pass."""
         weight = target.weight
-        if weight.is_pinned or may_be_left_out(target):
+        if weight.is_pinned or target.may_be_left_out:
             return True
         if weight.form.fixed is not None:
             return False  # see [Note: fixed buffers]

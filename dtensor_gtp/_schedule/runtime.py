@@ -20,7 +20,6 @@ from .._params.sharded_weight import ShardedWeight
 from .._params.weight_group import WeightGroup
 from .._params.whole_param import WholeParam
 from ..policy import SchedulePolicy
-from .any_use import gather_for_any_use
 from .attribute_reads import AttributeReads, Frame
 from .block_uses import finish_backward, release_all
 from .first_forward import Setup, agree_on_order
@@ -231,7 +230,7 @@ class Runtime:
             refuse_hooks_at_nodes(self.weights)
         self.gathering.parts.begin(self.setup.schedule.coalesce_nbytes)
         self.gathering.statistics.begin_forward(self.weights)
-        gather_for_any_use(self.gathering.gather_and_keep, self.members.gatherables, is_in_backward=False)
+        self.gathering.gather_for_any_use(is_in_backward=False)
         self.steps.note_begin()
         chain = self.passes.begin_forward(entry)
         self.keeper.choose(entry)
@@ -270,7 +269,7 @@ class Runtime:
             compat.queue_backward_callback(end)
         finally:
             del end  # a traceback would keep it
-        gather_for_any_use(self.gathering.gather_and_keep, self.members.gatherables, is_in_backward=True)
+        self.gathering.gather_for_any_use(is_in_backward=True)
         self.gathering.begin(self.passes.backward)
         self._hide_groups()
 
