@@ -192,6 +192,14 @@ class CommContext:
             unpack(outputs)
             return Done() if stream is None else Done(stream.record_event(), None, self.streams.computing[-1])
 
+    def launch(self, collective: Callable[..., Any], what: str, groups: Groups, *args: Any) -> Done:
+        """Launch a collective of activations in the scatter group, which is idle in forward. In the gather group it
+        would wait for weights that are prefetched."""
+        with self.reductions.scattering():
+            self.before_collective(collective.__name__.removesuffix("_base"), what, groups)
+            work = collective(*args, groups.scatter, not self.streams.has_streams)
+            return self.reductions.scatter_done(work)
+
     @contextmanager
     def packing(self, groups: Groups) -> Iterator[None]:
         """Quantize or pack shards for a gather in this context: on the stream of casts if the mesh has one. The gather

@@ -99,12 +99,8 @@ class TokenExchange:
 
     def _all_gather(self, values: Tensor, comm: CommContext, groups: Groups) -> Tensor:
         received = values.new_empty((self._mesh.size(self._mesh.ndim - 1), values.numel()))
-        with comm.reductions.scattering():  # idle in forward; the gather stream would first finish the gathers ahead
-            what = f"{self.capacity} tokens for {self.purpose} of {self._fqn}"
-            comm.before_collective("all_gather", what, groups)
-            work = compat.all_gather_base(received.view(-1), values, groups.scatter, not comm.streams.has_streams)
-            done = comm.reductions.scatter_done(work)
-        comm.streams.wait(done)
+        what = f"{self.capacity} tokens for {self.purpose} of {self._fqn}"
+        comm.streams.wait(comm.launch(compat.all_gather_base, what, groups, received.view(-1), values))
         return received
 
     def _settle(self, capacity: int) -> None:

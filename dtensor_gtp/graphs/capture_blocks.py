@@ -12,7 +12,7 @@ forward before the backward of the last one would overwrite it, so it runs eager
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
@@ -22,12 +22,9 @@ from torch import Tensor
 
 from .. import _torch_compat as compat
 from .._params.gather_form import FixedBuffers
-from .._params.sharded_weight import ShardedWeight
-from .._schedule.runtime import Runtime
 from .checks import check_at_least, check_blocks, check_on_gpu, check_places, params_of, runtimes_of, weights_of
-from .record_again import KnownCalls, signature
 from .record_block import Block, BlockGraph, Reached
-from .recorder import CudaRecorder
+from .recorder import CudaRecorder, KnownCalls, signature
 
 
 def capture_blocks(
@@ -90,23 +87,22 @@ def capture_blocks(
     return CapturedBlocks(module, blocks, CudaRecorder(device), warmup_calls, max_graphs)
 
 
-class Rings:
-    """Fixed buffers of the blocks of one model: two sets for each kind of block, in turn."""
-
-    def __init__(self) -> None:
-        self._num_blocks: Counter[tuple[object, ...]] = Counter()
-        self._buffers: dict[tuple[object, ...], FixedBuffers] = {}
-
-    def assign(self, weights: Sequence[ShardedWeight]) -> None:
-        """Give the weights of the next block their buffers."""
-        kind = tuple((w.layout.buffer_shape, w.compute_dtype, w.reduce_dtype, w.shard.device) for w in weights)
-        turn = self._num_blocks[kind] % 2
-        self._num_blocks[kind] += 1
+def _give_buffers(blocks: Iterable[nn.Module]) -> None:
+    """Give the weights of each block fixed buffers: two sets for each kind of block, in turn."""
+    num_blocks: Counter[Hashable] = Counter()
+    buffers: dict[Hashable, FixedBuffers] = {}
+    for block in blocks:
+        weights = weights_of(block)
+        # A runtime knows who holds a fixed buffer among its own gathers and reductions only.
+        runtime = runtimes_of(block, "capture_blocks")[0]
+        kind = runtime, *((w.layout.buffer_shape, w.compute_dtype, w.reduce_dtype, w.shard.device) for w in weights)
+        turn = num_blocks[kind] % 2
+        num_blocks[kind] += 1
         for position, weight in enumerate(weights):
-            key = (kind, turn, position)
-            if key not in self._buffers:
-                self._buffers[key] = FixedBuffers(weight.form.new_buffer(), weight.pending_grad.send_buffer())
-            weight.form.fixed = self._buffers[key]
+            key = kind, turn, position
+            if key not in buffers:
+                buffers[key] = FixedBuffers(weight.form.new_buffer(), weight.pending_grad.send_buffer())
+            weight.form.fixed = buffers[key]
 
 
 class CapturedBlocks:
@@ -139,12 +135,10 @@ class CapturedBlocks:
         for runtime in runtimes_of(module, "capture_blocks"):
             runtime.split_groups()
         check_blocks(blocks, names)
-        # One for each runtime, which knows who holds a fixed buffer among its own gathers and reductions only.
-        rings: defaultdict[Runtime, Rings] = defaultdict(Rings)
+        _give_buffers(blocks)
         self._blocks = []
         for block in blocks:
             runtime = runtimes_of(block, "capture_blocks")[0]
-            rings[runtime].assign(weights_of(block))
             for weight in weights_of(block):
                 weight.fused.may_exchange = runtime.policy.embedding == "exchange"  # else its table is gathered
             own = Block(names[block], block.forward, params_of(block), runtime, recorder)

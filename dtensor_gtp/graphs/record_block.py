@@ -34,8 +34,7 @@ from .._params.sharded_weight import Gatherable, ShardedWeight
 from .._params.whole_param import WholeParam
 from .._schedule.reduce_gradients import Written
 from .._schedule.runtime import Runtime
-from .record_step import versions_of, with_tensors
-from .recorder import CudaRecorder
+from .recorder import CudaRecorder, versions_of, with_tensors
 
 logger = logging.getLogger("dtensor_gtp")
 
@@ -226,9 +225,8 @@ class BlockGraph:
                 weight.follow(weight.registration.sites[0])
                 gathered = runtime.gathering.acquire(weight.for_forward)
                 if weight in weights[index:]:
-                    runtime.gathering.release(
-                        weight.for_forward, gathered
-                    )  # the next use has its own gather, as without a graph
+                    # The next use has its own gather, as without a graph.
+                    runtime.gathering.release(weight.for_forward, gathered)
                 else:
                     held.append((weight, gathered))
             for weight, gathered in held:

@@ -191,7 +191,7 @@ class Setting:
 
     @functools.cached_property
     def _exchanges_lookup(self) -> bool:
-        """Whether the embedding exchanges activations, as ``ops.exchange`` decides."""
+        """Whether the embedding exchanges activations, as ``ops.embedding`` decides."""
         tables = [weight for weight in self.trace.weights if weight.is_table]
         world = self.costs.axis("gtp").size
         if not tables or world == 1 or self.policy.embedding == "gather" or self.costs.axis("tp").size > 1:

@@ -1,4 +1,4 @@
-"""Linear and grouped layers in compiled code: each op gathers the weight, multiplies and frees it."""
+"""Linear and grouped layers and embeddings in compiled code: each op gathers the weight, uses and frees it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from .._params.saved_for_backward import check_unmodified
 from .._params.sharded_weight import ShardedWeight
 from .._schedule.runtime import Runtime
 from ..quant.float8_gemms import gemms_of_name
+from ..quant.planes import Direction
 from .compiled_weight import CompiledWeight, gradient_of, handles, show_to_policies
-from .grouped import add_bias, multiply, multiply_grad, reduce_wgrad
-from .linear import check_float8_input, dgrad, float8_dgrad, float8_wgrad, parallel_plan, wgrad
-from .ungathered import using_quantized
+from .embedding import embedding_grad, exchanged_ids, exchanged_lookup
+from .grouped import add_bias, multiply, reduce_wgrad
+from .linear import check_float8_input, dgrad, float8_dgrad, float8_wgrad, parallel_plan, using_quantized, wgrad
 
 
 def linear(input: Tensor, bias: Tensor | None, compiled: CompiledWeight) -> Tensor:
@@ -57,6 +58,16 @@ def grouped_linear(
     return add_bias(output, bias, ends, scales)
 
 
+def embedding(indices: Tensor, padding_idx: int | None, compiled: CompiledWeight) -> Tensor:
+    """``F.embedding`` as one op of the compiled graph."""
+    padding = -1 if padding_idx is None else padding_idx
+    dim = compiled.weight.layout.shape[1]
+    leaf, dtype = compiled.weight.stand_in.leaf, compiled.weight.compute_dtype
+    # An op cannot see whether gradients are computed around it.
+    output: Tensor = _embedding(indices, leaf, compiled.handle, dim, padding, dtype, torch.is_grad_enabled())
+    return output
+
+
 # The third argument is a bias, the ends of groups, or casts of the input, which is here to be differentiated.
 @torch.library.custom_op("dtensor_gtp::linear", mutates_args=())
 def _linear(input: Tensor, leaf: Tensor, bias: Tensor | None, handle: Tensor, out_features: int) -> Tensor:
@@ -67,7 +78,7 @@ def _linear(input: Tensor, leaf: Tensor, bias: Tensor | None, handle: Tensor, ou
 @torch.library.custom_op("dtensor_gtp::grouped_linear", mutates_args=())
 def _grouped_linear(input: Tensor, leaf: Tensor, ends: Tensor, handle: Tensor, out_features: int) -> Tensor:
     runtime, weight = handles()[handle].resolve_in_forward()
-    return multiply(input, ends, runtime, (weight,))
+    return multiply(input, ends, runtime, (weight,), Direction.ROWWISE)
 
 
 @torch.library.custom_op("dtensor_gtp::float8_linear", mutates_args=())
@@ -107,7 +118,9 @@ def _grouped_backward(
     runtime, weight = handles()[handle].resolve_in_backward()
     grad = grad.contiguous()
     job = None if input is None else partial(reduce_wgrad, runtime, (weight,), (True,), grad, input, ends)
-    product = partial(multiply_grad, grad, ends, runtime, (weight,)) if needs_input else None
+    product = None
+    if needs_input:
+        product = partial(multiply, grad, ends, runtime, (weight,), Direction.COLUMNWISE)
     grad_input = _run_beside(job, product, runtime, weight)
     return grad.new_empty(0) if grad_input is None else grad_input, gradient_of(leaf)
 
@@ -210,4 +223,42 @@ _grouped_linear.register_autograd(
     partial(_grad, _grouped_backward), setup_context=lambda ctx, inputs, output: _save(ctx, inputs, output, inputs[2])
 )
 _float8_linear.register_autograd(_float8_grad, setup_context=_save_float8)
-show_to_policies(_linear, _grouped_linear)
+
+
+@torch.library.custom_op("dtensor_gtp::embedding", mutates_args=())
+def _embedding(
+    indices: Tensor, leaf: Tensor, handle: Tensor, dim: int, padding_idx: int, dtype: torch.dtype, may_exchange: bool
+) -> Tensor:
+    runtime, weight = handles()[handle].resolve_in_forward()
+    found = exchanged_lookup(indices, runtime, weight) if may_exchange else None
+    if found is not None:
+        return found[0]
+    return runtime.gathering.compute(F.embedding, indices, weight.for_forward)
+
+
+_embedding.register_fake(
+    lambda indices, leaf, handle, dim, padding, dtype, *_: indices.new_empty((*indices.shape, dim), dtype=dtype)
+)
+
+
+@torch.library.custom_op("dtensor_gtp::embedding_backward", mutates_args=())
+def _embedding_backward(grad: Tensor, indices: Tensor, leaf: Tensor, handle: Tensor, padding: int, call: int) -> Tensor:
+    runtime, weight = handles()[handle].resolve_in_backward()
+    if weight.stand_in.is_awaited:
+        embedding_grad(runtime, weight, grad, indices, exchanged_ids(indices, runtime, weight), padding)
+    return gradient_of(leaf)
+
+
+def _save_lookup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    indices, leaf, handle, _, ctx.padding_idx, _, _ = inputs
+    ctx.save_for_backward(indices, leaf, handle)
+
+
+def _embedding_grad(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    grad_leaf = _embedding_backward(grad, *ctx.saved_tensors, ctx.padding_idx, handles().next_call())
+    return None, grad_leaf, None, None, None, None, None
+
+
+_embedding_backward.register_fake(lambda grad, indices, leaf, *others: gradient_of(leaf))
+_embedding.register_autograd(_embedding_grad, setup_context=_save_lookup)
+show_to_policies(_linear, _grouped_linear, _embedding)
