@@ -1,4 +1,4 @@
-"""The sum over ranks of the addends that an exchange has received, see ``reduce_scatter``: a Triton kernel, or torch.
+"""The sum over ranks of the addends that an exchange has received, see ``reductions``: a Triton kernel, or torch.
 
 Where the kernel cannot run, ``torch.sum`` or ``torch.mean`` add rows that include this rank's own. The bits are the
 same, except for the mean over a number of ranks that is no power of two (torch's factor depends on the size of the

@@ -19,10 +19,9 @@ from .collectives import Groups, has_replicas, may_send_narrow
 from .copy_engine import CastingBackend, CopyEngine, PeerCopies
 from .debug import DebugFlags, check_finite, check_order
 from .gather_backends import choose_gather_backend, choose_reduce_scatter, name_of
-from .host_copies import HostCopies
-from .reductions_in_flight import ReductionsInFlight
+from .reductions import ReductionsInFlight
 from .send_ring import SendRing
-from .streams import Done, Streams
+from .streams import Done, HostCopies, Streams
 
 _Copies = tuple[list[Tensor], list[Tensor]]  # targets and sources
 
@@ -137,8 +136,7 @@ class CommContext:
 
     def gather_done(self, work: Waitable | None, groups: Groups) -> Done:
         """When the collective that was just launched in ``gathering`` is complete."""
-        stream = self._gather_streams.get(groups.gather_name)
-        return Done(work=work) if stream is None else Done(stream.record_event(), None, self.streams.computing[-1])
+        return self.streams.done(self._gather_streams.get(groups.gather_name), work)
 
     def all_gather(
         self,
@@ -154,24 +152,19 @@ class CommContext:
         for ``after``, then ``copies`` run, then the gather."""
         name = groups.gather_name
         stream = self._gather_streams.get(name)
-        if stream is None:
-            if self.is_debugged:
-                self.before_collective("all_gather", detail, groups)
-            if copies is not None:
-                compat.copy_all(*copies)
-            return Done(None, self._gather_backends[name].all_gather(outputs, shards))
         with self.streams.fork(stream):
-            if after is not None:
+            if after is not None and stream is not None:
                 stream.wait_event(after)
             if self.is_debugged:
                 self.before_collective("all_gather", detail, groups)
             if copies is not None:
                 compat.copy_all(*copies)
+            work: Waitable | None = None
             if groups.casts_shards:
                 self._casting_backends[name].all_gather(outputs, shards, self.streams.fork_event)
             else:
-                self._gather_backends[name].all_gather(outputs, shards)
-            return Done(stream.record_event(), None, self.streams.computing[-1])
+                work = self._gather_backends[name].all_gather(outputs, shards)
+            return self.streams.done(stream, work)
 
     def gather_from_replicas(
         self, groups: Groups, detail: str, pack: Callable[[], _Copies], unpack: Callable[[list[Tensor]], None]
@@ -190,7 +183,7 @@ class CommContext:
             if stream is None:
                 self.streams.wait(Done(work=work))
             unpack(outputs)
-            return Done() if stream is None else Done(stream.record_event(), None, self.streams.computing[-1])
+            return self.streams.done(stream, None)
 
     def launch(self, collective: Callable[..., Any], what: str, groups: Groups, *args: Any) -> Done:
         """Launch a collective of activations in the scatter group, which is idle in forward. In the gather group it

@@ -19,7 +19,7 @@ from .._comm import collectives
 from .._comm.addends import add_up
 from .._comm.context import CommContext
 from .._comm.debug import profiler_range
-from .._comm.reduce_scatter import Scattering
+from .._comm.reductions import Scattering
 from .._comm.send_ring import Place, SendRing
 from .._params.group_memory import pack, slot_numels
 from .._params.sharded_weight import ShardedWeight
@@ -166,7 +166,8 @@ class ReductionLaunches:
         with comm.reductions.reducing():
             if comm.is_debugged:
                 self._look_at([each.weight for each in together], fulls)
-            work = scattering.launch(scale, weight.groups, comm)
+            is_async = not comm.streams.has_streams
+            work = scattering.launch(scale, weight.groups, comm.reductions, async_op=is_async)
             keep = scattering.keep()  # among them the full gradients, while the collective reads them
             self._launched(together, work, partial(self._scattered, together, scattering), keep, held)
 

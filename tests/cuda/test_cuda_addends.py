@@ -15,10 +15,9 @@ from unittest import mock
 import torch
 from torch.distributed import ReduceOp
 
-from dtensor_gtp._comm import addends
-from dtensor_gtp._comm import reduce_scatter as scattering_module
+from dtensor_gtp._comm import addends, reductions
 from dtensor_gtp._comm.collectives import ReduceScale
-from dtensor_gtp._comm.reduce_scatter import Scattering
+from dtensor_gtp._comm.reductions import Scattering
 
 HAS_GPU = torch.cuda.is_available() and torch.version.hip is None
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -114,7 +113,7 @@ class TestOnOneGPU(unittest.TestCase):
                 full = torch.randn(shape, device="cuda").bfloat16()
                 slots = []
                 for kernel in (self._kernel(4), None):
-                    with mock.patch.object(scattering_module, "fused_sum", lambda like, num_ranks, it=kernel: it):
+                    with mock.patch.object(reductions, "fused_sum", lambda like, num_ranks, it=kernel: it):
                         scattering = Scattering("all_to_all", [full], 4, torch.bfloat16)
                     received = scattering.keep()[-1]
                     received.copy_(full.view_as(received))
