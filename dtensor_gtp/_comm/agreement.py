@@ -123,8 +123,10 @@ def digests(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         alike.setdefault((tensor.numel(), tensor.dtype, tensor.device), []).append(index)
     found = [torch.zeros((), dtype=_WORD, device=device)] * len(tensors)
     for (numel, _, _), indices in alike.items():
-        num_rows = max(1, _PIECE // max(1, numel))
-        for begin in range(0, len(indices) if numel else 0, num_rows):
+        if not numel:
+            continue
+        num_rows = max(1, _PIECE // numel)
+        for begin in range(0, len(indices), num_rows):
             some = indices[begin : begin + num_rows]
             words = [_words_of(tensors[index]) for index in some]
             rows = torch.stack(words) if len(some) > 1 else words[0].unsqueeze(0)
@@ -287,7 +289,8 @@ def _untagged(value: Any, data: memoryview, begin: list[int]) -> Any:
         return _dtype(content)
     if kind == "tensor":
         dtype, shape = _dtype(content[0]), torch.Size(content[1])
-        start, begin[0] = begin[0], begin[0] + shape.numel() * dtype.itemsize
+        start = begin[0]
+        begin[0] += shape.numel() * dtype.itemsize
         if not shape.numel():
             return torch.empty(shape, dtype=dtype)
         part = torch.frombuffer(data[start : begin[0]], dtype=torch.uint8)

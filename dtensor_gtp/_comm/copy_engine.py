@@ -272,7 +272,10 @@ class CopyEngine(PeerCopies, CastingBackend):
         for target, source in pairs:
             has_same_bytes = target.is_cuda and target.dtype == source.dtype
             has_same_bytes = has_same_bytes and target.is_contiguous() and source.is_contiguous()
-            (by_bytes if has_same_bytes else by_torch).append((target, source))
+            if has_same_bytes:
+                by_bytes.append((target, source))
+            else:
+                by_torch.append((target, source))
         for group, copy in ((by_bytes, compat.copy_bytes), (by_torch, compat.copy_all)):
             if group:
                 copy([target for target, _ in group], [source for _, source in group])
@@ -286,7 +289,9 @@ def _rounds(parts: list[_Part], num_rows: list[int], most_nbytes: int) -> Iterat
         begin = 0
         while begin < rows:
             row_nbytes = part.nbytes // rows
-            number = min(max(left, 0) // row_nbytes, rows - begin) if row_nbytes else rows - begin
+            number = rows - begin
+            if row_nbytes:
+                number = min(number, max(left, 0) // row_nbytes)
             if not number and some:
                 yield some
                 some, left = [], most_nbytes

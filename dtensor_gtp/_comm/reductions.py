@@ -257,8 +257,7 @@ class Scattering:
 
     def keep(self) -> list[Tensor]:
         """After the launch, the buffers that the communication stream uses. It makes shards of the slots."""
-        sources = [source for _, source in self._copies] if self._copies else []
-        kept = self._sent + sources + self.slots
+        kept = self._sent + [source for _, source in self._copies] + self.slots
         if self._received is not None:
             kept.append(self._received)
         return kept
@@ -296,11 +295,13 @@ class Scattering:
         """After the collective, perhaps on another stream: make ``slots`` the sums (or means, as ``scale`` says)."""
         if self._received is None:
             return
-        is_mean, own, rank = scale.op == dist.ReduceOp.AVG, [], 0
+        is_mean = scale.op == dist.ReduceOp.AVG
+        own: list[Tensor] = []  # this rank's addends, which peers have not sent
+        rank = 0
         if self._ring is not None:
             rank = self._ring.rank
             own = [sent.view(self._num_ranks, -1)[rank] for sent in self._sent]
-        if own and self._add is None:
-            for part, row in zip(self._received[rank].split(self._sizes), own, strict=True):
-                part.copy_(row)
+            if self._add is None:
+                for part, row in zip(self._received[rank].split(self._sizes), own, strict=True):
+                    part.copy_(row)
         add_rows(self._add, self._sum, self._received, self._num_ranks, is_mean=is_mean, own=own, rank=rank)

@@ -105,9 +105,10 @@ class TokenExchange:
 
     def _settle(self, capacity: int) -> None:
         """Take a capacity that all ranks know."""
-        was_chosen, was_known = self.is_chosen, bool(self.capacity)
-        self.capacity, self.is_chosen = capacity, capacity > 0 and self._is_worth(capacity)
-        if capacity and not (was_known and was_chosen == self.is_chosen):
+        before = bool(self.capacity), self.is_chosen
+        self.capacity = capacity
+        self.is_chosen = capacity > 0 and self._is_worth(capacity)
+        if capacity and before != (True, self.is_chosen):
             logger.info("%s of %s: %s", self.purpose, self._fqn, self.describe())
 
     def _complaint(self, got: str) -> str:

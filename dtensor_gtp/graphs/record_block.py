@@ -56,13 +56,15 @@ class Recording:
         buffer = weight.form.fixed.gathered.view(weight.form.fixed.gathered.shape)  # counts as a holder
         full = weight.layout.full_view(buffer)
         gathered = Gathered(buffer, full, Done(), weight.shard, weight.version)
-        gathered.is_alias, gathered.holds = True, 1
+        gathered.is_alias = True
+        gathered.holds = 1
         return gathered
 
     def target(self, weight: ShardedWeight, dtype: torch.dtype | None = None) -> Tensor:
         """Where to put the gradient of a use. Each is reduced by itself: all but the first get memory of the graph."""
         assert weight.form.fixed is not None
-        grad, dtype = weight.form.fixed.grad, dtype or weight.reduce_dtype
+        grad = weight.form.fixed.grad
+        dtype = dtype or weight.reduce_dtype
         if dtype.itemsize > grad.dtype.itemsize or any(weight is other.weight for other in self.written):
             return torch.empty_like(grad, dtype=dtype)
         if dtype == grad.dtype:

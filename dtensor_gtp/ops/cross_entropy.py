@@ -236,7 +236,8 @@ def _backward(
     grads, done = job.all_gather(padded(grad_losses.to(dtype), job.targets.shape[1]).contiguous(), "gradients")
     comm.streams.wait(done)
     grads = grads.view(job.targets.shape).masked_fill(job.targets == IGNORED, 0)
-    for chunk, received in zip(job.chunks(), kept, strict=True) if kept else job.hidden_of_all(hidden):
+    chunks = zip(job.chunks(), kept, strict=True) if kept else job.hidden_of_all(hidden)
+    for chunk, received in chunks:
         logits = job.logits(received, rows, bias)
         grad_logits = _grad_logits(job, chunk, logits, grads[:, chunk].reshape(-1), normalizers[:, chunk].reshape(-1))
         if grad_bias is not None:
