@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
 from .._howto import see
-from .collectives import as_integers
 
 T = TypeVar("T")
 
@@ -140,7 +139,7 @@ def _words_of(tensor: Tensor) -> Tensor:
         tensor = torch.view_as_real(tensor.resolve_conj())
     flat = tensor.contiguous().flatten()
     if flat.nbytes % _WORD.itemsize:
-        return as_integers(flat)
+        return compat.as_integers(flat)
     is_aligned = flat.storage_offset() * flat.itemsize % _WORD.itemsize == 0
     return (flat if is_aligned else flat.clone()).view(_WORD)
 

@@ -15,10 +15,9 @@ from .. import _torch_compat as compat
 from .._howto import see
 from ..policy import GatherBackend, GatherBackendName, ReduceScatterKind, Schedule, Waitable
 from .agreement import is_one_host
-from .collectives import Groups, has_replicas, may_send_narrow
+from .collectives import Groups, choose_gather_backend, choose_reduce_scatter, has_replicas, may_send_narrow, name_of
 from .copy_engine import CastingBackend, CopyEngine, PeerCopies
 from .debug import DebugFlags, check_finite, check_order
-from .gather_backends import choose_gather_backend, choose_reduce_scatter, name_of
 from .reductions import ReductionsInFlight
 from .send_ring import SendRing
 from .streams import Done, HostCopies, Streams

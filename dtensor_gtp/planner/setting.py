@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._comm.collectives import is_exact_in, may_send_narrow
-from .._comm.gather_backends import resolve_reduce_scatter
+from .._comm.collectives import is_exact_in, may_send_narrow, resolve_reduce_scatter
 from .._schedule import choose_schedule as rules
 from .._schedule.order_of_gathers import Plan, Traits, Window, choose_kept, turning_point
 from .._schedule.order_of_reductions import may_wait

@@ -17,11 +17,10 @@ from torch.distributed import ReduceOp
 from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp._comm import copy_engine, reductions
 from dtensor_gtp._comm.addends import Sum
-from dtensor_gtp._comm.collectives import Groups, ReduceScale
+from dtensor_gtp._comm.collectives import Groups, ReduceScale, round_nbytes
 from dtensor_gtp._comm.context import CommContext
 from dtensor_gtp._comm.copy_engine import CopyEngine, offsets
 from dtensor_gtp._comm.debug import DebugFlags
-from dtensor_gtp._comm.gather_backends import round_nbytes
 from dtensor_gtp._comm.reductions import Scattering
 from dtensor_gtp._comm.send_ring import Place, SendRing
 from dtensor_gtp._schedule.reduce_gradients import Gradients

@@ -42,10 +42,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_gtp import GTPShard, MixedPrecisionPolicy, api, gtp_shard, quantize_, sharding_report
 from dtensor_gtp import _torch_compat as compat
+from dtensor_gtp._comm import collectives as backends
 from dtensor_gtp._comm import copy_engine
-from dtensor_gtp._comm import gather_backends as backends
+from dtensor_gtp._comm.collectives import ProcessGroupBackend
 from dtensor_gtp._comm.copy_engine import CastingBackend, CopyEngine
-from dtensor_gtp._comm.gather_backends import ProcessGroupBackend
 from dtensor_gtp._comm.send_ring import SendRing
 from dtensor_gtp.policy import Schedule
 from dtensor_gtp.quant import NVFP4, Float8Tensorwise
