@@ -75,12 +75,9 @@ def agree_on_all_ranks(
         described = describe(result)
     except Exception as caught:
         error = caught
-    groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    groups = _groups_of(mesh)
     code = _code_of("\n".join(described))
-    status = torch.tensor([error is not None, code, -code], dtype=torch.int64, device=device_of(mesh))
-    for group in groups:
-        dist.all_reduce(status, dist.ReduceOp.MAX, group=group)
-    has_failed, highest, lowest = status.tolist()
+    has_failed, highest, lowest = highest_of([error is not None, code, -code], groups, device_of(mesh)).tolist()
     if has_failed:
         errors = by_rank("" if error is None else _text_of(error), groups)
         if error is not None:
@@ -174,8 +171,7 @@ def is_alike(text: str, group: dist.ProcessGroup, device: torch.device) -> bool 
     """Whether all ranks of ``group`` have the same text; None where tensors are fake. Collective; the host waits for
     the answer."""
     code = _code_of(text)
-    extremes = torch.tensor([code, -code], device=device)
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    extremes = highest_of([code, -code], [group], device)
     if type(extremes) is not Tensor:
         return None
     highest, lowest = extremes.tolist()
@@ -188,11 +184,20 @@ def _code_of(text: str) -> int:
 
 def any_rank_has(found: Sequence[bool], mesh: DeviceMesh, device: torch.device) -> list[bool]:
     """Of each of these facts whether it holds on any rank of ``mesh``. The host waits for the answer."""
-    flags = torch.tensor(found, dtype=torch.int32, device=device)
-    for axis in range(mesh.ndim):
-        if mesh.size(axis) > 1:
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=mesh.get_group(axis))
-    return [flag > 0 for flag in flags.tolist()]
+    return [flag > 0 for flag in highest_of(found, _groups_of(mesh), device).tolist()]
+
+
+def highest_of(values: Sequence[int], groups: Sequence[dist.ProcessGroup], device: torch.device) -> Tensor:
+    """The highest value of any rank at each place. Collective over ``groups``, one for each axis of a mesh."""
+    highest = torch.tensor(values, dtype=torch.int64, device=device)
+    for group in groups:
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+    return highest
+
+
+def _groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """Of the axes on which ranks have peers."""
+    return [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
 
 
 def all_gather_values(own: Any, group: dist.ProcessGroup) -> list[Any]:

@@ -47,7 +47,7 @@ class Groups:
     gather_name: str
     scatter_name: str
     replicate_name: str | None
-    # Whether the gather backend casts shards and fills this rank's part of the output (``CastingBackend``).
+    # Whether the gather backend casts shards and fills this rank's part of the output (``CopyEngine``).
     casts_shards: bool = False
     reduce_scatter: ReduceScatterKind = "ring"
     sends_narrow: bool = False  # see :func:`may_send_narrow`

@@ -461,7 +461,7 @@ def test_a_gather_outside_of_a_pass_concerns_its_own_ranks_alone() -> None:
     """Others go on in the pass that they are in, and so must their halves."""
     comm = CommContext(CPU, DebugFlags.from_env())
     engines = {name: mock.Mock(spec=CopyEngine) for name in ("dense", "experts")}
-    comm._casting_backends = engines
+    comm._gather_backends = engines
     comm.begin_pass(Groups("experts", "scatter", None))
     assert [engine.begin_pass.call_count for engine in engines.values()] == [0, 1]
     comm.begin_pass()
