@@ -214,7 +214,7 @@ class CopyEngine(PeerCopies):
         own_copied = self._copy_own_beside(stage, own)
         try:
             stage.fetch([(rank, rank) for rank in self._peers()], fetches)
-        finally:
+        finally:  # also after an error: the copy on the other stream is under way
             if stream is not None and own_copied is not None:
                 stream.wait_event(own_copied)
         if own_copied is None and own:

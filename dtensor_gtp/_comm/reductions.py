@@ -131,6 +131,7 @@ class ReductionsInFlight:
         """Make all compute streams wait, so that each of them may reuse the memory of ``keep``."""
         streams = self._streams
         current, event = streams.wait(reduction.done), reduction.done.event
+        # The current stream waits already. Most passes have no other one.
         if event is not None and (len(streams.computing) > 1 or reduction.origins != (current,)):
             for other in {*reduction.origins, *streams.other_compute_streams()} - {streams.computing[-1]}:
                 other.wait_event(event)

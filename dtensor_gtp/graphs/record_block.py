@@ -200,6 +200,7 @@ class BlockGraph:
         with self.backward_pass.active(self.block.runtime, self.block.params, is_forward=False):
             if self.grad_outputs:
                 outputs = [self._differentiable[index] for index in self.grad_outputs]
+                # Replays read what autograd has saved, so its graph must stay.
                 torch.autograd.backward(outputs, list(self.grad_outputs.values()), retain_graph=True)
         grads = [source.grad for source in sources]
         for source in sources:
@@ -251,7 +252,7 @@ class _Replay(torch.autograd.Function):
         for target, source in zip(graph.inputs, tensors, strict=False):
             target.detach().copy_(source)
         graph.replay(graph.replay_forward, graph.forward_pass.used)
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # backward asks which outputs have a gradient
         ctx.call, ctx.graph, ctx.number = call, graph, graph.num_calls
         ctx.versions = [weight.version for weight in graph.backward_pass.used]
         # Copies, because the next replay overwrites the outputs.

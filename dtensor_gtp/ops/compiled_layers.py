@@ -30,6 +30,7 @@ def linear(input: Tensor, bias: Tensor | None, compiled: CompiledWeight) -> Tens
         output = _linear(input, leaf, bias, compiled.handle, weight.layout.shape[0])
         return output
     check_float8_input(input, weight)
+    # Detached: ``_float8_grad`` gives the gradient of the input, not of its cast.
     casts = weight.form.gemms.cast_input(input.detach().reshape(-1, input.shape[-1]))
     output = _float8_linear(input, leaf, casts, compiled.handle, weight.layout.shape[0], weight.form.gemms.name)
     return output if bias is None else output + bias
@@ -100,8 +101,8 @@ def _linear_backward(
     job = None
     if input is not None:
         job = partial(wgrad, runtime, weight, grad.reshape(-1, grad.shape[-1]), input.reshape(-1, width))
-    grad_input = _run_beside(job, partial(dgrad, runtime, weight, grad) if needs_input else None, runtime, weight)
-    return grad.new_empty(0) if grad_input is None else grad_input, gradient_of(leaf)
+    product = partial(dgrad, runtime, weight, grad) if needs_input else None
+    return _gradients(job, product, runtime, weight, leaf, grad.dtype)
 
 
 @torch.library.custom_op("dtensor_gtp::grouped_linear_backward", mutates_args=())
@@ -118,11 +119,8 @@ def _grouped_backward(
     runtime, weight = handles()[handle].resolve_in_backward()
     grad = grad.contiguous()
     job = None if input is None else partial(reduce_wgrad, runtime, (weight,), (True,), grad, input, ends)
-    product = None
-    if needs_input:
-        product = partial(multiply, grad, ends, runtime, (weight,), Direction.COLUMNWISE)
-    grad_input = _run_beside(job, product, runtime, weight)
-    return grad.new_empty(0) if grad_input is None else grad_input, gradient_of(leaf)
+    product = partial(multiply, grad, ends, runtime, (weight,), Direction.COLUMNWISE) if needs_input else None
+    return _gradients(job, product, runtime, weight, leaf, grad.dtype)
 
 
 @torch.library.custom_op("dtensor_gtp::float8_linear_backward", mutates_args=())
@@ -146,15 +144,22 @@ def _float8_backward(
     elif for_wgrad:
         job = partial(float8_wgrad, runtime, weight, float8, for_wgrad)
     product = partial(float8_dgrad, runtime, weight, float8, casts) if casts else None
-    grad_input = _run_beside(job, product, runtime, weight)
-    return for_wgrad[0].new_empty(0, dtype=dtype) if grad_input is None else grad_input, gradient_of(leaf)
+    return _gradients(job, product, runtime, weight, leaf, dtype)
 
 
-def _run_beside(job: Any, product: Any, runtime: Runtime, weight: ShardedWeight) -> Tensor | None:
-    """Run ``job`` (wgrad) and ``product`` (dgrad), where they are needed. Returns dgrad."""
+def _gradients(
+    job: Any, product: Any, runtime: Runtime, weight: ShardedWeight, leaf: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Run ``job`` (wgrad) and ``product`` (dgrad), where they are needed. Returns what a backward op does: the gradient
+    of the input, of this dtype and empty if it is not needed, and that of ``leaf``."""
     if product is not None:
         check_unmodified(weight, weight.versions.compiled)
-    return runtime.grads.in_order(job if job is not None and weight.stand_in.is_awaited else None, product)
+    if not weight.stand_in.is_awaited:
+        job = None  # this backward is for other tensors, as in ``torch.autograd.grad``
+    grad_input = runtime.grads.in_order(job, product)
+    if grad_input is None:
+        grad_input = torch.empty(0, dtype=dtype, device=weight.device)
+    return grad_input, gradient_of(leaf)
 
 
 for _op in (_linear, _grouped_linear, _float8_linear):
@@ -191,12 +196,17 @@ def _save_float8(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _grad(backward: Any, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-    grad_input = grad_leaf = None
+    grads: list[Tensor | None] = [None] * 5
     if needs_input or needs_weight:
         call = handles().next_call()
         grad_input, grad_leaf = backward(grad, *ctx.saved_tensors, ctx.width, needs_input, call)
-    grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if needs_bias else None
-    return grad_input if needs_input else None, grad_leaf if needs_weight else None, grad_bias, None, None
+        if needs_input:
+            grads[0] = grad_input
+        if needs_weight:
+            grads[1] = grad_leaf
+    if needs_bias:
+        grads[2] = grad.reshape(-1, grad.shape[-1]).sum(0)
+    return tuple(grads)
 
 
 def _float8_grad(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

@@ -35,6 +35,7 @@ def linear(input: Tensor, bias: Tensor | None, runtime: Runtime, weight: Sharded
     """``F.linear(input, weight, bias)`` for a weight of logical shape ``(out_features, in_features)``."""
     if torch.is_grad_enabled():
         check_differentiable(weight)
+        # ``quick_apply`` wants it unwrapped.
         result: Tensor = _apply_linear(compat.unwrap_if_dead(input), weight.leaf, bias, runtime, weight)
         return result
     if weight.form.gemms is not None:
