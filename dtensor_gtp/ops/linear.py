@@ -284,7 +284,9 @@ def parallel_linear(input: Tensor, bias: Tensor | None, runtime: Runtime, weight
 
 
 class _ParallelLinear(torch.autograd.Function):
-    """Takes DTensors apart on the way in and makes DTensors on the way out, in both directions."""
+    """Takes DTensors apart on the way in and makes DTensors on the way out, in both directions. With ``to_local`` and
+    ``from_local`` around ``linear``, as compiled code has it, the host needs an eighth more (0.80 ms, not 0.71, for
+    forward and backward of a layer on a busy CPU)."""
 
     @staticmethod
     def forward(
