@@ -26,7 +26,7 @@ def params_of(block: nn.Module) -> list[ManagedParam]:
     return list(dict.fromkeys(param for binding in bindings for param in binding.params.values()))
 
 
-def weights_of(block: nn.Module) -> list[ShardedWeight]:
+def _weights_of(block: nn.Module) -> list[ShardedWeight]:
     return [param for param in params_of(block) if isinstance(param, ShardedWeight)]
 
 
@@ -62,7 +62,7 @@ def check_blocks(blocks: Sequence[nn.Module], names: dict[nn.Module, str]) -> No
     for block in blocks:
         _check_block(names[block], block, owners)
     asked = runtimes_of(blocks[0], "capture_blocks")[0].policy.prefetch_nbytes
-    nbytes = max(sum(weight.for_forward.kept_nbytes for weight in weights_of(block)) for block in blocks)
+    nbytes = max(sum(weight.for_forward.kept_nbytes for weight in _weights_of(block)) for block in blocks)
     if asked and asked < nbytes:
         logger.warning(
             "capture_blocks: SchedulePolicy(prefetch_nbytes=%d) gathers the rest of the %d bytes of a block only "
@@ -73,7 +73,7 @@ def check_blocks(blocks: Sequence[nn.Module], names: dict[nn.Module, str]) -> No
 
 
 def _check_block(name: str, block: nn.Module, owners: dict[ManagedParam, str]) -> None:
-    if not weights_of(block):
+    if not _weights_of(block):
         raise ValueError(f"capture_blocks expects blocks with sharded weights, but '{name}' has none.")
     where = f"capture_blocks does not support block '{name}', a {type(block).__name__}"
     runtimes = runtimes_of(block, "capture_blocks")

@@ -123,6 +123,10 @@ class Block(NamedTuple):
     runtime: Runtime
     recorder: CudaRecorder
 
+    @property
+    def weights(self) -> list[ShardedWeight]:
+        return [param for param in self.params if isinstance(param, ShardedWeight)]
+
 
 class Reached:
     """Which differentiable outputs get a gradient in eager calls: a graph must not make zeros for the others."""
