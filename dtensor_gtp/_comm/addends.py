@@ -83,12 +83,6 @@ def is_worth_loading(nbytes: int) -> bool:
     return nbytes >= _MANY_NBYTES
 
 
-def add_up(out: Tensor, addends: Tensor, num_ranks: int, *, is_mean: bool) -> None:
-    """Make ``out``, of float32, the sum or mean over ranks of ``addends``, which lie one rank behind the other."""
-    add = fused_sum(addends, num_ranks) if is_worth_loading(addends.nbytes) else None
-    add_rows(add, out.view(-1), addends.view(num_ranks, -1), num_ranks, is_mean=is_mean)
-
-
 def add_rows(
     add: Sum | None,
     out: Tensor,

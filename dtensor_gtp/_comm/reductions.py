@@ -33,7 +33,7 @@ from torch import Tensor
 
 from .. import _torch_compat as compat
 from ..policy import ReduceScatterKind, Waitable
-from .addends import add_rows, fused_sum
+from .addends import add_rows, fused_sum, is_worth_loading
 from .collectives import Groups, ReduceScale
 from .send_ring import Place, SendRing
 from .streams import Done, Streams
@@ -203,6 +203,8 @@ class Scattering:
             contiguous or of another dtype, and sends the copy. Several only if they can be sent together.
         num_ranks: Size of the group. One rank sends nothing: the sum has one addend.
         wire_dtype: The dtype to send.
+        dtype: Of the sum, if it is wider than ``sum_dtype`` says. Nothing else needs the fused kernel then, so torch
+            adds what is not worth loading it.
         ring, places: For ``"copy_engine"``: where peers fetch each gradient.
     """
 
@@ -214,6 +216,8 @@ class Scattering:
         wire_dtype: torch.dtype,
         ring: SendRing | None = None,
         places: Sequence[Place] = (),
+        *,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._num_ranks, self._ring, self._places = num_ranks, ring, places
         self._sent: list[Tensor] = []
@@ -221,9 +225,8 @@ class Scattering:
         self._received: Tensor | None = None  # the addends of an exchange
         self.slots: list[Tensor] = []
         if num_ranks == 1:
-            dtype = sum_dtype(kind, wire_dtype)
             self._sent.append(fulls[0])
-            self.slots.append(fulls[0] if fulls[0].dtype == dtype else fulls[0].to(dtype))
+            self.slots.append(fulls[0].to(sum_dtype(kind, wire_dtype)))
             return
         for index, full in enumerate(fulls):
             target = full
@@ -239,7 +242,10 @@ class Scattering:
                 num_rows, *others = target.shape
                 self.slots.append(target.new_empty((num_rows // num_ranks, *others)))
         if kind != "ring":
-            self._prepare_exchange(sum_dtype(kind, wire_dtype))
+            self._add = None
+            if dtype is None or is_worth_loading(sum(sent.nbytes for sent in self._sent)):
+                self._add = fused_sum(self._sent[0], num_ranks)
+            self._prepare_exchange(dtype or sum_dtype(kind, wire_dtype))
 
     def _prepare_exchange(self, dtype: torch.dtype) -> None:
         """Allocate what each rank receives: the addends of its rows, to add in a wider dtype.
@@ -250,7 +256,6 @@ class Scattering:
         like, num_ranks = self._sent[0], self._num_ranks
         shapes = [(sent.shape[0] // num_ranks, *sent.shape[1:]) for sent in self._sent]
         self._sizes = [math.prod(shape) for shape in shapes]
-        self._add = fused_sum(like, num_ranks)
         self._sum = like.new_empty(sum(self._sizes), dtype=dtype)
         num_rows = num_ranks if self._ring is None or self._add is None else num_ranks - 1
         self._received = like.new_empty(num_rows, self._sum.numel())
