@@ -292,7 +292,7 @@ def _row(managed: ManagedParam, modules: dict[str, nn.Module]) -> ReportRow:
         if native is None and isinstance(managed.form.wire, QuantizedWire):
             storage = f"{managed.form.wire.recipe.name} from master"
         if managed.form.wire is not None:
-            gathered = managed.form.wire.num_bytes() or gathered
+            gathered = managed.for_forward.nbytes if managed.group is None else gathered
             in_gemm = any(fused is not None and fused.multiplies for fused in map(_fused_of, modules.values()))
             use = f"{use}, {managed.form.wire.describe('' if in_gemm else 'no fused nn.Linear')}"
     shape, name = tuple(param.shape), " = ".join(modules)

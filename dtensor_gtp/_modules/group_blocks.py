@@ -2,8 +2,11 @@
 
 A *block* is a module whose class stands at least twice in a container. In the first forward its weights become a group,
 if they are small: the host would need longer for each of them than its GEMM lasts. A block keeps single weights if one
-is shared with other blocks, lies on another mesh, is quantized, offloaded, tensor-parallel or cut again by an outer
+is shared with other blocks, lies on another mesh, is offloaded, tensor-parallel or cut again by an outer
 ``fully_shard``, or if the schedule was given number by number. ``sharding_report`` says which and why.
+
+The modules of a group multiply in the compute dtype. So a rank sends what a recipe makes of the values of its shard, in
+that dtype: within a host, more bytes take less time than casts of each layer.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ from types import MethodType
 
 import torch.nn as nn
 
+from .._comm.agreement import is_one_host
 from .._howto import printable
 from .._params.managed_param import ManagedParam
+from .._params.pack_planes import QuantizedWire
 from .._params.sharded_weight import ShardedWeight
 from .._params.weight_group import WeightGroup
 from .._params.whole_param import WholeParam
@@ -49,7 +54,7 @@ def make_groups(runtime: Runtime, num_tokens: int) -> tuple[str, ...]:
             for param in binding.params.values()
         )
         why = "its own weights are those of experts" if block in experts else None
-        why = why or _why_single(modules, list(params), num_tokens)
+        why = why or _why_single(modules, list(params), num_tokens, may_replay=runtime.comm.may_replay_steps)
         if why is None:
             weights = [param for param in params if isinstance(param, ShardedWeight)]
             whole = [param for param in params if isinstance(param, WholeParam)]
@@ -119,13 +124,15 @@ def _has_large_experts(module: nn.Module, num_tokens: int) -> bool:
     )
 
 
-def _why_single(modules: list[nn.Module], params: list[ManagedParam], num_tokens: int) -> str | None:
+def _why_single(
+    modules: list[nn.Module], params: list[ManagedParam], num_tokens: int, *, may_replay: bool
+) -> str | None:
     """Why the weights of a block are gathered one by one; None if they can be a group."""
     weights = [param for param in params if isinstance(param, ShardedWeight)]
     if len(weights) < 2:
         return "it has fewer than two sharded weights"
     numel = sum(map(_numel, weights)) / len(weights)
-    if not is_worth_a_group(numel, num_tokens):
+    if not is_worth_a_group(numel, num_tokens, has_float8=any(weight.form.gemms is not None for weight in weights)):
         return f"a GEMM lasts longer than the host needs for a weight ({numel:.3g} elements, {num_tokens} tokens)"
     first, inside = weights[0], set(modules)
     if first.flags.reduce_scatter_unused_params:
@@ -143,10 +150,28 @@ def _why_single(modules: list[nn.Module], params: list[ManagedParam], num_tokens
             return f"'{param.fqn}' has another dtype"
     for weight in weights:
         layout = weight.layout
-        if weight.form.wire is not None or layout.dim != 0 or layout.block_size != 1 or layout.world == 1:
-            return f"'{weight.fqn}' is quantized or sharded in another way"
+        # Gradients are packed in equal chunks of rows.
+        is_even = layout.chunk_rows == -(-layout.num_rows // layout.world)
+        if layout.dim != 0 or not is_even or layout.world == 1:
+            return f"'{weight.fqn}' is sharded in another way"
         if weight.for_forward.companions:
             return f"'{weight.fqn}' travels with others"
     if any(isinstance(module, nn.RNNBase) for module in modules):
         return "recurrent layers keep a list of their weights"
+    return _why_not_rounded(weights, may_replay=may_replay)
+
+
+def _why_not_rounded(weights: list[ShardedWeight], *, may_replay: bool) -> str | None:
+    """Why quantized weights of a block cannot be gathered as values; None if they can, or if none is quantized."""
+    quantized = [weight for weight in weights if weight.form.wire is not None]
+    for weight in quantized:
+        wire = weight.form.wire
+        if not isinstance(wire, QuantizedWire) or wire.is_native:
+            return f"'{weight.fqn}' is stored in low precision"
+        if wire.recipe.compute == "float8" or (may_replay and weight.form.gemms is not None):
+            return f"'{weight.fqn}' is multiplied in float8"
+    if quantized:
+        mesh = quantized[0].mesh
+        if not is_one_host(mesh.get_group(mesh.ndim - 1), quantized[0].device):
+            return f"'{quantized[0].fqn}' travels between hosts, so in few bytes"
     return None

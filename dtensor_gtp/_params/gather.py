@@ -17,8 +17,9 @@ from .gather_form import Packed
 from .gathered import Gathered
 from .group_memory import Parts
 from .layout import WeightLayout
+from .pack_planes import agree_on_stale, rounded
 from .sharded_weight import Gatherable, ShardedWeight
-from .weight_group import GatherableGroup
+from .weight_group import GatherableGroup, WeightGroup
 
 # One tensor to gather: where its rows lie in the buffer, this rank's part, and the buffer.
 _Plane = tuple[WeightLayout, Tensor, Tensor]
@@ -90,6 +91,13 @@ def _pack(targets: Sequence[Gatherable], comm: CommContext) -> dict[Gatherable, 
         return {target: wire.pack(_direction(target), comm) for target, wire in wires}
 
 
+def _rounded(group: WeightGroup, comm: CommContext) -> dict[ShardedWeight, Tensor]:
+    """What the gather sends of quantized members, made on the stream that reads it."""
+    agree_on_stale(group.quantized, comm)
+    with comm.packing(group.groups) if group.groups.casts_shards else comm.gathering(group.groups):
+        return rounded(group.quantized)
+
+
 def _direction(target: Gatherable) -> Direction:
     return Direction.ROWWISE if target is target.weight.for_forward else Direction.COLUMNWISE
 
@@ -136,8 +144,10 @@ def _launch_together(targets: Sequence[Gatherable], comm: CommContext) -> None:
     for target in grouped:
         group = target.group
         group.leaves.allocate(group.version)
-        for lists, more in zip(parts, group.shards.parts(group.leaves.outputs, groups.casts_shards), strict=True):
-            lists += more
+        rounded = _rounded(group, comm) if group.quantized else {}
+        more = group.shards.parts(group.leaves.outputs, groups.casts_shards, rounded)
+        for all_parts, those_of_group in zip(parts, more, strict=True):
+            all_parts += those_of_group
     packed, buffers = _pack(singles, comm), _side_by_side(singles)
     hosted = [target for target in singles if target.weight.policies.offload is not None]
     uploads, uploaded = comm.host_copies.upload([target.weight.shard for target in hosted]) if hosted else ([], None)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from .whole_param import WholeParam
 
 version_of = attrgetter("_version")  # in C: each launch of a group asks all its tensors
 _ALIGNMENT = 128  # bytes: GEMMs and copies are fastest on aligned rows
+_NOTHING: Mapping[ShardedWeight, Tensor] = MappingProxyType({})
 
 
 class Parts(NamedTuple):
@@ -55,19 +57,24 @@ class GroupShards:
         self.tensors = [tensor for member in self._members for tensor in (member.param, member.local)]
         self._parts: Parts | None = None  # until the first gather of these shards
 
-    def parts(self, outputs: Sequence[Tensor], casts_shards: bool) -> Parts:
-        """What a gather sends and fills, to be read only."""
-        if self._parts is None:
-            parts = self._parts = Parts([], [], [], [])
-            with torch.inference_mode(False):
-                # Whole parameters have a place among the leaves, where their values are copied.
-                for member, output in zip(self._members, outputs, strict=True):
-                    if isinstance(member, ShardedWeight):
-                        parts.add(member.layout, member.form.rows, output, casts_shards)
-                    else:
-                        parts.copied.append(output)
-                        parts.sources.append(member.shard)
-        return self._parts
+    def parts(
+        self, outputs: Sequence[Tensor], casts_shards: bool, rounded: Mapping[ShardedWeight, Tensor] = _NOTHING
+    ) -> Parts:
+        """What a gather sends and fills, to be read only. ``rounded``: what is sent of quantized members."""
+        if self._parts is not None:
+            return self._parts
+        parts = Parts([], [], [], [])
+        with torch.inference_mode(False):
+            # Whole parameters have a place among the leaves, where their values are copied.
+            for member, output in zip(self._members, outputs, strict=True):
+                if isinstance(member, ShardedWeight):
+                    parts.add(member.layout, rounded.get(member, member.form.rows), output, casts_shards)
+                else:
+                    parts.copied.append(output)
+                    parts.sources.append(member.shard)
+        if not rounded:
+            self._parts = parts
+        return parts
 
 
 class GroupLeaves:

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .. import _torch_compat as compat
 from .._comm.context import CommContext
+from ..quant.cast import WIDENS
 from ..quant.casts import describe_casts
 from ..quant.compute import ComputePath, choose_path, warn_dequantized
 from ..quant.float8_gemms import Float8GEMMs
@@ -45,23 +46,25 @@ class QuantizedWire(Wire):
         mesh = weight.mesh
         self.is_within_mesh = set(self.groups) <= {mesh.get_group(mesh.ndim - 1).group_name}
         self.has_columnwise = recipe.has_columnwise
-        # The shard, and its state then, from which the next two were made.
+        # The shard, and its state then, from which the next two were made: the statistic of all ranks, quantized data.
         self._made_of: tuple[Tensor, tuple[Version, int]] | None = None
-        self._amax: Tensor | None = None
+        self.amax: Tensor | None = None
         self._quantized: dict[Direction, Quantized] = {}
 
     def forget(self) -> None:
-        self._made_of, self._amax = None, None
+        self._made_of, self.amax = None, None
         self._quantized.clear()
 
     def begin_forward(self) -> bool:
         """Drop stale data. Returns whether the ranks must agree on a statistic before the next gather."""
-        is_current = self._is_current()
+        is_current = self.is_current
         if not is_current:
             self.forget()
         return bool(self.recipe.amax_dims) and not self.weight.registration.is_cut_again and not is_current
 
-    def _is_current(self) -> bool:
+    @property
+    def is_current(self) -> bool:
+        """Whether the statistic is that of the present shard."""
         made_of = self._made_of
         return made_of is not None and made_of[0] is self.weight.shard and made_of[1] == self.weight.state_of_shard
 
@@ -99,17 +102,17 @@ class QuantizedWire(Wire):
         return self._path().gemms
 
     def _quantize(self, direction: Direction, comm: CommContext) -> Quantized:
-        if not self._is_current():
+        if not self.is_current:
             agree_on_amax([self.weight], comm)
         quantized = self._quantized.get(direction)
         if quantized is None:
-            quantized = self._quantized[direction] = self.recipe.quantize(self.weight.shard, direction, self._amax)
+            quantized = self._quantized[direction] = self.recipe.quantize(self.weight.shard, direction, self.amax)
         return quantized
 
     def set_amax(self, amax: Tensor | None) -> None:
         """Store the statistic of the present shard over all ranks."""
         self.forget()
-        self._made_of, self._amax = (self.weight.shard, self.weight.state_of_shard), amax
+        self._made_of, self.amax = (self.weight.shard, self.weight.state_of_shard), amax
 
     def num_bytes(self) -> int:
         return self.recipe.num_bytes(self.weight.layout.shape, Direction.ROWWISE)
@@ -119,6 +122,8 @@ class QuantizedWire(Wire):
         warn_dequantized(self.recipe, self.weight.fqn, reason)
 
     def describe(self, not_fused: str) -> str:
+        if self.weight.group is not None:
+            return f"rounded to {self.recipe.name} before the gather"
         path = self._path()
         if path.gemms is not None and not_fused:
             path = ComputePath(None, not_fused)
@@ -145,13 +150,30 @@ class NativeWire(QuantizedWire):
         return shard.quantized_for(direction)
 
 
+def rounded(weights: Sequence[ShardedWeight]) -> dict[ShardedWeight, Tensor]:
+    """The values of quantized shards in the compute dtype, of weights of one group whose statistics are known. Those of
+    all ranks together are the values of the quantized weights, bit for bit."""
+    by_recipe: dict[Recipe, list[ShardedWeight]] = {}
+    for weight in weights:
+        by_recipe.setdefault(_wire_of(weight).recipe, []).append(weight)
+    found: dict[ShardedWeight, Tensor] = {}
+    for recipe, members in by_recipe.items():
+        amaxes = [_wire_of(weight).amax for weight in members]
+        values = recipe.round_together([weight.shard for weight in members], amaxes, members[0].compute_dtype)
+        found.update(zip(members, values, strict=True))
+    return found
+
+
+def agree_on_stale(weights: Sequence[ShardedWeight], comm: CommContext) -> None:
+    """``agree_on_amax`` of those whose shards have changed since."""
+    agree_on_amax([weight for weight in weights if not _wire_of(weight).is_current], comm)
+
+
 def agree_on_amax(weights: Sequence[ShardedWeight], comm: CommContext) -> None:
     """Give each weight the statistic of its shard over all ranks, by one all_reduce on each axis for all weights."""
     by_groups: dict[tuple[str, ...], list[tuple[QuantizedWire, Tensor]]] = {}
-    for weight in weights:
-        wire = weight.form.wire
-        assert isinstance(wire, QuantizedWire)
-        amax = wire.recipe.amax(weight.shard)
+    for weight, amax in zip(weights, _maxima(weights), strict=True):
+        wire = _wire_of(weight)
         if amax is None or not wire.groups:
             wire.set_amax(amax)
         else:
@@ -162,6 +184,26 @@ def agree_on_amax(weights: Sequence[ShardedWeight], comm: CommContext) -> None:
         parts = flat.split([amax.numel() for _, amax in members])
         for (wire, amax), part in zip(members, parts, strict=True):
             wire.set_amax(part.view(amax.shape))
+
+
+def _maxima(weights: Sequence[ShardedWeight]) -> list[Tensor | None]:
+    """The statistic of each shard. One launch serves all that are matrices with one number: two launches each would
+    take the host 5 ms for 56 weights."""
+    together = [weight for weight in weights if _is_largest_magnitude(weight)]
+    found = dict(zip(together, compat.largest_magnitudes([weight.shard for weight in together]), strict=True))
+    return [found[weight] if weight in found else _wire_of(weight).recipe.amax(weight.shard) for weight in weights]
+
+
+def _is_largest_magnitude(weight: ShardedWeight) -> bool:
+    """Whether the statistic is one number, and nobody has defined another one."""
+    recipe, shard = _wire_of(weight).recipe, weight.shard
+    is_stock = type(recipe).amax is Recipe.amax and recipe.amax_dims == (-2, -1)
+    return is_stock and shard.ndim == 2 and shard.numel() > 0 and shard.dtype in WIDENS
+
+
+def _wire_of(weight: ShardedWeight) -> QuantizedWire:
+    assert isinstance(weight.form.wire, QuantizedWire)
+    return weight.form.wire
 
 
 def _all_reduce_max(amax: Tensor, groups: tuple[str, ...], weight: ShardedWeight, comm: CommContext) -> None:

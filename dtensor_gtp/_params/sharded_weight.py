@@ -148,6 +148,10 @@ class ShardedWeight(ManagedParam):
 
     def begin_forward(self, is_captured: bool) -> None:
         super().begin_forward(is_captured)
+        self.begin_edition(self.pending_grad, is_captured)
+
+    def begin_edition(self, pending_grad: PendingGradient, is_captured: bool) -> None:
+        """At the start of a forward: data that were made of the shard may be stale."""
         # [Note: data made from a shard]
         # Backward reuses the data that forward made from a shard, unless the version of the shard has changed. Each
         # forward makes new data, because writes to ``.data`` do not change the version: it counts up ``edition``. Only
@@ -155,9 +159,7 @@ class ShardedWeight(ManagedParam):
         # records a forward makes them, too, because its replays read other shards.
         wire = self.form.wire
         if wire is not None and wire.is_made_once and not (is_captured or self.registration.is_cut_again):
-            is_first_microbatch = (
-                self.pending_grad.is_empty and self.gradient.reduced is None and self.param.grad is None
-            )
+            is_first_microbatch = pending_grad.is_empty and self.gradient.reduced is None and self.param.grad is None
             self.versions.edition += is_first_microbatch
         else:
             self.versions.edition += 1

@@ -203,6 +203,8 @@ class WeightGroup:
         for member in self.members:
             member.flags, member.group = self.flags, self
         self.shards = GroupShards(self.members)
+        # Their shards are rounded to what a recipe can say, and gathered in the compute dtype.
+        self.quantized = [weight for weight in self.weights if weight.form.wire is not None]
         self.leaves = GroupLeaves(self.weights, self.whole, first.compute_dtype, self.device)
         self.pending_grad = GroupGradients(self.leaves, first.reduce_dtype)
         self.pending_grad.reduce_only(weight for weight in self.weights if weight.param.requires_grad)
@@ -342,7 +344,7 @@ class WeightGroup:
 
     # The user's changes between passes.
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, is_captured: bool = False) -> None:
         """Follow parameter objects that were replaced or frozen since the last pass, or raise."""
         self.views.put_back()
         if self.leaves.are_elsewhere and self.leaves.put_back():
@@ -364,6 +366,8 @@ class WeightGroup:
             is_frozen = is_frozen or leaf.requires_grad is not member.param.requires_grad
         if replaced:
             self._follow_replaced(replaced[0])
+        for weight in self.quantized:
+            weight.begin_edition(self.pending_grad, is_captured)
         if is_frozen:
             for member, leaf in self.leaves.by_member.items():
                 if leaf.requires_grad is not member.param.requires_grad:

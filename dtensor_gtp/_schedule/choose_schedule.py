@@ -32,6 +32,9 @@ _KEPT_OF_FREE = 8
 # and additions take an H100 0.3 ms.
 # Llama of transformers, 2 x H200, as groups and as single weights: 68.4 and 75.3 ms at 6e10, 119.2 and 113.6 at 1.3e11.
 _SMALL_GEMM = 100e9
+# The same of a weight with float8 GEMMs. They cast inputs and gradients, which takes the host 3 ms a weight: Llama of 8
+# layers took 174 ms at 6e10 and 212 at 2.6e11, in bf16 85 and 230 (2 x H200).
+_SMALL_FLOAT8_GEMM = 200e9
 # Where the number of tokens is not known (images, sound).
 _SMALL_NUMEL = 16 << 20
 # Bytes of a table and its gradient, which take a link of 300 GB/s 3.6 ms while nothing computes. For less it does not
@@ -156,9 +159,12 @@ def _reduces(policy: SchedulePolicy, facts: Facts) -> tuple[ReduceScatterName, s
     return policy.reduce_scatter, "SchedulePolicy(reduce_scatter=)"
 
 
-def is_worth_a_group(mean_numel: float, num_tokens: int) -> bool:
-    """Whether the weights of a block, of so many elements on average, are gathered as a group."""
-    return mean_numel * num_tokens <= _SMALL_GEMM if num_tokens else mean_numel <= _SMALL_NUMEL
+def is_worth_a_group(mean_numel: float, num_tokens: int, *, has_float8: bool = False) -> bool:
+    """Whether the weights of a block, of so many elements on average, are gathered as a group. ``has_float8``: alone,
+    they would be multiplied in float8."""
+    if not num_tokens:
+        return mean_numel <= _SMALL_NUMEL
+    return mean_numel * num_tokens <= (_SMALL_FLOAT8_GEMM if has_float8 else _SMALL_GEMM)
 
 
 def is_worth_asking(weight_nbytes: int) -> bool:

@@ -58,7 +58,7 @@ class Statistics:
         for weight in weights:
             wire = weight.form.wire
             if wire is not None and isinstance(wire, QuantizedWire) and wire.begin_forward():
-                if wire.is_within_mesh and weight.groups.casts_shards:
+                if weight.group is None and wire.is_within_mesh and weight.groups.casts_shards:
                     self.waiting.setdefault(weight.groups, []).append(weight)
                 else:
                     changed.append(weight)

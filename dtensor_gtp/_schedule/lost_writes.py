@@ -195,8 +195,8 @@ def count_writes(written: Sequence[ManagedParam]) -> None:
     for group in {param.group for param in written if param.group is not None}:
         group.shards.num_updates += 1
     for param in written:
-        if param.group is None and isinstance(param, ShardedWeight):
-            param.versions.num_updates += 1
+        if isinstance(param, ShardedWeight):
+            param.versions.num_updates += 1  # in a group, of what a recipe has made of the shard
         elif param.group is None:
             torch.autograd.graph.increment_version(param.leaf)
 

@@ -224,7 +224,7 @@ class Runtime:
             if param.group is None:
                 param.begin_forward(is_captured)
         for group in self.groups:
-            group.begin_forward()
+            group.begin_forward(is_captured)
         if self.members.is_offloaded:
             self.comm.host_copies.note_uploads()
         if self.reads.looks_at_bits and torch.is_grad_enabled() and not compat.in_func_transform():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -167,6 +168,13 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
         alike[1].append(source)
     for alike in pairs.values():
         torch._foreach_copy_(*alike)
+
+
+def largest_magnitudes(tensors: list[Tensor]) -> list[Tensor]:
+    """Of each tensor, none of which is empty, in float32 and of shape (1, 1), by one launch; NaN if there is a NaN."""
+    if not tensors:
+        return []
+    return [found.view(1, 1) for found in torch._foreach_norm(tensors, math.inf, dtype=torch.float32)]
 
 
 def chunk_cat(tensors: list[Tensor], num_chunks: int, out: Tensor) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .api import quantize_
+from .api import quantize_, resolve_recipe
 from .native import NativeWeight
 from .nvfp4_operands import nvfp4_operand, nvfp4_values
 from .planes import Direction, PlaneSpec, Quantized
-from .recipes import MXFP8, NVFP4, RECIPES, Float8Blockwise, Float8Rowwise, Float8Tensorwise, Recipe, resolve_recipe
+from .recipes import MXFP8, NVFP4, RECIPES, Float8Blockwise, Float8Rowwise, Float8Tensorwise, Recipe
 
 __all__ = [
     "MXFP8",

@@ -10,10 +10,11 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from .._howto import see
 from . import cast
 from .master import check_slices, dense_of, in_place_of, with_recipe
 from .native import NativeInfo, NativeWeight, groups_of, quantize_parts
-from .recipes import Recipe, resolve_recipe
+from .recipes import RECIPES, Recipe
 from .state_dict import hook_state_dict
 
 _Choice = tuple[str, Recipe, str]  # of a parameter: its first name, the recipe, the storage
@@ -169,3 +170,30 @@ def _replace(module: nn.Module, chosen: dict[nn.Parameter, _Choice]) -> None:
             if old is not None and old in new:
                 submodule._parameters[name] = new[old]
                 hook_state_dict(submodule, name, chosen[old][1], is_native=chosen[old][2] == "native")
+
+
+def resolve_recipe(recipe: str | Recipe) -> Recipe:
+    """The recipe of a name.
+
+    Args:
+        recipe: One of :data:`RECIPES`, or a recipe.
+
+    Returns:
+        The recipe of that name with its defaults, or the recipe itself.
+
+    Raises:
+        TypeError, ValueError: ``recipe`` is neither.
+
+    Example:
+        >>> resolve_recipe("mxfp8")
+        MXFP8(compute='auto', scale_rounding='rceil')
+    """
+    if isinstance(recipe, Recipe):
+        return recipe
+    if not isinstance(recipe, str):
+        raise TypeError(f"quantize_ expects a recipe or its name, but got {type(recipe).__name__}: {recipe!r}.")
+    if recipe not in RECIPES:
+        raise ValueError(
+            f"quantize_ expects one of the recipes {', '.join(RECIPES)}, but got {recipe!r}. {see('add_a_recipe')}"
+        )
+    return RECIPES[recipe]()

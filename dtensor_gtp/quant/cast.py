@@ -15,6 +15,8 @@ Models with NVFP4" (arXiv 2509.25149); DeepSeek-V3 (arXiv 2412.19437), section 3
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,6 +28,7 @@ E4M3_MAX = 448.0
 E4M3_MIN = 2.0**-9  # the smallest, a denormal
 E5M2_MAX = 57344.0
 E2M1_MAX = 6.0
+MX_BLOCK = 32  # elements of a row that share a scale
 SMALLEST_SCALE = 2.0**-126  # the smallest normal float32
 # A block scale of nvfp4 may be as small as E4M3_MIN: their product is still normal.
 SMALLEST_TENSOR_SCALE = SMALLEST_SCALE / E4M3_MIN
@@ -193,6 +196,23 @@ class Casts:
         """A scale for each matrix, shape ``(*, 1, 1)``; so is ``amax``, by default the matrix's own."""
         scale = float8_scale(largest_magnitude(matrix, (-2, -1)) if amax is None else amax, dtype)
         return to_float8(wide(matrix) / scale, dtype), scale
+
+    def round_together(
+        self, matrices: Sequence[Tensor], amaxes: Sequence[Tensor], dtype: torch.dtype, mx_rounding: str | None = None
+    ) -> list[Tensor]:
+        """e4m3 and back: what :meth:`dequantize` makes of the cast of each matrix. Scales are those of ``amaxes``, of
+        shape ``(*, 1, 1)`` or ``(*, rows, 1)``; or with ``mx_rounding`` powers of two for each 32 elements of a row,
+        whose number is a multiple of 32."""
+        results = []
+        for index, matrix in enumerate(matrices):
+            if mx_rounding is None:
+                scale = float8_scale(amaxes[index])
+                value = to_float8(wide(matrix) / scale).to(torch.float32) * scale
+            else:
+                data, code = self.cast_mx(matrix, (1, MX_BLOCK), mx_rounding)
+                value = data.to(torch.float32) * spread(e8m0_to_float(code), (1, MX_BLOCK), matrix.shape)
+            results.append(value.to(dtype))
+        return results
 
     def cast_matrix_turned(self, matrix: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
         """:meth:`turned` of the e4m3 elements, and the scale."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 
 import torch
@@ -45,6 +45,17 @@ def casts_for(matrix: Tensor) -> Casts:
     if not 0 < matrix.shape[-1] * matrix.shape[-2] < _MAX_NUMEL or matrix.numel() == 0:
         return _REFERENCE
     return _on_device(matrix.device)[0]
+
+
+def round_together(
+    matrices: Sequence[Tensor], amaxes: Sequence[Tensor], dtype: torch.dtype, mx_rounding: str | None = None
+) -> list[Tensor]:
+    """:meth:`Casts.round_together` by what casts all of these."""
+    first = matrices[0]
+    casts = casts_for(first)
+    if any(matrix.dtype != first.dtype or not 0 < matrix.numel() < _MAX_NUMEL for matrix in matrices):
+        casts = _REFERENCE
+    return casts.round_together(matrices, amaxes, dtype, mx_rounding)
 
 
 def describe_casts(device: torch.device) -> str:
@@ -95,6 +106,9 @@ def _probe(casts: Casts, matrix: Tensor) -> Iterator[tuple[str, tuple[Tensor, ..
     yield "cast_matrix", casts.cast_matrix(matrix)
     yield "cast_matrix_turned", casts.cast_matrix_turned(matrix, 16)
     yield "cast_rows", casts.cast_rows(matrix)
+    yield "round_together", tuple(casts.round_together([matrix, matrix[:10]], [amax, amax], torch.bfloat16))
+    mx = matrix[:, :32].contiguous()
+    yield "round_together of mx", tuple(casts.round_together([mx], [], torch.bfloat16, "rceil"))
     yield "cast_blocks", casts.cast_blocks(matrix, (128, 128))
     yield "cast_mx", casts.cast_mx(matrix, (1, 32), "rceil")
     yield "cast_nvfp4", casts.cast_nvfp4(matrix, (1, 16), amax)

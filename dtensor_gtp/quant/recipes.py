@@ -8,6 +8,7 @@ Where shards hold whole blocks, what is gathered equals the quantized whole weig
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import lcm
 from types import MappingProxyType
@@ -16,8 +17,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .._howto import see
-from .casts import casts_for
+from .cast import MX_BLOCK
+from .casts import casts_for, round_together
 from .float8_gemms import BlockwiseGEMMs, Float8GEMMs, RowwiseGEMMs, TensorwiseGEMMs
 from .grouped_gemms import GroupedGEMMs, GroupedMXGEMMs, GroupedRowwiseGEMMs
 from .planes import Direction, PlaneSpec, Quantized
@@ -164,6 +165,20 @@ class Recipe(ABC):
         """
         return casts_for(quantized.planes[0]).dequantize(quantized, self.scale_block(direction), shape, dtype)
 
+    def round_together(
+        self, weights: Sequence[Tensor], amaxes: Sequence[Tensor | None], dtype: torch.dtype
+    ) -> list[Tensor]:
+        """What :meth:`dequantize` makes of rowwise data, of several weights: the values that a layer multiplies with.
+
+        Args:
+            weights: Parts of whole blocks, as for :meth:`quantize`.
+            amaxes: What :meth:`amax` gives for each whole weight.
+            dtype: Of the results.
+        """
+        direction = Direction.ROWWISE
+        quantized = [self.quantize(weight, direction, amax) for weight, amax in zip(weights, amaxes, strict=True)]
+        return [self.dequantize(q, w.shape, direction, dtype) for q, w in zip(quantized, weights, strict=True)]
+
     def block_of(self, dim: int, block_size: int = 1, *, is_native: bool = False) -> int:
         """The smallest block size for a shard of ``dim`` that keeps its blocks, and those of ``block_size``, whole.
 
@@ -194,33 +209,6 @@ class Recipe(ABC):
         return sum(s.dtype.itemsize * s.packed / (s.rows * s.columns) for s in specs if s.rows and s.columns)
 
 
-def resolve_recipe(recipe: str | Recipe) -> Recipe:
-    """The recipe of a name.
-
-    Args:
-        recipe: One of :data:`RECIPES`, or a recipe.
-
-    Returns:
-        The recipe of that name with its defaults, or the recipe itself.
-
-    Raises:
-        TypeError, ValueError: ``recipe`` is neither.
-
-    Example:
-        >>> resolve_recipe("mxfp8")
-        MXFP8(compute='auto', scale_rounding='rceil')
-    """
-    if isinstance(recipe, Recipe):
-        return recipe
-    if not isinstance(recipe, str):
-        raise TypeError(f"quantize_ expects a recipe or its name, but got {type(recipe).__name__}: {recipe!r}.")
-    if recipe not in RECIPES:
-        raise ValueError(
-            f"quantize_ expects one of the recipes {', '.join(RECIPES)}, but got {recipe!r}. {see('add_a_recipe')}"
-        )
-    return RECIPES[recipe]()
-
-
 @dataclass(frozen=True)
 class _Float8Recipe(Recipe):
     """Base of the recipes that linear layers can multiply in."""
@@ -234,6 +222,13 @@ class _Float8Recipe(Recipe):
 
     def is_capable(self, capability: tuple[int, int]) -> bool:
         return capability >= (8, 9)
+
+    def round_together(
+        self, weights: Sequence[Tensor], amaxes: Sequence[Tensor | None], dtype: torch.dtype
+    ) -> list[Tensor]:
+        if not self.amax_dims:
+            return super().round_together(weights, amaxes, dtype)
+        return round_together(weights, [amax for amax in amaxes if amax is not None], dtype)
 
 
 @dataclass(frozen=True)
@@ -349,6 +344,13 @@ class MXFP8(Recipe):
 
     def quantize(self, weight: Tensor, direction: Direction, amax: Tensor | None = None) -> Quantized:
         return Quantized(casts_for(weight).cast_mx(weight, self.scale_block(direction), self.scale_rounding), None)
+
+    def round_together(
+        self, weights: Sequence[Tensor], amaxes: Sequence[Tensor | None], dtype: torch.dtype
+    ) -> list[Tensor]:
+        if any(weight.shape[-1] % MX_BLOCK for weight in weights):
+            return super().round_together(weights, amaxes, dtype)
+        return round_together(weights, [], dtype, self.scale_rounding)
 
 
 @dataclass(frozen=True)

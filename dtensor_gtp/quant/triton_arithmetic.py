@@ -77,6 +77,26 @@ def _from_e4m3(code, HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def _e8m0_of(largest, CEIL: tl.constexpr):
+    """The power of two, in e8m0, that brings a magnitude into the range of e4m3."""
+    exponent = (largest >> 23) - 8
+    if CEIL:
+        exponent += ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)
+    return tl.where(largest < _INFINITY, tl.maximum(exponent, 0), 0xFF)
+
+
+@triton.jit
+def _reciprocal_of_e8m0(code):
+    return tl.where(code == 0xFF, float("nan"), ((254 - code) << 23).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _from_e8m0(code):
+    power = tl.where(code == 0, 0x00400000, code << 23).to(tl.float32, bitcast=True)
+    return tl.where(code == 0xFF, float("nan"), power)
+
+
+@triton.jit
 def _to_e2m1(value):
     """float32 to 4-bit codes; a NaN becomes 0."""
     magnitude = tl.abs(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -13,12 +14,13 @@ from torch import Tensor
 
 from .. import _torch_compat as compat
 from . import triton_kernels as kernels
-from .cast import Casts
+from .cast import MX_BLOCK, Casts
 from .planes import Quantized
 
 _BLOCK = 4096  # elements of a tile of flat kernels
 _PARTS = 512  # in which the maximum of a large matrix is found
 _PROGRAMS = 2048  # that share a matrix in a flat cast: a few for each processor of a large GPU
+_TOGETHER = 4  # tensors that one launch rounds
 _LONGEST_ROW = 16384  # that stays in registers
 
 
@@ -67,6 +69,28 @@ class TritonCasts(Casts):
         with _on(matrix):
             scale = matrix.new_empty((*matrix.shape[:-2], 1, 1), dtype=torch.float32)
             return self._turn(matrix, multiple, _partial_amax(matrix), scale).view(torch.float8_e4m3fn), scale
+
+    def round_together(
+        self, matrices: Sequence[Tensor], amaxes: Sequence[Tensor], dtype: torch.dtype, mx_rounding: str | None = None
+    ) -> list[Tensor]:
+        matrices = [matrix.contiguous() for matrix in matrices]
+        results = [torch.empty(matrix.shape, dtype=dtype, device=matrix.device) for matrix in matrices]
+        size = 0 if mx_rounding is None else MX_BLOCK
+        with _on(matrices[0]):
+            # Of fewer tensors the first one stands for those that are missing, without a program.
+            for at in range(0, len(matrices), _TOGETHER):
+                chosen = [*range(at, min(at + _TOGETHER, len(matrices)))]
+                missing = _TOGETHER - len(chosen)
+                firsts = [*accumulate([triton.cdiv(matrices[i].numel(), _BLOCK) for i in chosen], initial=0)]
+                indices, firsts = [*chosen, *[at] * missing], [*firsts, *[firsts[-1]] * missing]
+                largest = [_as_bits(amaxes[i]) if amaxes else None for i in indices]
+                lines = [matrices[i].numel() // amaxes[i].numel() if amaxes else 1 for i in indices]
+                kernels.round_together[(firsts[-1],)](
+                    *[matrices[i] for i in indices], *[results[i] for i in indices], *largest,
+                    *[matrices[i].numel() for i in indices], *lines, *firsts[1:_TOGETHER],
+                    SIZE=size, CEIL=mx_rounding == "rceil", HARDWARE=self._has_float8, BLOCK=_BLOCK,
+                )  # fmt: skip
+        return results
 
     def cast_rows(
         self, matrix: Tensor, *, factor: Tensor | None = None, group: Tensor | None = None, amax: Tensor | None = None

@@ -14,9 +14,12 @@ import triton.language as tl
 from .triton_arithmetic import (
     _INFINITY,
     _divided,
+    _e8m0_of,
     _from_e2m1,
     _from_e4m3,
+    _from_e8m0,
     _magnitude,
+    _reciprocal_of_e8m0,
     _scale_of,
     _to_e2m1,
     _to_e2m1_stochastic,
@@ -74,6 +77,40 @@ def cast_matrix(
         for start in range(program * BLOCK, numel, num_programs * BLOCK):
             index = start + tl.arange(0, BLOCK)
             tl.store(q_ptr + base + index, tl.full((BLOCK,), 0x7F, tl.uint8), mask=index < numel)
+
+
+@triton.jit
+def round_together(
+    x0_ptr, x1_ptr, x2_ptr, x3_ptr, out0_ptr, out1_ptr, out2_ptr, out3_ptr, amax0_ptr, amax1_ptr, amax2_ptr, amax3_ptr,
+    numel0, numel1, numel2, numel3, line0, line1, line2, line3, first1, first2, first3,
+    SIZE: tl.constexpr, CEIL: tl.constexpr, HARDWARE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Up to four tensors in e4m3 and back, rounded once more to the dtype of the output.
+
+    A magnitude of ``amax{i}_ptr`` gives the scale of ``line{i}`` elements. With a ``SIZE`` each ``SIZE`` elements have
+    a power of two of their own instead. Tensor i begins at program ``first{i}``.
+    """
+    program = tl.program_id(0)
+    x_ptr, out_ptr, amax_ptr, numel, line, first = x0_ptr, out0_ptr, amax0_ptr, numel0, line0, 0
+    if program >= first1:
+        x_ptr, out_ptr, amax_ptr, numel, line, first = x1_ptr, out1_ptr, amax1_ptr, numel1, line1, first1
+    if program >= first2:
+        x_ptr, out_ptr, amax_ptr, numel, line, first = x2_ptr, out2_ptr, amax2_ptr, numel2, line2, first2
+    if program >= first3:
+        x_ptr, out_ptr, amax_ptr, numel, line, first = x3_ptr, out3_ptr, amax3_ptr, numel3, line3, first3
+    index = (program - first) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = index < numel
+    x = tl.load(x_ptr + index, mask=is_inside, other=0.0).to(tl.float32)
+    if SIZE > 0:
+        blocks = tl.reshape(x, (BLOCK // SIZE, SIZE))
+        exponent = _e8m0_of(tl.max(_magnitude(blocks), 1, keep_dims=True), CEIL)
+        code = _to_float8(blocks * _reciprocal_of_e8m0(exponent), False, HARDWARE)
+        result = tl.reshape(_from_e4m3(code, HARDWARE) * _from_e8m0(exponent), (BLOCK,))
+    else:
+        scale = _scale_of(tl.load(amax_ptr + index // line, mask=is_inside, other=0) & 0x7FFFFFFF)
+        code = _to_float8(_divided(x, scale, HARDWARE), False, HARDWARE)
+        result = _from_e4m3(code, HARDWARE) * scale
+    tl.store(out_ptr + index, result.to(out_ptr.dtype.element_ty), mask=is_inside)
 
 
 @triton.jit
@@ -178,14 +215,9 @@ def cast_blocks(
     largest = tl.max(_magnitude(x), 2, keep_dims=True)
     is_block = is_line & (block0 + block < num_blocks)
     if E8M0:
-        exponent = (largest >> 23) - 8
-        if CEIL:
-            exponent += ((largest & 0x7FFFFF) > 0x600000).to(tl.int32)
-        is_finite = largest < _INFINITY
-        exponent = tl.maximum(exponent, 0)
-        tl.store(scale_ptrs, tl.where(is_finite, exponent, 0xFF).to(tl.uint8), mask=is_block)
-        reciprocal = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-        value = x * tl.where(is_finite, reciprocal, float("nan"))
+        exponent = _e8m0_of(largest, CEIL)
+        tl.store(scale_ptrs, exponent.to(tl.uint8), mask=is_block)
+        value = x * _reciprocal_of_e8m0(exponent)
     else:
         scale = _scale_of(largest)
         tl.store(scale_ptrs, scale, mask=is_block)
@@ -355,9 +387,7 @@ def dequantize(
             offset = (row // BLOCK_ROWS).to(tl.int64) * s_row + (column // BLOCK_COLUMNS) * s_column
             scale = tl.load(scale_ptr + offset, mask=is_inside, other=0)
         if KIND == "e8m0":
-            code = scale.to(tl.int32)
-            power = tl.where(code == 0, 0x00400000, code << 23).to(tl.float32, bitcast=True)
-            scale = tl.where(code == 0xFF, float("nan"), power)
+            scale = _from_e8m0(scale.to(tl.int32))
         elif KIND == "nvfp4":
             scale = _from_e4m3(scale, HARDWARE) * _scale_of(tl.load(amax_ptr + matrix) & 0x7FFFFFFF, 2688.0, 2.0**-117)
     out_ptr += (matrix * num_rows + row0) * num_columns

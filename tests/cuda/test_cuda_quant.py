@@ -19,7 +19,7 @@ from test_cuda import square_loss
 from test_cuda_streams import one_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dtensor_gtp import capture_step, gtp_shard, quantize_, sharding_report
+from dtensor_gtp import SchedulePolicy, capture_step, gtp_shard, quantize_, sharding_report
 from dtensor_gtp.quant import MXFP8, NVFP4, RECIPES, Direction, Float8Blockwise, Float8Rowwise, Float8Tensorwise, Recipe
 from dtensor_gtp.quant.compute import choose_path
 from dtensor_gtp.quant.float8_gemms import Float8GEMMs
@@ -182,6 +182,54 @@ class TestTraining(CudaTest):
                     flags = torch.stack(is_same).int()
                     dist.all_reduce(flags, dist.ReduceOp.MIN)  # or one rank alone would go on, and wait for the others
                     self.assertTrue(flags.all(), (recipe, is_captured, debug, flags.tolist()))
+
+    def test_groups_have_the_values_of_single_weights(self) -> None:
+        """Rounded before the gather or dequantized after it: the same bits, by both backends, with delays and poison,
+        captured, and where a shard has a NaN."""
+        mesh = self._mesh()
+        x = torch.randn(16, 256, device="cuda").bfloat16()
+        for cls in (Float8Tensorwise, Float8Rowwise, Float8Blockwise):
+            torch.manual_seed(0)
+            blocks = (nn.Sequential(*(nn.Linear(256, 256, device="cuda") for _ in "ab")) for _ in range(4))
+            model = nn.Sequential(*blocks)
+            single = quantize_(copy.deepcopy(model), cls(compute="dequantize"))
+            gtp_shard(single, mesh, mp_policy=BF16, schedule=explicit(min_shard_numel=0))
+            for backend in ("process_group", "copy_engine"):
+                for debug in ("", "poison,delay=1"):
+                    with environment(DTENSOR_GTP_DEBUG=debug):
+                        grouped = quantize_(copy.deepcopy(model), cls())
+                        schedule = SchedulePolicy(min_shard_numel=0, gather_backend=backend)
+                        gtp_shard(grouped, mesh, mp_policy=BF16, schedule=schedule)
+                        self._compare_groups(grouped, single, x, (cls, backend, debug))
+
+    def _compare_groups(self, grouped: nn.Module, single: nn.Module, x: torch.Tensor, what: Any) -> None:
+        optimizer = torch.optim.AdamW(grouped.parameters(), lr=1e-2, fused=True)
+        is_same = []
+        for step in range(4):
+            with torch.no_grad():
+                if step == 3:
+                    first = next(grouped.parameters()).to_local()
+                    first[0, 0] = float("nan")
+                for mine, theirs in zip(grouped.parameters(), single.parameters(), strict=True):
+                    theirs.to_local().copy_(mine.to_local())
+            outputs = [model(x) for model in (grouped, single)]
+            for output in outputs:
+                output.float().square().mean().backward()
+            is_same.append(torch.equal(bits(outputs[0]), bits(outputs[1])))
+            is_same.append(step < 3 or bool(outputs[0].isnan().all()))
+            grads = [[p.grad.to_local() for p in model.parameters()] for model in (grouped, single)]
+            close = partial(torch.allclose, rtol=1e-2, atol=1e-5, equal_nan=True)
+            is_same += [close(a, b) for a, b in zip(*grads, strict=True)]
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 1)
+            single.zero_grad()
+        with torch.no_grad():
+            for param in (*grouped.parameters(), *single.parameters()):
+                param.to_local().nan_to_num_()
+        flags = torch.tensor(is_same, device="cuda").int()
+        dist.all_reduce(flags, dist.ReduceOp.MIN)  # or one rank alone would go on, and wait for the others
+        self.assertTrue(flags.all(), (what, flags.tolist()))
+        self.assertIn("rounded to", str(sharding_report(grouped)))
 
     def test_float8_layers(self) -> None:
         """Gradients are near those without quantization; eager, poisoned, and compiled; the report names the GEMMs."""
