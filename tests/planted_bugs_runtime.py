@@ -59,8 +59,8 @@ RUNTIME = {
         "WeightGroup.carry_writes", drop("_carry_writes"), f"{GROUPS}::test_writes_in_a_forward_reach_the_shards"
     ),
     "groups that travel together get the gradients of each other": Bug(
-        "ReductionLaunches._complete_all",
-        replace("zip(together, parts, strict=True)", "zip(together[::-1], parts, strict=True)"),
+        "ReductionLaunches._scattered",
+        replace("zip(together, slots, strict=True)", "zip(together[::-1], slots, strict=True)"),
         f"{TOGETHER}::test_steps_equal_one_process",
     ),
     "rows that no number of ranks divides are packed as if it did": Bug(

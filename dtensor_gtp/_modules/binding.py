@@ -16,8 +16,7 @@ from .._params.managed_param import ManagedParam, Site
 from .._params.sharded_weight import ShardedWeight
 from .._params.whole_param import WholeParam
 from .._schedule.runtime import Runtime
-from ..ops.compiled_lookup import materialize
-from ..ops.compiled_weight import CompiledWeight
+from ..ops.compiled_weight import CompiledWeight, materialize
 
 BINDING = "_gtp_binding"
 

@@ -19,7 +19,7 @@ from .._comm import collectives
 from .._comm.agreement import any_rank_has
 from .._comm.context import CommContext
 from .._comm.debug import poison
-from .._comm.reduce_scatter import can_travel_together, sum_dtype
+from .._comm.reductions import can_travel_together, sum_dtype
 from .._params.gathered import Gathered
 from .._params.group_memory import pack
 from .._params.managed_param import ManagedParam
