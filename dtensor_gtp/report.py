@@ -27,9 +27,8 @@ from ._report.facts import Cut, Facts, LaunchReport, PassReport, PlanReport, Rep
 from ._report.page import fragment, page
 from ._report.summary import full_text, summary
 from ._report.text import plan_text
-from ._schedule.held_weights import held_nbytes
-from ._schedule.order_of_gathers import Plan
-from ._schedule.order_of_uses import ChainKey
+from ._schedule.passes import ChainKey
+from ._schedule.plans import Plan, held_nbytes
 from ._schedule.runtime import Runtime
 from .placement import GTPShard
 from .quant.native import native_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planted_bugs_changes import argument, assign, drop, flip, never, replace, returns, without
+from planted_bugs_changes import argument, assign, drop, flip, never, replace, returns
 from planted_bugs_type import Bug
 
 GROUPS = "test_gtp_shard_groups.py::TestGroups"

@@ -19,7 +19,7 @@ from .. import _torch_compat as compat
 from .._dtensor.remedies import explain
 from .._howto import see
 from .._params.saved_for_backward import refuse_recording
-from .._schedule.order_of_uses import Entry
+from .._schedule.passes import Entry
 from .binding import BoundModule, Reads, ShardGroup, trains_unmanaged, unmanaged_params
 from .block_calls import call_block, call_under, tensors_in
 from .torch_patches import follow_pipelining

@@ -108,9 +108,6 @@ class Setup:
             param.groups = groups[id(param.mesh)]
         self.prepare_gatherables()
         self.is_done = True
-        if members.gatherables:
-            watched = [mesh.get_group(mesh.ndim - 1) for mesh in {weight.mesh for weight in members.weights}]
-            self._passes.parted.watch(watched, f"{members.weights[0].fqn} {len(members.weights)}")
 
     def _load_sums(self, facts: Facts) -> None:
         """Begin to load what will add gradients, if ranks exchange them."""

@@ -37,8 +37,8 @@ from .first_forward import Setup
 from .guesses import NUM_SEEN
 from .keep_and_free import Keeper
 from .members import Members
-from .order_of_uses import Chain
-from .passes import Passes
+from .parted_ranks import PartedRanks
+from .passes import Chain, Passes
 from .reduce_gradients import Gradients
 from .replica_gathers import ReplicaGathers
 
@@ -97,6 +97,7 @@ class Gathering:
         self._members, self._passes, self._setup, self._keeper = members, passes, setup, keeper
         self._comm, self._grads = comm, grads
         self.parts = ReplicaGathers(comm)
+        self.parted = PartedRanks(members)
         self.statistics = Statistics(comm)
         self._read_outside: list[tuple[Gatherable, Gathered]] = []  # by code outside of a use, see ``hold_until_end``
         self.handed_out: set[ShardedWeight] = set()  # in this pass, to code that may write to them without a trace
@@ -247,7 +248,7 @@ class Gathering:
         """After a deviation or a gap, launch every gather that should already be in flight."""
         lane = used.lane
         if not is_expected:
-            self._passes.parted.note(chain, used.index, len(chain.observed) - 1)
+            self.parted.note(chain, used.index, len(chain.observed) - 1)
         if chain.may_guess and self._passes.is_in_backward:
             self._guess_backward(chain)
         if is_expected:
@@ -268,7 +269,7 @@ class Gathering:
     def begin(self, chain: Chain) -> None:
         """Begin a pass, and launch its first gathers."""
         chain.begin()
-        self._passes.parted.begin(chain)
+        self.parted.begin(chain)
         self._gaps.clear()
         self.handed_out.clear()
         for launch in chain.plan.launches[0]:
@@ -325,7 +326,7 @@ class Gathering:
         others = [other for other in target.companions if other is not target and other.is_absent]
         others = [other for other in others if not other.weight.registration.is_cut_again or other.weight.is_readable]
         if (chain := self._passes.running) is not None:
-            self._passes.parted.note(chain, target.index, len(chain.observed))
+            self.parted.note(chain, target.index, len(chain.observed))
         self._gather([target, *others])
         return target.pending.pop()
 

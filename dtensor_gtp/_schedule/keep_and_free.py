@@ -12,9 +12,8 @@ from .._params.sharded_weight import Gatherable, ShardedWeight
 from .._params.weight_group import GatherableGroup
 from .first_forward import Setup
 from .members import Members
-from .order_of_gathers import choose_kept
-from .order_of_uses import Entry
-from .passes import Passes
+from .passes import Entry, Passes
+from .plans import choose_kept
 from .reduce_gradients import Gradients
 
 

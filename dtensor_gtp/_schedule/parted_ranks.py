@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 
 from .. import _torch_compat as compat
 from .._howto import see
-from .order_of_uses import Chain
+from .members import Members
+from .passes import Chain
 
 _MOST_WRITTEN = 8  # uses of one pass that has a plan; each costs a message to the store
 _NUM_PASSES = 4  # that are remembered: what was launched ahead fails in a later pass
@@ -44,16 +45,18 @@ class _Pass:
 class PartedRanks:
     """What this rank uses against its plan, for its peers, and what they have written."""
 
-    def __init__(self, name_of: Callable[[int], str]) -> None:
-        self._name_of = name_of  # of a weight, by the index that plans have
+    def __init__(self, members: Members) -> None:
+        self._members = members
         self._passes: deque[_Pass] = deque(maxlen=_NUM_PASSES)
         self._num_passes = 0
         self._stores: list[tuple[compat.Store, list[int]]] = []  # with the peers, as global ranks, that share it
 
-    def watch(self, groups: list[dist.ProcessGroup], title: str) -> None:
-        """Write for the ranks of these groups. ``title`` tells models on one mesh apart."""
-        me = dist.get_rank()
-        for group in groups:
+    def _watch(self) -> None:
+        """From now on, write for the other ranks of the weights' meshes."""
+        me, weights = dist.get_rank(), self._members.weights
+        title = f"{weights[0].fqn} {len(weights)}" if weights else ""  # tells models on one mesh apart
+        for mesh in {weight.mesh for weight in weights}:
+            group = mesh.get_group(mesh.ndim - 1)
             peers = [rank for rank in dist.get_process_group_ranks(group) if rank != me]
             if peers and dist.get_backend(group) == "gloo":
                 store = compat.PrefixStore(f"dtensor_gtp parted {title}", compat.store_of(group))
@@ -64,6 +67,8 @@ class PartedRanks:
         """A pass begins."""
         if self._passes:
             self._passes[-1].end()
+        else:
+            self._watch()
         self._num_passes += 1
         self._passes.append(_Pass(self._num_passes, chain))
 
@@ -118,6 +123,9 @@ class PartedRanks:
                     if mine is not None and other is not None and mine != other:
                         return f"as use {position + 1} of a pass, rank {me} has {mine}, rank {peer} has {other}"
         return None
+
+    def _name_of(self, use: int) -> str:
+        return self._members.gatherables[use].weight.fqn
 
     def _name_at(self, each: _Pass, position: int) -> str | None:
         """What this rank has used, or None if it has not come so far."""

@@ -28,7 +28,7 @@ from .._params.weight_group import Reducible, WeightGroup
 from .._params.whole_param import WholeParam
 from ..policy import Schedule
 from .launch_reductions import Gradient, ReductionLaunches, single
-from .order_of_reductions import fits, group_may_wait, may_wait
+from .plans import fits, group_may_wait, may_wait
 from .whole_gradients import reduce_whole
 
 

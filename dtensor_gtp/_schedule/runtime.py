@@ -27,10 +27,8 @@ from .gathering import Gathering
 from .keep_and_free import Keeper
 from .lost_writes import LostWrites, count_writes, refuse_hooks_at_nodes
 from .members import Members
-from .one_thread import OneThread
 from .optimizer_steps import optimizer_steps
-from .order_of_uses import Chain, Entry
-from .passes import Passes
+from .passes import Chain, Entry, OneThread, Passes
 from .reduce_gradients import Gradients
 from .steps import Steps
 
@@ -46,10 +44,10 @@ class Runtime:
         self.grads = grads = Gradients(comm)
         self.members = members = Members()
         self.passes = passes = Passes(members)
-        comm.streams.explain = passes.parted.explain
         self.setup = setup = Setup(policy, members, passes, comm, grads)
         self.keeper = keeper = Keeper(members, passes, setup, comm, grads)
         self.gathering = gathering = Gathering(members, passes, setup, keeper, comm, grads)
+        comm.streams.explain = gathering.parted.explain
         self.reads = AttributeReads(self)
         self.lost_writes = LostWrites(members, passes, keeper, gathering, self.reads, comm)
         self.steps = Steps(members, comm, grads)
