@@ -26,8 +26,7 @@ from ..quant.native import NativeWeight, recipe_groups
 from ..quant.planes import Direction, PlaneSpec, Quantized
 from ..quant.recipes import Recipe
 from ..quant.weight import GatheredWeight
-from .gather_form import Packed, Wire
-from .gathered import Version
+from .gathered import Packed, Version, Wire
 from .layout import WeightLayout
 from .sharded_weight import ShardedWeight
 

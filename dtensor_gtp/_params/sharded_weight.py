@@ -15,8 +15,7 @@ from torch.distributed.tensor import Placement, Replicate
 from .. import _torch_compat as compat
 from .._comm.tokens import TokenExchange
 from ..placement import GTPShard
-from .gather_form import GatherForm, Wire
-from .gathered import Gathered, ShardVersions, Version
+from .gathered import Gathered, GatherForm, ShardVersions, Version, Wire
 from .gradient import PendingGradient
 from .layout import WeightLayout
 from .managed_param import ManagedParam, Policies, Site

@@ -28,8 +28,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
-from .gather_form import GatherForm
-from .gathered import Gathered, Version
+from .gathered import Gathered, GatherForm, Version
 from .group_memory import GroupGradients, GroupLeaves, GroupShards, version_of
 from .layout import WeightLayout
 from .managed_param import ManagedParam, Registration, Site
