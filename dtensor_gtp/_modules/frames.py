@@ -18,7 +18,7 @@ from torch.nn.modules import module as nn_module
 from .. import _torch_compat as compat
 from .._dtensor.remedies import explain
 from .._howto import see
-from .._params.saved_for_backward import refuse_recording
+from .._params.refusals import refuse_recording
 from .._schedule.passes import Entry
 from .binding import BoundModule, Reads, ShardGroup, trains_unmanaged, unmanaged_params
 from .block_calls import call_block, call_under, tensors_in

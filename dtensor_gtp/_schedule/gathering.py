@@ -30,7 +30,7 @@ from .._params import gather
 from .._params.gathered import Gathered
 from .._params.managed_param import ManagedParam
 from .._params.pack_planes import QuantizedWire, agree_on_amax
-from .._params.saved_for_backward import refuse_recording
+from .._params.refusals import refuse_recording
 from .._params.sharded_weight import Gatherable, ShardedWeight
 from .._params.weight_group import GatherableGroup, WeightGroup
 from .first_forward import Setup

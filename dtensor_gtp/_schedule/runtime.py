@@ -15,7 +15,6 @@ from .. import _torch_compat as compat
 from .._comm.context import CommContext
 from .._comm.debug import DebugFlags
 from .._params.managed_param import ManagedParam
-from .._params.saved_for_backward import SavedWeights
 from .._params.sharded_weight import ShardedWeight
 from .._params.weight_group import WeightGroup
 from .._params.whole_param import WholeParam
@@ -48,7 +47,7 @@ class Runtime:
         self.keeper = keeper = Keeper(members, passes, setup, comm, grads)
         self.gathering = gathering = Gathering(members, passes, setup, keeper, comm, grads)
         comm.streams.explain = gathering.parted.explain
-        self.reads = AttributeReads(self)
+        self.reads = AttributeReads(gathering, keeper, grads, self.note_backward)
         self.lost_writes = LostWrites(members, passes, keeper, gathering, self.reads, comm)
         self.steps = Steps(members, comm, grads)
         # Autograd alone holds the callback: if it is gone, that backward has failed.
@@ -311,10 +310,6 @@ class Runtime:
     @property
     def is_in_backward(self) -> bool:
         return self.passes.is_in_backward
-
-    def watch_saved(self, saved: SavedWeights) -> None:
-        """Release the gathered weights that ``saved`` holds at the end of this backward at the latest."""
-        self.reads.saved_in_backward.append(saved)
 
     @property
     def _is_backward_running(self) -> bool:
