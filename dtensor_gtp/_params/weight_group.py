@@ -61,9 +61,7 @@ class FullParams(dict[str, Any]):
         return value
 
     def get(self, name: str, default: Any = None) -> Any:
-        if name not in self:
-            return default
-        return self[name]
+        return self[name] if name in self else default
 
     def __setitem__(self, name: str, value: Any) -> None:
         if self.group.views.is_pinned and not self.group.views.is_in_pass and value is not self.get(name):
@@ -252,8 +250,24 @@ class WeightGroup:
         self.leaves.storage.resize_(0)
 
     def carry_writes(self) -> None:
-        if self.leaves.versions() != self.leaves.written:
-            self._carry_writes()
+        """Write to the shards what a forward wrote to full weights, as weight clipping does: else it would be lost."""
+        leaves = self.leaves
+        versions = leaves.versions()
+        if versions == leaves.written:
+            return
+        with torch.no_grad():
+            for (member, leaf), before, now in zip(leaves.by_member.items(), leaves.written, versions, strict=True):
+                if before == now:
+                    continue
+                part: Tensor = leaf.detach()
+                if isinstance(member, ShardedWeight):
+                    layout = member.layout
+                    part = part.narrow(layout.dim, min(layout.local_offset, layout.num_rows), layout.local_rows)
+                member.shard.copy_(part)
+        leaves.put_back()
+        leaves.written = versions
+        self.shards.num_updates += 1
+        leaves.version = self.version  # a gather gives the values that were written
 
     def dissolve(self) -> None:
         """Let each member be gathered by itself again."""
@@ -294,24 +308,6 @@ class WeightGroup:
         if kept is None or kept.seen is None:
             return None
         return self.untraced_write(kept.seen, "between unshard() and reshard()")
-
-    @torch.no_grad()
-    def _carry_writes(self) -> None:
-        """A forward wrote to full weights, as weight clipping does. Without a trace it would be lost."""
-        leaves = self.leaves
-        versions = leaves.versions()
-        for (member, leaf), before, now in zip(leaves.by_member.items(), leaves.written, versions, strict=True):
-            if before == now:
-                continue
-            part: Tensor = leaf.detach()
-            if isinstance(member, ShardedWeight):
-                layout = member.layout
-                part = part.narrow(layout.dim, min(layout.local_offset, layout.num_rows), layout.local_rows)
-            member.shard.copy_(part)
-        leaves.put_back()
-        leaves.written = versions
-        self.shards.num_updates += 1
-        leaves.version = self.version  # a gather gives the values that were written
 
     @property
     def version(self) -> Version:

@@ -32,7 +32,7 @@ from .._params.managed_param import ManagedParam
 from .._params.pack_planes import QuantizedWire, agree_on_amax
 from .._params.refusals import refuse_recording
 from .._params.sharded_weight import Gatherable, ShardedWeight
-from .._params.weight_group import GatherableGroup, WeightGroup
+from .._params.weight_group import GatherableGroup, Reducible, WeightGroup
 from .first_forward import Setup
 from .guesses import NUM_SEEN
 from .keep_and_free import Keeper
@@ -181,26 +181,22 @@ class Gathering:
         uses = chain.plan.uses
         return any(uses[position] == group.index for launch in chain.expected((group.lane,)) for position in launch)
 
-    def gather_kept(self, weight: ShardedWeight) -> None:
-        """Gather a weight ahead of any use, for ``unshard``."""
+    def gather_kept(self, weight: Reducible) -> None:
+        """Gather a weight or a group ahead of any use, for ``unshard``."""
         target = weight.for_forward
-        if target.live is None and (target.kept is None or not weight.is_fresh(target.kept)):
+        if target.live is not None or (target.kept is not None and weight.is_fresh(target.kept)):
+            return
+        if isinstance(weight, WeightGroup):
+            self._keeper.forget_kept(target)
+        else:
             self._keeper.drop_kept(weight)
             weight.follow(weight.registration.sites[0])
             weight.check_readable()
-            self._comm.begin_pass(weight.groups)
-            if (kept := self._keeper.take(target)) is None:
-                self._gather([target])
-                kept = target.pending.pop()
-            target.kept = kept
-
-    def gather_kept_group(self, group: WeightGroup) -> None:
-        """As ``gather_kept``."""
-        target = group.for_forward
-        if target.live is None and (target.kept is None or not group.is_fresh(target.kept)):
-            self._keeper.forget_kept(target)
-            self._comm.begin_pass(group.groups)
-            target.kept = self._keeper.take(target) or self._gather_now(target)
+        self._comm.begin_pass(weight.groups)
+        if (kept := self._keeper.take(target)) is None:
+            self._gather([target])
+            kept = target.pending.pop()
+        target.kept = kept
 
     def gather_and_keep(self, targets: Sequence[Gatherable]) -> None:
         """Gather weights of one mesh ahead of any use, in one launch."""

@@ -108,6 +108,30 @@ class Keeper:
                 ):
                     self.forget_kept(target)
 
+    def end_uses(self) -> None:
+        """Nobody uses a weight any more, though uses may not have ended: what is present counts as kept."""
+        for target in self._members.gatherables:
+            live, target.live = target.live, None
+            if live is not None:
+                live.holds = 0
+                self.forget_kept(target)
+                target.kept = live
+            if target.kept is not None and not target.weight.is_fresh(target.kept):
+                self.forget_kept(target)
+
+    def forget_recording(self) -> None:
+        """After a failed recording into a CUDA graph, whose gathers never ran: nothing may reuse or wait for them."""
+        for target in self._members.gatherables:
+            target.pending.clear()
+            target.live = target.kept = None
+        for group in self._members.groups:
+            group.in_backward.held = None
+            group.free()
+            group.shards.num_updates += 1
+        for weight in self._members.weights:
+            weight.versions.num_updates += 1
+            self.drop_kept(weight)
+
     def wait_kept(self, weight: ShardedWeight) -> None:
         kept = (weight.group or weight).for_forward.kept
         if kept is not None:

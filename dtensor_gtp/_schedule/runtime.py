@@ -26,10 +26,9 @@ from .gathering import Gathering
 from .keep_and_free import Keeper
 from .lost_writes import LostWrites, count_writes, refuse_hooks_at_nodes
 from .members import Members
-from .optimizer_steps import optimizer_steps
 from .passes import Chain, Entry, OneThread, Passes
 from .reduce_gradients import Gradients
-from .steps import Steps
+from .steps import Steps, optimizer_steps
 
 logger = logging.getLogger(__name__)
 
@@ -185,14 +184,8 @@ class Runtime:
         self.gathering.release_read_outside()
         release_all(self, self.groups)
         self.gathering.drop_prefetched()
-        for target in self.members.gatherables if not is_in_forward else ():
-            live, target.live = target.live, None
-            if live is not None:
-                live.holds = 0
-                self.keeper.forget_kept(target)
-                target.kept = live
-            if target.kept is not None and not target.weight.is_fresh(target.kept):
-                self.keeper.forget_kept(target)
+        if not is_in_forward:
+            self.keeper.end_uses()
         self.keeper.end_keeps()
 
     def _compare_order(self, chain: Chain, uses: Sequence[int]) -> None:
@@ -300,7 +293,7 @@ class Runtime:
         if not (group.is_pinned or self.reads.frames):
             group.begin_forward()  # follows parameters that were replaced
         group.views.pin(self.note_backward)
-        self.gathering.gather_kept_group(group)
+        self.gathering.gather_kept(group)
 
     @property
     def gives_full_params(self) -> bool:
@@ -364,16 +357,7 @@ class Runtime:
     def forget_recording(self) -> None:
         """After a failed recording into a CUDA graph: nobody can wait for its collectives, because they never ran."""
         self.comm.forget_recording()
-        for target in self.members.gatherables:
-            target.pending.clear()
-            target.live = target.kept = None
-        for group in self.groups:
-            group.in_backward.held = None
-            group.free()
-            group.shards.num_updates += 1
-        for weight in self.weights:
-            weight.versions.num_updates += 1  # so that nothing reuses a gather of the recording
-            self.keeper.drop_kept(weight)
+        self.keeper.forget_recording()
         self.passes.end_backward()
         self._hide_groups()
         self.reads.release_read_in_backward()

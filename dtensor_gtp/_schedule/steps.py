@@ -1,16 +1,26 @@
-"""Training steps. One may have several backwards, so when are its gradients complete, and when are they dropped?"""
+"""Training steps of one runtime, and steps of optimizers, about which all runtimes of a process hear.
+
+A training step may have several backwards: when are its gradients complete, and when are they dropped? Fused and
+foreach optimizers do not change the versions of tensors, so their steps are counted. One hook serves all runtimes: if
+each had a hook, and the garbage collector removed one while torch iterates over them, the step would fail.
+"""
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .._comm.context import CommContext
 from .._params.managed_param import ManagedParam
@@ -118,3 +128,43 @@ class Steps:
         of_whole = (grad for param in members.whole for grad in (param.leaf.grad, param._wide_local_grad))
         reduced = (param.gradient.reduced for param in members.params)
         return self._comm.reductions.is_reducing or any(grad is not None for grad in (*reduced, *of_whole))
+
+
+class Watcher(Protocol):
+    """A runtime, or another object that follows optimizer steps."""
+
+    def note_step(self, updated: set[int]) -> None: ...  # after each step, with the ids of the optimizer's parameters
+
+
+class OptimizerSteps:
+    """The hook, and the ``watchers`` that it tells about steps."""
+
+    def __init__(self) -> None:
+        self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
+        # By id: parameters that no module registers any more, and their names.
+        self._replaced: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
+        register_optimizer_step_post_hook(torch.compiler.disable(self._note_step))
+
+    def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        updated = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for key in updated & self._replaced.keys():
+            param, fqn = self._replaced[key]
+            if (shape := getattr(param(), "shape", None)) is not None:
+                raise RuntimeError(
+                    f"The step of a {type(optimizer).__name__} optimizer on parameter '{fqn}' of shape "
+                    f"{tuple(shape)} had no effect, because fully_shard has replaced this parameter. Create the "
+                    "optimizer after fully_shard."
+                )
+        for watcher in self.watchers:
+            watcher.note_step(updated)
+
+    def note_replaced(self, param: nn.Parameter, fqn: str) -> None:
+        """``fully_shard`` has put another parameter instead of this one, so refuse steps of this one."""
+        key, replaced = id(param), self._replaced
+        replaced[key] = weakref.ref(param, lambda _: replaced.pop(key, None)), fqn
+
+
+@functools.cache
+def optimizer_steps() -> OptimizerSteps:
+    """The only one of this process, as torch has one list of such hooks."""
+    return OptimizerSteps()

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from .. import _torch_compat as compat
 from .._howto import see
 from .._params.weight_group import WeightGroup
-from .._schedule.optimizer_steps import optimizer_steps
 from .._schedule.runtime import Runtime
+from .._schedule.steps import optimizer_steps
 from .recorder import CudaRecorder, versions_of, with_tensors
 
 Place = tuple[Any, str]  # an object and the name of its attribute that is a gradient or None
