@@ -72,7 +72,9 @@ RUNTIME = {
         f"{TOGETHER}::test_other_gradients_end_the_wait",
     ),
     "gradients that arrive after the backward of their block are lost": Bug(
-        "finish_backward", never("group.pending_grad.have_arrived"), f"{GROUPS}::test_weights_that_other_code_reads"
+        "Runtime._finish_blocks",
+        never("group.pending_grad.have_arrived"),
+        f"{GROUPS}::test_weights_that_other_code_reads",
     ),
     "ranks do not agree on which weights of a block get gradients": Bug(
         "Gradients.reduce_group",

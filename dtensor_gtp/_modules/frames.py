@@ -108,7 +108,7 @@ def _call_in_frame(
             frame = runtime.enter(module, reads.may_read, method)
             output = _run(module, call, args, kwargs, compiler)
             is_complete = True
-            reads.learn(frame.reads_weights, runtime.steps.num_steps)
+            reads.learn(bool(frame.held), runtime.steps.num_steps)
         except torch.OutOfMemoryError as error:
             if len(runtime.reads.frames) == 1:
                 error.add_note(see("memory_too_high"))

@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
 from .gathered import Gathered, GatherForm, Version
@@ -61,7 +60,9 @@ class FullParams(dict[str, Any]):
         return value
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
+        if name not in self:
+            return default
+        return self[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
         if self.group.views.is_pinned and not self.group.views.is_in_pass and value is not self.get(name):
@@ -186,13 +187,15 @@ class WeightGroup:
     def __init__(
         self, fqn: str, module: nn.Module, weights: Sequence[ShardedWeight], whole: Sequence[WholeParam]
     ) -> None:
-        self.for_forward = GatherableGroup(self)
+        self.for_forward = self.for_backward = GatherableGroup(self)
+        self.gatherables: list[Gatherable] = [self.for_forward]
         self.fqn = fqn
         self.registration = Registration([Site(module, "")])
         self.weights, self.whole = list(weights), list(whole)
         self.members: list[ManagedParam] = [*self.weights, *self.whole]
         first = self.weights[0]
         self.flags, self.policies = first.flags, first.policies
+        self.mesh, self.num_ranks = first.mesh, first.num_ranks
         self.on_dissolved: Callable[[], None]  # makes modules of single weights of the modules again
         self.reader: ReadsWeights
         self.in_backward = InBackward()
@@ -212,20 +215,8 @@ class WeightGroup:
         return self.weights[0].groups
 
     @property
-    def mesh(self) -> DeviceMesh:
-        return self.weights[0].mesh
-
-    @property
     def device(self) -> torch.device:
         return self.weights[0].device
-
-    @property
-    def for_backward(self) -> Gatherable:
-        return self.for_forward
-
-    @property
-    def gatherables(self) -> list[Gatherable]:
-        return [self.for_forward]
 
     @property
     def layout(self) -> WeightLayout:
@@ -235,10 +226,6 @@ class WeightGroup:
     @property
     def reduce_dtype(self) -> torch.dtype:
         return self.pending_grad.dtype
-
-    @property
-    def num_ranks(self) -> int:
-        return self.mesh.size()
 
     @property
     def is_pinned(self) -> bool:

@@ -76,7 +76,6 @@ class Frame:
         self.values: dict[tuple[ManagedParam, bool], tuple[Version, Tensor]] = {}
         self.seen: list[tuple[ShardedWeight, Seen]] = []  # what was read, as it was then
         self.held: list[tuple[Gatherable, Gathered]] = []
-        self.reads_weights = False
 
 
 class AttributeReads:
@@ -151,7 +150,6 @@ class AttributeReads:
                 check_differentiable(param)
             gathered = self._acquire(param)
             frame.held.append((param.for_forward, gathered))
-            frame.reads_weights = True
             if frame.saved is not None:
                 frame.saved.watch(param, gathered)
             value = self._value(param, gathered, is_differentiable)

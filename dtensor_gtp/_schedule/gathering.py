@@ -240,6 +240,19 @@ class Gathering:
         while self._read_outside:
             self.release(*self._read_outside.pop())
 
+    def release_block(self, group: WeightGroup) -> None:
+        """End the hold of the backward of a block."""
+        held, group.in_backward.held = group.in_backward.held, None
+        if held is not None:
+            self.release(group.for_forward, held)
+
+    def release_blocks(self) -> None:
+        """Before a forward, or after a broken pass: no backward is left that needs a weight at once."""
+        for group in self._members.groups:
+            group.in_backward.uses.clear()
+            group.in_backward.creates_graph = False
+            self.release_block(group)
+
     def _catch_up(self, chain: Chain, used: Gatherable, is_expected: bool) -> None:
         """After a deviation or a gap, launch every gather that should already be in flight."""
         lane = used.lane

@@ -20,7 +20,6 @@ from .._params.weight_group import WeightGroup
 from .._params.whole_param import WholeParam
 from ..policy import SchedulePolicy
 from .attribute_reads import AttributeReads, Frame
-from .block_uses import finish_backward, release_all
 from .first_forward import Setup, agree_on_order
 from .gathering import Gathering
 from .keep_and_free import Keeper
@@ -85,10 +84,10 @@ class Runtime:
         self.gathering.parts.num_writes += bool(written)
         errors = self.lost_writes.written_outside(param for param in written if isinstance(param, ShardedWeight))
         count_writes(written)
-        for group in {param.group for param in written if param.group is not None}:
-            self.keeper.forget_kept(group.for_forward)
         for param in written:
-            if isinstance(param, ShardedWeight) and param.group is None:
+            if param.group is not None:
+                self.keeper.forget_kept(param.group.for_forward)
+            elif isinstance(param, ShardedWeight):
                 self.keeper.drop_kept(param)
         if errors:
             raise errors[0]
@@ -182,7 +181,7 @@ class Runtime:
         """Nobody uses a weight any more, though uses may not have ended: free all but what the user asks to keep. With
         ``is_in_forward``, a forward runs around the broken backward, and has weights in use."""
         self.gathering.release_read_outside()
-        release_all(self, self.groups)
+        self.gathering.release_blocks()
         self.gathering.drop_prefetched()
         if not is_in_forward:
             self.keeper.end_uses()
@@ -201,7 +200,7 @@ class Runtime:
         self.steps.forget_what_was_given_up()
         self.setup.ensure()
         self.gathering.release_read_outside()  # of a forward without a backward
-        release_all(self, self.groups)
+        self.gathering.release_blocks()
         self.comm.begin_pass()
         self.keeper.end_keeps()
         self.lost_writes.begin_forward()
@@ -319,7 +318,7 @@ class Runtime:
         with self.steps.forgetting_on_failure():
             misuse = self.reads.misuse_in(self.reads.in_backward)
             self.reads.release_read_in_backward()
-            finish_backward(self, self.groups)
+            self._finish_blocks()
             misuse = misuse or self.lost_writes.found("in a backward")
             self.gathering.release_read_outside()
             self.gathering.drop_prefetched()
@@ -334,6 +333,19 @@ class Runtime:
                     param.mark_undifferentiable()
             if misuse is not None:
                 raise misuse
+
+    def _finish_blocks(self) -> None:
+        """At the end of a backward: reduce what has arrived late, and hold nothing any more. After a backward with
+        ``create_graph=True`` the weights stay for the second one, which computes with what the first one has saved."""
+        for group in self.groups:
+            group.in_backward.uses.clear()
+            if group.in_backward.creates_graph:
+                group.in_backward.creates_graph = False
+            else:
+                self.lost_writes.check(group)
+                self.gathering.release_block(group)
+            if group.pending_grad.have_arrived:
+                self.grads.reduce_group(group)
 
     def drop_broken_backward(self) -> None:
         """If the last backward raised before its end, drop its prefetched weights and its gradients."""
