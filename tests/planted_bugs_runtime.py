@@ -147,17 +147,17 @@ RUNTIME = {
         f"{GRADIENTS}::test_r1_all_ones_gradient_on_every_mesh",
     ),
     "divisor without the replicas": Bug(
-        "ManagedParam.__init__",
-        argument("ReducedGradient", 0, "mesh.size(mesh.ndim - 1)"),
+        "ManagedParam.num_ranks",
+        returns("self.mesh.size(self.mesh.ndim - 1)"),
         f"{GRADIENTS}::test_r1_all_ones_gradient_on_every_mesh",
     ),
     "no all-reduce over replicas": Bug(
         "ReductionLaunches._complete",
-        drop("all_reduce_in_order"),
+        drop("_all_reduce_in_order"),
         f"{GRADIENTS}::test_r20_rank_distinct_gradients_are_averaged_through_every_gather",
     ),
     "whole gradients skip the replicas": Bug(
-        "_reduce_bucket.complete",
+        "ReductionLaunches._reduce_bucket.complete",
         replace("active[1:]", "active[2:]"),
         f"{GRADIENTS}::test_r20_rank_distinct_gradients_are_averaged_through_every_gather",
     ),

@@ -31,7 +31,7 @@ from ..policy import Schedule, SchedulePolicy
 from .choose_schedule import Facts, adds_addends, block_nbytes, choose, no_copy_engines
 from .guesses import Guesses
 from .members import Members
-from .order_of_launches import parted
+from .parted_ranks import parted
 from .passes import Passes
 from .reduce_gradients import Gradients
 
