@@ -56,18 +56,6 @@ class Runtime:
         optimizer_steps().watchers.add(self)
 
     @property
-    def params(self) -> list[ManagedParam]:
-        return self.members.params
-
-    @property
-    def weights(self) -> list[ShardedWeight]:
-        return self.members.weights
-
-    @property
-    def groups(self) -> list[WeightGroup]:
-        return self.members.groups
-
-    @property
     def holds_weights(self) -> bool:
         """Whether a forward runs, or what was gathered stays for later ones. Steps of optimizers ask, for each op."""
         is_kept = any(target.kept is not None for target in self.members.gatherables)
@@ -121,7 +109,7 @@ class Runtime:
         )
         frame = self.reads.push(needs_handles)
         if len(self.reads.frames) == 1:
-            for group in self.groups:
+            for group in self.members.groups:
                 group.views.show()
         return frame
 
@@ -132,7 +120,7 @@ class Runtime:
             misuse = misuse or self.lost_writes.found()
         self.reads.end(frame)
         if len(self.reads.frames) == 1:
-            for group in self.groups:
+            for group in self.members.groups:
                 group.views.hide()
             if not torch.is_grad_enabled():
                 self.gathering.release_read_outside()
@@ -170,7 +158,7 @@ class Runtime:
         """After a forward that did not complete: nothing uses a weight any more."""
         self._drop_gathers()
         self.comm.host_copies.finish_uploads()
-        for group in self.groups:
+        for group in self.members.groups:
             group.views.hide()
         self.steps.forget_interrupted()
         if self.passes.forward is not None:
@@ -192,7 +180,7 @@ class Runtime:
         chain.is_compared = True
         entry = next((key.entry for key, known in self.passes.chains.items() if known is chain), None)
         what = "a forward" if entry is None else f"the first {entry.method} of a {type(entry.module).__name__}"
-        agree_on_order([self.members.gatherables[use].weight for use in uses], self.weights, what)
+        agree_on_order([self.members.gatherables[use].weight for use in uses], self.members.weights, what)
 
     def _begin_forward(self, entry: Entry) -> None:
         self._thread.begin_forward(self._is_backward_running)
@@ -208,17 +196,17 @@ class Runtime:
         self.reads.is_differentiated = torch.is_grad_enabled()
         self.reads.looks_at_bits = is_power and self.comm.streams.may_wait_on_host
         is_captured = self.comm.streams.is_capturing
-        for param in self.params:
+        for param in self.members.params:
             if param.group is None:
                 param.begin_forward(is_captured)
-        for group in self.groups:
+        for group in self.members.groups:
             group.begin_forward(is_captured)
         if self.members.is_offloaded:
             self.comm.host_copies.note_uploads()
         if self.reads.looks_at_bits and torch.is_grad_enabled() and not compat.in_func_transform():
-            refuse_hooks_at_nodes(self.weights)
+            refuse_hooks_at_nodes(self.members.weights)
         self.gathering.parts.begin(self.setup.schedule.coalesce_nbytes)
-        self.gathering.statistics.begin_forward(self.weights)
+        self.gathering.statistics.begin_forward(self.members.weights)
         self.gathering.gather_for_any_use(is_in_backward=False)
         self.steps.note_begin()
         chain = self.passes.begin_forward(entry)
@@ -242,12 +230,12 @@ class Runtime:
             if each.group is None:
                 each.follow_writes()
         asked = self.asked_for
-        free = (weight for weight in self.weights if weight.flags.reduce_scatter_unused_params)
+        free = (weight for weight in self.members.weights if weight.flags.reduce_scatter_unused_params)
         for param in (*self.members.whole, *free):
             leaf = param.leaf if param.group is None else param.group.leaves.by_member[param]
             if param.param.requires_grad and (asked is None or id(leaf) in asked):
                 param.gradient.awaits_reduction = True
-        for group in self.groups:
+        for group in self.members.groups:
             group.pending_grad.asked_for = asked
         self._records_graph = torch.is_grad_enabled()
         self.comm.begin_pass()
@@ -273,7 +261,7 @@ class Runtime:
     def split_groups(self) -> None:
         """Gather and reduce each weight by itself from now on, as graphs of single blocks need it."""
         self.setup.make_groups_by(None)
-        for group in self.groups:
+        for group in self.members.groups:
             self.keeper.forget_kept(group.for_forward)
             group.dissolve()
         self.use_groups([])
@@ -310,7 +298,7 @@ class Runtime:
     def _hide_groups(self) -> None:
         """Let modules have what they have outside of forwards, unless one runs."""
         if not self.reads.frames:
-            for group in self.groups:
+            for group in self.members.groups:
                 group.views.hide()
 
     def _finish_backward(self) -> None:
@@ -329,7 +317,7 @@ class Runtime:
             self._hide_groups()
             self.steps.complete()
             if self._records_graph:
-                for param in self.params:
+                for param in self.members.params:
                     param.mark_undifferentiable()
             if misuse is not None:
                 raise misuse
@@ -337,7 +325,7 @@ class Runtime:
     def _finish_blocks(self) -> None:
         """At the end of a backward: reduce what has arrived late, and hold nothing any more. After a backward with
         ``create_graph=True`` the weights stay for the second one, which computes with what the first one has saved."""
-        for group in self.groups:
+        for group in self.members.groups:
             group.in_backward.uses.clear()
             if group.in_backward.creates_graph:
                 group.in_backward.creates_graph = False
