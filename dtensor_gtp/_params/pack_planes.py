@@ -44,8 +44,8 @@ class QuantizedWire(Wire):
         mesh = weight.mesh
         self.is_within_mesh = set(self.groups) <= {mesh.get_group(mesh.ndim - 1).group_name}
         self.has_columnwise = recipe.has_columnwise
-        # The shard and its version, of which the statistic of all ranks and the quantized data were made.
-        self._made_of: tuple[Tensor, Version] | None = None
+        # The version of the shard of which the statistic of all ranks and the quantized data were made.
+        self._made_of: Version | None = None
         self.amax: Tensor | None = None
         self._quantized: dict[Direction, Quantized] = {}
 
@@ -63,8 +63,7 @@ class QuantizedWire(Wire):
     @property
     def is_current(self) -> bool:
         """Whether the statistic is that of the present shard."""
-        made_of = self._made_of
-        return made_of is not None and made_of[0] is self.weight.shard and made_of[1] == self.weight.version
+        return self._made_of == self.weight.version
 
     def pack(self, direction: Direction, comm: CommContext) -> Packed:
         recipe, layout, dtype = self.recipe, self.weight.layout, self.weight.compute_dtype
@@ -110,7 +109,7 @@ class QuantizedWire(Wire):
     def set_amax(self, amax: Tensor | None) -> None:
         """Store the statistic of the present shard over all ranks."""
         self.forget()
-        self._made_of, self.amax = (self.weight.shard, self.weight.version), amax
+        self._made_of, self.amax = self.weight.version, amax
 
     def num_bytes(self) -> int:
         return self.recipe.num_bytes(self.weight.layout.shape, Direction.ROWWISE)

@@ -309,7 +309,9 @@ def fits(waiting_nbytes: int, nbytes: int, limit: int) -> bool:
 
 
 class Together(Generic[T]):
-    """The gradients of one lane that wait, where all may join each other: for the planner."""
+    """The gradients of one lane, where all may join each other, see [Note: which gradients travel together].
+
+    The runtime asks the functions above: it launches those that wait before it makes the next one."""
 
     def __init__(self, limit: int, *, of_groups: bool = False) -> None:
         self._limit = limit
