@@ -142,6 +142,13 @@ class TestQuantizedGroups(GlooTest):
         model.layers[1].up.weight.data.mul_(3.0)
         compare()
 
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)  # it changes no versions
+        for _ in range(2):  # zeroed gradients look like those of an earlier microbatch
+            loss_of(model, tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            compare()
+
         def clip(module: nn.Module, args: Any) -> None:
             with torch.no_grad():
                 module.weight.clamp_(-0.01, 0.01)
