@@ -173,8 +173,7 @@ class CommContext:
         gives outputs and parts, and ``unpack`` takes the outputs; without streams the host waits in between."""
         replicate = groups.replicate
         assert replicate is not None
-        engine = self._copy_engine(groups)
-        stream = self._gather_streams.get(groups.gather_name) if engine is None else engine.cast_stream
+        stream = self._reading_stream(groups)
         with self.streams.fork(stream):
             if self.is_debugged:
                 self.before_collective("all_gather of replicas", detail, groups)
@@ -195,19 +194,21 @@ class CommContext:
 
     @contextmanager
     def packing(self, groups: Groups) -> Iterator[None]:
-        """Quantize or pack shards for a gather in this context: on the stream of casts if the mesh has one. The gather
-        waits for that stream."""
-        engine = self._copy_engine(groups)
-        if engine is None:
+        """Quantize or pack shards in this context, where the gather reads them, so beside compute."""
+        stream = self._reading_stream(groups)
+        if stream is None:
             yield
             return
-        with self.streams.fork(engine.cast_stream), self.streams.computing_on(engine.cast_stream):
+        with self.streams.fork(stream), self.streams.computing_on(stream):
             self.streams.delay()
             yield
 
-    def _copy_engine(self, groups: Groups) -> CopyEngine | None:
+    def _reading_stream(self, groups: Groups) -> torch.Stream | None:
+        """That reads shards for gathers: that of casts if copy engines gather."""
         backend = self._gather_backends.get(groups.gather_name)
-        return backend if isinstance(backend, CopyEngine) else None
+        if isinstance(backend, CopyEngine):
+            return backend.cast_stream
+        return self._gather_streams.get(groups.gather_name)
 
     def send_ring(self, groups: Groups) -> SendRing:
         """The ring of the scatter group, for ``reduce_scatter="copy_engine"``."""

@@ -92,9 +92,9 @@ def _pack(targets: Sequence[Gatherable], comm: CommContext) -> dict[Gatherable, 
 
 
 def _rounded(group: WeightGroup, comm: CommContext) -> dict[ShardedWeight, Tensor]:
-    """What the gather sends of quantized members, made on the stream that reads it."""
-    agree_on_stale(group.quantized, comm)
-    with comm.packing(group.groups) if group.groups.casts_shards else comm.gathering(group.groups):
+    """What the gather sends of quantized members."""
+    with comm.packing(group.groups):
+        agree_on_stale(group.quantized, comm)
         return rounded(group.quantized)
 
 

@@ -173,12 +173,9 @@ class PlanResult(Found):
         return "\n".join(line.rstrip() for line in lines)
 
 
-_COLUMNS = ("", "layout", "batch", "step", "range", "tok/s/GPU", "MFU", "memory", "waits")
-
-
 def _ranking(answers: tuple[Answer, ...]) -> list[str]:
     """A table; where names of layouts leave too little room, without columns that the details or the step give."""
-    rows: list[tuple[str, ...]] = [_COLUMNS]
+    rows: list[tuple[str, ...]] = [("", "layout", "batch", "step", "range", "tok/s/GPU", "MFU", "memory", "waits")]
     for number, answer in enumerate(answers, 1):
         layout, found = answer.layout, answer.range_ms
         described = layout.describe().replace("replicate", "rep").replace("expert_gtp", "egtp") + " kept" * layout.keep

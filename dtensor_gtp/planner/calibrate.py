@@ -33,7 +33,7 @@ from ..quant.float8_gemms import Granularity, Operand, product
 from .clock import Clock, EventClock, Samples, Work, fitted, new_stream
 from .costs import Costs
 from .errors import PlanError
-from .machine import GIB, Machine, load_machine, preset_names, preset_of
+from .machine import GIB, Machine, load_machine, preset_names, preset_of, write_text
 from .model import Collectives, ModelConfig, Reference
 from .program import build_compute
 from .recorder import Recorder
@@ -59,8 +59,9 @@ def calibrate(path: Path, *, device_type: str | None = None, clock: Clock | None
         if kind == "cpu":  # it has no data sheet here: the fastest GEMM and the fastest kernel are its peaks
             peak, memory = (max(sample.rate for sample in samples.by_kind[name]) for name in ("bf16 GEMM", "memory"))
             base = replace(base, peak_tflops={"bf16": peak / 1e12}, hbm_gb_s=memory / 1e9)
-        engine, has_links, on_network = None, mesh.size() > 1, 1
-        if has_links:
+        engine, on_network = None, 1
+        if mesh.size() > 1:
+            base = replace(base, spread=_CALIBRATED_SPREAD)
             links = Links(clock, mesh.get_group(), samples)
             links.sizes("fast")
             links.host()
@@ -71,13 +72,9 @@ def calibrate(path: Path, *, device_type: str | None = None, clock: Clock | None
             Links(clock, others.get_group(), samples).sizes("network")
         measure_host(clock, samples, mesh, has_copies=engine is not None)
         machine = fitted(base, samples, fast=mesh.size(), network=on_network, together=_TOGETHER)
-        spread = _CALIBRATED_SPREAD if has_links else base.spread
-        machine = replace(machine, name=f"{base.name}, measured", spread=spread)
+        machine = replace(machine, name=f"{base.name}, measured")
         if dist.get_rank() == 0:
-            try:
-                path.write_text(machine.as_json())
-            except (OSError, ValueError) as error:
-                raise PlanError(f"calibrate cannot write {path} ({error}). Name another place.") from None
+            write_text(path, machine.as_json(), "calibrate")
     return machine
 
 
@@ -253,8 +250,27 @@ def measure_compute(clock: Clock, samples: Samples) -> None:
     samples.add("kernel", 1, clock.time(lambda: tiny.add_(1), 200 if is_gpu else 20))
     for size in _GPU_GEMMS if is_gpu else _CPU_GEMMS:
         _gemms(clock, samples, *size)
-    _memory(clock, samples)
-    _attention(clock, samples)
+    # Kernels between GEMMs: a product, a norm and a cast to bf16; and casts to float8.
+    shape = (8192, 14336) if is_gpu else (512, 1024)
+    a, b, out = (torch.randn(shape, device=device).to(torch.bfloat16) for _ in range(3))
+    wide, scale = a.float(), b[0].clone()
+    samples.add("memory", 3 * a.nbytes, clock.time(lambda: torch.mul(a, b, out=out), 4))
+    samples.add("memory", 2 * a.nbytes, clock.time(lambda: F.rms_norm(a, a.shape[1:], scale), 4))
+    samples.add("memory", a.nbytes + wide.nbytes, clock.time(lambda: out.copy_(wide), 4))
+    if has_float8(device):
+        for cast in (casts_for(a).cast_matrix, casts_for(a).cast_rows):
+            samples.add("cast", 5 * a.numel(), clock.time(partial(cast, a), 4))
+    # Causal attention with its backward; the masked half does not count.
+    heads, tokens, dim = (32, 4096, 128) if is_gpu else (2, 128, 32)
+    q, k, v, grad = (torch.randn(1, heads, tokens, dim, device=device).to(torch.bfloat16) for _ in range(4))
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
+
+    def step() -> None:
+        torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), grad)
+
+    # Two GEMMs of half the tokens squared in forward, five in backward.
+    samples.add("attention", 3.5 * 2 * heads * tokens * tokens * dim, clock.time(step, is_sustained=True))
 
 
 def _gemms(clock: Clock, samples: Samples, rows: int, inputs: int, outputs: int) -> None:
@@ -279,41 +295,28 @@ def has_float8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def _memory(clock: Clock, samples: Samples) -> None:
-    """Kernels between GEMMs: a product, a norm and a cast to bf16; and casts to float8."""
-    shape = (8192, 14336) if clock.device.type == "cuda" else (512, 1024)
-    a, b, out = (torch.randn(shape, device=clock.device).to(torch.bfloat16) for _ in range(3))
-    wide, scale = a.float(), b[0].clone()
-    samples.add("memory", 3 * a.nbytes, clock.time(lambda: torch.mul(a, b, out=out), 4))
-    samples.add("memory", 2 * a.nbytes, clock.time(lambda: F.rms_norm(a, a.shape[1:], scale), 4))
-    samples.add("memory", a.nbytes + wide.nbytes, clock.time(lambda: out.copy_(wide), 4))
-    if has_float8(clock.device):
-        casts = casts_for(a)
-        samples.add("cast", 5 * a.numel(), clock.time(lambda: casts.cast_matrix(a), 4))
-        samples.add("cast", 5 * a.numel(), clock.time(lambda: casts.cast_rows(a), 4))
-
-
-def _attention(clock: Clock, samples: Samples) -> None:
-    """Causal, with its backward; the masked half does not count."""
-    heads, tokens, dim = (32, 4096, 128) if clock.device.type == "cuda" else (2, 128, 32)
-    shape = (1, heads, tokens, dim)
-    q, k, v, grad = (torch.randn(shape, device=clock.device).to(torch.bfloat16) for _ in range(4))
-    for tensor in (q, k, v):
-        tensor.requires_grad_()
-
-    def step() -> None:
-        torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), grad)
-
-    # Two GEMMs of half the tokens squared in forward, five in backward.
-    samples.add("attention", 3.5 * 2 * heads * tokens * tokens * dim, clock.time(step, is_sustained=True))
-
-
 def measure_host(clock: Clock, samples: Samples, mesh: DeviceMesh, *, has_copies: bool) -> None:
     """The host's time for an operation, and for a use of a weight on ``mesh``."""
-    _operations(clock, samples)
+    tokens = 8  # of a small decoder, which has as many operations as the planner counts
+    decoder = Reference(_BLOCK, _BLOCK.kinds, tokens).to(clock.device, torch.bfloat16)
+    ids = torch.zeros(1, tokens, dtype=torch.int64, device=clock.device)
+
+    def decode() -> None:
+        decoder.loss(ids, ids, Collectives(Recorder([]), 1, 1, 1)).backward()
+        decoder.zero_grad(set_to_none=True)
+
+    samples.add("host: op", count_operations(tokens), clock.time_host(decode))
 
     def add(kind: str, model: nn.Module) -> None:
-        samples.add(f"host: {kind} layer", _HOST_LAYERS, clock.time_host(_step_of(model, clock.device)))
+        x = torch.randn(4, _HOST_FEATURES, device=clock.device, requires_grad=True, dtype=torch.bfloat16)
+
+        def step() -> None:
+            model(x).sum().backward()
+            model.zero_grad(set_to_none=True)
+
+        for _ in range(4):  # which let a schedule settle
+            step()
+        samples.add(f"host: {kind} layer", _HOST_LAYERS, clock.time_host(step))
 
     add("plain", _stack(clock.device))
     one_by_one = {"coalesce_nbytes": 0, "coalesce_grad_nbytes": 0}
@@ -332,20 +335,6 @@ def measure_host(clock: Clock, samples: Samples, mesh: DeviceMesh, *, has_copies
     add("fully_shard", stack)
 
 
-def _operations(clock: Clock, samples: Samples) -> None:
-    """Of a small decoder, as many operations as the planner counts."""
-    tokens = 8
-    model = Reference(_BLOCK, _BLOCK.kinds, tokens).to(clock.device, torch.bfloat16)
-    ids = torch.zeros(1, tokens, dtype=torch.int64, device=clock.device)
-    collectives = Collectives(Recorder([]), 1, 1, 1)
-
-    def step() -> None:
-        model.loss(ids, ids, collectives).backward()
-        model.zero_grad(set_to_none=True)
-
-    samples.add("host: op", count_operations(tokens), clock.time_host(step))
-
-
 def count_operations(tokens: int) -> float:
     """For how many operations the planner lets the host work, in a step of the small decoder."""
     trace = repeated(record_reference(_BLOCK, 1, tokens), _BLOCK, Part(tuple(_BLOCK.kinds)))
@@ -357,16 +346,3 @@ def _stack(device: torch.device) -> nn.Sequential:
     size = _HOST_FEATURES
     layers = (nn.Linear(size, size, bias=False, device=device, dtype=torch.bfloat16) for _ in range(_HOST_LAYERS))
     return nn.Sequential(*layers)
-
-
-def _step_of(model: nn.Module, device: torch.device) -> Callable[[], None]:
-    """Forward and backward; after a few, which let a schedule settle."""
-    x = torch.randn(4, _HOST_FEATURES, device=device, requires_grad=True, dtype=torch.bfloat16)
-
-    def step() -> None:
-        model(x).sum().backward()
-        model.zero_grad(set_to_none=True)
-
-    for _ in range(4):
-        step()
-    return step

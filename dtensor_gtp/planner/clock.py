@@ -67,24 +67,21 @@ class EventClock(Clock):
         for _ in range(num):
             torch.mm(self._a, self._a, out=self._out)
 
-    def _sample(self, work: Work, calls: int) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._head_start(2 + calls // 20)
-        work()  # after a collective all ranks begin together
-        begin.record()
-        for _ in range(calls):
-            work()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3 / calls
-
     def time(self, work: Work, calls: int = 1, *, is_sustained: bool = False) -> float:
         work()
         torch.cuda.synchronize(self.device)
         samples: list[float] = []
         stop = time.perf_counter() + _SUSTAINED_SECONDS * is_sustained
         while len(samples) < _SAMPLES or (len(samples) < _MOST_SAMPLES and time.perf_counter() < stop):
-            samples.append(self._sample(work, calls))
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self._head_start(2 + calls // 20)
+            work()  # after a collective all ranks begin together
+            begin.record()
+            for _ in range(calls):
+                work()
+            end.record()
+            end.synchronize()
+            samples.append(float(begin.elapsed_time(end)) / 1e3 / calls)
         return statistics.median(samples[len(samples) // 2 * is_sustained :])
 
     def time_host(self, work: Work) -> float:

@@ -27,23 +27,20 @@ def _blocks(problem: Problem) -> list[str]:
 
 def _unwritten(problem: Problem, layout: Layout) -> list[str]:
     """What of a layout this file writes no code for, and where to read on."""
-    found = []
-    if layout.pp > 1:
-        found.append(f"pp {layout.pp}: how the model is cut into stages is yours, see {_READ} composability")
-    if layout.cp > 1:
-        found.append(
-            f"cp {layout.cp}: attention exchanges keys over mesh['cp'] in your code, see {_READ} composability"
-        )
-    if layout.ep * layout.expert_gtp > 1 or (problem.config is not None and problem.config.experts):
-        found.append(f"experts: where they are in the model is yours, see {_READ} moe")
-    if layout.checkpoint == "selective" and problem.job.quantization is not None:
-        found.append("selective checkpointing of quantized weights: this package has none, take --checkpointing full")
-    job, blocks = problem.job, _blocks(problem)
+    job, config, blocks = problem.job, problem.config, _blocks(problem)
     changes_blocks = layout.checkpoint != "none" or job.is_compiled or job.recipe != "bf16" or job.optimizer == "muon"
-    if changes_blocks and len(blocks) != 1:
-        places = f"in {len(blocks)} places ({', '.join(blocks)})" if blocks else "nowhere by number"
-        found.append(f"blocks stand {places}: what is done to each is yours, see {_READ} composability")
-    return found
+    is_mixture = layout.ep * layout.expert_gtp > 1 or (config is not None and config.experts > 0)
+    is_selective = layout.checkpoint == "selective" and job.quantization is not None
+    places = f"in {len(blocks)} places ({', '.join(blocks)})" if blocks else "nowhere by number"
+    on_axes = f"see {_READ} composability"
+    notes = {
+        f"pp {layout.pp}: how the model is cut into stages is yours, {on_axes}": layout.pp > 1,
+        f"cp {layout.cp}: attention exchanges keys over mesh['cp'] in your code, {on_axes}": layout.cp > 1,
+        f"experts: where they are in the model is yours, see {_READ} moe": is_mixture,
+        "selective checkpointing of quantized weights: this package has none, take --checkpointing full": is_selective,
+        f"blocks stand {places}: what is done to each is yours, {on_axes}": changes_blocks and len(blocks) != 1,
+    }
+    return [note for note, is_needed in notes.items() if is_needed]
 
 
 def training_code(problem: Problem, answer: Answer) -> str:

@@ -17,7 +17,7 @@ from .._progress import Progress
 from .api import as_svg, duration, plan
 from .errors import PlanError, expect
 from .job import AXES, Job
-from .machine import load_machine, preset_names
+from .machine import load_machine, preset_names, write_text
 from .model import PRESETS
 
 _LOG = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    is_asked = options.model is not None and options.gpus is not None
+    is_asked = None not in (options.model, options.gpus)
     expect(is_asked, "plan expects a model and --gpus N", "got none. See gtp-plan --help.")
     expect(options.top >= 1, "plan expects --top of at least 1", f"got {options.top}. Pass another.")
     is_number = options.tokens is None or 0 < options.tokens < float("inf")
@@ -127,8 +127,5 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text)
-    except (OSError, ValueError) as error:  # the latter of names that no file can have
-        raise PlanError(f"plan cannot write {path} ({error}). Name another place.") from None
+    write_text(path, text, "plan")
     print(printable(f"wrote {path}"), file=sys.stderr)

@@ -197,36 +197,29 @@ class Layout:
 
 def refusal(layout: Layout, job: Job, config: ModelConfig | None, machine: Machine) -> str | None:
     """Why a layout cannot be, before anything is computed; None if it can. ``config`` is None for a user's model."""
+    tp, pp, cp, ep, expert_gtp = layout.tp, layout.pp, layout.cp, layout.ep, layout.expert_gtp
+    stage, experts, domain, data_ranks = layout.ranks // pp, ep * expert_gtp, machine.gpus_per_domain, layout.data_ranks
     if layout.ranks != job.gpus:
         return f"{layout.ranks} ranks on {job.gpus} GPUs"
-    for_users = [f"{name}: {why}" for name, why in _NOT_FOR_USERS.items() if getattr(layout, name) > 1]
-    if reasons := for_users if config is None else _refused_sizes(layout, job, config):
-        return reasons[0]
-    if layout.tp > machine.gpus_per_domain:
-        return f"tp {layout.tp} leaves the fast link of {machine.gpus_per_domain} GPUs"
-    if job.batch % (layout.data_ranks * layout.micro_batch):
-        return f"{layout.data_ranks} data ranks with {layout.micro_batch} sequences each do not divide {job.batch}"
-    return None
-
-
-# Why a model of the user's code cannot have an axis.
-_NOT_FOR_USERS = {
-    "pp": "plan does not know where to cut the forward of your model",
-    "cp": "the attention of your model does not exchange keys and values",
-    **dict.fromkeys(("ep", "expert_gtp"), "plan knows experts only from a configuration"),
-}
-
-
-def _refused_sizes(layout: Layout, job: Job, config: ModelConfig) -> list[str]:
-    tp, pp, cp, ep, expert_gtp = layout.tp, layout.pp, layout.cp, layout.ep, layout.expert_gtp
-    heads, kv_heads, stage = config.heads, config.kv_heads, layout.ranks // pp
-    rules = {
-        f"tp {tp} does not divide {heads} heads and {kv_heads} of keys and values": heads % tp or kv_heads % tp,
-        f"tp {tp} does not divide the feed-forward or the vocabulary": config.hidden_dim % tp or config.vocab_size % tp,
-        f"pp {pp} has more stages than the model has layers ({config.layers})": pp > config.layers,
-        f"cp {cp} and tp {tp} do not divide {job.seq_len} tokens": job.seq_len % (cp * tp),
-        "ep without experts": not config.experts and ep * expert_gtp > 1,
-        f"ep {ep} does not divide {config.experts} experts": config.experts % ep,
-        f"ep {ep} and expert_gtp {expert_gtp} do not divide the {stage} ranks of a stage": stage % (ep * expert_gtp),
-    }
-    return [reason for reason, is_broken in rules.items() if is_broken]
+    if config is None:
+        rules: dict[str, object] = {
+            "pp: plan does not know where to cut the forward of your model": pp > 1,
+            "cp: the attention of your model does not exchange keys and values": cp > 1,
+            "ep: plan knows experts only from a configuration": ep > 1,
+            "expert_gtp: plan knows experts only from a configuration": expert_gtp > 1,
+        }
+    else:
+        heads, kv_heads, hidden, vocabulary = config.heads, config.kv_heads, config.hidden_dim, config.vocab_size
+        rules = {
+            f"tp {tp} does not divide {heads} heads and {kv_heads} of keys and values": heads % tp or kv_heads % tp,
+            f"tp {tp} does not divide the feed-forward or the vocabulary": hidden % tp or vocabulary % tp,
+            f"pp {pp} has more stages than the model has layers ({config.layers})": pp > config.layers,
+            f"cp {cp} and tp {tp} do not divide {job.seq_len} tokens": job.seq_len % (cp * tp),
+            "ep without experts": not config.experts and experts > 1,
+            f"ep {ep} does not divide {config.experts} experts": config.experts % ep,
+            f"ep {ep} and expert_gtp {expert_gtp} do not divide the {stage} ranks of a stage": stage % experts,
+        }
+    rules[f"tp {tp} leaves the fast link of {domain} GPUs"] = tp > domain
+    batch = f"{data_ranks} data ranks with {layout.micro_batch} sequences each do not divide {job.batch}"
+    rules[batch] = job.batch % (data_ranks * layout.micro_batch)
+    return next((reason for reason, is_broken in rules.items() if is_broken), None)

@@ -39,8 +39,7 @@ class Link:
     gb_s: float = _within(1e-3, 1e5)  # what a GPU sends, while it receives as much, in 10^9 bytes a second
     share: float = _within(0.001, 2)  # of that, what a collective of large messages reaches
     start_us: float = _within(0, 1e5)  # time before the first byte arrives; of copy engines, for each copy
-    # time for each further step of a ring or a tree; of copy engines, for each peer in a barrier
-    hop_us: float = _within(0, 1e4)
+    hop_us: float = _within(0, 1e4)  # for each further step of a ring or tree; for each peer in a barrier of copies
 
 
 @dataclass(frozen=True)
@@ -48,14 +47,12 @@ class Compute:
     gemm: Curve
     float8_gemm: Curve  # of 8 bits and fewer, casts not included; a scale for each matrix
     float8_rowwise_gemm: Curve  # the same with a scale for each row
-    # share of the bf16 peak that fused attention reaches, without what a causal mask leaves out
-    attention: float = _within(0.001, 1)
+    attention: float = _within(0.001, 1)  # share of the bf16 peak that attention reaches; what is masked does not count
     hbm: float = _within(0.001, 1.5)  # share of the memory's bandwidth that elementwise kernels reach
     cast: float = _within(0.001, 1.5)  # the same of casts to formats of 8 bits and fewer, which read their input twice
     fused: float = _within(0, 1)  # share of the bytes of elementwise kernels that is left in compiled blocks
     kernel_us: float = _within(0, 1000)  # what each kernel takes beside: its begin, its end, and the gap before it
-    # As ``attention``, for sequences of 32,768 tokens and more on one rank; 0 if it is the same.
-    attention_long: float = _within(0, 1, 0.0)
+    attention_long: float = _within(0, 1, 0.0)  # for 32,768 tokens and more on one rank; 0 if it is the same
     # Of a GEMM's rate, what torch's ``grouped_mm`` reaches whose groups have as many operations: 4 x H200, e984528.
     ragged: float = _within(0.01, 1, 0.72)
 
@@ -63,8 +60,7 @@ class Compute:
 @dataclass(frozen=True)
 class Host:
     op_us: float = _within(0, 1e4)  # for one operation of torch in forward and backward, a view or a kernel
-    # for one use of a sharded weight, in forward or in backward, without the calls of the process group
-    use_us: float = _within(0, 1e5)
+    use_us: float = _within(0, 1e5)  # for one use of a sharded weight in a pass, without calls of the process group
     fsdp_use_us: float = _within(0, 1e5)  # the same under ``fully_shard``, for each parameter
     collective_us: float = _within(0, 1e5)  # for one call of the process group
     copy_us: float = _within(0, 1e5)  # for one launch of copy engines
@@ -81,8 +77,7 @@ class Contention:
     copy_beside_gemm: float = _within(*FACTORS)  # copies beside GEMMs
     wire: float = _within(*FACTORS)  # two collectives over the same link, each of them
     kernel: float = _within(*FACTORS)  # two kernels on one GPU, each of them: they share SMs and memory
-    # one collective of NCCL over several tensors, beside one over a single tensor of as many bytes
-    grouped: float = _within(*FACTORS)
+    grouped: float = _within(*FACTORS)  # one collective of NCCL over several tensors, not one tensor of as many bytes
 
 
 @dataclass(frozen=True)
@@ -229,6 +224,13 @@ def read_json(path: Path, expected: str, remedy: str) -> Any:
         return json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise PlanError(f"{expected}, but {path} cannot be read ({error}). {remedy}") from None
+
+
+def write_text(path: Path, text: str, who: str) -> None:
+    try:
+        path.write_text(text)
+    except (OSError, ValueError) as error:  # the latter of names that no file can have
+        raise PlanError(f"{who} cannot write {path} ({error}). Name another place.") from None
 
 
 def preset_names() -> list[str]:

@@ -41,8 +41,7 @@ class ModelConfig:
     layers: int = _size("num_hidden_layers", least=1)  # number of blocks
     heads: int = _size("num_attention_heads", least=1)  # of queries
     kv_heads: int = _size("num_key_value_heads", least=1)  # of keys and values
-    # of a head; with latent attention, of its part without rotary embedding
-    head_dim: int = _size("qk_nope_head_dim", "head_dim", least=1)
+    head_dim: int = _size("qk_nope_head_dim", "head_dim", least=1)  # of a head; if latent, of its part without rotation
     hidden_dim: int = _size("intermediate_size", least=1)  # of a dense feed-forward
     vocab_size: int = _size("vocab_size", least=2)  # rows of the embedding and of the head
     experts: int = _size("num_local_experts", "num_experts", "n_routed_experts")  # of a mixture; 0 for a dense model

@@ -68,7 +68,7 @@ class Program:
     def operations(self, ops: Iterable[Op], label: str, item: Sharded | None = None) -> None:
         """Those around the use of a weight; outside of blocks those of no weight."""
         name = "" if item is None else f" {item.name}"
-        self.compute(self.costs.works(ops, is_block=item is not None and item.is_in_block), label + name)
+        self.compute(self.costs.works(ops, is_block=item is not None and item.weight.block >= 0), label + name)
 
     def multiply(self, item: Sharded, part: str) -> None:
         """The GEMM of a use: "forward", "wgrad" or "dgrad"."""

@@ -61,8 +61,7 @@ class Recorder(compat.TorchDispatchMode):
     def __init__(self, others: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.stretches: list[Stretch] = []
-        # Of each use whose matrix has a gradient: where it begins in forward, where in backward, and the module's name.
-        self.uses: list[tuple[int, int, str]] = []
+        self.uses: list[tuple[int, int, str]] = []  # of matrices: its begin in forward, in backward, the module's name
         self._ops: list[Op] = []
         self._live = self._most = self._begin = 0
         self._known = weakref.WeakSet(tensor.untyped_storage() for tensor in others)

@@ -42,8 +42,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Found:
-    # The fastest of each family, the best first. A family has equal pp, cp, tp and ep. If none fits, those that leaner
-    # code could run: see ``Answer.may_fit``.
+    # The fastest of each family (equal pp, cp, tp and ep). If none fits, those that leaner code could run.
     answers: tuple[Answer, ...]
     refused: tuple[Refused, ...]  # the most frequent first
     closest: Answer | None  # of those that do not fit, the one that lacks least memory; None if one fits

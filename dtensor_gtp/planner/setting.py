@@ -54,10 +54,6 @@ class Sharded(NamedTuple):
     def replicas(self) -> str:
         return "expert_replicate" if self.lane else "replicate"
 
-    @property
-    def is_in_block(self) -> bool:
-        return self.weight.block >= 0
-
     def gradients(self) -> tuple[str, ...]:
         return ("wgrad", "dgrad") if self.weight.has_dgrad else ("wgrad",)
 
@@ -98,17 +94,23 @@ class Setting:
 
     @functools.cached_property
     def sharded(self) -> tuple[Sharded, ...]:
-        return tuple(map(self._sharded, self.trace.weights))
+        """Those of groups are gathered in the dtype of compute."""
+        items = enumerate(map(self._sharded, self.trace.weights))
+        return tuple(item._replace(wired=item.gathered) if number in self._groups else item for number, item in items)
 
     @functools.cached_property
     def units(self) -> list[Sharded]:
         """What is gathered at once, in the order of the first use: groups, and weights that are in none."""
+        members = dict.fromkeys(self._groups.get(number, (number,)) for number in range(len(self.sharded)))
+        return list(map(self.together, members))
+
+    @functools.cached_property
+    def _groups(self) -> Mapping[int, tuple[int, ...]]:
+        """By member."""
         blocks: dict[str, list[int]] = {}
         for number, weight in enumerate(self.trace.weights):
             blocks.setdefault(weight.block_name, []).append(number)
-        groups = {number: group for block in blocks.values() for group in [self._group(block)] for number in group}
-        members = dict.fromkeys(groups.get(number, (number,)) for number in range(len(self.sharded)))
-        return list(map(self.together, members))
+        return {number: group for block in blocks.values() for group in [self._group(block)] for number in group}
 
     @functools.cached_property
     def unit_of(self) -> Mapping[int, int]:
@@ -130,12 +132,17 @@ class Setting:
             return ()
         weights, tokens = self.trace.weights, self.tokens
         found = [n for n in block if not weights[n].is_expert or rules.is_worth_a_group(weights[n].numel, tokens)]
-        items = [self.sharded[number] for number in found]
-        are_alike = all(item.is_in_block and not item.is_quantized and not item.lane for item in items)
+        items = [self._sharded(weights[number]) for number in found]
+        are_alike = all(item.weight.block >= 0 and not item.lane for item in items)
         if len(items) < 2 or not are_alike or items[0].axis.size == 1:
             return ()
+        has_recipe = any(item.is_quantized for item in items)
+        has_float8 = has_recipe and self.costs.precision != "bf16"
+        crosses_hosts = self.no_copy_engines("gtp") is not None
+        if (has_recipe and crosses_hosts) or (has_float8 and self.is_captured):
+            return ()
         mean = sum(item.weight.numel for item in items) / len(items)
-        return tuple(found) if rules.is_worth_a_group(mean, self.tokens) else ()
+        return tuple(found) if rules.is_worth_a_group(mean, self.tokens, has_float8=has_float8) else ()
 
     def _sharded(self, weight: Weight) -> Sharded:
         axis = self.costs.axis("expert_gtp" if weight.is_expert else "gtp")
@@ -186,20 +193,15 @@ class Setting:
         return {"forward": once * inputs, "dgrad": once * outputs, "wgrad": again * (inputs + outputs)}[part]
 
     def is_exchanged(self, unit: int) -> bool:
-        return self.units[unit].weight.is_table and self._exchanges_lookup
-
-    @functools.cached_property
-    def _exchanges_lookup(self) -> bool:
-        """Whether the embedding exchanges activations, as ``ops.embedding`` decides."""
-        tables = [weight for weight in self.trace.weights if weight.is_table]
+        """Whether the unit is an embedding that exchanges activations, as ``ops.embedding`` decides."""
         world = self.costs.axis("gtp").size
-        if not tables or world == 1 or self.policy.embedding == "gather" or self.costs.axis("tp").size > 1:
+        if not self.units[unit].weight.is_table or world == 1 or self.costs.axis("tp").size > 1:
             return False
-        rows, dim = tables[0].shape
+        rows, dim = next(weight.shape for weight in self.trace.weights if weight.is_table)
         moved = rows * dim * (COMPUTE_NBYTES + self.reduce_nbytes)
         may_ask = self.is_captured or self.policy.exchange_tokens is not None or rules.is_worth_asking(moved)
         is_worth = rules.is_exchange_worth(world, self.tokens, rules.lookup_nbytes(dim, COMPUTE_NBYTES), moved)
-        return self.policy.embedding == "exchange" or (may_ask and is_worth)
+        return self.policy.embedding != "gather" and (self.policy.embedding == "exchange" or (may_ask and is_worth))
 
     def choice(self, free_nbytes: int) -> tuple[Schedule, tuple[str, ...]]:
         """The schedule that the runtime would choose, and why."""

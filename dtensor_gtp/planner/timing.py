@@ -30,11 +30,11 @@ class Parts(NamedTuple):
     received: dict[str, float]
 
     def plus(self, other: Parts, times: float) -> Parts:
-        def add(first: dict[str, float], second: dict[str, float]) -> dict[str, float]:
-            keys = {**first, **second}
-            return {key: first.get(key, 0) + times * second.get(key, 0) for key in keys}
-
-        return Parts(self.ms + times * other.ms, add(self.exposed, other.exposed), add(self.received, other.received))
+        exposed, received = (
+            {key: mine.get(key, 0) + times * others.get(key, 0) for key in {**mine, **others}}
+            for mine, others in zip(self[1:], other[1:], strict=True)
+        )
+        return Parts(self.ms + times * other.ms, exposed, received)
 
     def hiding(self, cause: str) -> Parts:
         """The same where compute of another microbatch hides what it can of ``cause``."""
@@ -46,30 +46,26 @@ class Parts(NamedTuple):
 def few_and_more(setting: Setting) -> tuple[list[Setting], int, int]:
     """What to compute instead of a step of many blocks: one of few and one of more. Then how many blocks the second
     lacks, and how many it has beyond the first."""
-    few, more = _few_and_more(setting.trace)
-    if few is more:
-        return [setting], 0, 1
-    return [replace(setting, trace=few), replace(setting, trace=more)], len(setting.trace.blocks) - _MORE, _MORE - _FEW
+    traces = _few_and_more(setting.trace)
+    settings = [replace(setting, trace=trace) for trace in traces] if traces else [setting]
+    return settings, len(setting.trace.blocks) - _MORE, _MORE - _FEW
 
 
 @functools.lru_cache(maxsize=128)
-def _few_and_more(trace: Trace) -> tuple[Trace, Trace]:
+def _few_and_more(trace: Trace) -> tuple[Trace, ...]:
     block_nbytes = trace.largest_block([weight.numel * COMPUTE_NBYTES for weight in trace.weights])
     shapes = [tuple(weight.shape for weight in weights) for weights in trace.blocks.values()]
     are_alike = len(set(shapes[_FEW // 2 :])) == 1  # those after the first few
     if len(shapes) <= _MORE + 3 or block_nbytes < _LARGE_BLOCK or not are_alike:
-        return trace, trace
+        return ()
     return _with_blocks(trace, _FEW), _with_blocks(trace, _MORE)
 
 
 def measure(setting: Setting, schedule: Schedule, *, is_last: bool) -> Parts:
     """One forward and backward, for many blocks by the difference that three of them make."""
     settings, left, grown = few_and_more(setting)
-    found = []
-    for one in settings:
-        program = build(one, schedule, is_last=is_last)
-        found.append(Parts(program.ms, program.exposed(), program.received))
-    few, more = found[0], found[-1]
+    programs = [build(one, schedule, is_last=is_last) for one in settings]
+    few, more = (Parts(each.ms, each.exposed(), each.received) for each in (programs[0], programs[-1]))
     return more.plus(more.plus(few, -1), left / grown)
 
 
@@ -96,10 +92,10 @@ def compute_ms(setting: Setting, hidden: str = "") -> list[float]:
 
     times = [ms(costs.works(setting.trace.loss, is_block=False))]
     for number, item in enumerate(weights):
-        is_again = setting.checkpoint != "none" and item.is_in_block
+        is_again = setting.checkpoint != "none" and item.weight.block >= 0
         around = [item.weight.before] * (1 + is_again) + [item.weight.backward]
         parts = ["forward"] * (1 + (number in again)) + [*item.gradients()]
-        spent = sum(ms(costs.works(ops, is_block=item.is_in_block)) for ops in around)
+        spent = sum(ms(costs.works(ops, is_block=item.weight.block >= 0)) for ops in around)
         times.append(spent + sum(ms(setting.product(item, part)) for part in parts))
     return times
 
@@ -120,77 +116,74 @@ class _FullyShard(Program):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self._axis = setting.costs.axis("gtp")
-        self._gathers: dict[str, int] = {}
-        self._copied_out, self._reducing = list[int](), list[int]()
+        self._gathers, self._copied_out, self.reducing = dict[str, int](), list[int](), list[int]()
 
-    def _spend(self, unit: Sharded, share: float) -> None:
+    def spend_for(self, unit: Sharded, share: float) -> None:
         self.spend(len(unit.members) * self.host.fsdp_use_us * share)
 
-    def _gather(self, unit: Sharded) -> None:
+    def gather(self, unit: Sharded) -> None:
         """Shards are cast and copied in, then gathered, after the last gather was copied out."""
         if unit.name in self._gathers:
             return
-        self._spend(unit, 1 / 4)
+        self.spend_for(unit, 1 / 4)
         self.spend(self.host.collective_us)
         ms = self.costs.memory_ms(unit.shard_numel * (2 * PARAM_NBYTES + 3 * COMPUTE_NBYTES))
         cast = self.add(Stream.GATHER, Load.KERNEL, ms, self._copied_out or self.fork(), f"copy in {unit.name}")
         ms, label = self.costs.gather_ms(unit.gathered, self._axis), f"gather {unit.name}"
         self._gathers[unit.name] = self.transfer(Stream.GATHER, "gtp", unit.gathered, ms, [cast], label, "gathers")
 
-    def _copy_out(self, unit: Sharded) -> None:
+    def copy_out(self, unit: Sharded) -> None:
         """The gather is copied to where modules read it."""
-        self._spend(unit, 1 / 4)
+        self.spend_for(unit, 1 / 4)
         self.wait(self._gathers.pop(unit.name))
         ms = self.costs.memory_ms(2 * unit.gathered)
         self._copied_out = [self.add(Stream.COMPUTE, Load.COMPUTE, ms, (), f"copy out {unit.name}", "gathers")]
 
-    def _reduce(self, unit: Sharded) -> None:
+    def reduce(self, unit: Sharded) -> None:
         """Gradients are copied in, cast if need be, and reduced, after the last reduction."""
         costs = self.costs
-        self._spend(unit, 1 / 2)
+        self.spend_for(unit, 1 / 2)
         self.spend(self.host.collective_us)
-        while self._reducing:
-            self.wait(self._reducing.pop())
+        while self.reducing:
+            self.wait(self.reducing.pop())
         ms = costs.memory_ms(unit.gathered + unit.sent)
         copied = self.add(Stream.COMPUTE, Load.COMPUTE, ms, (), f"copy in gradients of {unit.name}")
         ms = costs.scatter_ms(unit.sent, self._axis)
         self.transfer(Stream.SCATTER, "gtp", unit.sent, ms, [copied], f"reduce {unit.name}", "reductions")
         ms = costs.memory_ms(unit.shard_numel * (self.setting.reduce_nbytes + PARAM_NBYTES))
-        self._reducing.append(self.add(Stream.SCATTER, Load.KERNEL, ms, (), f"sum {unit.name}"))
-
-    def run(self, *, keeps: bool) -> Program:
-        root, units = units_of(self.setting)
-        weights = {unit.name: [self.setting.sharded[number] for number in unit.members] for unit in (root, *units)}
-        table, *head = weights[root.name]
-        self._gather(root)
-        self._copy_out(root)
-        self.forward([table])
-        for unit in units:
-            self._gather(unit)
-            self._copy_out(unit)
-            self.forward(weights[unit.name])
-        self.forward(head)
-        self.operations(self.setting.trace.loss, "loss")
-        self.backward(head)
-        for unit, following in zip(units[::-1], [*units[-2::-1], None], strict=True):
-            if keeps:  # its hooks look for what there is to do
-                self._spend(unit, 1 / 4)
-            else:
-                self._gather(unit)
-                self._copy_out(unit)
-                if following is not None:
-                    self._gather(following)
-            self.backward(weights[unit.name])
-            self._reduce(unit)
-        self.backward([table])
-        self.operations(self.setting.trace.tail, "backward of the input")
-        self._reduce(root)
-        for task in self._reducing:
-            self.wait(task)
-        return self.end()
+        self.reducing.append(self.add(Stream.SCATTER, Load.KERNEL, ms, (), f"sum {unit.name}"))
 
 
 def build_fully_shard(setting: Setting, *, keeps: bool = False) -> Program:
     """``fully_shard`` on each block and on the root; ``keeps`` with ``reshard_after_forward=False``. In forward the
     host runs ahead, so a block is gathered as soon as the one before it has been copied out."""
-    return _FullyShard(setting).run(keeps=keeps)
+    tasks = _FullyShard(setting)
+    root, units = units_of(setting)
+    weights = {unit.name: [setting.sharded[number] for number in unit.members] for unit in (root, *units)}
+    table, *head = weights[root.name]
+    tasks.gather(root)
+    tasks.copy_out(root)
+    tasks.forward([table])
+    for unit in units:
+        tasks.gather(unit)
+        tasks.copy_out(unit)
+        tasks.forward(weights[unit.name])
+    tasks.forward(head)
+    tasks.operations(setting.trace.loss, "loss")
+    tasks.backward(head)
+    for unit, following in zip(units[::-1], [*units[-2::-1], None], strict=True):
+        if keeps:  # its hooks look for what there is to do
+            tasks.spend_for(unit, 1 / 4)
+        else:
+            tasks.gather(unit)
+            tasks.copy_out(unit)
+            if following is not None:
+                tasks.gather(following)
+        tasks.backward(weights[unit.name])
+        tasks.reduce(unit)
+    tasks.backward([table])
+    tasks.operations(setting.trace.tail, "backward of the input")
+    tasks.reduce(root)
+    for task in tasks.reducing:
+        tasks.wait(task)
+    return tasks.end()

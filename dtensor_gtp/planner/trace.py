@@ -148,11 +148,9 @@ def record(make_model: Callable[[], nn.Module], loss_of: Callable[[nn.Module, Re
     """One step of a model in bf16, on the meta device. ``loss_of`` makes its inputs."""
     with torch.device("meta"):
         model = make_model()
-        names: dict[int, list[str]] = {}
-        for name, param in model.named_parameters(remove_duplicate=False):
-            if param.ndim > 1:
-                names.setdefault(id(param), []).append(name)
-        tied = {name for found in names.values() for name in found[:-1]}  # the last name counts the state
+        matrices = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if p.ndim > 1]
+        counted = {id(param): name for name, param in matrices}  # the last name counts the state
+        tied = {name for name, param in matrices if counted[id(param)] != name}
         numel = sum(param.numel() for param in model.parameters())
         recorder, loose = recorder_of(model)
         modules = dict(model.named_modules())
@@ -161,12 +159,7 @@ def record(make_model: Callable[[], nn.Module], loss_of: Callable[[nn.Module, Re
             recorder.mark()
             loss.backward()
             recorder.mark()
-    small = sum(param.numel() for param in model.parameters() if param.ndim < 2) + loose
-    trace = _trace_of(recorder, modules, small, tied)
-    return replace(trace, unused_numel=max(numel - trace.numel, 0))
-
-
-def _trace_of(recorder: Recorder, modules: dict[str, nn.Module], small_numel: int, tied: set[str]) -> Trace:
+    small_numel = sum(param.numel() for param in model.parameters() if param.ndim < 2) + loose
     if not recorder.uses:
         raise ValueError("record expects a backward that uses matrices, but no matrix has a gradient.")
     uses, stretches, weights = sorted(recorder.uses), recorder.stretches, []
@@ -181,12 +174,14 @@ def _trace_of(recorder: Recorder, modules: dict[str, nn.Module], small_numel: in
         ops = before.ops, use.ops, backward.ops
         weights.append(Weight(*matrix, has_dgrad, block, *ops, amounts, use.live, grads, is_tied))
     # What comes after the last use of forward is in its stretch; that of the loss' own backward is before the head's.
-    loss = stretches[uses[-1][0] + 1].ops
+    operations = stretches[uses[-1][0] + 1].ops
     rest = stretches[uses[0][1] + 2 :]
     tail = rest[0].ops if rest else ()
     blocks = [weight for weight in weights if weight.block >= 0]
     per_token = sum(op.flops for op in blocks[0].use) / (2 * blocks[0].numel) if blocks else 0
-    return Trace(tuple(weights), loss, tail, int(per_token * blocks[0].shape[-1] * 2) if blocks else 0, small_numel)
+    input_nbytes = int(per_token * blocks[0].shape[-1] * 2) if blocks else 0
+    trace = Trace(tuple(weights), operations, tail, input_nbytes, small_numel)
+    return replace(trace, unused_numel=max(numel - trace.numel, 0))
 
 
 _RECORDED = 3  # blocks of each kind: the first, one between two that are alike, and the last

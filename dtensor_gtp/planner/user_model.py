@@ -165,7 +165,7 @@ def _transformers(text: str, seq_len: int) -> Callable[[], _Built]:
                 raise ValueError("it has no num_experts_per_tok: take the config.json of a trained model")
             config.use_cache = False
             with torch.device("meta"):
-                model = _class_of(config, text)(config)
+                model = _class_of(transformers, config, text)(config)
         # A table of positions ends there.
         most = seq_len if _is_rotary(config) else getattr(config, "max_position_embeddings", None) or seq_len
         return step_of(model, min(seq_len, most))
@@ -173,10 +173,8 @@ def _transformers(text: str, seq_len: int) -> Callable[[], _Built]:
     return build
 
 
-def _class_of(config: Any, text: str) -> Callable[[Any], nn.Module]:
+def _class_of(transformers: Any, config: Any, text: str) -> Callable[[Any], nn.Module]:
     """The class that the configuration names, else the first kind that there is for it."""
-    import transformers
-
     named = [text] if not text.endswith(".json") else list(getattr(config, "architectures", None) or ())
     for name in named:
         found = getattr(transformers, name, None)
@@ -234,8 +232,7 @@ COLWISE, ROWWISE = "colwise", "rowwise"
 
 class TPPlan(NamedTuple):
     styles: Mapping[str, str]  # "colwise" or "rowwise" by the name of the layer
-    # Numbers that tp must divide: of heads, of those of keys and values, and of rows or columns.
-    sizes: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()  # that tp must divide: heads, those of keys and values, rows or columns
     refusal: str = ""  # why the model cannot be cut; empty if it can
 
 

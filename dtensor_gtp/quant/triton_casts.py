@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import prod
 from typing import Any
 
@@ -75,22 +75,32 @@ class TritonCasts(Casts):
     ) -> list[Tensor]:
         matrices = [matrix.contiguous() for matrix in matrices]
         results = [torch.empty(matrix.shape, dtype=dtype, device=matrix.device) for matrix in matrices]
-        size = 0 if mx_rounding is None else MX_BLOCK
         with _on(matrices[0]):
-            # Of fewer tensors the first one stands for those that are missing, without a program.
             for at in range(0, len(matrices), _TOGETHER):
-                chosen = [*range(at, min(at + _TOGETHER, len(matrices)))]
-                missing = _TOGETHER - len(chosen)
-                firsts = [*accumulate([triton.cdiv(matrices[i].numel(), _BLOCK) for i in chosen], initial=0)]
-                indices, firsts = [*chosen, *[at] * missing], [*firsts, *[firsts[-1]] * missing]
-                largest = [_as_bits(amaxes[i]) if amaxes else None for i in indices]
-                lines = [matrices[i].numel() // amaxes[i].numel() if amaxes else 1 for i in indices]
-                kernels.round_together[(firsts[-1],)](
-                    *[matrices[i] for i in indices], *[results[i] for i in indices], *largest,
-                    *[matrices[i].numel() for i in indices], *lines, *firsts[1:_TOGETHER],
-                    SIZE=size, CEIL=mx_rounding == "rceil", HARDWARE=self._has_float8, BLOCK=_BLOCK,
-                )  # fmt: skip
+                four = slice(at, at + _TOGETHER)
+                self._round_four(matrices[four], results[four], amaxes[four], mx_rounding)
         return results
+
+    def _round_four(
+        self, inputs: list[Tensor], outputs: list[Tensor], amaxes: Sequence[Tensor], mx_rounding: str | None
+    ) -> None:
+        """One launch. Where there are fewer than four, the first stands for those that are missing, without a
+        program."""
+        missing = _TOGETHER - len(inputs)
+        numels = [tensor.numel() for tensor in inputs]
+        ends = [*accumulate(triton.cdiv(numel, _BLOCK) for numel in numels)]
+        firsts = (ends + missing * ends[-1:])[: _TOGETHER - 1]
+        if mx_rounding is None:
+            size, largest = 0, [_as_bits(amax) for amax in amaxes]
+            lines = [numel // amax.numel() for numel, amax in zip(numels, amaxes, strict=True)]
+        else:
+            size, largest, lines = MX_BLOCK, inputs, numels  # not read
+        columns = [each + missing * each[:1] for each in (inputs, outputs, largest)]
+        numbers = [each + missing * each[:1] for each in (numels, lines)]
+        kernels.round_together[(ends[-1],)](
+            *chain(*columns, *numbers), *firsts, IS_ONE=lines == numels, SIZE=size, CEIL=mx_rounding == "rceil",
+            HARDWARE=self._has_float8, BLOCK=_BLOCK,
+        )  # fmt: skip
 
     def cast_rows(
         self, matrix: Tensor, *, factor: Tensor | None = None, group: Tensor | None = None, amax: Tensor | None = None

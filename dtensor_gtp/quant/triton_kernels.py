@@ -83,12 +83,12 @@ def cast_matrix(
 def round_together(
     x0_ptr, x1_ptr, x2_ptr, x3_ptr, out0_ptr, out1_ptr, out2_ptr, out3_ptr, amax0_ptr, amax1_ptr, amax2_ptr, amax3_ptr,
     numel0, numel1, numel2, numel3, line0, line1, line2, line3, first1, first2, first3,
-    SIZE: tl.constexpr, CEIL: tl.constexpr, HARDWARE: tl.constexpr, BLOCK: tl.constexpr,
+    IS_ONE: tl.constexpr, SIZE: tl.constexpr, CEIL: tl.constexpr, HARDWARE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Up to four tensors in e4m3 and back, rounded once more to the dtype of the output.
 
-    A magnitude of ``amax{i}_ptr`` gives the scale of ``line{i}`` elements. With a ``SIZE`` each ``SIZE`` elements have
-    a power of two of their own instead. Tensor i begins at program ``first{i}``.
+    A magnitude of ``amax{i}_ptr`` gives the scale of ``line{i}`` elements (``IS_ONE``: of all). With a ``SIZE`` each
+    ``SIZE`` elements have a power of two of their own instead. Tensor i begins at program ``first{i}``.
     """
     program = tl.program_id(0)
     x_ptr, out_ptr, amax_ptr, numel, line, first = x0_ptr, out0_ptr, amax0_ptr, numel0, line0, 0
@@ -107,7 +107,11 @@ def round_together(
         code = _to_float8(blocks * _reciprocal_of_e8m0(exponent), False, HARDWARE)
         result = tl.reshape(_from_e4m3(code, HARDWARE) * _from_e8m0(exponent), (BLOCK,))
     else:
-        scale = _scale_of(tl.load(amax_ptr + index // line, mask=is_inside, other=0) & 0x7FFFFFFF)
+        if IS_ONE:
+            largest = tl.load(amax_ptr)
+        else:
+            largest = tl.load(amax_ptr + index // line, mask=is_inside, other=0)
+        scale = _scale_of(largest & 0x7FFFFFFF)
         code = _to_float8(_divided(x, scale, HARDWARE), False, HARDWARE)
         result = _from_e4m3(code, HARDWARE) * scale
     tl.store(out_ptr + index, result.to(out_ptr.dtype.element_ty), mask=is_inside)

@@ -17,7 +17,7 @@ from dtensor_gtp.planner.setting import PARAM_NBYTES, Setting
 from dtensor_gtp.planner.timing import build_fully_shard, units_of
 from dtensor_gtp.planner.trace import Part, Trace, record_reference, repeated
 from dtensor_gtp.policy import SchedulePolicy, fixed_policy
-from dtensor_gtp.quant.recipes import resolve_recipe
+from dtensor_gtp.quant import resolve_recipe
 from modes import MEMORY, Mode
 
 

@@ -123,14 +123,11 @@ def casts_of(matrix: torch.Tensor) -> Calls:
     maxima = [REFERENCE.amax(part, (-2, -1)) for part in parts]
     of_rows = [REFERENCE.amax(part, (-1,)) for part in parts]
     whole_blocks = [part[..., : part.shape[-1] // 32 * 32].contiguous() for part in parts[:3]]
-    for dtype in (torch.float32, torch.float16, *([torch.bfloat16] if HAS_GPU else [])):
-        calls[f"five rounded to {dtype}"] = (lambda c, d=dtype: c.round_together(parts, maxima, d)), 2
-        calls[f"rows rounded to {dtype}"] = (lambda c, d=dtype: c.round_together(parts, of_rows, d)), 2
-        for rounding in ("floor", "rceil"):
-            calls[f"{rounding} of mx to {dtype}"] = (
-                (lambda c, d=dtype, r=rounding: c.round_together(whole_blocks, [], d, r)),
-                1,
-            )
+    dtype = torch.bfloat16 if HAS_GPU else torch.float16  # the interpreter rounds to bfloat16 towards zero
+    calls["five rounded"] = (lambda c: c.round_together(parts, maxima, dtype)), 2
+    calls["rows rounded"] = (lambda c: c.round_together(parts, of_rows, dtype)), 2
+    for rounding in ("floor", "rceil"):
+        calls[f"mx rounded {rounding}"] = (lambda c, r=rounding: c.round_together(whole_blocks, [], dtype, r)), 1
     for block in ((1, 32), (32, 1)):
         for rounding in ("floor", "rceil"):
             calls[f"mx {block} {rounding}"] = (lambda c, b=block, r=rounding: c.cast_mx(matrix, b, r)), 1

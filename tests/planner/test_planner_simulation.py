@@ -15,6 +15,7 @@ from dtensor_gtp.planner.setting import Setting, plan_step
 from dtensor_gtp.planner.timing import build_fully_shard, measure
 from dtensor_gtp.planner.trace import Part, record_reference, repeated
 from dtensor_gtp.policy import SchedulePolicy, fixed_policy
+from dtensor_gtp.quant import MXFP8, Float8Tensorwise
 
 CONTENTION = Contention(1.5, 1.0, 3.0, 1.0, 2.0, 2.0, 1.0)
 TINY = ModelConfig("tiny", 256, 4, 4, 2, 64, 512, 1024)
@@ -182,6 +183,27 @@ def test_small_blocks_are_groups() -> None:
     assert said == [True, False, False]
     assert settings[0].choice(0)[0].prefetch_depth == 1
     assert {unit.is_group for unit in tiny(policy=SchedulePolicy(), world=1).units} == {False}
+
+
+def test_quantized_groups() -> None:
+    """Within a host they are gathered and multiplied in bf16, also where single weights would pay without a recipe;
+    not in a captured step with float8 GEMMs."""
+    base = tiny(policy=SchedulePolicy())
+    numels = [item.weight.numel for item in base.sharded if item.weight.block >= 0]
+    many = replace(base, tokens=int(1.5e11 * len(numels) / sum(numels)))
+    float8 = replace(base, recipe=Float8Tensorwise(), costs=replace(base.costs, precision="float8"))
+    hosts = replace(float8.costs, machine=replace(base.costs.machine, gpus_per_host=1))
+    for setting, expected in (
+        (float8, True),
+        (replace(float8, tokens=many.tokens), True),
+        (many, False),
+        (replace(float8, is_captured=True), False),
+        (replace(base, recipe=MXFP8(), is_captured=True), True),
+        (replace(float8, costs=hosts), False),
+    ):
+        groups = [unit for unit in setting.units if unit.is_group]
+        assert bool(groups) is expected
+        assert not any(unit.is_quantized for unit in groups)
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "full"])
