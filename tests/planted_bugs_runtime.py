@@ -182,8 +182,8 @@ RUNTIME = {
         f"{SWITCHES}::test_the_last_of_several_microbatches_reduces",
     ),
     "a GEMM forgets the unsynced microbatch": Bug(
-        "Gradients.takes_new",
-        without("weight.pending_grad.unsharded is not None"),
+        "Gradients.target",
+        never("weight.pending_grad.unsharded is not None"),
         f"{GRADIENTS}::test_r27_first_and_last_use_in_different_microbatches",
     ),
     "weight unused in the last microbatch": Bug(

@@ -24,7 +24,6 @@ from .. import _torch_compat as compat
 from .._comm.debug import profiler_range
 from .._params.refusals import check_differentiable, check_unmodified, refuse_partial_recording
 from .._params.sharded_weight import Gatherable, ShardedWeight
-from .._schedule.reduce_gradients import Gradients
 from .._schedule.runtime import Runtime
 from ..placement import GTPShard
 from ..quant.float8_gemms import Float8GEMMs, Tensors
@@ -135,21 +134,9 @@ def float8_dgrad(runtime: Runtime, weight: ShardedWeight, gemms: Float8GEMMs, ca
 def wgrad(runtime: Runtime, weight: ShardedWeight, grad_MN: Tensor, input_MK: Tensor) -> None:
     """Compute the weight's gradient, written by the GEMM into the buffer that the reduce-scatter sends."""
     with profiler_range("GTP::wgrad", weight.fqn):
-        buffer = _multiply_to_send(runtime.grads, weight, grad_MN.t(), input_MK)
+        buffer, is_accumulating = runtime.grads.target(weight)
+        _multiply_into(weight.layout.full_view(buffer), grad_MN.t(), input_MK, is_accumulating)
     runtime.grads.submit(weight, buffer)
-
-
-def _multiply_to_send(grads: Gradients, weight: ShardedWeight, left: Tensor, right: Tensor) -> Tensor:
-    """The product in the layout and the dtype in which it is sent."""
-    layout, dtype = weight.layout, weight.reduce_dtype
-    if layout.is_as_buffer and grads.takes_new(weight):  # an output that the GEMM allocates takes the host less time
-        if dtype == left.dtype:
-            return left.mm(right)
-        if _keeps_wide_sum(dtype, left):
-            return torch.mm(left, right, torch.float32)
-    buffer, is_accumulating = grads.target(weight)
-    _multiply_into(layout.full_view(buffer), left, right, is_accumulating)
-    return buffer
 
 
 def _keeps_wide_sum(dtype: torch.dtype, operand: Tensor) -> bool:
