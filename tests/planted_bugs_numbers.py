@@ -56,7 +56,7 @@ NUMBERS = {
         "Gradients.reduce_group", drop("buffer += packed"), f"{GROUPS}::test_microbatches_without_sync"
     ),
     "groups keep quantized values of before": Bug(
-        "WeightGroup.begin_forward", drop("weight.begin_edition(...)"), f"{QUANTIZED_GROUPS}::{WRITES}"
+        "WeightGroup.begin_forward", drop("weight.forget_stale(...)"), f"{QUANTIZED_GROUPS}::{WRITES}"
     ),
     "groups overlook fused optimizers": Bug(
         "count_writes", drop("param.versions.num_updates += 1"), f"{QUANTIZED_GROUPS}::{WRITES}"
