@@ -77,7 +77,7 @@ class Setup:
         members, params, device = self._members, self._members.params, self._comm.streams.device
         gathering = [mesh.get_group(mesh.ndim - 1) for mesh in {param.mesh for param in params}]
         no_copies = no_copy_engines(device, gathering, self._grads.launches.replicas is not None)
-        if any(param.policies.offload is not None for param in params):
+        if members.is_offloaded:
             no_copies = "offload_policy keeps shards on the host"
             if self._policy.gather_backend == "copy_engine":
                 raise ValueError(
