@@ -11,8 +11,8 @@ WRITES = "test_optimizer_states.py::TestWritesAndSaves"
 
 REPLICAS = {
     "rows of other replicas are those before the step": Bug(
-        "Runtime.note_step",
-        drop("self.gathering.parts.num_writes += ..."),
+        "count_writes",
+        drop("param.versions.num_updates += 1"),
         f"{TRAINING}::test_an_optimizer_with_kernels_of_its_own",
     ),
     "rows of other replicas are those of the first step": Bug(
@@ -30,7 +30,9 @@ REPLICAS = {
         "ReplicaGathers.bring", never("is_outdated"), "test_optimizer_states.py::TestWritesInForward"
     ),
     "a version of the local tensor is not seen": Bug(
-        "_version", replace("weight.local._version", "0"), f"{WRITES}::test_writes_reach_all_replicas"
+        "_version",
+        returns("weight.param._version + weight.versions.num_updates"),
+        f"{WRITES}::test_writes_reach_all_replicas",
     ),
     "unshard gathers rows from before the write": Bug(
         "Runtime.gather_kept", drop("begin"), f"{WRITES}::test_unshard_has_the_present_values"

@@ -25,7 +25,7 @@ class ReplicaGathers:
     def __init__(self, comm: CommContext) -> None:
         self._comm = comm
         self.weights: list[ShardedWeight] = []  # of which each replica has a part, in order of registration
-        self.num_writes = 0  # optimizer steps, and times that somebody may have written without a new version
+        self.num_writes = 0  # times that somebody may have written without a new version
         self._seen: tuple[int, int] | None = None  # what had been written when the last gathers were planned
         self._waiting: dict[Groups, deque[list[ShardedWeight]]] = {}  # launches to come
         self._last: dict[Groups, Done] = {}  # the last launch
@@ -39,7 +39,7 @@ class ReplicaGathers:
                 "A CUDA graph cannot record forwards with gtp_shard(shard_optimizer=True): each one decides whether "
                 "replicas gather what their optimizers have written. Leave out shard_optimizer."
             )
-        versions = sum(sum(weight.version) for weight in self.weights)
+        versions = sum(map(_version, self.weights))
         written = self.num_writes, versions
         if written == self._seen:
             return
@@ -116,7 +116,7 @@ class ReplicaGathers:
 
 def _version(weight: ShardedWeight) -> int:
     """Counts writes to the part."""
-    return weight.param._version + weight.local._version
+    return sum(weight.version)
 
 
 def _is_whole(weight: ShardedWeight) -> bool:

@@ -69,7 +69,6 @@ class Runtime:
         """An optimizer has written to the parameters with these ids. There may be very many optimizers."""
         written = self.members.among(updated)
         self.steps.count_step(is_ours=bool(written) or self.members.is_cut_again)
-        self.gathering.parts.num_writes += bool(written)
         errors = self.lost_writes.written_outside(param for param in written if isinstance(param, ShardedWeight))
         count_writes(written)
         for param in written:
