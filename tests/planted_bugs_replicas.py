@@ -15,8 +15,8 @@ REPLICAS = {
         drop("param.versions.num_updates += 1"),
         f"{TRAINING}::test_an_optimizer_with_kernels_of_its_own",
     ),
-    "rows of other replicas are those of the first step": Bug(
-        "ReplicaGathers.begin", drop("weight.part.gathered = None"), f"{TRAINING}::test_optimizers"
+    "rows of other replicas are those before a write that leaves no version": Bug(
+        "ReplicaGathers.begin", drop("weight.part.gathered = None"), f"{WRITES}::test_writes_reach_all_replicas"
     ),
     "what .data has written stays on its replica": Bug(
         "LostWrites.note_untraced_write",
