@@ -17,6 +17,8 @@ from unittest import mock
 # Before torch is imported, for all processes of the suite: the operations of a test are too small for several threads,
 # which would only wait for each other, and burn the cores that other ranks need.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Else each process that compiles asks the C++ compiler, and Python processes of their own, what the processor can.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 os.environ["COLUMNS"] = "200"  # reports do not wrap, however wide the terminal is
 
 import pytest
