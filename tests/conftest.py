@@ -10,9 +10,17 @@ import hashlib
 import multiprocessing
 import os
 import sys
+import tempfile
 from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
+
+# Who wants no compiled files beside the sources has them elsewhere, as in .ci/run. Else each of hundreds of processes
+# compiles what it imports.
+if sys.dont_write_bytecode and sys.pycache_prefix is None:
+    sys.pycache_prefix = str(Path(tempfile.gettempdir(), f"dtensor_gtp_compiled_{os.getuid()}"))
+    sys.dont_write_bytecode = False
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
 
 # Before torch is imported, for all processes of the suite: the operations of a test are too small for several threads,
 # which would only wait for each other, and burn the cores that other ranks need.
@@ -77,9 +85,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    from garbage import collect_seldom  # of support/
+    from processes import set_up_process  # of support/
 
-    collect_seldom()
+    set_up_process()
     items = [item for item in session.items if _needs_ranks(item) and not _is_skipped(item)]
     if len(items) > 1 and multiprocessing.get_start_method() == "forkserver" and not session.config.option.collectonly:
         from workers import lanes  # beside the files that were collected
