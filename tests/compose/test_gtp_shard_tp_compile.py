@@ -9,6 +9,7 @@ import unittest
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn as nn
 from common import ALL, GlooTest, check_training
@@ -68,10 +69,12 @@ class TestTensorParallelCompile(GlooTest):
         """Activation checkpointing around each compiled block; the first one's input is an unfinished collective."""
         self.check(llama_cell("non-reentrant"), GTP_TP, lambda model: list(model.layers))
 
-    def test_whole_models(self) -> None:
-        """One with uneven cuts, and one of embeddings."""
-        for cell in (uneven_cell(), embeddings_cell()):
-            self.check(cell, GTP_TP, lambda model: [model])
+    def test_a_whole_model(self) -> None:
+        self.check(embeddings_cell(), GTP_TP, lambda model: [model])
+
+    @pytest.mark.long
+    def test_uneven_cuts(self) -> None:
+        self.check(uneven_cell(), GTP_TP, lambda model: [model])
 
     @unittest.skipIf(torch.__version__ < "2.13", "torch 2.11 has no such product without gtp_shard either")
     def test_async_tensor_parallelism_finds_no_product(self) -> None:
