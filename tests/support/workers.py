@@ -35,7 +35,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from garbage import collect_seldom
+from processes import set_up_process
 from torch.distributed import device_mesh, distributed_c10d
 from torch.testing._internal import common_utils
 
@@ -257,7 +257,7 @@ def _work(
     last = None
     with gloo_with_one_thread(), _KnownGroups().installed():  # all groups share one device
         dist.init_process_group("gloo", rank=rank, world_size=num_ranks, store=store, timeout=timeout)
-        collect_seldom()
+        set_up_process()
         # With the first block placement DTensor changes its functions. A test file has those that were there when it
         # was imported: on all ranks the same, also where earlier tests made such placements on some ranks alone.
         GTPShard(0, block_size=2)
