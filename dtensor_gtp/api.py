@@ -156,7 +156,7 @@ def gtp_shard(
         runtime = Runtime(device_of(mesh), schedule, debug)
         shard_module(module, arguments, decisions, unmanaged, runtime, own)
     _shard_added_adapters(module)
-    placed = "\n".join(f"{param.fqn}: {tuple(map(str, param.placements))}" for param in runtime.params)
+    placed = "\n".join(f"{param.fqn}: {tuple(map(str, param.placements))}" for param in runtime.members.params)
     logger.info("gtp_shard: %s over mesh axes %s\n%s", type(module).__name__, mesh.mesh_dim_names, placed)
     return module
 

@@ -175,7 +175,7 @@ def save_pretrained(
 def _meet(model: nn.Module) -> None:
     """All ranks of the mesh wait until each has come: along one axis after the other."""
     for runtime in runtimes_below(model)[:1]:
-        mesh = compat.root_mesh(runtime.params[0].mesh)
+        mesh = compat.root_mesh(runtime.members.params[0].mesh)
         for axis in range(mesh.ndim):
             dist.barrier(group=mesh.get_group(axis))
 

@@ -27,9 +27,8 @@ from ._report.facts import Cut, Facts, LaunchReport, PassReport, PlanReport, Rep
 from ._report.page import fragment, page
 from ._report.summary import full_text, summary
 from ._report.text import plan_text
-from ._schedule.held_weights import held_nbytes
-from ._schedule.order_of_gathers import Plan
-from ._schedule.order_of_uses import ChainKey
+from ._schedule.passes import ChainKey
+from ._schedule.plans import Plan, held_nbytes
 from ._schedule.runtime import Runtime
 from .placement import GTPShard
 from .quant.native import native_of
@@ -243,7 +242,7 @@ def _prediction(runtime: Runtime, mesh: DeviceMesh, machine: str | Machine) -> t
         return (f"predicted on {gpus.describe()}: no plan yet, run a step",)
     sent = [
         weight.pending_grad.sent_nbytes
-        for weight in runtime.weights
+        for weight in runtime.members.weights
         if weight.mesh == mesh and weight.param.requires_grad
     ]
     amounts.append(("gradients", sum(sent), len(sent)))
@@ -316,7 +315,7 @@ def _cuts(managed: ManagedParam) -> tuple[Cut, ...]:
 def _exchanges(runtime: Runtime) -> tuple[str, ...]:
     return tuple(
         f"{exchange.purpose} of {weight.fqn}: {exchange.describe()}"
-        for weight in runtime.weights
+        for weight in runtime.members.weights
         for exchange in (weight.fused.lookups, weight.fused.losses)
         if exchange is not None
     )
@@ -324,7 +323,7 @@ def _exchanges(runtime: Runtime) -> tuple[str, ...]:
 
 def _plans(runtime: Runtime) -> tuple[PlanReport, ...]:
     columnwise = {
-        id(weight.for_backward) for weight in runtime.weights if weight.for_backward is not weight.for_forward
+        id(weight.for_backward) for weight in runtime.members.weights if weight.for_backward is not weight.for_forward
     }
     names = [g.weight.fqn + " (columnwise)" * (id(g) in columnwise) for g in runtime.members.gatherables]
     plans = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planted_bugs_changes import argument, assign, drop, flip, never, replace, returns, without
+from planted_bugs_changes import argument, assign, drop, flip, never, replace, returns
 from planted_bugs_type import Bug
 
 GROUPS = "test_gtp_shard_groups.py::TestGroups"
@@ -56,7 +56,7 @@ NUMBERS = {
         "Gradients.reduce_group", drop("buffer += packed"), f"{GROUPS}::test_microbatches_without_sync"
     ),
     "groups keep quantized values of before": Bug(
-        "WeightGroup.begin_forward", drop("weight.begin_edition(...)"), f"{QUANTIZED_GROUPS}::{WRITES}"
+        "WeightGroup.begin_forward", drop("weight.forget_stale(...)"), f"{QUANTIZED_GROUPS}::{WRITES}"
     ),
     "groups overlook fused optimizers": Bug(
         "count_writes", drop("param.versions.num_updates += 1"), f"{QUANTIZED_GROUPS}::{WRITES}"
@@ -123,9 +123,7 @@ NUMBERS = {
         "agree_on_amax", replace("not wire.groups", "not wire.is_within_mesh"), f"{GATHERED}::test_tensor_parallel"
     ),
     "quantized data of before": Bug(
-        "QuantizedWire.is_current",
-        without("made_of[1] == self.weight.state_of_shard"),
-        f"{GATHERED}::test_writes_without_a_trace_are_seen",
+        "ShardedWeight.forget_stale", drop("forget_made"), f"{GATHERED}::test_writes_without_a_trace_are_seen"
     ),
     "block of a shard cuts those of a recipe": Bug(
         "Recipe.block_of",

@@ -53,7 +53,7 @@ REPLICAS = {
         f"{TRAINING}::test_mixed_precision",
     ),
     "gradients over replicas are divided twice": Bug(
-        "reduce_scatter_in_order",
+        "ReductionLaunches._reduce_scatter_in_order",
         argument("reduce_scatter_base", 2, "dist.ReduceOp.AVG"),
         f"{TRAINING}::test_divide_factors",
     ),

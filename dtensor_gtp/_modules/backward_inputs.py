@@ -23,8 +23,8 @@ from .._dtensor.remedies import explain
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import ShardedWeight
 from .._params.whole_param import WholeParam
-from .._schedule.optimizer_steps import optimizer_steps
 from .._schedule.runtime import Runtime
+from .._schedule.steps import optimizer_steps
 from ..placement import GTPShard
 
 
@@ -88,7 +88,7 @@ def _with_leaves(
     runtimes: Sequence[Runtime], outputs: Any, inputs: Sequence[Any], accumulates: bool
 ) -> tuple[Any, ...]:
     """For ``backward``: ``inputs`` and the leaves that stand for those that are ours."""
-    by_id = {id(managed.param): managed for runtime in runtimes for managed in runtime.params}
+    by_id = {id(managed.param): managed for runtime in runtimes for managed in runtime.members.params}
     found: list[Any] = list(inputs)
     reached = None if accumulates else _leaves_below(outputs)
     for given in inputs:

@@ -15,7 +15,7 @@ from .. import _torch_compat as compat
 from .._comm.collectives import has_replicas
 from .._howto import printable, see
 from .._params.managed_param import ManagedParam, Site
-from .._params.saved_for_backward import hook_at_node
+from .._params.refusals import hook_at_node
 from .._params.ties import check_tie, manager_of_replaced
 from ..placement import GTPShard
 from ..quant.master import master_of, place_quantized

@@ -18,8 +18,8 @@ from torch.nn.modules import module as nn_module
 from .. import _torch_compat as compat
 from .._dtensor.remedies import explain
 from .._howto import see
-from .._params.saved_for_backward import refuse_recording
-from .._schedule.order_of_uses import Entry
+from .._params.refusals import refuse_recording
+from .._schedule.passes import Entry
 from .binding import BoundModule, Reads, ShardGroup, trains_unmanaged, unmanaged_params
 from .block_calls import call_block, call_under, tensors_in
 from .torch_patches import follow_pipelining
@@ -108,7 +108,7 @@ def _call_in_frame(
             frame = runtime.enter(module, reads.may_read, method)
             output = _run(module, call, args, kwargs, compiler)
             is_complete = True
-            reads.learn(frame.reads_weights, runtime.steps.num_steps)
+            reads.learn(bool(frame.held), runtime.steps.num_steps)
         except torch.OutOfMemoryError as error:
             if len(runtime.reads.frames) == 1:
                 error.add_note(see("memory_too_high"))

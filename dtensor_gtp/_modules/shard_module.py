@@ -22,8 +22,8 @@ from .._params.replica_part import ReplicaPart
 from .._params.sharded_weight import ShardedWeight
 from .._params.ties import ReplacedParam, refuse_gradient_of_replaced
 from .._params.whole_param import WholeParam
-from .._schedule.optimizer_steps import optimizer_steps
 from .._schedule.runtime import Runtime
+from .._schedule.steps import optimizer_steps
 from ..placement import GTPShard
 from ..quant.master import master_of
 from ..quant.native import NativeWeight, recipe_groups

@@ -20,8 +20,8 @@ from .._dtensor.block_layout import has_torch_chunks
 from .._howto import see
 from .._params.managed_param import ManagedParam, Site
 from .._params.sharded_weight import ShardedWeight
-from .._schedule.optimizer_steps import optimizer_steps
 from .._schedule.runtime import Runtime
+from .._schedule.steps import optimizer_steps
 from ..placement import GTPShard
 from .binding import binding_of, managed_params, runtimes_below
 from .other_libraries import INSTEAD_OF_DDP

@@ -16,8 +16,8 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
-from .._schedule.optimizer_steps import optimizer_steps
 from .._schedule.runtime import Runtime
+from .._schedule.steps import optimizer_steps
 
 
 @functools.cache

@@ -13,8 +13,7 @@ from .._comm.debug import profiler_range
 from .._comm.streams import Done
 from ..quant.planes import Direction
 from ..quant.weight import WeightWithRecipe
-from .gather_form import Packed
-from .gathered import Gathered
+from .gathered import Gathered, Packed
 from .group_memory import Parts
 from .layout import WeightLayout
 from .pack_planes import agree_on_stale, rounded

@@ -54,8 +54,7 @@ class ReducedGradient:
     param: nn.Parameter
     dtype: torch.dtype  # of the parameter when it was taken over
 
-    def __init__(self, num_ranks: int, offload: CPUOffloadPolicy | None) -> None:
-        self.num_ranks = num_ranks  # it is averaged over them
+    def __init__(self, offload: CPUOffloadPolicy | None) -> None:
         self._offload = offload
         self.awaits_reduction = False  # trained in a backward since the last reduction
         self.reduced: Tensor | None = None  # of the running backward

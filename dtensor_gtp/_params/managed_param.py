@@ -44,7 +44,7 @@ class SyncFlags:
     reshard_after_backward: bool = True
     gradient_divide_factor: float | None = None
     all_reduce_hook: Callable[[Tensor], None] | None = None
-    reduce_scatter_unused_params: bool = False  # each rank may use it or leave it out, see ``any_use``
+    reduce_scatter_unused_params: bool = False  # each rank may use it or leave it out
 
     @property
     def sends_at_once(self) -> bool:
@@ -96,7 +96,7 @@ class ManagedParam:
         self.mesh = mesh  # 1-D (gtp) or 2-D (replicate, gtp)
         self.flags = SyncFlags()
         self.policies = policies
-        self.gradient = ReducedGradient(mesh.size(), policies.offload)
+        self.gradient = ReducedGradient(policies.offload)
         self._set_param(param)
         self.group: Any = None  # the ``WeightGroup`` that gathers and reduces it, if one does, see [Note: groups]
         self.is_pinned = False  # after ``unshard`` modules see the full parameter outside of forwards, too
@@ -126,7 +126,7 @@ class ManagedParam:
     @property
     def num_ranks(self) -> int:
         """The gradient is averaged over them."""
-        return self.gradient.num_ranks
+        return self.mesh.size()
 
     @property
     def device(self) -> torch.device:

@@ -26,8 +26,7 @@ from ..quant.native import NativeWeight, recipe_groups
 from ..quant.planes import Direction, PlaneSpec, Quantized
 from ..quant.recipes import Recipe
 from ..quant.weight import GatheredWeight
-from .gather_form import Packed, Wire
-from .gathered import Version
+from .gathered import Packed, Version, Wire
 from .layout import WeightLayout
 from .sharded_weight import ShardedWeight
 
@@ -35,7 +34,6 @@ from .sharded_weight import ShardedWeight
 class QuantizedWire(Wire):
     """Quantizes a high-precision shard before its gather; [Note: data made from a shard] says when."""
 
-    is_made_once = True
     is_native = False  # whether there are data for forward alone
 
     def __init__(self, weight: ShardedWeight, recipe: Recipe) -> None:
@@ -46,8 +44,8 @@ class QuantizedWire(Wire):
         mesh = weight.mesh
         self.is_within_mesh = set(self.groups) <= {mesh.get_group(mesh.ndim - 1).group_name}
         self.has_columnwise = recipe.has_columnwise
-        # The shard, and its state then, from which the next two were made: the statistic of all ranks, quantized data.
-        self._made_of: tuple[Tensor, tuple[Version, int]] | None = None
+        # The version of the shard of which the statistic of all ranks and the quantized data were made.
+        self._made_of: Version | None = None
         self.amax: Tensor | None = None
         self._quantized: dict[Direction, Quantized] = {}
 
@@ -65,8 +63,7 @@ class QuantizedWire(Wire):
     @property
     def is_current(self) -> bool:
         """Whether the statistic is that of the present shard."""
-        made_of = self._made_of
-        return made_of is not None and made_of[0] is self.weight.shard and made_of[1] == self.weight.state_of_shard
+        return self._made_of == self.weight.version
 
     def pack(self, direction: Direction, comm: CommContext) -> Packed:
         recipe, layout, dtype = self.recipe, self.weight.layout, self.weight.compute_dtype
@@ -112,7 +109,7 @@ class QuantizedWire(Wire):
     def set_amax(self, amax: Tensor | None) -> None:
         """Store the statistic of the present shard over all ranks."""
         self.forget()
-        self._made_of, self.amax = (self.weight.shard, self.weight.state_of_shard), amax
+        self._made_of, self.amax = self.weight.version, amax
 
     def num_bytes(self) -> int:
         return self.recipe.num_bytes(self.weight.layout.shape, Direction.ROWWISE)
@@ -134,7 +131,6 @@ class QuantizedWire(Wire):
 class NativeWire(QuantizedWire):
     """Sends the rowwise planes of a quantized shard as they are, in forward and in backward."""
 
-    is_made_once = False
     is_native = True
 
     def __init__(self, weight: ShardedWeight, recipe: Recipe) -> None:

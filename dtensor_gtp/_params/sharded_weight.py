@@ -15,8 +15,7 @@ from torch.distributed.tensor import Placement, Replicate
 from .. import _torch_compat as compat
 from .._comm.tokens import TokenExchange
 from ..placement import GTPShard
-from .gather_form import GatherForm, Wire
-from .gathered import Gathered, ShardVersions, Version
+from .gathered import Gathered, GatherForm, ShardVersions, Version, Wire
 from .gradient import PendingGradient
 from .layout import WeightLayout
 from .managed_param import ManagedParam, Policies, Site
@@ -69,6 +68,11 @@ class Gatherable:
     def kept_nbytes(self) -> int:
         """Number of bytes of the full weight in memory."""
         return self.weight.layout.shape.numel() * self.weight.compute_dtype.itemsize
+
+    @property
+    def may_be_left_out(self) -> bool:
+        """Whether ranks may use the weight in different ways, see [Note: weights that a rank may leave out]."""
+        return self.weight.flags.reduce_scatter_unused_params
 
     @property
     def is_absent(self) -> bool:
@@ -128,7 +132,7 @@ class ShardedWeight(ManagedParam):
         self.for_backward = Gatherable(self) if wire is not None and wire.has_columnwise else self.for_forward
 
     def _rebound(self) -> None:
-        self.versions.edition += 1
+        self.forget_made()
         if self.part is not None:
             self.versions.num_updates += 1
             self.local = self.part.take(self.local)
@@ -148,21 +152,24 @@ class ShardedWeight(ManagedParam):
 
     def begin_forward(self, is_captured: bool) -> None:
         super().begin_forward(is_captured)
-        self.begin_edition(self.pending_grad, is_captured)
+        if self.form.wire is not None:
+            self.forget_stale(self.pending_grad, is_captured)
 
-    def begin_edition(self, pending_grad: PendingGradient, is_captured: bool) -> None:
-        """At the start of a forward: data that were made of the shard may be stale."""
+    def forget_stale(self, pending_grad: PendingGradient, is_captured: bool) -> None:
+        """At the start of a forward: quantized data that were made of the shard may be stale."""
         # [Note: data made from a shard]
-        # Backward reuses the data that forward made from a shard, unless the version of the shard has changed. Each
-        # forward makes new data, because writes to ``.data`` do not change the version: it counts up ``edition``. Only
-        # quantized data, which are slow to make, serve all microbatches until the optimizer steps. A CUDA graph that
-        # records a forward makes them, too, because its replays read other shards.
-        wire = self.form.wire
-        if wire is not None and wire.is_made_once and not (is_captured or self.registration.is_cut_again):
-            is_first_microbatch = pending_grad.is_empty and self.gradient.reduced is None and self.param.grad is None
-            self.versions.edition += is_first_microbatch
-        else:
-            self.versions.edition += 1
+        # Quantized data are slow to make. So those that a forward has made of a shard serve its backward and all
+        # microbatches until the optimizer steps, unless the version of the shard changes. The first microbatch makes
+        # new ones, because writes to ``.data`` do not change the version. A CUDA graph that records a forward makes
+        # them, too, because its replays read other shards.
+        is_first_microbatch = pending_grad.is_empty and self.gradient.reduced is None and self.param.grad is None
+        if is_captured or self.registration.is_cut_again or is_first_microbatch:
+            self.forget_made()
+
+    def forget_made(self) -> None:
+        """Drop the data that were made of the shard."""
+        if self.form.wire is not None:
+            self.form.wire.forget()
 
     def refuse_graphs(self) -> None:
         super().refuse_graphs()
@@ -206,11 +213,6 @@ class ShardedWeight(ManagedParam):
         if gathered.source is not self.shard or gathered.version != version:
             return False
         return not gathered.buffer.is_inference() or torch.is_inference_mode_enabled()
-
-    @property
-    def state_of_shard(self) -> tuple[Version, int]:
-        """Changes when data that were made from the shard become stale."""
-        return self.version, self.versions.edition
 
     @property
     def gatherables(self) -> list[Gatherable]:

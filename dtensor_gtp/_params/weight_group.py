@@ -25,11 +25,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
-from .gather_form import GatherForm
-from .gathered import Gathered, Version
+from .gathered import Gathered, GatherForm, Version
 from .group_memory import GroupGradients, GroupLeaves, GroupShards, version_of
 from .layout import WeightLayout
 from .managed_param import ManagedParam, Registration, Site
@@ -189,13 +187,15 @@ class WeightGroup:
     def __init__(
         self, fqn: str, module: nn.Module, weights: Sequence[ShardedWeight], whole: Sequence[WholeParam]
     ) -> None:
-        self.for_forward = GatherableGroup(self)
+        self.for_forward = self.for_backward = GatherableGroup(self)
+        self.gatherables: list[Gatherable] = [self.for_forward]
         self.fqn = fqn
         self.registration = Registration([Site(module, "")])
         self.weights, self.whole = list(weights), list(whole)
         self.members: list[ManagedParam] = [*self.weights, *self.whole]
         first = self.weights[0]
         self.flags, self.policies = first.flags, first.policies
+        self.mesh, self.num_ranks = first.mesh, first.num_ranks
         self.on_dissolved: Callable[[], None]  # makes modules of single weights of the modules again
         self.reader: ReadsWeights
         self.in_backward = InBackward()
@@ -215,20 +215,8 @@ class WeightGroup:
         return self.weights[0].groups
 
     @property
-    def mesh(self) -> DeviceMesh:
-        return self.weights[0].mesh
-
-    @property
     def device(self) -> torch.device:
         return self.weights[0].device
-
-    @property
-    def for_backward(self) -> Gatherable:
-        return self.for_forward
-
-    @property
-    def gatherables(self) -> list[Gatherable]:
-        return [self.for_forward]
 
     @property
     def layout(self) -> WeightLayout:
@@ -240,10 +228,6 @@ class WeightGroup:
         return self.pending_grad.dtype
 
     @property
-    def num_ranks(self) -> int:
-        return self.mesh.size()
-
-    @property
     def is_pinned(self) -> bool:
         return self.views.is_pinned
 
@@ -253,8 +237,24 @@ class WeightGroup:
         self.leaves.storage.resize_(0)
 
     def carry_writes(self) -> None:
-        if self.leaves.versions() != self.leaves.written:
-            self._carry_writes()
+        """Write to the shards what a forward wrote to full weights, as weight clipping does: else it would be lost."""
+        leaves = self.leaves
+        versions = leaves.versions()
+        if versions == leaves.written:
+            return
+        with torch.no_grad():
+            for (member, leaf), before, now in zip(leaves.by_member.items(), leaves.written, versions, strict=True):
+                if before == now:
+                    continue
+                part: Tensor = leaf.detach()
+                if isinstance(member, ShardedWeight):
+                    layout = member.layout
+                    part = part.narrow(layout.dim, min(layout.local_offset, layout.num_rows), layout.local_rows)
+                member.shard.copy_(part)
+        leaves.put_back()
+        leaves.written = versions
+        self.shards.num_updates += 1
+        leaves.version = self.version  # a gather gives the values that were written
 
     def dissolve(self) -> None:
         """Let each member be gathered by itself again."""
@@ -295,24 +295,6 @@ class WeightGroup:
         if kept is None or kept.seen is None:
             return None
         return self.untraced_write(kept.seen, "between unshard() and reshard()")
-
-    @torch.no_grad()
-    def _carry_writes(self) -> None:
-        """A forward wrote to full weights, as weight clipping does. Without a trace it would be lost."""
-        leaves = self.leaves
-        versions = leaves.versions()
-        for (member, leaf), before, now in zip(leaves.by_member.items(), leaves.written, versions, strict=True):
-            if before == now:
-                continue
-            part: Tensor = leaf.detach()
-            if isinstance(member, ShardedWeight):
-                layout = member.layout
-                part = part.narrow(layout.dim, min(layout.local_offset, layout.num_rows), layout.local_rows)
-            member.shard.copy_(part)
-        leaves.put_back()
-        leaves.written = versions
-        self.shards.num_updates += 1
-        leaves.version = self.version  # a gather gives the values that were written
 
     @property
     def version(self) -> Version:
@@ -367,7 +349,7 @@ class WeightGroup:
         if replaced:
             self._follow_replaced(replaced[0])
         for weight in self.quantized:
-            weight.begin_edition(self.pending_grad, is_captured)
+            weight.forget_stale(self.pending_grad, is_captured)
         if is_frozen:
             for member, leaf in self.leaves.by_member.items():
                 if leaf.requires_grad is not member.param.requires_grad:

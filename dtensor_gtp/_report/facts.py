@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._schedule.order_of_uses import Chain
+from .._schedule.passes import Chain
 
 
 class Cut(NamedTuple):

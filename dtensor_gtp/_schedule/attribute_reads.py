@@ -8,9 +8,9 @@ Autograd saves a handle that gathers again in backward. A reference that lives l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,11 +20,13 @@ from torch.distributed.tensor import DTensor
 from .. import _torch_compat as compat
 from .._params.gathered import Gathered, Version
 from .._params.managed_param import ManagedParam
-from .._params.saved_for_backward import GathersAgain, SavedWeights, check_differentiable, refuse_symbolic_tracing
+from .._params.refusals import check_differentiable, refuse_symbolic_tracing
 from .._params.sharded_weight import Gatherable, ShardedWeight
 from .._params.whole_param import WholeParam
+from .gathering import Gathering
 from .keep_and_free import Keeper
 from .reduce_gradients import Gradients
+from .saved_weights import SavedWeights
 
 
 class Seen(NamedTuple):
@@ -74,21 +76,15 @@ class Frame:
         self.values: dict[tuple[ManagedParam, bool], tuple[Version, Tensor]] = {}
         self.seen: list[tuple[ShardedWeight, Seen]] = []  # what was read, as it was then
         self.held: list[tuple[Gatherable, Gathered]] = []
-        self.reads_weights = False
-
-
-class GathersForReads(GathersAgain, Protocol):
-    """The runtime: gathers weights and takes gradients."""
-
-    grads: Gradients
-    keeper: Keeper
 
 
 class AttributeReads:
     """The frames of one runtime, and what they have read."""
 
-    def __init__(self, runtime: GathersForReads) -> None:
-        self._runtime = runtime
+    def __init__(
+        self, gathering: Gathering, keeper: Keeper, grads: Gradients, note_backward: Callable[[], None]
+    ) -> None:
+        self._gathering, self._keeper, self._grads, self._note_backward = gathering, keeper, grads, note_backward
         self.frames: list[Frame] = []
         self.in_backward = Frame()
         self.saved_in_backward: list[SavedWeights] = []
@@ -98,10 +94,13 @@ class AttributeReads:
 
     def push(self, saves_handles: bool) -> Frame:
         """Begin a frame. With ``saves_handles``, autograd saves handles of the weights that are read in it."""
-        frame = Frame(SavedWeights(self._runtime) if saves_handles else None)
+        saved = None
+        if saves_handles:
+            saved = SavedWeights(self._gathering, self._note_backward, lambda each: self.saved_in_backward.append(each))
+        frame = Frame(saved)
         self.frames.append(frame)
-        if frame.saved is not None:
-            frame.saved.push()
+        if saved is not None:
+            saved.push()
         return frame
 
     def end(self, frame: Frame) -> None:
@@ -146,12 +145,11 @@ class AttributeReads:
         version, value = frame.values.get((param, is_differentiable), (None, None))
         if value is None or version != param.version:  # an optimizer may step in the middle of a forward
             if not self.frames and compat.current_graph_task_id() != -1:
-                self._runtime.note_backward()
+                self._note_backward()
             if is_differentiable:
                 check_differentiable(param)
             gathered = self._acquire(param)
             frame.held.append((param.for_forward, gathered))
-            frame.reads_weights = True
             if frame.saved is not None:
                 frame.saved.watch(param, gathered)
             value = self._value(param, gathered, is_differentiable)
@@ -212,7 +210,7 @@ class AttributeReads:
                 seen = gathered.seen[is_differentiable] = Seen.of(value, looks_at_bits=True)
             return seen.value  # one object for all who read it: ``.data = ...`` changes that alone
         finally:
-            self._runtime.gathering.release(weight.for_forward, gathered)
+            self._gathering.release(weight.for_forward, gathered)
 
     def full_params(self, members: Iterator[tuple[str, Any]], managed: Mapping[int, ManagedParam]) -> Iterator[Any]:
         """``members`` of ``named_parameters()`` with the full weights of those in ``managed``, by id. They are held as
@@ -242,12 +240,12 @@ class AttributeReads:
         try:
             return self._value(weight, gathered, is_differentiable), gathered.is_alias
         finally:
-            self._runtime.gathering.release(weight.for_forward, gathered)
+            self._gathering.release(weight.for_forward, gathered)
 
     def _acquire(self, weight: ShardedWeight) -> Gathered:
         """Gather a weight for code that may keep it as long as it likes."""
-        gathered = self._runtime.gathering.acquire(weight.for_forward)
-        self._runtime.keeper.leave_fixed(weight, gathered)
+        gathered = self._gathering.acquire(weight.for_forward)
+        self._keeper.leave_fixed(weight, gathered)
         return gathered
 
     def is_written_outside(self, weight: ShardedWeight) -> bool:
@@ -258,7 +256,9 @@ class AttributeReads:
     def _value(self, weight: ShardedWeight, gathered: Gathered, is_differentiable: bool) -> Tensor:
         if not is_differentiable:
             return weight.for_modules(gathered)
-        value: Tensor = _Materialize.apply(weight.leaf, self._runtime, weight, gathered)  # type: ignore[no-untyped-call]
+        value: Tensor = _Materialize.apply(  # type: ignore[no-untyped-call]
+            weight.leaf, weight, gathered, self._grads, self._note_backward
+        )
         return value
 
     def release_read_in_backward(self) -> None:
@@ -275,7 +275,7 @@ class AttributeReads:
         frame.values.clear()
         frame.seen.clear()
         while frame.held:
-            self._runtime.gathering.release(*frame.held.pop())
+            self._gathering.release(*frame.held.pop())
 
 
 def written_to_no_effect(weight: ShardedWeight, where: str) -> RuntimeError:
@@ -291,18 +291,25 @@ class _Materialize(torch.autograd.Function):
     """The full weight as a differentiable function of its shard. Its backward reduce-scatters the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, runtime: GathersForReads, weight: ShardedWeight, gathered: Gathered) -> Tensor:
-        ctx.runtime, ctx.weight = runtime, weight
+    def forward(
+        ctx: Any,
+        leaf: Tensor,
+        weight: ShardedWeight,
+        gathered: Gathered,
+        grads: Gradients,
+        note_backward: Callable[[], None],
+    ) -> Tensor:
+        ctx.weight, ctx.grads, ctx.note_backward = weight, grads, note_backward
         return weight.for_modules(gathered)
 
     @staticmethod
     @compat.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
         weight: ShardedWeight = ctx.weight
-        ctx.runtime.note_backward()
+        ctx.note_backward()
         if weight.tp_spec is not None:
             grad = compat.local_tensor(grad.redistribute(placements=weight.tp_spec.placements))  # type: ignore[attr-defined]
         # Autograd may give one gradient to several inputs. With more than one rank we only read it.
         is_owned = weight.layout.world > 1 and weight.reduce_dtype != torch.float16
-        ctx.runtime.grads.add_full(weight, grad, is_owned and weight.flags.sends_at_once)
-        return None, None, None, None
+        ctx.grads.add_full(weight, grad, is_owned and weight.flags.sends_at_once)
+        return None, None, None, None, None

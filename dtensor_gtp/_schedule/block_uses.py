@@ -11,27 +11,13 @@ identity op before each block instead (``RegisterPostBackwardFunction``), throug
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .._params.weight_group import WeightGroup
-from .gathering import Gathering
-from .lost_writes import LostWrites
-from .reduce_gradients import Gradients
-
-
-class RunsBlocks(Protocol):
-    """The runtime."""
-
-    gathering: Gathering
-    grads: Gradients
-    lost_writes: LostWrites
-
-    def note_backward(self) -> None: ...
-    def hold_until_end(self, group: WeightGroup) -> None: ...
+from .runtime import Runtime
 
 
 class BlockUse:
@@ -39,7 +25,7 @@ class BlockUse:
 
     __slots__ = ("_group", "_leaves", "_runtime")
 
-    def __init__(self, runtime: RunsBlocks, group: WeightGroup) -> None:
+    def __init__(self, runtime: Runtime, group: WeightGroup) -> None:
         self._runtime, self._group, self._leaves = runtime, group, group.leaves
 
     def watch(self, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
@@ -95,34 +81,5 @@ class BlockUse:
         running.uses.discard(self)
         if not (running.uses or running.creates_graph):
             self._runtime.lost_writes.check(self._group)
-            _release(self._runtime, self._group)
+            self._runtime.gathering.release_block(self._group)
         self._runtime.grads.reduce_group(self._group)
-
-
-def _release(runtime: RunsBlocks, group: WeightGroup) -> None:
-    """End the hold of the backward."""
-    held, group.in_backward.held = group.in_backward.held, None
-    if held is not None:
-        runtime.gathering.release(group.for_forward, held)
-
-
-def release_all(runtime: RunsBlocks, groups: Iterable[WeightGroup]) -> None:
-    """Before a forward: no backward is left that needs a weight at once."""
-    for group in groups:
-        group.in_backward.uses.clear()
-        group.in_backward.creates_graph = False
-        _release(runtime, group)
-
-
-def finish_backward(runtime: RunsBlocks, groups: Iterable[WeightGroup]) -> None:
-    """At the end of a backward: reduce what has arrived late, and hold nothing any more. After a backward with
-    ``create_graph=True`` the weights stay for the second one, which computes with what the first one has saved."""
-    for group in groups:
-        group.in_backward.uses.clear()
-        if group.in_backward.creates_graph:
-            group.in_backward.creates_graph = False
-        else:
-            runtime.lost_writes.check(group)
-            _release(runtime, group)
-        if group.pending_grad.have_arrived:
-            runtime.grads.reduce_group(group)

@@ -31,7 +31,7 @@ from ..policy import Schedule, SchedulePolicy
 from .choose_schedule import Facts, adds_addends, block_nbytes, choose, no_copy_engines
 from .guesses import Guesses
 from .members import Members
-from .order_of_launches import parted
+from .parted_ranks import parted
 from .passes import Passes
 from .reduce_gradients import Gradients
 
@@ -77,7 +77,7 @@ class Setup:
         members, params, device = self._members, self._members.params, self._comm.streams.device
         gathering = [mesh.get_group(mesh.ndim - 1) for mesh in {param.mesh for param in params}]
         no_copies = no_copy_engines(device, gathering, self._grads.launches.replicas is not None)
-        if any(param.policies.offload is not None for param in params):
+        if members.is_offloaded:
             no_copies = "offload_policy keeps shards on the host"
             if self._policy.gather_backend == "copy_engine":
                 raise ValueError(
@@ -108,9 +108,6 @@ class Setup:
             param.groups = groups[id(param.mesh)]
         self.prepare_gatherables()
         self.is_done = True
-        if members.gatherables:
-            watched = [mesh.get_group(mesh.ndim - 1) for mesh in {weight.mesh for weight in members.weights}]
-            self._passes.parted.watch(watched, f"{members.weights[0].fqn} {len(members.weights)}")
 
     def _load_sums(self, facts: Facts) -> None:
         """Begin to load what will add gradients, if ranks exchange them."""

@@ -3,6 +3,12 @@
 [Note: uses and holds]
 A *use* acquires a gathered weight and releases it. In between the weight is *live*. The last release frees the buffer,
 or the weight stays in memory without a use: it is *kept*. Gathers that were launched for uses to come are *pending*.
+
+[Note: weights that a rank may leave out]
+A use is a collective, so all ranks must use the same weights. With ``set_reduce_scatter_unused_params`` each rank may
+use its weights as it likes: all ranks gather all of them at the start of a pass, and reduce all at its end, with zeros
+where a rank has no gradient. In between a use communicates nothing, so no plan contains it. They cost the memory of
+full weights and gradients for a pass, as a module of ``fully_shard`` does.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from .. import _torch_compat as compat
@@ -23,16 +30,15 @@ from .._params import gather
 from .._params.gathered import Gathered
 from .._params.managed_param import ManagedParam
 from .._params.pack_planes import QuantizedWire, agree_on_amax
-from .._params.saved_for_backward import refuse_recording
+from .._params.refusals import refuse_recording
 from .._params.sharded_weight import Gatherable, ShardedWeight
-from .._params.weight_group import GatherableGroup, WeightGroup
-from .any_use import absent_beside, may_be_left_out
+from .._params.weight_group import GatherableGroup, Reducible, WeightGroup
 from .first_forward import Setup
 from .guesses import NUM_SEEN
 from .keep_and_free import Keeper
 from .members import Members
-from .order_of_uses import Chain
-from .passes import Passes
+from .parted_ranks import PartedRanks
+from .passes import Chain, Passes
 from .reduce_gradients import Gradients
 from .replica_gathers import ReplicaGathers
 
@@ -91,6 +97,7 @@ class Gathering:
         self._members, self._passes, self._setup, self._keeper = members, passes, setup, keeper
         self._comm, self._grads = comm, grads
         self.parts = ReplicaGathers(comm)
+        self.parted = PartedRanks(members)
         self.statistics = Statistics(comm)
         self._read_outside: list[tuple[Gatherable, Gathered]] = []  # by code outside of a use, see ``hold_until_end``
         self.handed_out: set[ShardedWeight] = set()  # in this pass, to code that may write to them without a trace
@@ -122,7 +129,7 @@ class Gathering:
         if target.weight.registration.is_cut_again:
             target.weight.check_readable()
         gathered = target.live = self._keeper.take(target) or self._gather_now(target)
-        if (chain := self._passes.running) is not None and not may_be_left_out(target):
+        if (chain := self._passes.running) is not None and not target.may_be_left_out:
             launches = chain.advance(target.index, target.lane)
             if launches is None or self._gaps:
                 self._catch_up(chain, target, launches is not None)
@@ -174,26 +181,22 @@ class Gathering:
         uses = chain.plan.uses
         return any(uses[position] == group.index for launch in chain.expected((group.lane,)) for position in launch)
 
-    def gather_kept(self, weight: ShardedWeight) -> None:
-        """Gather a weight ahead of any use, for ``unshard``."""
+    def gather_kept(self, weight: Reducible) -> None:
+        """Gather a weight or a group ahead of any use, for ``unshard``."""
         target = weight.for_forward
-        if target.live is None and (target.kept is None or not weight.is_fresh(target.kept)):
+        if target.live is not None or (target.kept is not None and weight.is_fresh(target.kept)):
+            return
+        if isinstance(weight, WeightGroup):
+            self._keeper.forget_kept(target)
+        else:
             self._keeper.drop_kept(weight)
             weight.follow(weight.registration.sites[0])
             weight.check_readable()
-            self._comm.begin_pass(weight.groups)
-            if (kept := self._keeper.take(target)) is None:
-                self._gather([target])
-                kept = target.pending.pop()
-            target.kept = kept
-
-    def gather_kept_group(self, group: WeightGroup) -> None:
-        """As ``gather_kept``."""
-        target = group.for_forward
-        if target.live is None and (target.kept is None or not group.is_fresh(target.kept)):
-            self._keeper.forget_kept(target)
-            self._comm.begin_pass(group.groups)
-            target.kept = self._keeper.take(target) or self._gather_now(target)
+        self._comm.begin_pass(weight.groups)
+        if (kept := self._keeper.take(target)) is None:
+            self._gather([target])
+            kept = target.pending.pop()
+        target.kept = kept
 
     def gather_and_keep(self, targets: Sequence[Gatherable]) -> None:
         """Gather weights of one mesh ahead of any use, in one launch."""
@@ -203,6 +206,26 @@ class Gathering:
         self._gather(targets)
         for target in targets:
             target.kept = target.pending.pop()
+
+    def gather_for_any_use(self, *, is_in_backward: bool) -> None:
+        """At the start of a pass, gather what is absent of weights that a rank may leave out, all ranks alike."""
+        by_mesh: dict[Groups, list[Gatherable]] = {}
+        for target in self._members.gatherables:
+            weight = target.weight
+            if not target.may_be_left_out:
+                continue
+            weight.follow(weight.registration.sites[0])
+            if weight.registration.is_cut_again:
+                raise NotImplementedError(
+                    f"set_reduce_scatter_unused_params does not support parameter '{weight.fqn}', which an outer "
+                    f"fully_shard has sharded, too (rank {dist.get_rank()}). Pass a (replicate, gtp) mesh to gtp_shard "
+                    "instead of the fully_shard around it."
+                )
+            is_needed = is_in_backward or target is weight.for_forward
+            if is_needed and (target.kept is None or not weight.is_fresh(target.kept)) and target.live is None:
+                by_mesh.setdefault(weight.groups, []).append(target)
+        for targets in by_mesh.values():
+            self.gather_and_keep(targets)
 
     def hold_until_end(self, group: WeightGroup) -> None:
         """Code outside of a use reads a weight of ``group``: gather it until the pass ends."""
@@ -217,11 +240,24 @@ class Gathering:
         while self._read_outside:
             self.release(*self._read_outside.pop())
 
+    def release_block(self, group: WeightGroup) -> None:
+        """End the hold of the backward of a block."""
+        held, group.in_backward.held = group.in_backward.held, None
+        if held is not None:
+            self.release(group.for_forward, held)
+
+    def release_blocks(self) -> None:
+        """Before a forward, or after a broken pass: no backward is left that needs a weight at once."""
+        for group in self._members.groups:
+            group.in_backward.uses.clear()
+            group.in_backward.creates_graph = False
+            self.release_block(group)
+
     def _catch_up(self, chain: Chain, used: Gatherable, is_expected: bool) -> None:
         """After a deviation or a gap, launch every gather that should already be in flight."""
         lane = used.lane
         if not is_expected:
-            self._passes.parted.note(chain, used.index, len(chain.observed) - 1)
+            self.parted.note(chain, used.index, len(chain.observed) - 1)
         if chain.may_guess and self._passes.is_in_backward:
             self._guess_backward(chain)
         if is_expected:
@@ -242,7 +278,7 @@ class Gathering:
     def begin(self, chain: Chain) -> None:
         """Begin a pass, and launch its first gathers."""
         chain.begin()
-        self._passes.parted.begin(chain)
+        self.parted.begin(chain)
         self._gaps.clear()
         self.handed_out.clear()
         for launch in chain.plan.launches[0]:
@@ -290,13 +326,16 @@ class Gathering:
 
     def _gather_now(self, target: Gatherable) -> Gathered:
         """Gather for a use that nothing was launched for, together with its companions."""
-        if may_be_left_out(target):
-            self._gather(absent_beside(target, self._members.gatherables))
+        if target.may_be_left_out:  # outside of a pass: all ranks gather the same, whichever weight they need
+            groups = target.weight.groups
+            alike = (each for each in self._members.gatherables if each.may_be_left_out)
+            alike = (each for each in alike if each.weight.groups == groups)
+            self._gather([each for each in alike if each is target or each.is_absent])
             return target.pending.pop()
         others = [other for other in target.companions if other is not target and other.is_absent]
         others = [other for other in others if not other.weight.registration.is_cut_again or other.weight.is_readable]
         if (chain := self._passes.running) is not None:
-            self._passes.parted.note(chain, target.index, len(chain.observed))
+            self.parted.note(chain, target.index, len(chain.observed))
         self._gather([target, *others])
         return target.pending.pop()
 

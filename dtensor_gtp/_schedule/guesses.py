@@ -21,7 +21,6 @@ from itertools import accumulate, count, groupby, pairwise
 import torch.nn as nn
 
 from .._params.sharded_weight import Gatherable
-from .any_use import may_be_left_out
 
 NUM_SEEN = 2  # uses in blocks, by which a backward is guessed
 
@@ -94,7 +93,7 @@ class Guesses:
         by_module: dict[nn.Module, list[Gatherable]] = {}
         for target in gatherables:
             is_forward = target is target.weight.for_forward and target.lane == 0 and target.nbytes <= most_nbytes
-            is_forward = is_forward and not may_be_left_out(target)
+            is_forward = is_forward and not target.may_be_left_out
             for site in target.weight.registration.sites if is_forward else ():
                 if not isinstance(site.module, nn.Embedding | nn.EmbeddingBag):
                     by_module.setdefault(site.module, []).append(target)

@@ -10,12 +10,10 @@ from .._comm.debug import poison
 from .._params.gathered import Gathered
 from .._params.sharded_weight import Gatherable, ShardedWeight
 from .._params.weight_group import GatherableGroup
-from .any_use import may_be_left_out
 from .first_forward import Setup
 from .members import Members
-from .order_of_gathers import choose_kept
-from .order_of_uses import Entry
-from .passes import Passes
+from .passes import Entry, Passes
+from .plans import choose_kept
 from .reduce_gradients import Gradients
 
 
@@ -55,7 +53,7 @@ class Keeper:
     def stays(self, target: Gatherable) -> bool:
         """Whether the weight stays gathered after all of its uses in this pass."""
         weight = target.weight
-        if weight.is_pinned or may_be_left_out(target):
+        if weight.is_pinned or target.may_be_left_out:
             return True
         if weight.form.fixed is not None:
             return False  # see [Note: fixed buffers]
@@ -110,6 +108,30 @@ class Keeper:
                 ):
                     self.forget_kept(target)
 
+    def end_uses(self) -> None:
+        """Nobody uses a weight any more, though uses may not have ended: what is present counts as kept."""
+        for target in self._members.gatherables:
+            live, target.live = target.live, None
+            if live is not None:
+                live.holds = 0
+                self.forget_kept(target)
+                target.kept = live
+            if target.kept is not None and not target.weight.is_fresh(target.kept):
+                self.forget_kept(target)
+
+    def forget_recording(self) -> None:
+        """After a failed recording into a CUDA graph, whose gathers never ran: nothing may reuse or wait for them."""
+        for target in self._members.gatherables:
+            target.pending.clear()
+            target.live = target.kept = None
+        for group in self._members.groups:
+            group.in_backward.held = None
+            group.free()
+            group.shards.num_updates += 1
+        for weight in self._members.weights:
+            weight.versions.num_updates += 1
+            self.drop_kept(weight)
+
     def wait_kept(self, weight: ShardedWeight) -> None:
         kept = (weight.group or weight).for_forward.kept
         if kept is not None:
@@ -120,9 +142,7 @@ class Keeper:
         """Drop everything that was made of a shard."""
         for target in (weight.group or weight).gatherables:
             self.forget_kept(target)
-        weight.versions.edition += 1
-        if weight.form.wire is not None:
-            weight.form.wire.forget()
+        weight.forget_made()
 
     def forget_kept(self, target: Gatherable) -> None:
         """Drop what stays in memory of a weight or a group without a use."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import _torch_compat as compat
 from .._comm.context import CommContext
 from .._params.managed_param import ManagedParam
-from .._params.saved_for_backward import hook_at_node
+from .._params.refusals import hook_at_node
 from .._params.sharded_weight import ShardedWeight
 from .._params.weight_group import WeightGroup
 from .attribute_reads import AttributeReads, sum_of_bits, written_to_no_effect

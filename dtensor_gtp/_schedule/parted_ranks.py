@@ -1,5 +1,12 @@
-"""Names the weights at which ranks have parted, after a collective of gloo has failed because of it.
+"""Finds ranks that use or launch other things than their peers, which no collective may notice.
 
+[Note: marks of launches]
+Ranks that use weights of one shape in different orders get parts of different weights, and no collective fails. So in
+each step the all-reduce of whole parameters carries a few marks: the bits of a digest of what this rank has launched
+since the last one, as 1 and -1. Where ranks differ in a bit, the sum has a smaller absolute value than that of a bit
+that is always 1. The rest of the arithmetic (scales, rounding) is the same for all marks.
+
+[Note: uses in the store]
 Gloo ends the process of a rank that receives more than it expects, without an error in Python. The others get a broken
 connection. So a rank whose use of a weight is not the planned one writes it into the job's store before it launches the
 gather. A rank whose collective fails reads there what its peers have written, and compares it with its own uses.
@@ -10,16 +17,130 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
+from .._comm.agreement import by_rank, first_difference
+from .._comm.collectives import Groups
 from .._howto import see
-from .order_of_uses import Chain
+from .._params.sharded_weight import Gatherable
+from .members import Members
+from .passes import Chain
 
+NUM_MARKS = 25  # the first one is always 1
+_NUM_NAMED = 4096  # launches that an error can name: more than a step of a large model has
 _MOST_WRITTEN = 8  # uses of one pass that has a plan; each costs a message to the store
 _NUM_PASSES = 4  # that are remembered: what was launched ahead fails in a later pass
+
+
+@dataclass
+class _Launches:
+    """Of one mesh since the last comparison."""
+
+    code: int = 0
+    last: deque[tuple[str, Sequence[Gatherable]]] = field(default_factory=lambda: deque(maxlen=_NUM_NAMED))
+
+
+class Marks(NamedTuple):
+    """Of these launches."""
+
+    launches: _Launches
+    values: Tensor  # shape (NUM_MARKS,)
+
+
+class _Comparison(NamedTuple):
+    """One whose result the host has not read."""
+
+    launches: _Launches
+    mesh: DeviceMesh
+    groups: Groups
+    sums: Tensor  # of the marks, on the host
+    arrived: torch.Event | None
+
+
+class OrderOfLaunches:
+    """What this rank has launched, and comparisons with the others, see [Note: marks of launches]."""
+
+    def __init__(self) -> None:
+        self._launches: dict[str, _Launches] = {}  # by the name of the group along gtp
+        # The last marks, with their code: a step is like the one before.
+        self._values: dict[str, tuple[int, Tensor]] = {}
+        self._running: list[_Comparison] = []
+
+    def note(self, kind: str, targets: Sequence[Gatherable]) -> None:
+        """One collective for these weights or groups of one mesh is launched."""
+        name = targets[0].weight.groups.scatter_name
+        if (launches := self._launches.get(name)) is None:
+            launches = self._launches[name] = _Launches()
+        numbers = [target.number for target in targets]
+        launches.code = hash((launches.code, len(kind), *numbers))  # of numbers alone: the same in each process
+        launches.last.append((kind, targets))
+
+    def marks(self, groups: Groups, like: Tensor, dtype: torch.dtype, *, is_recorded: bool) -> Marks | None:
+        """What to send in an all-reduce in ``dtype`` over the gtp axis, as ``like``: what has been launched since the
+        last call. None if the sums would be too coarse, on all ranks alike. A graph sends marks, too: its peers may
+        run eagerly."""
+        name, num_ranks = groups.scatter_name, groups.scatter.size()
+        launches = self._launches.pop(name, None) or _Launches()
+        if dtype.is_complex or num_ranks**2 * torch.finfo(dtype).eps > 1:
+            return None
+        code, values = self._values.get(name, (0, None))
+        if is_recorded:  # a graph keeps addresses: it gets marks of its own
+            values = _signs(launches.code, like)
+        elif values is None or code != launches.code or values.dtype != like.dtype or values.device != like.device:
+            values = _signs(launches.code, like)
+            self._values[name] = launches.code, values
+        return Marks(launches, values)
+
+    def compare(self, marks: Marks, sums: Tensor, mesh: DeviceMesh, groups: Groups) -> None:
+        """Take the sums of ``marks`` over the gtp axis, on the current stream."""
+        if type(sums) is not Tensor:
+            return  # a fake one
+        if sums.is_cuda:
+            host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
+            arrived = torch.cuda.current_stream().record_event()
+            self._running.append(_Comparison(marks.launches, mesh, groups, host, arrived))
+        else:
+            self._running.append(_Comparison(marks.launches, mesh, groups, sums.clone(), None))
+
+    def check(self, *, is_next_step: bool) -> None:
+        """Raise a RuntimeError on all ranks that have launched different collectives. On a GPU in the next step, so
+        that the host does not wait. Not while a graph is recorded: it may wait for no event, nor free pinned memory."""
+        while self._running and (is_next_step or self._running[0].arrived is None):
+            compared = self._running.pop(0)
+            if compared.arrived is not None:
+                compared.arrived.synchronize()
+            always, *bits = compared.sums.abs().tolist()
+            # Half a rank, because the sums are rounded. One rank that differs takes away two.
+            if min(bits) < always * (1 - 0.5 / compared.groups.scatter.size()):
+                last = compared.launches.last
+                names = [f"{kind} of {', '.join(target.weight.fqn for target in targets)}" for kind, targets in last]
+                raise parted(compared.mesh, "a step", [*names, f"{compared.launches.code:x}"], compared.groups.scatter)
+
+
+def parted(mesh: DeviceMesh, what: str, names: Sequence[str], group: dist.ProcessGroup) -> RuntimeError:
+    """The error for ranks of ``group`` that differ in what they have used or launched. Collective."""
+    return RuntimeError(
+        f"gtp_shard expects that all ranks of mesh axes {mesh.mesh_dim_names} use the same weights in the same order, "
+        f"because each use is a collective, but in {what} {first_difference(by_rank(names, [group]))}: ranks received "
+        "parts of different weights. Run the same modules in the same order on all ranks (a rank without data on an "
+        "empty input), or call set_reduce_scatter_unused_params(True) on modules that may differ. "
+        f"{see('ranks_diverge')}"
+    )
+
+
+def _signs(code: int, like: Tensor) -> Tensor:
+    """Made on the device, as a graph may record it."""
+    bits = torch.arange(NUM_MARKS, device=like.device)
+    code = (code % 2 ** (NUM_MARKS - 1)) << 1
+    return (1 - 2 * (code >> bits & 1)).to(like.dtype)
 
 
 class _Pass:
@@ -28,8 +149,7 @@ class _Pass:
     def __init__(self, number: int, chain: Chain) -> None:
         self.number, self.chain = number, chain
         self.planned = chain.plan.uses
-        self.lines: list[str] = []  # what was written
-        self.last_written = -1
+        self.written: dict[int, str] = {}  # names of weights, by position
         self._uses: tuple[int, ...] | None = None  # once it has ended
 
     def end(self) -> None:
@@ -42,18 +162,20 @@ class _Pass:
 
 
 class PartedRanks:
-    """What this rank uses against its plan, for its peers, and what they have written."""
+    """What this rank uses against its plan, and what its peers have written, see [Note: uses in the store]."""
 
-    def __init__(self, name_of: Callable[[int], str]) -> None:
-        self._name_of = name_of  # of a weight, by the index that plans have
+    def __init__(self, members: Members) -> None:
+        self._members = members
         self._passes: deque[_Pass] = deque(maxlen=_NUM_PASSES)
         self._num_passes = 0
         self._stores: list[tuple[compat.Store, list[int]]] = []  # with the peers, as global ranks, that share it
 
-    def watch(self, groups: list[dist.ProcessGroup], title: str) -> None:
-        """Write for the ranks of these groups. ``title`` tells models on one mesh apart."""
-        me = dist.get_rank()
-        for group in groups:
+    def _watch(self) -> None:
+        """From now on, write for the other ranks of the weights' meshes."""
+        me, weights = dist.get_rank(), self._members.weights
+        title = f"{weights[0].fqn} {len(weights)}" if weights else ""  # tells models on one mesh apart
+        for mesh in {weight.mesh for weight in weights}:
+            group = mesh.get_group(mesh.ndim - 1)
             peers = [rank for rank in dist.get_process_group_ranks(group) if rank != me]
             if peers and dist.get_backend(group) == "gloo":
                 store = compat.PrefixStore(f"dtensor_gtp parted {title}", compat.store_of(group))
@@ -64,6 +186,8 @@ class PartedRanks:
         """A pass begins."""
         if self._passes:
             self._passes[-1].end()
+        else:
+            self._watch()
         self._num_passes += 1
         self._passes.append(_Pass(self._num_passes, chain))
 
@@ -72,15 +196,15 @@ class PartedRanks:
         if not self._stores or not self._passes:
             return
         running = self._passes[-1]
-        if running.chain is not chain or running.last_written >= position:
+        if running.chain is not chain or position <= next(reversed(running.written), -1):
             return
-        if running.planned and len(running.lines) >= _MOST_WRITTEN:
+        if running.planned and len(running.written) >= _MOST_WRITTEN:
             return
-        running.lines.append(json.dumps([running.number, position, self._name_of(use)]))
-        running.last_written = position
+        running.written[position] = self._name_of(use)
+        notes = json.dumps([(each.number, *note) for each in self._passes for note in each.written.items()])
         try:
             for store, _ in self._stores:
-                store.set(str(dist.get_rank()), "\n".join(line for each in self._passes for line in each.lines))
+                store.set(str(dist.get_rank()), notes)
         except RuntimeError:  # the job's store is gone with its rank: there is nobody to tell
             self._stores.clear()
 
@@ -108,8 +232,7 @@ class PartedRanks:
         written = {peer: _written_by(peer, store) for store, peers in self._stores for peer in peers}
         for each in self._passes:
             of_peers = {peer: notes.get(each.number, {}) for peer, notes in written.items()}
-            own = _read(each.lines).get(each.number, {})
-            for position in sorted({*own, *(number for notes in of_peers.values() for number in notes)}):
+            for position in sorted({*each.written, *(number for notes in of_peers.values() for number in notes)}):
                 mine = self._name_at(each, position)
                 for peer, notes in of_peers.items():
                     other = notes.get(position)
@@ -119,12 +242,15 @@ class PartedRanks:
                         return f"as use {position + 1} of a pass, rank {me} has {mine}, rank {peer} has {other}"
         return None
 
+    def _name_of(self, use: int) -> str:
+        return self._members.gatherables[use].weight.fqn
+
     def _name_at(self, each: _Pass, position: int) -> str | None:
         """What this rank has used, or None if it has not come so far."""
         if position < len(each.uses):
             return self._name_of(each.uses[position])
-        own = _read(each.lines).get(each.number, {})  # among them the use that waits
-        return own.get(position, None if each is self._passes[-1] else "none")
+        # Among those written is the use that waits.
+        return each.written.get(position, None if each is self._passes[-1] else "none")
 
     def _planned_at(self, each: _Pass, position: int) -> str | None:
         if not each.planned:
@@ -133,18 +259,12 @@ class PartedRanks:
 
 
 def _written_by(rank: int, store: compat.Store) -> dict[int, dict[int, str]]:
-    try:
-        if not store.check([str(rank)]):
-            return {}
-        return _read(store.get(str(rank)).decode().splitlines())
-    except RuntimeError:  # the store is gone with its rank
-        return {}
-
-
-def _read(lines: Iterable[str]) -> dict[int, dict[int, str]]:
     """Names of weights, by the number of a pass and the position in it."""
     passes: dict[int, dict[int, str]] = {}
-    for line in lines:
-        number, position, name = json.loads(line)
+    try:
+        notes = json.loads(store.get(str(rank))) if store.check([str(rank)]) else []
+    except RuntimeError:  # the store is gone with its rank
+        return passes
+    for number, position, name in notes:
         passes.setdefault(number, {})[position] = name
     return passes

@@ -1,14 +1,144 @@
-"""The kinds of passes of one runtime with their plans, and the pass that runs."""
+"""The passes of one runtime: in which order each kind uses weights, which one runs, and in which thread.
+
+The order is recorded in one pass and expected in the next one of its kind, see [Note: what is gathered when].
+"""
 
 from __future__ import annotations
 
-import torch
+import threading
+from collections.abc import Callable, Container, Sequence
+from typing import NamedTuple, NoReturn
 
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from .. import _torch_compat as compat
 from ..policy import Schedule
+from .guesses import Blocks, reordered
 from .members import Members
-from .order_of_gathers import Plan, Traits, Window, turning_point
-from .order_of_uses import Chain, ChainKey, Entry
-from .parted_ranks import PartedRanks
+from .plans import Launch, Plan, Traits, Window, turning_point
+
+_MOST_REORDERED = 16  # times that a guess is changed: each makes a plan, and blocks may differ
+
+
+class Entry(NamedTuple):
+    """What code outside of the sharded modules calls: the forward of an outermost module, or another method of it."""
+
+    module: nn.Module
+    method: str = "forward"
+
+
+class ChainKey(NamedTuple):
+    """Names a kind of pass. Stages of a pipeline may share a runtime, so each entry has passes of its own."""
+
+    entry: Entry | None  # None for a backward that did not begin at the output of a module
+    is_grad_enabled: bool
+    is_backward: bool = False
+
+
+class Chain:
+    """The order of uses of one kind of pass: the plan of the last pass, and the uses of the current one. Backward
+    includes the forwards that it recomputes (activation checkpointing)."""
+
+    def __init__(self, window: Window, traits: Callable[[], Sequence[Traits]]) -> None:
+        self.window = window
+        self.plan = Plan()
+        self.is_compared = False  # with those of the other ranks
+        self.may_guess = True  # nothing was observed or guessed yet, see [Note: guesses]
+        self._guessed: Blocks | None = None  # the plan, if it was not observed
+        self._num_reordered = 0
+        self.num_deviations = 0
+        self._traits = traits
+        self.begin()
+
+    def begin(self) -> None:
+        """Start a pass. A pass that did not end (an exception) leaves the plan as it was."""
+        self._num_as_planned = 0  # uses before the first deviation
+        self._observed: list[int] | None = None  # all uses; None until the first deviation
+        self._cursors_after_deviation: dict[int, int] = {}
+
+    def guess(self, blocks: Blocks, num_past: int = 0) -> None:
+        """Expect these uses of lane 0 in a first pass, which has made the first ``num_past`` of them."""
+        self.may_guess, self._guessed = False, blocks
+        self.plan = Plan([use for block in blocks for use in block], self._traits(), self.window)
+        self._cursors_after_deviation = {0: num_past}
+
+    def advance(self, use: int, lane: int = 0) -> Sequence[Launch] | None:
+        """Record a use. Gives the launches that follow it in the plan, or None if the plan did not expect the use."""
+        if self._observed is None:
+            number, plan = self._num_as_planned, self.plan
+            expected, launches = plan.steps[number]
+            if expected == use:
+                self._num_as_planned = number + 1
+                return launches
+            self._observed = list(plan.uses[:number])
+            self._cursors_after_deviation = plan.cursors(number)
+        return self._advance_in_lane(self._observed, use, lane)
+
+    def _advance_in_lane(self, observed: list[int], use: int, lane: int) -> Sequence[Launch] | None:
+        """After a deviation, or if lanes mix in another order: follow the plan in the lane of this use alone."""
+        observed.append(use)
+        cursors = self._cursors_after_deviation
+        uses, cursor = self.plan.uses_of.get(lane, ()), cursors.get(lane, 0)
+        if cursor < len(uses) and uses[cursor] == use:
+            cursors[lane] = cursor + 1
+            return self.plan.launches[self.plan.lanes[lane][cursor] + 1]
+        self.num_deviations += 1
+        if use in uses[cursor:]:
+            position = uses.index(use, cursor)
+            if not (self._guessed and self._reorder(self._guessed, cursor, position)):
+                cursors[lane] = position + 1  # this pass has left out the uses before it
+        elif self._guessed and use in uses:  # behind its block
+            self.guess([])
+        return None
+
+    def _reorder(self, guessed: Blocks, cursor: int, position: int) -> bool:
+        """Change a guess to what its block has shown, unless the use is in another block."""
+        blocks = reordered(guessed, cursor, position)
+        if blocks is not None:
+            self._num_reordered += 1
+            if self._num_reordered > _MOST_REORDERED:
+                blocks = []
+            self.guess(blocks, cursor + 1)
+        return blocks is not None
+
+    @property
+    def _cursors(self) -> dict[int, int]:
+        """How many uses of each lane happened or were left out."""
+        return self.plan.cursors(self._num_as_planned) if self._observed is None else self._cursors_after_deviation
+
+    @property
+    def observed(self) -> Sequence[int]:
+        """The uses of this pass so far."""
+        return self.plan.uses[: self._num_as_planned] if self._observed is None else self._observed
+
+    def expected(self, lanes: Container[int] | None = None) -> list[tuple[int, ...]]:
+        """Positions of later uses, in these lanes or all, whose weights should already be in memory or in flight. One
+        tuple a launch."""
+        return self.plan.window(self._cursors, lanes)
+
+    def num_expected(self, use: int, position: int) -> int:
+        """How many of the uses to come, up to ``position``, are ``use``."""
+        lane, number = self.plan.places[position]
+        return self.plan.uses_of[lane][self.plan.num_past(lane, self._cursors) : number + 1].count(use)
+
+    def is_at_end(self, lane: int = 0) -> bool:
+        """Whether all planned uses of a lane and of lane 0 have happened. False if the plan does not have the lane."""
+        lanes, cursors = self.plan.lanes, self._cursors
+        return lane in lanes and all(cursors.get(key, 0) == len(lanes.get(key, ())) for key in {0, lane})
+
+    def sizes(self) -> list[int]:
+        """Bytes of each gathered weight, by index."""
+        return [traits.nbytes for traits in self._traits()]
+
+    def end(self) -> None:
+        """The pass is complete: its uses are the plan of the next one."""
+        observed = tuple(self.observed)
+        if observed != self.plan.uses:
+            self.plan = Plan(observed, self._traits(), self.window)
+        self.may_guess, self._guessed = False, None
+        self.begin()
 
 
 class Passes:
@@ -17,7 +147,6 @@ class Passes:
     def __init__(self, members: Members) -> None:
         self._members = members
         self.chains: dict[ChainKey, Chain] = {}
-        self.parted = PartedRanks(lambda index: members.gatherables[index].weight.fqn)
         self.is_in_backward = False  # whether a backward has begun and not ended
         self.forward: Chain | None = None  # of the running forward
         self.forward_of_backward: Chain | None = None  # of the running or last backward
@@ -65,3 +194,45 @@ class Passes:
 
     def end_backward(self) -> None:
         self.is_in_backward = False
+
+
+class OneThread:
+    """Refuses a second thread: two passes at a time would take each other's weights and gradients."""
+
+    def __init__(self) -> None:
+        self._in_frame = 0  # that is in a frame now
+        self._of_forward = self._of_backward = 0  # of the last one
+
+    def enter(self) -> None:
+        """Before a frame."""
+        thread = threading.get_ident()
+        # In a backward, the threads of autograd recompute forwards for the one that waits for them.
+        if self._in_frame != thread and compat.current_graph_task_id() == -1:
+            if self._in_frame:
+                _refuse("forward")
+            self._in_frame = thread
+
+    def leave(self) -> None:
+        """After the outermost frame."""
+        self._in_frame = 0
+
+    def begin_forward(self, is_backward_running: bool) -> None:
+        thread = threading.get_ident()
+        if is_backward_running and self._of_forward != thread:
+            _refuse("forward")
+        self._of_forward = thread
+
+    def begin_backward(self, is_running: bool) -> None:
+        """A backward begins; it may be running already. On a CPU autograd runs in the thread that calls it."""
+        thread = threading.get_ident()
+        if self._in_frame not in (0, thread) or (is_running and self._of_backward != thread):
+            _refuse("backward")
+        self._of_backward = thread
+
+
+def _refuse(what: str) -> NoReturn:
+    raise RuntimeError(
+        f"Thread '{threading.current_thread().name}' began a {what} of a module that gtp_shard has sharded while "
+        f"another thread is in a forward or backward of it (rank {dist.get_rank()}). Run one pass at a time: let "
+        "one thread train the module, or give each a module of its own."
+    )

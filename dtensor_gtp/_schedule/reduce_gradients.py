@@ -28,8 +28,7 @@ from .._params.weight_group import Reducible, WeightGroup
 from .._params.whole_param import WholeParam
 from ..policy import Schedule
 from .launch_reductions import Gradient, ReductionLaunches, single
-from .order_of_reductions import fits, group_may_wait, may_wait
-from .whole_gradients import reduce_whole
+from .plans import fits, group_may_wait, may_wait
 
 
 class Written(NamedTuple):
@@ -339,7 +338,7 @@ class Gradients:
                 self.launches.complete_later(Gradient(weight, None, scale, True, share), slot)
         if not self._comm.streams.is_capturing:
             self.launches.order.check(is_next_step=True)
-        reduce_whole(whole, self._comm, self.launches.replicas, self.launches.order)
+        self.launches.reduce_whole(whole)
         self._comm.end_backward()
         self.launches.order.check(is_next_step=False)
         if self.launches.replicas is not None:

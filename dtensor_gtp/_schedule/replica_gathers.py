@@ -39,7 +39,7 @@ class ReplicaGathers:
                 "A CUDA graph cannot record forwards with gtp_shard(shard_optimizer=True): each one decides whether "
                 "replicas gather what their optimizers have written. Leave out shard_optimizer."
             )
-        versions = sum(_version(weight) + weight.versions.num_updates for weight in self.weights)
+        versions = sum(sum(weight.version) for weight in self.weights)
         written = self.num_writes, versions
         if written == self._seen:
             return

@@ -15,25 +15,19 @@ from .. import _torch_compat as compat
 from .._comm.context import CommContext
 from .._comm.debug import DebugFlags
 from .._params.managed_param import ManagedParam
-from .._params.saved_for_backward import SavedWeights
 from .._params.sharded_weight import ShardedWeight
 from .._params.weight_group import WeightGroup
 from .._params.whole_param import WholeParam
 from ..policy import SchedulePolicy
-from .any_use import gather_for_any_use
 from .attribute_reads import AttributeReads, Frame
-from .block_uses import finish_backward, release_all
 from .first_forward import Setup, agree_on_order
 from .gathering import Gathering
 from .keep_and_free import Keeper
 from .lost_writes import LostWrites, count_writes, refuse_hooks_at_nodes
 from .members import Members
-from .one_thread import OneThread
-from .optimizer_steps import optimizer_steps
-from .order_of_uses import Chain, Entry
-from .passes import Passes
+from .passes import Chain, Entry, OneThread, Passes
 from .reduce_gradients import Gradients
-from .steps import Steps
+from .steps import Steps, optimizer_steps
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +41,11 @@ class Runtime:
         self.grads = grads = Gradients(comm)
         self.members = members = Members()
         self.passes = passes = Passes(members)
-        comm.streams.explain = passes.parted.explain
         self.setup = setup = Setup(policy, members, passes, comm, grads)
         self.keeper = keeper = Keeper(members, passes, setup, comm, grads)
         self.gathering = gathering = Gathering(members, passes, setup, keeper, comm, grads)
-        self.reads = AttributeReads(self)
+        comm.streams.explain = gathering.parted.explain
+        self.reads = AttributeReads(gathering, keeper, grads, self.note_backward)
         self.lost_writes = LostWrites(members, passes, keeper, gathering, self.reads, comm)
         self.steps = Steps(members, comm, grads)
         # Autograd alone holds the callback: if it is gone, that backward has failed.
@@ -60,18 +54,6 @@ class Runtime:
         self.asked_for: set[int] | None = None  # ids of the tensors to which the running backward is confined
         self._thread = OneThread()
         optimizer_steps().watchers.add(self)
-
-    @property
-    def params(self) -> list[ManagedParam]:
-        return self.members.params
-
-    @property
-    def weights(self) -> list[ShardedWeight]:
-        return self.members.weights
-
-    @property
-    def groups(self) -> list[WeightGroup]:
-        return self.members.groups
 
     @property
     def holds_weights(self) -> bool:
@@ -90,10 +72,10 @@ class Runtime:
         self.gathering.parts.num_writes += bool(written)
         errors = self.lost_writes.written_outside(param for param in written if isinstance(param, ShardedWeight))
         count_writes(written)
-        for group in {param.group for param in written if param.group is not None}:
-            self.keeper.forget_kept(group.for_forward)
         for param in written:
-            if isinstance(param, ShardedWeight) and param.group is None:
+            if param.group is not None:
+                self.keeper.forget_kept(param.group.for_forward)
+            elif isinstance(param, ShardedWeight):
                 self.keeper.drop_kept(param)
         if errors:
             raise errors[0]
@@ -127,7 +109,7 @@ class Runtime:
         )
         frame = self.reads.push(needs_handles)
         if len(self.reads.frames) == 1:
-            for group in self.groups:
+            for group in self.members.groups:
                 group.views.show()
         return frame
 
@@ -138,7 +120,7 @@ class Runtime:
             misuse = misuse or self.lost_writes.found()
         self.reads.end(frame)
         if len(self.reads.frames) == 1:
-            for group in self.groups:
+            for group in self.members.groups:
                 group.views.hide()
             if not torch.is_grad_enabled():
                 self.gathering.release_read_outside()
@@ -176,7 +158,7 @@ class Runtime:
         """After a forward that did not complete: nothing uses a weight any more."""
         self._drop_gathers()
         self.comm.host_copies.finish_uploads()
-        for group in self.groups:
+        for group in self.members.groups:
             group.views.hide()
         self.steps.forget_interrupted()
         if self.passes.forward is not None:
@@ -187,16 +169,10 @@ class Runtime:
         """Nobody uses a weight any more, though uses may not have ended: free all but what the user asks to keep. With
         ``is_in_forward``, a forward runs around the broken backward, and has weights in use."""
         self.gathering.release_read_outside()
-        release_all(self, self.groups)
+        self.gathering.release_blocks()
         self.gathering.drop_prefetched()
-        for target in self.members.gatherables if not is_in_forward else ():
-            live, target.live = target.live, None
-            if live is not None:
-                live.holds = 0
-                self.keeper.forget_kept(target)
-                target.kept = live
-            if target.kept is not None and not target.weight.is_fresh(target.kept):
-                self.keeper.forget_kept(target)
+        if not is_in_forward:
+            self.keeper.end_uses()
         self.keeper.end_keeps()
 
     def _compare_order(self, chain: Chain, uses: Sequence[int]) -> None:
@@ -204,7 +180,7 @@ class Runtime:
         chain.is_compared = True
         entry = next((key.entry for key, known in self.passes.chains.items() if known is chain), None)
         what = "a forward" if entry is None else f"the first {entry.method} of a {type(entry.module).__name__}"
-        agree_on_order([self.members.gatherables[use].weight for use in uses], self.weights, what)
+        agree_on_order([self.members.gatherables[use].weight for use in uses], self.members.weights, what)
 
     def _begin_forward(self, entry: Entry) -> None:
         self._thread.begin_forward(self._is_backward_running)
@@ -212,7 +188,7 @@ class Runtime:
         self.steps.forget_what_was_given_up()
         self.setup.ensure()
         self.gathering.release_read_outside()  # of a forward without a backward
-        release_all(self, self.groups)
+        self.gathering.release_blocks()
         self.comm.begin_pass()
         self.keeper.end_keeps()
         self.lost_writes.begin_forward()
@@ -220,18 +196,18 @@ class Runtime:
         self.reads.is_differentiated = torch.is_grad_enabled()
         self.reads.looks_at_bits = is_power and self.comm.streams.may_wait_on_host
         is_captured = self.comm.streams.is_capturing
-        for param in self.params:
+        for param in self.members.params:
             if param.group is None:
                 param.begin_forward(is_captured)
-        for group in self.groups:
+        for group in self.members.groups:
             group.begin_forward(is_captured)
         if self.members.is_offloaded:
             self.comm.host_copies.note_uploads()
         if self.reads.looks_at_bits and torch.is_grad_enabled() and not compat.in_func_transform():
-            refuse_hooks_at_nodes(self.weights)
+            refuse_hooks_at_nodes(self.members.weights)
         self.gathering.parts.begin(self.setup.schedule.coalesce_nbytes)
-        self.gathering.statistics.begin_forward(self.weights)
-        gather_for_any_use(self.gathering.gather_and_keep, self.members.gatherables, is_in_backward=False)
+        self.gathering.statistics.begin_forward(self.members.weights)
+        self.gathering.gather_for_any_use(is_in_backward=False)
         self.steps.note_begin()
         chain = self.passes.begin_forward(entry)
         self.keeper.choose(entry)
@@ -254,12 +230,12 @@ class Runtime:
             if each.group is None:
                 each.follow_writes()
         asked = self.asked_for
-        free = (weight for weight in self.weights if weight.flags.reduce_scatter_unused_params)
+        free = (weight for weight in self.members.weights if weight.flags.reduce_scatter_unused_params)
         for param in (*self.members.whole, *free):
             leaf = param.leaf if param.group is None else param.group.leaves.by_member[param]
             if param.param.requires_grad and (asked is None or id(leaf) in asked):
                 param.gradient.awaits_reduction = True
-        for group in self.groups:
+        for group in self.members.groups:
             group.pending_grad.asked_for = asked
         self._records_graph = torch.is_grad_enabled()
         self.comm.begin_pass()
@@ -270,7 +246,7 @@ class Runtime:
             compat.queue_backward_callback(end)
         finally:
             del end  # a traceback would keep it
-        gather_for_any_use(self.gathering.gather_and_keep, self.members.gatherables, is_in_backward=True)
+        self.gathering.gather_for_any_use(is_in_backward=True)
         self.gathering.begin(self.passes.backward)
         self._hide_groups()
 
@@ -285,7 +261,7 @@ class Runtime:
     def split_groups(self) -> None:
         """Gather and reduce each weight by itself from now on, as graphs of single blocks need it."""
         self.setup.make_groups_by(None)
-        for group in self.groups:
+        for group in self.members.groups:
             self.keeper.forget_kept(group.for_forward)
             group.dissolve()
         self.use_groups([])
@@ -304,7 +280,7 @@ class Runtime:
         if not (group.is_pinned or self.reads.frames):
             group.begin_forward()  # follows parameters that were replaced
         group.views.pin(self.note_backward)
-        self.gathering.gather_kept_group(group)
+        self.gathering.gather_kept(group)
 
     @property
     def gives_full_params(self) -> bool:
@@ -315,10 +291,6 @@ class Runtime:
     def is_in_backward(self) -> bool:
         return self.passes.is_in_backward
 
-    def watch_saved(self, saved: SavedWeights) -> None:
-        """Release the gathered weights that ``saved`` holds at the end of this backward at the latest."""
-        self.reads.saved_in_backward.append(saved)
-
     @property
     def _is_backward_running(self) -> bool:
         return self.passes.is_in_backward and self._end_of_backward is not None and self._end_of_backward() is not None
@@ -326,7 +298,7 @@ class Runtime:
     def _hide_groups(self) -> None:
         """Let modules have what they have outside of forwards, unless one runs."""
         if not self.reads.frames:
-            for group in self.groups:
+            for group in self.members.groups:
                 group.views.hide()
 
     def _finish_backward(self) -> None:
@@ -334,7 +306,7 @@ class Runtime:
         with self.steps.forgetting_on_failure():
             misuse = self.reads.misuse_in(self.reads.in_backward)
             self.reads.release_read_in_backward()
-            finish_backward(self, self.groups)
+            self._finish_blocks()
             misuse = misuse or self.lost_writes.found("in a backward")
             self.gathering.release_read_outside()
             self.gathering.drop_prefetched()
@@ -345,10 +317,23 @@ class Runtime:
             self._hide_groups()
             self.steps.complete()
             if self._records_graph:
-                for param in self.params:
+                for param in self.members.params:
                     param.mark_undifferentiable()
             if misuse is not None:
                 raise misuse
+
+    def _finish_blocks(self) -> None:
+        """At the end of a backward: reduce what has arrived late, and hold nothing any more. After a backward with
+        ``create_graph=True`` the weights stay for the second one, which computes with what the first one has saved."""
+        for group in self.members.groups:
+            group.in_backward.uses.clear()
+            if group.in_backward.creates_graph:
+                group.in_backward.creates_graph = False
+            else:
+                self.lost_writes.check(group)
+                self.gathering.release_block(group)
+            if group.pending_grad.have_arrived:
+                self.grads.reduce_group(group)
 
     def drop_broken_backward(self) -> None:
         """If the last backward raised before its end, drop its prefetched weights and its gradients."""
@@ -372,16 +357,7 @@ class Runtime:
     def forget_recording(self) -> None:
         """After a failed recording into a CUDA graph: nobody can wait for its collectives, because they never ran."""
         self.comm.forget_recording()
-        for target in self.members.gatherables:
-            target.pending.clear()
-            target.live = target.kept = None
-        for group in self.groups:
-            group.in_backward.held = None
-            group.free()
-            group.shards.num_updates += 1
-        for weight in self.weights:
-            weight.versions.num_updates += 1  # so that nothing reuses a gather of the recording
-            self.keeper.drop_kept(weight)
+        self.keeper.forget_recording()
         self.passes.end_backward()
         self._hide_groups()
         self.reads.release_read_in_backward()

@@ -1,16 +1,26 @@
-"""Training steps. One may have several backwards, so when are its gradients complete, and when are they dropped?"""
+"""Training steps of one runtime, and steps of optimizers, about which all runtimes of a process hear.
+
+A training step may have several backwards: when are its gradients complete, and when are they dropped? Fused and
+foreach optimizers do not change the versions of tensors, so their steps are counted. One hook serves all runtimes: if
+each had a hook, and the garbage collector removed one while torch iterates over them, the step would fail.
+"""
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .._comm.context import CommContext
 from .._params.managed_param import ManagedParam
@@ -35,7 +45,9 @@ class Steps:
         self._num_begun = -1
         self.is_last_backward = True  # whether the running or next backward is the last one of its step
         self.has_unsynced = False  # whether the last complete backward has left gradients for the next one to add to
-        self._unhandled_then = 0  # id of the exception that ended the last cell or line of an interactive session
+        # What had ended the last cell of an interactive session by then, while gradients are unsynced: held, because
+        # the id of a freed exception may be that of the next one, and no weak reference leads to one.
+        self._unhandled_then: BaseException | None = None
 
     def count_step(self, *, is_ours: bool) -> None:
         """Of an optimizer."""
@@ -64,7 +76,7 @@ class Steps:
         self.has_unsynced = not self.is_last_backward or not all(
             each.requires_gradient_sync and each.requires_all_reduce for each in flags
         )
-        self._unhandled_then = id(getattr(sys, "last_value", None))
+        self._unhandled_then = getattr(sys, "last_value", None) if self.has_unsynced else None
 
     def publish(self, params: Sequence[ManagedParam]) -> None:
         """In the last backward, complete the gradients of ``params`` now, e.g. for an outer ``fully_shard``."""
@@ -85,6 +97,7 @@ class Steps:
         """After an exception: wait for launched reductions, and drop all gradients that are not in ``.grad`` yet."""
         self._grads.abandon()
         self.has_unsynced = False
+        self._unhandled_then = None
         for param in self._members.params:
             param.reset_grads()
         for group in self._members.groups:
@@ -101,7 +114,7 @@ class Steps:
         """In a notebook, an interrupt between two microbatches ends the loop, and the process goes on: the next forward
         is one of a new step. A program that handles the interrupt calls ``reset_iter_state``."""
         unhandled = getattr(sys, "last_value", None)
-        if self.has_unsynced and isinstance(unhandled, KeyboardInterrupt) and id(unhandled) != self._unhandled_then:
+        if self.has_unsynced and isinstance(unhandled, KeyboardInterrupt) and unhandled is not self._unhandled_then:
             self._give_up("a step was interrupted between microbatches")
 
     def _give_up(self, what: str) -> None:
@@ -115,3 +128,43 @@ class Steps:
         of_whole = (grad for param in members.whole for grad in (param.leaf.grad, param._wide_local_grad))
         reduced = (param.gradient.reduced for param in members.params)
         return self._comm.reductions.is_reducing or any(grad is not None for grad in (*reduced, *of_whole))
+
+
+class Watcher(Protocol):
+    """A runtime, or another object that follows optimizer steps."""
+
+    def note_step(self, updated: set[int]) -> None: ...  # after each step, with the ids of the optimizer's parameters
+
+
+class OptimizerSteps:
+    """The hook, and the ``watchers`` that it tells about steps."""
+
+    def __init__(self) -> None:
+        self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
+        # By id: parameters that no module registers any more, and their names.
+        self._replaced: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
+        register_optimizer_step_post_hook(torch.compiler.disable(self._note_step))
+
+    def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        updated = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for key in updated & self._replaced.keys():
+            param, fqn = self._replaced[key]
+            if (shape := getattr(param(), "shape", None)) is not None:
+                raise RuntimeError(
+                    f"The step of a {type(optimizer).__name__} optimizer on parameter '{fqn}' of shape "
+                    f"{tuple(shape)} had no effect, because fully_shard has replaced this parameter. Create the "
+                    "optimizer after fully_shard."
+                )
+        for watcher in self.watchers:
+            watcher.note_step(updated)
+
+    def note_replaced(self, param: nn.Parameter, fqn: str) -> None:
+        """``fully_shard`` has put another parameter instead of this one, so refuse steps of this one."""
+        key, replaced = id(param), self._replaced
+        replaced[key] = weakref.ref(param, lambda _: replaced.pop(key, None)), fqn
+
+
+@functools.cache
+def optimizer_steps() -> OptimizerSteps:
+    """The only one of this process, as torch has one list of such hooks."""
+    return OptimizerSteps()

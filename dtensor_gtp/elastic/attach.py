@@ -58,30 +58,30 @@ def synchronize_replicas(module: nn.Module, mesh: ElasticMesh, *, bucket_nbytes:
     def check() -> tuple[Runtime, list[WeightSpec]]:
         check_size("synchronize_replicas", "bucket_nbytes", bucket_nbytes)
         runtime = _checked_runtime(module, mesh)
-        return runtime, [_spec_of(param) for param in runtime.params]
+        return runtime, [_spec_of(param) for param in runtime.members.params]
 
     def describe(checked: tuple[Runtime, list[WeightSpec]]) -> list[str]:
         runtime, specs = checked
         bindings = filter(None, map(binding_of, module.modules()))
         policies = {binding.group: str(binding.group.mp_policy) for binding in bindings}
-        flags = sorted({str(param.flags) for param in runtime.params})
+        flags = sorted({str(param.flags) for param in runtime.members.params})
         # Tensor parallelism may have another size in each replica: its cuts are compared below.
         params = [
             f"{replace(spec, tp_dim=None, tp_block_size=1)}, {p.param.dtype}, requires_grad={p.param.requires_grad}"
-            for spec, p in zip(specs, runtime.params, strict=True)
+            for spec, p in zip(specs, runtime.members.params, strict=True)
         ]
         return [f"bucket_nbytes={bucket_nbytes}", str(runtime.policy), *policies.values(), *flags, *params]
 
     runtime, specs = agree_on_all_ranks(
         mesh.world, check, describe, caller="synchronize_replicas", expected="the same model and policies"
     )
-    known = list(zip(runtime.params, *_specs_with_cuts(specs, mesh), strict=True))
+    known = list(zip(runtime.members.params, *_specs_with_cuts(specs, mesh), strict=True))
 
     def merge() -> list[WeightSpec]:
         return [_merged(param, set(of_ranks), mesh) for param, *of_ranks in known]
 
     merged = agree_on_all_ranks(mesh.world, merge, lambda found: [str(spec) for spec in found])
-    sync = ReplicaSync(mesh, plan_sync(mesh.layout, merged), runtime.params, runtime.comm, bucket_nbytes)
+    sync = ReplicaSync(mesh, plan_sync(mesh.layout, merged), runtime.members.params, runtime.comm, bucket_nbytes)
     runtime.grads.launches.replicas = sync
     return sync
 
@@ -114,7 +114,7 @@ def _checked_runtime(module: nn.Module, mesh: ElasticMesh) -> Runtime:
             "be lost. Leave out shard_optimizer."
         )
     expected = mesh.weights.mesh.flatten().tolist()
-    for param in runtime.params:
+    for param in runtime.members.params:
         if param.policies.offload is not None:
             raise NotImplementedError("synchronize_replicas does not support offload_policy of gtp_shard.")
         ranks = param.mesh.mesh.flatten().tolist()

@@ -31,7 +31,7 @@ from .._howto import see
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import ShardedWeight
 from .._params.whole_param import WholeParam
-from .._schedule.whole_gradients import WholeBucket
+from .._schedule.launch_reductions import WholeBucket
 from .mesh import ElasticMesh
 from .plan import Bucket, SyncPlan, box_of_rank
 from .replicas import BatchShare

@@ -21,7 +21,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from .. import _torch_compat as compat
-from .._params.gather_form import FixedBuffers
+from .._params.gathered import FixedBuffers
 from .checks import check_at_least, check_blocks, check_on_gpu, check_places, params_of, runtimes_of
 from .record_block import Block, BlockGraph, Reached
 from .recorder import CudaRecorder, KnownCalls, signature

@@ -39,10 +39,10 @@ def runtimes_of(module: nn.Module, caller: str = "capture_step") -> list[Runtime
     for runtime in runtimes:
         obstacles = {
             "an outer fully_shard. Use a (replicate, gtp) mesh.": any(
-                param.registration.is_cut_again for param in runtime.params
+                param.registration.is_cut_again for param in runtime.members.params
             ),
             f"offload_policy: a graph cannot wait for the host. {see('offload')}": any(
-                param.policies.offload is not None for param in runtime.params
+                param.policies.offload is not None for param in runtime.members.params
             ),
             "gtp_shard(shard_optimizer=True): whether replicas gather what their optimizers have written is decided in "
             "each forward. Leave out shard_optimizer.": bool(runtime.gathering.parts.weights),

@@ -29,7 +29,7 @@ from .._comm.streams import Done
 from .._howto import see
 from .._params.gathered import Gathered
 from .._params.managed_param import ManagedParam
-from .._params.saved_for_backward import check_unmodified
+from .._params.refusals import check_unmodified
 from .._params.sharded_weight import Gatherable, ShardedWeight
 from .._params.whole_param import WholeParam
 from .._schedule.reduce_gradients import Written

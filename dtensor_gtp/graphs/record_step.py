@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from .. import _torch_compat as compat
 from .._howto import see
 from .._params.weight_group import WeightGroup
-from .._schedule.optimizer_steps import optimizer_steps
 from .._schedule.runtime import Runtime
+from .._schedule.steps import optimizer_steps
 from .recorder import CudaRecorder, versions_of, with_tensors
 
 Place = tuple[Any, str]  # an object and the name of its attribute that is a gradient or None
@@ -136,19 +136,19 @@ class RecordedStep:
 def drop_kept(runtimes: Sequence[Runtime]) -> None:
     """Drop gathered weights that are kept for later uses, but not those that ``unshard`` keeps."""
     for runtime in runtimes:
-        for weight in runtime.weights:
+        for weight in runtime.members.weights:
             if not weight.is_pinned:
                 runtime.keeper.drop_kept(weight)
 
 
 def _param_versions(runtimes: Sequence[Runtime]) -> set[tuple[int, int, int]]:
     """For each managed parameter its id, its version and that of its shard."""
-    params = [param for runtime in runtimes for param in runtime.params]
+    params = [param for runtime in runtimes for param in runtime.members.params]
     return {(id(param.param), param.param._version, param.shard._version) for param in params}
 
 
 def check_none_pinned(runtimes: Sequence[Runtime]) -> None:
-    pinned = [weight.fqn for runtime in runtimes for weight in runtime.weights if weight.is_pinned]
+    pinned = [weight.fqn for runtime in runtimes for weight in runtime.members.weights if weight.is_pinned]
     if pinned:
         raise RuntimeError(
             f"capture_step expects weights that are gathered in the step, but unshard() keeps {len(pinned)} of them "
@@ -193,7 +193,7 @@ class Surroundings:
 
     @property
     def groups(self) -> list[WeightGroup]:
-        return [group for runtime in self.runtimes for group in runtime.groups]
+        return [group for runtime in self.runtimes for group in runtime.members.groups]
 
     def has_same_binding(self) -> bool:
         """Whether the same parameters are trained in the same way."""
@@ -252,7 +252,7 @@ class Surroundings:
 
     def _describe(self) -> list[Any]:
         modules = self._modules.values()
-        managed = [param for runtime in self.runtimes for param in runtime.params]
+        managed = [param for runtime in self.runtimes for param in runtime.members.params]
         registered = [param.registration.current for param in managed]
         return [
             [runtime.steps.is_last_backward for runtime in self.runtimes],
@@ -269,9 +269,9 @@ class Surroundings:
 
 def places_of_sums(runtime: Runtime) -> list[Place]:
     """Where sums over microbatches are, beside ``.grad``."""
-    owners: list[Any] = [*runtime.members.whole, *(param.gradient for param in runtime.params)]
-    owners += [weight.pending_grad for weight in runtime.weights]
-    owners += [group.pending_grad for group in runtime.groups]
+    owners: list[Any] = [*runtime.members.whole, *(param.gradient for param in runtime.members.params)]
+    owners += [weight.pending_grad for weight in runtime.members.weights]
+    owners += [group.pending_grad for group in runtime.members.groups]
     names = ("wide", "unsynced_grad", "unsharded", "unreplicated")
     return [(owner, name) for owner in owners for name in names if hasattr(owner, name)]
 

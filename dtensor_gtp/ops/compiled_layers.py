@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
-from .._params.saved_for_backward import check_unmodified
+from .._params.refusals import check_unmodified
 from .._params.sharded_weight import ShardedWeight
 from .._schedule.runtime import Runtime
 from ..quant.float8_gemms import gemms_of_name

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .. import _torch_compat as compat
-from .._params.saved_for_backward import refuse_recording
+from .._params.refusals import refuse_recording
 from .._params.sharded_weight import ShardedWeight
 from .._schedule.runtime import Runtime
 

@@ -21,7 +21,7 @@ from .. import _torch_compat as compat
 from .._comm.debug import profiler_range
 from .._comm.streams import Done
 from .._comm.tokens import TokenExchange
-from .._params.saved_for_backward import check_differentiable, check_unmodified
+from .._params.refusals import check_differentiable, check_unmodified
 from .._params.sharded_weight import ShardedWeight
 from .._schedule.runtime import Runtime
 from .embedding import can_exchange, check_range, local_ids, new_exchange, padded

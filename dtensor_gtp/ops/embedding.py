@@ -21,7 +21,7 @@ from .. import _torch_compat as compat
 from .._comm.debug import profiler_range
 from .._comm.tokens import TokenExchange
 from .._params.layout import WeightLayout
-from .._params.saved_for_backward import check_differentiable
+from .._params.refusals import check_differentiable
 from .._params.sharded_weight import ShardedWeight
 from .._schedule.choose_schedule import is_exchange_worth, is_worth_asking, lookup_nbytes
 from .._schedule.runtime import Runtime

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .. import _torch_compat as compat
 from .._comm.debug import profiler_range
-from .._params.saved_for_backward import check_unmodified, refuse_partial_recording
+from .._params.refusals import check_unmodified, refuse_partial_recording
 from .._params.sharded_weight import ShardedWeight
 from .._schedule.runtime import Runtime
 from ..quant.grouped_gemms import GroupedGEMMs

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from .. import _torch_compat as compat
 from .._comm.debug import profiler_range
-from .._params.saved_for_backward import check_differentiable, check_unmodified, refuse_partial_recording
+from .._params.refusals import check_differentiable, check_unmodified, refuse_partial_recording
 from .._params.sharded_weight import Gatherable, ShardedWeight
 from .._schedule.runtime import Runtime
 from ..placement import GTPShard

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from .._comm.collectives import enough_nbytes, round_nbytes
 from .._comm.send_ring import ring_nbytes
-from .._schedule.held_weights import Held, held_nbytes
-from .._schedule.order_of_reductions import Together
+from .._schedule.plans import Held, Together, held_nbytes
 from ..policy import Schedule
 from .machine import GIB
 from .setting import COMPUTE_NBYTES, PARAM_NBYTES, Setting, Sharded, Step, plan_step

@@ -1,6 +1,6 @@
 """The tasks of one step under ``gtp_shard``, in the order in which the runtime launches them.
 
-The plan is the runtime's own (``_schedule.order_of_gathers``), and a ``Chain`` of the runtime says at each use what is
+The plan is the runtime's own (``_schedule.plans``), and a ``Chain`` of the runtime says at each use what is
 launched. A gather waits for all that compute was given before, a reduction too; compute waits for the gather of the
 weight in use, and for the oldest reduction once as many are in flight as may be.
 """
@@ -11,9 +11,8 @@ import functools
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from .._schedule.order_of_gathers import Plan, Window
-from .._schedule.order_of_reductions import Together
-from .._schedule.order_of_uses import Chain
+from .._schedule.passes import Chain
+from .._schedule.plans import Plan, Together, Window
 from ..policy import Schedule
 from .costs import Load, Span, Stream, Task, Work, simulate
 from .recorder import Op

@@ -11,8 +11,7 @@ import torch
 
 from .._comm.collectives import is_exact_in, may_send_narrow, resolve_reduce_scatter
 from .._schedule import choose_schedule as rules
-from .._schedule.order_of_gathers import Plan, Traits, Window, choose_kept, turning_point
-from .._schedule.order_of_reductions import may_wait
+from .._schedule.plans import Plan, Traits, Window, choose_kept, may_wait, turning_point
 from ..placement import chunk_rows
 from ..policy import ReduceScatterKind, Schedule, SchedulePolicy
 from ..quant.planes import Direction

@@ -18,7 +18,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, fake_world
-from runtime_common import Raw, assert_idle, local, runtime_of
+from runtime_common import Raw, assert_idle, local, members_of, runtime_of
 from schedules import explicit
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -306,7 +306,7 @@ class TestCaptureBlocks:
         pair.prepare()
         assert pair.run(train(3)) == REPLAYED
         eager, recorded = (
-            sum(weight.for_forward.num_gathers for weight in runtime_of(model).weights) for model in pair.models
+            sum(weight.for_forward.num_gathers for weight in members_of(model).weights) for model in pair.models
         )
         assert recorded > eager
 
@@ -444,7 +444,10 @@ class TestCaptureBlocks:
         """Gathers find other buffers, and a gather for later moves out of the way."""
         model = pair.models[1]
         runtime = runtime_of(model)
-        weights = [runtime.weights[[w.fqn for w in runtime.weights].index(f"blocks.{i}.up.weight")] for i in (0, 2)]
+        weights = [
+            runtime.members.weights[[w.fqn for w in runtime.members.weights].index(f"blocks.{i}.up.weight")]
+            for i in (0, 2)
+        ]
         assert weights[0].form.fixed is weights[1].form.fixed is not None
         holder = weights[0].form.fixed.gathered.view(-1)
         assert pair.run(train(3)) == REPLAYED

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from runtime_common import local, runtime_of
+from runtime_common import local, members_of, runtime_of
 from schedules import explicit
 from test_capture_blocks import BF16, DEPTH, REPLAYED, VOCABULARY, WIDTH, OnHost, Pair, one_of, tokens_of, train
 from torch.utils.checkpoint import checkpoint
@@ -150,7 +150,7 @@ def test_blocks_of_several_runtimes_share_no_buffers(world: Any) -> None:
             model.zero_grad()
             model(tokens_of(seed)).backward()
             grads.append([local(param.grad).clone() for param in model.parameters()])
-        assert all(runtime_of(block).weights[0].form.fixed is not None for block in model.blocks) == is_captured
+        assert all(members_of(block).weights[0].form.fixed is not None for block in model.blocks) == is_captured
     for eager, captured in zip(grads[:6], grads[6:], strict=True):
         assert all(map(torch.equal, eager, captured))
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn as nn
 from capture_common import OnHost, Setting, captured_step, rows
 from common import ALL, environment, fake_world
-from runtime_common import assert_idle, runtime_of
+from runtime_common import assert_idle, members_of, runtime_of
 from script_jobs import run_forked
 from test_gtp_shard_groups import CHOSEN, WIDTH, Model
 from torch.distributed.device_mesh import init_device_mesh
@@ -132,7 +132,7 @@ class TestCaptureStep:
             setting.check(step, rows(seed))
             with torch.no_grad():
                 torch.testing.assert_close(setting.model(rows(7)), setting.plain(rows(7)))
-            weight = runtime_of(setting.model).weights[0]
+            weight = members_of(setting.model).weights[0]
             before = weight.versions.num_updates
             setting.check(step, rows(seed))
             assert weight.versions.num_updates > before
@@ -351,5 +351,5 @@ def test_unsynced_gradients_of_blocks_survive_replays() -> None:
                 if a.grad is not None:
                     torch.testing.assert_close(a.grad.to_local(), b.grad.to_local(), msg=lambda m, n=name: f"{n}: {m}")
                     a.grad = b.grad = None
-        assert len(runtime_of(captured).groups) == 3
+        assert len(members_of(captured).groups) == 3
         assert recorder.events.count("replay") > 2

@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 from capture_common import OnHost, Setting, rows
 from common import ALL, fake_world
-from runtime_common import assert_idle, local, runtime_of
+from runtime_common import assert_idle, local, members_of, runtime_of
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_gtp import MixedPrecisionPolicy, gtp_shard
@@ -428,7 +428,7 @@ class TestSteps:
         for seed in range(6):
             step(rows(seed))
             output = setting.model(rows(7))
-            for weight in runtime.weights:
+            for weight in runtime.members.weights:
                 runtime.keeper.drop_kept(weight)
             assert torch.equal(output, setting.model(rows(7))), setting.recorder.events[-1]
         assert setting.recorder.events[-1] == "replay"
@@ -437,7 +437,7 @@ class TestSteps:
         """Parameters that are stored in another dtype than they compute in, with nothing else to train."""
         setting = Setting(torch.bfloat16, MixedPrecisionPolicy(param_dtype=torch.float32))
         step = setting.captured(warmup_steps=2)
-        for weight in runtime_of(setting.model).weights:
+        for weight in members_of(setting.model).weights:
             weight.param.requires_grad_(False)
         for seed in range(3):
             step(rows(seed))
@@ -454,7 +454,7 @@ class TestSteps:
         step = setting.captured(warmup_steps=2, max_graphs=1)
         for seed in range(4):
             step(rows(seed))
-        weights = runtime_of(setting.model).weights
+        weights = members_of(setting.model).weights
         for seed in range(2):
             before = [weight.for_forward.num_gathers for weight in weights]
             step(rows(seed, 7))

@@ -9,7 +9,7 @@ import torch.nn as nn
 from common import ALL, GlooTest, _mesh, assert_same_params, full, rows_of_rank
 from extension_common import Scaled, ScaledLinear, make_scaled
 from quant_common import wire_traffic
-from runtime_common import assert_idle, runtime_of, shard_copy, square_step
+from runtime_common import assert_idle, members_of, shard_copy, square_step
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 
@@ -95,7 +95,7 @@ class TestHooks(GlooTest):
     def test_hooks_that_come_too_late(self) -> None:
         """On the local tensor after ``gtp_shard``: all ranks say so."""
         model = gtp_shard(nn.Sequential(nn.Linear(16, 16)), self.gtp_mesh(), schedule=ALL)
-        local = runtime_of(model).weights[0].shard
+        local = members_of(model).weights[0].shard
         local.fsdp_pre_all_gather = local.fsdp_post_all_gather = lambda *args: None  # type: ignore[attr-defined]
         with self.assertRaisesRegex(RuntimeError, "'0.weight' of shape .* got it later"):
             model(torch.ones(1, 16))
@@ -107,7 +107,7 @@ class TestHooks(GlooTest):
         for _ in range(2):
             with wire_traffic() as forward:
                 loss = model(torch.randn(2, 16)).sum()
-            held = [w for w in runtime_of(model).weights if w.for_forward.live is not None or w.for_forward.pending]
+            held = [w for w in members_of(model).weights if w.for_forward.live is not None or w.for_forward.pending]
             self.assertEqual(held, [])
             with wire_traffic() as backward:
                 loss.backward()

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, GlooTest, _mesh, assert_same_params, full, rows_of_rank, shared_directory
-from runtime_common import Raw, assert_idle, counted, num_gathers, runtime_of
+from runtime_common import Raw, assert_idle, counted, members_of, num_gathers, runtime_of
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -323,7 +323,7 @@ class TestPipeline(GlooTest):
             optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
             pipeline.run(7)
             if stage_class is Stage:
-                weights = [weight for part in pipeline.parts.values() for weight in runtime_of(part).weights]
+                weights = [weight for part in pipeline.parts.values() for weight in members_of(part).weights]
                 assert all(weight.for_forward.live or weight.for_forward.kept for weight in weights)
                 optimizer.step()
             for part in pipeline.parts.values():

@@ -34,7 +34,7 @@ from fsdp_common import (
     token_batch,
     wrap,
 )
-from runtime_common import Counts, counted, runtime_of
+from runtime_common import Counts, counted, members_of, runtime_of
 from test_gtp_shard_groups import CHOSEN
 from test_shard_optimizer import CLOSE, OfTwoByTwo, blocks, blocks_batch, small_loss
 from torch.distributed.device_mesh import DeviceMesh
@@ -233,7 +233,7 @@ class TestCosts(Costs):
         """Over the replicas each weight is reduce-scattered once, and gathered once for all microbatches. What gtp
         gathers is the same, in number and size."""
         models = [gtp_shard(make(), self.mesh, schedule=ALL, shard_optimizer=split) for split in (False, True)]
-        num_weights = len(runtime_of(models[0]).weights)
+        num_weights = len(members_of(models[0]).weights)
         whole, split = map(self.counts, models)
         self.assertEqual(split.reduce_scatters - whole.reduce_scatters, num_weights)
         self.assertEqual(whole.all_reduces - split.all_reduces, num_weights)

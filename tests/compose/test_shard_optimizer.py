@@ -18,7 +18,7 @@ import torch.nn as nn
 from checkpoint_common import make as make_small
 from common import ALL, GlooTest, assert_same_params, check_training, full, rows_of_rank
 from fsdp_common import OPTIMIZERS, VOCABULARY, check, make, mesh_of, next_token_loss, tensor_parallel, token_batch
-from runtime_common import assert_idle, runtime_of
+from runtime_common import assert_idle, members_of
 from schedules import explicit
 from test_gtp_shard_groups import CHOSEN, WIDTH, Block
 from test_gtp_shard_groups import Model as BlockModel
@@ -113,7 +113,7 @@ class TestTraining(OfTwoByTwo):
         model: Any = blocks()
         model.first = model.last = nn.Identity()  # all weights are in groups
         model = self.check_blocks(model, make_optimizer=Own)
-        self.assertEqual({weight.group for weight in runtime_of(model).weights}, {*runtime_of(model).groups})
+        self.assertEqual({weight.group for weight in members_of(model).weights}, {*members_of(model).groups})
 
     def test_optimizers_that_need_whole_matrices(self) -> None:
         def muon(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -125,7 +125,7 @@ class TestTraining(OfTwoByTwo):
     # --- gradients ----------------------------------------------------------------------------------------------------
 
     def test_groups_of_blocks(self) -> None:
-        self.assertEqual(len(runtime_of(self.check_blocks()).groups), 3)
+        self.assertEqual(len(members_of(self.check_blocks()).groups), 3)
 
     def test_a_group_with_members_of_whole_states(self) -> None:
         """Frozen before ``gtp_shard``, and trained later: states of such weights are not split."""
@@ -195,7 +195,7 @@ class TestTraining(OfTwoByTwo):
 
         is_second = self.mesh.get_local_rank("replicate") == 1
         model = self.check_blocks(blocks(block=WithUse))
-        self.assertEqual(len(runtime_of(model).groups), 3)
+        self.assertEqual(len(members_of(model).groups), 3)
 
     # --- layouts and precision ----------------------------------------------------------------------------------------
 
@@ -313,7 +313,7 @@ class TestTraining(OfTwoByTwo):
             lambda model, tokens: model(tokens),
             steps=2,
         )
-        self.assertEqual(sum(weight.fused.losses is not None for weight in runtime_of(model).weights), 1)
+        self.assertEqual(sum(weight.fused.losses is not None for weight in members_of(model).weights), 1)
 
     def test_beside_recompute_and_compile(self) -> None:
         def recomputed(layer: Any) -> None:

@@ -14,7 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from common import assert_same_params, full
 from cuda_common import BF16, NUM_RANKS, CudaTest
-from runtime_common import runtime_of
+from runtime_common import members_of
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -90,7 +90,7 @@ class TestCudaGroups(CudaTest):
             square(model, self.mine(step)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        self.assertEqual(len(runtime_of(model).groups), DEPTH)
+        self.assertEqual(len(members_of(model).groups), DEPTH)
         return [param.to_local().clone() for param in model.parameters()]
 
     def test_steps_equal_one_process(self) -> None:

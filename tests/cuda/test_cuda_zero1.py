@@ -27,7 +27,7 @@ from fsdp_common import (
     tensor_parallel,
 )
 from fsdp_common import token_batch as tokens_of
-from runtime_common import assert_idle, runtime_of
+from runtime_common import assert_idle, members_of
 from schedules import explicit
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -117,7 +117,7 @@ class TestCudaShardOptimizer(CudaTest):
             )
             found = [self.train(model, is_clipped=True, fused=True) for model in (whole, split)]
             torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
-            self.assertEqual(len(runtime_of(split).groups), len(runtime_of(whole).groups))
+            self.assertEqual(len(members_of(split).groups), len(members_of(whole).groups))
 
     def test_late_streams_and_poisoned_memory_change_no_bit(self) -> None:
         """What is read before a replica has sent it is NaN, or of the step before."""

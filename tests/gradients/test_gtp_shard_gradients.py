@@ -20,7 +20,7 @@ from runtime_common import (
     counted,
     make_rows,
     make_tokens,
-    runtime_of,
+    members_of,
     shard_copy,
     square_step,
     token_loss,
@@ -257,7 +257,7 @@ class TestGradients(GlooTest):
             before = reference.head.weight.detach().clone()
             model = shard_copy(reference, mesh)
             assert model.head.weight is model.embedding.weight
-            assert len(list(model.parameters())) == len(runtime_of(model).weights) == 1
+            assert len(list(model.parameters())) == len(members_of(model).weights) == 1
             tokens = torch.randint(0, num_rows, (8, 5))
             tokens.view(-1)[:num_rows] = torch.arange(num_rows)
             check_step(reference, model, mesh, tokens, token_step)

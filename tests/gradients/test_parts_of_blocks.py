@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 from pairs_common import CHOSEN, MIXED, Pair, PairTest, blocks
 from passes_common import Block, mean, usual
-from runtime_common import runtime_of
+from runtime_common import members_of
 from torch.utils.checkpoint import checkpoint
 
 
@@ -101,5 +101,5 @@ class TestPartsOfBlocks(PairTest):
         """Makes the groups while a layer runs."""
         for pair in self.pairs(blocks, (CHOSEN, MIXED), is_first=True):
             self.run_both(pair, lambda each, x: usual(each[0].up, x))
-            assert runtime_of(pair[0]).groups
+            assert members_of(pair[0]).groups
             self.check_grads(pair)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from common import ALL, GlooTest, assert_same_params
-from runtime_common import WIDTH, Raw, assert_idle, counted, make_rows, num_gathers, runtime_of
+from runtime_common import WIDTH, Raw, assert_idle, counted, make_rows, members_of, num_gathers, runtime_of
 from schedules import explicit
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -125,7 +125,7 @@ class TestUnusedWeights(GlooTest):
             gtp_shard(model, mesh, schedule=policy)
             model(make_rows(0), ALL_HEADS).backward()
             model.zero_grad()
-            assert runtime_of(model).groups
+            assert members_of(model).groups
             model.set_reduce_scatter_unused_params(True)
 
         model, reference = self.train_from_start(False, CHOSEN, shard)

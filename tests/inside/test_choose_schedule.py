@@ -118,8 +118,8 @@ def test_the_largest_block_counts() -> None:
             for block in model.blocks if are_calls else ():
                 _sharded(block, SchedulePolicy(min_shard_numel=0))
             runtime = runtime_of(_sharded(model, SchedulePolicy(min_shard_numel=0)))
-            assert block_nbytes([model], runtime.weights) == 2 * 8 * 64 * 2
-        assert block_nbytes([], runtime.weights) == 2 * (100 * 8 + 2 * 8 * (32 + 64 + 16))
+            assert block_nbytes([model], runtime.members.weights) == 2 * 8 * 64 * 2
+        assert block_nbytes([], runtime.members.weights) == 2 * (100 * 8 + 2 * 8 * (32 + 64 + 16))
 
 
 def test_chosen_leaves_nothing_open() -> None:

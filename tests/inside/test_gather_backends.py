@@ -26,8 +26,8 @@ from runtime_common import (
     check_step,
     make_rows,
     make_tokens,
+    members_of,
     num_gathers,
-    runtime_of,
     shard_copy,
     small_model,
     square_loss,
@@ -335,7 +335,7 @@ class TestGatherBackends(GlooTest):
         for model in models:
             square_loss(model, rows_of_rank(x, mesh)).backward()
             assert_same_params(model, reference, "grad")
-        names = {(name.gather_name, name.scatter_name) for name in (runtime_of(m).weights[0].groups for m in models)}
+        names = {(name.gather_name, name.scatter_name) for name in (members_of(m).weights[0].groups for m in models)}
         self.assertEqual(len(names), 1)
         for name in next(iter(names)):
             self.assertFalse(compat.has_racing_threads(compat.resolve_group(name)))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.nn as nn
 
 from dtensor_gtp._schedule.guesses import Blocks, blocks_in, guess_backward, reordered
-from dtensor_gtp._schedule.order_of_gathers import Traits, Window
-from dtensor_gtp._schedule.order_of_uses import Chain
+from dtensor_gtp._schedule.passes import Chain
+from dtensor_gtp._schedule.plans import Traits, Window
 
 # Two blocks of two weights, between a table and a head. Backward gathers other data of weight 4.
 USES = (0, 1, 2, 3, 4, 5)

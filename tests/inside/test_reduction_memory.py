@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn as nn
-from runtime_common import runtime_of
+from runtime_common import members_of
 from schedules import explicit
 from test_capture_blocks import one_of
 from test_gtp_shard_groups import CHOSEN, WIDTH, Mixture, Model
@@ -24,7 +24,7 @@ def test_rows_that_wait_for_replicas(options: Any) -> None:
     """A reduction adds what earlier ones have left to its result, and nobody else holds that any more."""
     with one_of(4) as (mesh, _):
         model = gtp_shard(nn.Linear(8, 8, bias=False), mesh, schedule=explicit(min_shard_numel=0, **options))
-        (weight,) = runtime_of(model).weights
+        (weight,) = members_of(model).weights
         model.set_requires_all_reduce(False)
         model(torch.randn(2, 8)).sum().backward()
         assert weight.pending_grad.unreplicated is not None

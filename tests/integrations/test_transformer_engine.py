@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from common import ALL, GlooTest, assert_same_params, rows_of_rank
-from runtime_common import assert_idle, runtime_of
+from runtime_common import assert_idle, members_of
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from dtensor_gtp import gtp_shard
@@ -89,7 +89,7 @@ class TestLikeTransformerEngine(GlooTest):
         model = gtp_shard(make(), self.gtp_mesh(), schedule=ALL)
         for kept in ([], ["2.weight"]):
             loss = model(torch.randn(2, 16)).sum()
-            held = [weight.fqn for weight in runtime_of(model).weights if not weight.for_forward.is_absent]
+            held = [weight.fqn for weight in members_of(model).weights if not weight.for_forward.is_absent]
             self.assertEqual(held, kept)
             loss.backward()
             assert_idle(model)

@@ -187,7 +187,7 @@ class TestPlanes(unittest.TestCase):
         with environment(DTENSOR_GTP_DEBUG="poison"), quiet_mesh(2) as mesh:
             model = quantize_(nn.Linear(48, 32, bias=False), Float8Tensorwise(compute="float8"))
             runtime = runtime_of(gtp_shard(model, mesh, schedule=ALL))
-            (weight,) = runtime.weights
+            (weight,) = runtime.members.weights
             gathered = runtime.gathering.acquire(weight.for_forward)
             planes = gathered.quantized().planes
             before = planes[0].view(torch.uint8).clone()

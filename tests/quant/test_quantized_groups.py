@@ -28,7 +28,7 @@ from quant_common import (
     traffic_of_a_step,
     wire_traffic,
 )
-from runtime_common import runtime_of
+from runtime_common import members_of
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from dtensor_gtp import SchedulePolicy, gtp_shard, quantize_, sharding_report
@@ -81,7 +81,7 @@ class TestQuantizedGroups(GlooTest):
         shard = gtp(recipe, mesh, names, schedule=CHOSEN)
         changed = (lambda model: shard(change(model))) if change is not None else shard
         trained = check(seeded(), recipe, changed, mesh, names=names, make_reference=reference_of)
-        self.assertEqual([group.fqn for group in runtime_of(trained).groups], ["layers.0", "layers.1"])
+        self.assertEqual([group.fqn for group in members_of(trained).groups], ["layers.0", "layers.1"])
 
     def test_steps_equal_one_process(self) -> None:
         """Gradients and parameters after steps of two microbatches; the optimizer writes without a trace."""
@@ -170,7 +170,7 @@ class TestQuantizedGroups(GlooTest):
             gtp_shard(model, mesh, schedule=CHOSEN, mp_policy=MixedPrecisionPolicy())
             with environment(PYTHONWARNINGS="ignore"):
                 loss_of(model, tokens_of(0)).backward()
-            self.assertEqual(len(runtime_of(model).groups), 0)
+            self.assertEqual(len(members_of(model).groups), 0)
             self.assertIn(why, str(sharding_report(model, verbose=True)))
         with mock.patch.object(group_blocks, "is_one_host", return_value=False):
             model = gtp(Float8Tensorwise(), mesh, schedule=CHOSEN)(seeded())
@@ -198,4 +198,4 @@ class TestQuantizedGroupsOnReplicas(GlooTest):
         for recipe, options in ((Float8Tensorwise(), {}), (Float8Rowwise(), {"shard_optimizer": True})):
             shard = gtp(recipe, mesh, schedule=CHOSEN, **options)
             model = check(seeded(), recipe, shard, mesh, make_reference=reference_of)
-            self.assertEqual(len(runtime_of(model).groups), 2)
+            self.assertEqual(len(members_of(model).groups), 2)

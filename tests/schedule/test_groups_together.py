@@ -19,7 +19,7 @@ from dtensor_gtp._comm import context
 from dtensor_gtp._params import gather
 from dtensor_gtp._schedule import choose_schedule
 from dtensor_gtp._schedule.launch_reductions import ReductionLaunches
-from dtensor_gtp._schedule.order_of_gathers import Traits, Window, _put_together
+from dtensor_gtp._schedule.plans import Traits, Window, _put_together
 
 BFLOAT16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 import torch.nn as nn
 from common import GlooTest, assert_same_params, check_training, full, rows_of_rank
-from runtime_common import runtime_of
+from runtime_common import members_of
 from schedules import explicit
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -140,19 +140,19 @@ class TestGroups(GlooTest):
         sharding = {"reshard_after_forward": options.pop("reshard_after_forward", True)}
         shard = options.pop("shard", lambda model: gtp_shard(model, mesh, schedule=CHOSEN, **sharding))
         model = check_training(reference, shard, mesh, rows, loss, steps=steps, tolerance=CLOSE, **options)
-        groups = runtime_of(model).groups
+        groups = members_of(model).groups
         self.assertEqual([group.leaves.storage.nbytes() for group in groups], [0] * len(groups))
         self.assertGreater(len(groups), 0)
         return model
 
     def num_gathers(self, model: nn.Module) -> list[int]:
-        return [group.for_forward.num_gathers for group in runtime_of(model).groups]
+        return [group.for_forward.num_gathers for group in members_of(model).groups]
 
     def test_steps_equal_one_process(self) -> None:
         """One gather of a block in each direction. The last block of the forward is the first of backward: it stays."""
         model = self.check(seeded(Model))
         self.assertEqual(self.num_gathers(model), [4, 4, 4])
-        self.assertEqual([group.fqn for group in runtime_of(model).groups], [f"layers.{n}" for n in range(3)])
+        self.assertEqual([group.fqn for group in members_of(model).groups], [f"layers.{n}" for n in range(3)])
         report = sharding_report(model, verbose=True)
         self.assertIn("3 blocks, each gathered as a whole", str(report))
         uses = {row.name: row.use for row in report.rows}
@@ -173,8 +173,8 @@ class TestGroups(GlooTest):
             layer.compile(backend="aot_eager")
         with mock.patch.object(choose_schedule, "_SMALL_NUMEL", 4 * WIDTH**2):
             model = self.check(seeded(partial(Model, block=Mixture)), num_microbatches=2)
-            self.assertEqual(len(runtime_of(model).groups), 3)
-            single = {weight.fqn for weight in runtime_of(model).weights if weight.group is None}
+            self.assertEqual(len(members_of(model).groups), 3)
+            single = {weight.fqn for weight in members_of(model).weights if weight.group is None}
             self.assertEqual(single, expected | {"first.weight", "last.weight"})
             self.check(seeded(recomputed))
             self.check(compiled)
@@ -364,7 +364,7 @@ class TestGroups(GlooTest):
                     param.fill_(0.25)
             model = self.shard(copy.deepcopy(reference))
             square(model, x).backward()
-            self.assertTrue(runtime_of(model).groups)
+            self.assertTrue(members_of(model).groups)
             Decayed.written = name
             with self.assertRaisesRegex(RuntimeError, "has changed weights of block 'layers.0' through .data"):
                 model(x)
@@ -422,7 +422,7 @@ class TestGroups(GlooTest):
             model.layers[1].up.register_parameter("weight", nn.Parameter(torch.zeros(1)))
         model.reshard()
         assert_same_params(model, reference, "grad", **CLOSE)
-        self.assertEqual(runtime_of(model).groups[1].leaves.storage.nbytes(), 0)
+        self.assertEqual(members_of(model).groups[1].leaves.storage.nbytes(), 0)
 
     def test_unshard_after_parameters_were_replaced(self) -> None:
         model = self.shard(seeded(Model))
@@ -439,7 +439,7 @@ class TestGroups(GlooTest):
         reference = seeded(Model)
         reference.layers[1].up.weight = reference.layers[0].up.weight
         model = self.check(reference)
-        self.assertEqual([group.fqn for group in runtime_of(model).groups], ["layers.2"])
+        self.assertEqual([group.fqn for group in members_of(model).groups], ["layers.2"])
         self.assertIn("is shared with other modules", str(sharding_report(model, verbose=True)))
 
 

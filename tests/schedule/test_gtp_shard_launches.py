@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from common import assert_same_params, environment, fake_mesh
-from runtime_common import assert_idle, counted, num_gathers, runtime_of, weight_of
+from runtime_common import assert_idle, counted, members_of, num_gathers, runtime_of, weight_of
 from schedules import explicit
 from torch.utils.checkpoint import checkpoint
 
@@ -134,7 +134,7 @@ class TestLaunches(unittest.TestCase):
         self.assertEqual(set(used.values()) - {4}, {3}, "one each way; the last of the forward is kept, of each mesh")
         # One gather stream for each communicator: that of all experts is in order, and another than that of the rest.
         of_experts, of_others = (
-            {weight.groups.gather_name for weight in runtime_of(model).weights if ("experts" in weight.fqn) == is_one}
+            {weight.groups.gather_name for weight in members_of(model).weights if ("experts" in weight.fqn) == is_one}
             for is_one in (True, False)
         )
         self.assertEqual((len(of_experts), len(of_others), len(of_experts | of_others)), (1, 1, 2))
@@ -239,7 +239,7 @@ class TestLaunches(unittest.TestCase):
         model = self.dense(keep_nbytes=2 * nbytes)
 
         def kept() -> list[str]:
-            return [weight.fqn for weight in runtime_of(model).weights if weight.for_forward.kept is not None]
+            return [weight.fqn for weight in members_of(model).weights if weight.for_forward.kept is not None]
 
         x = torch.ones(3, WIDTH, requires_grad=True)
         for step in range(3):
@@ -346,7 +346,7 @@ class TestLaunches(unittest.TestCase):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 for index in self.order:
                     x = self.layers[index](x)
-                    pending = [weight.fqn[7] for weight in runtime_of(self).weights if weight.for_forward.pending]
+                    pending = [weight.fqn[7] for weight in members_of(self).weights if weight.for_forward.pending]
                     self.in_flight.append("".join(pending))
                 return x
 

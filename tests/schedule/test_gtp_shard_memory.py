@@ -20,6 +20,7 @@ from runtime_common import (
     check_step,
     make_rows,
     make_tokens,
+    members_of,
     runtime_of,
     shard_copy,
     square_loss,
@@ -127,9 +128,9 @@ class TestMemory(GlooTest):
             for step in range(2):
                 with watched_gathers(model) as gathers:
                     loss = square_loss(model, x)
-                    assert len(gathers.buffers) >= len(runtime_of(model).weights)
+                    assert len(gathers.buffers) >= len(members_of(model).weights)
                     # What the forward uses last and the backward first is kept, once that is known.
-                    kept = [weight.fqn for weight in runtime_of(model).weights if weight.for_forward.kept is not None]
+                    kept = [weight.fqn for weight in members_of(model).weights if weight.for_forward.kept is not None]
                     assert len(kept) == (step > 0), kept
                     gathers.assert_alive(kept)
                     loss.backward()
@@ -155,7 +156,7 @@ class TestMemory(GlooTest):
 
     def test_reshard_after_forward_false_keeps_each_weight_once(self) -> None:
         model = gtp_shard(Generic(), self.gtp_mesh(), schedule=ALL, reshard_after_forward=False)
-        names = sorted(weight.fqn for weight in runtime_of(model).weights)
+        names = sorted(weight.fqn for weight in members_of(model).weights)
         for _ in range(2):
             with watched_gathers(model) as gathers:
                 loss = square_loss(model, make_rows(0))
@@ -230,7 +231,7 @@ class TestMemory(GlooTest):
         runtime = weakref.ref(runtime_of(model))
         shards = [StorageWeakRef(param.to_local().untyped_storage()) for param in model.parameters()]
         buffers = [
-            StorageWeakRef(weight.for_forward.kept.buffer.untyped_storage()) for weight in runtime_of(model).weights
+            StorageWeakRef(weight.for_forward.kept.buffer.untyped_storage()) for weight in members_of(model).weights
         ]
         del model
         assert until(lambda: num_tensors() <= before)

@@ -40,7 +40,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import SchedulePolicy, gtp_shard, sharding_report
-from dtensor_gtp._schedule.order_of_uses import ChainKey, Entry
+from dtensor_gtp._schedule.passes import ChainKey, Entry
 
 
 def policy(depth: int, max_inflight: int = 2, **options: int) -> SchedulePolicy:

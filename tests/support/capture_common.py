@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 import torch.nn as nn
 from common import ALL, full
-from runtime_common import Raw, local, runtime_of
+from runtime_common import Raw, local, members_of, runtime_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves
 
@@ -53,22 +53,19 @@ class OnHost:
 
     @contextmanager
     def runtime_unchanged(self) -> Iterator[None]:
-        weights = runtime_of(self.sharded).weights
+        weights = members_of(self.sharded).weights
         kept = [(target, target.kept) for weight in weights for target in weight.gatherables]
-        editions = [weight.versions.edition for weight in weights]
-        owed = [(group.pending_grad, set(group.pending_grad.owed)) for group in runtime_of(self.sharded).groups]
+        owed = [(group.pending_grad, set(group.pending_grad.owed)) for group in members_of(self.sharded).groups]
         for target, _ in kept:
             target.kept = None
         yield
         for target, gathered in kept:
             target.kept = gathered
-        for weight, edition in zip(weights, editions, strict=True):
-            weight.versions.edition = edition
         for pending, before in owed:
             pending.owed = before
 
     def check_nothing_is_kept(self) -> None:
-        assert all(weight.for_forward.kept is None for weight in runtime_of(self.sharded).weights)
+        assert all(weight.for_forward.kept is None for weight in members_of(self.sharded).weights)
 
     def record(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         self.events.append("record")

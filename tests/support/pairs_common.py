@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from common import ALL, GlooTest, assert_same_params, rows_of_rank
 from passes_common import NUM_ROWS, WIDTH, Block, Model, usual
-from runtime_common import make_rows, runtime_of, shard_copy
+from runtime_common import make_rows, members_of, shard_copy
 
 from dtensor_gtp import SchedulePolicy
 
@@ -51,7 +51,7 @@ class PairTest(GlooTest):
             if not is_first:
                 usual(pair[0], make_rows(9, 4, self.width))
                 pair[0].zero_grad()
-                assert policy is ALL or runtime_of(pair[0]).groups
+                assert policy is ALL or members_of(pair[0]).groups
             yield pair
 
     def pair(self, make: Callable[[], nn.Module], policy: SchedulePolicy = ALL) -> Pair:

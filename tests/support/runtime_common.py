@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from dtensor_gtp import gtp_shard
 from dtensor_gtp._modules.binding import binding_of
 from dtensor_gtp._params.sharded_weight import ShardedWeight
+from dtensor_gtp._schedule.members import Members
 from dtensor_gtp._schedule.runtime import Runtime
 from dtensor_gtp.ops.linear import UngatheredWeight
 
@@ -101,13 +102,18 @@ def runtime_of(module: nn.Module) -> Runtime:
     return binding.group.runtime
 
 
+def members_of(module: nn.Module) -> Members:
+    """The parameters and groups of its runtime."""
+    return runtime_of(module).members
+
+
 def weight_of(module: nn.Module, fqn: str) -> ShardedWeight:
-    (weight,) = [weight for weight in runtime_of(module).weights if weight.fqn == fqn]
+    (weight,) = [weight for weight in members_of(module).weights if weight.fqn == fqn]
     return weight
 
 
 def num_gathers(module: nn.Module) -> dict[str, int]:
-    return {weight.fqn: weight.for_forward.num_gathers for weight in runtime_of(module).weights}
+    return {weight.fqn: weight.for_forward.num_gathers for weight in members_of(module).weights}
 
 
 @contextmanager
@@ -130,9 +136,9 @@ def assert_idle(module: nn.Module) -> None:
         "reductions": runtime.comm.reductions._reductions,
         "gradients that wait": runtime.grads._waiting,
     }
-    for param in runtime.params:
+    for param in runtime.members.params:
         left[f"reduced {param.fqn}"] = param.gradient.reduced
-    for weight in runtime.weights:
+    for weight in runtime.members.weights:
         for target in weight.gatherables:
             left[f"gathered {target.index} {weight.fqn}"] = [*target.pending, *filter(None, (target.live, target.kept))]
         left[f"unsharded_grad {weight.fqn}"] = weight.pending_grad.unsharded

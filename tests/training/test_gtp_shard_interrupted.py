@@ -156,6 +156,15 @@ class TestInterrupted(GlooTest):
                 backward(model, rows)
             with mock.patch.object(sys, "last_value", now, create=True):
                 check_two_microbatches()
+            with mock.patch.object(sys, "last_value", None, create=True):
+                sys.last_value = KeyboardInterrupt()
+                model.zero_grad()
+                model.set_requires_gradient_sync(False)
+                backward(model, rows)
+                address, sys.last_value = id(sys.last_value), None
+                later = [KeyboardInterrupt() for _ in range(10_000)]  # one has that address, if nobody holds the first
+                sys.last_value = next((error for error in later if id(error) == address), later[0])
+                check_two_microbatches()
 
     def test_a_second_thread_is_refused(self) -> None:
         """It would take weights and gradients of the pass that runs. One after the other, threads may train."""

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import MixedPrecisionPolicy, gtp_shard, register_gtp_forward_method, sharding_report
-from dtensor_gtp._schedule.order_of_uses import ChainKey, Entry
+from dtensor_gtp._schedule.passes import ChainKey, Entry
 
 
 class AutoEncoder(nn.Module):

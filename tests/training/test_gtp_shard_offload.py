@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 import torch.nn as nn
 from common import ALL, GlooTest, assert_same_params, check_training, fake_world, fused_on, rows_of_rank
-from runtime_common import WIDTH, make_rows, runtime_of
+from runtime_common import WIDTH, make_rows, members_of, runtime_of
 from schedules import explicit
 from test_gtp_shard_training import Tied, next_token_loss, token_batch
 from torch.distributed.device_mesh import init_device_mesh
@@ -109,7 +109,7 @@ class TestOffload(GlooTest):
             self.assertEqual(waits, ["uploads", "uploads", "gradients"])
         self.assertGreaterEqual(len(sent), 6)
         self.assertEqual(storages(sent) & shards, set())
-        self.assertEqual(storages(param.leaf for param in runtime_of(model).members.whole) & shards, set())
+        self.assertEqual(storages(param.leaf for param in members_of(model).whole) & shards, set())
         self.assertEqual(storages(reduced) & storages(param.grad.to_local() for param in model.parameters()), set())
 
     def test_writes_to_shards_count(self) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, GlooTest, assert_same_params, full, rows_of_rank
-from runtime_common import WIDTH, check_steps, make_rows, runtime_of, shard_copy, square_loss
+from runtime_common import WIDTH, check_steps, make_rows, members_of, runtime_of, shard_copy, square_loss
 from schedules import explicit
 from torch.distributed.tensor import DTensor
 
@@ -213,7 +213,7 @@ class TestReads(GlooTest):
         with mock.patch.object(earlier, "note_step") as told:
             torch.optim.SGD(model.parameters(), lr=0.1).step()
         told.assert_not_called()
-        self.assertEqual([weight.versions.num_updates for weight in runtime_of(model).weights], [1, 1])
+        self.assertEqual([weight.versions.num_updates for weight in members_of(model).weights], [1, 1])
 
     def test_a_step_on_what_was_replaced_and_unsharded_before_any_forward(self) -> None:
         mesh = self.gtp_mesh()

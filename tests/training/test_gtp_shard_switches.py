@@ -19,6 +19,7 @@ from runtime_common import (
     gathers,
     make_rows,
     make_tokens,
+    members_of,
     runtime_of,
     shard_copy,
     small_model,
@@ -48,7 +49,7 @@ class TestSwitches(GlooTest):
             model = shard_copy(reference, mesh, **({"mp_policy": policy} if policy else {}))
             # The tied weight has two uses: each is reduce-scattered, their sum is all-reduced with the first one that
             # is complete. Whole parameters: one call over each axis.
-            num_uses = len(runtime_of(model).weights) + 1
+            num_uses = len(members_of(model).weights) + 1
             expected = {
                 "set_requires_gradient_sync": [(0, 0), (num_uses, 1 if mesh.ndim == 1 else num_uses + 2)],
                 "set_requires_all_reduce": [(num_uses, 0), (num_uses, num_uses + 2)],
@@ -101,7 +102,7 @@ class TestSwitches(GlooTest):
                     if not is_last:
                         optimizer.zero_grad()
                         model.zero_grad()
-                self.assertEqual(bool(runtime_of(model).groups), schedule is not ALL)
+                self.assertEqual(bool(members_of(model).groups), schedule is not ALL)
                 assert_same_params(model, reference, "grad", rtol=1e-4, atol=1e-5)
 
     def test_weights_kept_after_backward_serve_the_next_microbatch(self) -> None:
@@ -126,7 +127,7 @@ class TestSwitches(GlooTest):
         mesh = self.gtp_mesh()
         reference = small_model()
         model = shard_copy(reference, mesh)
-        weights = list(runtime_of(model).weights)
+        weights = list(members_of(model).weights)
         for is_async in (False, True):
             assert isinstance(model[0].weight, DTensor)
             with counted() as counts:

@@ -1,4 +1,5 @@
-"""The plan of gathers, as plain data. No torch in here.
+"""The plan of a pass, as plain data: what is gathered when, what is kept, and which gradients travel together. No torch
+in here.
 
 A *use* is one consumption of a weight, named by the weight's index. The uses of a pass, in order, are the plan of the
 next pass of the same kind. A pass that deviates from its plan is slower, but right.
@@ -18,17 +19,25 @@ the rule of lane 0, which then counts the uses of both lanes.
 Consecutive uses of a lane with at most ``together_nbytes`` are one launch, when the first is due. The first gathers of
 a pass overlap with nothing, so launches start small: at most the bytes of all launches before, or what is gathered in
 less time than a collective takes to start.
+
+[Note: which gradients travel together]
+A gradient below the limit waits for others. Those that wait are launched when the next one does not fit, or may not
+join them.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Container, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from .._comm.debug import format_nbytes
+
+T = TypeVar("T")
 
 _QUICK_NBYTES = 4 << 20  # a link of 300 GB/s moves it in 14 us; a collective takes 20 us to start
 
@@ -237,3 +246,90 @@ def choose_kept(
     for lane in others:
         choose(lane, left // len(others))
     return tuple(use for use in order if use in kept)
+
+
+class Held(NamedTuple):
+    """Bytes of full weights that are in memory or on their way.
+
+    Args:
+        during: At each use: the weight in use, those that are gathered ahead, and those that are kept from forward to
+            backward.
+        between: The same before each use and after the last one.
+    """
+
+    during: tuple[int, ...]
+    between: tuple[int, ...]
+
+
+def held_nbytes(plan: Plan, kept: AbstractSet[int], nbytes: Sequence[int], *, is_backward: bool) -> Held:
+    """What a pass holds. ``kept`` are the weights that stay from forward to backward; ``nbytes`` is by weight index."""
+    reasons: Counter[int] = Counter()  # by weight: how many gathers ahead are for it, and whether it is kept
+    during, between = [], []
+    ahead: set[int] = set()  # positions whose gathers have been launched
+    used: set[int] = set()
+    total = 0
+
+    def change(index: int, number: int) -> None:
+        nonlocal total
+        was_held = reasons[index] > 0
+        reasons[index] += number
+        total += nbytes[index] * ((reasons[index] > 0) - was_held)
+
+    for index in kept if is_backward else ():
+        change(index, 1)
+    for step, launches in enumerate(plan.launches):
+        if step:
+            index = plan.uses[step - 1]
+            change(index, -(step - 1 in ahead))
+            if index in kept and index not in used:
+                change(index, -1 if is_backward else 1)
+            used.add(index)
+        for position in (position for launch in launches for position in launch.positions):
+            ahead.add(position)
+            change(plan.uses[position], 1)
+        between.append(total)
+        if step:
+            during.append(total if reasons[index] else total + nbytes[index])
+    return Held(tuple(during), tuple(between))
+
+
+def may_wait(nbytes: int, limit: int) -> bool:
+    """Whether a gradient of so many bytes waits for others to travel with."""
+    return nbytes < limit
+
+
+def group_may_wait(nbytes: int, limit: int) -> bool:
+    """Whether the gradients of a group wait: it is many weights already, so a second one of its size has to fit."""
+    return fits(nbytes, nbytes, limit)
+
+
+def fits(waiting_nbytes: int, nbytes: int, limit: int) -> bool:
+    """Whether a gradient joins those that wait."""
+    return waiting_nbytes + nbytes <= limit
+
+
+class Together(Generic[T]):
+    """The gradients of one lane, where all may join each other, see [Note: which gradients travel together].
+
+    The runtime asks the functions above: it launches those that wait before it makes the next one."""
+
+    def __init__(self, limit: int, *, of_groups: bool = False) -> None:
+        self._limit = limit
+        self._may_wait = group_may_wait if of_groups else may_wait
+        self.waiting: list[T] = []
+        self._nbytes = 0
+
+    def submit(self, gradient: T, nbytes: int) -> list[list[T]]:
+        """What a gradient launches: those that wait and do not take it along, and itself if it travels alone."""
+        is_alone = not self._may_wait(nbytes, self._limit)
+        launches = self.flush() if is_alone or not fits(self._nbytes, nbytes, self._limit) else []
+        if is_alone:
+            return [*launches, [gradient]]
+        self.waiting.append(gradient)
+        self._nbytes += nbytes
+        return launches
+
+    def flush(self) -> list[list[T]]:
+        """What waits is launched: backward ends."""
+        waiting, self.waiting, self._nbytes = self.waiting, [], 0
+        return [waiting] if waiting else []

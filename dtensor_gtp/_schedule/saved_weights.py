@@ -9,33 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
-from .._howto import see
-from .gathered import Gathered, Version
-from .sharded_weight import Gatherable, ShardedWeight
+from .._params.gathered import Gathered, Version
+from .._params.refusals import check_unmodified
+from .._params.sharded_weight import ShardedWeight
+from .gathering import Gathering
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-
-
-class Gathers(Protocol):
-    def acquire(self, target: Gatherable) -> Gathered: ...
-    def release(self, target: Gatherable, gathered: Gathered) -> None: ...
-
-
-class GathersAgain(Protocol):
-    """Gathers weights in backward: the runtime."""
-
-    @property
-    def gathering(self) -> Gathers: ...
-    def note_backward(self) -> None: ...
-    def watch_saved(self, saved: SavedWeights) -> None: ...
 
 
 @dataclass(eq=False)
@@ -108,8 +94,11 @@ class _Saved(NamedTuple):
 class SavedWeights:
     """Saved-tensor hooks of one frame."""
 
-    def __init__(self, runtime: GathersAgain) -> None:
-        self._runtime = runtime
+    def __init__(
+        self, gathering: Gathering, note_backward: Callable[[], None], note_gather: Callable[[SavedWeights], None]
+    ) -> None:
+        """``note_gather`` is called if a backward gathers for handles: it releases them all when it ends."""
+        self._gathering, self._note_backward, self._note_gather = gathering, note_backward, note_gather
         # By address of the storage. Weights that are gathered side by side share a storage.
         self._watched: dict[int, list[_Watched]] = {}
         self.outer: tuple[compat.PackHook, compat.UnpackHook] | None = None  # the hooks that were active before
@@ -196,10 +185,10 @@ class SavedWeights:
         if use.gathered is None:
             check_unmodified(use.weight, use.version)
             if compat.current_graph_task_id() != -1:
-                self._runtime.note_backward()
+                self._note_backward()
                 if not self._in_use:
-                    self._runtime.watch_saved(self)
-            use.gathered = self._runtime.gathering.acquire(use.weight.for_backward)
+                    self._note_gather(self)
+            use.gathered = self._gathering.acquire(use.weight.for_backward)
             use.num_left = use.num_saved
             self._in_use.append(use)
         return use.gathered
@@ -208,7 +197,7 @@ class SavedWeights:
         gathered, use.gathered = use.gathered, None
         self._in_use.remove(use)
         if gathered is not None:
-            self._runtime.gathering.release(use.weight.for_backward, gathered)
+            self._gathering.release(use.weight.for_backward, gathered)
 
     def release_all(self) -> None:
         """Called at the end of a backward: release weights with handles that it did not need."""
@@ -245,63 +234,3 @@ def _parts_of(tensor: Tensor) -> dict[str, Tensor]:
         return {}
     parts = {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
     return parts if all(type(part) in _PLAIN for part in parts.values()) else {}
-
-
-def check_unmodified(weight: ShardedWeight, version: Version) -> None:
-    """Raise a RuntimeError, as autograd does, if the weight was written after the forward that used it."""
-    if version[2] < weight.versions.replaced_at:
-        raise RuntimeError(weight.replaced_before_backward())
-    if weight.version != version:
-        raise RuntimeError(
-            f"Parameter '{weight.fqn}' is needed for gradient computation, but it has been modified by an inplace "
-            f"operation since its forward: it is at {weight.version}; expected {version}. Run backward before the "
-            "optimizer step, or the forward again after it."
-        )
-
-
-def check_differentiable(weight: ShardedWeight) -> None:
-    """Raise a NotImplementedError if a transform of ``torch.func`` asks for derivatives of a use of the weight."""
-    if compat.in_func_transform():
-        raise NotImplementedError(
-            f"Transforms of torch.func (grad, vmap, jacrev, jvp) do not see gathers and reductions, so gtp_shard does "
-            f"not support them on uses of parameter '{weight.fqn}' of shape {tuple(weight.layout.shape)}. Take "
-            "derivatives for inputs with torch.autograd.grad or torch.autograd.functional, those for parameters with "
-            "backward(). Run vmap under torch.no_grad()."
-        )
-
-
-def refuse_recording(recorder: str, fqn: str) -> NoReturn:
-    """Called while a program is recorded that is to run without our modules: it would keep a weight's present values,
-    or a number that names another weight elsewhere."""
-    raise RuntimeError(
-        f"{recorder} cannot record a use of parameter '{fqn}' after gtp_shard: the program would not have its weights. "
-        "Use torch.compile; or build the module again, load get_model_state_dict with full_state_dict=True, and export "
-        f"that one. {see('export')}"
-    )
-
-
-def refuse_symbolic_tracing(fqn: str) -> None:
-    """Called where code reads a full weight, which the program of a symbolic trace would keep as it is now."""
-    if compat.is_symbolic_tracing():
-        refuse_recording("torch.fx.symbolic_trace", fqn)
-
-
-def refuse_partial_recording(weight: ShardedWeight, is_capturing: bool) -> None:
-    """Called in a backward that skips the gradient of a trained weight: a recording of it would skip it for ever."""
-    if is_capturing:
-        raise RuntimeError(
-            f"A CUDA graph records a backward without the gradient of '{weight.fqn}', which is trained: "
-            "torch.cuda.make_graphed_callables calls torch.autograd.grad, which does not return gradients of "
-            "sharded weights. Use dtensor_gtp.capture_step for whole steps and dtensor_gtp.capture_blocks for "
-            "single modules. If you do not need the gradient, freeze the parameter with requires_grad_(False)."
-        )
-
-
-def hook_at_node(fqn: str, param: Tensor) -> str:
-    """What is wrong with a hook of autograd's node of a parameter."""
-    return (
-        "gtp_shard expects no hook on the autograd node of a parameter, which will get no gradients any more, but "
-        f"code registered one for parameter '{fqn}' of shape {tuple(param.shape)} (rank {dist.get_rank()}), as "
-        "optimizers in backward do. Register it on the parameter: "
-        "param.register_post_accumulate_grad_hook(hook)."
-    )
