@@ -121,7 +121,7 @@ SILENT = {
         "test_values.py::test_what_is_sent_by_a_stranger_runs_nothing",
     ),
     "a forward's parameters are shards": Bug(
-        "as_users_see",
+        "_as_users_see",
         never("may_gather and runtime.gives_full_params"),
         f"{PARAMETERS_IN_FORWARD}::test_a_penalty_on_all_parameters",
     ),
@@ -346,7 +346,7 @@ SILENT = {
         f"{PARTS_OF_BLOCKS}::test_a_block_that_returns_a_detached_tensor_is_refused",
     ),
     "each rank takes its rows of a gradient of the full tensor from its own data": Bug(
-        "backward_inputs:install",
+        "outside_of_modules:install",
         drop("wrap_full_tensor"),
         "test_silent_params.py::TestDirectReads::test_sharded_parameter_read_outside_of_forward",
     ),
@@ -361,7 +361,7 @@ SILENT = {
         f"{PARAMETER_HOOKS}::test_hooks_at_the_node_of_a_sharded_parameter_are_refused",
     ),
     "a backward computes with data that were replaced": Bug(
-        "untraced_writes:_set_data", drop("note_new_data"), f"{WRITES_BEFORE_BACKWARD}::test_new_data"
+        "outside_of_modules:_set_data", drop("note_new_data"), f"{WRITES_BEFORE_BACKWARD}::test_new_data"
     ),
     "a backward gathers another frozen weight than its forward": Bug(
         "ShardedWeight.refuse_graphs",

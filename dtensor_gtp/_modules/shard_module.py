@@ -27,7 +27,7 @@ from .._schedule.runtime import Runtime
 from ..placement import GTPShard
 from ..quant.master import master_of
 from ..quant.native import NativeWeight, recipe_groups
-from . import backward_inputs, torch_patches, untraced_writes
+from . import outside_of_modules, torch_patches
 from .bad_arguments import Arguments
 from .binding import Binding, ShardGroup, binding_of, managed_params
 from .decide import Decision
@@ -72,8 +72,7 @@ def shard_module(
     data_setter.install()
     remedies.install()
     torch_patches.install()
-    backward_inputs.install()
-    untraced_writes.install()
+    outside_of_modules.install()
     for mesh_of_param in {param.spec.mesh for param in group.params}:
         random_init.whole_draws().add_mesh(mesh_of_param)
 

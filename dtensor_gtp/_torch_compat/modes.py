@@ -155,8 +155,8 @@ def is_stream_capturing() -> bool:
 
 
 def is_in_compiler() -> bool:
-    """Whether the compiler itself runs the caller: it looks at values, to make guards from them."""
-    return _guards.CompileContext.try_get() is not None
+    """Whether the compiler traces the caller, or runs it: it looks at values, to make guards from them."""
+    return torch.compiler.is_compiling() or _guards.CompileContext.try_get() is not None
 
 
 def once_differentiable(backward: Callable[..., _T]) -> Callable[..., _T]:
