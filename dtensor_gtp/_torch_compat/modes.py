@@ -39,13 +39,6 @@ TorchDispatchMode = python_dispatch.TorchDispatchMode
 OpOverload = torch._ops.OpOverload
 
 
-def fake_tensor_mode() -> AbstractContextManager[Any]:
-    """A context whose tensors have shapes and no memory. Imported late, because it takes a while."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode()
-
-
 def asks_checkpoint_policy() -> bool:
     """Whether a selective checkpoint asks its policy about the ops that run now."""
     depth = num_dispatch_modes()

@@ -1,4 +1,4 @@
-"""Every place of torch that this package replaces: which, in what releases, why, and what undoes it.
+"""Every place of torch that this package replaces: which, why, and what undoes it. All are needed in 2.11 to 2.13.
 
 Nothing is replaced on import. The first ``gtp_shard``, block placement, quantized checkpoint or pipeline of a process
 does so, through ``replace``. Each replacement leaves all cases that do not concern this package to what was there.
@@ -16,88 +16,73 @@ class Patch(NamedTuple):
 
     Args:
         target: What is replaced, by its dotted name.
-        releases: Of torch, in which it is needed, as far as they were tried.
         reason: What torch does there.
-        issue: Number of torch's issue, if there is one.
     """
 
     target: str
-    releases: str
     reason: str
-    issue: int | None = None
 
 
 _TENSOR = "torch.distributed.tensor"
 _GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"
-_ALL = "2.11 to 2.13"
 _BLOCKS = "it takes the dim of a placement for its whole layout: placements in blocks would be misread"
 _WRAPPER = "it takes shards for replicas of plain tensors: they would be broadcast, or never reduced"
 
 PATCHES = {
-    "spec": Patch(f"{_TENSOR}._dtensor_spec.DTensorSpec.__post_init__", _ALL, _BLOCKS),
-    "shard order": Patch(f"{_TENSOR}._dtensor_spec.DTensorSpec._verify_shard_order", _ALL, _BLOCKS),
-    "plan": Patch(f"{_TENSOR}._redistribute._gen_transform_infos_non_cached", _ALL, _BLOCKS),
-    "cached plan": Patch(f"{_TENSOR}._redistribute._gen_transform_infos", _ALL, _BLOCKS),
-    "distribute_tensor": Patch(f"{_TENSOR}.distribute_tensor, and where torch has imported it", _ALL, _BLOCKS),
+    "spec": Patch(f"{_TENSOR}._dtensor_spec.DTensorSpec.__post_init__", _BLOCKS),
+    "shard order": Patch(f"{_TENSOR}._dtensor_spec.DTensorSpec._verify_shard_order", _BLOCKS),
+    "plan": Patch(f"{_TENSOR}._redistribute._gen_transform_infos_non_cached", _BLOCKS),
+    "cached plan": Patch(f"{_TENSOR}._redistribute._gen_transform_infos", _BLOCKS),
+    "distribute_tensor": Patch(f"{_TENSOR}.distribute_tensor, and where torch has imported it", _BLOCKS),
     "flattened mesh": Patch(
         f"{_TENSOR}._redistribute._get_flattened_mesh_by_layout",
-        _ALL,
         "it raises a KeyError for axes in another order than in their root mesh",
     ),
     "propagation": Patch(
         f"{_TENSOR}.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached",
-        _ALL,
         "it refuses norms of several meshes, which clipping takes, and block placements",
     ),
     "cached propagation": Patch(
-        f"{_TENSOR}.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding", _ALL, "it caches the former"
+        f"{_TENSOR}.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding", "it caches the former"
     ),
     "full_tensor": Patch(
         f"{_TENSOR}.DTensor.full_tensor",
-        _ALL,
         "in backward each rank takes its rows from its own gradient, not from the average over ranks",
     ),
     "handlers": Patch(
         f"{_TENSOR}.DTensor._op_dispatcher._custom_op_handlers",
-        _ALL,
         "all threads share this table, in which one thread may set a handler aside",
     ),
     "handler": Patch(
         f"{_TENSOR}.DTensor._op_dispatcher._custom_op_handlers[op]",
-        _ALL,
         "random initialization, item() and GradScaler would use the rows of one mesh axis alone",
     ),
     "fused optimizers": Patch(
         f"{_TENSOR}.DTensor._op_dispatcher.sharding_propagator, its four tables of strategies",
-        _ALL,
         "they have fused AdamW, and not SGD and Adagrad",
     ),
     "data": Patch(
-        f"{_TENSOR}.DTensor.data", _ALL, "setting it has no effect, and no version counts the writes to what it returns"
+        f"{_TENSOR}.DTensor.data", "setting it has no effect, and no version counts the writes to what it returns"
     ),
-    "format": Patch(f"{_TENSOR}.DTensor.__format__", _ALL, "its error does not say what to write"),
-    "numpy": Patch(f"{_TENSOR}.DTensor.numpy", _ALL, "its error does not say what to write"),
-    "tolist": Patch(f"{_TENSOR}.DTensor.tolist", _ALL, "its error does not say what to write"),
-    "excepthook": Patch("sys.excepthook", _ALL, "errors of torch's C++ code do not say what to write"),
-    "engine": Patch(
-        "torch.autograd._engine_run_backward", _ALL, "inputs=[...] would find no way to a parameter of ours"
-    ),
-    "fully_shard init": Patch(f"{_GROUP}.__init__", _ALL, "it cuts our parameters once more"),
-    "fully_shard post_backward": Patch(f"{_GROUP}.post_backward", _ALL, "it reads .grad before ours is there"),
-    "fully_shard to_sharded": Patch(f"{_GROUP}._to_sharded", _ALL, "it frees a shard that a gather may read"),
-    "fully_shard to_unsharded": Patch(f"{_GROUP}._to_unsharded", _ALL, "compiled code does not see what it registers"),
-    "DistributedDataParallel": Patch("torch.nn.parallel.DistributedDataParallel.__init__", _ALL, _WRAPPER),
-    "FullyShardedDataParallel": Patch("torch.distributed.fsdp.FullyShardedDataParallel.__init__", _ALL, _WRAPPER),
-    "DataParallel": Patch("torch.nn.parallel.DataParallel.__init__", _ALL, _WRAPPER),
-    "replicate": Patch(f"{_TENSOR}.parallel.ddp._localize_dtensor", _ALL, _WRAPPER),
+    "format": Patch(f"{_TENSOR}.DTensor.__format__", "its error does not say what to write"),
+    "numpy": Patch(f"{_TENSOR}.DTensor.numpy", "its error does not say what to write"),
+    "tolist": Patch(f"{_TENSOR}.DTensor.tolist", "its error does not say what to write"),
+    "excepthook": Patch("sys.excepthook", "errors of torch's C++ code do not say what to write"),
+    "engine": Patch("torch.autograd._engine_run_backward", "inputs=[...] would find no way to a parameter of ours"),
+    "fully_shard init": Patch(f"{_GROUP}.__init__", "it cuts our parameters once more"),
+    "fully_shard post_backward": Patch(f"{_GROUP}.post_backward", "it reads .grad before ours is there"),
+    "fully_shard to_sharded": Patch(f"{_GROUP}._to_sharded", "it frees a shard that a gather may read"),
+    "fully_shard to_unsharded": Patch(f"{_GROUP}._to_unsharded", "compiled code does not see what it registers"),
+    "DistributedDataParallel": Patch("torch.nn.parallel.DistributedDataParallel.__init__", _WRAPPER),
+    "FullyShardedDataParallel": Patch("torch.distributed.fsdp.FullyShardedDataParallel.__init__", _WRAPPER),
+    "DataParallel": Patch("torch.nn.parallel.DataParallel.__init__", _WRAPPER),
+    "replicate": Patch(f"{_TENSOR}.parallel.ddp._localize_dtensor", _WRAPPER),
     "graphed callables": Patch(
         "torch.cuda.make_graphed_callables, and where torch has imported it",
-        _ALL,
         "its graphs would have no gradients of ours",
     ),
     "pipeline": Patch(
         "torch.distributed.pipelining.stage._PipelineStageBase.backward_maybe_with_nosync",
-        _ALL,
         "it splits a backward at parameters, through which our gradients do not pass",
     ),
 }
