@@ -141,7 +141,7 @@ SILENT = {
         "test_gtp_shard_groups.py::TestGroups::test_selectively_checkpointed_blocks",
     ),
     "a forward that was interrupted leaves its frames": Bug(
-        "call_block", drop("runtime.leave(depth)"), "test_gtp_shard_interrupted.py::TestInterrupted::test_groups"
+        "_call_block", drop("runtime.leave(depth)"), "test_gtp_shard_interrupted.py::TestInterrupted::test_groups"
     ),
     "an interrupt leaves the modules of a block with their full weights": Bug(
         "WeightGroup.begin_forward", drop("put_back"), "test_gtp_shard_groups.py::TestGroups::test_unshard"
@@ -210,7 +210,7 @@ SILENT = {
         f"{SILENT_GROUPS}::test_new_data_of_a_parameter_in_a_forward",
     ),
     "a write through .data to a weight of a group is lost": Bug(
-        "call_block",
+        "_call_block",
         replace("None if seen is None else group.untraced_write(seen)", "None"),
         "test_gtp_shard_groups.py::TestGroups::test_writes_without_a_version_are_refused",
     ),

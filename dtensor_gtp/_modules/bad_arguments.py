@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import _torch_compat as compat
 from .._comm.process_groups import device_types, has_device
 from ..policy import SchedulePolicy
-from .binding import binding_of
+from .binding import binding_of, bindings_of, params_of, runtimes_below
 
 logger = logging.getLogger(__name__)
 
@@ -176,14 +176,13 @@ def validate_module(module: nn.Module, mesh: DeviceMesh, ignored: Set[nn.Paramet
             f"on a module that contains it, over mesh axes {sharded.group.mesh.mesh_dim_names} (rank "
             f"{dist.get_rank()}). Call it on submodules first, on the root last, and once on each."
         )
-    bindings = [b for m in module.modules() if (b := binding_of(m)) is not None]
-    if any(b.group.runtime.grads.launches.replicas is not None for b in bindings):
+    if any(runtime.grads.launches.replicas is not None for runtime in runtimes_below(module)):
         raise ValueError(
             f"gtp_shard was called on a {type(module).__name__}, but elastic.synchronize_replicas was already called "
             "on a part of it. Call gtp_shard on the submodules and the root first, then "
             "elastic.synchronize_replicas on the root."
         )
-    managed = {id(p.param) for b in bindings for p in b.params.values()}
+    managed = {id(param.param) for param in params_of(bindings_of(module.modules()))}
     replaced = {n: p for n, p in module.named_parameters() if p not in ignored and id(p) not in managed}
     for name, param in replaced.items():
         if param.device.type not in ("meta", "cpu", mesh.device_type):

@@ -27,7 +27,7 @@ from .._params.whole_param import WholeParam
 from .._schedule.choose_schedule import is_worth_a_group
 from .._schedule.guesses import blocks_in
 from .._schedule.runtime import Runtime
-from .binding import ShardGroup, binding_of, join_name
+from .binding import ShardGroup, binding_of, bindings_of, join_name, params_of
 from .dress import dress
 from .frames import call_in_frame
 
@@ -47,14 +47,9 @@ def make_groups(runtime: Runtime, num_tokens: int) -> tuple[str, ...]:
     for name, block in _blocks(call.module, "", total):
         experts = [module for module in block.modules() if _has_large_experts(module, num_tokens)]
         modules = [module for module in block.modules() if module not in experts]
-        params = dict.fromkeys(
-            param
-            for module in modules
-            if (binding := binding_of(module)) is not None
-            for param in binding.params.values()
-        )
+        params = params_of(bindings_of(modules))
         why = "its own weights are those of experts" if block in experts else None
-        why = why or _why_single(modules, list(params), num_tokens, may_replay=runtime.comm.may_replay_steps)
+        why = why or _why_single(modules, params, num_tokens, may_replay=runtime.comm.may_replay_steps)
         if why is None:
             weights = [param for param in params if isinstance(param, ShardedWeight)]
             whole = [param for param in params if isinstance(param, WholeParam)]
@@ -105,8 +100,7 @@ def _blocks(module: nn.Module, prefix: str, total: int) -> Iterator[tuple[str, n
         is_container = isinstance(child, nn.ModuleList | nn.ModuleDict)
         if child in blocks and not is_container:
             inner = list(_blocks(child, fqn, total))
-            params = {param for m in child.modules() if (b := binding_of(m)) is not None for param in b.params.values()}
-            if not inner or sum(map(_numel, params)) <= _MOST_OF_MODEL * total:
+            if not inner or sum(map(_numel, params_of(bindings_of(child.modules())))) <= _MOST_OF_MODEL * total:
                 yield fqn, child
                 continue
             yield from inner

@@ -29,7 +29,7 @@ from ..quant.master import master_of
 from ..quant.native import NativeWeight, recipe_groups
 from . import outside_of_modules, torch_patches
 from .bad_arguments import Arguments
-from .binding import Binding, ShardGroup, binding_of, managed_params
+from .binding import Binding, ShardGroup, binding_of, bindings_of, managed_params
 from .decide import Decision
 from .dress import bind
 from .group_blocks import make_groups
@@ -80,11 +80,10 @@ def shard_module(
 def _adopt_earlier(module: nn.Module, decisions: list[Decision], runtime: Runtime) -> set[nn.Module]:
     """Give ``runtime`` to earlier calls on submodules, and to calls elsewhere that share a parameter with ``module``.
     Returns the modules below ``module`` that earlier calls manage."""
-    nested = [m for m in module.modules() if binding_of(m) is not None]
+    nested = [submodule for submodule in module.modules() if binding_of(submodule) is not None]
     tied = [d.existing.registration.sites[0].module for d in decisions if d.existing is not None]
     # In an order that is the same on all ranks: it becomes the order of collectives.
-    found = [binding.group.runtime for m in (*nested, *tied) if (binding := binding_of(m)) is not None]
-    for earlier in dict.fromkeys(found):
+    for earlier in dict.fromkeys(binding.group.runtime for binding in bindings_of((*nested, *tied))):
         for call in earlier.members.calls:  # all of them: a weight with two runtimes would be reduced by both
             runtime.add(call.params)
             call.runtime = runtime
