@@ -84,7 +84,7 @@ def _call_in_graph(module: BoundModule, call: Any, args: Any, kwargs: Any) -> An
     if group.module is not module:
         return call(*args, **kwargs)
     args, kwargs = _cast_inputs(group, args, kwargs)
-    return _cast_outputs(group, call(*args, **kwargs))
+    return _cast(call(*args, **kwargs), group.mp_policy.output_dtype)
 
 
 def _call_in_frame(
@@ -185,7 +185,7 @@ def _run(module: BoundModule, call: Any, args: Any, kwargs: Any, compiler: Any) 
     if compiler is not None or module._compiled_call_impl is not None:
         args, kwargs = compat.complete_collectives((args, kwargs))
     output = _call_under(compiler, call, args, kwargs)
-    return _cast_outputs(group, output) if group.module is module else output
+    return _cast(output, group.mp_policy.output_dtype) if group.module is module else output
 
 
 def _call_under(compiler: Any, call: Any, args: Any, kwargs: Any) -> Any:
@@ -230,8 +230,7 @@ def _registrations() -> list[int]:
 
 
 def _cast_inputs(group: ShardGroup, args: Any, kwargs: Any) -> Any:
-    dtype = group.mp_policy.param_dtype if group.mp_policy.cast_forward_inputs else None
-    return (args, kwargs) if dtype is None else _cast((args, kwargs), dtype)
+    return _cast((args, kwargs), group.mp_policy.param_dtype if group.mp_policy.cast_forward_inputs else None)
 
 
 def to_device(tree: Any, device: torch.device) -> Any:
@@ -239,12 +238,10 @@ def to_device(tree: Any, device: torch.device) -> Any:
     return _map_tensors(tree, lambda tensor: tensor if tensor.device == device else tensor.to(device))
 
 
-def _cast_outputs(group: ShardGroup, output: Any) -> Any:
-    return output if group.mp_policy.output_dtype is None else _cast(output, group.mp_policy.output_dtype)
-
-
-def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    """All floating-point tensors, as ``fully_shard`` casts them."""
+def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
+    """All floating-point tensors, as ``fully_shard`` casts them; None: as they are."""
+    if dtype is None:
+        return tree
     return _map_tensors(tree, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 

@@ -174,17 +174,18 @@ def _part_of(value: Any, param: nn.Parameter | None) -> Tensor | None:
 
 
 def _refuse_copy(self: nn.Module, memo: dict[int, Any]) -> NoReturn:
-    why = "because the copy would share its runtime"
-    advice = (
-        "Copy the module before gtp_shard, or build it again and load the state dict; for averages of weights use "
-        "dtensor_gtp.optim.ShardedEMA"
+    raise RuntimeError(
+        f"{type(self).__name__} cannot be copied after gtp_shard, because the copy would share its runtime. Copy the "
+        "module before gtp_shard, or build it again and load the state dict; for averages of weights use "
+        f"dtensor_gtp.optim.ShardedEMA. {see('ema')}"
     )
-    raise RuntimeError(f"{type(self).__name__} cannot be copied after gtp_shard, {why}. {advice}. {see('ema')}")
 
 
 def _refuse_pickle(self: nn.Module) -> NoReturn:
-    why = "after gtp_shard, because it holds process groups. Save its state_dict() and load it into a new module"
-    raise RuntimeError(f"{type(self).__name__} cannot be pickled or copied {why}. {see('export')}")
+    raise RuntimeError(
+        f"{type(self).__name__} cannot be pickled or copied after gtp_shard, because it holds process groups. Save its "
+        f"state_dict() and load it into a new module. {see('export')}"
+    )
 
 
 def _refuse_script(self: nn.Module) -> NoReturn:

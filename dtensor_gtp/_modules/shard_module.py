@@ -68,11 +68,8 @@ def shard_module(
     runtime.add(group.params)
     runtime.members.calls.append(group)
     runtime.setup.make_groups_by(partial(make_groups, runtime))
-    gradients.install()
-    data_setter.install()
-    remedies.install()
-    torch_patches.install()
-    outside_of_modules.install()
+    for changed in (gradients, data_setter, remedies, torch_patches, outside_of_modules):  # parts of torch
+        changed.install()
     for mesh_of_param in {param.spec.mesh for param in group.params}:
         random_init.whole_draws().add_mesh(mesh_of_param)
 
