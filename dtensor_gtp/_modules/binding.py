@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from .._howto import printable
 from .._params.managed_param import ManagedParam, Site
 from .._params.sharded_weight import ShardedWeight
+from .._params.weight_group import WeightGroup
 from .._params.whole_param import WholeParam
 from .._schedule.runtime import Runtime
 from ..ops.compiled_lookup import materialize
@@ -81,7 +82,8 @@ class Binding:
             if isinstance(param, ShardedWeight)
         }
         self.fused_alone: Fused | None = None  # where each weight is gathered by itself
-        self.is_grouped = self.is_block = False  # whether a ``WeightGroup`` has its parameters, and is of this module
+        self.block: nn.Module | None = None  # the one around ``module`` that is gathered as a whole
+        self.weight_group: WeightGroup  # of that block
         self.call_impl: Callable[..., Any]  # what a call runs within its frame
         self.compiled_call = module._compiled_call_impl  # the same, of a module that was compiled before
         self.dressed: dict[str, Any] = {}  # attributes that the module has from us now
@@ -89,7 +91,7 @@ class Binding:
     @property
     def fused(self) -> Fused | None:
         """What runs in place of the module's forward; None for the stock one, as in a group."""
-        return None if self.is_grouped else self.fused_alone
+        return self.fused_alone if self.block is None else None
 
     def read(self, name: str, registered: Any) -> Any:
         """What code reads as attribute ``name`` of the module, where ``registered`` is registered as that parameter."""

@@ -74,10 +74,10 @@ def decide(module: nn.Module, arguments: Arguments) -> tuple[list[Decision], set
 
 def _decide(fqn: str, site: Site, param: nn.Parameter, existing: ManagedParam | None, arguments: Arguments) -> Decision:
     mp_policy = arguments.mp_policy
-    asked, mesh = (None, arguments.mesh) if existing is not None else _asked_placement(fqn, param, arguments)
     if existing is not None:
-        check_tie(fqn, existing, mesh)
-        return Decision(fqn, [site], param, mesh, Replicate(), existing=existing)
+        check_tie(fqn, existing, arguments.mesh)
+        return Decision(fqn, [site], param, arguments.mesh, Replicate(), existing=existing)
+    asked, mesh = _asked_placement(fqn, param, arguments)
     _check_param(fqn, param, mesh)
     recipe: Recipe | None = getattr(compat.local_part(param), "recipe", None)
     if arguments.shard_optimizer and has_replicas(mesh):

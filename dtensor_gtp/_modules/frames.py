@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,6 @@ from .. import _torch_compat as compat
 from .._dtensor.remedies import explain
 from .._howto import see
 from .._params.saved_for_backward import refuse_recording
-from .._params.weight_group import WeightGroup
 from .._schedule.block_uses import BlockUse
 from .._schedule.order_of_uses import Entry
 from .binding import BoundModule, Reads, ShardGroup, trains_unmanaged, unmanaged_params
@@ -45,7 +44,7 @@ def call_compiled_in_frame(self: BoundModule, *args: Any, **kwargs: Any) -> Any:
 def _call(module: BoundModule, call: Any, args: Any, kwargs: Any, *method: Any) -> Any:
     """``method`` is its name and its ``Reads``, if it is not the forward."""
     # A part of a block gets here only outside of passes.
-    is_of_group = module._gtp_binding.is_grouped and not method
+    is_of_group = module._gtp_binding.block is not None and not method
     if torch.compiler.is_compiling() and (not is_of_group or compat.is_exporting()):
         return _call_in_graph(module, call, args, kwargs)
     if compat.is_jit_tracing():
@@ -134,7 +133,7 @@ def _call_in_frame(
 
 def _call_block(block: BoundModule, call: Any, args: Any, kwargs: Any, compiler: Any) -> Any:
     """A use of the group of ``block``, which is a block or a part of one."""
-    group, runtime = cast("WeightGroup", block._gtp_group), block._gtp_binding.group.runtime
+    group, runtime = block._gtp_binding.weight_group, block._gtp_binding.group.runtime
     depth = runtime.depth_of_call()
     frame = gathered = None
     is_compiled = compiler is not None or block._compiled_call_impl is not None

@@ -50,24 +50,13 @@ def make_groups(runtime: Runtime, num_tokens: int) -> tuple[str, ...]:
         params = params_of(bindings_of(modules))
         why = "its own weights are those of experts" if block in experts else None
         why = why or _why_single(modules, params, num_tokens, may_replay=runtime.comm.may_replay_steps)
-        if why is None:
-            weights = [param for param in params if isinstance(param, ShardedWeight)]
-            whole = [param for param in params if isinstance(param, WholeParam)]
-            _dress_as_group(modules, block)
-            group = WeightGroup(name, block, weights, whole)
-            group.for_forward.call = weights[0].for_forward.call
-            group.on_dissolved = partial(_dress_as_group, modules, None)
-            groups.append(group)
-            parts = {site.module for param in params for site in param.registration.sites} - {block}
-            for module in (block, *parts):
-                module.__dict__["_gtp_group"] = group
-            group.views.calls = {part: MethodType(call_in_frame, part) for part in parts}
-            if experts:
-                reasons.setdefault("products of experts last longer than the host needs for a weight", []).append(
-                    f"experts of {name}"
-                )
-        else:
+        if why is not None:
             reasons.setdefault(why, []).append(name)
+            continue
+        groups.append(_make_group(name, block, modules, params))
+        if experts:
+            why = "products of experts last longer than the host needs for a weight"
+            reasons.setdefault(why, []).append(f"experts of {name}")
     if groups:
         runtime.use_groups(groups)
     sizes = f"{groups[0].fqn} to {groups[-1].fqn}" if groups else ""
@@ -75,12 +64,26 @@ def make_groups(runtime: Runtime, num_tokens: int) -> tuple[str, ...]:
     return (*chosen, *(f"no group: {_named(names)}, because {why}" for why, names in reasons.items()))
 
 
+def _make_group(name: str, block: nn.Module, modules: list[nn.Module], params: list[ManagedParam]) -> WeightGroup:
+    weights = [param for param in params if isinstance(param, ShardedWeight)]
+    whole = [param for param in params if isinstance(param, WholeParam)]
+    _dress_as_group(modules, block)  # before: the group keeps what its modules have as ``_parameters``
+    group = WeightGroup(name, block, weights, whole)
+    group.for_forward.call = weights[0].for_forward.call
+    group.on_dissolved = partial(_dress_as_group, modules, None)
+    parts = {site.module for param in params for site in param.registration.sites} - {block}
+    for binding in bindings_of((block, *parts)):
+        binding.weight_group = group
+    group.views.calls = {part: MethodType(call_in_frame, part) for part in parts}
+    return group
+
+
 def _dress_as_group(modules: list[nn.Module], block: nn.Module | None) -> None:
     """Reads of these modules are those of ``nn.Module`` from now on, and calls but for those of ``block``; None: they
     are modules of single weights again."""
     for module in modules:
         if (binding := binding_of(module)) is not None:
-            binding.is_grouped, binding.is_block = block is not None, module is block
+            binding.block = block
             dress(module)
 
 

@@ -102,7 +102,7 @@ def _make_param(decision: Decision, arguments: Arguments, device: torch.device) 
         rank, world = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
         layout = WeightLayout(local.shape, placement.dim, world, rank, placement.block_size)
         shard = layout.shard_of(local)
-        if _splits_states(decision, arguments) and (cut := _cut_by_replicas(decision, arguments)) is not None:
+        if _splits_states(decision, arguments) and (cut := _cut_by_replicas(old, spec_mesh, placements)) is not None:
             part = ReplicaPart(WeightLayout(shard.shape, 0, mesh.size(0), mesh.get_local_rank(0)))
             shard, placements = part.layout.shard_of(shard), cut
     else:
@@ -152,11 +152,12 @@ def _where(decision: Decision, arguments: Arguments) -> tuple[DeviceMesh, tuple[
     return mesh, placements
 
 
-def _cut_by_replicas(decision: Decision, arguments: Arguments) -> tuple[Placement, ...] | None:
+def _cut_by_replicas(
+    param: nn.Parameter, mesh: DeviceMesh, whole: tuple[Placement, ...]
+) -> tuple[Placement, ...] | None:
     """The placements of a weight whose dim 0 the replicas cut, too. None where that would split blocks in a way that
     DTensor has no placement for."""
-    mesh, whole = _where(decision, arguments)
-    spec = compat.make_spec(mesh, whole, decision.param.shape, decision.param.dtype)
+    spec = compat.make_spec(mesh, whole, param.shape, param.dtype)
     placements = list(whole)
     for axis, placement in enumerate(placements):
         if isinstance(placement, GTPShard) and placement.dim == 0 and placement.block_size > 1:
