@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from ._comm.agreement import agree_on_all_ranks, device_of
+from ._comm.collectives import refuse_unavailable
 from ._comm.debug import DebugFlags
-from ._comm.gather_backends import refuse_unavailable
 from ._howto import did_you_mean
 from ._modules.bad_arguments import (
     Arguments,

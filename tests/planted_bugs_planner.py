@@ -112,7 +112,7 @@ PLANNER = {
     ),
     "a group is gathered as many weights": Bug(
         "Setting._group",
-        replace("rules.is_worth_a_group(mean, self.tokens)", "False"),
+        replace("rules.is_worth_a_group(mean, self.tokens, has_float8=has_float8)", "False"),
         f"{PLANNER_SIMULATION}::test_small_blocks_are_groups",
     ),
     "small groups travel one by one": Bug(

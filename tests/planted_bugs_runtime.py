@@ -59,8 +59,8 @@ RUNTIME = {
         "WeightGroup.carry_writes", drop("_carry_writes"), f"{GROUPS}::test_writes_in_a_forward_reach_the_shards"
     ),
     "groups that travel together get the gradients of each other": Bug(
-        "ReductionLaunches._complete_all",
-        replace("zip(together, parts, strict=True)", "zip(together[::-1], parts, strict=True)"),
+        "ReductionLaunches._scattered",
+        replace("zip(together, slots, strict=True)", "zip(together[::-1], slots, strict=True)"),
         f"{TOGETHER}::test_steps_equal_one_process",
     ),
     "rows that no number of ranks divides are packed as if it did": Bug(
@@ -180,8 +180,8 @@ RUNTIME = {
         f"{SWITCHES}::test_the_last_of_several_microbatches_reduces",
     ),
     "a GEMM forgets the unsynced microbatch": Bug(
-        "Gradients.takes_new",
-        without("weight.pending_grad.unsharded is not None"),
+        "Gradients.target",
+        never("weight.pending_grad.unsharded is not None"),
         f"{GRADIENTS}::test_r27_first_and_last_use_in_different_microbatches",
     ),
     "weight unused in the last microbatch": Bug(

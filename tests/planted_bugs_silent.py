@@ -116,7 +116,7 @@ SILENT = {
         f"{WRITES_OUTSIDE}::test_shards_of_weights_that_stay_gathered",
     ),
     "names of what ranks send are looked up in torch": Bug(
-        "values:_dtype",
+        "agreement:_dtype",
         never("not isinstance(dtype, torch.dtype)"),
         "test_values.py::test_what_is_sent_by_a_stranger_runs_nothing",
     ),

@@ -1,4 +1,4 @@
-"""The sum over ranks of the addends that an exchange has received, see ``reduce_scatter``: a Triton kernel, or torch.
+"""The sum over ranks of the addends that an exchange has received, see ``reductions``: a Triton kernel, or torch.
 
 Where the kernel cannot run, ``torch.sum`` or ``torch.mean`` add rows that include this rank's own. The bits are the
 same, except for the mean over a number of ranks that is no power of two (torch's factor depends on the size of the
@@ -70,9 +70,8 @@ def _load(key: _Key) -> None:
         from .triton_addends import add
 
         with torch.cuda.device(device):
-            for sizes in _TRIED:
-                for _ in _probe(add, sizes, device, key):
-                    continue
+            for _ in _probe(add, device, key):
+                continue
 
 
 def _may_add(device: torch.device, dtype: torch.dtype, num_ranks: int) -> bool:
@@ -82,12 +81,6 @@ def _may_add(device: torch.device, dtype: torch.dtype, num_ranks: int) -> bool:
 def is_worth_loading(nbytes: int) -> bool:
     """Whether the kernel is to add gradients of so many bytes where nothing else needs it."""
     return nbytes >= _MANY_NBYTES
-
-
-def add_up(out: Tensor, addends: Tensor, num_ranks: int, *, is_mean: bool) -> None:
-    """Make ``out``, of float32, the sum or mean over ranks of ``addends``, which lie one rank behind the other."""
-    add = fused_sum(addends, num_ranks) if is_worth_loading(addends.nbytes) else None
-    add_rows(add, out.view(-1), addends.view(num_ranks, -1), num_ranks, is_mean=is_mean)
 
 
 def add_rows(
@@ -104,8 +97,10 @@ def add_rows(
     have its ``own`` row elsewhere, in parts."""
     if add is not None:
         add(out, rows, own, rank, num_ranks, 1 / num_ranks if is_mean else 1.0)
+    elif is_mean:
+        torch.mean(rows, 0, dtype=out.dtype, out=out)
     else:
-        (torch.mean if is_mean else torch.sum)(rows, 0, dtype=out.dtype, out=out)
+        torch.sum(rows, 0, dtype=out.dtype, out=out)
 
 
 def fused_sum(like: Tensor, num_ranks: int) -> Sum | None:
@@ -133,23 +128,24 @@ def _try(device: torch.device, key: _Key) -> tuple[Sum | None, str]:
         from .triton_addends import add  # needs Triton, which comes with torch for GPUs
 
         with waiting_allowed(device), Progress(logger, f"compiling the sum of gradients for {device}"):
-            for sizes in _TRIED:
-                if not all(has_same_bits(*pair) for pair in _probe(add, sizes, device, key)):
-                    return None, "Triton's sum differs from torch's"
+            if not all(has_same_bits(*pair) for pair in _probe(add, device, key)):
+                return None, "Triton's sum differs from torch's"
     except Exception as error:
         return None, failure(error)
     return add, ""
 
 
-def _probe(add: Sum, sizes: list[int], device: torch.device, key: _Key) -> Iterator[tuple[Tensor, Tensor]]:
+def _probe(add: Sum, device: torch.device, key: _Key) -> Iterator[tuple[Tensor, Tensor]]:
     """Sum and mean by the kernel and by torch; rows with and without the rank's own."""
-    num_ranks, numel, rank = key.num_ranks, sum(sizes), key.num_ranks // 2
-    steps = torch.arange(num_ranks * numel, dtype=torch.float32, device=device)
-    rows = ((steps * 37 % 1009 - 499.3) * torch.exp2(steps % 21 - 14)).to(key.dtype).view(num_ranks, numel)
-    peers = torch.cat([rows[:rank], rows[rank + 1 :]])
-    for factor, reduce in ((1.0, torch.sum), (1 / num_ranks, torch.mean)):
-        expected = reduce(rows, 0, dtype=torch.float32)
-        for given, own in ((rows, ()), (peers, rows[rank].split(sizes))):
-            out = torch.empty(numel, dtype=torch.float32, device=device)
-            add(out, given, own, rank, num_ranks, factor)
-            yield out, expected
+    num_ranks = key.num_ranks
+    rank = num_ranks // 2
+    for sizes in _TRIED:
+        steps = torch.arange(num_ranks * sum(sizes), dtype=torch.float32, device=device)
+        rows = ((steps * 37 % 1009 - 499.3) * torch.exp2(steps % 21 - 14)).to(key.dtype).view(num_ranks, -1)
+        peers = torch.cat([rows[:rank], rows[rank + 1 :]])
+        for factor, reduce in ((1.0, torch.sum), (1 / num_ranks, torch.mean)):
+            expected = reduce(rows, 0, dtype=torch.float32)
+            for given, own in ((rows, ()), (peers, rows[rank].split(sizes))):
+                out = torch.empty_like(expected)
+                add(out, given, own, rank, num_ranks, factor)
+                yield out, expected

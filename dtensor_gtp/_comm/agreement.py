@@ -1,25 +1,31 @@
-"""Ranks compare what each of them has found before anything is changed: all succeed, or all raise."""
+"""Ranks compare what each of them has found before anything is changed: all succeed, or all raise.
+
+[Note: values that ranks send each other]
+They are JSON, and the bytes of tensors behind it. Torch's collectives of objects pickle, and to unpickle is to run what
+the sender chose. What is read here makes numbers, strings, lists, tuples, dicts, dtypes and tensors, nothing else.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from .. import _torch_compat as compat
 from .._howto import see
-from .collectives import as_integers
-from .values import all_gather_values
 
 T = TypeVar("T")
 
+_END = b"\0"  # of a JSON text, which has no such byte
 _WORD = torch.int64
 # Words that are mixed at once. Mixing takes about ten times their bytes of memory.
 _PIECE = 1 << 20
@@ -36,8 +42,8 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def by_rank(own: T, groups: Sequence[dist.ProcessGroup]) -> dict[int, T]:
-    """The value of each rank of a mesh, sorted by global rank: what ``values`` sends. Collective over ``groups``, one
-    for each axis of the mesh."""
+    """The value of each rank of a mesh, sorted by global rank. Collective over ``groups``, one for each axis of the
+    mesh."""
     known = {dist.get_rank(): own}
     for group in groups:
         parts: list[dict[int, T]] = all_gather_values(known, group)
@@ -69,12 +75,9 @@ def agree_on_all_ranks(
         described = describe(result)
     except Exception as caught:
         error = caught
-    groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    groups = _groups_of(mesh)
     code = _code_of("\n".join(described))
-    status = torch.tensor([error is not None, code, -code], dtype=torch.int64, device=device_of(mesh))
-    for group in groups:
-        dist.all_reduce(status, dist.ReduceOp.MAX, group=group)
-    has_failed, highest, lowest = status.tolist()
+    has_failed, highest, lowest = highest_of([error is not None, code, -code], groups, device_of(mesh)).tolist()
     if has_failed:
         errors = by_rank("" if error is None else _text_of(error), groups)
         if error is not None:
@@ -116,8 +119,10 @@ def digests(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         alike.setdefault((tensor.numel(), tensor.dtype, tensor.device), []).append(index)
     found = [torch.zeros((), dtype=_WORD, device=device)] * len(tensors)
     for (numel, _, _), indices in alike.items():
-        num_rows = max(1, _PIECE // max(1, numel))
-        for begin in range(0, len(indices) if numel else 0, num_rows):
+        if not numel:
+            continue
+        num_rows = max(1, _PIECE // numel)
+        for begin in range(0, len(indices), num_rows):
             some = indices[begin : begin + num_rows]
             words = [_words_of(tensors[index]) for index in some]
             rows = torch.stack(words) if len(some) > 1 else words[0].unsqueeze(0)
@@ -131,7 +136,7 @@ def _words_of(tensor: Tensor) -> Tensor:
         tensor = torch.view_as_real(tensor.resolve_conj())
     flat = tensor.contiguous().flatten()
     if flat.nbytes % _WORD.itemsize:
-        return as_integers(flat)
+        return compat.as_integers(flat)
     is_aligned = flat.storage_offset() * flat.itemsize % _WORD.itemsize == 0
     return (flat if is_aligned else flat.clone()).view(_WORD)
 
@@ -166,8 +171,7 @@ def is_alike(text: str, group: dist.ProcessGroup, device: torch.device) -> bool 
     """Whether all ranks of ``group`` have the same text; None where tensors are fake. Collective; the host waits for
     the answer."""
     code = _code_of(text)
-    extremes = torch.tensor([code, -code], device=device)
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    extremes = highest_of([code, -code], [group], device)
     if type(extremes) is not Tensor:
         return None
     highest, lowest = extremes.tolist()
@@ -180,8 +184,126 @@ def _code_of(text: str) -> int:
 
 def any_rank_has(found: Sequence[bool], mesh: DeviceMesh, device: torch.device) -> list[bool]:
     """Of each of these facts whether it holds on any rank of ``mesh``. The host waits for the answer."""
-    flags = torch.tensor(found, dtype=torch.int32, device=device)
-    for axis in range(mesh.ndim):
-        if mesh.size(axis) > 1:
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=mesh.get_group(axis))
-    return [flag > 0 for flag in flags.tolist()]
+    return [flag > 0 for flag in highest_of(found, _groups_of(mesh), device).tolist()]
+
+
+def highest_of(values: Sequence[int], groups: Sequence[dist.ProcessGroup], device: torch.device) -> Tensor:
+    """The highest value of any rank at each place. Collective over ``groups``, one for each axis of a mesh."""
+    highest = torch.tensor(values, dtype=torch.int64, device=device)
+    for group in groups:
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
+    return highest
+
+
+def _groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """Of the axes on which ranks have peers."""
+    return [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+
+
+def all_gather_values(own: Any, group: dist.ProcessGroup) -> list[Any]:
+    """``own`` of each rank of ``group``, by group rank. Collective."""
+    device = compat.device_of_objects(group)
+    payload = _encode(own).to(device)
+    numels = torch.stack(_all_gather(torch.tensor(payload.numel(), device=device), group)).tolist()
+    padded = payload.new_zeros(max(numels))
+    padded[: payload.numel()] = payload
+    return [_decode(row[:numel].cpu()) for row, numel in zip(_all_gather(padded, group), numels, strict=True)]
+
+
+def _all_gather(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    gathered = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(gathered, own, group=group)
+    return gathered
+
+
+def broadcast_value(own: Any, group: dist.ProcessGroup, source: int) -> Any:
+    """``own`` of the rank ``source`` of ``group``. Collective.
+
+    Raises:
+        TypeError: It cannot be sent. Raised on all ranks.
+    """
+    device = compat.device_of_objects(group)
+    payload, has_failed = torch.empty(0, dtype=torch.uint8, device=device), False
+    if dist.get_rank(group) == source:
+        try:
+            payload = _encode(own).to(device)
+        except TypeError as error:
+            payload, has_failed = _encode(str(error)).to(device), True
+    head = torch.tensor([payload.numel(), has_failed], device=device)
+    dist.broadcast(head, group=group, group_src=source)
+    numel, has_failed = head.tolist()
+    if dist.get_rank(group) != source:
+        payload = payload.new_empty(numel)
+    dist.broadcast(payload, group=group, group_src=source)
+    value = _decode(payload.cpu())
+    if has_failed:
+        raise TypeError(value)
+    return value
+
+
+def _encode(value: Any) -> Tensor:
+    tensors: list[Tensor] = []
+    text = json.dumps(_tagged(value, "the value", tensors)).encode() + _END
+    parts = [torch.frombuffer(bytearray(text), dtype=torch.uint8)]
+    parts += [tensor.detach().cpu().contiguous().flatten().view(torch.uint8) for tensor in tensors if tensor.numel()]
+    return torch.cat(parts)
+
+
+def _decode(payload: Tensor) -> Any:
+    """The value of a payload; ValueError or TypeError if it is none, e.g. a pickle."""
+    text, end, rest = payload.numpy().tobytes().partition(_END)
+    if not end:
+        raise ValueError("ranks sent each other text that is not JSON")
+    return _untagged(json.loads(text), memoryview(bytearray(rest)), [0])
+
+
+def _tagged(value: Any, name: str, tensors: list[Tensor]) -> Any:
+    """``value`` as JSON has it. An object of JSON has one key, which says what it stands for."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    kind = type(value)
+    if kind in (list, tuple, torch.Size):
+        items = [_tagged(item, f"{name}[{index}]", tensors) for index, item in enumerate(value)]
+        return items if kind is list else {"tuple": items}
+    if isinstance(value, Mapping):
+        return {"dict": [[_tagged(k, name, tensors), _tagged(v, f"{name}[{k!r}]", tensors)] for k, v in value.items()]}
+    if kind is torch.dtype:
+        return {"dtype": str(value).removeprefix("torch.")}
+    if kind in (Tensor, torch.nn.Parameter) and value.layout == torch.strided and not value.is_quantized:
+        tensors.append(value.resolve_conj().resolve_neg())
+        return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
+    raise TypeError(
+        f"ranks send each other tensors and plain values, but {name} is a {kind.__name__}. Keep it out of the state, "
+        "or put what it consists of there: numbers, strings, tuples, dicts, lists."
+    )
+
+
+def _untagged(value: Any, data: memoryview, begin: list[int]) -> Any:
+    """``begin``: of the next tensor in ``data``."""
+    if isinstance(value, list):
+        return [_untagged(item, data, begin) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "tuple":
+        return tuple(_untagged(content, data, begin))
+    if kind == "dict":
+        return {_untagged(key, data, begin): _untagged(item, data, begin) for key, item in content}
+    if kind == "dtype":
+        return _dtype(content)
+    if kind == "tensor":
+        dtype, shape = _dtype(content[0]), torch.Size(content[1])
+        start = begin[0]
+        begin[0] += shape.numel() * dtype.itemsize
+        if not shape.numel():
+            return torch.empty(shape, dtype=dtype)
+        part = torch.frombuffer(data[start : begin[0]], dtype=torch.uint8)
+        return part.clone().view(dtype).view(shape)  # a copy: the start need not be aligned
+    raise ValueError(f"ranks sent each other a value of the unknown kind {kind!r}")
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"ranks sent each other {name!r} as the name of a dtype")
+    return dtype

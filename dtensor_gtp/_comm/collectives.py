@@ -1,10 +1,15 @@
-"""The communicators of one weight mesh, and how their collectives reduce."""
+"""The communicators of one weight mesh: who gathers and reduces in them, and how a sum over ranks becomes a gradient.
+
+A gather backend is the process group, copy engines, or a class that the user passes. All ranks of a communicator call
+it in the same order. Where there are streams, it works on the current one.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,9 +17,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
-from ..policy import ReduceScatterKind
+from .._howto import see
+from ..policy import GatherBackend, GatherBackendName, ReduceScatterKind, Schedule, SchedulePolicy
+from .agreement import by_rank
+from .copy_engine import ALIGNMENT, CopyEngine
+from .send_ring import SendRing
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+T = TypeVar("T")
+# Bytes that all ranks together send in a round of copy engines, even if weights are gathered one by one.
+_LEAST_ROUND = 32 << 20
+# A large gradient that travels alone: 4096 x 14336 elements in 16 bits.
+_GRADIENT_NBYTES = 128 << 20
 
 
 def has_replicas(mesh: DeviceMesh) -> bool:
@@ -34,7 +47,7 @@ class Groups:
     gather_name: str
     scatter_name: str
     replicate_name: str | None
-    # Whether the gather backend casts shards and fills this rank's part of the output (``CastingBackend``).
+    # Whether the gather backend casts shards and fills this rank's part of the output (``CopyEngine``).
     casts_shards: bool = False
     reduce_scatter: ReduceScatterKind = "ring"
     sends_narrow: bool = False  # see :func:`may_send_narrow`
@@ -64,16 +77,6 @@ def is_exact_in(dtype: torch.dtype, wide: torch.dtype) -> bool:
     return dtype.itemsize < wide.itemsize and torch.promote_types(dtype, wide) == wide
 
 
-def as_integers(tensor: Tensor) -> Tensor:
-    """The same bits as integers."""
-    return tensor.view(_INTEGERS[tensor.dtype.itemsize])
-
-
-def as_sendable(tensor: Tensor) -> Tensor:
-    """The same bits in a dtype that all backends gather: neither gloo nor NCCL has all float dtypes, or int16."""
-    return tensor.view(torch.bfloat16) if tensor.dtype.itemsize == 2 else as_integers(tensor)
-
-
 class ReduceScale(NamedTuple):
     """How a sum over ranks becomes the gradient: the collective's operation, and the divisors before and after it."""
 
@@ -98,3 +101,131 @@ def reduce_scale(dtype: torch.dtype, num_ranks: int, factor: float | None) -> Re
     while factor % predivide == 0 and factor / predivide > predivide:
         predivide *= 2
     return ReduceScale(dist.ReduceOp.SUM, predivide, factor / predivide)
+
+
+class _Works:
+    """Background works. The first wait drops them: a complete work keeps its tensors alive."""
+
+    def __init__(self, works: Iterable[dist.Work | None]) -> None:
+        self._works = [work for work in works if work is not None]
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+
+
+class ProcessGroupBackend:
+    """The collectives of the process group: NCCL's kernels, gloo's threads. Keeps only its name, see ``Groups``."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group_name = group.group_name
+        self._is_async = device.type == "cpu"  # elsewhere streams order it
+
+    def all_gather(self, outputs: list[Tensor], shards: list[Tensor]) -> dist.Work | _Works | None:
+        group = compat.resolve_group(self._group_name)
+        if len(outputs) == 1:
+            return compat.all_gather_base(outputs[0], shards[0], group, self._is_async)
+        if not self._is_async:
+            return compat.all_gather_coalesced(outputs, shards, group, False)
+        if len({shard.dtype for shard in shards}) == 1:
+            return _Works([compat.all_gather_coalesced(outputs, shards, group, True)])
+        # gloo would make one tensor of all shards, as if they had one dtype.
+        return _Works(compat.all_gather_base(*pair, group, True) for pair in zip(outputs, shards, strict=True))
+
+
+def refuse_unavailable(policy: SchedulePolicy, device_type: str) -> None:
+    """Raises:
+    ValueError: The policy asks for copy engines by name, but the device has none.
+    """
+    for name in ("gather_backend", "reduce_scatter"):
+        if getattr(policy, name) == "copy_engine" and device_type != "cuda":
+            raise ValueError(
+                f"gtp_shard expects a mesh of GPUs with SchedulePolicy({name}='copy_engine'), but got one of "
+                f"'{device_type}', which has no copy engines. Leave out {name}."
+            )
+
+
+def name_of(backend: GatherBackendName | type[GatherBackend]) -> str:
+    return backend if isinstance(backend, str) else backend.__name__
+
+
+def choose_gather_backend(
+    schedule: Schedule, groups: list[dist.ProcessGroup], device: torch.device
+) -> tuple[GatherBackend, GatherBackendName | type[GatherBackend], str]:
+    """The backend that ``schedule`` asks for, its name in a policy, and why "auto" took it. Collective over all
+    ``groups``: the gather communicator first, then those of the mesh's other axes, whose ranks must agree.
+
+    "auto" takes copy engines if all ranks can have them: they were faster in each measurement.
+    """
+    asked = schedule.gather_backend
+    if asked == "process_group":
+        return ProcessGroupBackend(groups[0], device), asked, ""
+    if isinstance(asked, type):
+        advice = f". {see('add_a_gather_backend')}"
+        return _make_on_all_ranks(asked, groups, device, asked.__name__, advice), asked, ""
+    factory = functools.partial(CopyEngine, round_nbytes=round_nbytes(schedule, groups[0].size()))
+    try:
+        engine = _make_on_all_ranks(factory, groups, device, "copy_engine")
+        return engine, "copy_engine", "one host" if asked == "auto" else ""
+    except RuntimeError as error:
+        if asked != "auto":
+            raise
+        return ProcessGroupBackend(groups[0], device), "process_group", str(error)
+
+
+def resolve_reduce_scatter(asked: ReduceScatterKind | Literal["auto"], gathers: str) -> ReduceScatterKind:
+    """What "auto" becomes: copy engines where ``gathers`` are by them."""
+    if asked != "auto":
+        return asked
+    return "copy_engine" if gathers == "copy_engine" else "ring"
+
+
+def choose_reduce_scatter(
+    schedule: Schedule, groups: list[dist.ProcessGroup], device: torch.device, gathers: str
+) -> tuple[SendRing | None, ReduceScatterKind, str]:
+    """The ring that peers fetch gradients from, the kind that ``schedule`` asks for, and why "auto" took it. Collective
+    over all ``groups``, the scatter communicator first."""
+    asked = schedule.reduce_scatter
+    kind = resolve_reduce_scatter(asked, gathers)
+    if kind != "copy_engine":
+        return None, kind, f"gathers by {gathers}" if asked == "auto" else ""
+    enough = enough_nbytes(schedule)
+    if gathers == "copy_engine":  # these ranks map each other's memory already
+        why = "one host" if asked == "auto" else ""
+        return SendRing(groups[0], device, enough, nbytes=0), "copy_engine", why
+    factory = functools.partial(SendRing, enough_nbytes=enough)
+    ring = _make_on_all_ranks(factory, groups, device, "the send ring of reduce_scatter='copy_engine'")
+    return ring, "copy_engine", ""
+
+
+def round_nbytes(schedule: Schedule, num_ranks: int) -> int:
+    """What a rank sends in a round of copy engines: half of its stage."""
+    return max(schedule.coalesce_nbytes, _LEAST_ROUND) // num_ranks // ALIGNMENT * ALIGNMENT
+
+
+def enough_nbytes(schedule: Schedule) -> int:
+    """The size up to which a send ring grows so that more is in flight: all groups in flight, and the next one."""
+    return (schedule.max_inflight_reduce_scatters + 1) * max(schedule.coalesce_grad_nbytes, _GRADIENT_NBYTES)
+
+
+def _make_on_all_ranks(
+    factory: Callable[[dist.ProcessGroup, torch.device], T],
+    groups: list[dist.ProcessGroup],
+    device: torch.device,
+    name: str,
+    advice: str = "",
+) -> T:
+    """The result of ``factory`` for the first of ``groups``; if it raises on some rank, all ranks raise."""
+    made: T | None = None
+    reason = ""
+    try:
+        made = factory(groups[0], device)
+    except Exception as error:  # the other ranks must know of any error
+        reason = f"{type(error).__name__}: {error}"
+    reasons = [f"rank {rank}: {other}" for rank, other in by_rank(reason, groups).items() if other]
+    if reasons:
+        ranks = dist.get_process_group_ranks(groups[0])
+        raise RuntimeError(f"{name} is not available to ranks {ranks} ({'; '.join(reasons)}){advice}")
+    assert made is not None
+    return made

@@ -15,14 +15,12 @@ from .. import _torch_compat as compat
 from .._howto import see
 from ..policy import GatherBackend, GatherBackendName, ReduceScatterKind, Schedule, Waitable
 from .agreement import is_one_host
-from .collectives import Groups, has_replicas, may_send_narrow
-from .copy_engine import CastingBackend, CopyEngine, PeerCopies
+from .collectives import Groups, choose_gather_backend, choose_reduce_scatter, has_replicas, may_send_narrow, name_of
+from .copy_engine import CopyEngine, PeerCopies
 from .debug import DebugFlags, check_finite, check_order
-from .gather_backends import choose_gather_backend, choose_reduce_scatter, name_of
-from .host_copies import HostCopies
-from .reductions_in_flight import ReductionsInFlight
+from .reductions import ReductionsInFlight
 from .send_ring import SendRing
-from .streams import Done, Streams
+from .streams import Done, HostCopies, Streams
 
 _Copies = tuple[list[Tensor], list[Tensor]]  # targets and sources
 
@@ -37,9 +35,8 @@ class CommContext:
         self.host_copies = HostCopies(self.streams)
         self.reductions = ReductionsInFlight(self.streams)
         self._groups: dict[tuple[str, ...], Groups] = {}
-        # By the name of the communicator. A casting backend is in both of the first two.
+        # By the name of the communicator.
         self._gather_backends: dict[str, GatherBackend] = {}
-        self._casting_backends: dict[str, CastingBackend] = {}
         self._send_rings: dict[str, SendRing] = {}
         # One for each mesh: the early and large gathers of experts must not delay gathers of other weights.
         self._gather_streams: dict[str, torch.Stream] = {}
@@ -66,14 +63,13 @@ class CommContext:
         kind: ReduceScatterKind = "ring" if schedule.reduce_scatter == "auto" else schedule.reduce_scatter
         if gather.size() > 1:
             backend, name, why = choose_gather_backend(schedule, [gather, *replicate], device)
+            self._gather_backends[gather.group_name] = backend
             # Gathers would wait for reductions in one communicator. Copy engines gather without it, and to make another
             # one takes NCCL a tenth of a second.
-            if not isinstance(backend, CopyEngine):
-                scatter = compat.twin_group(gather, device, "gtp_scatter")
-            self._gather_backends[gather.group_name] = backend
-            if isinstance(backend, CastingBackend):
+            if isinstance(backend, CopyEngine):
                 backend.cast_stream = self.streams.new_stream()
-                self._casting_backends[gather.group_name] = backend
+            else:
+                scatter = compat.twin_group(gather, device, "gtp_scatter")
             axis = mesh.mesh_dim_names[-1] if mesh.mesh_dim_names else "the mesh"
             if why:
                 self.choices.append(f"gather backend on {axis}={gather.size()}: {name_of(name)} ({why})")
@@ -87,11 +83,14 @@ class CommContext:
         stream = self.streams.new_stream()
         if stream is not None:
             self._gather_streams.setdefault(gather.group_name, stream)
-        casts_shards = gather.group_name in self._casting_backends
-        replicate_name = names[0] if replicate else None
-        sends_narrow = may_send_narrow(kind, gather.size()) and is_one_host(gather, device)
-        groups = Groups(gather.group_name, scatter.group_name, replicate_name, casts_shards, kind, sends_narrow)
-        self._groups[names] = groups
+        groups = self._groups[names] = Groups(
+            gather.group_name,
+            scatter.group_name,
+            replicate_name=names[0] if replicate else None,
+            casts_shards=isinstance(self._gather_backends.get(gather.group_name), CopyEngine),
+            reduce_scatter=kind,
+            sends_narrow=may_send_narrow(kind, gather.size()) and is_one_host(gather, device),
+        )
         return groups
 
     def chosen_backends(self) -> dict[str, Any]:
@@ -110,8 +109,8 @@ class CommContext:
     def begin_pass(self, groups: Groups | None = None) -> None:
         """All ranks begin a forward or a backward; or the ranks of ``groups`` begin a gather outside of a pass."""
         self.streams.begin_pass(is_everywhere=groups is None)
-        for name, backend in self._casting_backends.items():
-            if groups is None or name == groups.gather_name:
+        for name, backend in self._gather_backends.items():
+            if isinstance(backend, CopyEngine) and (groups is None or name == groups.gather_name):
                 backend.begin_pass()
 
     def before_collective(self, name: str, detail: str, groups: Groups) -> None:
@@ -137,8 +136,7 @@ class CommContext:
 
     def gather_done(self, work: Waitable | None, groups: Groups) -> Done:
         """When the collective that was just launched in ``gathering`` is complete."""
-        stream = self._gather_streams.get(groups.gather_name)
-        return Done(work=work) if stream is None else Done(stream.record_event(), None, self.streams.computing[-1])
+        return self.streams.done(self._gather_streams.get(groups.gather_name), work)
 
     def all_gather(
         self,
@@ -152,26 +150,21 @@ class CommContext:
         """Gather each shard of all ranks into the output at the same index, in one launch on the gather stream. The
         result says when the outputs may be read. ``detail`` names the weights for debugging aids. The stream waits
         for ``after``, then ``copies`` run, then the gather."""
-        name = groups.gather_name
-        stream = self._gather_streams.get(name)
-        if stream is None:
-            if self.is_debugged:
-                self.before_collective("all_gather", detail, groups)
-            if copies is not None:
-                compat.copy_all(*copies)
-            return Done(None, self._gather_backends[name].all_gather(outputs, shards))
+        backend = self._gather_backends[groups.gather_name]
+        stream = self._gather_streams.get(groups.gather_name)
+        work: Waitable | None = None
         with self.streams.fork(stream):
-            if after is not None:
+            if after is not None and stream is not None:
                 stream.wait_event(after)
             if self.is_debugged:
                 self.before_collective("all_gather", detail, groups)
             if copies is not None:
                 compat.copy_all(*copies)
-            if groups.casts_shards:
-                self._casting_backends[name].all_gather(outputs, shards, self.streams.fork_event)
+            if isinstance(backend, CopyEngine):
+                backend.all_gather(outputs, shards, self.streams.fork_event)
             else:
-                self._gather_backends[name].all_gather(outputs, shards)
-            return Done(stream.record_event(), None, self.streams.computing[-1])
+                work = backend.all_gather(outputs, shards)
+            return self.streams.done(stream, work)
 
     def gather_from_replicas(
         self, groups: Groups, detail: str, pack: Callable[[], _Copies], unpack: Callable[[list[Tensor]], None]
@@ -180,8 +173,7 @@ class CommContext:
         gives outputs and parts, and ``unpack`` takes the outputs; without streams the host waits in between."""
         replicate = groups.replicate
         assert replicate is not None
-        casting = self._casting_backends.get(groups.gather_name)
-        stream = self._gather_streams.get(groups.gather_name) if casting is None else casting.cast_stream
+        stream = self._reading_stream(groups)
         with self.streams.fork(stream):
             if self.is_debugged:
                 self.before_collective("all_gather of replicas", detail, groups)
@@ -190,19 +182,33 @@ class CommContext:
             if stream is None:
                 self.streams.wait(Done(work=work))
             unpack(outputs)
-            return Done() if stream is None else Done(stream.record_event(), None, self.streams.computing[-1])
+            return self.streams.done(stream, None)
+
+    def launch(self, collective: Callable[..., Any], what: str, groups: Groups, *args: Any) -> Done:
+        """Launch a collective of activations in the scatter group, which is idle in forward. In the gather group it
+        would wait for weights that are prefetched."""
+        with self.reductions.scattering():
+            self.before_collective(collective.__name__.removesuffix("_base"), what, groups)
+            work = collective(*args, groups.scatter, not self.streams.has_streams)
+            return self.reductions.scatter_done(work)
 
     @contextmanager
     def packing(self, groups: Groups) -> Iterator[None]:
-        """Quantize or pack shards for a gather in this context: on the stream of casts if the mesh has one. The gather
-        waits for that stream."""
-        casting = self._casting_backends.get(groups.gather_name)
-        if casting is None:
+        """Quantize or pack shards in this context, where the gather reads them, so beside compute."""
+        stream = self._reading_stream(groups)
+        if stream is None:
             yield
             return
-        with self.streams.fork(casting.cast_stream), self.streams.computing_on(casting.cast_stream):
+        with self.streams.fork(stream), self.streams.computing_on(stream):
             self.streams.delay()
             yield
+
+    def _reading_stream(self, groups: Groups) -> torch.Stream | None:
+        """That reads shards for gathers: that of casts if copy engines gather."""
+        backend = self._gather_backends.get(groups.gather_name)
+        if isinstance(backend, CopyEngine):
+            return backend.cast_stream
+        return self._gather_streams.get(groups.gather_name)
 
     def send_ring(self, groups: Groups) -> SendRing:
         """The ring of the scatter group, for ``reduce_scatter="copy_engine"``."""

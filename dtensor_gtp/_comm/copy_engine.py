@@ -37,7 +37,6 @@ multicast is not used. ``send_ring`` exchanges gradients.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -126,27 +125,6 @@ class PeerCopies:
         return [(self.rank + step) % self._num_ranks for step in range(1, self._num_ranks)]
 
 
-class CastingBackend(ABC):
-    """A gather backend that takes shards as they are: it casts what it sends, and fills this rank's part of outputs."""
-
-    cast_stream: torch.Stream | None = None  # set by ``CommContext``, to cast ahead
-
-    @abstractmethod
-    def begin_pass(self) -> None:
-        """Called on all ranks. Another CUDA graph, or none, may record the gathers that follow."""
-
-    @abstractmethod
-    def all_gather(self, outputs: list[Tensor], shards: list[Tensor], ready: torch.Event | None = None) -> None:
-        """Copy each rank's shards into the outputs, on the current stream.
-
-        Args:
-            outputs: Shape ``(world * rows, ...)``, contiguous.
-            shards: Shape ``(rows, ...)``, of any dtype and layout; may have fewer rows, or be this rank's own part of
-                the output. The backend waits for ``cast_stream``, which may have made them.
-            ready: When the outputs and the sources of the shards may be used; None: when the current stream is there.
-        """
-
-
 class _Part(NamedTuple):
     """Rows of one tensor that are gathered in one round."""
 
@@ -157,8 +135,9 @@ class _Part(NamedTuple):
     nbytes: int  # of the rows of one rank
 
 
-class CopyEngine(PeerCopies, CastingBackend):
-    """Gathers of one communicator, see [Note: rules of the copy engine].
+class CopyEngine(PeerCopies):
+    """Gathers of one communicator, see [Note: rules of the copy engine]. It takes shards as they are: it casts what it
+    sends, and fills this rank's part of outputs.
 
     Args:
         group: Its ranks.
@@ -169,6 +148,7 @@ class CopyEngine(PeerCopies, CastingBackend):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, round_nbytes: int | None = None) -> None:
         super().__init__(group, device, 2 * (round_nbytes or ALIGNMENT))
+        self.cast_stream: torch.Stream | None = None  # set by ``CommContext``, to cast ahead
         self._round_nbytes = round_nbytes
         self._num_rounds = 0  # of this pass
         # Of the last round: the event after its first barrier and its casts, and the CUDA graph that recorded it.
@@ -176,10 +156,19 @@ class CopyEngine(PeerCopies, CastingBackend):
         self._last_recording: int | None = None
 
     def begin_pass(self) -> None:
+        """Called on all ranks. Another CUDA graph, or none, may record the gathers that follow."""
         self._num_rounds = 0
         self._last_passed = None
 
     def all_gather(self, outputs: list[Tensor], shards: list[Tensor], ready: torch.Event | None = None) -> None:
+        """Copy each rank's shards into the outputs, on the current stream.
+
+        Args:
+            outputs: Shape ``(world * rows, ...)``, contiguous.
+            shards: Shape ``(rows, ...)``, of any dtype and layout; may have fewer rows, or be this rank's own part of
+                the output. ``cast_stream``, which is waited for, may have made them.
+            ready: When the outputs and the sources of the shards may be used; None: when the current stream is there.
+        """
         # By addresses: each view of a tensor takes the host microseconds, for each weight.
         parts = []
         for output, shard in zip(outputs, shards, strict=True):
@@ -225,7 +214,7 @@ class CopyEngine(PeerCopies, CastingBackend):
         own_copied = self._copy_own_beside(stage, own)
         try:
             stage.fetch([(rank, rank) for rank in self._peers()], fetches)
-        finally:
+        finally:  # also after an error: the copy on the other stream is under way
             if stream is not None and own_copied is not None:
                 stream.wait_event(own_copied)
         if own_copied is None and own:
@@ -272,7 +261,10 @@ class CopyEngine(PeerCopies, CastingBackend):
         for target, source in pairs:
             has_same_bytes = target.is_cuda and target.dtype == source.dtype
             has_same_bytes = has_same_bytes and target.is_contiguous() and source.is_contiguous()
-            (by_bytes if has_same_bytes else by_torch).append((target, source))
+            if has_same_bytes:
+                by_bytes.append((target, source))
+            else:
+                by_torch.append((target, source))
         for group, copy in ((by_bytes, compat.copy_bytes), (by_torch, compat.copy_all)):
             if group:
                 copy([target for target, _ in group], [source for _, source in group])
@@ -286,7 +278,9 @@ def _rounds(parts: list[_Part], num_rows: list[int], most_nbytes: int) -> Iterat
         begin = 0
         while begin < rows:
             row_nbytes = part.nbytes // rows
-            number = min(max(left, 0) // row_nbytes, rows - begin) if row_nbytes else rows - begin
+            number = rows - begin
+            if row_nbytes:
+                number = min(number, max(left, 0) // row_nbytes)
             if not number and some:
                 yield some
                 some, left = [], most_nbytes

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .. import _torch_compat as compat
 from .._howto import see
-from .agreement import by_rank
+from .agreement import by_rank, highest_of
 
 _ENV = "DTENSOR_GTP_DEBUG"
 _NOTHING = nullcontext()
@@ -89,10 +89,7 @@ def check_finite(
     """Look for NaN and infinity in what this rank is about to send, ``values`` by name of the weight. ``groups`` are
     those of the axes of its mesh. If one rank finds some, all raise RuntimeError."""
     found = [_not_finite(name, value) for name, value in values if not bool(torch.isfinite(value).all())]
-    has_failed = torch.tensor(len(found), device=device)
-    for group in groups:
-        dist.all_reduce(has_failed, dist.ReduceOp.MAX, group=group)
-    if not int(has_failed):
+    if not int(highest_of([len(found)], groups, device)):
         return
     more = [f"{len(found) - _NUM_NAMED} more"] if len(found) > _NUM_NAMED else []
     by_ranks = by_rank(", ".join(found[:_NUM_NAMED] + more), groups)

@@ -93,7 +93,9 @@ class SendRing(PeerCopies):
         begin, end = self._next(shape.numel(), dtype)
         self._used = [ref for ref in self._used if ref() is not None]
         is_used = any((place := ref()) is not None and place.overlaps(begin, end) for ref in self._used)
-        self._offered = None if is_used or end > self._nbytes else self.room(Place(begin, end), shape, dtype)
+        self._offered = None
+        if not is_used and end <= self._nbytes:
+            self._offered = self.room(Place(begin, end), shape, dtype)
         return self._offered
 
     def has_offered(self, buffer: Tensor) -> bool:
@@ -179,14 +181,17 @@ class SendRing(PeerCopies):
         self._waiting = []
         stage = self._used_stage()
         stage.barrier(0)
-        item, target = received.itemsize, received.data_ptr()
-        stride, fetches = received.shape[1] * item, []
+        target = received.data_ptr()
+        stride = received.shape[1] * received.itemsize
+        fetches = []
         for size, place in zip(sizes, places, strict=True):
-            nbytes = size * item
+            nbytes = size * received.itemsize
             fetches.append(compat.Fetch(place.begin + self.rank * nbytes, target, stride, nbytes))
             target += nbytes
-        has_own = received.shape[0] == self._num_ranks
-        stage.fetch([(rank, rank if has_own or rank < self.rank else rank - 1) for rank in self._peers()], fetches)
+        rows = [(rank, rank) for rank in self._peers()]
+        if received.shape[0] < self._num_ranks:  # there is none for this rank
+            rows = [(rank, rank - (rank > self.rank)) for rank in self._peers()]
+        stage.fetch(rows, fetches)
         stage.barrier(1)
 
 

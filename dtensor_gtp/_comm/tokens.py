@@ -99,19 +99,16 @@ class TokenExchange:
 
     def _all_gather(self, values: Tensor, comm: CommContext, groups: Groups) -> Tensor:
         received = values.new_empty((self._mesh.size(self._mesh.ndim - 1), values.numel()))
-        with comm.reductions.scattering():  # idle in forward; the gather stream would first finish the gathers ahead
-            what = f"{self.capacity} tokens for {self.purpose} of {self._fqn}"
-            comm.before_collective("all_gather", what, groups)
-            work = compat.all_gather_base(received.view(-1), values, groups.scatter, not comm.streams.has_streams)
-            done = comm.reductions.scatter_done(work)
-        comm.streams.wait(done)
+        what = f"{self.capacity} tokens for {self.purpose} of {self._fqn}"
+        comm.streams.wait(comm.launch(compat.all_gather_base, what, groups, received.view(-1), values))
         return received
 
     def _settle(self, capacity: int) -> None:
         """Take a capacity that all ranks know."""
-        was_chosen, was_known = self.is_chosen, bool(self.capacity)
-        self.capacity, self.is_chosen = capacity, capacity > 0 and self._is_worth(capacity)
-        if capacity and not (was_known and was_chosen == self.is_chosen):
+        before = bool(self.capacity), self.is_chosen
+        self.capacity = capacity
+        self.is_chosen = capacity > 0 and self._is_worth(capacity)
+        if capacity and before != (True, self.is_chosen):
             logger.info("%s of %s: %s", self.purpose, self._fqn, self.describe())
 
     def _complaint(self, got: str) -> str:

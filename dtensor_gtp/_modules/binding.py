@@ -17,8 +17,7 @@ from .._params.sharded_weight import ShardedWeight
 from .._params.weight_group import WeightGroup
 from .._params.whole_param import WholeParam
 from .._schedule.runtime import Runtime
-from ..ops.compiled_lookup import materialize
-from ..ops.compiled_weight import CompiledWeight
+from ..ops.compiled_weight import CompiledWeight, materialize
 
 BINDING = "_gtp_binding"
 

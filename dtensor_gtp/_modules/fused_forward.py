@@ -13,9 +13,9 @@ from .._params.managed_param import ManagedParam
 from .._params.pack_planes import HookWire
 from .._params.sharded_weight import ShardedWeight
 from .._params.whole_param import WholeParam
-from ..ops.compiled_linear import linear as compiled_linear
-from ..ops.compiled_linear import parallel_linear as compiled_parallel_linear
-from ..ops.compiled_lookup import embedding as compiled_embedding
+from ..ops.compiled_layers import embedding as compiled_embedding
+from ..ops.compiled_layers import linear as compiled_linear
+from ..ops.compiled_layers import parallel_linear as compiled_parallel_linear
 from ..ops.embedding import embedding
 from ..ops.linear import linear, parallel_linear
 from .binding import BoundModule, Fused

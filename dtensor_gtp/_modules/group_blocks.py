@@ -11,11 +11,12 @@ that dtype: within a host, more bytes take less time than casts of each layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
 from types import MethodType
 
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from .._comm.agreement import is_one_host
 from .._howto import printable
@@ -41,6 +42,8 @@ def make_groups(runtime: Runtime, num_tokens: int) -> tuple[str, ...]:
     assert isinstance(call, ShardGroup)
     if runtime.policy._numbers or runtime.grads.launches.replicas is not None or len(runtime.members.calls) > 1:
         return ()
+    # Ranks ask each other once for a mesh.
+    is_near = cache(lambda mesh: is_one_host(mesh.get_group(mesh.ndim - 1), runtime.device))
     groups: list[WeightGroup] = []
     reasons: dict[str, list[str]] = {}
     total = sum(_numel(param) for param in call.params)
@@ -49,7 +52,8 @@ def make_groups(runtime: Runtime, num_tokens: int) -> tuple[str, ...]:
         modules = [module for module in block.modules() if module not in experts]
         params = params_of(bindings_of(modules))
         why = "its own weights are those of experts" if block in experts else None
-        why = why or _why_single(modules, params, num_tokens, may_replay=runtime.comm.may_replay_steps)
+        why = why or _why_single(modules, params, num_tokens)
+        why = why or _why_not_rounded(params, is_near, may_replay=runtime.comm.may_replay_steps)
         if why is not None:
             reasons.setdefault(why, []).append(name)
             continue
@@ -121,9 +125,7 @@ def _has_large_experts(module: nn.Module, num_tokens: int) -> bool:
     )
 
 
-def _why_single(
-    modules: list[nn.Module], params: list[ManagedParam], num_tokens: int, *, may_replay: bool
-) -> str | None:
+def _why_single(modules: list[nn.Module], params: list[ManagedParam], num_tokens: int) -> str | None:
     """Why the weights of a block are gathered one by one; None if they can be a group."""
     weights = [param for param in params if isinstance(param, ShardedWeight)]
     if len(weights) < 2:
@@ -155,11 +157,14 @@ def _why_single(
             return f"'{weight.fqn}' travels with others"
     if any(isinstance(module, nn.RNNBase) for module in modules):
         return "recurrent layers keep a list of their weights"
-    return _why_not_rounded(weights, may_replay=may_replay)
+    return None
 
 
-def _why_not_rounded(weights: list[ShardedWeight], *, may_replay: bool) -> str | None:
-    """Why quantized weights of a block cannot be gathered as values; None if they can, or if none is quantized."""
+def _why_not_rounded(
+    params: Iterable[ManagedParam], is_near: Callable[[DeviceMesh], bool], *, may_replay: bool
+) -> str | None:
+    """Why quantized weights of a block are not gathered as values; None if they are, or if none is quantized."""
+    weights = [param for param in params if isinstance(param, ShardedWeight)]
     quantized = [weight for weight in weights if weight.form.wire is not None]
     for weight in quantized:
         wire = weight.form.wire
@@ -167,8 +172,6 @@ def _why_not_rounded(weights: list[ShardedWeight], *, may_replay: bool) -> str |
             return f"'{weight.fqn}' is stored in low precision"
         if wire.recipe.compute == "float8" or (may_replay and weight.form.gemms is not None):
             return f"'{weight.fqn}' is multiplied in float8"
-    if quantized:
-        mesh = quantized[0].mesh
-        if not is_one_host(mesh.get_group(mesh.ndim - 1), quantized[0].device):
-            return f"'{quantized[0].fqn}' travels between hosts, so in few bytes"
+    if quantized and not is_near(quantized[0].mesh):
+        return f"'{quantized[0].fqn}' travels between hosts, so in few bytes"
     return None

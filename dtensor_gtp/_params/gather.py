@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .._comm.collectives import as_sendable
+from .. import _torch_compat as compat
 from .._comm.context import CommContext
 from .._comm.debug import profiler_range
 from .._comm.streams import Done
@@ -67,7 +67,7 @@ def _alone(target: Gatherable, comm: CommContext) -> Gathered:
     if weight.form.wire is not None:
         packed = weight.form.wire.pack(_direction(target), comm)
         own = [plane for _, plane in packed.planes]
-        gathered = Gathered(as_sendable(own[0]), shard, done, shard, version)
+        gathered = Gathered(compat.as_sendable(own[0]), shard, done, shard, version)
         gathered.is_alias = True
         return _with_planes(gathered, packed, lambda: own)
     rows = layout.rows_of(shard)
@@ -92,9 +92,9 @@ def _pack(targets: Sequence[Gatherable], comm: CommContext) -> dict[Gatherable, 
 
 
 def _rounded(group: WeightGroup, comm: CommContext) -> dict[ShardedWeight, Tensor]:
-    """What the gather sends of quantized members, made on the stream that reads it."""
-    agree_on_stale(group.quantized, comm)
-    with comm.packing(group.groups) if group.groups.casts_shards else comm.gathering(group.groups):
+    """What the gather sends of quantized members."""
+    with comm.packing(group.groups):
+        agree_on_stale(group.quantized, comm)
         return rounded(group.quantized)
 
 
@@ -130,7 +130,7 @@ def _planes(weight: ShardedWeight, packed: Packed | None, buffer: Tensor | None,
         return [(weight.layout, shard, weight.form.gather_buffer() if buffer is None else buffer)]
     planes = []
     for layout, plane in packed.planes:
-        part = as_sendable(plane)
+        part = compat.as_sendable(plane)
         planes.append((layout, part, torch.empty(layout.buffer_shape, dtype=part.dtype, device=part.device)))
     return planes
 

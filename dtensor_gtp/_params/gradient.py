@@ -35,7 +35,6 @@ class PendingGradient:
         """The gradient has this layout, and is sent in this dtype."""
         self.sent_nbytes = math.prod(layout.buffer_shape) * dtype.itemsize
         self._sent_like = compat.template(layout.buffer_shape, dtype, device)
-        self._slot_like = compat.template(layout.slot_shape, dtype, device)
 
     @property
     def is_empty(self) -> bool:
@@ -44,10 +43,6 @@ class PendingGradient:
     def send_buffer(self) -> Tensor:
         """An uninitialized buffer for the full gradient of this rank. No rank reads its padding."""
         return torch.empty_like(self._sent_like)
-
-    def new_slot(self) -> Tensor:
-        """An uninitialized buffer for this rank's rows of the gradient, in the dtype in which it is sent."""
-        return torch.empty_like(self._slot_like)
 
     def forget(self) -> None:
         self.unsharded = self.unreplicated = None

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
-from .._comm.collectives import as_integers
 from .._params.gathered import Gathered, Version
 from .._params.managed_param import ManagedParam
 from .._params.saved_for_backward import GathersAgain, SavedWeights, check_differentiable, refuse_symbolic_tracing
@@ -64,7 +63,7 @@ def sum_of_bits(value: Tensor) -> Tensor | None:
     if type(local) is not Tensor or local.is_complex():
         return None
     with compat.unseen_by_checkpoint_policies():
-        return as_integers(local).sum(dtype=torch.int64)
+        return compat.as_integers(local).sum(dtype=torch.int64)
 
 
 class Frame:

@@ -82,7 +82,7 @@ def choose(policy: SchedulePolicy, facts: Facts) -> tuple[Schedule, tuple[str, .
     """The schedule that ``policy`` asks for, and the reasons for all that it leaves open.
 
     ``"balanced"`` gathers one block ahead, as ``fully_shard`` does: in one launch with copy engines, else in two.
-    Whether there are copy engines is known only when each communicator is made (see ``gather_backends``), so ``"auto"``
+    Whether there are copy engines is known only when each communicator is made (see ``collectives``), so ``"auto"``
     may remain. Their symmetric memory takes the place of a head that waits for its backward: ``fully_shard`` holds head
     and embedding there.
     """

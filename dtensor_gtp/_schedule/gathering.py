@@ -58,7 +58,8 @@ class Statistics:
         for weight in weights:
             wire = weight.form.wire
             if wire is not None and isinstance(wire, QuantizedWire) and wire.begin_forward():
-                if weight.group is None and wire.is_within_mesh and weight.groups.casts_shards:
+                is_beside_compute = weight.groups.casts_shards or self._comm.streams.has_streams
+                if wire.is_within_mesh and is_beside_compute:
                     self.waiting.setdefault(weight.groups, []).append(weight)
                 else:
                     changed.append(weight)
@@ -69,7 +70,7 @@ class Statistics:
         agrees on the weights that it sends only, so that it does not wait for others; the second one on all others."""
         groups = targets[0].weight.groups
         waiting = self.waiting.get(groups, [])
-        sent = {target.weight for target in targets}
+        sent = {weight for target in targets for weight in gather.weights_of(target)}
         if sent.isdisjoint(waiting):
             return
         later: list[ShardedWeight] = []

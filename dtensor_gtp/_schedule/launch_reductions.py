@@ -11,15 +11,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from .. import _torch_compat as compat
 from .._comm import collectives
-from .._comm.addends import add_up
 from .._comm.context import CommContext
 from .._comm.debug import profiler_range
-from .._comm.reduce_scatter import Scattering
+from .._comm.reductions import Scattering
 from .._comm.send_ring import Place, SendRing
 from .._params.group_memory import pack, slot_numels
 from .._params.sharded_weight import ShardedWeight
@@ -54,71 +51,26 @@ class ReductionLaunches:
     def launch(self, together: list[Gradient]) -> None:
         self.order.note("reduce_scatter", [gradient.weight.for_forward for gradient in together])
         with profiler_range("GTP::reduce_scatter", *[each.weight.fqn for each in together]):
-            if together[0].taken is not None:
-                self._launch_groups(together)
-            elif len(together) > 1 or not self._launch_plain(together[0]):
-                self._reduce_scatter(together)
+            self._reduce_scatter(together)
 
-    def _launch_groups(self, together: list[Gradient]) -> None:
-        """Pack the gradients of groups, and send them as one."""
+    def _packed(self, together: list[Gradient]) -> Tensor:
+        """The gradients of groups, to be sent as one."""
         weight, world = together[0].weight, together[0].weight.layout.world
         taken = [part for gradient in together for part in gradient.taken or ()]
         self._comm.streams.note_reading_earlier(taken)
-        is_narrow = self.sends_narrow(weight, taken[0].dtype)
-        dtype = taken[0].dtype if is_narrow else weight.reduce_dtype
+        dtype = weight.reduce_dtype
+        if self.sends_narrow(weight, taken[0].dtype):
+            dtype = taken[0].dtype
         buffer = taken[0].new_empty(world * sum(_slot_numels(together)), dtype=dtype)
         pack(taken, world, buffer)
         for gradient in together:
             gradient.taken = None
-        send = self._send_narrow if is_narrow else self._send_wide
-        send(together, buffer)
+        return buffer
 
     def can_pack(self, weight: Reducible, scale: collectives.ReduceScale) -> bool:
         """Whether ``launch`` packs and sends what a group gave."""
         is_plain = weight.pending_grad.ring is None and scale.predivide is None
         return is_plain and weight.groups.reduce_scatter == "ring" and self.replicas is None
-
-    def _launch_plain(self, gradient: Gradient) -> bool:
-        """As ``_reduce_scatter``, but for one gradient that a ring sends as it is: the most frequent case, so it is
-        short. Returns whether this is one."""
-        weight, buffer = gradient.weight, gradient.buffer
-        is_alone = weight.layout.world == 1 or gradient.scale.predivide is not None
-        if buffer is None or weight.groups.reduce_scatter != "ring" or is_alone:
-            return False
-        if buffer.dtype == weight.reduce_dtype:
-            if not buffer.is_contiguous():
-                return False
-            self._send_wide([gradient], buffer)
-            return True
-        if not self.sends_narrow(weight, buffer.dtype):
-            return False
-        self._send_narrow([gradient], buffer)
-        return True
-
-    def _send_wide(self, together: list[Gradient], buffer: Tensor) -> None:
-        """By one reduce-scatter of the process group."""
-        comm, groups, slot = self._comm, together[0].weight.groups, _new_slot(together)
-        with comm.reductions.reducing():
-            if comm.is_debugged:
-                self._look_at([each.weight for each in together], _fulls(together, buffer))
-            work = compat.reduce_scatter_base(
-                slot, buffer, together[0].scale.op, groups.scatter, not comm.streams.has_streams
-            )
-            self._launched(together, work, partial(self._complete_all, together, slot), [buffer, slot])
-
-    def _send_narrow(self, together: list[Gradient], buffer: Tensor) -> None:
-        """Exchange addends of 16 bits, and add those received."""
-        comm, groups, slot = self._comm, together[0].weight.groups, _new_slot(together)
-        addends = buffer.new_empty(buffer.shape)
-        sent = buffer if buffer.is_contiguous() else torch.empty_like(addends)
-        with comm.reductions.reducing():
-            if comm.is_debugged:
-                self._look_at([each.weight for each in together], _fulls(together, buffer))
-            if sent is not buffer:
-                sent.copy_(buffer)
-            work = compat.all_to_all_base(addends, sent, groups.scatter, not comm.streams.has_streams)
-            complete = partial(self._add_up, together, slot, addends)
-            self._launched(together, work, complete, [buffer, sent, addends, slot])
 
     def _launched(
         self,
@@ -130,7 +82,7 @@ class ReductionLaunches:
     ) -> None:
         """The collective for these gradients is launched. The communication stream uses ``keep``, peers ``places``."""
         for gradient in together:
-            gradient.buffer, earlier = None, gradient.weight.pending_grad.unreplicated
+            earlier = gradient.weight.pending_grad.unreplicated
             if earlier is not None:
                 keep.append(earlier)  # the communication stream adds it to the result
         self._comm.reductions.launched(work, complete, keep, places)
@@ -140,39 +92,39 @@ class ReductionLaunches:
         is_exact = collectives.is_exact_in(dtype, weight.reduce_dtype)
         return weight.groups.sends_narrow and is_exact and self.replicas is None
 
-    def _add_up(self, together: list[Gradient], slot: Tensor, addends: Tensor) -> None:
-        """After an exchange of addends: ``slot`` becomes their sum or mean, as the reduce-scatter would make it."""
-        add_up(slot, addends, together[0].weight.layout.world, is_mean=together[0].scale.op == dist.ReduceOp.AVG)
-        self._complete_all(together, slot)
-
-    def _complete_all(self, together: list[Gradient], slot: Tensor) -> None:
-        """``slot`` holds the rows of one gradient, or of several groups one after the other."""
-        parts = [slot] if len(together) == 1 else slot.split(_slot_numels(together))
-        for gradient, part in zip(together, parts, strict=True):
-            self._complete(gradient, part)
-
     def _reduce_scatter(self, together: list[Gradient]) -> None:
         """Launch one reduce-scatter of these gradients on the scatter stream."""
         comm, weight, scale = self._comm, together[0].weight, together[0].scale
-        fulls, ring = [], weight.pending_grad.ring
-        for gradient in together:
-            assert gradient.buffer is not None
-            fulls.append(gradient.buffer)
-            gradient.buffer = None
+        fulls = []
+        if together[0].taken is not None:
+            fulls.append(self._packed(together))
+        else:
+            for gradient in together:
+                assert gradient.buffer is not None
+                fulls.append(gradient.buffer)
+                gradient.buffer = None
+        ring = weight.pending_grad.ring
         places, held = ((), ()) if ring is None else self._places(ring, together, fulls)
-        scattering = Scattering(
-            weight.groups.reduce_scatter, fulls, weight.layout.world, weight.reduce_dtype, ring, places
-        )
+        world = weight.layout.world
+        if len(fulls) == 1 and self.sends_narrow(weight, fulls[0].dtype):
+            scattering = Scattering("all_to_all", fulls, world, fulls[0].dtype, dtype=weight.reduce_dtype)
+        else:
+            kind = weight.groups.reduce_scatter
+            scattering = Scattering(kind, fulls, world, weight.reduce_dtype, ring, places)
         with comm.reductions.reducing():
             if comm.is_debugged:
-                self._look_at([each.weight for each in together], fulls)
-            work = scattering.launch(scale, weight.groups, comm)
+                self._look_at(together, fulls)
+            is_async = not comm.streams.has_streams
+            work = scattering.launch(scale, weight.groups, comm.reductions, async_op=is_async)
             keep = scattering.keep()  # among them the full gradients, while the collective reads them
             self._launched(together, work, partial(self._scattered, together, scattering), keep, held)
 
-    def _look_at(self, weights: Sequence[Reducible], fulls: Sequence[Tensor]) -> None:
-        """Debugging aids, before gradients of these weights travel together. Nobody writes to the padding of fulls."""
-        groups = weights[0].groups
+    def _look_at(self, together: Sequence[Gradient], fulls: Sequence[Tensor]) -> None:
+        """Debugging aids, before gradients travel together. Nobody writes to the padding of fulls."""
+        weights, groups = [gradient.weight for gradient in together], together[0].weight.groups
+        if len(fulls) < len(together):  # packed
+            columns = fulls[0].view(weights[0].layout.world, -1).split(_slot_numels(together), 1)
+            fulls = [part.flatten() for part in columns]
         self._comm.before_collective("reduce_scatter", ", ".join(weight.fqn for weight in weights), groups)
         values = [(weight.fqn, weight.layout.full_view(full)) for weight, full in zip(weights, fulls, strict=True)]
         self._comm.check_finite("the reduce_scatter of gradients", values, groups)
@@ -194,7 +146,10 @@ class ReductionLaunches:
 
     def _scattered(self, together: list[Gradient], scattering: Scattering) -> None:
         scattering.finish(together[0].scale)
-        for gradient, slot in zip(together, scattering.slots, strict=True):
+        slots: Sequence[Tensor] = scattering.slots
+        if len(slots) < len(together):  # packed
+            slots = slots[0].split(_slot_numels(together))
+        for gradient, slot in zip(together, slots, strict=True):
             self._complete(gradient, slot)
 
     def _complete(self, gradient: Gradient, slot: Tensor) -> None:
@@ -223,22 +178,6 @@ class ReductionLaunches:
 
 def _slot_numels(together: Sequence[Gradient]) -> list[int]:
     return slot_numels(gradient.weight.layout for gradient in together)
-
-
-def _new_slot(together: Sequence[Gradient]) -> Tensor:
-    """An uninitialized buffer for this rank's rows of these gradients, in the dtype of the sum."""
-    if len(together) == 1:
-        return together[0].weight.pending_grad.new_slot()
-    weight = together[0].weight
-    return torch.empty(sum(_slot_numels(together)), dtype=weight.reduce_dtype, device=weight.device)
-
-
-def _fulls(together: Sequence[Gradient], buffer: Tensor) -> list[Tensor]:
-    """What a buffer sends of each gradient, for debugging aids."""
-    if len(together) == 1:
-        return [buffer]
-    columns = buffer.view(together[0].weight.layout.world, -1).split(_slot_numels(together), 1)
-    return [part.flatten() for part in columns]
 
 
 def single(weight: Reducible) -> ShardedWeight:

@@ -19,7 +19,7 @@ from .._comm import collectives
 from .._comm.agreement import any_rank_has
 from .._comm.context import CommContext
 from .._comm.debug import poison
-from .._comm.reduce_scatter import can_travel_together, sum_dtype
+from .._comm.reductions import can_travel_together, sum_dtype
 from .._params.gathered import Gathered
 from .._params.group_memory import pack
 from .._params.managed_param import ManagedParam
@@ -123,17 +123,6 @@ class Gradients:
         if self._comm.debug.poison:
             poison(buffer)
         return buffer, False
-
-    def takes_new(self, weight: Reducible) -> bool:
-        """Whether ``submit`` sends any new tensor that the current stream fills, so that nobody needs a ``target``."""
-        if (
-            self.recording is not None
-            or weight.pending_grad.ring is not None
-            or weight.pending_grad.unsharded is not None
-        ):
-            return False
-        self._comm.streams.note_compute()
-        return True
 
     def add_full(self, weight: Reducible, grad: Tensor, is_owned: bool) -> None:
         """Take a full gradient in the weight's shape. If ``is_owned``, nothing else reads it: it need not be copied."""

@@ -14,7 +14,7 @@ from .. import _torch_compat as compat
 from .._comm.collectives import ReduceScale, reduce_scale
 from .._comm.context import CommContext
 from .._comm.debug import profiler_range
-from .._comm.reduce_scatter import sum_dtype
+from .._comm.reductions import sum_dtype
 from .._params.sharded_weight import ShardedWeight
 from .._params.whole_param import WholeParam
 from .order_of_launches import OrderOfLaunches

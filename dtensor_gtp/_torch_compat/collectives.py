@@ -1,4 +1,4 @@
-"""Collectives without their checks, differentiable ones, and tensors that wait for one."""
+"""Collectives without their checks, differentiable ones, tensors that wait for one, and dtypes that can be sent."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ _all_gather: Any = getattr(funcol, "all_gather_single_autograd", None) or funcol
 _reduce_scatter: Any = getattr(funcol, "reduce_scatter_single_autograd", None) or funcol.reduce_scatter_tensor_autograd
 
 Work = dist.Work | None
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @functools.cache
@@ -123,3 +124,13 @@ class _Completed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
+
+
+def as_integers(tensor: Tensor) -> Tensor:
+    """The same bits as integers."""
+    return tensor.view(_INTEGERS[tensor.dtype.itemsize])
+
+
+def as_sendable(tensor: Tensor) -> Tensor:
+    """The same bits in a dtype that all backends gather: neither gloo nor NCCL has all float dtypes, or int16."""
+    return tensor.view(torch.bfloat16) if tensor.dtype.itemsize == 2 else as_integers(tensor)

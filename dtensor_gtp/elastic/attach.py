@@ -10,8 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from .. import _torch_compat as compat
-from .._comm.agreement import agree_on_all_ranks
-from .._comm.values import all_gather_values
+from .._comm.agreement import agree_on_all_ranks, all_gather_values
 from .._modules.binding import binding_of
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import ShardedWeight

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
-from .._comm.agreement import device_of
-from .._comm.values import all_gather_values, broadcast_value
+from .._comm.agreement import all_gather_values, broadcast_value, device_of
 from .._progress import Progress
 from .mesh import ElasticMesh
 from .plan import Box, Move, plan_moves

@@ -12,7 +12,7 @@ forward before the backward of the last one would overwrite it, so it runs eager
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
@@ -22,12 +22,9 @@ from torch import Tensor
 
 from .. import _torch_compat as compat
 from .._params.gather_form import FixedBuffers
-from .._params.sharded_weight import ShardedWeight
-from .._schedule.runtime import Runtime
-from .checks import check_at_least, check_blocks, check_on_gpu, check_places, params_of, runtimes_of, weights_of
-from .record_again import KnownCalls, signature
+from .checks import check_at_least, check_blocks, check_on_gpu, check_places, params_of, runtimes_of
 from .record_block import Block, BlockGraph, Reached
-from .recorder import CudaRecorder
+from .recorder import CudaRecorder, KnownCalls, signature
 
 
 def capture_blocks(
@@ -90,23 +87,21 @@ def capture_blocks(
     return CapturedBlocks(module, blocks, CudaRecorder(device), warmup_calls, max_graphs)
 
 
-class Rings:
-    """Fixed buffers of the blocks of one model: two sets for each kind of block, in turn."""
-
-    def __init__(self) -> None:
-        self._num_blocks: Counter[tuple[object, ...]] = Counter()
-        self._buffers: dict[tuple[object, ...], FixedBuffers] = {}
-
-    def assign(self, weights: Sequence[ShardedWeight]) -> None:
-        """Give the weights of the next block their buffers."""
-        kind = tuple((w.layout.buffer_shape, w.compute_dtype, w.reduce_dtype, w.shard.device) for w in weights)
-        turn = self._num_blocks[kind] % 2
-        self._num_blocks[kind] += 1
-        for position, weight in enumerate(weights):
+def _give_buffers(blocks: Iterable[Block]) -> None:
+    """Give the weights of each block fixed buffers: two sets for each kind of block, in turn."""
+    num_blocks: Counter[Hashable] = Counter()
+    buffers: dict[Hashable, FixedBuffers] = {}
+    for block in blocks:
+        shapes = ((w.layout.buffer_shape, w.compute_dtype, w.reduce_dtype, w.shard.device) for w in block.weights)
+        # A runtime knows who holds a fixed buffer among its own gathers and reductions only.
+        kind = (block.runtime, *shapes)
+        turn = num_blocks[kind] % 2
+        num_blocks[kind] += 1
+        for position, weight in enumerate(block.weights):
             key = (kind, turn, position)
-            if key not in self._buffers:
-                self._buffers[key] = FixedBuffers(weight.form.new_buffer(), weight.pending_grad.send_buffer())
-            weight.form.fixed = self._buffers[key]
+            if key not in buffers:
+                buffers[key] = FixedBuffers(weight.form.new_buffer(), weight.pending_grad.send_buffer())
+            weight.form.fixed = buffers[key]
 
 
 class CapturedBlocks:
@@ -139,16 +134,17 @@ class CapturedBlocks:
         for runtime in runtimes_of(module, "capture_blocks"):
             runtime.split_groups()
         check_blocks(blocks, names)
-        # One for each runtime, which knows who holds a fixed buffer among its own gathers and reductions only.
-        rings: defaultdict[Runtime, Rings] = defaultdict(Rings)
-        self._blocks = []
+        owns = []
         for block in blocks:
             runtime = runtimes_of(block, "capture_blocks")[0]
-            rings[runtime].assign(weights_of(block))
-            for weight in weights_of(block):
+            owns.append(Block(names[block], block.forward, params_of(block), runtime, recorder))
+            for weight in owns[-1].weights:
                 weight.fused.may_exchange = runtime.policy.embedding == "exchange"  # else its table is gathered
-            own = Block(names[block], block.forward, params_of(block), runtime, recorder)
-            self._blocks.append(_CapturedBlock(block, own, KnownCalls(warmup_calls, max_graphs)))
+        _give_buffers(owns)
+        self._blocks = [
+            _CapturedBlock(block, own, KnownCalls(warmup_calls, max_graphs))
+            for block, own in zip(blocks, owns, strict=True)
+        ]
 
     @property
     def num_graphs(self) -> int:
@@ -182,7 +178,7 @@ class _CapturedBlock:
 
     def __init__(self, block: nn.Module, own: Block, calls: KnownCalls[BlockGraph]) -> None:
         self.own, self.calls = own, calls
-        self._block, self._weights = block, weights_of(block)
+        self._block, self._weights = block, own.weights
         self._binding: Hashable = None  # what all graphs find beside their inputs
         self._had_forward = "forward" in block.__dict__
         block.forward = self

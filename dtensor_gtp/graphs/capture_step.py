@@ -37,9 +37,8 @@ from torch.utils.weak import WeakIdRef
 
 from .. import _torch_compat as compat
 from .checks import check_inputs, check_state, check_step
-from .record_again import KnownCalls, Surroundings, read_values, signature
-from .record_step import RecordedStep, drop_kept
-from .recorder import CudaRecorder
+from .record_step import RecordedStep, Surroundings, drop_kept, read_values
+from .recorder import CudaRecorder, KnownCalls, signature
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -197,20 +196,18 @@ class CapturedStep(Generic[P, R]):
     def _run_eagerly(self, kind: tuple[Hashable, ...], leaves: list[Any], spec: Any) -> R:
         args, kwargs = compat.tree_unflatten(leaves, spec)
         calls, around = self._calls, self._around
-        is_warm, is_new = calls.num_eager + 1 >= calls.num_warmup, kind not in calls.seen
-        is_full = len(calls.graphs) >= calls.max_graphs
-        if is_warm and is_new and is_full:
+        is_warm = calls.num_eager + 1 >= calls.num_warmup
+        if is_warm and kind not in calls.seen and calls.is_full:
             logger.warning("capture_step runs eagerly: it has reached the limit of %d graphs", calls.max_graphs)
         # So that this step gathers what a recording, and other ranks that record or replay meanwhile, gather.
         drop_kept(around.runtimes)
-        with self._recorder.eager(is_last=is_warm and not is_new and not is_full):
+        with self._recorder.eager(is_last=calls.may_record(kind, num_more=1)):
             result: R = compat.tree_map_only(Tensor, lambda t: t.detach().clone(), self._fn(*args, **kwargs))
         for optimizer in around.optimizers:
             check_state(optimizer, self._device)
         if not around.is_in_place():  # a parameter got its state, or a table has grown: graphs read the old one
             calls.graphs.clear()
-            self._around = around.renewed()
-            self._around.binding = around.binding
+            around.follow_moves()
         self._warn_if_never_recorded(kind)
         calls.note_eager(kind)  # not if the step raised: it may not have come to where optimizers make their state
         return result

@@ -16,7 +16,7 @@ from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import ShardedWeight
 from .._schedule.runtime import Runtime
 from ..placement import may_be_ours
-from .record_again import params_outside, tensors_in
+from .record_step import params_outside, tensors_in
 
 logger = logging.getLogger("dtensor_gtp")
 
@@ -26,7 +26,7 @@ def params_of(block: nn.Module) -> list[ManagedParam]:
     return list(dict.fromkeys(param for binding in bindings for param in binding.params.values()))
 
 
-def weights_of(block: nn.Module) -> list[ShardedWeight]:
+def _weights_of(block: nn.Module) -> list[ShardedWeight]:
     return [param for param in params_of(block) if isinstance(param, ShardedWeight)]
 
 
@@ -37,22 +37,23 @@ def runtimes_of(module: nn.Module, caller: str = "capture_step") -> list[Runtime
         what = f"a module that gtp_shard was called on, or one around it, but got a plain {type(module).__name__}"
         raise ValueError(f"{caller} expects {what}. Call gtp_shard first.")
     for runtime in runtimes:
-        if any(param.registration.is_cut_again for param in runtime.params):
-            raise NotImplementedError(f"{caller} does not support an outer fully_shard. Use a (replicate, gtp) mesh.")
-        if any(param.policies.offload is not None for param in runtime.params):
-            raise NotImplementedError(
-                f"{caller} does not support offload_policy: a graph cannot wait for the host. {see('offload')}"
-            )
-        if runtime.gathering.parts.weights:
-            raise NotImplementedError(
-                f"{caller} does not support gtp_shard(shard_optimizer=True): whether replicas gather what their "
-                "optimizers have written is decided in each forward. Leave out shard_optimizer."
-            )
-        if runtime.grads.launches.replicas is not None:
-            raise NotImplementedError(
-                f"{caller} does not support elastic.synchronize_replicas: a graph would repeat the shares of the batch "
-                "of its recording, and wait for a lost rank forever. Take equal replicas: init_weight_mesh(replicate=)."
-            )
+        obstacles = {
+            "an outer fully_shard. Use a (replicate, gtp) mesh.": any(
+                param.registration.is_cut_again for param in runtime.params
+            ),
+            f"offload_policy: a graph cannot wait for the host. {see('offload')}": any(
+                param.policies.offload is not None for param in runtime.params
+            ),
+            "gtp_shard(shard_optimizer=True): whether replicas gather what their optimizers have written is decided in "
+            "each forward. Leave out shard_optimizer.": bool(runtime.gathering.parts.weights),
+            "elastic.synchronize_replicas: a graph would repeat the shares of the batch of its recording, and wait for "
+            "a lost rank forever. Take equal replicas: init_weight_mesh(replicate=).": (
+                runtime.grads.launches.replicas is not None
+            ),
+        }
+        for obstacle, is_there in obstacles.items():
+            if is_there:
+                raise NotImplementedError(f"{caller} does not support {obstacle}")
     return runtimes
 
 
@@ -61,7 +62,7 @@ def check_blocks(blocks: Sequence[nn.Module], names: dict[nn.Module, str]) -> No
     for block in blocks:
         _check_block(names[block], block, owners)
     asked = runtimes_of(blocks[0], "capture_blocks")[0].policy.prefetch_nbytes
-    nbytes = max(sum(weight.for_forward.kept_nbytes for weight in weights_of(block)) for block in blocks)
+    nbytes = max(sum(weight.for_forward.kept_nbytes for weight in _weights_of(block)) for block in blocks)
     if asked and asked < nbytes:
         logger.warning(
             "capture_blocks: SchedulePolicy(prefetch_nbytes=%d) gathers the rest of the %d bytes of a block only "
@@ -72,7 +73,7 @@ def check_blocks(blocks: Sequence[nn.Module], names: dict[nn.Module, str]) -> No
 
 
 def _check_block(name: str, block: nn.Module, owners: dict[ManagedParam, str]) -> None:
-    if not weights_of(block):
+    if not _weights_of(block):
         raise ValueError(f"capture_blocks expects blocks with sharded weights, but '{name}' has none.")
     where = f"capture_blocks does not support block '{name}', a {type(block).__name__}"
     runtimes = runtimes_of(block, "capture_blocks")
@@ -168,25 +169,6 @@ def check_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
                     f"{type(optimizer).__name__} is {where}: a graph would repeat one value. Use an optimizer with "
                     f"capturable=True, or step it outside of the captured function. {see('capture_a_step')}"
                 )
-
-
-def check_none_pinned(runtimes: Sequence[Runtime]) -> None:
-    pinned = [weight.fqn for runtime in runtimes for weight in runtime.weights if weight.is_pinned]
-    if pinned:
-        raise RuntimeError(
-            f"capture_step expects weights that are gathered in the step, but unshard() keeps {len(pinned)} of them "
-            f"('{pinned[0]}', ...), whose old values a graph would always use. Call reshard() before."
-        )
-
-
-def check_none_in_flight(runtimes: Sequence[Runtime], when: str) -> None:
-    for runtime in runtimes:
-        runtime.drop_broken_backward()
-    if any(runtime.steps.are_in_flight for runtime in runtimes):
-        raise RuntimeError(
-            f"capture_step expects a step without gradients in flight {when}, but set_is_last_backward(False) has left "
-            "some. Run the last backward of these microbatches eagerly, or all of them within the step."
-        )
 
 
 def check_inputs(leaves: list[Any], device: torch.device) -> None:

@@ -34,8 +34,7 @@ from .._params.sharded_weight import Gatherable, ShardedWeight
 from .._params.whole_param import WholeParam
 from .._schedule.reduce_gradients import Written
 from .._schedule.runtime import Runtime
-from .record_step import versions_of, with_tensors
-from .recorder import CudaRecorder
+from .recorder import CudaRecorder, versions_of, with_tensors
 
 logger = logging.getLogger("dtensor_gtp")
 
@@ -57,13 +56,15 @@ class Recording:
         buffer = weight.form.fixed.gathered.view(weight.form.fixed.gathered.shape)  # counts as a holder
         full = weight.layout.full_view(buffer)
         gathered = Gathered(buffer, full, Done(), weight.shard, weight.version)
-        gathered.is_alias, gathered.holds = True, 1
+        gathered.is_alias = True
+        gathered.holds = 1
         return gathered
 
     def target(self, weight: ShardedWeight, dtype: torch.dtype | None = None) -> Tensor:
         """Where to put the gradient of a use. Each is reduced by itself: all but the first get memory of the graph."""
         assert weight.form.fixed is not None
-        grad, dtype = weight.form.fixed.grad, dtype or weight.reduce_dtype
+        grad = weight.form.fixed.grad
+        dtype = dtype or weight.reduce_dtype
         if dtype.itemsize > grad.dtype.itemsize or any(weight is other.weight for other in self.written):
             return torch.empty_like(grad, dtype=dtype)
         if dtype == grad.dtype:
@@ -121,6 +122,10 @@ class Block(NamedTuple):
     params: list[ManagedParam]
     runtime: Runtime
     recorder: CudaRecorder
+
+    @property
+    def weights(self) -> list[ShardedWeight]:
+        return [param for param in self.params if isinstance(param, ShardedWeight)]
 
 
 class Reached:
@@ -199,6 +204,7 @@ class BlockGraph:
         with self.backward_pass.active(self.block.runtime, self.block.params, is_forward=False):
             if self.grad_outputs:
                 outputs = [self._differentiable[index] for index in self.grad_outputs]
+                # Replays read what autograd has saved, so its graph must stay.
                 torch.autograd.backward(outputs, list(self.grad_outputs.values()), retain_graph=True)
         grads = [source.grad for source in sources]
         for source in sources:
@@ -226,9 +232,8 @@ class BlockGraph:
                 weight.follow(weight.registration.sites[0])
                 gathered = runtime.gathering.acquire(weight.for_forward)
                 if weight in weights[index:]:
-                    runtime.gathering.release(
-                        weight.for_forward, gathered
-                    )  # the next use has its own gather, as without a graph
+                    # The next use has its own gather, as without a graph.
+                    runtime.gathering.release(weight.for_forward, gathered)
                 else:
                     held.append((weight, gathered))
             for weight, gathered in held:
@@ -251,7 +256,7 @@ class _Replay(torch.autograd.Function):
         for target, source in zip(graph.inputs, tensors, strict=False):
             target.detach().copy_(source)
         graph.replay(graph.replay_forward, graph.forward_pass.used)
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # backward asks which outputs have a gradient
         ctx.call, ctx.graph, ctx.number = call, graph, graph.num_calls
         ctx.versions = [weight.version for weight in graph.backward_pass.used]
         # Copies, because the next replay overwrites the outputs.

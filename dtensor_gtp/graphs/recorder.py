@@ -1,19 +1,23 @@
-"""Records CUDA graphs and replays them, for ``capture_step`` and ``capture_blocks``."""
+"""What ``capture_step`` and ``capture_blocks`` share: CUDA graphs, and which calls are recorded."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from .. import _torch_compat as compat
 from .._howto import see
 
 R = TypeVar("R")
+Graph = TypeVar("Graph")
+
+MOST_SEEN = 256  # kinds of calls that are remembered, so that one that comes again is recorded
 
 
 class CudaRecorder:
@@ -92,3 +96,56 @@ def _refusing_synchronization() -> Iterator[None]:
     finally:
         torch.cuda.is_current_stream_capturing = is_capturing
         torch.cuda.set_sync_debug_mode(before)
+
+
+class KnownCalls(Generic[Graph]):
+    """The graphs of one function by the kind of call, and the kinds that ran eagerly."""
+
+    def __init__(self, num_warmup: int, max_graphs: int) -> None:
+        self.num_warmup, self.max_graphs = num_warmup, max_graphs
+        self.graphs: dict[Hashable, Graph] = {}
+        self.seen: dict[Hashable, Any] = {}  # with a value for each kind; the oldest first
+        self.num_eager = 0
+
+    def forget(self) -> None:
+        self.graphs.clear()
+        self.seen.clear()
+        self.num_eager = 0
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.graphs) >= self.max_graphs
+
+    def may_record(self, kind: Hashable, num_more: int = 0) -> bool:
+        """Whether to record a call of this kind, perhaps after some more eager calls."""
+        return self.num_eager + num_more >= self.num_warmup and kind in self.seen and not self.is_full
+
+    def note_eager(self, kind: Hashable, value: Any = None) -> Any:
+        """A call of this kind ran eagerly. Returns the value that its first call gave the kind."""
+        self.num_eager += 1
+        value = self.seen.setdefault(kind, value)
+        if len(self.seen) > MOST_SEEN:
+            del self.seen[next(iter(self.seen))]
+        return value
+
+
+def signature(leaf: Any) -> Hashable:
+    """What two arguments must have in common for one graph to serve both."""
+    if isinstance(leaf, Tensor):
+        return type(leaf), leaf.shape, leaf.stride(), leaf.dtype, leaf.device
+    try:
+        hash(leaf)
+    except TypeError:
+        what = type(leaf).__name__
+        raise ValueError(f"A captured step expects tensors and hashable values, but got a {what}.") from None
+    return type(leaf), leaf
+
+
+def with_tensors(leaves: list[Any], tensors: Sequence[Tensor]) -> list[Any]:
+    """``leaves`` with others instead of its tensors."""
+    remaining = iter(tensors)
+    return [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def versions_of(tensors: list[Tensor]) -> list[int]:
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]

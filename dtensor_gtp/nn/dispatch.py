@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
-from ..ops.exchange import padded
+from ..ops.embedding import padded
 
 
 class DispatchMethod(enum.Enum):

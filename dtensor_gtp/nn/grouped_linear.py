@@ -18,7 +18,7 @@ from .._modules.fused_forward import forward_in_frame
 from .._params.managed_param import ManagedParam, Site
 from .._params.sharded_weight import ShardedWeight
 from .._params.whole_param import WholeParam
-from ..ops.compiled_linear import grouped_linear as compiled_grouped_linear
+from ..ops.compiled_layers import grouped_linear as compiled_grouped_linear
 from ..ops.grouped import grouped_linear, sharded_grouped_linear
 from ..placement import GTPShard
 

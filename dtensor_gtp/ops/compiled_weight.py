@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .. import _torch_compat as compat
@@ -128,3 +129,47 @@ def _ask_policy(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = No
         return mode.__torch_dispatch__(op, types, args, kwargs)
     finally:
         mode.policy_fn = ask
+
+
+def materialize(compiled: CompiledWeight) -> Tensor:
+    """The full weight as one op of the compiled graph; a DTensor around it where the module is tensor-parallel."""
+    weight = compiled.weight
+    shape, device = list(weight.layout.shape), weight.device
+    full: Tensor = _materialize(weight.stand_in.leaf, compiled.handle, shape, weight.compute_dtype, device)
+    if (spec := weight.tp_spec) is None:
+        return full
+    # The slices of the ranks may differ in size, so from_local needs the logical shape.
+    return DTensor.from_local(full, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
+
+
+@torch.library.custom_op("dtensor_gtp::materialize", mutates_args=())
+def _materialize(leaf: Tensor, handle: Tensor, shape: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    runtime, weight = handles()[handle].resolve_in_forward()
+    if weight.form.wire is not None:
+        weight.form.wire.note_read()
+    gathered = runtime.gathering.acquire(weight.for_forward)
+    full = gathered.contiguous().detach()  # owns the memory: without an owner, DTENSOR_GTP_DEBUG=poison overwrites it
+    runtime.gathering.release(weight.for_forward, gathered)
+    # The compiler may write to what an op returns after its last use.
+    is_shared = gathered.is_alias or gathered.holds > 0 or weight.for_forward.kept is gathered
+    return full.clone() if is_shared else full
+
+
+_materialize.register_fake(lambda leaf, handle, shape, dtype, device: leaf.new_empty(shape, dtype=dtype, device=device))
+
+
+@torch.library.custom_op("dtensor_gtp::reduce_grad", mutates_args=())
+def _reduce_grad(grad: Tensor, leaf: Tensor, handle: Tensor, call: int) -> Tensor:
+    runtime, weight = handles()[handle].resolve_in_backward()
+    if weight.stand_in.is_awaited:
+        runtime.grads.add_full(weight, grad, is_owned=False)
+    return gradient_of(leaf)
+
+
+def _full_grad(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return _reduce_grad(grad, *ctx.saved_tensors, handles().next_call()), None, None, None, None
+
+
+_reduce_grad.register_fake(lambda grad, leaf, *others: gradient_of(leaf))
+_materialize.register_autograd(_full_grad, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:2]))
+show_to_policies(_materialize)

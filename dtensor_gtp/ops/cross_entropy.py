@@ -24,7 +24,7 @@ from .._comm.tokens import TokenExchange
 from .._params.saved_for_backward import check_differentiable, check_unmodified
 from .._params.sharded_weight import ShardedWeight
 from .._schedule.runtime import Runtime
-from .exchange import can_exchange, check_range, launch, local_ids, new_exchange, padded
+from .embedding import can_exchange, check_range, local_ids, new_exchange, padded
 
 # Size of a chunk's float32 logits on a rank: large enough for efficient products, small beside a layer's activations.
 # Hidden states of all ranks are kept for backward if they are no larger.
@@ -111,15 +111,15 @@ class _Job:
         return local.masked_fill(is_other, 0), is_other
 
     def all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        what = f"logits' statistics of {self.weight.fqn}"
-        self.runtime.comm.streams.wait(launch(compat.all_reduce, what, self.runtime, self.weight, values, op))
+        comm, what = self.runtime.comm, f"logits' statistics of {self.weight.fqn}"
+        comm.streams.wait(comm.launch(compat.all_reduce, what, self.weight.groups, values, op))
 
     def all_gather(self, part: Tensor, what: str) -> tuple[Tensor, Done]:
         """Gather contiguous rows of this rank, shape ``(n, ...)``, to ``(world * n, ...)``. Not in the gather group,
         where the weights of earlier layers are on their way when backward begins."""
         received = part.new_empty((self.weight.layout.world * part.shape[0], *part.shape[1:]))
         what = f"{what} for the loss over {self.weight.fqn}"
-        return received, launch(compat.all_gather_base, what, self.runtime, self.weight, received, part)
+        return received, self.runtime.comm.launch(compat.all_gather_base, what, self.weight.groups, received, part)
 
     def hidden_of_all(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Each chunk with its hidden states of all ranks, while those of the next chunk are gathered."""
@@ -236,7 +236,8 @@ def _backward(
     grads, done = job.all_gather(padded(grad_losses.to(dtype), job.targets.shape[1]).contiguous(), "gradients")
     comm.streams.wait(done)
     grads = grads.view(job.targets.shape).masked_fill(job.targets == IGNORED, 0)
-    for chunk, received in zip(job.chunks(), kept, strict=True) if kept else job.hidden_of_all(hidden):
+    chunks = zip(job.chunks(), kept, strict=True) if kept else job.hidden_of_all(hidden)
+    for chunk, received in chunks:
         logits = job.logits(received, rows, bias)
         grad_logits = _grad_logits(job, chunk, logits, grads[:, chunk].reshape(-1), normalizers[:, chunk].reshape(-1))
         if grad_bias is not None:

@@ -8,8 +8,8 @@ slices of one buffer, so that their stack is a view; it is a copy where they com
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -27,7 +27,7 @@ from ..quant.grouped_gemms import GroupedGEMMs
 from ..quant.master import for_product
 from ..quant.planes import Direction
 from ..quant.weight import WeightWithRecipe, gemms_of
-from .ungathered import using_quantized
+from .linear import using_quantized
 
 Weights = tuple[ShardedWeight, ...]  # of one layer
 
@@ -50,7 +50,7 @@ def sharded_grouped_linear(
         leaves = [weight.leaf for weight in weights]
         output: Tensor = _ShardedGroupedMM.apply(x_TK, ends_G, runtime, weights, *leaves)  # type: ignore[no-untyped-call]
     else:
-        output = multiply(x_TK, ends_G, runtime, weights)
+        output = multiply(x_TK, ends_G, runtime, weights, Direction.ROWWISE)
     return add_bias(output, bias_GN, ends_G, scales_T)
 
 
@@ -119,37 +119,31 @@ def _without_tail(output_TN: Tensor, ends_G: Tensor) -> Tensor:
     return output_TN.masked_fill_((rows >= ends_G[-1]).unsqueeze(-1), 0)[:]
 
 
-def multiply(x_TK: Tensor, ends_G: Tensor, runtime: Runtime, weights: Weights) -> Tensor:
-    """Forward's grouped GEMM, in float8 where the weight's recipe and the hardware have it."""
+def multiply(rows: Tensor, ends_G: Tensor, runtime: Runtime, weights: Weights, direction: Direction) -> Tensor:
+    """The grouped GEMM of forward (ROWWISE) or dgrad, in float8 where the weight's recipe and the hardware have it."""
     gemms = weights[0].form.gemms
-    if not isinstance(gemms, GroupedGEMMs):
-        with _using(runtime, weights, False) as full_GNK:
-            return grouped_mm(x_TK, full_GNK.mT, ends_G)
-    with using_quantized(runtime, weights[0].for_forward) as quantized:
-        return _without_tail(gemms.grouped_output(x_TK, quantized, ends_G, weights[0].compute_dtype), ends_G)
-
-
-def multiply_grad(grad_TN: Tensor, ends_G: Tensor, runtime: Runtime, weights: Weights) -> Tensor:
-    """dgrad's grouped GEMM."""
-    gemms = weights[0].form.gemms
-    if not isinstance(gemms, GroupedGEMMs):
-        with _using(runtime, weights, True) as full_GNK:
-            return grouped_mm(grad_TN, full_GNK, ends_G)
-    with using_quantized(runtime, weights[0].for_backward) as quantized:
-        return _without_tail(gemms.grouped_grad_input(grad_TN, quantized, ends_G, weights[0].compute_dtype), ends_G)
-
-
-def _using(runtime: Runtime, weights: Weights, for_backward: bool) -> AbstractContextManager[Tensor]:
-    if len(weights[0].layout.shape) == 3:
-        return runtime.gathering.using(weights[0].for_backward if for_backward else weights[0].for_forward)
-    return _using_stacked(runtime, weights, for_backward)
-
-
-@contextmanager
-def _using_stacked(runtime: Runtime, weights: Weights, for_backward: bool) -> Iterator[Tensor]:
+    gemms = gemms if isinstance(gemms, GroupedGEMMs) else None
+    targets = [weight.for_forward if direction is Direction.ROWWISE else weight.for_backward for weight in weights]
     with ExitStack() as stack:
-        enter, using = stack.enter_context, runtime.gathering.using
-        yield stacked([enter(using(weight.for_backward if for_backward else weight.for_forward)) for weight in weights])
+        if gemms is not None:
+            operand: Any = stack.enter_context(using_quantized(runtime, targets[0]))
+        elif len(weights[0].layout.shape) == 3:
+            operand = stack.enter_context(runtime.gathering.using(targets[0]))
+        else:
+            operand = stacked([stack.enter_context(runtime.gathering.using(target)) for target in targets])
+        return _product(rows, operand, ends_G, direction, gemms, weights[0].compute_dtype)
+
+
+def _product(
+    rows: Tensor, operand: Any, ends_G: Tensor, direction: Direction, gemms: GroupedGEMMs | None, dtype: torch.dtype
+) -> Tensor:
+    """``operand``: the weight of shape ``(num_groups, N, K)``, in the quantized form that ``gemms`` take if there are
+    any."""
+    is_forward = direction is Direction.ROWWISE
+    if gemms is None:
+        return grouped_mm(rows, operand.mT if is_forward else operand, ends_G)
+    product = gemms.grouped_output if is_forward else gemms.grouped_grad_input
+    return _without_tail(product(rows, operand, ends_G, dtype), ends_G)
 
 
 def stacked(parts: Sequence[Tensor]) -> Tensor:
@@ -190,7 +184,7 @@ class _ShardedGroupedMM(torch.autograd.Function):
     def forward(ctx: Any, x_TK: Tensor, ends_G: Tensor, runtime: Runtime, weights: Weights, *leaves: Tensor) -> Tensor:
         ctx.runtime, ctx.weights, ctx.versions = runtime, weights, [weight.version for weight in weights]
         ctx.save_for_backward(x_TK if any(ctx.needs_input_grad[4:]) else None, ends_G)
-        return multiply(x_TK, ends_G, runtime, weights)
+        return multiply(x_TK, ends_G, runtime, weights, Direction.ROWWISE)
 
     @staticmethod
     @compat.once_differentiable
@@ -213,7 +207,7 @@ class _ShardedGroupedMM(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             for weight, version in zip(weights, ctx.versions, strict=True):
                 check_unmodified(weight, version)
-            dgrad = partial(multiply_grad, grad_TN, ends_G, runtime, weights)
+            dgrad = partial(multiply, grad_TN, ends_G, runtime, weights, Direction.COLUMNWISE)
         grad_x = runtime.grads.in_order(job, dgrad)
         return grad_x, *[None] * (3 + len(weights))
 
@@ -225,11 +219,7 @@ class _GroupedMM(torch.autograd.Function):
     def forward(ctx: Any, x_TK: Tensor, weight_GNK: Tensor, ends_G: Tensor) -> Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x_TK if needs_weight else None, weight_GNK if needs_x else None, ends_G)
-        gemms = _gemms_of(weight_GNK)
-        if gemms is None:
-            return grouped_mm(x_TK, for_product(weight_GNK, Direction.ROWWISE).mT, ends_G)
-        quantized = weight_GNK.quantized_for(Direction.ROWWISE)  # type: ignore[attr-defined]
-        return _without_tail(gemms.grouped_output(x_TK, quantized, ends_G, weight_GNK.dtype), ends_G)
+        return _product_with(weight_GNK, x_TK, ends_G, Direction.ROWWISE)
 
     @staticmethod
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
@@ -238,15 +228,13 @@ class _GroupedMM(torch.autograd.Function):
         wgrad = None if x_TK is None else grouped_wgrad(grad_TN, x_TK, ends_G)
         if weight_GNK is None:
             return None, wgrad, None
-        gemms = _gemms_of(weight_GNK)
-        if gemms is None:
-            return grouped_mm(grad_TN, for_product(weight_GNK, Direction.COLUMNWISE), ends_G), wgrad, None
-        quantized = weight_GNK.quantized_for(Direction.COLUMNWISE)
-        grad_x = gemms.grouped_grad_input(grad_TN, quantized, ends_G, weight_GNK.dtype)
-        return _without_tail(grad_x, ends_G), wgrad, None
+        return _product_with(weight_GNK, grad_TN, ends_G, Direction.COLUMNWISE), wgrad, None
 
 
-def _gemms_of(weight: Tensor) -> GroupedGEMMs | None:
-    """Float8 GEMMs of a weight that is not sharded, if it has a recipe with them."""
-    gemms = gemms_of(weight) if isinstance(weight, WeightWithRecipe) else None
-    return gemms if isinstance(gemms, GroupedGEMMs) else None
+def _product_with(weight_GNK: Tensor, rows: Tensor, ends_G: Tensor, direction: Direction) -> Tensor:
+    """As ``multiply``, with a weight that is not sharded."""
+    gemms = gemms_of(weight_GNK) if isinstance(weight_GNK, WeightWithRecipe) else None
+    if not isinstance(gemms, GroupedGEMMs):
+        return _product(rows, for_product(weight_GNK, direction), ends_G, direction, None, weight_GNK.dtype)
+    quantized = weight_GNK.quantized_for(direction)  # type: ignore[attr-defined]
+    return _product(rows, quantized, ends_G, direction, gemms, weight_GNK.dtype)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .._comm.gather_backends import enough_nbytes, round_nbytes
+from .._comm.collectives import enough_nbytes, round_nbytes
 from .._comm.send_ring import ring_nbytes
 from .._schedule.held_weights import Held, held_nbytes
 from .._schedule.order_of_reductions import Together

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._comm.collectives import is_exact_in, may_send_narrow
-from .._comm.gather_backends import resolve_reduce_scatter
+from .._comm.collectives import is_exact_in, may_send_narrow, resolve_reduce_scatter
 from .._schedule import choose_schedule as rules
 from .._schedule.order_of_gathers import Plan, Traits, Window, choose_kept, turning_point
 from .._schedule.order_of_reductions import may_wait
@@ -194,7 +193,7 @@ class Setting:
         return {"forward": once * inputs, "dgrad": once * outputs, "wgrad": again * (inputs + outputs)}[part]
 
     def is_exchanged(self, unit: int) -> bool:
-        """Whether the unit is an embedding that exchanges activations, as ``ops.exchange`` decides."""
+        """Whether the unit is an embedding that exchanges activations, as ``ops.embedding`` decides."""
         world = self.costs.axis("gtp").size
         if not self.units[unit].weight.is_table or world == 1 or self.costs.axis("tp").size > 1:
             return False

@@ -13,7 +13,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from dtensor_gtp._comm.collectives import ReduceScale
-from dtensor_gtp._comm.reduce_scatter import Scattering
+from dtensor_gtp._comm.reductions import Scattering
 from report import markdown_table
 
 _AVERAGE = ReduceScale(ReduceOp.AVG, None, None)

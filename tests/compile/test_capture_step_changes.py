@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_gtp import MixedPrecisionPolicy, gtp_shard
 from dtensor_gtp import _torch_compat as compat
-from dtensor_gtp.graphs import record_again
+from dtensor_gtp.graphs import recorder
 from dtensor_gtp.graphs.checks import check_optimizer
-from dtensor_gtp.graphs.record_again import Surroundings
+from dtensor_gtp.graphs.record_step import Surroundings
 from dtensor_gtp.quant import Float8Tensorwise, quantize_
 from dtensor_gtp.quant.master_optimizer import MasterOptimizer
 
@@ -142,7 +142,7 @@ class TestGradients:
 
     def test_combinations_that_never_come_again_are_not_remembered_for_ever(self) -> None:
         step = Setting().captured(warmup_steps=2)
-        with mock.patch.object(record_again, "MOST_SEEN", 5):
+        with mock.patch.object(recorder, "MOST_SEEN", 5):
             for index in range(8):
                 step(rows(0, 1), float(index))
         assert len(step._calls.seen) == 5

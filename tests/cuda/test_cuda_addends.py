@@ -15,10 +15,9 @@ from unittest import mock
 import torch
 from torch.distributed import ReduceOp
 
-from dtensor_gtp._comm import addends
-from dtensor_gtp._comm import reduce_scatter as scattering_module
+from dtensor_gtp._comm import addends, reductions
 from dtensor_gtp._comm.collectives import ReduceScale
-from dtensor_gtp._comm.reduce_scatter import Scattering
+from dtensor_gtp._comm.reductions import Scattering
 
 HAS_GPU = torch.cuda.is_available() and torch.version.hip is None
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -114,7 +113,7 @@ class TestOnOneGPU(unittest.TestCase):
                 full = torch.randn(shape, device="cuda").bfloat16()
                 slots = []
                 for kernel in (self._kernel(4), None):
-                    with mock.patch.object(scattering_module, "fused_sum", lambda like, num_ranks, it=kernel: it):
+                    with mock.patch.object(reductions, "fused_sum", lambda like, num_ranks, it=kernel: it):
                         scattering = Scattering("all_to_all", [full], 4, torch.bfloat16)
                     received = scattering.keep()[-1]
                     received.copy_(full.view_as(received))
@@ -128,14 +127,16 @@ class TestOnOneGPU(unittest.TestCase):
         numel = addends._MANY_NBYTES // 2 // 2 + 1
         rows = torch.randn(2, numel, device="cuda").bfloat16()
         kernel = mock.Mock(side_effect=self._kernel(2))
-        for is_mean in (False, True):
-            out, expected = torch.empty(2, numel, device="cuda")
-            with mock.patch.object(addends, "fused_sum", return_value=kernel):
-                addends.add_up(out, rows.flatten(), 2, is_mean=is_mean)
-            self.assertEqual(kernel.call_count, 1 + is_mean)
-            with mock.patch.object(addends, "fused_sum", return_value=None):
-                addends.add_up(expected, rows.flatten(), 2, is_mean=is_mean)
-            self.assertTrue(torch.equal(bits(out), bits(expected)), is_mean)
+        for number, op in enumerate((ReduceOp.SUM, ReduceOp.AVG), start=1):
+            slots = []
+            for taken in (kernel, None):
+                with mock.patch.object(reductions, "fused_sum", return_value=taken):
+                    scattering = Scattering("all_to_all", [rows.flatten()], 2, rows.dtype, dtype=torch.float32)
+                scattering.keep()[-1].copy_(rows)  # what is received
+                scattering.finish(ReduceScale(op, None, None))
+                slots += scattering.slots
+            self.assertEqual(kernel.call_count, number)
+            self.assertTrue(torch.equal(bits(slots[0]), bits(slots[1])), op)
 
     def test_cuda_graph_and_number_of_kernels(self) -> None:
         """One kernel for gradients that travel together, in a graph too, which may be the first to see their sizes."""

@@ -14,9 +14,12 @@ from unittest import mock
 import pytest
 import torch
 from common import imports_as
+from torch.distributed import ReduceOp
 
-from dtensor_gtp._comm import addends
+from dtensor_gtp._comm import addends, reductions
 from dtensor_gtp._comm.addends import _Key
+from dtensor_gtp._comm.collectives import ReduceScale
+from dtensor_gtp._comm.reductions import Scattering
 
 BF16 = torch.bfloat16
 
@@ -135,7 +138,7 @@ def test_the_probe_sees_the_order_of_additions() -> None:
 
     device = torch.device("cpu")
     with mock.patch.object(torch, "sum", in_four):
-        pairs = list(addends._probe(one_by_one, [1040, 16], device, _Key(0, BF16, 6)))[:2]
+        pairs = list(addends._probe(one_by_one, device, _Key(0, BF16, 6)))[:2]
     assert all(not torch.equal(actual, expected) for actual, expected in pairs)
 
 
@@ -190,14 +193,20 @@ def test_torch_adds_elsewhere() -> None:
 
 def test_the_kernel_adds_only_many_addends() -> None:
     """Below that, Triton is not loaded."""
-    numel = addends._MANY_NBYTES // 8
-    out, many = torch.zeros(numel), torch.ones(2 * numel)
-    with mock.patch.object(addends, "fused_sum") as fused:
-        addends.add_up(out, many, 2, is_mean=True)
-        kernel = fused.return_value
-        addends.add_up(out, many, 2, is_mean=False)
-        addends.add_up(out[:-1], many[:-2], 2, is_mean=False)
+    many = torch.ones(addends._MANY_NBYTES // 2, dtype=BF16)
+
+    def slot_of(full: torch.Tensor, op: Any) -> torch.Tensor:
+        scattering = Scattering("all_to_all", [full], 2, BF16, dtype=torch.float32)
+        scattering.keep()[-1].fill_(1)  # what is received
+        scattering.finish(ReduceScale(op, None, None))
+        return scattering.slots[0]
+
+    with mock.patch.object(reductions, "fused_sum") as fused:
+        for op in (ReduceOp.AVG, ReduceOp.SUM):
+            slot_of(many, op)
+        few = slot_of(many[:-2], ReduceOp.SUM)
+    kernel = fused.return_value
     assert fused.call_count == 2
     assert [call.args[3:] for call in kernel.call_args_list] == [(0, 2, 0.5), (0, 2, 1.0)]
-    assert kernel.call_args.args[1].shape == (2, numel)
-    assert out[:-1].eq(2).all()
+    assert kernel.call_args.args[1].shape == (2, many.numel() // 2)
+    assert few.eq(2).all()

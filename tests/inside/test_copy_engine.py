@@ -15,15 +15,13 @@ from timing import HANG_S
 from torch.distributed import ReduceOp
 
 from dtensor_gtp import _torch_compat as compat
-from dtensor_gtp._comm import copy_engine
-from dtensor_gtp._comm import reduce_scatter as scattering_module
+from dtensor_gtp._comm import copy_engine, reductions
 from dtensor_gtp._comm.addends import Sum
-from dtensor_gtp._comm.collectives import Groups, ReduceScale
+from dtensor_gtp._comm.collectives import Groups, ReduceScale, round_nbytes
 from dtensor_gtp._comm.context import CommContext
 from dtensor_gtp._comm.copy_engine import CopyEngine, offsets
 from dtensor_gtp._comm.debug import DebugFlags
-from dtensor_gtp._comm.gather_backends import round_nbytes
-from dtensor_gtp._comm.reduce_scatter import Scattering
+from dtensor_gtp._comm.reductions import Scattering
 from dtensor_gtp._comm.send_ring import Place, SendRing
 from dtensor_gtp._schedule.reduce_gradients import Gradients
 from dtensor_gtp.policy import Schedule
@@ -224,11 +222,11 @@ def exchange(ring: SendRing, fulls: list[torch.Tensor], given: list[Place | None
         places = ring.lay_out(fulls, torch.bfloat16)
         held = [*held, *places]
     scattering = Scattering("copy_engine", fulls, NUM_RANKS, torch.bfloat16, ring, places)
-    comm = mock.Mock()
+    in_flight = mock.Mock()
     pairs = zip(places, fulls, strict=True)
     in_place = [ring.room(place, full.shape, torch.bfloat16).data_ptr() == full.data_ptr() for place, full in pairs]
-    assert scattering.launch(ReduceScale(op, None, None), mock.Mock(), comm) is None
-    has_waited = comm.reductions.wait_finished.called
+    assert scattering.launch(ReduceScale(op, None, None), mock.Mock(), in_flight, async_op=False) is None
+    has_waited = in_flight.wait_finished.called
     assert has_waited != all(in_place), "what a rank copies into the ring waits for its own reads there"
     scattering.finish(ReduceScale(op, None, None))
     return scattering, held
@@ -282,7 +280,7 @@ def test_gradients_in_the_ring(
     """Groups of all sizes. Which gradients are written in place, are of another dtype or layout, and how long a rank
     waits before it retires a reduction is drawn by each rank for itself. With a kernel, what is received has no row of
     this rank."""
-    monkeypatch.setattr(scattering_module, "fused_sum", lambda like, num_ranks: kernel)
+    monkeypatch.setattr(reductions, "fused_sum", lambda like, num_ranks: kernel)
     op = ReduceOp.AVG if seed % 2 else ReduceOp.SUM
     in_place = [0] * NUM_RANKS
 
@@ -463,7 +461,7 @@ def test_a_gather_outside_of_a_pass_concerns_its_own_ranks_alone() -> None:
     """Others go on in the pass that they are in, and so must their halves."""
     comm = CommContext(CPU, DebugFlags.from_env())
     engines = {name: mock.Mock(spec=CopyEngine) for name in ("dense", "experts")}
-    comm._casting_backends = engines
+    comm._gather_backends = engines
     comm.begin_pass(Groups("experts", "scatter", None))
     assert [engine.begin_pass.call_count for engine in engines.values()] == [0, 1]
     comm.begin_pass()

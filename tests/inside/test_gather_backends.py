@@ -42,10 +42,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_gtp import GTPShard, MixedPrecisionPolicy, api, gtp_shard, quantize_, sharding_report
 from dtensor_gtp import _torch_compat as compat
+from dtensor_gtp._comm import collectives as backends
 from dtensor_gtp._comm import copy_engine
-from dtensor_gtp._comm import gather_backends as backends
-from dtensor_gtp._comm.copy_engine import CastingBackend, CopyEngine
-from dtensor_gtp._comm.gather_backends import ProcessGroupBackend
+from dtensor_gtp._comm.collectives import ProcessGroupBackend
+from dtensor_gtp._comm.copy_engine import CopyEngine, PeerCopies
 from dtensor_gtp._comm.send_ring import SendRing
 from dtensor_gtp.policy import Schedule
 from dtensor_gtp.quant import NVFP4, Float8Tensorwise
@@ -69,10 +69,14 @@ class ByBroadcast:
                 dist.broadcast(part, group=group, group_src=rank)
 
 
-class Casts(ByBroadcast, CastingBackend):
+class Casts(ByBroadcast, CopyEngine):
     """Takes shards as they are."""
 
     num_passes = num_cast = 0
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        ByBroadcast.__init__(self, group, device)
+        PeerCopies.__init__(self, group, device, nbytes=0)  # never has a stage
 
     def begin_pass(self) -> None:
         type(self).num_passes += 1

@@ -117,4 +117,4 @@ class TestLongWork(unittest.TestCase):
         self.assertEqual(reason, "")
         begin, end = (record.getMessage() for record in logged.records)
         self.assertEqual(begin, "compiling the fused casts for cpu: begins")
-        self.assertRegex(end, r"^compiling the fused casts for cpu: done after .* \(14\)$")
+        self.assertRegex(end, r"^compiling the fused casts for cpu: done after .* \(16\)$")

@@ -14,7 +14,7 @@ from test_capture_blocks import one_of
 from test_gtp_shard_groups import CHOSEN, WIDTH, Mixture, Model
 
 from dtensor_gtp import gtp_shard
-from dtensor_gtp._comm.reductions_in_flight import ReductionsInFlight
+from dtensor_gtp._comm.reductions import ReductionsInFlight
 from dtensor_gtp._schedule import choose_schedule
 from dtensor_gtp._schedule.launch_reductions import ReductionLaunches
 

@@ -12,7 +12,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from dtensor_gtp._comm.collectives import ReduceScale
-from dtensor_gtp._comm.reduce_scatter import Scattering, sum_dtype
+from dtensor_gtp._comm.reductions import Scattering, sum_dtype
 from dtensor_gtp.policy import ReduceScatterKind
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "benchmarks"))

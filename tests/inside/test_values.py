@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import dtensor_gtp
-from dtensor_gtp._comm.values import _decode, _encode
+from dtensor_gtp._comm.agreement import _decode, _encode
 
 
 def test_values_arrive_as_they_are() -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dtensor_gtp import GTPShard, gtp_shard, init_weight_mesh, quantize_
-from dtensor_gtp._comm.collectives import as_integers
+from dtensor_gtp._torch_compat import as_integers
 from dtensor_gtp.quant import MXFP8, NVFP4, Direction, Float8Tensorwise, Quantized, Recipe
 
 NUM_QUANTIZED = 4  # weights of ``Net``

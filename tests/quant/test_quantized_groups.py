@@ -34,7 +34,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from dtensor_gtp import SchedulePolicy, gtp_shard, quantize_, sharding_report
 from dtensor_gtp._modules import group_blocks
 from dtensor_gtp._schedule import choose_schedule
-from dtensor_gtp.quant import MXFP8, NVFP4, Direction, Float8Tensorwise, Recipe
+from dtensor_gtp.quant import MXFP8, NVFP4, Direction, Float8Rowwise, Float8Tensorwise, Recipe
 
 CHOSEN = SchedulePolicy(min_shard_numel=0)  # as the default, but tiny weights are sharded, too
 WIDE = partial(Net, 256, 256)  # whole blocks of each recipe on each of two ranks
@@ -95,11 +95,6 @@ class TestQuantizedGroups(GlooTest):
             self.check(recipe, names=lambda module, name: blocks_only(module, name) and name.endswith("0.up"))
         self.check(NVFP4(), change=compile_layers)
 
-    def test_two_axes(self) -> None:
-        mesh = self.hsdp_mesh(1)
-        shard = gtp(Float8Tensorwise(), mesh, schedule=CHOSEN)
-        check(seeded(), Float8Tensorwise(), shard, mesh, make_reference=reference_of)
-
     def test_a_gather_sends_the_values_in_the_compute_dtype(self) -> None:
         """One gather of a block, and one all-reduce of the magnitudes of all its weights."""
         model = gtp(Float8Tensorwise(), self.gtp_mesh(), schedule=CHOSEN)(seeded())
@@ -142,6 +137,16 @@ class TestQuantizedGroups(GlooTest):
         model.layers[1].up.weight.data.mul_(3.0)
         compare()
 
+        model.unshard()
+        compare()
+        model.reshard()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)  # it changes no versions
+        for _ in range(2):  # zeroed gradients look like those of an earlier microbatch
+            loss_of(model, tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            compare()
+
         def clip(module: nn.Module, args: Any) -> None:
             with torch.no_grad():
                 module.weight.clamp_(-0.01, 0.01)
@@ -181,3 +186,16 @@ class TestQuantizedGroups(GlooTest):
             (30e6, 8192, True, False),
         ):
             self.assertIs(choose_schedule.is_worth_a_group(numel, tokens, has_float8=has_float8), expected)
+
+
+class TestQuantizedGroupsOnReplicas(GlooTest):
+    """On a mesh of two axes; also where replicas split the optimizer states, so have parts of shards alone."""
+
+    world_size = 4
+
+    def test_steps_equal_one_process(self) -> None:
+        mesh = self.hsdp_mesh()
+        for recipe, options in ((Float8Tensorwise(), {}), (Float8Rowwise(), {"shard_optimizer": True})):
+            shard = gtp(recipe, mesh, schedule=CHOSEN, **options)
+            model = check(seeded(), recipe, shard, mesh, make_reference=reference_of)
+            self.assertEqual(len(runtime_of(model).groups), 2)

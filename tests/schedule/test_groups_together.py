@@ -39,15 +39,15 @@ class Even(nn.Module):
 def launches(part_of_model: int, *, is_one_host: bool = False) -> Iterator[dict[str, list[list[str]]]]:
     """The blocks of each launch. One takes up to ``1 / part_of_model`` of all groups."""
     found: dict[str, list[list[str]]] = {"gathers": [], "reductions": []}
-    launch_gather, launch_groups = gather.launch, ReductionLaunches._launch_groups
+    launch_gather, pack_groups = gather.launch, ReductionLaunches._packed
 
     def note_gather(targets: Any, comm: Any) -> None:
         found["gathers"].append([target.weight.fqn for target in targets])
         launch_gather(targets, comm)
 
-    def note_reduction(launches: Any, together: Any) -> None:
+    def note_reduction(launches: Any, together: Any) -> torch.Tensor:
         found["reductions"].append([gradient.weight.fqn for gradient in together])
-        launch_groups(launches, together)
+        return pack_groups(launches, together)
 
     with ExitStack() as stack:
         for patch in (
@@ -55,7 +55,7 @@ def launches(part_of_model: int, *, is_one_host: bool = False) -> Iterator[dict[
             mock.patch.object(choose_schedule, "_GROUPS_OF_MODEL", part_of_model),
             mock.patch.object(context, "is_one_host", return_value=is_one_host),
             mock.patch.object(gather, "launch", note_gather),
-            mock.patch.object(ReductionLaunches, "_launch_groups", note_reduction),
+            mock.patch.object(ReductionLaunches, "_packed", note_reduction),
         ):
             stack.enter_context(patch)
         yield found

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from dtensor_gtp import MixedPrecisionPolicy, gtp_shard
 from dtensor_gtp._schedule.runtime import Runtime
 from dtensor_gtp.graphs.capture_step import CapturedStep
-from dtensor_gtp.graphs.record_again import Surroundings, places_of_sums, read_values, write_values
+from dtensor_gtp.graphs.record_step import Surroundings, places_of_sums, read_values, write_values
 
 
 class OnHost:

@@ -21,7 +21,7 @@ from dtensor_gtp import gtp_shard
 from dtensor_gtp._modules.binding import binding_of
 from dtensor_gtp._params.sharded_weight import ShardedWeight
 from dtensor_gtp._schedule.runtime import Runtime
-from dtensor_gtp.ops.ungathered import UngatheredWeight
+from dtensor_gtp.ops.linear import UngatheredWeight
 
 VOCABULARY = 31  # 4 * 8 - 1: the last rank's shard is short
 WIDTH = 12

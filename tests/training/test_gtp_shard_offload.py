@@ -22,7 +22,7 @@ from torch.testing._internal.common_utils import TestCase
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import capture_step, gtp_shard, quantize_, sharding_report
-from dtensor_gtp._comm.host_copies import HostCopies
+from dtensor_gtp._comm.streams import HostCopies
 from dtensor_gtp._params.gradient import ReducedGradient
 
 OFFLOAD = {"offload_policy": CPUOffloadPolicy()}

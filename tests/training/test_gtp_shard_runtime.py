@@ -28,7 +28,7 @@ from schedules import explicit
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_gtp import gtp_shard
-from dtensor_gtp._comm import reductions_in_flight
+from dtensor_gtp._comm import reductions
 
 # Each gradient travels by itself, and none is waited for before the end of backward.
 SEVERAL_IN_FLIGHT = explicit(min_shard_numel=0, coalesce_grad_nbytes=0, max_inflight_reduce_scatters=9)
@@ -202,7 +202,7 @@ class TestPasses(GlooTest):
                 owner: Any = runtime.grads if method == "launch_waiting" else runtime.comm.reductions
                 with (
                     mock.patch.object(owner, method, side_effect=raise_on_purpose),
-                    mock.patch.object(reductions_in_flight.logger, "warning") as warning,
+                    mock.patch.object(reductions.logger, "warning") as warning,
                     assert_raises(),
                 ):
                     loss.backward()

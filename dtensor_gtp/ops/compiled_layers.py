@@ -1,4 +1,4 @@
-"""Linear and grouped layers in compiled code: each op gathers the weight, multiplies and frees it."""
+"""Linear and grouped layers and embeddings in compiled code: each op gathers the weight, uses and frees it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from .._params.saved_for_backward import check_unmodified
 from .._params.sharded_weight import ShardedWeight
 from .._schedule.runtime import Runtime
 from ..quant.float8_gemms import gemms_of_name
+from ..quant.planes import Direction
 from .compiled_weight import CompiledWeight, gradient_of, handles, show_to_policies
-from .grouped import add_bias, multiply, multiply_grad, reduce_wgrad
-from .linear import check_float8_input, dgrad, float8_dgrad, float8_wgrad, parallel_plan, wgrad
-from .ungathered import using_quantized
+from .embedding import embedding_grad, exchanged_ids, exchanged_lookup
+from .grouped import add_bias, multiply, reduce_wgrad
+from .linear import check_float8_input, dgrad, float8_dgrad, float8_wgrad, parallel_plan, using_quantized, wgrad
 
 
 def linear(input: Tensor, bias: Tensor | None, compiled: CompiledWeight) -> Tensor:
@@ -29,6 +30,7 @@ def linear(input: Tensor, bias: Tensor | None, compiled: CompiledWeight) -> Tens
         output = _linear(input, leaf, bias, compiled.handle, weight.layout.shape[0])
         return output
     check_float8_input(input, weight)
+    # Detached: ``_float8_grad`` gives the gradient of the input, not of its cast.
     casts = weight.form.gemms.cast_input(input.detach().reshape(-1, input.shape[-1]))
     output = _float8_linear(input, leaf, casts, compiled.handle, weight.layout.shape[0], weight.form.gemms.name)
     return output if bias is None else output + bias
@@ -57,6 +59,16 @@ def grouped_linear(
     return add_bias(output, bias, ends, scales)
 
 
+def embedding(indices: Tensor, padding_idx: int | None, compiled: CompiledWeight) -> Tensor:
+    """``F.embedding`` as one op of the compiled graph."""
+    padding = -1 if padding_idx is None else padding_idx
+    dim = compiled.weight.layout.shape[1]
+    leaf, dtype = compiled.weight.stand_in.leaf, compiled.weight.compute_dtype
+    # An op cannot see whether gradients are computed around it.
+    output: Tensor = _embedding(indices, leaf, compiled.handle, dim, padding, dtype, torch.is_grad_enabled())
+    return output
+
+
 # The third argument is a bias, the ends of groups, or casts of the input, which is here to be differentiated.
 @torch.library.custom_op("dtensor_gtp::linear", mutates_args=())
 def _linear(input: Tensor, leaf: Tensor, bias: Tensor | None, handle: Tensor, out_features: int) -> Tensor:
@@ -67,7 +79,7 @@ def _linear(input: Tensor, leaf: Tensor, bias: Tensor | None, handle: Tensor, ou
 @torch.library.custom_op("dtensor_gtp::grouped_linear", mutates_args=())
 def _grouped_linear(input: Tensor, leaf: Tensor, ends: Tensor, handle: Tensor, out_features: int) -> Tensor:
     runtime, weight = handles()[handle].resolve_in_forward()
-    return multiply(input, ends, runtime, (weight,))
+    return multiply(input, ends, runtime, (weight,), Direction.ROWWISE)
 
 
 @torch.library.custom_op("dtensor_gtp::float8_linear", mutates_args=())
@@ -89,8 +101,8 @@ def _linear_backward(
     job = None
     if input is not None:
         job = partial(wgrad, runtime, weight, grad.reshape(-1, grad.shape[-1]), input.reshape(-1, width))
-    grad_input = _run_beside(job, partial(dgrad, runtime, weight, grad) if needs_input else None, runtime, weight)
-    return grad.new_empty(0) if grad_input is None else grad_input, gradient_of(leaf)
+    product = partial(dgrad, runtime, weight, grad) if needs_input else None
+    return _gradients(job, product, runtime, weight, leaf, grad.dtype)
 
 
 @torch.library.custom_op("dtensor_gtp::grouped_linear_backward", mutates_args=())
@@ -107,9 +119,8 @@ def _grouped_backward(
     runtime, weight = handles()[handle].resolve_in_backward()
     grad = grad.contiguous()
     job = None if input is None else partial(reduce_wgrad, runtime, (weight,), (True,), grad, input, ends)
-    product = partial(multiply_grad, grad, ends, runtime, (weight,)) if needs_input else None
-    grad_input = _run_beside(job, product, runtime, weight)
-    return grad.new_empty(0) if grad_input is None else grad_input, gradient_of(leaf)
+    product = partial(multiply, grad, ends, runtime, (weight,), Direction.COLUMNWISE) if needs_input else None
+    return _gradients(job, product, runtime, weight, leaf, grad.dtype)
 
 
 @torch.library.custom_op("dtensor_gtp::float8_linear_backward", mutates_args=())
@@ -133,15 +144,22 @@ def _float8_backward(
     elif for_wgrad:
         job = partial(float8_wgrad, runtime, weight, float8, for_wgrad)
     product = partial(float8_dgrad, runtime, weight, float8, casts) if casts else None
-    grad_input = _run_beside(job, product, runtime, weight)
-    return for_wgrad[0].new_empty(0, dtype=dtype) if grad_input is None else grad_input, gradient_of(leaf)
+    return _gradients(job, product, runtime, weight, leaf, dtype)
 
 
-def _run_beside(job: Any, product: Any, runtime: Runtime, weight: ShardedWeight) -> Tensor | None:
-    """Run ``job`` (wgrad) and ``product`` (dgrad), where they are needed. Returns dgrad."""
+def _gradients(
+    job: Any, product: Any, runtime: Runtime, weight: ShardedWeight, leaf: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Run ``job`` (wgrad) and ``product`` (dgrad), where they are needed. Returns what a backward op does: the gradient
+    of the input, of this dtype and empty if it is not needed, and that of ``leaf``."""
     if product is not None:
         check_unmodified(weight, weight.versions.compiled)
-    return runtime.grads.in_order(job if job is not None and weight.stand_in.is_awaited else None, product)
+    if not weight.stand_in.is_awaited:
+        job = None  # this backward is for other tensors, as in ``torch.autograd.grad``
+    grad_input = runtime.grads.in_order(job, product)
+    if grad_input is None:
+        grad_input = torch.empty(0, dtype=dtype, device=weight.device)
+    return grad_input, gradient_of(leaf)
 
 
 for _op in (_linear, _grouped_linear, _float8_linear):
@@ -178,12 +196,17 @@ def _save_float8(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _grad(backward: Any, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-    grad_input = grad_leaf = None
+    grads: list[Tensor | None] = [None] * 5
     if needs_input or needs_weight:
         call = handles().next_call()
         grad_input, grad_leaf = backward(grad, *ctx.saved_tensors, ctx.width, needs_input, call)
-    grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if needs_bias else None
-    return grad_input if needs_input else None, grad_leaf if needs_weight else None, grad_bias, None, None
+        if needs_input:
+            grads[0] = grad_input
+        if needs_weight:
+            grads[1] = grad_leaf
+    if needs_bias:
+        grads[2] = grad.reshape(-1, grad.shape[-1]).sum(0)
+    return tuple(grads)
 
 
 def _float8_grad(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -210,4 +233,42 @@ _grouped_linear.register_autograd(
     partial(_grad, _grouped_backward), setup_context=lambda ctx, inputs, output: _save(ctx, inputs, output, inputs[2])
 )
 _float8_linear.register_autograd(_float8_grad, setup_context=_save_float8)
-show_to_policies(_linear, _grouped_linear)
+
+
+@torch.library.custom_op("dtensor_gtp::embedding", mutates_args=())
+def _embedding(
+    indices: Tensor, leaf: Tensor, handle: Tensor, dim: int, padding_idx: int, dtype: torch.dtype, may_exchange: bool
+) -> Tensor:
+    runtime, weight = handles()[handle].resolve_in_forward()
+    found = exchanged_lookup(indices, runtime, weight) if may_exchange else None
+    if found is not None:
+        return found[0]
+    return runtime.gathering.compute(F.embedding, indices, weight.for_forward)
+
+
+_embedding.register_fake(
+    lambda indices, leaf, handle, dim, padding, dtype, *_: indices.new_empty((*indices.shape, dim), dtype=dtype)
+)
+
+
+@torch.library.custom_op("dtensor_gtp::embedding_backward", mutates_args=())
+def _embedding_backward(grad: Tensor, indices: Tensor, leaf: Tensor, handle: Tensor, padding: int, call: int) -> Tensor:
+    runtime, weight = handles()[handle].resolve_in_backward()
+    if weight.stand_in.is_awaited:
+        embedding_grad(runtime, weight, grad, indices, exchanged_ids(indices, runtime, weight), padding)
+    return gradient_of(leaf)
+
+
+def _save_lookup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    indices, leaf, handle, _, ctx.padding_idx, _, _ = inputs
+    ctx.save_for_backward(indices, leaf, handle)
+
+
+def _embedding_grad(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    grad_leaf = _embedding_backward(grad, *ctx.saved_tensors, ctx.padding_idx, handles().next_call())
+    return None, grad_leaf, None, None, None, None, None
+
+
+_embedding_backward.register_fake(lambda grad, indices, leaf, *others: gradient_of(leaf))
+_embedding.register_autograd(_embedding_grad, setup_context=_save_lookup)
+show_to_policies(_linear, _grouped_linear, _embedding)
