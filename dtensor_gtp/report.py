@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from ._comm.debug import format_nbytes
+from ._comm.tokens import TokenExchange
 from ._howto import printable
 from ._modules.binding import Binding, binding_of, join_name, unmanaged_params
 from ._params.managed_param import ManagedParam
@@ -283,9 +284,7 @@ def _row(managed: ManagedParam, bindings: dict[str, Binding]) -> ReportRow:
         use = f"whole ({managed.reason})"
     if isinstance(managed, ShardedWeight):
         if next(iter(bindings.values())).fused is not None:
-            exchanges = [
-                f"{e.purpose}: {e.describe()}" for e in (managed.fused.lookups, managed.fused.losses) if e is not None
-            ]
+            exchanges = (f"{exchange.purpose}: {exchange.describe()}" for exchange in _exchanges_of(managed))
             use = ", ".join(("fused op", *exchanges))
         gathered = managed.layout.shape.numel() * managed.compute_dtype.itemsize
         if native is None and isinstance(managed.form.wire, QuantizedWire):
@@ -311,12 +310,15 @@ def _cuts(managed: ManagedParam) -> tuple[Cut, ...]:
     return tuple(found)
 
 
+def _exchanges_of(weight: ShardedWeight) -> list[TokenExchange]:
+    return [exchange for exchange in (weight.fused.lookups, weight.fused.losses) if exchange is not None]
+
+
 def _exchanges(runtime: Runtime) -> tuple[str, ...]:
     return tuple(
         f"{exchange.purpose} of {weight.fqn}: {exchange.describe()}"
         for weight in runtime.weights
-        for exchange in (weight.fused.lookups, weight.fused.losses)
-        if exchange is not None
+        for exchange in _exchanges_of(weight)
     )
 
 

@@ -148,15 +148,12 @@ class _Columns:
             x += len(members) * _COLUMN if is_drawn else _GAP
         self.width = max(x + _LEFT, 360.0)  # room for what the chart says
 
-    def begin(self, use: int) -> float:
-        return self.begins[use]
-
     def end(self, use: int) -> float:
         return self.begins[use] + (_COLUMN if self.is_drawn[use] else _GAP / 2)
 
     def after(self, step: int) -> float:
         """Where the first ``step`` uses have begun."""
-        return self.begin(step - 1) + 5 if step else float(_LEFT)
+        return self.begins[step - 1] + 5 if step else float(_LEFT)
 
 
 def _drawn(elements: Sequence[Element], is_left_out: bool) -> Iterator[bool]:
@@ -184,11 +181,11 @@ def _bars(plan: PlanReport, columns: _Columns) -> Iterator[_Bar]:
                 max(columns.end(position) for position in launch.positions),
                 " + ".join(map(_leaf, (plan.uses[position] for position in launch.positions))),
                 _title(plan, launch),
-                tuple(columns.begin(position) for position in drawn),
+                tuple(columns.begins[position] for position in drawn),
             )
     for position in range(len(plan.uses)):  # gathered when it is used, or kept from an earlier pass
         if position not in launched and columns.is_drawn[position]:
-            begin, name = columns.begin(position), plan.uses[position]
+            begin, name = columns.begins[position], plan.uses[position]
             title = f"{name}: {'gathered when it is used' if plan.is_on_demand else 'in memory already'}"
             yield _Bar(begin, columns.end(position), "", title, (begin,))
 
@@ -236,7 +233,7 @@ def _chart(plan: PlanReport, columns: _Columns) -> str:
             height = amount / peak * _CHART if peak else 0.0
             title = f"<title>{escape(plan.uses[use])}: {format_nbytes(amount)} of gathered weights in memory</title>"
             drawn += (
-                f'<g class="bytes">{title}<rect x="{columns.begin(use) + 1:.1f}" y="{base - height:.1f}" '
+                f'<g class="bytes">{title}<rect x="{columns.begins[use] + 1:.1f}" y="{base - height:.1f}" '
                 f'width="{_COLUMN - 2}" height="{height:.1f}"/></g>'
             )
     line = f'<line x1="{_LEFT}" x2="{columns.width - _LEFT:.0f}" y1="{base}" y2="{base}"/>'
@@ -250,12 +247,12 @@ def _names(plan: PlanReport, columns: _Columns, y: float) -> tuple[str, int]:
     num_letters = max(map(len, leaves), default=0)
     text = ""
     for use, leaf in zip(drawn, leaves, strict=True):
-        place = f"translate({columns.begin(use) + _COLUMN / 2 + 4:.1f} {y}) rotate(-90)"
+        place = f"translate({columns.begins[use] + _COLUMN / 2 + 4:.1f} {y}) rotate(-90)"
         text += f'<text transform="{place}" text-anchor="end">{escape(leaf)}</text>'
     line = y + num_letters * _TEXT + 8
     for block, uses in groupby(drawn, lambda use: _block(plan.uses[use])):
         for members in _neighbours(list(uses)):
-            begin, end = columns.begin(members[0]) + 3, columns.end(members[-1]) - 3
+            begin, end = columns.begins[members[0]] + 3, columns.end(members[-1]) - 3
             if not block or end - begin < len(block) * _TEXT:
                 continue
             text += f'<line x1="{begin:.1f}" x2="{end:.1f}" y1="{line:.1f}" y2="{line:.1f}"/>'

@@ -52,30 +52,29 @@ def unseen_by_checkpoint_policies() -> AbstractContextManager[Any]:
     return _without_checkpoint_modes(python_dispatch._get_current_dispatch_mode_stack())
 
 
-class _StoredByIndex(dict[int, Any]):
-    """Outputs of one op that a checkpoint saves, by the number of the call. What comes in goes through ``store``."""
+class _Stored:
+    """Outputs of one op that a checkpoint saves. What comes in goes through ``store``."""
 
     def __init__(self, store: Callable[[Any], Any]) -> None:
         super().__init__()
         self._store = store
+
+    def stored(self, entry: Any) -> Any:
+        return tree_map_only(checkpoint._VersionWrapper, self._store, entry)
+
+
+class _StoredByIndex(_Stored, dict[int, Any]):
+    """By the number of the call."""
 
     def __setitem__(self, index: int, entry: Any) -> None:
-        super().__setitem__(index, _stored(entry, self._store))
+        super().__setitem__(index, self.stored(entry))
 
 
-class _StoredInOrder(list[Any]):
-    """The same in torch 2.11, which appends outputs and takes the first one."""
-
-    def __init__(self, store: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self._store = store
+class _StoredInOrder(_Stored, list[Any]):
+    """In torch 2.11, which appends outputs and takes the first one."""
 
     def append(self, entry: Any) -> None:
-        super().append(_stored(entry, self._store))
-
-
-def _stored(entry: Any, store: Callable[[Any], Any]) -> Any:
-    return tree_map_only(checkpoint._VersionWrapper, store, entry)
+        super().append(self.stored(entry))
 
 
 def checkpoint_contexts(policy: Callable[..., Any], store: Callable[[Any], Any]) -> tuple[Any, Any]:
