@@ -82,7 +82,7 @@ class Binding:
         }
         self.fused_alone: Fused | None = None  # where each weight is gathered by itself
         self.block: nn.Module | None = None  # the one around ``module`` that is gathered as a whole
-        self.weight_group: WeightGroup  # of that block
+        self.weight_group: WeightGroup  # of that block; the block has it, and each module below with parameters
         self.call_impl: Callable[..., Any]  # what a call runs within its frame
         self.compiled_call = module._compiled_call_impl  # the same, of a module that was compiled before
         self.dressed: dict[str, Any] = {}  # attributes that the module has from us now

@@ -52,7 +52,7 @@ def _runtimes() -> list[Runtime]:
 
 def _run(stock: Callable[..., Any], outputs: Any, grads: Any, retain: Any, create: Any, inputs: Any, *args: Any) -> Any:
     """As torch's function. The last one of ``args`` says whether gradients go to ``.grad``."""
-    runtimes = _runtimes() if inputs else []
+    runtimes = _runtimes() if inputs else []  # without inputs, all leaves get their gradients
     before = [runtime.asked_for for runtime in runtimes]
     try:
         if any(isinstance(_tensor_of(given), DTensor) for given in inputs or ()):
