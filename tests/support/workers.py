@@ -40,7 +40,7 @@ from torch.distributed import device_mesh, distributed_c10d
 from torch.testing._internal import common_utils
 
 from dtensor_gtp import GTPShard
-from dtensor_gtp._torch_compat.gloo import gloo_with_one_thread
+from dtensor_gtp._torch_compat.groups import gloo_with_one_thread
 
 # It only ends what hangs: no test comes near it, on a busy machine either.
 HANG_LIMIT_S = 300.0
