@@ -20,8 +20,9 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load as load_as_stored
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
@@ -222,9 +223,11 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
         for region in self._regions.values():
             for key, tensor in region.tensors.items():
                 meta = self.metadata.state_dict_metadata[key]
+                assert isinstance(meta, TensorStorageMetadata)
                 begin = region.offsets if region.recipe is None else _plane_begin(region, key)
                 if tensor.numel():
-                    items += compat.read_items(key, meta, begin, tensor.shape)
+                    chunk = ChunkStorageMetadata(torch.Size(begin), tensor.shape)
+                    items += create_read_items_for_chunk_list(key, meta, [chunk])
         plan.items = items
         return plan
 

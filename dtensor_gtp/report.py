@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from ._comm.debug import format_nbytes
+from ._comm.tokens import TokenExchange
 from ._howto import printable
-from ._modules.binding import Fused, binding_of, join_name, unmanaged_params
+from ._modules.binding import Binding, binding_of, join_name, unmanaged_params
 from ._params.managed_param import ManagedParam
 from ._params.pack_planes import QuantizedWire
 from ._params.sharded_weight import ShardedWeight
@@ -25,8 +26,7 @@ from ._params.whole_param import WholeParam
 from ._report.columns import terminal_width
 from ._report.facts import Cut, Facts, LaunchReport, PassReport, PlanReport, ReportRow, plan_report
 from ._report.page import fragment, page
-from ._report.summary import full_text, summary
-from ._report.text import plan_text
+from ._report.text import full_text, plan_text, summary
 from ._schedule.passes import ChainKey
 from ._schedule.plans import Plan, held_nbytes
 from ._schedule.runtime import Runtime
@@ -172,18 +172,19 @@ def sharding_report(
             f"sharding_report expects a module after gtp_shard, but got a plain {type(module).__name__}. Pass the "
             "module that you passed to gtp_shard."
         )
-    sites: dict[ManagedParam, dict[str, nn.Module]] = {}
+    sites: dict[ManagedParam, dict[str, Binding]] = {}
     for prefix, submodule in module.named_modules():
         inner = binding_of(submodule)
         for name in submodule._parameters:
             if inner is not None and name in inner.params:
-                sites.setdefault(inner.params[name], {})[printable(join_name(prefix, name))] = submodule
-    rows = [_row(managed, modules) for managed, modules in sites.items()]
+                sites.setdefault(inner.params[name], {})[printable(join_name(prefix, name))] = inner
+    rows = [_row(managed, bindings) for managed, bindings in sites.items()]
     for fqn, _, param in unmanaged_params(module):
         nbytes = param.numel() * param.element_size()
         rows.append(ReportRow(fqn, tuple(param.shape), param.dtype, "-", nbytes, 0, "ignored"))
     mesh, runtime = binding.group.mesh, binding.group.runtime
-    axes = mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
+    axes = _axes(mesh)
+    peak_nbytes = torch.cuda.max_memory_allocated(runtime.device) if runtime.device.type == "cuda" else None
     sizes = ", ".join(f"{axis}={size}" for axis, size in zip(axes, mesh.shape, strict=True))
     return ShardingReport(
         f"{sizes}; optimizer states over {axes[0]}" if runtime.gathering.parts.weights else sizes,
@@ -194,8 +195,8 @@ def sharding_report(
         tuple(runtime.comm.choices),
         runtime.setup.reasons,
         verbose,
-        () if machine is None else _prediction(runtime, mesh, machine),
-        torch.cuda.max_memory_allocated(runtime.device) if runtime.device.type == "cuda" else None,
+        () if machine is None else _prediction(runtime, mesh, machine, peak_nbytes),
+        peak_nbytes,
         _advice(runtime, verbose, machine is not None),
     )
 
@@ -217,7 +218,12 @@ def _advice(runtime: Runtime, is_verbose: bool, has_machine: bool) -> tuple[str,
     return tuple(advice)
 
 
-def _prediction(runtime: Runtime, mesh: DeviceMesh, machine: str | Machine) -> tuple[str, ...]:
+def _axes(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Their names, also of those that have none."""
+    return mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
+
+
+def _prediction(runtime: Runtime, mesh: DeviceMesh, machine: str | Machine, peak_nbytes: int | None) -> tuple[str, ...]:
     """Lines of what was predicted and measured of the weights on ``mesh``."""
     # The planner loads only where it is asked.
     from .planner.costs import Axis, Costs
@@ -251,9 +257,8 @@ def _prediction(runtime: Runtime, mesh: DeviceMesh, machine: str | Machine) -> t
     for name, nbytes, num in amounts:
         ms = costs.together_ms(nbytes, axis, num, is_copy=is_copy) if nbytes else 0.0
         parts.append(f"{name} {format_nbytes(nbytes)}, {ms:.2f} ms")
-    peak = torch.cuda.max_memory_allocated(runtime.device) if runtime.device.type == "cuda" else None
     predicted = f"predicted on {gpus.describe()}, on the wire alone: {'; '.join(parts)}"
-    return predicted, _describe_measured(tuple(runtime.steps.begins), peak)
+    return predicted, _describe_measured(tuple(runtime.steps.begins), peak_nbytes)
 
 
 def _describe_measured(begins: Sequence[float], peak_nbytes: int | None) -> str:
@@ -265,13 +270,8 @@ def _describe_measured(begins: Sequence[float], peak_nbytes: int | None) -> str:
     return text if peak_nbytes is None else f"{text}, at most {format_nbytes(peak_nbytes)} allocated"
 
 
-def _fused_of(module: nn.Module) -> Fused | None:
-    binding = binding_of(module)
-    return None if binding is None else binding.fused
-
-
-def _row(managed: ManagedParam, modules: dict[str, nn.Module]) -> ReportRow:
-    """The row of a parameter; ``modules`` has the one module of each of its names."""
+def _row(managed: ManagedParam, bindings: dict[str, Binding]) -> ReportRow:
+    """The row of a parameter; ``bindings`` has that of the one module of each of its names."""
     param, shard = managed.param, managed.shard
     placements = "(" + ", ".join(map(str, managed.placements)) + ")"
     native = native_of(shard)
@@ -282,28 +282,25 @@ def _row(managed: ManagedParam, modules: dict[str, nn.Module]) -> ReportRow:
     if isinstance(managed, WholeParam):
         use = f"whole ({managed.reason})"
     if isinstance(managed, ShardedWeight):
-        if _fused_of(next(iter(modules.values()))) is not None:
-            exchanges = [
-                f"{e.purpose}: {e.describe()}" for e in (managed.fused.lookups, managed.fused.losses) if e is not None
-            ]
+        if next(iter(bindings.values())).fused is not None:
+            exchanges = (f"{exchange.purpose}: {exchange.describe()}" for exchange in _exchanges_of(managed))
             use = ", ".join(("fused op", *exchanges))
         gathered = managed.layout.shape.numel() * managed.compute_dtype.itemsize
         if native is None and isinstance(managed.form.wire, QuantizedWire):
             storage = f"{managed.form.wire.recipe.name} from master"
         if managed.form.wire is not None:
             gathered = managed.for_forward.nbytes if managed.group is None else gathered
-            in_gemm = any(fused is not None and fused.multiplies for fused in map(_fused_of, modules.values()))
+            in_gemm = any(each.fused is not None and each.fused.multiplies for each in bindings.values())
             use = f"{use}, {managed.form.wire.describe('' if in_gemm else 'no fused nn.Linear')}"
-    shape, name = tuple(param.shape), " = ".join(modules)
+    shape, name = tuple(param.shape), " = ".join(bindings)
     return ReportRow(name, shape, param.dtype, placements, local_nbytes, gathered, use, storage, _cuts(managed))
 
 
 def _cuts(managed: ManagedParam) -> tuple[Cut, ...]:
     mesh = managed.spec.mesh
-    axes = mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
     (coordinates,) = (mesh.mesh == dist.get_rank()).nonzero().tolist()
     found = []
-    for axis, size, index, placement in zip(axes, mesh.shape, coordinates, managed.placements, strict=True):
+    for axis, size, index, placement in zip(_axes(mesh), mesh.shape, coordinates, managed.placements, strict=True):
         if isinstance(placement, Shard | GTPShard):
             dim = placement.dim % len(managed.param.shape)
             found.append(Cut(axis, size, index, dim, getattr(placement, "block_size", 1)))
@@ -312,12 +309,15 @@ def _cuts(managed: ManagedParam) -> tuple[Cut, ...]:
     return tuple(found)
 
 
+def _exchanges_of(weight: ShardedWeight) -> list[TokenExchange]:
+    return [exchange for exchange in (weight.fused.lookups, weight.fused.losses) if exchange is not None]
+
+
 def _exchanges(runtime: Runtime) -> tuple[str, ...]:
     return tuple(
         f"{exchange.purpose} of {weight.fqn}: {exchange.describe()}"
         for weight in runtime.members.weights
-        for exchange in (weight.fused.lookups, weight.fused.losses)
-        if exchange is not None
+        for exchange in _exchanges_of(weight)
     )
 
 

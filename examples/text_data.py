@@ -9,8 +9,10 @@ Training reads windows of ``seq_len + 1`` bytes in a permuted order that depends
 and go on elsewhere without repeating or skipping data.
 """
 
+import os
 import sysconfig
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,8 +45,7 @@ def load_corpus(root: Path | None = None) -> Corpus:
         FileNotFoundError: if there are too few files below ``root`` for a held-out split.
     """
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
-    relative = (path.relative_to(root) for path in root.rglob("*.py"))
-    names = sorted(path.as_posix() for path in relative if _EXCLUDED_DIRS.isdisjoint(path.parts))
+    names = sorted(path.relative_to(root).as_posix() for path in _python_files(root))
     if len(names) < _HELD_OUT_EVERY:
         raise FileNotFoundError(
             f"expected at least {_HELD_OUT_EVERY} Python files below {root}, but found {len(names)}."
@@ -55,6 +56,13 @@ def load_corpus(root: Path | None = None) -> Corpus:
         part += (root / name).read_bytes() + b"\0"
     checksum = zlib.crc32(held_out, zlib.crc32(train))
     return Corpus(torch.frombuffer(train, dtype=torch.uint8), torch.frombuffer(held_out, dtype=torch.uint8), checksum)
+
+
+def _python_files(root: Path) -> Iterator[Path]:
+    """Does not look into excluded folders: installed packages are many more files than the standard library."""
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _EXCLUDED_DIRS]
+        yield from (Path(folder, name) for name in files if name.endswith(".py"))
 
 
 class Batch(NamedTuple):

@@ -10,13 +10,23 @@ import hashlib
 import multiprocessing
 import os
 import sys
+import tempfile
 from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
 
+# Who wants no compiled files beside the sources has them elsewhere, as in .ci/run. Else each of hundreds of processes
+# compiles what it imports.
+if sys.dont_write_bytecode and sys.pycache_prefix is None:
+    sys.pycache_prefix = str(Path(tempfile.gettempdir(), f"dtensor_gtp_compiled_{os.getuid()}"))
+    sys.dont_write_bytecode = False
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+
 # Before torch is imported, for all processes of the suite: the operations of a test are too small for several threads,
 # which would only wait for each other, and burn the cores that other ranks need.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Else each process that compiles asks the C++ compiler, and Python processes of their own, what the processor can.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 os.environ["COLUMNS"] = "200"  # reports do not wrap, however wide the terminal is
 
 import pytest
@@ -75,9 +85,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    from garbage import collect_seldom  # of support/
+    from processes import set_up_process  # of support/
 
-    collect_seldom()
+    set_up_process()
     items = [item for item in session.items if _needs_ranks(item) and not _is_skipped(item)]
     if len(items) > 1 and multiprocessing.get_start_method() == "forkserver" and not session.config.option.collectonly:
         from workers import lanes  # beside the files that were collected

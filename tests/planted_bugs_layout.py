@@ -240,7 +240,7 @@ LAYOUT = {
         f"{ELASTIC_CHECKPOINT}::test_from_unequal_replicas_to_any_layout_and_back",
     ),
     "a report draws parts without their blocks": Bug(
-        "strips:parts_of",
+        "pictures:parts_of",
         argument("chunk_size_and_offset", 3, None),
         "test_report_page.py::TestStrips::test_parts_are_what_ranks_hold",
     ),
@@ -250,7 +250,7 @@ LAYOUT = {
         "test_report_text.py::TestFold::test_blocks_that_differ_stay",
     ),
     "a timeline draws a gather where its last use begins": Bug(
-        "timeline:_bars",
+        "pictures:_bars",
         replace(
             "max(columns.end(position) for position in launch.positions)",
             "max(columns.begin(position) for position in launch.positions)",

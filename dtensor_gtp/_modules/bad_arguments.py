@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import _torch_compat as compat
 from .._comm.process_groups import device_types, has_device
 from ..policy import SchedulePolicy
-from .binding import binding_of
+from .binding import binding_of, bindings_of, params_of, runtimes_below
 
 logger = logging.getLogger(__name__)
 
@@ -61,37 +61,33 @@ def validate_kinds(module: Any, arguments: Arguments) -> None:
             f"gtp_shard expects an nn.Module as module, but got a {type(module).__name__}. Call it once on the "
             "module that contains them all: gtp_shard chooses which weights to gather together."
         )
-    reshard = arguments.reshard_after_forward
-    if not isinstance(reshard, bool):
-        raise TypeError(
-            f"gtp_shard expects a bool as reshard_after_forward, but got {type(reshard).__name__}: {reshard!r}. Leave "
-            "out None; for a part of the weights pass SchedulePolicy(keep_nbytes=...), which keeps those that backward "
-            "uses first."
-        )
-    expected: tuple[tuple[str, Any, Any, str], ...] = (
-        ("an nn.Module as module", module, nn.Module, "the model"),
-        (
-            "a MixedPrecisionPolicy as mp_policy",
-            arguments.mp_policy,
-            MixedPrecisionPolicy,
-            "MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
-        ),
-        ("a SchedulePolicy as schedule", arguments.schedule, SchedulePolicy, "SchedulePolicy(memory='least')"),
-        ("an OffloadPolicy as offload_policy", arguments.offload_policy, OffloadPolicy, "CPUOffloadPolicy()"),
-        (
-            "a set of parameters as ignored_params",
-            arguments.ignored_params,
-            set | frozenset,
-            "{model.get_parameter(name), ...}",
-        ),
+    _check_kind(
+        "a bool as reshard_after_forward",
+        arguments.reshard_after_forward,
+        bool,
+        "Leave out None; for a part of the weights pass SchedulePolicy(keep_nbytes=...), which keeps those that "
+        "backward uses first.",
     )
-    for what, value, kind, example in expected:
-        if not isinstance(value, kind):
-            got = f"{type(value).__name__}: {value!r}"
-            raise TypeError(f"gtp_shard expects {what}, but got {got}. Pass {example}.")
-    if not isinstance(arguments.shard_optimizer, bool):
-        got = f"{type(arguments.shard_optimizer).__name__}: {arguments.shard_optimizer!r}"
-        raise TypeError(f"gtp_shard expects a bool as shard_optimizer, but got {got}.")
+    _check_kind("an nn.Module as module", module, nn.Module, "Pass the model.")
+    _check_kind(
+        "a MixedPrecisionPolicy as mp_policy",
+        arguments.mp_policy,
+        MixedPrecisionPolicy,
+        "Pass MixedPrecisionPolicy(param_dtype=torch.bfloat16).",
+    )
+    _check_kind(
+        "a SchedulePolicy as schedule", arguments.schedule, SchedulePolicy, "Pass SchedulePolicy(memory='least')."
+    )
+    _check_kind(
+        "an OffloadPolicy as offload_policy", arguments.offload_policy, OffloadPolicy, "Pass CPUOffloadPolicy()."
+    )
+    _check_kind(
+        "a set of parameters as ignored_params",
+        arguments.ignored_params,
+        set | frozenset,
+        "Pass {model.get_parameter(name), ...}.",
+    )
+    _check_kind("a bool as shard_optimizer", arguments.shard_optimizer, bool)
     if arguments.shard_optimizer and arguments.offload is not None:
         raise NotImplementedError(
             "gtp_shard does not support shard_optimizer=True with offload_policy, which keeps shards on the host: "
@@ -111,13 +107,16 @@ def validate_kinds(module: Any, arguments: Arguments) -> None:
         raise ValueError(f"gtp_shard expects {what}. Call it on each element or on the module that contains it.")
 
 
+def _check_kind(what: str, value: object, kind: Any, advice: str = "") -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"gtp_shard expects {what}, but got {type(value).__name__}: {value!r}. {advice}".rstrip())
+
+
 def validate_mesh(mesh: Any) -> None:
     """Check, without communication, that this rank can talk to its peers over ``mesh``."""
     if isinstance(getattr(mesh, "weights", None), DeviceMesh):
         raise TypeError(f"gtp_shard expects a DeviceMesh as mesh, but got a {type(mesh).__name__}. Pass mesh.weights.")
-    if not isinstance(mesh, DeviceMesh):
-        got = f"{type(mesh).__name__}: {mesh!r}"
-        raise TypeError(f"gtp_shard expects a DeviceMesh as mesh, but got {got}. Build one with init_device_mesh.")
+    _check_kind("a DeviceMesh as mesh", mesh, DeviceMesh, "Build one with init_device_mesh.")
     rank, axes = dist.get_rank(), mesh.mesh_dim_names
     if mesh.ndim not in (1, 2):
         got = f"a {mesh.ndim}-D mesh with axes {axes} of sizes {tuple(mesh.shape)} (rank {rank})"
@@ -176,14 +175,13 @@ def validate_module(module: nn.Module, mesh: DeviceMesh, ignored: Set[nn.Paramet
             f"on a module that contains it, over mesh axes {sharded.group.mesh.mesh_dim_names} (rank "
             f"{dist.get_rank()}). Call it on submodules first, on the root last, and once on each."
         )
-    bindings = [b for m in module.modules() if (b := binding_of(m)) is not None]
-    if any(b.group.runtime.grads.launches.replicas is not None for b in bindings):
+    if any(runtime.grads.launches.replicas is not None for runtime in runtimes_below(module)):
         raise ValueError(
             f"gtp_shard was called on a {type(module).__name__}, but elastic.synchronize_replicas was already called "
             "on a part of it. Call gtp_shard on the submodules and the root first, then "
             "elastic.synchronize_replicas on the root."
         )
-    managed = {id(p.param) for b in bindings for p in b.params.values()}
+    managed = {id(param.param) for param in params_of(bindings_of(module.modules()))}
     replaced = {n: p for n, p in module.named_parameters() if p not in ignored and id(p) not in managed}
     for name, param in replaced.items():
         if param.device.type not in ("meta", "cpu", mesh.device_type):

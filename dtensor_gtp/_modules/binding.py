@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from .._howto import printable
 from .._params.managed_param import ManagedParam, Site
 from .._params.sharded_weight import ShardedWeight
+from .._params.weight_group import WeightGroup
 from .._params.whole_param import WholeParam
 from .._schedule.runtime import Runtime
 from ..ops.compiled_weight import CompiledWeight, materialize
@@ -80,8 +81,8 @@ class Binding:
             if isinstance(param, ShardedWeight)
         }
         self.fused_alone: Fused | None = None  # where each weight is gathered by itself
-        self.is_frame = False  # whether a call of the module is a frame
-        self.is_grouped = self.is_block = False  # whether a ``WeightGroup`` has its parameters, and is of this module
+        self.block: nn.Module | None = None  # the one around ``module`` that is gathered as a whole
+        self.weight_group: WeightGroup  # of that block; the block has it, and each module below with parameters
         self.call_impl: Callable[..., Any]  # what a call runs within its frame
         self.compiled_call = module._compiled_call_impl  # the same, of a module that was compiled before
         self.dressed: dict[str, Any] = {}  # attributes that the module has from us now
@@ -89,7 +90,7 @@ class Binding:
     @property
     def fused(self) -> Fused | None:
         """What runs in place of the module's forward; None for the stock one, as in a group."""
-        return None if self.is_grouped else self.fused_alone
+        return self.fused_alone if self.block is None else None
 
     def read(self, name: str, registered: Any) -> Any:
         """What code reads as attribute ``name`` of the module, where ``registered`` is registered as that parameter."""
@@ -136,6 +137,18 @@ def binding_of(module: nn.Module) -> Binding | None:
     return cast("Binding | None", module.__dict__.get(BINDING))
 
 
+def bindings_of(modules: Iterable[nn.Module]) -> Iterator[Binding]:
+    """Of those that have one."""
+    for module in modules:
+        if (binding := binding_of(module)) is not None:
+            yield binding
+
+
+def params_of(bindings: Iterable[Binding]) -> list[ManagedParam]:
+    """Each once, in an order that is the same on all ranks."""
+    return list(dict.fromkeys(param for binding in bindings for param in binding.params.values()))
+
+
 def outermost_calls(module: nn.Module) -> list[ShardGroup]:
     """The calls of ``gtp_shard`` on ``module`` or below that no other call is around."""
     binding = binding_of(module)
@@ -146,8 +159,7 @@ def outermost_calls(module: nn.Module) -> list[ShardGroup]:
 
 def runtimes_below(module: nn.Module) -> list[Runtime]:
     """Each once, in an order that is the same on all ranks."""
-    bindings = (binding_of(submodule) for submodule in module.modules())
-    return list(dict.fromkeys(binding.group.runtime for binding in bindings if binding is not None))
+    return list(dict.fromkeys(binding.group.runtime for binding in bindings_of(module.modules())))
 
 
 def managed_params(module: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, ManagedParam]]:

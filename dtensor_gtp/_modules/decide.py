@@ -21,7 +21,7 @@ from ..placement import GTPShard
 from ..quant.master import master_of, place_quantized
 from ..quant.recipes import Recipe
 from .bad_arguments import Arguments, in_rank_order, validate_mesh
-from .binding import binding_of, join_name
+from .binding import binding_of, bindings_of, join_name, params_of
 
 
 @dataclass
@@ -51,7 +51,7 @@ def decide(module: nn.Module, arguments: Arguments) -> tuple[list[Decision], set
     """Decide about each parameter of a module that no earlier call manages; also return where ignored ones are."""
     decisions: dict[int, Decision] = {}
     unmanaged: set[Site] = set()
-    managed = {id(p.param): p for m in module.modules() if (b := binding_of(m)) for p in b.params.values()}
+    managed = {id(p.param): p for p in params_of(bindings_of(module.modules()))}
     for prefix, submodule in module.named_modules():
         if (binding := binding_of(submodule)) is not None:
             unmanaged |= {site for site in binding.group.unmanaged if site.module is submodule}
@@ -74,10 +74,10 @@ def decide(module: nn.Module, arguments: Arguments) -> tuple[list[Decision], set
 
 def _decide(fqn: str, site: Site, param: nn.Parameter, existing: ManagedParam | None, arguments: Arguments) -> Decision:
     mp_policy = arguments.mp_policy
-    asked, mesh = (None, arguments.mesh) if existing is not None else _asked_placement(fqn, param, arguments)
     if existing is not None:
-        check_tie(fqn, existing, mesh)
-        return Decision(fqn, [site], param, mesh, Replicate(), existing=existing)
+        check_tie(fqn, existing, arguments.mesh)
+        return Decision(fqn, [site], param, arguments.mesh, Replicate(), existing=existing)
+    asked, mesh = _asked_placement(fqn, param, arguments)
     _check_param(fqn, param, mesh)
     recipe: Recipe | None = getattr(compat.local_part(param), "recipe", None)
     if arguments.shard_optimizer and has_replicas(mesh):

@@ -63,7 +63,6 @@ class OwnClass(BoundModule):
 def bind(module: nn.Module, binding: Binding, own: type | None) -> None:
     """Attach ``binding``. ``own`` is the new class of the module that was passed to ``gtp_shard``."""
     binding.fused_alone = find_fused(module, binding.params)
-    binding.is_frame = binding.fused is None or own is not None
     weights = [param for param in binding.params.values() if isinstance(param, ShardedWeight)]
     if binding.fused is None and weights:
         binding.reads.is_reading = True
@@ -90,7 +89,9 @@ def dress(module: nn.Module) -> None:
             del attributes[name]
     binding.call_impl = type(module)._call_impl
     binding.dressed = {}
-    if binding.is_block or (binding.is_frame and not binding.is_grouped):
+    # A fused op needs no frame, but the module that was passed to ``gtp_shard`` has one: it casts inputs.
+    is_frame = binding.fused_alone is None or binding.group.module is module
+    if binding.block is module or (binding.block is None and is_frame):
         call = MethodType(call_in_frame, module)
         binding.dressed = {"_call_impl": call, "__call__": call}  # ``torch.compile`` takes the latter
         if binding.compiled_call is not None:
@@ -104,7 +105,7 @@ def dress(module: nn.Module) -> None:
     params = attributes["_parameters"]
     if isinstance(params, ReadParams):
         params = attributes["_parameters"] = dict(dict.items(params))
-    if binding.params and not binding.is_grouped:
+    if binding.params and binding.block is None:
         attributes["_parameters"] = ReadParams(params, binding)
 
 

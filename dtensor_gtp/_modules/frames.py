@@ -1,10 +1,10 @@
-"""Calls of modules, and of methods that count as their forward, as frames of the runtime."""
+"""Calls of modules, of methods that count as their forward, and of blocks that are groups, as frames of the runtime."""
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
@@ -19,9 +19,9 @@ from .. import _torch_compat as compat
 from .._dtensor.remedies import explain
 from .._howto import see
 from .._params.refusals import refuse_recording
+from .._schedule.block_uses import BlockUse
 from .._schedule.passes import Entry
 from .binding import BoundModule, Reads, ShardGroup, trains_unmanaged, unmanaged_params
-from .block_calls import call_block, call_under, tensors_in
 from .torch_patches import follow_pipelining
 
 ADVICE_FOR_JIT = (
@@ -44,7 +44,7 @@ def call_compiled_in_frame(self: BoundModule, *args: Any, **kwargs: Any) -> Any:
 def _call(module: BoundModule, call: Any, args: Any, kwargs: Any, *method: Any) -> Any:
     """``method`` is its name and its ``Reads``, if it is not the forward."""
     # A part of a block gets here only outside of passes.
-    is_of_group = module._gtp_binding.is_grouped and not method
+    is_of_group = module._gtp_binding.block is not None and not method
     if torch.compiler.is_compiling() and (not is_of_group or compat.is_exporting()):
         return _call_in_graph(module, call, args, kwargs)
     if compat.is_jit_tracing():
@@ -54,7 +54,7 @@ def _call(module: BoundModule, call: Any, args: Any, kwargs: Any, *method: Any) 
     try:
         if compat.is_recording() and (params := module._gtp_binding.group.params):
             refuse_recording("torch.fx", params[0].fqn)
-        return (call_block if is_of_group else _call_in_frame)(module, call, args, kwargs, compiler, *method)
+        return (_call_block if is_of_group else _call_in_frame)(module, call, args, kwargs, compiler, *method)
     finally:
         compat.set_eval_frame(compiler)
 
@@ -83,7 +83,7 @@ def _call_in_graph(module: BoundModule, call: Any, args: Any, kwargs: Any) -> An
     if group.module is not module:
         return call(*args, **kwargs)
     args, kwargs = _cast_inputs(group, args, kwargs)
-    return _cast_outputs(group, call(*args, **kwargs))
+    return _cast(call(*args, **kwargs), group.mp_policy.output_dtype)
 
 
 def _call_in_frame(
@@ -125,10 +125,52 @@ def _call_in_frame(
         follow_pipelining()
         # Tell the runtime when a backward through the output begins, so that its first gathers start at once.
         note = partial(runtime.note_backward, Entry(module, method))
-        for tensor in tensors_in(output):
+        for tensor in _tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(lambda grad: note())
     return output
+
+
+def _call_block(block: BoundModule, call: Any, args: Any, kwargs: Any, compiler: Any) -> Any:
+    """A use of the group of ``block``, which is a block or a part of one."""
+    group, runtime = block._gtp_binding.weight_group, block._gtp_binding.group.runtime
+    depth = runtime.depth_of_call()
+    frame = gathered = None
+    is_compiled = compiler is not None or block._compiled_call_impl is not None
+    was_in_pass = is_complete = False
+    try:
+        try:
+            frame = runtime.enter(block, _needs_no_hooks)
+            was_in_pass = group.views.is_in_pass
+            gathered = runtime.gathering.acquire(group.for_forward)
+            seen = group.leaves.seen() if runtime.reads.looks_at_bits else None
+            use = BlockUse(runtime, group) if torch.is_grad_enabled() else None
+            if is_compiled or not was_in_pass:
+                group.views.show(is_compiled=is_compiled)
+            inputs = [*_tensors_in((args, kwargs))] if use is not None else []
+            output = _call_under(compiler, call, args, kwargs)
+            misuse = None if seen is None else group.untraced_write(seen)
+            misuse = misuse or runtime.lost_writes.written_in_use(group)
+            if misuse is not None:
+                raise misuse
+            is_complete = True
+        finally:
+            if frame is not None:
+                if is_compiled or not was_in_pass:
+                    group.views.show(is_in_pass=was_in_pass)
+                if gathered is not None:
+                    runtime.gathering.release(group.for_forward, gathered)
+                runtime.exit(frame, is_complete)
+    finally:
+        runtime.leave(depth)
+    if use is not None:
+        use.watch(inputs, _tensors_in(output))
+    return output
+
+
+def _needs_no_hooks(num_steps: int) -> bool:
+    """Autograd saves leaves of a group as they are: their memory is refilled for its backward."""
+    return False
 
 
 def _run(module: BoundModule, call: Any, args: Any, kwargs: Any, compiler: Any) -> Any:
@@ -141,13 +183,24 @@ def _run(module: BoundModule, call: Any, args: Any, kwargs: Any, compiler: Any) 
         args, kwargs = _cast_inputs(group, args, kwargs)
     if compiler is not None or module._compiled_call_impl is not None:
         args, kwargs = compat.complete_collectives((args, kwargs))
-    output = call_under(compiler, call, args, kwargs)
-    return _cast_outputs(group, output) if group.module is module else output
+    output = _call_under(compiler, call, args, kwargs)
+    return _cast(output, group.mp_policy.output_dtype) if group.module is module else output
+
+
+def _call_under(compiler: Any, call: Any, args: Any, kwargs: Any) -> Any:
+    """The call itself runs again under the compiler that was active around the frame."""
+    if compiler is None:
+        return call(*args, **kwargs)
+    compat.set_eval_frame(compiler)
+    try:
+        return call(*args, **kwargs)
+    finally:
+        compat.set_eval_frame(None)
 
 
 def _num_tokens(inputs: Any) -> int:
     """How many tokens a first forward gets: the size of its largest tensor of integers."""
-    return max((tensor.numel() for tensor in tensors_in(inputs) if not tensor.is_floating_point()), default=0)
+    return max((tensor.numel() for tensor in _tensors_in(inputs) if not tensor.is_floating_point()), default=0)
 
 
 def _refuse_added_params(group: ShardGroup) -> None:
@@ -176,8 +229,7 @@ def _registrations() -> list[int]:
 
 
 def _cast_inputs(group: ShardGroup, args: Any, kwargs: Any) -> Any:
-    dtype = group.mp_policy.param_dtype if group.mp_policy.cast_forward_inputs else None
-    return (args, kwargs) if dtype is None else _cast((args, kwargs), dtype)
+    return _cast((args, kwargs), group.mp_policy.param_dtype if group.mp_policy.cast_forward_inputs else None)
 
 
 def to_device(tree: Any, device: torch.device) -> Any:
@@ -185,13 +237,20 @@ def to_device(tree: Any, device: torch.device) -> Any:
     return _map_tensors(tree, lambda tensor: tensor if tensor.device == device else tensor.to(device))
 
 
-def _cast_outputs(group: ShardGroup, output: Any) -> Any:
-    return output if group.mp_policy.output_dtype is None else _cast(output, group.mp_policy.output_dtype)
-
-
-def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    """All floating-point tensors, as ``fully_shard`` casts them."""
+def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
+    """All floating-point tensors, as ``fully_shard`` casts them; None: as they are."""
+    if dtype is None:
+        return tree
     return _map_tensors(tree, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def _tensors_in(tree: Any) -> Iterator[Tensor]:
+    """Those in containers that pytree knows and in dataclasses."""
+    for leaf in compat.tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
 
 
 def _map_tensors(tree: Any, convert: Callable[[Tensor], Tensor]) -> Any:

@@ -31,7 +31,7 @@ def linear_forward(module: BoundModule, input: Tensor) -> Tensor:
         op = compiled_linear if compiled.weight.tp_spec is None else compiled_parallel_linear
         output = op(input, layer.bias, compiled)  # reads the bias as an attribute: the graph gets its value
         return nn.Linear.forward(layer, input) if output is None else output
-    if binding.is_grouped:  # a wrapper of a library has kept this function
+    if binding.block is not None:  # a wrapper of a library has kept this function
         return nn.Linear.forward(layer, input)
     params, runtime = binding.params, binding.group.runtime
     if torch.is_autocast_enabled(runtime.device.type) or is_parametrized(module):
@@ -58,7 +58,7 @@ def embedding_forward(module: BoundModule, input: Tensor) -> Tensor:
     assert isinstance(weight, ShardedWeight)
     if torch.compiler.is_compiling():
         return compiled_embedding(input, layer.padding_idx, binding.compiled["weight"])
-    if binding.is_grouped:
+    if binding.block is not None:
         return nn.Embedding.forward(layer, input)
     if is_parametrized(module):
         return forward_in_frame(module, nn.Embedding.forward, input)

@@ -28,7 +28,7 @@ from .._params.whole_param import WholeParam
 from .._schedule.choose_schedule import is_worth_a_group
 from .._schedule.guesses import blocks_in
 from .._schedule.runtime import Runtime
-from .binding import ShardGroup, binding_of, join_name
+from .binding import ShardGroup, binding_of, bindings_of, join_name, params_of
 from .dress import dress
 from .frames import call_in_frame
 
@@ -50,33 +50,17 @@ def make_groups(runtime: Runtime, num_tokens: int) -> tuple[str, ...]:
     for name, block in _blocks(call.module, "", total):
         experts = [module for module in block.modules() if _has_large_experts(module, num_tokens)]
         modules = [module for module in block.modules() if module not in experts]
-        params = dict.fromkeys(
-            param
-            for module in modules
-            if (binding := binding_of(module)) is not None
-            for param in binding.params.values()
-        )
+        params = params_of(bindings_of(modules))
         why = "its own weights are those of experts" if block in experts else None
-        why = why or _why_single(modules, list(params), num_tokens)
+        why = why or _why_single(modules, params, num_tokens)
         why = why or _why_not_rounded(params, is_near, may_replay=runtime.comm.may_replay_steps)
-        if why is None:
-            weights = [param for param in params if isinstance(param, ShardedWeight)]
-            whole = [param for param in params if isinstance(param, WholeParam)]
-            _dress_as_group(modules, block)
-            group = WeightGroup(name, block, weights, whole)
-            group.for_forward.call = weights[0].for_forward.call
-            group.on_dissolved = partial(_dress_as_group, modules, None)
-            groups.append(group)
-            parts = {site.module for param in params for site in param.registration.sites} - {block}
-            for module in (block, *parts):
-                module.__dict__["_gtp_group"] = group
-            group.views.calls = {part: MethodType(call_in_frame, part) for part in parts}
-            if experts:
-                reasons.setdefault("products of experts last longer than the host needs for a weight", []).append(
-                    f"experts of {name}"
-                )
-        else:
+        if why is not None:
             reasons.setdefault(why, []).append(name)
+            continue
+        groups.append(_make_group(name, block, modules, params))
+        if experts:
+            why = "products of experts last longer than the host needs for a weight"
+            reasons.setdefault(why, []).append(f"experts of {name}")
     if groups:
         runtime.use_groups(groups)
     sizes = f"{groups[0].fqn} to {groups[-1].fqn}" if groups else ""
@@ -84,12 +68,26 @@ def make_groups(runtime: Runtime, num_tokens: int) -> tuple[str, ...]:
     return (*chosen, *(f"no group: {_named(names)}, because {why}" for why, names in reasons.items()))
 
 
+def _make_group(name: str, block: nn.Module, modules: list[nn.Module], params: list[ManagedParam]) -> WeightGroup:
+    weights = [param for param in params if isinstance(param, ShardedWeight)]
+    whole = [param for param in params if isinstance(param, WholeParam)]
+    _dress_as_group(modules, block)  # before: the group keeps what its modules have as ``_parameters``
+    group = WeightGroup(name, block, weights, whole)
+    group.for_forward.call = weights[0].for_forward.call
+    group.on_dissolved = partial(_dress_as_group, modules, None)
+    parts = {site.module for param in params for site in param.registration.sites} - {block}
+    for binding in bindings_of((block, *parts)):
+        binding.weight_group = group
+    group.views.calls = {part: MethodType(call_in_frame, part) for part in parts}
+    return group
+
+
 def _dress_as_group(modules: list[nn.Module], block: nn.Module | None) -> None:
     """Reads of these modules are those of ``nn.Module`` from now on, and calls but for those of ``block``; None: they
     are modules of single weights again."""
     for module in modules:
         if (binding := binding_of(module)) is not None:
-            binding.is_grouped, binding.is_block = block is not None, module is block
+            binding.block = block
             dress(module)
 
 
@@ -109,8 +107,7 @@ def _blocks(module: nn.Module, prefix: str, total: int) -> Iterator[tuple[str, n
         is_container = isinstance(child, nn.ModuleList | nn.ModuleDict)
         if child in blocks and not is_container:
             inner = list(_blocks(child, fqn, total))
-            params = {param for m in child.modules() if (b := binding_of(m)) is not None for param in b.params.values()}
-            if not inner or sum(map(_numel, params)) <= _MOST_OF_MODEL * total:
+            if not inner or sum(map(_numel, params_of(bindings_of(child.modules())))) <= _MOST_OF_MODEL * total:
                 yield fqn, child
                 continue
             yield from inner

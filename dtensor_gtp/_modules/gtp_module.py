@@ -12,7 +12,7 @@ from .._params.sharded_weight import ShardedWeight
 from .._params.whole_param import WholeParam
 from .._schedule.runtime import Runtime
 from ..policy import SchedulePolicy
-from .binding import BoundModule, binding_of
+from .binding import BoundModule, bindings_of, params_of
 from .from_fully_shard import RefusedMethods
 
 
@@ -97,9 +97,8 @@ class GTPModule(RefusedMethods, BoundModule):
     """
 
     def _params(self, recurse: bool = True) -> list[ManagedParam]:
-        group, bindings = self._gtp_binding.group, map(binding_of, self.modules())
-        chosen = [binding for binding in bindings if binding is not None and (recurse or binding.group is group)]
-        return list(dict.fromkeys(param for binding in chosen for param in binding.params.values()))
+        group = self._gtp_binding.group
+        return params_of(each for each in bindings_of(self.modules()) if recurse or each.group is group)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather all weights below this module and keep them gathered until :meth:`reshard`.

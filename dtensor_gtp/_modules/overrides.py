@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from inspect import isfunction
 from types import MappingProxyType, MethodType
 from typing import Any, NoReturn
@@ -19,10 +19,10 @@ from .._dtensor.random_init import zero_row
 from .._howto import see
 from .._params.sharded_weight import ShardedWeight
 from .._params.weight_group import FullParams
+from .._schedule.runtime import Runtime
 from .binding import BoundModule
 from .frames import ADVICE_FOR_JIT
 from .other_libraries import generate_together, is_alone_by_default, resize_or_refuse
-from .untraced_writes import as_users_see
 
 
 class _Changed(dict[str, Any]):
@@ -93,11 +93,29 @@ def _apply(self: BoundModule, fn: Callable[[Tensor], Tensor], *args: Any, **kwar
 def _named_members(self: BoundModule, *args: Any, **kwargs: Any) -> Any:
     """Behind ``parameters()`` and the like."""
     members = type(self)._named_members(self, *args, **kwargs)
-    if torch.compiler.is_compiling() or compat.is_in_compiler():
+    if compat.is_in_compiler():
         return members
     # Without children it is mostly asked by hooks of tools (CommDebugMode), which must not launch a gather.
     may_gather = kwargs.get("recurse", True)
-    return as_users_see(self._gtp_binding.group.runtime, members, may_gather)
+    return _as_users_see(self._gtp_binding.group.runtime, members, may_gather)
+
+
+def _as_users_see(runtime: Runtime, members: Iterator[tuple[str, Any]], may_gather: bool) -> Iterator[tuple[str, Any]]:
+    """``members`` of ``named_parameters()``: the full weights in a forward, else the shards. Whoever takes several
+    shards while no gradients are computed may write to them. To look at the first alone (``.dtype``, ``.device``) is
+    common and harmless."""
+    if may_gather and runtime.gives_full_params:
+        yield from runtime.reads.full_params(members, runtime.members.by_id())
+        return
+    before: list[Any] = []
+    for name, member in members:
+        if not torch.is_grad_enabled():
+            if len(before) == 1:
+                runtime.lost_writes.note_handed_out(before[0])
+            if before:
+                runtime.lost_writes.note_handed_out(member)
+            before.append(member)
+        yield name, member
 
 
 def get_parameter(self: BoundModule, target: str) -> Any:
@@ -156,17 +174,18 @@ def _part_of(value: Any, param: nn.Parameter | None) -> Tensor | None:
 
 
 def _refuse_copy(self: nn.Module, memo: dict[int, Any]) -> NoReturn:
-    why = "because the copy would share its runtime"
-    advice = (
-        "Copy the module before gtp_shard, or build it again and load the state dict; for averages of weights use "
-        "dtensor_gtp.optim.ShardedEMA"
+    raise RuntimeError(
+        f"{type(self).__name__} cannot be copied after gtp_shard, because the copy would share its runtime. Copy the "
+        "module before gtp_shard, or build it again and load the state dict; for averages of weights use "
+        f"dtensor_gtp.optim.ShardedEMA. {see('ema')}"
     )
-    raise RuntimeError(f"{type(self).__name__} cannot be copied after gtp_shard, {why}. {advice}. {see('ema')}")
 
 
 def _refuse_pickle(self: nn.Module) -> NoReturn:
-    why = "after gtp_shard, because it holds process groups. Save its state_dict() and load it into a new module"
-    raise RuntimeError(f"{type(self).__name__} cannot be pickled or copied {why}. {see('export')}")
+    raise RuntimeError(
+        f"{type(self).__name__} cannot be pickled or copied after gtp_shard, because it holds process groups. Save its "
+        f"state_dict() and load it into a new module. {see('export')}"
+    )
 
 
 def _refuse_script(self: nn.Module) -> NoReturn:

@@ -27,9 +27,9 @@ from .._schedule.steps import optimizer_steps
 from ..placement import GTPShard
 from ..quant.master import master_of
 from ..quant.native import NativeWeight, recipe_groups
-from . import backward_inputs, torch_patches, untraced_writes
+from . import outside_of_modules, torch_patches
 from .bad_arguments import Arguments
-from .binding import Binding, ShardGroup, binding_of, managed_params
+from .binding import Binding, ShardGroup, binding_of, bindings_of, managed_params
 from .decide import Decision
 from .dress import bind
 from .group_blocks import make_groups
@@ -68,12 +68,8 @@ def shard_module(
     runtime.add(group.params)
     runtime.members.calls.append(group)
     runtime.setup.make_groups_by(partial(make_groups, runtime))
-    gradients.install()
-    data_setter.install()
-    remedies.install()
-    torch_patches.install()
-    backward_inputs.install()
-    untraced_writes.install()
+    for changed in (gradients, data_setter, remedies, torch_patches, outside_of_modules):  # parts of torch
+        changed.install()
     for mesh_of_param in {param.spec.mesh for param in group.params}:
         random_init.whole_draws().add_mesh(mesh_of_param)
 
@@ -81,11 +77,10 @@ def shard_module(
 def _adopt_earlier(module: nn.Module, decisions: list[Decision], runtime: Runtime) -> set[nn.Module]:
     """Give ``runtime`` to earlier calls on submodules, and to calls elsewhere that share a parameter with ``module``.
     Returns the modules below ``module`` that earlier calls manage."""
-    nested = [m for m in module.modules() if binding_of(m) is not None]
+    nested = [submodule for submodule in module.modules() if binding_of(submodule) is not None]
     tied = [d.existing.registration.sites[0].module for d in decisions if d.existing is not None]
     # In an order that is the same on all ranks: it becomes the order of collectives.
-    found = [binding.group.runtime for m in (*nested, *tied) if (binding := binding_of(m)) is not None]
-    for earlier in dict.fromkeys(found):
+    for earlier in dict.fromkeys(binding.group.runtime for binding in bindings_of((*nested, *tied))):
         for call in earlier.members.calls:  # all of them: a weight with two runtimes would be reduced by both
             runtime.add(call.params)
             call.runtime = runtime
@@ -107,7 +102,7 @@ def _make_param(decision: Decision, arguments: Arguments, device: torch.device) 
         rank, world = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
         layout = WeightLayout(local.shape, placement.dim, world, rank, placement.block_size)
         shard = layout.shard_of(local)
-        if _splits_states(decision, arguments) and (cut := _cut_by_replicas(decision, arguments)) is not None:
+        if _splits_states(decision, arguments) and (cut := _cut_by_replicas(old, spec_mesh, placements)) is not None:
             part = ReplicaPart(WeightLayout(shard.shape, 0, mesh.size(0), mesh.get_local_rank(0)))
             shard, placements = part.layout.shard_of(shard), cut
     else:
@@ -157,11 +152,12 @@ def _where(decision: Decision, arguments: Arguments) -> tuple[DeviceMesh, tuple[
     return mesh, placements
 
 
-def _cut_by_replicas(decision: Decision, arguments: Arguments) -> tuple[Placement, ...] | None:
+def _cut_by_replicas(
+    param: nn.Parameter, mesh: DeviceMesh, whole: tuple[Placement, ...]
+) -> tuple[Placement, ...] | None:
     """The placements of a weight whose dim 0 the replicas cut, too. None where that would split blocks in a way that
     DTensor has no placement for."""
-    mesh, whole = _where(decision, arguments)
-    spec = compat.make_spec(mesh, whole, decision.param.shape, decision.param.dtype)
+    spec = compat.make_spec(mesh, whole, param.shape, param.dtype)
     placements = list(whole)
     for axis, placement in enumerate(placements):
         if isinstance(placement, GTPShard) and placement.dim == 0 and placement.block_size > 1:

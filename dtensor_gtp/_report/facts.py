@@ -177,6 +177,11 @@ class Facts(NamedTuple):
         """Of all parameters on this rank."""
         return sum(row.local_nbytes for row in self.rows)
 
+    @property
+    def largest_nbytes(self) -> int:
+        """Of a gathered weight; 0 if nothing is sharded."""
+        return max((row.gathered_nbytes for row in self.rows), default=0)
+
     def most_gathered(self, is_backward: bool) -> int | None:
         """The most bytes of gathered weights at one time, in forwards or in backwards; None before the first."""
         passes = [plan.memory for plan in self.plans if plan.memory and plan.memory.is_backward is is_backward]

@@ -42,6 +42,15 @@ def fold(elements: Sequence[Element]) -> tuple[Element, ...]:
         elements = folded
 
 
+def lines_of(elements: Sequence[Element], times: int = 1) -> Iterator[tuple[Line, int]]:
+    """The lines, also within blocks, and how often each stands."""
+    for element in elements:
+        if isinstance(element, Repeat):
+            yield from lines_of(element.body, times * element.times)
+        else:
+            yield element, times
+
+
 class _Run(NamedTuple):
     """Blocks of ``period`` elements from ``begin`` on."""
 
@@ -137,11 +146,8 @@ def _form(element: Element) -> Hashable:
 
 
 def _numbers(element: Element) -> Iterator[int]:
-    if isinstance(element, Repeat):
-        for inner in element.body:
-            yield from _numbers(inner)
-    else:
-        yield from (int(part) for name in element.names for part in name.split(".") if part.isdecimal())
+    for line, _ in lines_of([element]):
+        yield from (int(part) for name in line.names for part in name.split(".") if part.isdecimal())
 
 
 def _with_ranges(element: Element, last: Iterator[int]) -> Element:

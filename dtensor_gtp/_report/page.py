@@ -7,9 +7,8 @@ from html import escape
 
 from .._comm.debug import format_nbytes
 from .facts import Facts
-from .strips import legend, strip
+from .pictures import legend, strip, timeline
 from .text import folded_rows
-from .timeline import timeline
 
 _STYLE = """
 .gtp-report {
@@ -90,8 +89,7 @@ def page(facts: Facts) -> str:
 
 
 def _tiles(facts: Facts) -> str:
-    tiles = [("of parameters on this rank", facts.local_nbytes)]
-    tiles.append(("the largest gathered weight", max((row.gathered_nbytes for row in facts.rows), default=0)))
+    tiles = [("of parameters on this rank", facts.local_nbytes), ("the largest gathered weight", facts.largest_nbytes)]
     for is_backward, name in ((False, "forward"), (True, "backward")):
         most = facts.most_gathered(is_backward)
         if most is not None:
@@ -103,24 +101,21 @@ def _tiles(facts: Facts) -> str:
 
 
 def _parameters(facts: Facts) -> str:
-    folded = folded_rows(facts.rows, facts.is_verbose)
-    most_local = max((times * row.local_nbytes for _, times, row in folded), default=0)
-    most_gathered = max((row.gathered_nbytes for row in facts.rows), default=0)
+    all_folded = folded_rows(facts.rows, facts.is_verbose)
+    most_local = max((times * row.local_nbytes for _, times, row in all_folded), default=0)
     lines = []
-    for name, times, row in folded:
-        dtype = str(row.dtype).removeprefix("torch.") + (f" ({row.storage})" if row.storage else "")
+    for folded in all_folded:
+        name, times, row = folded
         shape = " x ".join(map(str, row.shape)) or "scalar"
         picture = strip(row) or "<small>whole on every rank</small>"
         if not row.cuts:
             picture = "<small>not managed</small>"
-        local = format_nbytes(row.local_nbytes)
-        local = f"{times} x {local}" if times > 1 else local
-        gathered = _amount(format_nbytes(row.gathered_nbytes), row.gathered_nbytes, most_gathered)
+        gathered = _amount(format_nbytes(row.gathered_nbytes), row.gathered_nbytes, facts.largest_nbytes)
         cells = (
-            f"<td><code>{escape(name)}</code><small>{shape}, {escape(dtype)}</small></td>",
+            f"<td><code>{escape(name)}</code><small>{shape}, {escape(folded.dtype)}</small></td>",
             f"<td>{picture}</td>",
             f"<td><code>{escape(row.placements)}</code><small>{escape(legend(row))}</small></td>",
-            f'<td class="amount">{_amount(local, times * row.local_nbytes, most_local)}</td>',
+            f'<td class="amount">{_amount(folded.local, times * row.local_nbytes, most_local)}</td>',
             f'<td class="amount">{gathered if row.gathered_nbytes else "<small>-</small>"}</td>',
             f'<td class="use">{escape(row.use)}</td>',
         )

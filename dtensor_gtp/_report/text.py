@@ -1,4 +1,4 @@
-"""A report as text: the table of the parameters, and the plans."""
+"""A report as text: on one screen, or each parameter and each launch by itself."""
 
 from __future__ import annotations
 
@@ -9,11 +9,129 @@ from typing import NamedTuple
 
 from .._comm.debug import format_nbytes
 from .columns import in_columns, paragraph
-from .facts import PlanReport, ReportRow
-from .fold import Element, Line, Repeat, fold
+from .facts import Facts, PlanReport, ReportRow
+from .fold import Element, Line, Repeat, fold, lines_of
 
-_MOST_NAMES = 3  # of one tied parameter
+_MOST_ROWS = 18
+_MOST_NAMES = 4  # in a sentence
+_MOST_TIED = 3  # names of one parameter
 _LAUNCHES = 46  # the column where the launches of a plan begin
+
+
+def summary(facts: Facts, width: int) -> str:
+    """The screen: at most ``width`` columns, and as few lines as the model allows."""
+    lines = [f"gtp_shard on {facts.mesh}", *_parameters(facts, width)]
+    lines += _section("memory of this rank", _memory(facts), width)
+    lines += _section("chosen", _choices(facts), width)
+    lines += _section("schedule", _schedule(facts.plans), width)
+    lines += _section("next", facts.advice, width)
+    return "\n".join(lines)
+
+
+def full_text(facts: Facts, width: int) -> str:
+    """Each parameter and each launch by itself."""
+    lines = [f"gtp_shard on {facts.mesh}", *table(facts.rows, True, width)]
+    lines += _section("memory of this rank", _memory(facts), width)
+    lines += _section("chosen", [*facts.choices, *facts.prediction], width)
+    plans = [plan_text(plan, True, width) for plan in facts.plans]
+    return "\n".join((*lines, *(plans or ["schedule: not observed yet"]), *_section("next", facts.advice, width)))
+
+
+def _section(title: str, texts: Sequence[str], width: int) -> Iterator[str]:
+    if texts:
+        yield title
+    for text in texts:
+        yield from paragraph(text, width, "  ")
+
+
+def _parameters(facts: Facts, width: int) -> Iterator[str]:
+    """The sharded weights as a table, without the columns that are the same in all lines; the others in a sentence."""
+    rows = list(_grouped(folded_rows([row for row in facts.rows if row.gathered_nbytes], False)))
+    cells: list[tuple[str, ...]] = [("weight", "shape", "dtype", "placements", "this rank", "use")]
+    cells += ((*folded.cells, folded.row.use.partition(", ")[0]) for folded in rows[:_MOST_ROWS])
+    same = [k for k in (2, 3, 5) if len({line[k] for line in cells[1:]}) == 1] if len(cells) > 2 else []
+    shown = [[cell for k, cell in enumerate(line) if k not in same] for line in cells]
+    if rows:
+        yield from (f"  {line}" for line in in_columns(shown, width - 2))
+    if left := rows[_MOST_ROWS:]:
+        nbytes = format_nbytes(sum(times * row.local_nbytes for _, times, row in left))
+        yield f"  ... and {sum(times for _, times, _ in left)} more weights ({nbytes} on this rank)"
+    if same:
+        yield f"  all: {', '.join(cells[1][k] for k in same)}"
+    for reason, whole in groupby(sorted(facts.rows, key=_why_whole), _why_whole):
+        if reason:
+            members = list(whole)
+            names = ranges([row.name for row in members])
+            more = f" and {len(names) - _MOST_NAMES} more kinds" if len(names) > _MOST_NAMES else ""
+            nbytes = format_nbytes(sum(row.local_nbytes for row in members))
+            said = f"{reason}: {len(members)} ({nbytes}): {', '.join(names[:_MOST_NAMES])}{more}"
+            yield from paragraph(said, width, "  ")
+
+
+def _why_whole(row: ReportRow) -> str:
+    """Why a parameter is not sharded; empty if it is."""
+    return "" if row.gathered_nbytes else row.use
+
+
+def _grouped(rows: Sequence[FoldedRow]) -> Iterator[FoldedRow]:
+    """Neighbours of one module that differ in their names alone as one: ``layers.0-31.attention.{wk,wv}.weight``."""
+    for (times, row), members in groupby(rows, lambda folded: (folded.times, folded.row)):
+        for name in short_names([member.name for member in members]):
+            num = name.count(",") + 1 if "{" in name else 1
+            yield FoldedRow(name, times * num, row)
+
+
+def _choices(facts: Facts) -> list[str]:
+    """The choices, and what is special about the use of a weight, once for all weights that have it."""
+    special: dict[str, list[str]] = {}
+    for row in facts.rows:
+        _, _, told = row.use.partition(", ")
+        what, is_reasoned, _ = told.partition(": ")
+        is_told = is_reasoned and any(line.startswith(f"{what} of ") for line in facts.choices)
+        if told and row.gathered_nbytes and not is_told:
+            special.setdefault(told, []).append(row.name)
+    lines = []
+    for told, members in special.items():
+        names = ranges(members)
+        of = ", ".join(names) if len(names) <= _MOST_NAMES else f"{len(members)} weights"
+        lines.append(f"{of}: {told}")
+    return [*facts.choices, *lines, *facts.prediction]
+
+
+def _memory(facts: Facts) -> list[str]:
+    lines = [f"parameters: {format_nbytes(facts.local_nbytes)}, in shards and whole"]
+    most = [(name, facts.most_gathered(is_backward)) for is_backward, name in ((False, "forward"), (True, "backward"))]
+    if seen := [f"{format_nbytes(nbytes)} in {name}" for name, nbytes in most if nbytes is not None]:
+        lines.append(f"gathered weights at one time: at most {', '.join(seen)}")
+    if not seen and facts.largest_nbytes:
+        lines.append(f"largest gathered weight: {format_nbytes(facts.largest_nbytes)}")
+    if facts.symmetric_nbytes:
+        lines.append(f"{format_nbytes(facts.symmetric_nbytes)} of memory that peers copy from (no allocator counts it)")
+    if facts.peak_nbytes:
+        lines.append(f"most allocated so far: {format_nbytes(facts.peak_nbytes)} (torch.cuda.max_memory_allocated)")
+    return lines
+
+
+def _schedule(plans: Sequence[PlanReport]) -> list[str]:
+    if not plans:
+        return ["not observed yet"]
+    lines = []
+    for plan in plans:
+        lines.append(f"{plan.title}: {len(plan.uses)} weight uses; {_launches(plan)}")
+        if plan.kept:
+            lines.append(plan.kept)
+    lines += dict.fromkeys(plan.window for plan in plans)
+    order = ranges(plans[0].uses)
+    return [*lines, f"order: {', '.join(order)}"] if len(order) <= _MOST_ROWS else lines
+
+
+def _launches(plan: PlanReport) -> str:
+    sizes = [launch.nbytes for step in plan.launches for launch in step]
+    if plan.is_on_demand:
+        return "each weight is gathered when it is used"
+    if not sizes:
+        return "nothing is gathered"
+    return f"gathers in {len(sizes)} launch{'es' * (len(sizes) > 1)}, up to {format_nbytes(max(sizes))}"
 
 
 class FoldedRow(NamedTuple):
@@ -23,34 +141,43 @@ class FoldedRow(NamedTuple):
     times: int
     row: ReportRow
 
+    @property
+    def dtype(self) -> str:
+        """And how it is stored: "float32 (native mxfp8)"."""
+        return str(self.row.dtype).removeprefix("torch.") + (f" ({self.row.storage})" if self.row.storage else "")
+
+    @property
+    def local(self) -> str:
+        """What this rank holds, of 32 blocks: "32 x 1.0 MiB"."""
+        nbytes = format_nbytes(self.row.local_nbytes)
+        return f"{self.times} x {nbytes}" if self.times > 1 else nbytes
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The first cells of its line in a table."""
+        shape = "x".join(map(str, self.row.shape)) or "scalar"
+        return self.name, shape, self.dtype, self.row.placements, self.local
+
 
 def folded_rows(rows: Sequence[ReportRow], is_verbose: bool) -> list[FoldedRow]:
     """The rows as they are shown: all of them, or equal blocks as one."""
-    lines = [Line(tuple(row.name.split(" = ")), row._replace(name="")) for row in rows]
-    return list(_flat(lines if is_verbose else fold(lines), 1, is_verbose))
-
-
-def _flat(elements: Sequence[Element], times: int, is_verbose: bool) -> Iterator[FoldedRow]:
-    for element in elements:
-        if isinstance(element, Repeat):
-            yield from _flat(element.body, times * element.times, is_verbose)
-        else:
-            names, row = element.names, element.rest
-            assert isinstance(row, ReportRow)
-            if len(names) > _MOST_NAMES and not is_verbose:
-                names = (*names[:2], f"... ({len(names)} names)")
-            yield FoldedRow(" = ".join(names), times, row)
+    lines: Sequence[Element] = [Line(tuple(row.name.split(" = ")), row._replace(name="")) for row in rows]
+    folded = []
+    for line, times in lines_of(lines if is_verbose else fold(lines)):
+        names, row = line.names, line.rest
+        assert isinstance(row, ReportRow)
+        if len(names) > _MOST_TIED and not is_verbose:
+            names = (*names[:2], f"... ({len(names)} names)")
+        folded.append(FoldedRow(" = ".join(names), times, row))
+    return folded
 
 
 def table(rows: Sequence[ReportRow], is_verbose: bool, width: int | None = None) -> list[str]:
     """Lines of the table, and what the parameters take on this rank."""
-    cells = [("parameter", "shape", "dtype", "placements", "per rank", "gathered", "use")]
-    for name, times, row in folded_rows(rows, is_verbose):
-        shape, dtype = "x".join(map(str, row.shape)) or "scalar", str(row.dtype).removeprefix("torch.")
-        dtype += f" ({row.storage})" if row.storage else ""
-        local = f"{times} x " * (times > 1) + format_nbytes(row.local_nbytes)
-        gathered = format_nbytes(row.gathered_nbytes) if row.gathered_nbytes else "-"
-        cells.append((name, shape, dtype, row.placements, local, gathered, row.use))
+    cells: list[tuple[str, ...]] = [("parameter", "shape", "dtype", "placements", "per rank", "gathered", "use")]
+    for folded in folded_rows(rows, is_verbose):
+        gathered = format_nbytes(folded.row.gathered_nbytes) if folded.row.gathered_nbytes else "-"
+        cells.append((*folded.cells, gathered, folded.row.use))
     total = format_nbytes(sum(row.local_nbytes for row in rows))
     largest = format_nbytes(max((row.gathered_nbytes for row in rows), default=0))
     return [*in_columns(cells, width), f"{total} of parameters per rank; largest gathered weight {largest}"]
@@ -130,15 +257,7 @@ def _shown(elements: Sequence[Element], indent: str, is_verbose: bool, width: in
 
 def ranges(names: Sequence[str]) -> list[str]:
     """:func:`short_names`, and those of equal blocks as one: ``layers.0-31.attention.{wq,wk}.weight``."""
-    return [row.names[0] for row in _lines_of(fold([Line((name,), "") for name in short_names(names)]))]
-
-
-def _lines_of(elements: Sequence[Element]) -> Iterator[Line]:
-    for element in elements:
-        if isinstance(element, Repeat):
-            yield from _lines_of(element.body)
-        else:
-            yield element
+    return [line.names[0] for line, _ in lines_of(fold([Line((name,), "") for name in short_names(names)]))]
 
 
 def short_names(names: Sequence[str]) -> list[str]:

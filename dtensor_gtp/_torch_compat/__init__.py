@@ -33,9 +33,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from .collectives import *
 from .driver import *
 from .dtensor import *
-from .gloo import *
 from .groups import *
-from .memory import *
 from .modes import *
 from .parallelism import *
 from .patches import *

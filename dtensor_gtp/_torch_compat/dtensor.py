@@ -1,4 +1,4 @@
-"""DTensor: its parts, its dispatcher, its planner, its checkpoints."""
+"""DTensor: its parts, its dispatcher, its planner."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -106,12 +104,6 @@ def wrap_full_tensor(placements_of_grad: Callable[[DTensor], list[Placement] | N
         return whole
 
     replace("full_tensor", DTensor, "full_tensor", full_tensor)
-
-
-def read_items(key: str, metadata: Any, offsets: tuple[int, ...], sizes: torch.Size) -> list[Any]:
-    """What ``torch.distributed.checkpoint`` reads for one part of a stored tensor."""
-    chunk = ChunkStorageMetadata(torch.Size(offsets), sizes)
-    return list(create_read_items_for_chunk_list(key, metadata, [chunk]))
 
 
 def wrap_local(local: Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:

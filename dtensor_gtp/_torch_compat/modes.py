@@ -39,13 +39,6 @@ TorchDispatchMode = python_dispatch.TorchDispatchMode
 OpOverload = torch._ops.OpOverload
 
 
-def fake_tensor_mode() -> AbstractContextManager[Any]:
-    """A context whose tensors have shapes and no memory. Imported late, because it takes a while."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode()
-
-
 def asks_checkpoint_policy() -> bool:
     """Whether a selective checkpoint asks its policy about the ops that run now."""
     depth = num_dispatch_modes()
@@ -59,30 +52,29 @@ def unseen_by_checkpoint_policies() -> AbstractContextManager[Any]:
     return _without_checkpoint_modes(python_dispatch._get_current_dispatch_mode_stack())
 
 
-class _StoredByIndex(dict[int, Any]):
-    """Outputs of one op that a checkpoint saves, by the number of the call. What comes in goes through ``store``."""
+class _Stored:
+    """Outputs of one op that a checkpoint saves. What comes in goes through ``store``."""
 
     def __init__(self, store: Callable[[Any], Any]) -> None:
         super().__init__()
         self._store = store
+
+    def stored(self, entry: Any) -> Any:
+        return tree_map_only(checkpoint._VersionWrapper, self._store, entry)
+
+
+class _StoredByIndex(_Stored, dict[int, Any]):
+    """By the number of the call."""
 
     def __setitem__(self, index: int, entry: Any) -> None:
-        super().__setitem__(index, _stored(entry, self._store))
+        super().__setitem__(index, self.stored(entry))
 
 
-class _StoredInOrder(list[Any]):
-    """The same in torch 2.11, which appends outputs and takes the first one."""
-
-    def __init__(self, store: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self._store = store
+class _StoredInOrder(_Stored, list[Any]):
+    """In torch 2.11, which appends outputs and takes the first one."""
 
     def append(self, entry: Any) -> None:
-        super().append(_stored(entry, self._store))
-
-
-def _stored(entry: Any, store: Callable[[Any], Any]) -> Any:
-    return tree_map_only(checkpoint._VersionWrapper, store, entry)
+        super().append(self.stored(entry))
 
 
 def checkpoint_contexts(policy: Callable[..., Any], store: Callable[[Any], Any]) -> tuple[Any, Any]:
@@ -155,8 +147,8 @@ def is_stream_capturing() -> bool:
 
 
 def is_in_compiler() -> bool:
-    """Whether the compiler itself runs the caller: it looks at values, to make guards from them."""
-    return _guards.CompileContext.try_get() is not None
+    """Whether the compiler traces the caller, or runs it: it looks at values, to make guards from them."""
+    return torch.compiler.is_compiling() or _guards.CompileContext.try_get() is not None
 
 
 def once_differentiable(backward: Callable[..., _T]) -> Callable[..., _T]:

@@ -10,15 +10,10 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Protocol
 
 import torch
 
 Kind = tuple[str, ...]  # the axes along which ranks draw different numbers
-
-
-class _Graph(Protocol):
-    def register_generator_state(self, generator: torch.Generator) -> None: ...
 
 
 @cache
@@ -45,7 +40,7 @@ class RegionStates:
         for kind, state in self._states.items():
             state.manual_seed(seed_of(kind))
 
-    def register(self, graph: _Graph) -> None:
+    def register(self, graph: torch.cuda.CUDAGraph) -> None:
         for kind, state in self._states.items():
             graph.register_generator_state(state)
             self._registered.add(kind)
@@ -72,7 +67,7 @@ class RegionStates:
 
 
 @contextmanager
-def regions_recorded(graph: _Graph) -> Iterator[None]:
+def regions_recorded(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
     """Around the recording of ``graph``: regions may be entered in it."""
     known = list(_all_states())
     try:

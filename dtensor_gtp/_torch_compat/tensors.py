@@ -108,15 +108,12 @@ def has_hooks_at_node(param: Tensor) -> bool:
         return False
     node = accumulate_node(param)
     for register in (node.register_hook, node.register_prehook):
-        handle = register(_no_hook)  # all handles of a node know the dict that has all its hooks
+        handle = register(lambda *grads: None)  # all handles of a node know the dict that has all its hooks
         hooks = handle.hooks_dict_ref()
         handle.remove()
         if hooks:
             return True
     return False
-
-
-def _no_hook(*grads: object) -> None: ...
 
 
 def quick_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:

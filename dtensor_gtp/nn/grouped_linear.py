@@ -275,7 +275,7 @@ def _fused_forward(bound: BoundModule, x: Tensor, split_sizes: Tensor, scales: T
         module.check_input(x, split_sizes, scales, compiled.weight.layout.shape)
         value = None if module.bias is None else _local(module.bias)  # read as an attribute: the graph gets it
         return compiled_grouped_linear(x, value, split_sizes, scales, compiled)
-    if binding.is_grouped:
+    if binding.block is not None:
         return GroupedLinear.forward(module, x, split_sizes, scales)
     get, names_of = binding.params.get, module.names_of
     weights = {name: param for name in names_of("weight") if isinstance(param := get(name), ShardedWeight)}

@@ -133,7 +133,6 @@ class TestQuantizedCheckpoint(GlooTest):
             ("fsdp bf16", ["gtp nvfp4", "gtp x tp mxfp8", "fsdp blockwise", "gtp tensorwise"]),
             ("gtp x tp mxfp8", ["fsdp bf16", "gtp blockwise"]),
             ("fsdp x gtp mxfp8", ["fsdp nvfp4", "fsdp x gtp mxfp8"]),
-            ("gtp blockwise", ["fsdp blockwise"]),
             ("hsdp shard of one, mxfp8", ["hsdp shard of one, mxfp8", "hsdp mxfp8"]),
         ):
             self._check(source, targets)

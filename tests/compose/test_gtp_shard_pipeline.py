@@ -256,14 +256,22 @@ class OncePerStep(Stage):
 
 
 class TestPipeline(GlooTest):
-    def test_schedules(self) -> None:
-        for layout in (GPIPE, ONE_F_ONE_B, INTERLEAVED, ZERO_BUBBLE, ZERO_BUBBLE_V):
+    def check_schedules(self, *layouts: Layout) -> None:
+        for layout in layouts:
             pipeline, reference = Pipeline(layout), make_parts(layout.num_parts)
             train(pipeline, reference)
             for part in pipeline.parts.values():
                 assert_idle(part)
             if layout in (ONE_F_ONE_B, INTERLEAVED):
                 check_reload(pipeline, reference)
+
+    def test_schedules(self) -> None:
+        self.check_schedules(INTERLEAVED, ZERO_BUBBLE)
+
+    @pytest.mark.long
+    def test_other_schedules(self) -> None:
+        """Those before are made of their actions."""
+        self.check_schedules(GPIPE, ONE_F_ONE_B, ZERO_BUBBLE_V)
 
     def test_each_microbatch_gathers_for_each_use(self) -> None:
         for layout in (ONE_F_ONE_B, ZERO_BUBBLE):

@@ -22,7 +22,6 @@ WITHOUT_MESSAGE = {
 }
 
 
-# The pages that the package names, once for each message.
 def _named() -> Iterator[str]:
     """The pages that the package names, once for each message."""
     for path in SOURCES:

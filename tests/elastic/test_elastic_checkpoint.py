@@ -110,9 +110,9 @@ class Job(Reference):
 
     def check_goes_on(self, step: int) -> None:
         """It is as one process after so many steps, and after one more."""
-        self.check(Reference(step))
+        self.check(_reference(step))
         self.train([step])
-        self.check(Reference(step + 1))
+        self.check(_reference(step + 1))
         if isinstance(self.mesh, ElasticMesh):
             self.sync.check_values()
 
@@ -231,7 +231,7 @@ class TestElasticCheckpoint(GlooTest):
             resumed = Job(_replicas(OTHER), seed=1)
             step, _ = resumed.recover(held if dist.get_rank() != dead else None)
             self.assertEqual(step, expected)
-            resumed.check(Reference(expected))
+            resumed.check(_reference(expected))
 
     def test_values_that_are_no_tensors_of_the_mesh(self) -> None:
         """Own ones are kept, new ranks take those of the lowest rank."""
@@ -333,6 +333,12 @@ class TestElasticCheckpoint(GlooTest):
         ):
             with self.assertRaisesRegex(ValueError, f"the state of the same model, but .* has 'model.{name}'"):
                 recover_state(held, other, mesh)
+
+
+@functools.cache
+def _reference(steps: int) -> Reference:
+    """Not to be trained on."""
+    return Reference(steps)
 
 
 @functools.cache

@@ -63,12 +63,16 @@ def _machine(name: str) -> Machine:
     return load_machine(name)
 
 
-def answer_of(row: dict[str, Any]) -> Answer:
-    """What is predicted for the configuration of a row."""
-    layout = Layout(**row["layout"])
-    models = {name: ModelConfig(name, **sizes) for name, sizes in content()["models"].items()}
-    config = models.get(row["model"]) or PRESETS[row["model"]]
-    return evaluate(Problem(Job(layout.ranks, **row["job"]), config, _machine(row["machine"])), layout)
+@functools.cache
+def answers() -> dict[str, Answer]:
+    """What is predicted for the configuration of each row, by its name."""
+    models = PRESETS | {name: ModelConfig(name, **sizes) for name, sizes in content()["models"].items()}
+    found = {}
+    for row in content()["rows"]:
+        layout = Layout(**row["layout"])
+        problem = Problem(Job(layout.ranks, **row["job"]), models[row["model"]], _machine(row["machine"]))
+        found[row["name"]] = evaluate(problem, layout)
+    return found
 
 
 def memory_errors() -> dict[int, list[float]]:
@@ -87,7 +91,7 @@ def memory_errors() -> dict[int, list[float]]:
 
 def rows() -> Iterator[Row]:
     for row in content()["rows"]:
-        answer = answer_of(row)
+        answer = answers()[row["name"]]
         factor = answer.tokens_per_s / row["tokens_per_s"]
         assert not isinstance(answer.ground, str)
         holds = answer.ground.least <= factor <= answer.ground.most

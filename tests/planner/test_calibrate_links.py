@@ -1,4 +1,4 @@
-"""Calibration on four processes, two on each of two hosts as far as they know: links within and between hosts."""
+"""Calibration on two processes of a host, and on four, two on each of two hosts as far as they know."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from dtensor_gtp.planner.calibrate import calibrate
 from dtensor_gtp.planner.machine import load_machine
 
 
-class TestCalibrate(GlooTest):
+class TestWithinAHost(GlooTest):
+    world_size = 2
+
     def test_links_within_a_host(self) -> None:
         with shared_directory() as folder:
             found = calibrate(folder / "machine.json", device_type="cpu", clock=FixedClock())
@@ -22,6 +24,8 @@ class TestCalibrate(GlooTest):
         self.assertFalse(measured & missing)
         self.assertTrue(dist.is_initialized())  # whose group it is, ends it
 
+
+class TestBetweenHosts(GlooTest):
     def test_links_between_hosts(self) -> None:
         with shared_directory() as folder, environment(LOCAL_WORLD_SIZE="2"):
             found = calibrate(folder / "machine.json", device_type="cpu", clock=FixedClock())

@@ -1,4 +1,4 @@
-"""The code that the planner prints, run on four processes: a step of it changes parameters as one process does.
+"""The code that the planner prints, run on some processes: a step of it changes parameters as one process does.
 
 The text runs as it is, but for the device, and for bf16, whose rounding would hide errors. The reference is the same
 model on the whole batch. With SGD the change of a parameter is its gradient. Compiled blocks run on ``aot_eager``.
@@ -49,10 +49,15 @@ def planned(
 ) -> PlanResult:  # fmt: skip
     axes = {"pp": 1, "cp": 1} if config.endswith(".json") else {}
     return plan(
-        config, "h100", gpus=4, seq_len=16, global_batch=BATCH, optimizer=optimizer, checkpointing=checkpointing,
-        reduce_dtype="fp32", shards_optimizer=zero1, recipe=recipe, memory=memory, is_compiled=is_compiled,
-        fixed=axes | fixed,
+        config, "h100", gpus=dist.get_world_size(), seq_len=16, global_batch=BATCH, optimizer=optimizer,
+        checkpointing=checkpointing, reduce_dtype="fp32", shards_optimizer=zero1, recipe=recipe, memory=memory,
+        is_compiled=is_compiled, fixed=axes | fixed,
     )  # fmt: skip
+
+
+def keeping(result: PlanResult, is_kept: bool) -> PlanResult:
+    """The same layout, with or without weights that are kept for all microbatches."""
+    return replace(result, answers=(replace(result.best, layout=replace(result.best.layout, keep=is_kept)),))
 
 
 def compute_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -60,21 +65,12 @@ def compute_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
 
-class TestPlannerCode(GlooTest):
+class Job(GlooTest):
     """Each test is one process's share of a job."""
 
     def config_file(self) -> str:
         path = Path(__file__).parent / "planner_data" / "tiny_llama.json"
         return str(path)
-
-    def test_states_are_those_of_a_part(self) -> None:
-        result = planned(self.config_file(), "sgd-momentum", zero1=True, replicate=2, gtp=2, micro_batch=2)
-        self.step_of(result)
-        optimizer: torch.optim.Optimizer = self.space["optimizer"]
-        for param, state in optimizer.state.items():
-            held = torch.tensor(state["momentum_buffer"].to_local().numel())
-            dist.all_reduce(held)
-            self.assertEqual(held.item(), param.numel() * (1 if param.ndim > 1 else 4))
 
     def step_of(self, result: PlanResult) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Parameters before and after the step of the printed code."""
@@ -129,39 +125,52 @@ class TestPlannerCode(GlooTest):
             except Exception as error:
                 raise AssertionError(f"{name}: {error}") from error
 
+
+class TestOptions(Job):
+    world_size = 2
+
     def test_options(self) -> None:
         """What a job may ask for beside its axes."""
         cases: dict[str, dict[str, Any]] = {
-            "recipe": {"gtp": 4, "recipe": "float8_tensorwise:dequantize", "checkpointing": "full"},
-            "compiled": {"gtp": 2, "replicate": 2, "recipe": "mxfp8", "is_compiled": True},
-            "recomputed": {"gtp": 2, "tp": 2, "is_compiled": True, "checkpointing": "full"},
-            "least": {"gtp": 4, "memory": "least", "micro_batch": 1, "optimizer": "adamw"},
-            "most speed": {"gtp": 2, "replicate": 2, "memory": "most_speed"},
+            "recipe": {"gtp": 2, "recipe": "float8_tensorwise:dequantize", "checkpointing": "full"},
+            "compiled": {"gtp": 2, "recipe": "mxfp8", "is_compiled": True},
+            "recomputed": {"gtp": 2, "is_compiled": True, "checkpointing": "full"},
+            "least": {"gtp": 2, "memory": "least", "micro_batch": 1, "optimizer": "adamw"},
+            "most speed": {"gtp": 2, "memory": "most_speed"},
         }
         self.check_all(cases, self.config_file())
 
     def test_models_of_users(self) -> None:
-        """Slices by the plan of names, and what is done to blocks, whatever their name."""
+        """What is done to blocks, whatever their name."""
         cases: dict[str, dict[str, Any]] = {
-            "tp": {"tp": 2, "gtp": 2},
-            "recipe": {"gtp": 4, "recipe": "mxfp8", "checkpointing": "full"},
-            "compiled": {"tp": 4, "is_compiled": True, "checkpointing": "selective"},
+            "recipe": {"gtp": 2, "recipe": "mxfp8", "checkpointing": "full"},
+            "compiled": {"tp": 2, "is_compiled": True, "checkpointing": "selective"},
         }
         self.check_all(cases, f"{__name__}:build")
 
+
+class TestPlannerCode(Job):
+    def test_states_are_those_of_a_part(self) -> None:
+        result = planned(self.config_file(), "sgd-momentum", zero1=True, replicate=2, gtp=2, micro_batch=2)
+        self.step_of(result)
+        optimizer: torch.optim.Optimizer = self.space["optimizer"]
+        for param, state in optimizer.state.items():
+            held = torch.tensor(state["momentum_buffer"].to_local().numel())
+            dist.all_reduce(held)
+            self.assertEqual(held.item(), param.numel() * (1 if param.ndim > 1 else 4))
+
     def test_layouts(self) -> None:
-        """gtp, replicas, tp, and what is kept between microbatches, with and without recomputation."""
+        """One copy each, gtp and tp, with and without recomputation."""
         cases: dict[str, dict[str, Any]] = {
-            "gtp": {"gtp": 4},
-            "replicas": {"gtp": 2, "replicate": 2, "micro_batch": 1},
             "one copy each": {"replicate": 4, "gtp": 1},
             "tp": {"tp": 2, "gtp": 2},
             "tp alone": {"tp": 4},
             "full": {"gtp": 4, "checkpointing": "full"},
             "selective": {"gtp": 2, "tp": 2, "checkpointing": "selective"},
-            "microbatches": {"gtp": 4, "micro_batch": 1},
         }
         self.check_all(cases, self.config_file())
+        # Slices by the plan of names.
+        self.check(planned(f"{__name__}:build", tp=2, gtp=2))
 
     def test_microbatches(self) -> None:
         """Weights kept for all of them, and gradients that replicas sum up once a step."""
@@ -170,28 +179,21 @@ class TestPlannerCode(GlooTest):
             (False, {"gtp": 2, "replicate": 2}, "model.set_requires_all_reduce(number + 1 == len(microbatches))"),
         )
         for keep, axes, line in cases:
-            result = planned(self.config_file(), micro_batch=1, **axes)
-            best = replace(result.best, layout=replace(result.best.layout, keep=keep))
-            result = replace(result, answers=(best,))
+            result = keeping(planned(self.config_file(), micro_batch=1, **axes), keep)
             assert line in result.code()
             self.check(result)
 
     def test_optimizer_states_over_replicas(self) -> None:
         """What an optimizer holds is cut over the copies too, also with one copy each, slices and recomputation."""
-        cases: dict[str, dict[str, Any]] = {
-            "copies": {"replicate": 2, "gtp": 2, "micro_batch": 2},
-            "one copy each": {"replicate": 4, "gtp": 1, "micro_batch": 2},
-            "slices": {"replicate": 2, "tp": 2, "gtp": 1, "checkpointing": "selective"},
-            "microbatches": {"replicate": 2, "gtp": 2, "micro_batch": 1},
-        }
-        for name, fixed in cases.items():
-            result = planned(self.config_file(), zero1=True, **fixed)
-            for keep in (False, True):
-                best = replace(result.best, layout=replace(result.best.layout, keep=keep))
-                try:
-                    self.check(replace(result, answers=(best,)))
-                except Exception as error:
-                    raise AssertionError(f"{name}, keep={keep}: {error}") from error
+        for is_kept, fixed in (
+            (False, {"replicate": 2, "gtp": 2, "micro_batch": 2}),
+            (False, {"replicate": 4, "gtp": 1, "micro_batch": 2}),
+            (True, {"replicate": 2, "tp": 2, "gtp": 1, "checkpointing": "selective"}),
+            (False, {"replicate": 2, "gtp": 2, "micro_batch": 1}),
+            (True, {"replicate": 2, "gtp": 2, "micro_batch": 1}),
+        ):
+            with self.subTest(is_kept=is_kept, **fixed):
+                self.check(keeping(planned(self.config_file(), zero1=True, **fixed), is_kept))
 
     def test_muon_has_an_optimizer_for_each_parameter(self) -> None:
         cases: tuple[tuple[str, bool, dict[str, int]], ...] = (

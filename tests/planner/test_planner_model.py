@@ -154,10 +154,7 @@ def test_config_json_of_transformers(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"hidden_size": None}, "model expects hidden_size in .*, but there is none. Add it."),
-        ({"hidden_size": -1}, "model expects an integer of at least 1 as dim, but .* has -1. Mend it."),
-        ({"num_key_value_heads": 3}, "model expects kv_heads to divide heads, but .* has 3 and 4."),
         ({"model_type": None}, "model expects a config.json with a model_type"),
-        ({"num_local_experts": 4}, "model expects experts_per_token from 1 to 4, but .* has 0."),
     ],
 )
 def test_bad_config_json(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -11,6 +11,7 @@ import copy
 import random
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -118,12 +119,16 @@ class TestLanes(GlooTest):
             self.check(2, first_step, prefetch_depth=1, prefetch_nbytes=nbytes, coalesce_nbytes=2 * nbytes)
 
     def test_schedules(self) -> None:
-        """The default; each by itself; two dense weights kept until backward, and an expert of each kind; nothing kept
-        at the turning point; and other collectives."""
+        """The default; two dense weights kept until backward, and an expert of each kind; nothing kept at the turning
+        point; and other collectives."""
         nbytes = WIDTH * WIDTH * 8
         self.check()
-        self.check(prefetch_depth=3, prefetch_nbytes=0, coalesce_nbytes=0)
-        self.check(prefetch_depth=1, coalesce_nbytes=0, keep_nbytes=2 * nbytes)
         self.check(prefetch_depth=1, coalesce_nbytes=0, keep_nbytes=6 * nbytes)
         self.check(prefetch_depth=2, coalesce_nbytes=2 * nbytes, keep_last=False, expert_blocks_ahead=2)
         self.check(reduce_scatter="all_to_all", expert_blocks_ahead=0)
+
+    @pytest.mark.long
+    def test_more_schedules(self) -> None:
+        """Each by itself; and two dense weights kept."""
+        self.check(prefetch_depth=3, prefetch_nbytes=0, coalesce_nbytes=0)
+        self.check(prefetch_depth=1, coalesce_nbytes=0, keep_nbytes=2 * WIDTH * WIDTH * 8)

@@ -17,8 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from dtensor_gtp import GTPShard, gtp_shard, sharding_report
 from dtensor_gtp._report.facts import Cut, ReportRow
-from dtensor_gtp._report.strips import parts_of, strip
-from dtensor_gtp._report.timeline import timeline
+from dtensor_gtp._report.pictures import parts_of, strip, timeline
 from dtensor_gtp.report import ShardingReport
 
 WIDTH = 8

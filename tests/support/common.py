@@ -141,7 +141,7 @@ def check_training(
     loss_fn: Callable[[nn.Module, Any], torch.Tensor],
     *,
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
-    steps: int = 3,
+    steps: int = 2,
     num_microbatches: int = 1,
     tolerance: dict[str, float] | None = None,
     between: Callable[[nn.Module, int], None] | None = None,

@@ -29,7 +29,7 @@ import torch.distributed.checkpoint as dcp
 from checkpoint_common import job_state, set_job_state
 from cuda_common import take_gpu
 from elastic_time import TICK, JobClock, Pacemaker, ends_collectives
-from garbage import collect_seldom
+from processes import set_up_process
 from test_elastic_checkpoint import Job, Reference
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
@@ -290,7 +290,7 @@ def _member(pid: int) -> str:
 
 def run_rank(setup: Setup, rank: int | None, place: int, pacemaker: Connection) -> None:
     torch.set_num_threads(1)
-    collect_seldom()
+    set_up_process()
     job_clock = JobClock(pacemaker)
     job_clock.replace_that_of_the_package()
     if setup.device == "cuda":

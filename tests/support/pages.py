@@ -1,7 +1,7 @@
 """Runs the code blocks of a page of the documentation.
 
 All python blocks of a page are one program, run in order in one namespace, in an empty temporary folder. Bash blocks
-run in between, where they stand; one that is a call of gtp-plan alone runs in this process. Device strings "cuda"
+run in between, where they stand; one that is a command of the package alone runs in this process. Device strings "cuda"
 become "cpu"; else the text runs as it is. A text block behind a block that runs shows lines of what rank 0 has printed;
 ``...`` stands for more, and milliseconds differ. A block of no language shows what differs elsewhere. HTML comments
 direct it:
@@ -37,11 +37,13 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from dtensor_gtp import trace
 from dtensor_gtp.planner import command_line
 
 ROOT = Path(__file__).parents[2]
 _PROGRAMS = ("python", "bash")
 _OUTPUT = ("", "text", "json")
+_COMMANDS = {"gtp-plan": command_line.main, "python -m dtensor_gtp.trace": trace.main}
 _BASH_LIMIT_S = 300  # it only ends what hangs
 
 
@@ -174,9 +176,7 @@ def run(page: Page, rank: int = 0) -> None:
                 exec(compile("\n" * (block.line - 1) + text, str(page.path), "exec"), vars(program))
             printed = output.getvalue() if block.is_shown else printed
         else:
-            if rank == 0 and (plan := re.fullmatch(r"gtp-plan ([^\\\n]+)\n", block.text)):
-                printed = _run_plan(page, block, shlex.split(plan[1]))
-            elif rank == 0:
+            if rank == 0:
                 printed = _run_bash(page, block)
             if page.ranks:
                 dist.barrier()
@@ -196,11 +196,11 @@ def _comparable(line: str) -> str:
     return re.sub(r"\d+(\.\d+)? ?ms", "? ms", " ".join(line.split()))
 
 
-def _run_plan(page: Page, block: Block, arguments: list[str]) -> str:
-    """What the installed command prints, without a process that imports torch again."""
+def _run_command(page: Page, block: Block, name: str, arguments: list[str]) -> str:
+    """What a command of the package prints, without a process that imports torch again."""
     with redirect_stdout(io.StringIO()) as output:
         try:
-            status = command_line.main(arguments)
+            status = _COMMANDS[name](arguments)
         except SystemExit as end:  # it does not know an argument
             status = end.code
     assert status == 0, f"{page.path}:{block.line}: exit status {status}\n{block.text}"
@@ -210,6 +210,8 @@ def _run_plan(page: Page, block: Block, arguments: list[str]) -> str:
 def _run_bash(page: Page, block: Block) -> str:
     """What the commands print. They see the package, and ``examples`` of the checkout in their folder. The first that
     fails ends it."""
+    if call := re.fullmatch(rf"({'|'.join(_COMMANDS)}) ([^\\\n]+)\n", block.text):
+        return _run_command(page, block, call[1], shlex.split(call[2]))
     if not Path("examples").exists():
         Path("examples").symlink_to(ROOT / "examples")
     job = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from garbage import collect_seldom
+from processes import set_up_process
 from timing import HANG_S
 from torchvision_ops import define_missing
 
@@ -105,7 +105,7 @@ def _be_script(arguments: list[str], environment: dict[str, str], cwd: str, prin
     os.environ.update(environment)
     os.chdir(cwd)
     torch.set_num_threads(1)
-    collect_seldom()
+    set_up_process()
     define_missing()
     sys.argv = arguments
     sys.path.insert(0, str(Path(arguments[0]).parent))

@@ -353,7 +353,8 @@ def check_cell(
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] = momentum,
     max_norm: float | None = None,
 ) -> Any:
-    """Train on each mesh in turn, from the checkpoint that was written on the one before.
+    """Train on each mesh in turn, from the checkpoint that was written on the one before; the last one of several
+    resumes in one process.
 
     Args:
         layouts: Arguments of ``root_mesh``, all of one device type.
@@ -391,7 +392,10 @@ def check_cell(
                     opt.step()
                     opt.zero_grad()
                 assert_same_params(model, reference)
-            dcp.save(job_state(model, optimizer), checkpoint_id=directory / str(index))
+            if len(layouts) > 1:
+                dcp.save(job_state(model, optimizer), checkpoint_id=directory / str(index))
+        if len(layouts) == 1:
+            return model
         plain = cell.reference(seed=99).to(device)
         plain_optimizer = make_optimizer(plain)
         load_job(plain, plain_optimizer, directory / str(len(layouts) - 1))

@@ -35,12 +35,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from garbage import collect_seldom
+from processes import set_up_process
 from torch.distributed import device_mesh, distributed_c10d
 from torch.testing._internal import common_utils
 
 from dtensor_gtp import GTPShard
-from dtensor_gtp._torch_compat.gloo import gloo_with_one_thread
+from dtensor_gtp._torch_compat.groups import gloo_with_one_thread
 
 # It only ends what hangs: no test comes near it, on a busy machine either.
 HANG_LIMIT_S = 300.0
@@ -257,7 +257,7 @@ def _work(
     last = None
     with gloo_with_one_thread(), _KnownGroups().installed():  # all groups share one device
         dist.init_process_group("gloo", rank=rank, world_size=num_ranks, store=store, timeout=timeout)
-        collect_seldom()
+        set_up_process()
         # With the first block placement DTensor changes its functions. A test file has those that were there when it
         # was imported: on all ranks the same, also where earlier tests made such placements on some ranks alone.
         GTPShard(0, block_size=2)

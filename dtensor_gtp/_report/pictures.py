@@ -1,22 +1,101 @@
-"""The plan of a pass as a timeline: what is used, what is gathered ahead of it, and the bytes in memory.
+"""Pictures of a report (SVG): the parts of a parameter as a strip, the plan of a pass as a timeline.
 
-Each use has a column. A bar is one launch of gathers: it begins where it is launched and ends after its last use. Equal
-blocks are folded: two of them are drawn, and a gap stands for the others.
+In a strip the cut dim runs from the left to the right, a second cut dim from the top to the bottom. Parts are computed
+as placements compute them, for all ranks, without communication.
+
+In a timeline each use has a column. A bar is one launch of gathers: it begins where it is launched and ends after its
+last use. Equal blocks are folded: two of them are drawn, and a gap stands for the others.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from html import escape
-from itertools import groupby
+from itertools import groupby, product
 from typing import NamedTuple
 
 from .._comm.debug import format_nbytes
-from .facts import LaunchReport, PlanReport
+from ..placement import chunk_size_and_offset
+from .facts import Cut, LaunchReport, PlanReport, ReportRow
 from .fold import Element, Repeat, fold
 from .text import plan_lines
 
-_COLUMN = 24  # pixels of a use
+_WIDTH, _HEIGHT = 360, 20  # of a strip, in pixels
+_MOST_LINES = 8  # parts from the top to the bottom that have the full height
+_MOST_PARTS = 4096  # more are not drawn
+_LETTER = 7.2  # pixels that a letter of a label takes
+_NUM_TINTS = 8
+
+
+class Part(NamedTuple):
+    """What the ranks at some ``coordinates`` of the axes that cut hold: for each cut dim its begin and end."""
+
+    coordinates: tuple[int, ...]
+    ranges: dict[int, tuple[int, int]]
+    is_own: bool  # of this rank
+
+
+def parts_of(shape: tuple[int, ...], cuts: tuple[Cut, ...]) -> Iterator[Part]:
+    """The parts of a parameter, in the order of the ranks; axes that cut nothing hold copies and are left out."""
+    cutting = [cut for cut in cuts if cut.dim is not None]
+    for coordinates in product(*(range(cut.num_ranks) for cut in cutting)):
+        ranges: dict[int, tuple[int, int]] = {}
+        for cut, index in zip(cutting, coordinates, strict=True):
+            assert cut.dim is not None
+            begin, end = ranges.get(cut.dim, (0, shape[cut.dim]))
+            size, offset = chunk_size_and_offset(end - begin, cut.num_ranks, index, cut.block_size)
+            ranges[cut.dim] = begin + offset, begin + offset + size
+        yield Part(coordinates, ranges, coordinates == tuple(cut.coordinate for cut in cutting))
+
+
+def strip(row: ReportRow) -> str:
+    """The SVG of a parameter; empty if no axis cuts it."""
+    cutting = [cut for cut in row.cuts if cut.dim is not None]
+    if not 1 < math.prod(cut.num_ranks for cut in cutting) <= _MOST_PARTS or 0 in row.shape:
+        return ""
+    dims = list(dict.fromkeys(cut.dim for cut in reversed(cutting) if cut.dim is not None))
+    across, down = dims[0], dims[1] if len(dims) > 1 else None
+    num_lines = math.prod(cut.num_ranks for cut in cutting if cut.dim == down)
+    height = _HEIGHT * min(num_lines, _MOST_LINES)
+    drawn = []
+    for number, part in enumerate(parts_of(row.shape, row.cuts)):
+        x, width = _scaled(part.ranges[across], row.shape[across], _WIDTH)
+        y, tall = (0.0, float(height)) if down is None else _scaled(part.ranges[down], row.shape[down], height)
+        if width and tall:
+            drawn.append((part.is_own, _part(number, part, cutting, (x, y, width, tall))))
+    drawn.sort(key=lambda pair: pair[0])  # the frame of this rank's part lies above those of its neighbours
+    box = f'viewBox="-1 -1 {_WIDTH + 2} {height + 2}" width="{_WIDTH + 2}" height="{height + 2}"'
+    label = escape(f"{row.name}: {row.placements}")
+    return f'<svg {box} role="img" aria-label="{label}">{"".join(text for _, text in drawn)}</svg>'
+
+
+def _part(number: int, part: Part, cutting: list[Cut], box: tuple[float, float, float, float]) -> str:
+    x, y, width, height = box
+    where = ", ".join(f"{cut.axis} {index}" for cut, index in zip(cutting, part.coordinates, strict=True))
+    held = ", ".join(f"dim {dim}: {begin} to {end - 1}" for dim, (begin, end) in sorted(part.ranges.items()))
+    title = f"<title>{escape(where)}{' (this rank)' if part.is_own else ''}: {held}</title>"
+    rect = f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
+    drawn = f'<g class="part t{number % _NUM_TINTS}{" own" if part.is_own else ""}">{title}{rect}/>'
+    label = ",".join(map(str, part.coordinates))
+    if len(label) * _LETTER + 2 <= width and height >= 14:
+        drawn += f'<text x="{x + width / 2:.1f}" y="{y + height / 2 + 4:.1f}">{label}</text>'
+    return f"{drawn}</g>"
+
+
+def _scaled(part: tuple[int, int], size: int, length: int) -> tuple[float, float]:
+    """Begin and length in pixels."""
+    return part[0] / size * length, (part[1] - part[0]) / size * length
+
+
+def legend(row: ReportRow) -> str:
+    """What the numbers in a strip are: "gtp", or "tp,gtp"; and which axes hold copies."""
+    cutting = ",".join(cut.axis for cut in row.cuts if cut.dim is not None)
+    copies = " x ".join(f"{cut.num_ranks} copies along {cut.axis}" for cut in row.cuts if cut.dim is None)
+    return f"{cutting}; {copies}" if copies and cutting else cutting or copies
+
+
+_COLUMN = 24  # of a use in a timeline, in pixels
 _GAP = 76  # and of blocks that are not drawn
 _LEFT = 12
 _CHART, _LANE, _TEXT = 56, 20, 6.6  # heights of the chart of bytes and of a bar, width of a letter
@@ -69,15 +148,12 @@ class _Columns:
             x += len(members) * _COLUMN if is_drawn else _GAP
         self.width = max(x + _LEFT, 360.0)  # room for what the chart says
 
-    def begin(self, use: int) -> float:
-        return self.begins[use]
-
     def end(self, use: int) -> float:
         return self.begins[use] + (_COLUMN if self.is_drawn[use] else _GAP / 2)
 
     def after(self, step: int) -> float:
         """Where the first ``step`` uses have begun."""
-        return self.begin(step - 1) + 5 if step else float(_LEFT)
+        return self.begins[step - 1] + 5 if step else float(_LEFT)
 
 
 def _drawn(elements: Sequence[Element], is_left_out: bool) -> Iterator[bool]:
@@ -105,11 +181,11 @@ def _bars(plan: PlanReport, columns: _Columns) -> Iterator[_Bar]:
                 max(columns.end(position) for position in launch.positions),
                 " + ".join(map(_leaf, (plan.uses[position] for position in launch.positions))),
                 _title(plan, launch),
-                tuple(columns.begin(position) for position in drawn),
+                tuple(columns.begins[position] for position in drawn),
             )
     for position in range(len(plan.uses)):  # gathered when it is used, or kept from an earlier pass
         if position not in launched and columns.is_drawn[position]:
-            begin, name = columns.begin(position), plan.uses[position]
+            begin, name = columns.begins[position], plan.uses[position]
             title = f"{name}: {'gathered when it is used' if plan.is_on_demand else 'in memory already'}"
             yield _Bar(begin, columns.end(position), "", title, (begin,))
 
@@ -157,7 +233,7 @@ def _chart(plan: PlanReport, columns: _Columns) -> str:
             height = amount / peak * _CHART if peak else 0.0
             title = f"<title>{escape(plan.uses[use])}: {format_nbytes(amount)} of gathered weights in memory</title>"
             drawn += (
-                f'<g class="bytes">{title}<rect x="{columns.begin(use) + 1:.1f}" y="{base - height:.1f}" '
+                f'<g class="bytes">{title}<rect x="{columns.begins[use] + 1:.1f}" y="{base - height:.1f}" '
                 f'width="{_COLUMN - 2}" height="{height:.1f}"/></g>'
             )
     line = f'<line x1="{_LEFT}" x2="{columns.width - _LEFT:.0f}" y1="{base}" y2="{base}"/>'
@@ -171,12 +247,12 @@ def _names(plan: PlanReport, columns: _Columns, y: float) -> tuple[str, int]:
     num_letters = max(map(len, leaves), default=0)
     text = ""
     for use, leaf in zip(drawn, leaves, strict=True):
-        place = f"translate({columns.begin(use) + _COLUMN / 2 + 4:.1f} {y}) rotate(-90)"
+        place = f"translate({columns.begins[use] + _COLUMN / 2 + 4:.1f} {y}) rotate(-90)"
         text += f'<text transform="{place}" text-anchor="end">{escape(leaf)}</text>'
     line = y + num_letters * _TEXT + 8
     for block, uses in groupby(drawn, lambda use: _block(plan.uses[use])):
         for members in _neighbours(list(uses)):
-            begin, end = columns.begin(members[0]) + 3, columns.end(members[-1]) - 3
+            begin, end = columns.begins[members[0]] + 3, columns.end(members[-1]) - 3
             if not block or end - begin < len(block) * _TEXT:
                 continue
             text += f'<line x1="{begin:.1f}" x2="{end:.1f}" y1="{line:.1f}" y2="{line:.1f}"/>'

@@ -1,9 +1,14 @@
-"""Runs of autograd's engine: ``backward(inputs=...)``, ``torch.autograd.grad`` and ``full_tensor()`` of sharded
-parameters.
+"""What code does to sharded parameters outside of their modules.
 
-Gradients do not reach a sharded parameter through autograd: a leaf stands for it in the graph. torch would find no path
-to the parameter, and compute nothing without an error. Where code outside of the model computes with the full tensor,
-they do, and torch would take each rank's rows from the gradient of that rank alone.
+**Runs of autograd's engine**: ``backward(inputs=...)``, ``torch.autograd.grad`` and ``full_tensor()``. Gradients do not
+reach a sharded parameter through autograd: a leaf stands for it in the graph. torch would find no path to the
+parameter, and compute nothing without an error. Where code outside of the model computes with the full tensor, they do,
+and torch would take each rank's rows from the gradient of that rank alone.
+
+**Writes that change no version**: through ``param.data``, and by foreach functions. Between passes nothing that was
+gathered is kept, or the user asks for it. In a forward, weights are gathered ahead of their use, and a forward may
+write in between: momentum encoders (MoCo, BYOL) do. So whoever gets hold of a shard in a forward may write to it: what
+was gathered of it is dropped, and in this pass it is gathered at its use.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
@@ -30,24 +36,13 @@ from ..placement import GTPShard
 
 @functools.cache
 def install() -> None:
-    """Look at the inputs of each run of autograd's engine, and at ``full_tensor()``; once in a process."""
+    """Look at runs of the engine, at ``full_tensor()``, ``param.data`` and foreach functions; once in a process."""
     compat.wrap_engine(_run)
     compat.wrap_full_tensor(_averaged)
-
-
-def _averaged(param: DTensor) -> list[Placement] | None:
-    """How ranks hold the gradient of the full tensor of a sharded weight: each that of its own data."""
-    if torch.compiler.is_compiling() or not (param.is_leaf and param.requires_grad and torch.is_grad_enabled()):
-        return None
-    for runtime in _runtimes():
-        weight = runtime.members.member_of(param)
-        if isinstance(weight, WholeParam):
-            return [Replicate()] * param.device_mesh.ndim
-        if isinstance(weight, ShardedWeight) and not weight.registration.is_cut_again:
-            num_tp = 0 if weight.tp_spec is None else weight.tp_spec.mesh.ndim
-            is_tp = [axis < num_tp for axis in range(param.device_mesh.ndim)]
-            return [Replicate() if each else Partial("avg") for each in is_tp]
-    return None
+    compat.wrap_data_getter(_note_data)
+    compat.wrap_data_setter(_set_data)
+    for op in compat.foreach_writes():
+        compat.set_dtensor_handler(op, _write_foreach)
 
 
 def _runtimes() -> list[Runtime]:
@@ -57,28 +52,18 @@ def _runtimes() -> list[Runtime]:
 
 def _run(stock: Callable[..., Any], outputs: Any, grads: Any, retain: Any, create: Any, inputs: Any, *args: Any) -> Any:
     """As torch's function. The last one of ``args`` says whether gradients go to ``.grad``."""
-    try:
-        if not inputs:
-            return stock(outputs, grads, retain, create, inputs, *args)
-        return _run_for(stock, outputs, grads, retain, create, inputs, *args)
-    except RuntimeError as error:
-        explain(error)
-        raise
-
-
-def _run_for(
-    stock: Callable[..., Any], outputs: Any, grads: Any, retain: Any, create: Any, inputs: Any, *args: Any
-) -> Any:
-    """The same with respect to ``inputs``."""
-    runtimes = _runtimes()
-    if any(isinstance(_tensor_of(given), DTensor) for given in inputs):
-        inputs = _with_leaves(runtimes, outputs, inputs, accumulates=args[-1])
+    runtimes = _runtimes() if inputs else []  # without inputs, all leaves get their gradients
     before = [runtime.asked_for for runtime in runtimes]
-    asked_for = {id(given) for given in inputs}
     try:
+        if any(isinstance(_tensor_of(given), DTensor) for given in inputs or ()):
+            inputs = _with_leaves(runtimes, outputs, inputs, accumulates=args[-1])
+        asked_for = {id(given) for given in inputs or ()}
         for runtime in runtimes:
             runtime.asked_for = asked_for
         return stock(outputs, grads, retain, create, inputs, *args)
+    except RuntimeError as error:
+        explain(error)
+        raise
     finally:
         for runtime, earlier in zip(runtimes, before, strict=True):
             runtime.asked_for = earlier
@@ -148,3 +133,46 @@ def _refuse_cut_again(param: DTensor) -> None:
             f"{dist.get_rank()}). Freeze the other parameters with requires_grad_(False), and call backward() "
             "without inputs."
         )
+
+
+def _averaged(param: DTensor) -> list[Placement] | None:
+    """How ranks hold the gradient of the full tensor of a sharded weight: each that of its own data."""
+    if torch.compiler.is_compiling() or not (param.is_leaf and param.requires_grad and torch.is_grad_enabled()):
+        return None
+    for runtime in _runtimes():
+        weight = runtime.members.member_of(param)
+        if isinstance(weight, WholeParam):
+            return [Replicate()] * param.device_mesh.ndim
+        if isinstance(weight, ShardedWeight) and not weight.registration.is_cut_again:
+            num_tp = 0 if weight.tp_spec is None else weight.tp_spec.mesh.ndim
+            is_tp = [axis < num_tp for axis in range(param.device_mesh.ndim)]
+            return [Replicate() if each else Partial("avg") for each in is_tp]
+    return None
+
+
+def _write_foreach(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A foreach function writes to the tensors of its first argument. Its caller may have them since long before."""
+    if not compat.is_in_compiler():
+        for runtime in _runtimes():
+            # Compute waits for gathers in flight that read these, before it writes.
+            for param in args[0] if runtime.holds_weights else ():
+                runtime.lost_writes.note_untraced_write(param)
+            runtime.lost_writes.note_written(args[0])
+    with compat.stock_dtensor_dispatch(op):
+        return op(*args, **kwargs)
+
+
+def _set_data(stock: Any, param: DTensor, value: Any) -> None:
+    if isinstance(param, nn.Parameter):
+        for runtime in _runtimes():
+            runtime.lost_writes.refuse_new_data(param)
+    stock(param, value)
+    if isinstance(param, nn.Parameter):
+        for runtime in _runtimes():
+            runtime.lost_writes.note_new_data(param)
+
+
+def _note_data(param: DTensor) -> None:
+    if isinstance(param, nn.Parameter) and not compat.is_in_compiler():
+        for runtime in _runtimes():
+            runtime.lost_writes.note_untraced_write(param)
