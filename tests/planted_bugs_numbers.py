@@ -61,6 +61,11 @@ NUMBERS = {
     "groups overlook fused optimizers": Bug(
         "count_writes", drop("param.versions.num_updates += 1"), f"{QUANTIZED_GROUPS}::{WRITES}"
     ),
+    "quantized data of another version": Bug(
+        "QuantizedWire.is_current",
+        replace("self._made_of == self.weight.version", "self._made_of is not None"),
+        f"{QUANTIZED_GROUPS}::{WRITES}",
+    ),
     "shards are rounded by magnitudes of their own": Bug(
         "agree_on_amax",
         replace("wire.set_amax(part.view(amax.shape))", "wire.set_amax(amax)"),
