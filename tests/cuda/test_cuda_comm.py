@@ -318,9 +318,9 @@ class TestCudaComm(CudaTest):
     def test_launches_of_a_weight_use(self) -> None:
         """The GEMM's output is wgrad in fp32, and is sent as it is; copies are those of this rank's shard alone."""
         model = gtp_shard(linears().cuda(), self.gtp_mesh(), schedule=SCHEDULE, mp_policy=MIXED)
-        forward, backward = launches(model, rows(torch.bfloat16).detach().cuda().requires_grad_()).splitlines()
-        self.assertEqual(forward, "forward: copy_, GATHER, copy_, GATHER, mm, mm")
-        self.assertEqual(backward, f"backward: copy_, GATHER, {', '.join(['mm.dtype, SCATTER, mm'] * 2)}")
+        forward, backward = launches(model, rows(torch.bfloat16).detach().cuda().requires_grad_())
+        self.assertEqual(forward, "copy_, GATHER, copy_, GATHER, mm, mm")
+        self.assertEqual(backward, f"copy_, GATHER, {', '.join(['mm.dtype_out, SCATTER, mm'] * 2)}")
 
     def test_error_of_a_sum_on_the_receiving_rank(self) -> None:
         """What the other ranks add is below the bf16 resolution of what the first adds."""

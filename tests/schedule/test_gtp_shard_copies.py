@@ -101,7 +101,7 @@ class TestCopies(TestCase):
 
     def test_linear(self) -> None:
         """No copy at all: shards go out as they are, and GEMMs read what arrives and write what is sent."""
-        plain, backward = "GATHER, GATHER, mm, mm", "GATHER, mm, SCATTER, mm, mm, SCATTER, mm"
+        plain, backward = "GATHER, GATHER, mm, mm", "GATHER, mm.out, SCATTER, mm, mm.out, SCATTER, mm"
         for dtype in (torch.float32, BF16):
             self.check(linears(dtype=dtype), rows(dtype), plain, backward)
         self.check(linears(), rows(), plain, f"{backward}, REDUCE, REDUCE", shape=(2, 2))

@@ -131,7 +131,7 @@ class TestInterrupted(GlooTest):
         self.sweep(ALL, 20)
 
     def test_groups(self) -> None:
-        self.sweep(GROUPS, 31)
+        self.sweep(GROUPS, 41)
 
     def test_between_microbatches_of_a_notebook(self) -> None:
         """There Python keeps what has ended the last cell."""
@@ -230,7 +230,7 @@ class TestInterrupted(GlooTest):
 
     @pytest.mark.soak  # minutes
     def test_many_lines_of_groups(self) -> None:
-        self.sweep(GROUPS, 300)
+        self.sweep(GROUPS, 41)
 
     @pytest.mark.soak  # minutes
     def test_many_lines_of_microbatches(self) -> None:
