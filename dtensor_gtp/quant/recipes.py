@@ -45,8 +45,8 @@ class Recipe(ABC):
         [(64, 128), (64, 4)]
         >>> recipe.dequantize(quantized, weight.shape, Direction.ROWWISE, torch.bfloat16).shape
         torch.Size([64, 128])
-        >>> [tuple(value.shape) for value in recipe.round_together([weight], [None], torch.bfloat16)]
-        [(64, 128)]
+        >>> recipe.round_together([weight], [None], torch.bfloat16)[0].shape
+        torch.Size([64, 128])
         >>> recipe.num_bytes(weight.shape, Direction.ROWWISE), recipe.bytes_per_element()
         (8448, 1.03125)
         >>> recipe.scale_block(Direction.ROWWISE)
