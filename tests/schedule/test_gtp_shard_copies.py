@@ -106,10 +106,10 @@ class TestCopies(TestCase):
             self.check(linears(dtype=dtype), rows(dtype), plain, backward)
         self.check(linears(), rows(), plain, f"{backward}, REDUCE, REDUCE", shape=(2, 2))
         # The sum, and the division by the number of ranks.
-        exchanges = "GATHER, mm, EXCHANGE, mm, mm, EXCHANGE, mm, mean.out, mean.out"
+        exchanges = "GATHER, mm.out, EXCHANGE, mm, mm.out, EXCHANGE, mm, mean.out, mean.out"
         self.check(linears(), rows(), plain, exchanges, schedule=changed(SCHEDULE, reduce_scatter="all_to_all"))
         # A rank with all rows copies nothing. The short one pads.
-        padded = "mm, SCATTER, mm, mm.out, SCATTER, mm"
+        padded = "mm.out, SCATTER, mm, mm.out, SCATTER, mm"
         self.check(linears(15), rows(), plain, f"GATHER, {padded}")
         self.check(linears(15), rows(), "copy_, GATHER, GATHER, mm, mm", f"copy_, GATHER, {padded}", rank=3)
 
