@@ -17,6 +17,7 @@ from common import GlooTest, _mesh, assert_same_params, full, rows_of_rank
 from quant_common import (
     Experts,
     Net,
+    RowwiseOnly,
     blocks_only,
     cut_layers,
     dequantized,
@@ -41,19 +42,6 @@ from dtensor_gtp.quant.master_optimizer import MasterOptimizer
 from dtensor_gtp.quant.native import native_of
 
 native = partial(gtp, storage="native")
-
-
-class RowwiseOnly:
-    """A recipe whose rowwise data serve both directions."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-
-    def quantize(self, weight: torch.Tensor, direction: Direction) -> Any:
-        return self.recipe.quantize(weight, Direction.ROWWISE)
-
-    def dequantize(self, quantized: Any, shape: torch.Size, direction: Direction, dtype: Any) -> torch.Tensor:
-        return self.recipe.dequantize(quantized, shape, Direction.ROWWISE, dtype)
 
 
 def with_masters(model: nn.Module, masters: Any = None) -> MasterOptimizer:

@@ -5,25 +5,24 @@ The reference is one process that multiplies with the quantized whole weight, in
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from common import GlooTest, environment, full, rows_of_rank
 from quant_common import (
     Net,
+    RowwiseOnly,
     all_recipes,
     blocks_only,
     check,
     compile_layers,
-    dequantized,
     gtp,
     loss_of,
     recompute,
+    reference_of,
     tokens_of,
     traffic_of_a_step,
     wire_traffic,
@@ -34,38 +33,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from dtensor_gtp import SchedulePolicy, gtp_shard, quantize_, sharding_report
 from dtensor_gtp._modules import group_blocks
 from dtensor_gtp._schedule import choose_schedule
-from dtensor_gtp.quant import MXFP8, NVFP4, Direction, Float8Rowwise, Float8Tensorwise, Recipe
+from dtensor_gtp.quant import MXFP8, NVFP4, Float8Rowwise, Float8Tensorwise, Recipe
 
 CHOSEN = SchedulePolicy(min_shard_numel=0)  # as the default, but tiny weights are sharded, too
 WIDE = partial(Net, 256, 256)  # whole blocks of each recipe on each of two ranks
 
 
-class StraightThrough(torch.autograd.Function):
-    """The values of the quantized whole weight, whose gradient is that of the weight."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-        return dequantized(weight, recipe, Direction.ROWWISE)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad, None
-
-
-class Linear(nn.Linear):
-    recipe: Recipe
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight: torch.Tensor = StraightThrough.apply(self.weight, self.recipe)
-        return F.linear(x, weight, self.bias)
-
-
-def reference_of(model: nn.Module, recipe: Recipe, names: Any) -> nn.Module:
-    reference = copy.deepcopy(model)
-    for name, module in reference.named_modules():
-        if names(module, name):
-            module.__class__, module.recipe = Linear, recipe  # type: ignore[assignment]
-    return reference
+def rowwise_reference(model: nn.Module, recipe: Recipe, names: Any) -> nn.Module:
+    return reference_of(model, RowwiseOnly(recipe), names)  # type: ignore[arg-type]
 
 
 def seeded(make: Any = WIDE) -> Any:
@@ -80,7 +55,7 @@ class TestQuantizedGroups(GlooTest):
         mesh = self.gtp_mesh()
         shard = gtp(recipe, mesh, names, schedule=CHOSEN)
         changed = (lambda model: shard(change(model))) if change is not None else shard
-        trained = check(seeded(), recipe, changed, mesh, names=names, make_reference=reference_of)
+        trained = check(seeded(), recipe, changed, mesh, names=names, make_reference=rowwise_reference)
         self.assertEqual([group.fqn for group in members_of(trained).groups], ["layers.0", "layers.1"])
 
     def test_steps_equal_one_process(self) -> None:
@@ -127,7 +102,7 @@ class TestQuantizedGroups(GlooTest):
             with torch.no_grad():
                 for (_, mine), (_, theirs) in zip(whole.named_parameters(), model.named_parameters(), strict=True):
                     mine.copy_(full(theirs))
-            expected = reference_of(whole, recipe, blocks_only)
+            expected = rowwise_reference(whole, recipe, blocks_only)
             self.assertTrue(torch.equal(loss_of(model, tokens), loss_of(expected, tokens)))
 
         compare()
@@ -197,5 +172,5 @@ class TestQuantizedGroupsOnReplicas(GlooTest):
         mesh = self.hsdp_mesh()
         for recipe, options in ((Float8Tensorwise(), {}), (Float8Rowwise(), {"shard_optimizer": True})):
             shard = gtp(recipe, mesh, schedule=CHOSEN, **options)
-            model = check(seeded(), recipe, shard, mesh, make_reference=reference_of)
+            model = check(seeded(), recipe, shard, mesh, make_reference=rowwise_reference)
             self.assertEqual(len(members_of(model).groups), 2)

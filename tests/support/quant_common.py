@@ -56,6 +56,19 @@ def dequantized(weight: torch.Tensor, recipe: Recipe, direction: Direction) -> t
     return recipe.dequantize(quantized, weight.shape, direction, weight.dtype)
 
 
+class RowwiseOnly:
+    """A recipe whose rowwise data serve both directions."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+
+    def quantize(self, weight: torch.Tensor, direction: Direction) -> Any:
+        return self.recipe.quantize(weight, Direction.ROWWISE)
+
+    def dequantize(self, quantized: Any, shape: torch.Size, direction: Direction, dtype: Any) -> torch.Tensor:
+        return self.recipe.dequantize(quantized, shape, Direction.ROWWISE, dtype)
+
+
 class Embedding(nn.Embedding):
     """The reference of an embedding that is tied to a quantized head."""
 
