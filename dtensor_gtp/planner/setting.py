@@ -94,8 +94,13 @@ class Setting:
     @functools.cached_property
     def sharded(self) -> tuple[Sharded, ...]:
         """Those of groups are gathered in the dtype of compute."""
-        items = enumerate(map(self._sharded, self.trace.weights))
+        items = enumerate(self._alone)
         return tuple(item._replace(wired=item.gathered) if number in self._groups else item for number, item in items)
+
+    @functools.cached_property
+    def _alone(self) -> tuple[Sharded, ...]:
+        """Each weight as if no group had it."""
+        return tuple(map(self._sharded, self.trace.weights))
 
     @functools.cached_property
     def units(self) -> list[Sharded]:
@@ -131,7 +136,7 @@ class Setting:
             return ()
         weights, tokens = self.trace.weights, self.tokens
         found = [n for n in block if not weights[n].is_expert or rules.is_worth_a_group(weights[n].numel, tokens)]
-        items = [self._sharded(weights[number]) for number in found]
+        items = [self._alone[number] for number in found]
         are_alike = all(item.weight.block >= 0 and not item.lane for item in items)
         if len(items) < 2 or not are_alike or items[0].axis.size == 1:
             return ()
