@@ -206,12 +206,12 @@ class Casts:
         results = []
         for index, matrix in enumerate(matrices):
             if mx_rounding is None:
-                scale = float8_scale(amaxes[index])
-                value = to_float8(wide(matrix) / scale).to(torch.float32) * scale
+                scale, block = float8_scale(amaxes[index]), (1, 0)
+                planes = to_float8(wide(matrix) / scale), scale
             else:
-                data, code = self.cast_mx(matrix, (1, MX_BLOCK), mx_rounding)
-                value = data.to(torch.float32) * spread(e8m0_to_float(code), (1, MX_BLOCK), matrix.shape)
-            results.append(value.to(dtype))
+                block = (1, MX_BLOCK)
+                planes = self.cast_mx(matrix, block, mx_rounding)
+            results.append(self.dequantize(Quantized(planes, None), block, matrix.shape, dtype))
         return results
 
     def cast_matrix_turned(self, matrix: Tensor, multiple: int) -> tuple[Tensor, Tensor]:

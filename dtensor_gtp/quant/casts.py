@@ -109,9 +109,6 @@ def _probe(casts: Casts, matrix: Tensor) -> Iterator[tuple[str, tuple[Tensor, ..
     yield "cast_blocks", casts.cast_blocks(matrix, (128, 128))
     yield "cast_mx", casts.cast_mx(matrix, (1, 32), "rceil")
     yield "cast_nvfp4", casts.cast_nvfp4(matrix, (1, 16), amax)
-    yield "round_together", tuple(casts.round_together([matrix, matrix[:10]], [amax, amax], torch.bfloat16))
-    mx = matrix[:, :32].contiguous()
-    yield "round_together of mx", tuple(casts.round_together([mx], [], torch.bfloat16, "rceil"))
     yield "nvfp4_amax", (casts.nvfp4_amax(matrix, (1, 16), 0x5CA3),)
     seed = torch.full((), 1 << 40, dtype=torch.int64, device=matrix.device)
     yield "cast_nvfp4 of gradients", casts.cast_nvfp4(matrix, (1, 16), amax, signs=0x5CA3, seed=seed)
@@ -122,3 +119,6 @@ def _probe(casts: Casts, matrix: Tensor) -> Iterator[tuple[str, tuple[Tensor, ..
         ("nvfp4", Quantized(_REFERENCE.cast_nvfp4(matrix, (1, 16), amax), amax), (1, 16), torch.bfloat16),
     ):
         yield f"dequantize of {name}", (casts.dequantize(quantized, block, matrix.shape, dtype),)
+    yield "round_together", tuple(casts.round_together([matrix, matrix[:10]], [amax, amax], torch.bfloat16))
+    mx = matrix[:, :32].contiguous()
+    yield "round_together of mx", tuple(casts.round_together([mx], [], torch.bfloat16, "rceil"))
