@@ -143,8 +143,8 @@ def _launch_together(targets: Sequence[Gatherable], comm: CommContext) -> None:
     for target in grouped:
         group = target.group
         group.leaves.allocate(group.version)
-        rounded = _rounded(group, comm) if group.quantized else {}
-        more = group.shards.parts(group.leaves.outputs, groups.casts_shards, rounded)
+        values = _rounded(group, comm) if group.quantized else {}
+        more = group.shards.parts(group.leaves.outputs, groups.casts_shards, values)
         for all_parts, those_of_group in zip(parts, more, strict=True):
             all_parts += those_of_group
     packed, buffers = _pack(singles, comm), _side_by_side(singles)

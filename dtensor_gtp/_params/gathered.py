@@ -133,7 +133,7 @@ class FixedBuffers(NamedTuple):
 
 
 class GatherForm:
-    """That of one weight. A group has one, too, in which nothing is set: its weights are sent as they are."""
+    """That of one weight. A group has one, too, in which nothing is set: each of its weights has its own."""
 
     rows: Tensor  # the shard with the sharded dim in front
     is_sendable: bool  # whether ``rows`` are sent as they are, or copied into their slot of the buffer first

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -22,7 +21,6 @@ from .whole_param import WholeParam
 
 version_of = attrgetter("_version")  # in C: each launch of a group asks all its tensors
 _ALIGNMENT = 128  # bytes: GEMMs and copies are fastest on aligned rows
-_NOTHING: Mapping[ShardedWeight, Tensor] = MappingProxyType({})
 
 
 class Parts(NamedTuple):
@@ -57,9 +55,7 @@ class GroupShards:
         self.tensors = [tensor for member in self._members for tensor in (member.param, member.local)]
         self._parts: Parts | None = None  # until the first gather of these shards
 
-    def parts(
-        self, outputs: Sequence[Tensor], casts_shards: bool, rounded: Mapping[ShardedWeight, Tensor] = _NOTHING
-    ) -> Parts:
+    def parts(self, outputs: Sequence[Tensor], casts_shards: bool, rounded: Mapping[ShardedWeight, Tensor]) -> Parts:
         """What a gather sends and fills, to be read only. ``rounded``: what is sent of quantized members."""
         if self._parts is not None:
             return self._parts

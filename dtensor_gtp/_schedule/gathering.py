@@ -72,7 +72,7 @@ class Statistics:
         agree_on_amax(changed, self._comm)
 
     def agree(self, targets: Sequence[Gatherable]) -> None:
-        """Before a gather, let the ranks of the mesh agree on statistics, on the stream of casts. The first gather
+        """Before a gather, let the ranks of the mesh agree on statistics, where shards are packed. The first gather
         agrees on the weights that it sends only, so that it does not wait for others; the second one on all others."""
         groups = targets[0].weight.groups
         waiting = self.waiting.get(groups, [])
