@@ -186,6 +186,7 @@ class TestInterrupted(GlooTest):
             ):
 
                 def begin(_: object, args: object, output: torch.Tensor) -> None:
+                    hook.remove()  # the second thread trains alone, if nothing stops it  # noqa: B023
                     if place == "forward":  # noqa: B023
                         errors.append(error_in_thread(run))  # noqa: B023
                     else:
@@ -193,7 +194,6 @@ class TestInterrupted(GlooTest):
 
                 hook = model.layers[0].register_forward_hook(begin)
                 train()
-                hook.remove()
                 assert_same_params(model, reference, "grad", **CLOSE)
                 model.zero_grad()
                 self.assertEqual(len(errors), 1)
