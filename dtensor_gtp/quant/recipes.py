@@ -174,7 +174,7 @@ class Recipe(ABC):
 
         Args:
             weights: Parts of whole blocks, as for :meth:`quantize`.
-            amaxes: What :meth:`amax` gives for each whole weight.
+            amaxes: What :meth:`amax` gives for each whole weight; None stands for that of the part.
             dtype: Of the results.
         """
         direction = Direction.ROWWISE
@@ -228,9 +228,10 @@ class _Float8Recipe(Recipe):
     def round_together(
         self, weights: Sequence[Tensor], amaxes: Sequence[Tensor | None], dtype: torch.dtype
     ) -> list[Tensor]:
-        if not self.amax_dims:
+        known = [amax for amax in amaxes if amax is not None]
+        if not self.amax_dims or len(known) < len(weights):
             return super().round_together(weights, amaxes, dtype)
-        return round_together(weights, [amax for amax in amaxes if amax is not None], dtype)
+        return round_together(weights, known, dtype)
 
 
 @dataclass(frozen=True)

@@ -379,3 +379,18 @@ class TestByHand(unittest.TestCase):
         values = NVFP4().dequantize(quantized, row.shape, Direction.ROWWISE, torch.float32)
         self.assertEqual(values[0, :4].tolist(), [2688.0, 448.0, -672.0, 0.0])
         self.assertEqual(values[0, 16:19].tolist(), [13.5, 4.5, -3.375])
+
+
+class TestRoundTogether(unittest.TestCase):
+    def test_values_are_those_of_each_weight_alone(self) -> None:
+        """Bit for bit, with the statistic of the whole weight and, for None, with that of the part."""
+        wholes = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in ((48, 64), (7, 40))]
+        for recipe in all_recipes():
+            amaxes = [recipe.amax(whole) for whole in wholes]
+            parts = wholes if recipe.amax(wholes[0]) is None or len(recipe.amax_dims) == 1 else [w[:5] for w in wholes]
+            for known in (amaxes, [None, amaxes[1]], [None, None]):
+                values = recipe.round_together(parts, known, torch.bfloat16)
+                for part, amax, value in zip(parts, known, values, strict=True):
+                    quantized = recipe.quantize(part, Direction.ROWWISE, amax)
+                    alone = recipe.dequantize(quantized, part.shape, Direction.ROWWISE, torch.bfloat16)
+                    self.assertTrue(torch.equal(value, alone), recipe.name)
