@@ -48,8 +48,7 @@ class Seen(NamedTuple):
             return True
         if self.address and _address(self.value) not in (0, self.address):
             return True
-        bits = None if self.bits is None else sum_of_bits(self.value)
-        return bits is not None and self.bits is not None and not torch.equal(bits, self.bits)
+        return self.bits is not None and is_changed(self.bits, sum_of_bits(self.value))
 
 
 def _address(value: Tensor) -> int:
@@ -66,6 +65,14 @@ def sum_of_bits(value: Tensor) -> Tensor | None:
         return None
     with compat.unseen_by_checkpoint_policies():
         return compat.as_integers(local).sum(dtype=torch.int64)
+
+
+def is_changed(before: Tensor | None, now: Tensor | None) -> bool:
+    """Whether two sums of bits differ; False where one of them says nothing. The host waits."""
+    if before is None or now is None:
+        return False
+    with compat.unseen_by_checkpoint_policies():
+        return not torch.equal(before, now)
 
 
 class Frame:

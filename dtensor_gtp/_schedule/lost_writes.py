@@ -19,7 +19,7 @@ from .._params.managed_param import ManagedParam
 from .._params.refusals import hook_at_node
 from .._params.sharded_weight import ShardedWeight
 from .._params.weight_group import WeightGroup
-from .attribute_reads import AttributeReads, sum_of_bits, written_to_no_effect
+from .attribute_reads import AttributeReads, is_changed, sum_of_bits, written_to_no_effect
 from .gathering import Gathering
 from .keep_and_free import Keeper
 from .members import Members
@@ -168,10 +168,7 @@ class LostWrites:
             return None
         is_written = group.version != group.leaves.version
         if not is_written and bits is not None:
-            now = _bits_of_shards(group)
-            is_written = any(
-                a is not None and b is not None and not torch.equal(a, b) for a, b in zip(bits, now, strict=True)
-            )
+            is_written = any(map(is_changed, bits, _bits_of_shards(group)))
         if not is_written:
             return None
         return RuntimeError(

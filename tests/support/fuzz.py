@@ -94,6 +94,7 @@ class Draw:
         calls: ``forward`` runs the model, a ``method`` registered to count as one, or both take ``turns``.
         breaks: An exception ends a ``forward`` or a ``backward`` before each step; training goes on.
         recipe: Quantizes the weights of linear layers.
+        groups: The library chooses the schedule: layers of one class are blocks, whose weights are gathered together.
     """
 
     seed: int = 0
@@ -148,6 +149,7 @@ class Draw:
     keep_last: bool = True
     calls: Literal["forward", "method", "turns"] = "forward"
     recipe: str = ""
+    groups: bool = False
 
     @property
     def world(self) -> int:
@@ -315,8 +317,33 @@ def draw_of(seed: int) -> Draw:
     while True:
         draw = _draw(rng, seed)
         if not problem_of(draw):
-            quantized = _quantized(random.Random(-1 - seed), draw)
-            return draw if problem_of(quantized) else quantized
+            for change in (_grouped, _quantized):
+                changed = change(random.Random(-1 - seed), draw)
+                draw = draw if problem_of(changed) else changed
+            return draw
+
+
+def _grouped(rng: random.Random, draw: Draw) -> Draw:
+    """``draw`` with groups, half of the time: with more layers of several weights, of few classes, on more ranks."""
+    if rng.random() < 0.5:
+        return draw
+    replicate = draw.axes[1]
+    changes = [
+        {"groups": True},
+        {"axes": (1, replicate, 2, 1), "nested_axes": (replicate, 2), "uses_dp": False, "outer_units": False},
+        {"min_shard_numel": 0},
+        {"dtype": "float32", "mixed": "", "optimizer": "momentum"} if rng.random() < 0.4 else {},  # as recipes need
+    ]
+    for some in changes:
+        changed = replace(draw, **some)
+        draw = draw if problem_of(changed) or rng.random() < 0.1 else changed
+    kinds = rng.choices(("mlp", "mlp", "list", "late", "attention"), k=2)
+    for index, layer in enumerate(draw.layers):
+        nested = layer.nested if rng.random() < 0.05 else ""
+        block = replace(layer, kind=rng.choice(kinds), nested=nested, tied=-1, placement="", dtype="", tp=False)
+        changed = replace(draw, layers=(*draw.layers[:index], block, *draw.layers[index + 1 :]))
+        draw = draw if problem_of(changed) or rng.random() < 0.1 else changed
+    return draw
 
 
 def _quantized(rng: random.Random, draw: Draw) -> Draw:

@@ -29,7 +29,14 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from dtensor_gtp import GTPShard, MixedPrecisionPolicy, _torch_compat, gtp_shard, register_gtp_forward_method
+from dtensor_gtp import (
+    GTPShard,
+    MixedPrecisionPolicy,
+    SchedulePolicy,
+    _torch_compat,
+    gtp_shard,
+    register_gtp_forward_method,
+)
 from dtensor_gtp._modules import bad_arguments as _validate
 
 # Fields of a draw that are those of a schedule.
@@ -119,6 +126,18 @@ def _mixed_precision(draw: Draw) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(*dtypes[draw.mixed])
 
 
+def _schedule(draw: Draw) -> SchedulePolicy:
+    if draw.groups:
+        return SchedulePolicy(
+            reduce_scatter="all_to_all" if draw.reduce_scatter == "all_to_all" else "auto",
+            prefetch_nbytes=draw.prefetch_nbytes,
+            keep_nbytes=draw.keep_nbytes,
+            embedding=draw.embedding,
+            min_shard_numel=draw.min_shard_numel,
+        )
+    return explicit(max_inflight_reduce_scatters=draw.max_inflight, **{name: getattr(draw, name) for name in POLICIES})
+
+
 def shard(draw: Draw, model: Model, meshes: Meshes) -> None:
     """Apply the composition of ``draw``."""
     root = meshes.root(draw)
@@ -131,9 +150,7 @@ def shard(draw: Draw, model: Model, meshes: Meshes) -> None:
         "reshard_after_forward": draw.reshard_after_forward,
         "shard_placement_fn": asked.get if asked else None,
         "mp_policy": _mixed_precision(draw),
-        "schedule": explicit(
-            max_inflight_reduce_scatters=draw.max_inflight, **{name: getattr(draw, name) for name in POLICIES}
-        ),
+        "schedule": _schedule(draw),
     }
     with mock.patch.dict(os.environ, DTENSOR_GTP_DEBUG=draw.debug):
         for layer, module in zip(draw.layers, model.layers, strict=True):

@@ -80,6 +80,14 @@ class TestFuzz(GlooTest):
         one_row = Draw(layers=(Layer(out=1),), axes=(2, 1, 2, 1), uses_dp=True, nested_axes=(1, 2), clips=True)
         self._check([one_channel, few_rows, one_row])
 
+    def test_seed_61005_selective_checkpointing_beside_a_forward_that_is_looked_at(self) -> None:
+        """The recomputation of an earlier microbatch compared what was read with what is there, which torch took for an
+        op that the forward had not run."""
+        draw = Draw(
+            layers=(Layer("conv2d"),), spans=(Span(0, 1, "selective"),), steps=2, microbatches=2, interleaves=True
+        )
+        self._check([replace(draw, axes=(1, 1, 2, 1), nested_axes=(2, 1))])
+
 
 # --- the fuzzer itself ------------------------------------------------------------------------------------------------
 
