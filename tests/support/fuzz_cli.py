@@ -16,7 +16,8 @@ from typing import Any
 import fuzz
 import torch
 import torch.distributed as dist
-from fuzz import Draw, draw_of, problem_of, show
+from fuzz import Draw, problem_of, show
+from fuzz_draw import draw_of
 from fuzz_run import Meshes, Outcome, rounds, run_round
 from fuzz_shrink import kind_of, shrink
 

@@ -25,7 +25,13 @@ from fuzz_model import Broken, Model, loss_of, make_batch, quantize
 from quant_common import take_over
 from schedules import explicit
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -151,6 +157,8 @@ def shard(draw: Draw, model: Model, meshes: Meshes) -> None:
         "shard_placement_fn": asked.get if asked else None,
         "mp_policy": _mixed_precision(draw),
         "schedule": _schedule(draw),
+        "shard_optimizer": draw.shard_optimizer,
+        "offload_policy": CPUOffloadPolicy(pin_memory=False) if draw.offload else OffloadPolicy(),
     }
     with mock.patch.dict(os.environ, DTENSOR_GTP_DEBUG=draw.debug):
         for layer, module in zip(draw.layers, model.layers, strict=True):
@@ -167,6 +175,8 @@ def shard(draw: Draw, model: Model, meshes: Meshes) -> None:
         model.set_reshard_after_backward(False)  # type: ignore[operator]
     if draw.divides_by:
         model.set_gradient_divide_factor(draw.divides_by)  # type: ignore[operator]
+    if draw.any_use:
+        model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
     if draw.calls != "forward":
         register_gtp_forward_method(model, "predict")
         register_fsdp_forward_method(model, "predict")  # nothing without fully_shard
@@ -229,6 +239,9 @@ def _data_index(draw: Draw, root: DeviceMesh) -> int:
 
 def _train(draw: Draw, reference: Model, model: Model, index: int) -> Iterator[str]:
     optimizers = [make_optimizer(draw, list(m.parameters())) for m in (reference, model)]
+    for m in (reference, model) if draw.hooks else ():
+        for param in m.parameters():
+            param.register_post_accumulate_grad_hook(_halve)
     for step in range(draw.steps):
         for m in (reference, model):
             m.set_frozen(step)
@@ -256,6 +269,11 @@ def _train(draw: Draw, reference: Model, model: Model, index: int) -> Iterator[s
             take_over(reference, model)
         if draw.evaluates:
             yield from _evaluate(draw, reference, model, step, rows)
+
+
+def _halve(param: torch.Tensor) -> None:
+    assert param.grad is not None
+    param.grad.mul_(0.5)
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -385,6 +403,9 @@ def _compare(draw: Draw, model: Model, reference: Model, what: str) -> Iterator[
                 yield f"{what} of {name}: {'none' if mine is None else 'one'} where the reference is the opposite"
             continue
         assert isinstance(mine, DTensor)
+        if draw.shard_optimizer:
+            yield from _difference(draw, f"{what} of {name}", mine.full_tensor(), want, scale)
+            continue
         if mine.placements != param.placements:  # type: ignore[attr-defined]
             yield f"{what} of {name}: placements {mine.placements} instead of {param.placements}"  # type: ignore[attr-defined]
         yield from _difference(draw, f"{what} of {name}", mine.to_local(), local_part(want, mine), scale)

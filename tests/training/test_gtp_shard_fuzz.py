@@ -9,8 +9,9 @@ from typing import Any
 import fuzz
 import pytest
 from common import GlooTest
-from fuzz import Draw, Layer, Span, draw_of, problem_of, show
+from fuzz import Draw, Layer, Span, problem_of, show
 from fuzz_cli import describe
+from fuzz_draw import draw_of
 from fuzz_run import Meshes, Outcome, rounds, run_round
 from fuzz_shrink import kind_of, shrink
 
