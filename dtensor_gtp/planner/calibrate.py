@@ -338,7 +338,7 @@ def measure_host(clock: Clock, samples: Samples, mesh: DeviceMesh, *, has_copies
 
 def count_operations(tokens: int) -> float:
     """For how many operations the planner lets the host work, in a step of the small decoder."""
-    trace = repeated(record_reference(_BLOCK, 1, tokens), _BLOCK, Part(tuple(_BLOCK.kinds)))
+    trace = repeated(record_reference(_BLOCK, tokens), _BLOCK, Part(tuple(_BLOCK.kinds)))
     machine = load_machine("h100")
     return build_compute(Setting(trace, Costs(machine), fixed_policy())).host_ms * 1e3 / machine.host.op_us
 
