@@ -300,9 +300,10 @@ def measure_host(clock: Clock, samples: Samples, mesh: DeviceMesh, *, has_copies
     tokens = 8  # of a small decoder, which has as many operations as the planner counts
     decoder = Reference(_BLOCK, _BLOCK.kinds, tokens).to(clock.device, torch.bfloat16)
     ids = torch.zeros(1, tokens, dtype=torch.int64, device=clock.device)
+    collectives = Collectives(Recorder([]), 1, 1, 1)
 
     def decode() -> None:
-        decoder.loss(ids, ids, Collectives(Recorder([]), 1, 1, 1)).backward()
+        decoder.loss(ids, ids, collectives).backward()
         decoder.zero_grad(set_to_none=True)
 
     samples.add("host: op", count_operations(tokens), clock.time_host(decode))
@@ -337,7 +338,7 @@ def measure_host(clock: Clock, samples: Samples, mesh: DeviceMesh, *, has_copies
 
 def count_operations(tokens: int) -> float:
     """For how many operations the planner lets the host work, in a step of the small decoder."""
-    trace = repeated(record_reference(_BLOCK, 1, tokens), _BLOCK, Part(tuple(_BLOCK.kinds)))
+    trace = repeated(record_reference(_BLOCK, tokens), _BLOCK, Part(tuple(_BLOCK.kinds)))
     machine = load_machine("h100")
     return build_compute(Setting(trace, Costs(machine), fixed_policy())).host_ms * 1e3 / machine.host.op_us
 

@@ -204,10 +204,8 @@ def _compute(machine: Machine, samples: Samples) -> dict[str, Any]:
 def _host(samples: Samples, together: int) -> dict[str, Any]:
     """A sharded weight costs the host two uses and three launches: two gathers and a reduction. Copies are launched for
     ``together`` weights at once, and so are collectives of ``fully_shard``."""
-    kinds = ("plain layer", "sharded layer", "copied layer", "fully_shard layer")
-    op, call, plain, sharded, copied, fully = (
-        samples.seconds(f"host: {kind}") for kind in ("op", "collective", *kinds)
-    )
+    kinds = ("op", "collective", "plain layer", "sharded layer", "copied layer", "fully_shard layer")
+    op, call, plain, sharded, copied, fully = (samples.seconds(f"host: {kind}") for kind in kinds)
     found = {"op_us": op, "collective_us": call}
     if plain is not None and sharded is not None:
         call = call or 0.0

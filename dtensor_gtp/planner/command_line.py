@@ -106,8 +106,7 @@ def _plan(options: argparse.Namespace) -> int:
     asked["fixed"] = {name: given[name] for name in (*AXES, "micro_batch") if name in given}
     with Progress(_LOG, "layouts simulated") as progress:
         asked["report"] = lambda num, total, seconds: progress.advance(f"of at most {total}")
-        machine = load_machine(options.machine)
-        machine = machine.with_limits(watts=options.watts, network_gb_s=options.network_gb_s)
+        machine = load_machine(options.machine).with_limits(watts=options.watts, network_gb_s=options.network_gb_s)
         result = plan(options.model, machine, top=options.top, **asked)
     is_json = str(options.json) == "-"
     if options.json is not None:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import pairwise
 from typing import NamedTuple
 
 from .errors import PlanError
@@ -85,8 +86,7 @@ class Costs:
         return self.memory_ms(op.nbytes) if op.kind is Kind.MEMORY else 0
 
     def works(self, ops: Iterable[Op], *, is_block: bool = True) -> list[Work]:
-        """What a stretch of operations takes, compute between collectives together. ``is_block``: whether it is part of
-        a block, which may be compiled."""
+        """Compute between two collectives is one piece. ``is_block``: of a block, which may be compiled."""
         factor = self.machine.compute.fused if self.is_compiled and is_block else 1.0
         op_ms = self.machine.host.op_us / 1e3
         works: list[Work] = []
@@ -109,8 +109,7 @@ class Costs:
         return [*works, Work(ms, "", host)] if ms or host else works
 
     def wire(self, axis: Axis) -> Wire:
-        """How a group communicates: over the fast link, or in rings through the network, one ring for each of its
-        members in a domain."""
+        """The fast link, or rings through the network: one for each of the group's members in a domain."""
         network, fast = self.machine.network, self.machine.fast
         if axis.size * axis.stride <= self.machine.gpus_per_domain:
             return Wire(True, fast.gb_s * fast.share, _start_ms(fast, axis.size - 1))
@@ -138,8 +137,7 @@ class Costs:
     def together_ms(
         self, nbytes: float, axis: Axis, num_tensors: int, *, is_copy: bool, is_reduction: bool = False
     ) -> float:
-        """The same of several tensors in one launch. Copy engines make a copy for each tensor and peer, one after the
-        other, behind a barrier."""
+        """Of several tensors in one launch. Copy engines copy for each tensor and peer in turn, behind a barrier."""
         if not is_copy:
             one = self.scatter_ms(nbytes, axis) if is_reduction else self.gather_ms(nbytes, axis)
             return one * (self.machine.contention.grouped if num_tensors > 1 else 1)
@@ -168,11 +166,6 @@ class Costs:
         beyond = sent / (network.gb_s * network.share) * _PER_GB_S
         return max(within, beyond) + _start_ms(fast if members == axis.size else network, 1)
 
-    def send_ms(self, nbytes: float, axis: Axis) -> float:
-        """A message to the next rank of the axis."""
-        wire = self.wire(Axis(2, axis.stride))
-        return wire.start_ms + nbytes / wire.gb_s * _PER_GB_S
-
 
 def _start_ms(link: Link, hops: float) -> float:
     return (link.start_us + link.hop_us * hops) / 1e3
@@ -181,15 +174,12 @@ def _start_ms(link: Link, hops: float) -> float:
 @functools.lru_cache(maxsize=4096)
 def _share(points: Sequence[tuple[float, float]], flops: float) -> float:
     """The share of the peak at ``flops``, or at a length, interpolated over their logarithm."""
-    (first, share), *rest = points
-    if flops <= first:
-        return share
-    for number, next_share in rest:
-        if flops <= number:
-            part = math.log(flops / first) / math.log(number / first)
-            return share + (next_share - share) * part
-        first, share = number, next_share
-    return share
+    if flops <= points[0][0]:
+        return points[0][1]
+    for (least, share), (most, next_share) in pairwise(points):
+        if flops <= most:
+            return share + (next_share - share) * (math.log(flops / least) / math.log(most / least))
+    return points[-1][1]
 
 
 class Stream(IntEnum):

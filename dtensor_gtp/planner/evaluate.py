@@ -175,7 +175,7 @@ def _recorded(config: ModelConfig, batch: int, sizes: tuple[int, int, int, int],
         num, *matrix = weight.shape
         return weight._replace(shape=(num * few // ep, *matrix)) if weight.is_expert else weight
 
-    return record_reference(config, 1, *others, few, loss).times(batch).with_weights(shared)
+    return record_reference(config, *others, few, loss).times(batch).with_weights(shared)
 
 
 def memory_of(problem: Problem, layout: Layout, enough: float = math.inf) -> Memory:
@@ -253,7 +253,9 @@ def _with_bubble(total: Parts, one: Parts, problem: Problem, layout: Layout) -> 
     job = problem.job
     assert problem.config is not None
     nbytes = layout.micro_batch * job.seq_len // (layout.cp * layout.tp) * problem.config.dim * 2
-    send, chunks = 2 * Costs(problem.machine).send_ms(nbytes, layout.axes()["pp"]), problem.virtual_stages(layout)
+    # Two ranks that exchange messages of this size are an all-gather.
+    neighbours, chunks = Axis(2, layout.axes()["pp"].stride), problem.virtual_stages(layout)
+    send = 2 * Costs(problem.machine).gather_ms(2 * nbytes, neighbours)
     # A message hides behind the other microbatches, but where the pipeline fills and drains.
     bubble = (layout.pp - 1) / chunks * one.ms + 2 * (layout.pp - 1) * send
     received = {"pp": 2 * nbytes * layout.num_microbatches(job) * chunks}
@@ -267,8 +269,7 @@ def _optimizer_ms(setting: Setting, state_nbytes: int) -> float:
 
 
 def _gather_parameters(setting: Setting, total: Parts) -> float:
-    """Replicas get from each other the parameters that each has updated, in the dtype of compute, or whole for their
-    quantization; adds it to ``total``."""
+    """Adds to ``total`` that replicas exchange updated parameters: in the dtype of compute, or whole to quantize."""
     spent = 0.0
     for name in dict.fromkeys(item.replicas for item in setting.sharded):
         axis = setting.costs.axis(name)

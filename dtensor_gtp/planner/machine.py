@@ -24,8 +24,7 @@ ATTENTION_LENGTHS = (8192, 32768)
 FACTORS = (1, 10)  # of contention, the least and the most
 FORMATS = ("bf16", "float8", "float4")
 _PRESETS = Path(__file__).parent / "machines"
-# Pairs of operations of one GEMM and the share of the peak that it reaches; between them the share is interpolated over
-# the logarithm of the operations.
+# Operations of a GEMM and the share of the peak that it reaches, interpolated over the logarithm of the operations.
 Curve = tuple[tuple[float, float], ...]
 
 

@@ -118,8 +118,7 @@ def moments(
 def predict_peak(
     uses: Sequence[Use], state: int, max_inflight: int, together: int = 0, *, wgrad_first: bool = True
 ) -> Peak:
-    """Where a forward and backward have their peak, by uses in the order of the forward; ``together`` is
-    ``Schedule.coalesce_grad_nbytes``."""
+    """The fullest moment, by uses in the order of the forward; ``together`` is ``Schedule.coalesce_grad_nbytes``."""
     if not uses:
         raise ValueError("predict_peak expects at least one use of a weight, but got none.")
     found = moments(uses, state, max_inflight, together, wgrad_first=wgrad_first)

@@ -58,8 +58,7 @@ class ModelConfig:
     window_every: int = 0  # of so many blocks one looks at all tokens; 0 if all blocks have the window
 
     def looked_at(self, seq_len: int) -> float:
-        """Of all pairs of tokens, the share that a block computes on average: half under a causal mask, less with a
-        window."""
+        """Of all pairs of tokens, the share that a block computes: half under a causal mask, less with a window."""
         if not 0 < self.window < seq_len:
             return 0.5
         part = self.window / seq_len
@@ -121,8 +120,7 @@ def _size_of(item: Field[int], content: Mapping[str, Any], before: Mapping[str, 
         value = 0
     is_fine, wrong = type(value) is int and value >= least, f"{where} has {value!r}. Mend it."
     expect(is_fine, f"model expects an integer of at least {least} as {item.name}", wrong)
-    most = MAX_LAYERS if item.name == "layers" else _MAX_SIZE
-    expect(value <= most, f"model expects at most {most} as {item.name}", f"{where} has more. Mend it.")
+    expect(value <= _MAX_SIZE, f"model expects at most {_MAX_SIZE} as {item.name}", f"{where} has more. Mend it.")
     return int(value)
 
 
@@ -187,8 +185,8 @@ class Collectives:
     def gather(self, input: Tensor, kind: Kind, dim: int = 1) -> Tensor:
         return self._exchange(input, kind, dim, self._sizes[kind], 1)
 
-    def scatter(self, input: Tensor, kind: Kind, dim: int = 1) -> Tensor:
-        return self._exchange(input, kind, dim, 1, self._sizes[kind])
+    def scatter(self, input: Tensor, kind: Kind) -> Tensor:
+        return self._exchange(input, kind, 1, 1, self._sizes[kind])
 
     def exchange(self, input: Tensor, kind: Kind) -> Tensor:
         """All-to-all of rows."""

@@ -127,8 +127,7 @@ class Program:
 
 
 class Gathers:
-    """The gathers of one pass, as ``_schedule.gathering`` launches them. ``kept`` has the tasks of gathers whose
-    weights stay from forward to backward, by weight."""
+    """The gathers of one pass, as ``_schedule.gathering`` launches them; ``kept`` has those that stay till backward."""
 
     def __init__(self, tasks: Program, schedule: Schedule, plan: Plan, kept: dict[int, int]) -> None:
         self._tasks, self._schedule, self._kept = tasks, schedule, kept
@@ -174,8 +173,8 @@ class Gathers:
         nbytes = sum(weight.wired for weight in weights)
         num = sum(len(weight.members) for weight in weights)
         ms = costs.together_ms(nbytes, first.axis, num, is_copy=is_copy)
-        name, label = first.axis_name, f"gather {names}"
-        return tasks.transfer(stream, name, nbytes, ms, [cast], label, "gathers", is_copy=is_copy)
+        label = f"gather {names}"
+        return tasks.transfer(stream, first.axis_name, nbytes, ms, [cast], label, "gathers", is_copy=is_copy)
 
 
 class Reductions:

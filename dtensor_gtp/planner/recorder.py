@@ -55,8 +55,7 @@ class Stretch(NamedTuple):
 
 
 class Recorder(compat.TorchDispatchMode):
-    """Records operations, and the bytes of all tensors that are made within the context and still alive, but for those
-    that share the memory of ``others``."""
+    """Records operations, and the bytes of living tensors made within it that share no memory with ``others``."""
 
     def __init__(self, others: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -260,8 +259,7 @@ def shape_of(module: nn.Module) -> tuple[int, ...]:
 
 
 def _use_module(name: str, module: nn.Module, recorder: Recorder) -> None:
-    """Makes a module that owns matrices one use: what it runs in forward and backward is of the use, and autograd says
-    when backward comes by."""
+    """Makes what a module with matrices runs in forward and backward one use; autograd says when backward comes by."""
     forward = module.forward
     for param in _own_matrices(module):
         # Its gradient is no activation.

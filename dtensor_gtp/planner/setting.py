@@ -234,8 +234,7 @@ class Setting:
         return resolve_reduce_scatter(schedule.reduce_scatter, self.gathers_by(schedule, lane))
 
     def sends_narrow(self, schedule: Schedule, item: Sharded) -> bool:
-        """Whether the gradient of a group, or of a weight that travels alone, does so in the dtype of compute, as
-        ``ReductionLaunches`` decides."""
+        """Whether a gradient of a group, or one that travels alone, has the dtype of compute: ``ReductionLaunches``."""
         is_near = self.no_copy_engines(item.axis_name) is None
         wide = torch.bfloat16 if self.reduce_nbytes == COMPUTE_NBYTES else torch.float32
         kind = self.reduces_by(schedule, item.lane)
@@ -259,8 +258,7 @@ def plan_step(setting: Setting, schedule: Schedule) -> Step:
         schedule.prefetch_depth, schedule.prefetch_nbytes, schedule.coalesce_nbytes, schedule.expert_blocks_ahead
     )
     # The weights of one mesh that are in several blocks have one call; experts have a call for each block.
-    calls = [unit.weight.block + 1 if unit.lane else 0 for unit in units]
-    traits = [Traits(unit.wired, unit.lane, call) for unit, call in zip(units, calls, strict=True)]
+    traits = [Traits(unit.wired, unit.lane, unit.weight.block + 1 if unit.lane else 0) for unit in units]
     gathered = [number for number in range(len(units)) if not setting.is_exchanged(number)]
     recomputed = recomputed_uses(trace, setting.checkpoint)
     backward: list[int] = []

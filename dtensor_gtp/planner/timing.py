@@ -122,7 +122,7 @@ class _FullyShard(Program):
         self.spend(len(unit.members) * self.host.fsdp_use_us * share)
 
     def gather(self, unit: Sharded) -> None:
-        """Shards are cast and copied in, then gathered, after the last gather was copied out."""
+        """Unless it has begun: shards are cast and copied in, then gathered, after the last gather was copied out."""
         if unit.name in self._gathers:
             return
         self.spend_for(unit, 1 / 4)
@@ -132,8 +132,9 @@ class _FullyShard(Program):
         ms, label = self.costs.gather_ms(unit.gathered, self._axis), f"gather {unit.name}"
         self._gathers[unit.name] = self.transfer(Stream.GATHER, "gtp", unit.gathered, ms, [cast], label, "gathers")
 
-    def copy_out(self, unit: Sharded) -> None:
-        """The gather is copied to where modules read it."""
+    def use(self, unit: Sharded) -> None:
+        """The gather is there, and is copied to where modules read it."""
+        self.gather(unit)
         self.spend_for(unit, 1 / 4)
         self.wait(self._gathers.pop(unit.name))
         ms = self.costs.memory_ms(2 * unit.gathered)
@@ -161,12 +162,10 @@ def build_fully_shard(setting: Setting, *, keeps: bool = False) -> Program:
     root, units = units_of(setting)
     weights = {unit.name: [setting.sharded[number] for number in unit.members] for unit in (root, *units)}
     table, *head = weights[root.name]
-    tasks.gather(root)
-    tasks.copy_out(root)
+    tasks.use(root)
     tasks.forward([table])
     for unit in units:
-        tasks.gather(unit)
-        tasks.copy_out(unit)
+        tasks.use(unit)
         tasks.forward(weights[unit.name])
     tasks.forward(head)
     tasks.operations(setting.trace.loss, "loss")
@@ -175,8 +174,7 @@ def build_fully_shard(setting: Setting, *, keeps: bool = False) -> Program:
         if keeps:  # its hooks look for what there is to do
             tasks.spend_for(unit, 1 / 4)
         else:
-            tasks.gather(unit)
-            tasks.copy_out(unit)
+            tasks.use(unit)
             if following is not None:
                 tasks.gather(following)
         tasks.backward(weights[unit.name])

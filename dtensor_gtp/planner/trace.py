@@ -140,8 +140,8 @@ class Trace:
             return weight.with_ops(more)._replace(amounts=amounts, live=weight.live * batch)
 
         loss, tail = tuple(map(more, self.loss)), tuple(map(more, self.tail))
-        found = replace(self.with_weights(changed), loss=loss, tail=tail)
-        return replace(found, input_nbytes=self.input_nbytes * batch, end=self.end * batch)
+        nbytes, end = self.input_nbytes * batch, self.end * batch
+        return replace(self.with_weights(changed), loss=loss, tail=tail, input_nbytes=nbytes, end=end)
 
 
 def record(make_model: Callable[[], nn.Module], loss_of: Callable[[nn.Module, Recorder], torch.Tensor]) -> Trace:
@@ -178,8 +178,7 @@ def record(make_model: Callable[[], nn.Module], loss_of: Callable[[nn.Module, Re
     rest = stretches[uses[0][1] + 2 :]
     tail = rest[0].ops if rest else ()
     blocks = [weight for weight in weights if weight.block >= 0]
-    per_token = sum(op.flops for op in blocks[0].use) / (2 * blocks[0].numel) if blocks else 0
-    input_nbytes = int(per_token * blocks[0].shape[-1] * 2) if blocks else 0
+    input_nbytes = int(blocks[0].flops / (2 * blocks[0].numel) * blocks[0].shape[-1] * 2) if blocks else 0
     trace = Trace(tuple(weights), operations, tail, input_nbytes, small_numel)
     return replace(trace, unused_numel=max(numel - trace.numel, 0))
 
@@ -189,14 +188,14 @@ _RECORDED = 3  # blocks of each kind: the first, one between two that are alike,
 
 @functools.lru_cache(maxsize=256)
 def record_reference(
-    config: ModelConfig, batch: int, seq_len: int, tp: int = 1, cp: int = 1, ep: int = 1, loss: str = "bf16"
+    config: ModelConfig, seq_len: int, tp: int = 1, cp: int = 1, ep: int = 1, loss: str = "bf16"
 ) -> Trace:
-    """The recording of a few blocks of each kind, for :func:`repeated`."""
+    """The recording of one sequence in a few blocks of each kind, for :func:`repeated`."""
     num_tokens = seq_len // cp
 
     def loss_of(model: nn.Module, recorder: Recorder) -> torch.Tensor:
         assert isinstance(model, Reference)
-        tokens = torch.zeros(batch, num_tokens + 1, dtype=torch.int64)
+        tokens = torch.zeros(1, num_tokens + 1, dtype=torch.int64)
         inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:]
         return model.loss(inputs, targets, Collectives(recorder, tp, cp, ep), loss)
 
@@ -210,7 +209,7 @@ def record_reference(
     if config.is_tied:
         trace = trace.with_weights(lambda weight: weight._replace(is_tied=weight.is_table))
     trace = trace.with_weights(lambda weight: weight.with_ops(attending))
-    return replace(trace, input_nbytes=batch * num_tokens // tp * config.dim * 2)
+    return replace(trace, input_nbytes=num_tokens // tp * config.dim * 2)
 
 
 # Of the memory of whole logits: a loss in eight chunks of tokens, and a kernel that makes no logits.

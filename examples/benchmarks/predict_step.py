@@ -33,7 +33,7 @@ def find_machine(text: str | None, device: torch.device) -> Machine | None:
 
 @functools.cache
 def _trace_of(config: ModelConfig, seq_len: int) -> Trace:
-    return repeated(record_reference(config, 1, seq_len), config, Part(tuple(config.kinds)))
+    return repeated(record_reference(config, seq_len), config, Part(tuple(config.kinds)))
 
 
 class FakeCosts(Costs):

@@ -61,7 +61,7 @@ def recorded(config: ModelConfig, num_tokens: int = 32) -> Any:
 
 @pytest.mark.parametrize("config", [TINY, replace(MIXTURE, layers=7, dense_layers=3)], ids=["dense", "mixture"])
 def test_repeated_blocks_are_what_a_recording_of_all_has(config: ModelConfig) -> None:
-    whole, few = recorded(config), repeated(record_reference(config, 1, 32), config, Part(tuple(config.kinds)))
+    whole, few = recorded(config), repeated(record_reference(config, 32), config, Part(tuple(config.kinds)))
     assert [weight.name for weight in few.weights] == [weight.name for weight in whole.weights]
     for weight, expected in zip(few.weights, whole.weights, strict=True):
         assert weight == expected, weight.name
@@ -110,7 +110,7 @@ def test_operations_are_counted_as_published() -> None:
 
 
 def test_tp_and_cp_divide_what_a_rank_computes() -> None:
-    one, tp, cp = (record_reference(TINY, 1, 64, *sizes) for sizes in ((1, 1), (2, 1), (1, 2)))
+    one, tp, cp = (record_reference(TINY, 64, *sizes) for sizes in ((1, 1), (2, 1), (1, 2)))
     flops = [sum(weight.flops for weight in trace.weights) for trace in (one, tp, cp)]
     assert flops[1] == flops[2] == flops[0] / 2
     kinds = {trace: [op.kind for weight in trace.weights for op in weight.before] for trace in (one, tp, cp)}
@@ -120,7 +120,7 @@ def test_tp_and_cp_divide_what_a_rank_computes() -> None:
 
 
 def test_experts_are_divided_and_tokens_exchanged() -> None:
-    one, two = (record_reference(MIXTURE, 1, 64, 1, 1, ep) for ep in (1, 2))
+    one, two = (record_reference(MIXTURE, 64, 1, 1, ep) for ep in (1, 2))
     experts = [sum(weight.numel for weight in trace.weights if weight.is_expert) for trace in (one, two)]
     assert experts[1] == experts[0] / 2
     exchanges = [op for weight in two.weights for op in (*weight.before, *weight.backward) if op.kind is Kind.EP]

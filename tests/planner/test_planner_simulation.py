@@ -23,7 +23,7 @@ TINY = ModelConfig("tiny", 256, 4, 4, 2, 64, 512, 1024)
 
 def tiny(num_blocks: int = 4, world: int = 8, **options: object) -> Setting:
     config = replace(TINY, layers=num_blocks)
-    trace = repeated(record_reference(config, 1, 256), config, Part(tuple(config.kinds)))
+    trace = repeated(record_reference(config, 256), config, Part(tuple(config.kinds)))
     costs = Costs(load_machine("h200"), {"gtp": Axis(world, 1)})
     return Setting(trace, costs, options.pop("policy", fixed_policy()), tokens=256, **options)  # type: ignore[arg-type]
 

@@ -128,7 +128,7 @@ def test_a_class_of_transformers(transformers: Any) -> None:
 
     user = UserModel(build, "llama", "Mend it.")
     for tp in (1, 2):
-        expected = repeated(record_reference(TINY, 1, 32, tp), TINY, Part(tuple(TINY.kinds)))
+        expected = repeated(record_reference(TINY, 32, tp), TINY, Part(tuple(TINY.kinds)))
         blocks = [weight for weight in user.trace(tp).weights if weight.block >= 0]
         assert [(weight.shape, weight.flops) for weight in blocks] == [
             (weight.shape, weight.flops) for weight in expected.weights if weight.block >= 0
