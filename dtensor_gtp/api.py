@@ -27,8 +27,7 @@ from ._modules.binding import ShardGroup, binding_of, outermost_calls, unmanaged
 from ._modules.decide import Decision, decide
 from ._modules.dress import own_class
 from ._modules.frames import as_forward
-from ._modules.from_fully_shard import refuse_arguments
-from ._modules.gtp_module import GTPModule
+from ._modules.gtp_module import GTPModule, refuse_arguments
 from ._modules.shard_module import shard_module
 from ._params.managed_param import Site
 from ._schedule.runtime import Runtime

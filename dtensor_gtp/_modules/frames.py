@@ -22,7 +22,7 @@ from .._params.refusals import refuse_recording
 from .._schedule.block_uses import BlockUse
 from .._schedule.passes import Entry
 from .binding import BoundModule, Reads, ShardGroup, trains_unmanaged, unmanaged_params
-from .torch_patches import follow_pipelining
+from .outside_of_modules import follow_pipelining
 
 ADVICE_FOR_JIT = (
     "Use torch.compile; or build the module again, load get_model_state_dict with full_state_dict=True, and give that "
@@ -166,6 +166,24 @@ def _call_block(block: BoundModule, call: Any, args: Any, kwargs: Any, compiler:
     if use is not None:
         use.watch(inputs, _tensors_in(output))
     return output
+
+
+def forward_in_frame(module: BoundModule, stock: Callable[..., Any], *args: Tensor | None) -> Tensor:
+    """The stock forward, which reads the weight as an attribute, in a frame of its own."""
+    runtime = module._gtp_binding.group.runtime
+    depth = runtime.depth_of_call()
+    frame, is_complete = None, False
+    try:
+        try:
+            frame = runtime.enter(module, lambda num_steps: True)
+            output: Tensor = stock(module, *args)
+            is_complete = True
+            return output
+        finally:
+            if frame is not None:
+                runtime.exit(frame, is_complete)
+    finally:
+        runtime.leave(depth)
 
 
 def _needs_no_hooks(num_steps: int) -> bool:

@@ -33,7 +33,7 @@ from .binding import Binding, ShardGroup, binding_of, bindings_of, managed_param
 from .decide import Decision
 from .dress import bind
 from .group_blocks import make_groups
-from .other_libraries import run_all_layers
+from .overrides import run_all_layers
 
 
 def shard_module(
