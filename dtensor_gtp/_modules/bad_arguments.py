@@ -61,33 +61,19 @@ def validate_kinds(module: Any, arguments: Arguments) -> None:
             f"gtp_shard expects an nn.Module as module, but got a {type(module).__name__}. Call it once on the "
             "module that contains them all: gtp_shard chooses which weights to gather together."
         )
-    _check_kind(
-        "a bool as reshard_after_forward",
-        arguments.reshard_after_forward,
-        bool,
-        "Leave out None; for a part of the weights pass SchedulePolicy(keep_nbytes=...), which keeps those that "
-        "backward uses first.",
-    )
+    in_part = "Leave out None; for a part of the weights pass SchedulePolicy(keep_nbytes=...), which keeps those that "
+    in_part += "backward uses first."
+    mixed = "Pass MixedPrecisionPolicy(param_dtype=torch.bfloat16)."
     _check_kind("an nn.Module as module", module, nn.Module, "Pass the model.")
-    _check_kind(
-        "a MixedPrecisionPolicy as mp_policy",
-        arguments.mp_policy,
-        MixedPrecisionPolicy,
-        "Pass MixedPrecisionPolicy(param_dtype=torch.bfloat16).",
-    )
-    _check_kind(
-        "a SchedulePolicy as schedule", arguments.schedule, SchedulePolicy, "Pass SchedulePolicy(memory='least')."
-    )
-    _check_kind(
-        "an OffloadPolicy as offload_policy", arguments.offload_policy, OffloadPolicy, "Pass CPUOffloadPolicy()."
-    )
-    _check_kind(
-        "a set of parameters as ignored_params",
-        arguments.ignored_params,
-        set | frozenset,
-        "Pass {model.get_parameter(name), ...}.",
-    )
-    _check_kind("a bool as shard_optimizer", arguments.shard_optimizer, bool)
+    for kind, what, name, advice in (
+        (bool, "a bool", "reshard_after_forward", in_part),
+        (MixedPrecisionPolicy, "a MixedPrecisionPolicy", "mp_policy", mixed),
+        (SchedulePolicy, "a SchedulePolicy", "schedule", "Pass SchedulePolicy(memory='least')."),
+        (OffloadPolicy, "an OffloadPolicy", "offload_policy", "Pass CPUOffloadPolicy()."),
+        (set | frozenset, "a set of parameters", "ignored_params", "Pass {model.get_parameter(name), ...}."),
+        (bool, "a bool", "shard_optimizer", ""),
+    ):
+        _check_kind(f"{what} as {name}", getattr(arguments, name), kind, advice)
     if arguments.shard_optimizer and arguments.offload is not None:
         raise NotImplementedError(
             "gtp_shard does not support shard_optimizer=True with offload_policy, which keeps shards on the host: "
