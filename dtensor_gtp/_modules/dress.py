@@ -82,7 +82,7 @@ def bind(module: nn.Module, binding: Binding, own: type | None) -> None:
     attributes[BINDING] = binding
     if own is not None:
         module.__class__ = own
-    if binding.group.mesh.size() > 1:
+    if binding.group.arguments.mesh.size() > 1:
         attributes["_is_fsdp_managed_module"] = SEEN_BY_TRANSFORMERS
     override(module)
     dress(module)

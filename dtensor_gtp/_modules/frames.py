@@ -84,7 +84,7 @@ def _call_in_graph(module: BoundModule, call: Any, args: Any, kwargs: Any) -> An
     if group.module is not module:
         return call(*args, **kwargs)
     args, kwargs = _cast_inputs(group, args, kwargs)
-    return _cast(call(*args, **kwargs), group.mp_policy.output_dtype)
+    return _cast(call(*args, **kwargs), group.arguments.mp_policy.output_dtype)
 
 
 def _call_in_frame(
@@ -192,7 +192,7 @@ def _run(module: BoundModule, reads: Reads, call: Any, args: Any, kwargs: Any, c
         args, kwargs = compat.complete_collectives((args, kwargs))
     output = _call_under(compiler, call, args, kwargs)
     if group.module is module:
-        output = _cast(output, group.mp_policy.output_dtype)
+        output = _cast(output, group.arguments.mp_policy.output_dtype)
     reads.learn(bool(frame.held), runtime.steps.num_steps)
     return output
 
@@ -215,11 +215,12 @@ def _num_tokens(inputs: Any) -> int:
 
 def _refuse_added_params(group: ShardGroup) -> None:
     """Refuse a parameter that nobody manages or ignores: it would train on this rank's data alone, silently."""
+    axes = group.arguments.mesh.mesh_dim_names
     for fqn, site, param in unmanaged_params(group.module):
         if param.requires_grad and site not in group.unmanaged:
             raise RuntimeError(
                 f"Parameter '{fqn}' of shape {tuple(param.shape)} was added after gtp_shard, so its gradient is not "
-                f"reduced over mesh axes {group.mesh.mesh_dim_names} (rank {dist.get_rank()}). Change the module "
+                f"reduced over mesh axes {axes} (rank {dist.get_rank()}). Change the module "
                 "before gtp_shard, or call shard_added(model) before you create the optimizer. If the parameter "
                 f"must stay local, pass it in ignored_params. {see('lora')}"
             )
@@ -239,7 +240,8 @@ def _registrations() -> list[int]:
 
 
 def _cast_inputs(group: ShardGroup, args: Any, kwargs: Any) -> Any:
-    return _cast((args, kwargs), group.mp_policy.param_dtype if group.mp_policy.cast_forward_inputs else None)
+    policy = group.arguments.mp_policy
+    return _cast((args, kwargs), policy.param_dtype if policy.cast_forward_inputs else None)
 
 
 def to_device(tree: Any, device: torch.device) -> Any:
