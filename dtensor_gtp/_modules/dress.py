@@ -130,18 +130,14 @@ def own_class(module: nn.Module, mixin: type) -> type:
     return own
 
 
-def _flat_weights(module: nn.Module) -> list[Any]:
-    """The parameters that a recurrent layer passes on, made anew for each call: the list keeps what it holds."""
-    names: list[str] = module._flat_weights_names  # type: ignore[assignment]
-    return [getattr(module, name, None) for name in names]
-
-
 def _forget_flat_weights(module: nn.Module) -> None:
     module.__dict__["_flat_weights"] = [None] * len(module._flat_weights_names)  # type: ignore[arg-type]
 
 
 def _call_recurrent(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    module.__dict__["_flat_weights"] = _flat_weights(module)
+    """A recurrent layer passes on a list of parameters, made anew for each call: the list keeps what it holds."""
+    names: list[str] = module._flat_weights_names  # type: ignore[assignment]
+    module.__dict__["_flat_weights"] = [getattr(module, name, None) for name in names]
     try:
         return type(module)._call_impl(module, *args, **kwargs)
     finally:
