@@ -33,8 +33,8 @@ import typing as _typing
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from . import _dtensor, elastic  # noqa: F401 (_dtensor prepares DTensor for GTPShard)
-from ._modules.gtp_module import GTPModule, UnshardHandle
-from ._modules.whole_weights import whole_weights
+from ._modules.gtp_module import GTPModule
+from ._modules.whole_weights import UnshardHandle, whole_weights
 from ._version import __version__
 from .activations import SelectiveOffload
 from .api import gtp_shard, register_gtp_forward_method, shard_added

@@ -15,20 +15,12 @@ from ._comm.agreement import agree_on_all_ranks, device_of
 from ._comm.collectives import refuse_unavailable
 from ._comm.debug import DebugFlags
 from ._howto import did_you_mean
-from ._modules.bad_arguments import (
-    Arguments,
-    ShardPlacementFn,
-    in_rank_order,
-    validate_kinds,
-    validate_mesh,
-    validate_module,
-)
-from ._modules.binding import ShardGroup, binding_of, outermost_calls, unmanaged_params
+from ._modules.bad_arguments import in_rank_order, validate_kinds, validate_mesh, validate_module
+from ._modules.binding import Arguments, ShardGroup, ShardPlacementFn, binding_of, outermost_calls, unmanaged_params
 from ._modules.decide import Decision, decide
 from ._modules.dress import own_class
 from ._modules.frames import as_forward
-from ._modules.from_fully_shard import refuse_arguments
-from ._modules.gtp_module import GTPModule
+from ._modules.gtp_module import GTPModule, refuse_arguments
 from ._modules.shard_module import shard_module
 from ._params.managed_param import Site
 from ._schedule.runtime import Runtime
@@ -212,9 +204,8 @@ def _shard_added_adapters(module: nn.Module) -> None:
 
 
 def _shard_added(group: ShardGroup) -> None:
-    arguments: Arguments = group.arguments
     ignored = {site.module._parameters.get(site.name) for site in group.unmanaged}
-    arguments = arguments._replace(ignored_params={param for param in ignored if param is not None})
+    arguments = group.arguments._replace(ignored_params={param for param in ignored if param is not None})
 
     def check() -> tuple[list[Decision], set[Site]]:
         for fqn, site, param in unmanaged_params(group.module):

@@ -62,8 +62,8 @@ class StepMetrics:
             raise ValueError(f"StepMetrics expects a module after gtp_shard, but got a plain {type(model).__name__}.")
         self.flops_per_token = flops_of(model) if flops_per_token is None else flops_per_token  # None: not known
         self.flops_per_s = _peak_flops(machine, binding.group.runtime.device)
-        self._num_ranks = binding.group.mesh.size()  # with data of their own
-        self._num_devices = compat.root_mesh(binding.group.mesh).size()
+        self._num_ranks = binding.group.arguments.mesh.size()  # with data of their own
+        self._num_devices = compat.root_mesh(binding.group.arguments.mesh).size()
         self._runtime = binding.group.runtime
         self._exposed_ms: float | None = None
         self._begin()

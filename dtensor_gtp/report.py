@@ -182,7 +182,7 @@ def sharding_report(
     for fqn, _, param in unmanaged_params(module):
         nbytes = param.numel() * param.element_size()
         rows.append(ReportRow(fqn, tuple(param.shape), param.dtype, "-", nbytes, 0, "ignored"))
-    mesh, runtime = binding.group.mesh, binding.group.runtime
+    mesh, runtime = binding.group.arguments.mesh, binding.group.runtime
     axes = _axes(mesh)
     peak_nbytes = torch.cuda.max_memory_allocated(runtime.device) if runtime.device.type == "cuda" else None
     sizes = ", ".join(f"{axis}={size}" for axis, size in zip(axes, mesh.shape, strict=True))

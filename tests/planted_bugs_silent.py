@@ -146,7 +146,7 @@ SILENT = {
         "test_gtp_shard_fuzz.py::TestFuzz::test_seed_61005_selective_checkpointing_beside_a_forward_that_is_looked_at",
     ),
     "a forward that was interrupted leaves its frames": Bug(
-        "_call_block", drop("runtime.leave(depth)"), "test_gtp_shard_interrupted.py::TestInterrupted::test_groups"
+        "_in_frame", drop("runtime.leave(depth)"), "test_gtp_shard_interrupted.py::TestInterrupted::test_groups"
     ),
     "an interrupt leaves the modules of a block with their full weights": Bug(
         "WeightGroup.begin_forward", drop("put_back"), "test_gtp_shard_groups.py::TestGroups::test_unshard"

@@ -9,50 +9,23 @@ import gc
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Set
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Set
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    FullyShardedDataParallel,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-)
-from torch.distributed.tensor import Placement
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, OffloadPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _torch_compat as compat
 from .._comm.process_groups import device_types, has_device
 from ..policy import SchedulePolicy
-from .binding import binding_of, bindings_of, params_of, runtimes_below
+from .binding import Arguments, binding_of, bindings_of, params_of, runtimes_below
 
 logger = logging.getLogger(__name__)
-
-# A placement on the mesh of the call; a pair of a placement and another mesh; or torch's ``ShardPlacementResult``.
-ShardPlacementFn = Callable[[nn.Parameter], Placement | tuple[Placement | None, DeviceMesh] | Any | None]
-
-
-class Arguments(NamedTuple):
-    """The arguments of ``gtp_shard`` except the module."""
-
-    mesh: DeviceMesh
-    reshard_after_forward: bool
-    shard_placement_fn: ShardPlacementFn | None
-    mp_policy: MixedPrecisionPolicy
-    schedule: SchedulePolicy
-    ignored_params: Set[nn.Parameter]
-    offload_policy: OffloadPolicy = OffloadPolicy()
-    shard_optimizer: bool = False
-
-    @property
-    def offload(self) -> CPUOffloadPolicy | None:
-        return self.offload_policy if isinstance(self.offload_policy, CPUOffloadPolicy) else None
 
 
 def validate_kinds(module: Any, arguments: Arguments) -> None:
@@ -61,33 +34,19 @@ def validate_kinds(module: Any, arguments: Arguments) -> None:
             f"gtp_shard expects an nn.Module as module, but got a {type(module).__name__}. Call it once on the "
             "module that contains them all: gtp_shard chooses which weights to gather together."
         )
-    _check_kind(
-        "a bool as reshard_after_forward",
-        arguments.reshard_after_forward,
-        bool,
-        "Leave out None; for a part of the weights pass SchedulePolicy(keep_nbytes=...), which keeps those that "
-        "backward uses first.",
-    )
+    in_part = "Leave out None; for a part of the weights pass SchedulePolicy(keep_nbytes=...), which keeps those that "
+    in_part += "backward uses first."
+    mixed = "Pass MixedPrecisionPolicy(param_dtype=torch.bfloat16)."
     _check_kind("an nn.Module as module", module, nn.Module, "Pass the model.")
-    _check_kind(
-        "a MixedPrecisionPolicy as mp_policy",
-        arguments.mp_policy,
-        MixedPrecisionPolicy,
-        "Pass MixedPrecisionPolicy(param_dtype=torch.bfloat16).",
-    )
-    _check_kind(
-        "a SchedulePolicy as schedule", arguments.schedule, SchedulePolicy, "Pass SchedulePolicy(memory='least')."
-    )
-    _check_kind(
-        "an OffloadPolicy as offload_policy", arguments.offload_policy, OffloadPolicy, "Pass CPUOffloadPolicy()."
-    )
-    _check_kind(
-        "a set of parameters as ignored_params",
-        arguments.ignored_params,
-        set | frozenset,
-        "Pass {model.get_parameter(name), ...}.",
-    )
-    _check_kind("a bool as shard_optimizer", arguments.shard_optimizer, bool)
+    for kind, what, name, advice in (
+        (bool, "a bool", "reshard_after_forward", in_part),
+        (MixedPrecisionPolicy, "a MixedPrecisionPolicy", "mp_policy", mixed),
+        (SchedulePolicy, "a SchedulePolicy", "schedule", "Pass SchedulePolicy(memory='least')."),
+        (OffloadPolicy, "an OffloadPolicy", "offload_policy", "Pass CPUOffloadPolicy()."),
+        (set | frozenset, "a set of parameters", "ignored_params", "Pass {model.get_parameter(name), ...}."),
+        (bool, "a bool", "shard_optimizer", ""),
+    ):
+        _check_kind(f"{what} as {name}", getattr(arguments, name), kind, advice)
     if arguments.shard_optimizer and arguments.offload is not None:
         raise NotImplementedError(
             "gtp_shard does not support shard_optimizer=True with offload_policy, which keeps shards on the host: "
@@ -172,7 +131,7 @@ def validate_module(module: nn.Module, mesh: DeviceMesh, ignored: Set[nn.Paramet
     if (sharded := binding_of(module)) is not None:
         raise ValueError(
             f"gtp_shard was called on a {type(module).__name__} that an earlier call has sharded already, on it or "
-            f"on a module that contains it, over mesh axes {sharded.group.mesh.mesh_dim_names} (rank "
+            f"on a module that contains it, over mesh axes {sharded.group.arguments.mesh.mesh_dim_names} (rank "
             f"{dist.get_rank()}). Call it on submodules first, on the root last, and once on each."
         )
     if any(runtime.grads.launches.replicas is not None for runtime in runtimes_below(module)):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import Placement
 
 from .._howto import printable
 from .._params.managed_param import ManagedParam, Site
@@ -18,6 +19,7 @@ from .._params.weight_group import WeightGroup
 from .._params.whole_param import WholeParam
 from .._schedule.runtime import Runtime
 from ..ops.compiled_weight import CompiledWeight, materialize
+from ..policy import SchedulePolicy
 
 BINDING = "_gtp_binding"
 
@@ -46,19 +48,38 @@ class Reads:
             self._learned_in = num_steps
 
 
+# A placement on the mesh of the call; a pair of a placement and another mesh; or torch's ``ShardPlacementResult``.
+ShardPlacementFn = Callable[[nn.Parameter], Placement | tuple[Placement | None, DeviceMesh] | Any | None]
+
+
+class Arguments(NamedTuple):
+    """The arguments of ``gtp_shard`` except the module."""
+
+    mesh: DeviceMesh  # 1-D (gtp) or 2-D (replicate, gtp)
+    reshard_after_forward: bool
+    shard_placement_fn: ShardPlacementFn | None
+    mp_policy: MixedPrecisionPolicy
+    schedule: SchedulePolicy
+    ignored_params: Set[nn.Parameter]
+    offload_policy: OffloadPolicy = OffloadPolicy()
+    shard_optimizer: bool = False
+
+    @property
+    def offload(self) -> CPUOffloadPolicy | None:
+        return self.offload_policy if isinstance(self.offload_policy, CPUOffloadPolicy) else None
+
+
 @dataclass(eq=False)
 class ShardGroup:
     """One ``gtp_shard`` call on ``module``."""
 
     module: nn.Module
-    mesh: DeviceMesh  # 1-D (gtp) or 2-D (replicate, gtp)
-    mp_policy: MixedPrecisionPolicy
+    arguments: Arguments
     runtime: Runtime  # shared with the outermost call around it, once there is one
     unmanaged: set[Site]  # where ignored parameters below the module are registered
     params: list[ManagedParam] = field(default_factory=list)
     # At the last search for parameters that were added later, see ``frames``.
     checked: tuple[int, int] = (-1, -1)
-    arguments: Any = None  # of the call, a ``bad_arguments.Arguments``
 
 
 class Fused(NamedTuple):

@@ -10,16 +10,24 @@ from __future__ import annotations
 
 from abc import ABCMeta
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
+import torch
 import torch.nn as nn
+from torch import Tensor
 
+from .._params.managed_param import ManagedParam
+from .._params.pack_planes import HookWire
 from .._params.sharded_weight import ShardedWeight, gather_together
-from .binding import BINDING, Binding, BoundModule
-from .frames import call_compiled_in_frame, call_in_frame
-from .fused_forward import find_fused
-from .other_libraries import SEEN_BY_TRANSFORMERS, PreparedByAccelerate
-from .overrides import override
+from .._params.whole_param import WholeParam
+from ..ops.compiled_layers import embedding as compiled_embedding
+from ..ops.compiled_layers import linear as compiled_linear
+from ..ops.compiled_layers import parallel_linear as compiled_parallel_linear
+from ..ops.embedding import embedding
+from ..ops.linear import linear, parallel_linear
+from .binding import BINDING, Binding, BoundModule, Fused
+from .frames import call_compiled_in_frame, call_in_frame, forward_in_frame
+from .overrides import SEEN_BY_TRANSFORMERS, PreparedByAccelerate, override
 
 
 class ReadParams(dict[str, Any]):
@@ -74,7 +82,7 @@ def bind(module: nn.Module, binding: Binding, own: type | None) -> None:
     attributes[BINDING] = binding
     if own is not None:
         module.__class__ = own
-    if binding.group.mesh.size() > 1:
+    if binding.group.arguments.mesh.size() > 1:
         attributes["_is_fsdp_managed_module"] = SEEN_BY_TRANSFORMERS
     override(module)
     dress(module)
@@ -122,19 +130,81 @@ def own_class(module: nn.Module, mixin: type) -> type:
     return own
 
 
-def _flat_weights(module: nn.Module) -> list[Any]:
-    """The parameters that a recurrent layer passes on, made anew for each call: the list keeps what it holds."""
-    names: list[str] = module._flat_weights_names  # type: ignore[assignment]
-    return [getattr(module, name, None) for name in names]
-
-
 def _forget_flat_weights(module: nn.Module) -> None:
     module.__dict__["_flat_weights"] = [None] * len(module._flat_weights_names)  # type: ignore[arg-type]
 
 
 def _call_recurrent(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    module.__dict__["_flat_weights"] = _flat_weights(module)
+    """A recurrent layer passes on a list of parameters, made anew for each call: the list keeps what it holds."""
+    names: list[str] = module._flat_weights_names  # type: ignore[assignment]
+    module.__dict__["_flat_weights"] = [getattr(module, name, None) for name in names]
     try:
         return type(module)._call_impl(module, *args, **kwargs)
     finally:
         _forget_flat_weights(module)
+
+
+def linear_forward(module: BoundModule, input: Tensor) -> Tensor:
+    """Of ``nn.Linear``."""
+    layer, binding = cast("nn.Linear", module), module._gtp_binding
+    if torch.compiler.is_compiling():
+        if torch.is_autocast_enabled(input.device.type) or is_parametrized(module):
+            return nn.Linear.forward(layer, input)
+        compiled = binding.compiled["weight"]
+        op = compiled_linear if compiled.weight.tp_spec is None else compiled_parallel_linear
+        output = op(input, layer.bias, compiled)  # reads the bias as an attribute: the graph gets its value
+        return nn.Linear.forward(layer, input) if output is None else output
+    if binding.block is not None:  # a wrapper of a library has kept this function
+        return nn.Linear.forward(layer, input)
+    params, runtime = binding.params, binding.group.runtime
+    if torch.is_autocast_enabled(runtime.device.type) or is_parametrized(module):
+        return forward_in_frame(module, nn.Linear.forward, input)
+    value: Tensor | None = module._parameters.get("bias")
+    weight: ShardedWeight = params["weight"]  # type: ignore[assignment]
+    weight.follow(binding.sites["weight"])
+    if "bias" in params:
+        bias = params["bias"]
+        if not isinstance(bias, WholeParam):
+            return forward_in_frame(module, nn.Linear.forward, input)
+        bias.follow(binding.sites["bias"])
+        value = bias.value()
+    if weight.tp_spec is None:
+        return linear(input, value, runtime, weight)
+    output = parallel_linear(input, value, runtime, weight)
+    return forward_in_frame(module, nn.Linear.forward, input) if output is None else output
+
+
+def embedding_forward(module: BoundModule, input: Tensor) -> Tensor:
+    """Of ``nn.Embedding``."""
+    layer, binding = cast("nn.Embedding", module), module._gtp_binding
+    weight = binding.params["weight"]
+    assert isinstance(weight, ShardedWeight)
+    if torch.compiler.is_compiling():
+        return compiled_embedding(input, layer.padding_idx, binding.compiled["weight"])
+    if binding.block is not None:
+        return nn.Embedding.forward(layer, input)
+    if is_parametrized(module):
+        return forward_in_frame(module, nn.Embedding.forward, input)
+    weight.follow(binding.sites["weight"])
+    return embedding(input, layer.padding_idx, binding.group.runtime, weight)
+
+
+def is_parametrized(module: nn.Module) -> bool:
+    """Whether a parametrization has taken a parameter in this forward, as PEFT's of parameters, or it was set to
+    None."""
+    return module._parameters.get("weight") is None or ("bias" not in module._parameters and hasattr(module, "bias"))
+
+
+def find_fused(module: nn.Module, params: dict[str, ManagedParam]) -> Fused | None:
+    """The fused op for ``module``, if its forward is the stock one and its weight is a shard."""
+    if (of_layer := getattr(type(module), "gtp_fused", None)) is not None:
+        return cast("Fused | None", of_layer(module, params))
+    weight = params.get("weight")
+    # What hooks make of a weight (HookWire), only code that knows the hooks can use.
+    if not isinstance(weight, ShardedWeight) or isinstance(weight.form.wire, HookWire) or "forward" in module.__dict__:
+        return None
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+        return Fused(linear_forward, multiplies=True)
+    if weight.tp_spec is None and isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
+        return Fused(embedding_forward, multiplies=False)
+    return None

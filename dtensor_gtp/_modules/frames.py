@@ -19,10 +19,11 @@ from .. import _torch_compat as compat
 from .._dtensor.remedies import explain
 from .._howto import see
 from .._params.refusals import refuse_recording
+from .._schedule.attribute_reads import Frame
 from .._schedule.block_uses import BlockUse
 from .._schedule.passes import Entry
 from .binding import BoundModule, Reads, ShardGroup, trains_unmanaged, unmanaged_params
-from .torch_patches import follow_pipelining
+from .outside_of_modules import follow_pipelining
 
 ADVICE_FOR_JIT = (
     "Use torch.compile; or build the module again, load get_model_state_dict with full_state_dict=True, and give that "
@@ -83,7 +84,7 @@ def _call_in_graph(module: BoundModule, call: Any, args: Any, kwargs: Any) -> An
     if group.module is not module:
         return call(*args, **kwargs)
     args, kwargs = _cast_inputs(group, args, kwargs)
-    return _cast(call(*args, **kwargs), group.mp_policy.output_dtype)
+    return _cast(call(*args, **kwargs), group.arguments.mp_policy.output_dtype)
 
 
 def _call_in_frame(
@@ -101,26 +102,7 @@ def _call_in_frame(
     if not runtime.setup.is_done:
         runtime.setup.expect_tokens(_num_tokens((args, kwargs)))
     reads = binding.reads if reads is None else reads
-    depth = runtime.depth_of_call()
-    frame, is_complete = None, False
-    try:
-        try:
-            frame = runtime.enter(module, reads.may_read, method)
-            output = _run(module, call, args, kwargs, compiler)
-            is_complete = True
-            reads.learn(bool(frame.held), runtime.steps.num_steps)
-        except torch.OutOfMemoryError as error:
-            if len(runtime.reads.frames) == 1:
-                error.add_note(see("memory_too_high"))
-            raise
-        except RuntimeError as error:
-            explain(error)
-            raise
-        finally:
-            if frame is not None:
-                runtime.exit(frame, is_complete)
-    finally:
-        runtime.leave(depth)
+    output = _in_frame(module, reads.may_read, partial(_run, module, reads, call, args, kwargs, compiler), method)
     if not runtime.is_materializing and torch.is_grad_enabled():
         follow_pipelining()
         # Tell the runtime when a backward through the output begins, so that its first gathers start at once.
@@ -134,14 +116,12 @@ def _call_in_frame(
 def _call_block(block: BoundModule, call: Any, args: Any, kwargs: Any, compiler: Any) -> Any:
     """A use of the group of ``block``, which is a block or a part of one."""
     group, runtime = block._gtp_binding.weight_group, block._gtp_binding.group.runtime
-    depth = runtime.depth_of_call()
-    frame = gathered = None
     is_compiled = compiler is not None or block._compiled_call_impl is not None
-    was_in_pass = is_complete = False
-    try:
+
+    def run(frame: Frame) -> tuple[Any, BlockUse | None, list[Tensor]]:
+        was_in_pass = group.views.is_in_pass
+        gathered = None
         try:
-            frame = runtime.enter(block, _needs_no_hooks)
-            was_in_pass = group.views.is_in_pass
             gathered = runtime.gathering.acquire(group.for_forward)
             seen = group.leaves.seen() if runtime.reads.looks_at_bits else None
             use = BlockUse(runtime, group) if torch.is_grad_enabled() else None
@@ -153,38 +133,68 @@ def _call_block(block: BoundModule, call: Any, args: Any, kwargs: Any, compiler:
             misuse = misuse or runtime.lost_writes.written_in_use(group)
             if misuse is not None:
                 raise misuse
-            is_complete = True
+            return output, use, inputs
         finally:
-            if frame is not None:
-                if is_compiled or not was_in_pass:
-                    group.views.show(is_in_pass=was_in_pass)
-                if gathered is not None:
-                    runtime.gathering.release(group.for_forward, gathered)
-                runtime.exit(frame, is_complete)
-    finally:
-        runtime.leave(depth)
+            if is_compiled or not was_in_pass:
+                group.views.show(is_in_pass=was_in_pass)
+            if gathered is not None:
+                runtime.gathering.release(group.for_forward, gathered)
+
+    # Autograd saves leaves of a group as they are, without hooks: their memory is refilled for its backward.
+    output, use, inputs = _in_frame(block, lambda num_steps: False, run)
     if use is not None:
         use.watch(inputs, _tensors_in(output))
     return output
 
 
-def _needs_no_hooks(num_steps: int) -> bool:
-    """Autograd saves leaves of a group as they are: their memory is refilled for its backward."""
-    return False
+def forward_in_frame(module: BoundModule, stock: Callable[..., Any], *args: Tensor | None) -> Tensor:
+    """The stock forward, which reads the weight as an attribute, in a frame of its own."""
+    output: Tensor = _in_frame(module, lambda num_steps: True, lambda frame: stock(module, *args))
+    return output
 
 
-def _run(module: BoundModule, call: Any, args: Any, kwargs: Any, compiler: Any) -> Any:
+def _in_frame(
+    module: BoundModule, needs_hooks: Callable[[int], bool], run: Callable[[Frame], Any], method: str = "forward"
+) -> Any:
+    """What ``run`` returns for a new frame."""
+    runtime = module._gtp_binding.group.runtime
+    depth = runtime.depth_of_call()
+    frame, is_complete = None, False
+    try:
+        try:
+            frame = runtime.enter(module, needs_hooks, method)
+            output = run(frame)
+            is_complete = True
+            return output
+        except torch.OutOfMemoryError as error:
+            if len(runtime.reads.frames) == 1:
+                error.add_note(see("memory_too_high"))
+            raise
+        except RuntimeError as error:
+            explain(error)
+            raise
+        finally:
+            if frame is not None:
+                runtime.exit(frame, is_complete)
+    finally:
+        runtime.leave(depth)
+
+
+def _run(module: BoundModule, reads: Reads, call: Any, args: Any, kwargs: Any, compiler: Any, frame: Frame) -> Any:
     """The call within its frame, with inputs and outputs as the policies ask."""
     group = module._gtp_binding.group
+    runtime = group.runtime
     if group.module is module:
-        runtime = group.runtime
         if runtime.device.type != "cpu" and len(runtime.reads.frames) == 1:
             args, kwargs = to_device((args, kwargs), runtime.device)
         args, kwargs = _cast_inputs(group, args, kwargs)
     if compiler is not None or module._compiled_call_impl is not None:
         args, kwargs = compat.complete_collectives((args, kwargs))
     output = _call_under(compiler, call, args, kwargs)
-    return _cast(output, group.mp_policy.output_dtype) if group.module is module else output
+    if group.module is module:
+        output = _cast(output, group.arguments.mp_policy.output_dtype)
+    reads.learn(bool(frame.held), runtime.steps.num_steps)
+    return output
 
 
 def _call_under(compiler: Any, call: Any, args: Any, kwargs: Any) -> Any:
@@ -205,11 +215,12 @@ def _num_tokens(inputs: Any) -> int:
 
 def _refuse_added_params(group: ShardGroup) -> None:
     """Refuse a parameter that nobody manages or ignores: it would train on this rank's data alone, silently."""
+    axes = group.arguments.mesh.mesh_dim_names
     for fqn, site, param in unmanaged_params(group.module):
         if param.requires_grad and site not in group.unmanaged:
             raise RuntimeError(
                 f"Parameter '{fqn}' of shape {tuple(param.shape)} was added after gtp_shard, so its gradient is not "
-                f"reduced over mesh axes {group.mesh.mesh_dim_names} (rank {dist.get_rank()}). Change the module "
+                f"reduced over mesh axes {axes} (rank {dist.get_rank()}). Change the module "
                 "before gtp_shard, or call shard_added(model) before you create the optimizer. If the parameter "
                 f"must stay local, pass it in ignored_params. {see('lora')}"
             )
@@ -229,7 +240,8 @@ def _registrations() -> list[int]:
 
 
 def _cast_inputs(group: ShardGroup, args: Any, kwargs: Any) -> Any:
-    return _cast((args, kwargs), group.mp_policy.param_dtype if group.mp_policy.cast_forward_inputs else None)
+    policy = group.arguments.mp_policy
+    return _cast((args, kwargs), policy.param_dtype if policy.cast_forward_inputs else None)
 
 
 def to_device(tree: Any, device: torch.device) -> Any:

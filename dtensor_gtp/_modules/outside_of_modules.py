@@ -9,12 +9,15 @@ and torch would take each rank's rows from the gradient of that rank alone.
 gathered is kept, or the user asks for it. In a forward, weights are gathered ahead of their use, and a forward may
 write in between: momentum encoders (MoCo, BYOL) do. So whoever gets hold of a shard in a forward may write to it: what
 was gathered of it is dropped, and in this pass it is gathered at its use.
+
+**Backwards in two parts**, as stages of pipelines run them.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -32,6 +35,7 @@ from .._params.whole_param import WholeParam
 from .._schedule.runtime import Runtime
 from .._schedule.steps import optimizer_steps
 from ..placement import GTPShard
+from .binding import runtimes_below
 
 
 @functools.cache
@@ -176,3 +180,53 @@ def _note_data(param: DTensor) -> None:
     if isinstance(param, nn.Parameter) and not compat.is_in_compiler():
         for runtime in _runtimes():
             runtime.lost_writes.note_untraced_write(param)
+
+
+def follow_pipelining() -> None:
+    """Let pipeline stages run a backward in two parts (zero bubble), once ``torch.distributed.pipelining`` is imported.
+
+    torch splits the autograd graph at ``stage.submod.parameters()``, through which our gradients do not pass. Instead,
+    the first part is a whole backward in which the fused ops postpone their weight gradients; the second part computes
+    and reduces those. Weights that are read as attributes, whole parameters, and compiled layers, whose graph frees or
+    reuses the operands, are done in the first part.
+    """
+    if (stage_class := compat.pipeline_stage_class()) is not None:
+        _replace_backward(stage_class)
+
+
+@functools.cache
+def _replace_backward(stage_class: Any) -> None:
+    run = stage_class.backward_maybe_with_nosync
+
+    @functools.wraps(run)
+    def run_part(stage: Any, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> Any:
+        runtimes = runtimes_below(stage.submod) if last_backward or backward_type in ("input", "weight") else []
+        if any(runtime.grads.launches.replicas is not None for runtime in runtimes):
+            raise NotImplementedError(
+                "Pipelines do not support elastic.synchronize_replicas: its replicas span all ranks of the job, a "
+                "stage only some. Use a mesh of init_weight_mesh with pp."
+            )
+        if backward_type == "full":
+            runtimes = []
+        if not runtimes:
+            return run(stage, backward_type, bwd_kwargs, last_backward)
+        if backward_type == "input":
+            outputs = bwd_kwargs["stage_output"]
+            if bwd_kwargs["output_grads"] is None:  # a loss, which a whole backward expects outside of a tuple
+                (outputs,) = outputs
+            with ExitStack() as stack:
+                postponed = [(runtime, stack.enter_context(runtime.grads.postponing())) for runtime in runtimes]
+                grads, _ = run(stage, "full", {**bwd_kwargs, "stage_output": outputs}, last_backward)
+            return grads, postponed  # the stage passes the list to the second part as param_groups
+        # A backward of nothing, in which torch sets the flags of an outer fully_shard. As "weight" it would make a view
+        # of each parameter, which is slow, and which placements with a block size do not have.
+        nothing = torch.zeros((), requires_grad=True)
+        result = run(stage, "full", {"stage_output": nothing, "output_grads": None, "input_values": ()}, last_backward)
+        with torch.no_grad():
+            for runtime, jobs in bwd_kwargs["param_groups"]:
+                for job in jobs:
+                    job()
+                runtime.steps.complete()
+        return result
+
+    compat.replace("pipeline", stage_class, "backward_maybe_with_nosync", run_part)

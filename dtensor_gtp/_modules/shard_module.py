@@ -28,12 +28,11 @@ from ..placement import GTPShard
 from ..quant.master import master_of
 from ..quant.native import NativeWeight, recipe_groups
 from . import outside_of_modules, torch_patches
-from .bad_arguments import Arguments
-from .binding import Binding, ShardGroup, binding_of, bindings_of, managed_params
+from .binding import Arguments, Binding, ShardGroup, binding_of, bindings_of, managed_params
 from .decide import Decision
 from .dress import bind
 from .group_blocks import make_groups
-from .other_libraries import run_all_layers
+from .overrides import run_all_layers
 
 
 def shard_module(
@@ -48,7 +47,7 @@ def shard_module(
     if arguments.mesh.size() > 1:
         run_all_layers(module)
     nested = _adopt_earlier(module, decisions, runtime)
-    group = ShardGroup(module, arguments.mesh, arguments.mp_policy, runtime, ignored, arguments=arguments)
+    group = ShardGroup(module, arguments, runtime, ignored)
     owned: dict[nn.Module, dict[str, ManagedParam]] = {}
     for decision in decisions:
         param = decision.existing

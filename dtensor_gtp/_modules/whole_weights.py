@@ -1,4 +1,4 @@
-"""``whole_weights``: plain, whole parameters in the place of sharded ones for a while."""
+"""Whole parameters outside of forwards: gathered by ``unshard``, or plain ones in the place of shards."""
 
 from __future__ import annotations
 
@@ -10,9 +10,67 @@ import torch.nn as nn
 
 from .. import _torch_compat as compat
 from .._params.managed_param import ManagedParam
+from .._params.sharded_weight import ShardedWeight
+from .._params.whole_param import WholeParam
+from .._schedule.runtime import Runtime
 from ..quant.master import master_of
 from ..quant.native import native_of
 from .binding import managed_params, runtimes_below
+
+
+class UnshardHandle:
+    """Handle of an asynchronous :meth:`GTPModule.unshard`.
+
+    Example:
+        >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
+        >>> handle = model.unshard(async_op=True)
+        >>> ...  # work that does not read the weights
+        Ellipsis
+        >>> handle.wait()
+        >>> model.weight.shape
+        torch.Size([64, 64])
+        >>> model.reshard()
+    """
+
+    def __init__(self, runtime: Runtime, weights: list[ShardedWeight]) -> None:
+        self._runtime = runtime
+        self._weights = weights
+
+    def wait(self) -> None:
+        """Make the current stream wait for the gathers. Waiting twice is harmless."""
+        for weight in self._weights:
+            self._runtime.keeper.wait_kept(weight)
+
+
+def unshard_params(runtime: Runtime, params: list[ManagedParam]) -> UnshardHandle:
+    """Gather the weights among ``params`` until ``reshard_params``."""
+    weights = _weights_among(params)
+    runtime.setup.ensure()  # decides what is gathered together
+    for param in params:
+        param.is_pinned = True
+    for weight in weights:
+        runtime.gather_kept(weight)
+    return UnshardHandle(runtime, weights)
+
+
+def reshard_params(runtime: Runtime, params: list[ManagedParam]) -> None:
+    """Free what ``unshard_params`` has gathered."""
+    weights = _weights_among(params)
+    errors: list[RuntimeError | None] = [*runtime.lost_writes.written_outside(weights)]
+    errors += [param.take_back() for param in params if isinstance(param, WholeParam)]
+    for param in params:
+        param.is_pinned = False
+    for weight in weights:
+        if weight.group is not None:
+            weight.group.views.unpin()
+        runtime.keeper.drop_kept(weight)
+    for error in errors:
+        if error is not None:
+            raise error
+
+
+def _weights_among(params: list[ManagedParam]) -> list[ShardedWeight]:
+    return [param for param in params if isinstance(param, ShardedWeight)]
 
 
 @contextmanager

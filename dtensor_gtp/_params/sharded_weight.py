@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn as nn
@@ -225,10 +225,6 @@ class ShardedWeight(ManagedParam):
             self.form.wire.note_read()
         full = gathered.contiguous().detach()
         return full if self.tp_spec is None else compat.wrap_local(full, self.tp_spec)
-
-    def exchange(self, purpose: str, declared: int | None, is_worth: Callable[[int], bool]) -> TokenExchange:
-        """A new exchange of activations for uses of this weight."""
-        return TokenExchange(self.fqn, self.layout.shape, self.mesh, purpose, declared, is_worth)
 
     def accumulate(self, slot: Tensor) -> None:
         """Add this rank's rows of a reduced gradient."""

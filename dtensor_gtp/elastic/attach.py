@@ -63,7 +63,7 @@ def synchronize_replicas(module: nn.Module, mesh: ElasticMesh, *, bucket_nbytes:
     def describe(checked: tuple[Runtime, list[WeightSpec]]) -> list[str]:
         runtime, specs = checked
         bindings = filter(None, map(binding_of, module.modules()))
-        policies = {binding.group: str(binding.group.mp_policy) for binding in bindings}
+        policies = {binding.group: str(binding.group.arguments.mp_policy) for binding in bindings}
         flags = sorted({str(param.flags) for param in runtime.members.params})
         # Tensor parallelism may have another size in each replica: its cuts are compared below.
         params = [

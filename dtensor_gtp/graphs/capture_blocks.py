@@ -12,6 +12,7 @@ forward before the backward of the last one would overwrite it, so it runs eager
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
@@ -21,10 +22,23 @@ import torch.nn as nn
 from torch import Tensor
 
 from .. import _torch_compat as compat
+from .._modules.binding import bindings_of, params_of, unmanaged_params
 from .._params.gathered import FixedBuffers
-from .checks import check_at_least, check_blocks, check_on_gpu, check_places, params_of, runtimes_of
+from .._params.managed_param import ManagedParam
+from .._params.sharded_weight import ShardedWeight
 from .record_block import Block, BlockGraph, Reached
-from .recorder import CudaRecorder, KnownCalls, signature
+from .recorder import (
+    CudaRecorder,
+    KnownCalls,
+    check_at_least,
+    check_buffers,
+    check_on_gpu,
+    check_places,
+    runtimes_of,
+    signature,
+)
+
+logger = logging.getLogger("dtensor_gtp")
 
 
 def capture_blocks(
@@ -133,13 +147,12 @@ class CapturedBlocks:
             )
         for runtime in runtimes_of(module, "capture_blocks"):
             runtime.split_groups()
-        check_blocks(blocks, names)
-        owns = []
-        for block in blocks:
-            runtime = runtimes_of(block, "capture_blocks")[0]
-            owns.append(Block(names[block], block.forward, params_of(block), runtime, recorder))
-            for weight in owns[-1].weights:
-                weight.fused.may_exchange = runtime.policy.embedding == "exchange"  # else its table is gathered
+        owners: dict[ManagedParam, str] = {}
+        owns = [_checked(names[block], block, recorder, owners) for block in blocks]
+        _warn_of_late_gathers(owns)
+        for own in owns:
+            for weight in own.weights:
+                weight.fused.may_exchange = own.runtime.policy.embedding == "exchange"  # else its table is gathered
         _give_buffers(owns)
         self._blocks = [
             _CapturedBlock(block, own, KnownCalls(warmup_calls, max_graphs))
@@ -248,3 +261,49 @@ class _CapturedBlock:
             if fixed is None or (fixed.gathered.dtype, fixed.grad.dtype) != (weight.compute_dtype, weight.reduce_dtype):
                 what = f"The dtype of '{weight.fqn}' has changed since capture_blocks"
                 raise RuntimeError(f"{what}: call remove() on its result, then capture_blocks again.")
+
+
+def _warn_of_late_gathers(blocks: Sequence[Block]) -> None:
+    asked = blocks[0].runtime.policy.prefetch_nbytes
+    nbytes = max(sum(weight.for_forward.kept_nbytes for weight in block.weights) for block in blocks)
+    if asked and asked < nbytes:
+        logger.warning(
+            "capture_blocks: SchedulePolicy(prefetch_nbytes=%d) gathers the rest of the %d bytes of a block only "
+            "after the block before has ended; raise it to this number",
+            asked,
+            nbytes,
+        )
+
+
+def _checked(name: str, block: nn.Module, recorder: CudaRecorder, owners: dict[ManagedParam, str]) -> Block:
+    """What is recorded of ``block``, if it can be. ``owners`` names the block that each parameter belongs to."""
+    params = params_of(bindings_of(block.modules()))
+    if not any(isinstance(param, ShardedWeight) for param in params):
+        raise ValueError(f"capture_blocks expects blocks with sharded weights, but '{name}' has none.")
+    where = f"capture_blocks does not support block '{name}', a {type(block).__name__}"
+    runtimes = runtimes_of(block, "capture_blocks")
+    if len(runtimes) > 1:
+        raise NotImplementedError(f"{where}: its weights belong to several gtp_shard calls without one around them.")
+    if any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in block.modules()):
+        raise NotImplementedError(f"{where}: it is compiled. Compile it, or record it, or record the whole step.")
+    for fqn, _, param in unmanaged_params(block):
+        if param.requires_grad:
+            raise NotImplementedError(
+                f"{where}: gtp_shard does not manage its parameter '{fqn}', so the gradient would be lost."
+            )
+    check_buffers(f"capture_blocks, of block '{name}',", block, runtimes[0].device)
+    for managed in params:
+        weight = managed if isinstance(managed, ShardedWeight) else None
+        # Blocks may have modules in common, such as a table of rotary embeddings, but no parameters.
+        first = owners.setdefault(managed, name)
+        obstacles = {
+            "is tensor-parallel": getattr(managed, "tp_spec", None) is not None,
+            "is quantized for its gather": weight is not None and weight.form.wire is not None,
+            "belongs to another recorded block": weight is not None and weight.form.fixed is not None,
+            "is on the meta device": weight is not None and weight.shard.is_meta,
+            f"is one of '{first}', too": first != name,
+        }
+        for obstacle, is_there in obstacles.items():
+            if is_there:
+                raise NotImplementedError(f"{where}: its parameter '{managed.fqn}' {obstacle}. Use capture_step.")
+    return Block(name, block.forward, params, runtimes[0], recorder)

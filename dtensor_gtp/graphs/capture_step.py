@@ -36,9 +36,20 @@ from torch import Tensor
 from torch.utils.weak import WeakIdRef
 
 from .. import _torch_compat as compat
-from .checks import check_inputs, check_state, check_step
-from .record_step import RecordedStep, Surroundings, drop_kept, read_values
-from .recorder import CudaRecorder, KnownCalls, signature
+from .._howto import see
+from .._schedule.runtime import Runtime
+from ..placement import may_be_ours
+from .record_step import RecordedStep, Surroundings, drop_kept, params_outside, read_values
+from .recorder import (
+    CudaRecorder,
+    KnownCalls,
+    check_at_least,
+    check_buffers,
+    check_on_gpu,
+    check_places,
+    runtimes_of,
+    signature,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -226,6 +237,67 @@ class CapturedStep(Generic[P, R]):
                 part,
                 "; call zero_grad() at the end of the step, not at its beginning" if part == parts[2] else "",
             )
+
+
+def check_step(fn: Any, module: Any, optimizers: list[Any], warmup_steps: Any, max_graphs: Any) -> list[Runtime]:
+    """Refuse arguments of ``capture_step``. Returns the runtimes of ``module``."""
+    if not callable(fn):
+        raise TypeError(f"capture_step expects a function as fn, but got {type(fn).__name__}.")
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"capture_step expects an nn.Module as module, but got {type(module).__name__}.")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"capture_step expects optimizers as optimizer, but got {type(optimizer).__name__}.")
+    check_at_least("capture_step", warmup_steps=(warmup_steps, 2), max_graphs=(max_graphs, 1))
+    runtimes = runtimes_of(module)
+    for aid in ("order", "finite"):
+        if any(getattr(runtime.comm.debug, aid) for runtime in runtimes):
+            raise RuntimeError(
+                f"capture_step cannot record a step with DTENSOR_GTP_DEBUG={aid}, because the host waits at each "
+                f"collective. Train without capture_step while you debug. {see('capture_a_step')}"
+            )
+    check_on_gpu("capture_step", module, runtimes[0].device)
+    check_buffers("capture_step", module, runtimes[0].device)
+    for optimizer in optimizers:
+        check_optimizer(optimizer, module)
+    return runtimes
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+    """Refuse an optimizer that is not capturable, or steps sharded parameters of runtimes outside of ``module``."""
+    name = type(optimizer).__name__
+    for index, group in enumerate(optimizer.param_groups):
+        if group.get("capturable") is False:
+            what = f"optimizers that can be captured, but group {index} of {name} has capturable=False"
+            raise ValueError(f"capture_step expects {what}. Create it with capturable=True. {see('capture_a_step')}")
+    for param in params_outside(module, [optimizer]):
+        if any(map(may_be_ours, getattr(param, "placements", ()))):
+            raise ValueError(
+                f"capture_step expects a module that contains all sharded parameters of {name}, but one of shape "
+                f"{tuple(param.shape)} is outside. Pass a module around both, such as nn.ModuleList."
+            )
+
+
+def check_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """An optimizer without the switch is capturable if its state is on the GPU: a number would be baked in."""
+    for state in optimizer.state.values():
+        for name, value in state.items() if isinstance(state, dict) else ():
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_number or (isinstance(value, Tensor) and value.device.type != device.type):
+                where = "a Python number" if is_number else f"on '{value.device.type}'"
+                raise ValueError(
+                    f"capture_step expects optimizers whose state is on '{device.type}', but '{name}' of "
+                    f"{type(optimizer).__name__} is {where}: a graph would repeat one value. Use an optimizer with "
+                    f"capturable=True, or step it outside of the captured function. {see('capture_a_step')}"
+                )
+
+
+def check_inputs(leaves: list[Any], device: torch.device) -> None:
+    check_places(leaves, device, "A captured step")
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            what = f"one of shape {tuple(leaf.shape)} does"
+            raise ValueError(f"A captured step expects inputs that need no gradient, but {what}. Pass it detached.")
 
 
 def _reset(captured: CapturedStep[Any, Any] | None) -> None:

@@ -17,7 +17,7 @@ from .._howto import see
 from .._params.weight_group import WeightGroup
 from .._schedule.runtime import Runtime
 from .._schedule.steps import optimizer_steps
-from .recorder import CudaRecorder, versions_of, with_tensors
+from .recorder import CudaRecorder, tensors_in, versions_of, with_tensors
 
 Place = tuple[Any, str]  # an object and the name of its attribute that is a gradient or None
 PLAIN = (Tensor, nn.Parameter)
@@ -295,15 +295,6 @@ def params_outside(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[T
     """Parameters that optimizers step and ``module`` does not have, such as those of a criterion."""
     own = {id(param) for param in module.parameters()}
     return [param for identity, param in stepped_params(optimizers).items() if identity not in own]
-
-
-def tensors_in(value: Any) -> Iterable[Tensor]:
-    """The tensors that a value is or consists of."""
-    if isinstance(value, Tensor):
-        return (value,)
-    if not isinstance(value, list | tuple | dict):
-        return ()
-    return (leaf for leaf in compat.tree_flatten(value)[0] if isinstance(leaf, Tensor))
 
 
 def address(tensor: Tensor) -> Hashable:

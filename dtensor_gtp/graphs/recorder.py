@@ -1,18 +1,21 @@
-"""What ``capture_step`` and ``capture_blocks`` share: CUDA graphs, and which calls are recorded."""
+"""What ``capture_step`` and ``capture_blocks`` share: CUDA graphs, which calls are recorded, and refusals."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Generic, TypeVar
 
 import torch
+import torch.nn as nn
 from torch import Tensor
 
 from .. import _torch_compat as compat
 from .._howto import see
+from .._modules.binding import runtimes_below
+from .._schedule.runtime import Runtime
 
 R = TypeVar("R")
 Graph = TypeVar("Graph")
@@ -149,3 +152,85 @@ def with_tensors(leaves: list[Any], tensors: Sequence[Tensor]) -> list[Any]:
 
 def versions_of(tensors: list[Tensor]) -> list[int]:
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def tensors_in(value: Any) -> Iterable[Tensor]:
+    """The tensors that a value is or consists of."""
+    if isinstance(value, Tensor):
+        return (value,)
+    if not isinstance(value, list | tuple | dict):
+        return ()
+    return (leaf for leaf in compat.tree_flatten(value)[0] if isinstance(leaf, Tensor))
+
+
+def runtimes_of(module: nn.Module, caller: str = "capture_step") -> list[Runtime]:
+    runtimes = runtimes_below(module)
+    if not runtimes:
+        what = f"a module that gtp_shard was called on, or one around it, but got a plain {type(module).__name__}"
+        raise ValueError(f"{caller} expects {what}. Call gtp_shard first.")
+    for runtime in runtimes:
+        obstacles = {
+            "an outer fully_shard. Use a (replicate, gtp) mesh.": any(
+                param.registration.is_cut_again for param in runtime.members.params
+            ),
+            f"offload_policy: a graph cannot wait for the host. {see('offload')}": any(
+                param.policies.offload is not None for param in runtime.members.params
+            ),
+            "gtp_shard(shard_optimizer=True): whether replicas gather what their optimizers have written is decided in "
+            "each forward. Leave out shard_optimizer.": bool(runtime.gathering.parts.weights),
+            "elastic.synchronize_replicas: a graph would repeat the shares of the batch of its recording, and wait for "
+            "a lost rank forever. Take equal replicas: init_weight_mesh(replicate=).": (
+                runtime.grads.launches.replicas is not None
+            ),
+        }
+        for obstacle, is_there in obstacles.items():
+            if is_there:
+                raise NotImplementedError(f"{caller} does not support {obstacle}")
+    return runtimes
+
+
+def check_on_gpu(caller: str, module: nn.Module, device: torch.device) -> None:
+    if device.type != "cuda":
+        what = f"the weights of the {type(module).__name__} are on '{device.type}'"
+        raise RuntimeError(f"{caller} records CUDA graphs, but {what}. Train without it there.")
+
+
+def check_at_least(caller: str, **numbers: tuple[Any, int]) -> None:
+    """Each number comes with the least that it may be."""
+    for name, (value, least) in numbers.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{caller} expects an int as {name}, but got {value!r}.")
+        if value < least:
+            raise ValueError(f"{caller} expects {name} >= {least}, but got {value}.")
+
+
+def check_places(leaves: list[Any], device: torch.device, what: str) -> None:
+    """Refuse arguments of ``what`` that a replay would not see: values on the host, and tensors in other objects."""
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            _check_hides_none(leaf, what)
+        elif leaf.device.type != device.type:
+            got = f"one of shape {tuple(leaf.shape)} on '{leaf.device.type}'"
+            raise ValueError(f"{what} expects tensors on '{device.type}', but got {got}. Move it before the call.")
+
+
+def _check_hides_none(leaf: Any, what: str) -> None:
+    attributes = {} if isinstance(leaf, nn.Module) else dict(getattr(leaf, "__dict__", {}))
+    slots = (name for kind in type(leaf).__mro__ for name in getattr(kind, "__slots__", ()))
+    attributes.update((name, getattr(leaf, name, None)) for name in slots)
+    for name, value in attributes.items():
+        if any(True for _ in tensors_in(value)):
+            raise ValueError(
+                f"{what} expects tensors in lists, tuples, dicts, or what torch.utils._pytree knows, but got a "
+                f"{type(leaf).__name__} with one as '{name}', where capture_step cannot see changes. Pass its "
+                "tensors."
+            )
+
+
+def check_buffers(caller: str, module: nn.Module, device: torch.device) -> None:
+    for name, buffer in module.named_buffers():
+        if buffer.device.type != device.type:
+            raise ValueError(
+                f"{caller} expects buffers on '{device.type}', but '{name}' is on '{buffer.device.type}', whose "
+                "value a graph would never read again. Move it, or make it a Python number."
+            )

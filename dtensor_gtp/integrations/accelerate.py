@@ -85,14 +85,15 @@ class GTPAccelerator(Accelerator):
         if not groups:
             return super().prepare_model(model, device_placement, evaluation_mode)
         for group in groups:
-            if group.mesh.size() != self.num_processes:
+            mesh = group.arguments.mesh
+            if mesh.size() != self.num_processes:
                 raise NotImplementedError(
                     f"GTPAccelerator expects models sharded over all {self.num_processes} processes, because each "
                     f"gets different data, but got a {type(group.module).__name__} on mesh axes "
-                    f"{group.mesh.mesh_dim_names} of {group.mesh.size()} ranks. Pass a 1-D (gtp) or 2-D (replicate, "
+                    f"{mesh.mesh_dim_names} of {mesh.size()} ranks. Pass a 1-D (gtp) or 2-D (replicate, "
                     "gtp) mesh of all processes to gtp_shard."
                 )
-            if group.mp_policy.param_dtype is not None:
+            if group.arguments.mp_policy.param_dtype is not None:
                 self.native_amp = False  # the policy casts
         # In evaluation mode, the stock method casts and compiles only.
         vars(model).setdefault("_is_accelerate_prepared", False)

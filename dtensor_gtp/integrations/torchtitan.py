@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .._modules.binding import binding_of
-from .._modules.gtp_module import GTPModule, reshard_params, unshard_params
+from .._modules.gtp_module import GTPModule
+from .._modules.whole_weights import reshard_params, unshard_params
 from .._params.managed_param import ManagedParam
 from ..api import gtp_shard
 from . import needs_extra

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from .. import _torch_compat as compat
 from .._comm.debug import DebugFlags
 from .._modules.binding import BoundModule, Fused
-from .._modules.fused_forward import forward_in_frame
+from .._modules.frames import forward_in_frame
 from .._params.managed_param import ManagedParam, Site
 from .._params.sharded_weight import ShardedWeight
 from .._params.whole_param import WholeParam

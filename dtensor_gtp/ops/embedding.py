@@ -101,7 +101,8 @@ def new_exchange(
         moved = _moved_nbytes(weight)
         return choice == "exchange" or is_exchange_worth(weight.layout.world, capacity, token_nbytes(), moved)
 
-    return weight.exchange(purpose, runtime.policy.exchange_tokens, is_worth)
+    declared = runtime.policy.exchange_tokens
+    return TokenExchange(weight.fqn, weight.layout.shape, weight.mesh, purpose, declared, is_worth)
 
 
 def _moved_nbytes(weight: ShardedWeight) -> int:

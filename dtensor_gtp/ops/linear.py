@@ -37,22 +37,15 @@ def linear(input: Tensor, bias: Tensor | None, runtime: Runtime, weight: Sharded
         # ``quick_apply`` wants it unwrapped.
         result: Tensor = _apply_linear(compat.unwrap_if_dead(input), weight.leaf, bias, runtime, weight)
         return result
-    if weight.form.gemms is not None:
-        return _float8_linear(input, bias, runtime, weight)
-    return runtime.gathering.compute(F.linear, input, weight.for_forward, bias)
+    return _product(input, bias, runtime, weight, compat.asks_checkpoint_policy())
 
 
 def _forward(
     ctx: Any, input: Tensor, leaf: Tensor, bias: Tensor | None, runtime: Runtime, weight: ShardedWeight
 ) -> Tensor:
     ctx.use = runtime, weight, weight.version, weight.form.gemms
-    is_policy_asked = compat.num_dispatch_modes() and compat.asks_checkpoint_policy()
-    if weight.form.gemms is not None:
-        output = _float8_linear(input, bias, runtime, weight)
-    elif is_policy_asked:
-        output = F.linear(input, UngatheredWeight(runtime, weight), bias)
-    else:
-        output = runtime.gathering.compute(F.linear, input, weight.for_forward, bias)
+    is_policy_asked = compat.asks_checkpoint_policy()
+    output = _product(input, bias, runtime, weight, is_policy_asked)
     if not is_policy_asked:  # torch must see writes to what a policy has saved
         output = compat.no_view(output)
     # The gradient of a frozen weight is not computed, so its input is not saved.
@@ -60,11 +53,15 @@ def _forward(
     return output
 
 
-def _float8_linear(input: Tensor, bias: Tensor | None, runtime: Runtime, weight: ShardedWeight) -> Tensor:
-    check_float8_input(input, weight)
-    if compat.asks_checkpoint_policy():
-        # The policy is asked about the GEMM of nn.Linear.
+def _product(
+    input: Tensor, bias: Tensor | None, runtime: Runtime, weight: ShardedWeight, is_policy_asked: bool
+) -> Tensor:
+    if weight.form.gemms is not None:
+        check_float8_input(input, weight)
+    if is_policy_asked:  # about the GEMM of nn.Linear, also in float8
         return F.linear(input, UngatheredWeight(runtime, weight), bias)
+    if weight.form.gemms is None:
+        return runtime.gathering.compute(F.linear, input, weight.for_forward, bias)
     output = float8_product(input.reshape(-1, input.shape[-1]), runtime, weight)
     output = output.view(*input.shape[:-1], output.shape[-1])
     return output if bias is None else output + bias

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_gtp import MixedPrecisionPolicy, capture_step, gtp_shard
 from dtensor_gtp._params import gather
-from dtensor_gtp.graphs.checks import check_inputs, check_optimizer, check_state
+from dtensor_gtp.graphs.capture_step import check_inputs, check_optimizer, check_state
 
 BF16 = torch.bfloat16
 

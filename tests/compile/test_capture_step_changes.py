@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dtensor_gtp import MixedPrecisionPolicy, gtp_shard
 from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp.graphs import recorder
-from dtensor_gtp.graphs.checks import check_optimizer
+from dtensor_gtp.graphs.capture_step import check_optimizer
 from dtensor_gtp.graphs.record_step import Surroundings
 from dtensor_gtp.quant import Float8Tensorwise, quantize_
 from dtensor_gtp.quant.master_optimizer import MasterOptimizer

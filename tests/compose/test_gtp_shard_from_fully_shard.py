@@ -21,7 +21,7 @@ from torch.testing._internal.common_utils import TestCase
 from torch.utils._pytree import register_pytree_node
 
 from dtensor_gtp import GTPModule, GTPShard, gtp_shard
-from dtensor_gtp._modules import from_fully_shard
+from dtensor_gtp._modules import gtp_module
 from dtensor_gtp._modules.frames import to_device
 
 WIDTH = 10
@@ -252,7 +252,7 @@ class TestRefused(TestCase):
     def test_methods(self) -> None:
         """Each raises, whatever it is given; the old name of one works."""
         model = self.sharded()
-        for name, advice in from_fully_shard.METHODS.items():
+        for name, advice in gtp_module.METHODS.items():
             with self.assertRaisesRegex(NotImplementedError, f"{name} of fully_shard has no counterpart"):
                 getattr(model, name)(True, recurse=False)
             self.assertRegex(advice, r"^([A-Z]|gtp_shard ).*[a-z)]$")

@@ -14,7 +14,7 @@ import torch.distributed.fsdp as fsdp
 from expecttest import TestCase
 
 import dtensor_gtp
-from dtensor_gtp._modules import from_fully_shard
+from dtensor_gtp._modules import gtp_module
 
 
 def public_symbols() -> Iterator[tuple[str, Any]]:
@@ -142,15 +142,15 @@ CapturedStep.reset()""",
 
     def test_all_of_fully_shard_is_known(self) -> None:
         """Its arguments and the methods of its modules: the same here, or refused with what to use instead."""
-        refused = set(from_fully_shard.ARGUMENTS)
+        refused = set(gtp_module.ARGUMENTS)
         arguments = {p.name for p in parameters(fsdp.fully_shard)}
         self.assertEqual(arguments - {p.name for p in parameters(dtensor_gtp.gtp_shard)} - refused, set())
         methods = {name for name, _ in own_methods(fsdp.FSDPModule)}
         ours = {name for name, _ in own_methods(dtensor_gtp.GTPModule)}
-        self.assertEqual(methods - ours - from_fully_shard.METHODS.keys(), set())
-        self.assertEqual(ours & from_fully_shard.METHODS.keys(), set())
+        self.assertEqual(methods - ours - gtp_module.METHODS.keys(), set())
+        self.assertEqual(ours & gtp_module.METHODS.keys(), set())
         page = (Path(__file__).parents[2] / "docs" / "guides" / "composability.md").read_text()
-        named = arguments | methods | refused | from_fully_shard.METHODS.keys()
+        named = arguments | methods | refused | gtp_module.METHODS.keys()
         self.assertEqual({name for name in named if f"`{name}`" not in page}, set())
 
     def test_the_docstring_of_gtp_shard(self) -> None:
