@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from common import ALL, GlooTest, assert_same_params, check_training, fake_world, rows_of_rank
+from common import ALL, GlooTest, assert_same_params, check_training, fake_mesh, rows_of_rank
 from schedules import explicit
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -213,8 +213,7 @@ class TestInputs(TestCase):
 class TestRefused(TestCase):
     def setUp(self) -> None:
         super().setUp()
-        self.enterContext(fake_world(rank=1, world_size=4))
-        self.mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "gtp"))
+        self.mesh = self.enterContext(fake_mesh(2, 2, names=("replicate", "gtp"), rank=1))
 
     def sharded(self) -> Any:
         return gtp_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), self.mesh["gtp"], schedule=ALL)

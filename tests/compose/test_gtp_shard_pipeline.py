@@ -423,16 +423,6 @@ class TestPipeline(GlooTest):
         if pipeline.has_first:
             assert pipeline.parts[0].embedding.weight is pipeline.parts[3].head.weight
 
-    def test_tied_stages_of_one_rank_with_different_meshes_are_refused(self) -> None:
-        mesh = _mesh((2, 1, 2), ("pp", "dp", "gtp"))
-        parts = make_parts(4, is_tied=True)
-        gtp_shard(parts[0], mesh["gtp"], schedule=ALL)
-        with self.assertRaisesRegex(
-            ValueError,
-            "parameter 'head.weight'.*'embedding.weight' of an earlier call.*tied weights on one pipeline stage",
-        ):
-            gtp_shard(parts[3], _mesh((4,), ("gtp",)), schedule=ALL)
-
     def test_tied_stages_of_different_ranks(self) -> None:
         """Each stage has a copy; the user adds up their gradients, shard by shard."""
         pipeline, reference = Pipeline(ONE_F_ONE_B), make_parts(2, is_tied=True)

@@ -23,6 +23,7 @@ from checkpoint_common import tokens_of_step as small_tokens
 from common import ALL, assert_same_params, rows_of_rank
 from fsdp_common import (
     OPTIMIZERS,
+    both,
     check,
     check_averages,
     check_checkpoints,
@@ -32,7 +33,6 @@ from fsdp_common import (
     mesh_of,
     next_token_loss,
     token_batch,
-    wrap,
 )
 from runtime_common import Counts, counted, members_of, runtime_of
 from test_gtp_shard_groups import CHOSEN
@@ -249,8 +249,7 @@ class TestCosts(Costs):
 
 class TestByFullyShard(Costs):
     def shard(self, model: Any, **options: Any) -> Any:
-        gtp_shard(model, self.mesh["gtp"], schedule=ALL)
-        return wrap(model, self.mesh["replicate"], reshard_after_forward=False)
+        return both(self.mesh, outer="replicate", reshard_after_forward=False)(model)
 
     def test_a_rank_holds_its_part_of_the_states(self) -> None:
         self.check_parts_of_states(self.shard(make()), 2)  # what is whole along gtp is cut over the replicas alone
