@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,20 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from checkpoint_common import RANK0, local
-from common import ALL, GlooTest, _mesh, full, rows_of_rank, shared_directory
-from quant_common import Net, all_recipes, blocks_only, dequantized, fsdp, gtp, loss_of, tokens_of
+from common import GlooTest, _mesh, full, rows_of_rank, shared_directory
+from quant_common import (
+    COLUMNS,
+    Net,
+    all_recipes,
+    cut_layers,
+    dequantized,
+    fsdp,
+    fully_sharded,
+    gtp,
+    loss_of,
+    tokens_of,
+    up_only,
+)
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -22,9 +35,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from dtensor_gtp import GTPShard, checkpoint, gtp_shard, quantize_
+from dtensor_gtp import checkpoint
 from dtensor_gtp.quant import (
     MXFP8,
     NVFP4,
@@ -44,34 +56,17 @@ ShardFn = Callable[[nn.Module], nn.Module]
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
-def up_only(module: nn.Module, name: str) -> bool:
-    return blocks_only(module, name) and name.endswith("up")
-
-
 def net(seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(seed)
     return Net(hidden=HIDDEN).to(dtype)
 
 
-def on_gtp(recipe: Recipe, mesh: DeviceMesh, **options: Any) -> ShardFn:
-    def shard(model: nn.Module) -> nn.Module:
-        quantize_(model, recipe, filter_fn=up_only, storage="native")
-        return gtp_shard(model, mesh, schedule=ALL, **options)
-
-    return shard
-
-
-def on_fsdp(recipe: Recipe, mesh: DeviceMesh) -> ShardFn:
-    return lambda model: fsdp(quantize_(model, recipe, filter_fn=up_only, storage="native"), mesh)
+on_gtp = partial(gtp, names=up_only, storage="native")
+on_fsdp = partial(fully_sharded, storage="native")
 
 
 def on_tp(recipe: Recipe, mesh: DeviceMesh) -> ShardFn:
-    def shard(model: nn.Module) -> nn.Module:
-        for layer in model.layers:  # type: ignore[union-attr]
-            parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        return on_gtp(recipe, mesh["gtp"])(model)
-
-    return shard
+    return lambda model: on_gtp(recipe, mesh["gtp"])(cut_layers(model, mesh["tp"]))
 
 
 def in_float32(shard: ShardFn) -> ShardFn:
@@ -130,15 +125,14 @@ class TestNativeCheckpoint(GlooTest):
         """Also where some ranks have no blocks of scales, and scales of whole weights and rows."""
         mesh, one, dp_mesh = self.gtp_mesh(), self.hsdp_mesh(4), self.hsdp_mesh()
         tp, around = _mesh((2, 2), ("gtp", "tp")), _mesh((2, 2), ("dp", "gtp"))
-        columns: Any = {"shard_placement_fn": lambda param: GTPShard(1) if param.ndim == 2 else None}
         blockwise, nvfp4, mxfp8 = Float8Blockwise(), NVFP4(), MXFP8()
         tensorwise, rowwise = Float8Tensorwise(), Float8Rowwise()
         both = lambda model: fsdp(on_gtp(mxfp8, around["gtp"])(model), around["dp"])  # noqa: E731
         cases: list[tuple[Recipe, ShardFn, list[ShardFn]]] = [
-            (blockwise, on_gtp(blockwise, mesh), [on_fsdp(blockwise, dp_mesh), on_gtp(blockwise, mesh, **columns)]),
+            (blockwise, on_gtp(blockwise, mesh), [on_fsdp(blockwise, dp_mesh), on_gtp(blockwise, mesh, **COLUMNS)]),
             (blockwise, on_fsdp(blockwise, dp_mesh), [on_gtp(blockwise, mesh)]),
-            (nvfp4, on_gtp(nvfp4, mesh), [on_gtp(nvfp4, mesh), on_tp(nvfp4, tp), on_gtp(nvfp4, mesh, **columns)]),
-            (nvfp4, on_gtp(nvfp4, mesh, **columns), [on_fsdp(nvfp4, mesh)]),
+            (nvfp4, on_gtp(nvfp4, mesh), [on_gtp(nvfp4, mesh), on_tp(nvfp4, tp), on_gtp(nvfp4, mesh, **COLUMNS)]),
+            (nvfp4, on_gtp(nvfp4, mesh, **COLUMNS), [on_fsdp(nvfp4, mesh)]),
             (mxfp8, on_gtp(mxfp8, one), [on_gtp(mxfp8, one), on_gtp(mxfp8, mesh), on_fsdp(mxfp8, one), both]),
             (tensorwise, on_tp(tensorwise, tp), [on_gtp(tensorwise, mesh)]),
             (rowwise, on_tp(rowwise, tp), [on_fsdp(rowwise, mesh)]),

@@ -10,30 +10,14 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from checkpoint_common import job_state, local
 from common import GlooTest, _mesh, full, rows_of_rank, shared_directory
-from quant_common import Net, blocks_only, dequantized, fsdp, gtp, loss_of, tokens_of
+from quant_common import COLUMNS, Net, cut_layers, dequantized, fsdp, fully_sharded, gtp, loss_of, tokens_of
 from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from dtensor_gtp import quantize_
 from dtensor_gtp.quant import MXFP8, NVFP4, RECIPES, Direction, Float8Blockwise, Float8Tensorwise, Recipe
 
 HIDDEN = 512
 ShardFn = Callable[[nn.Module], nn.Module]
-
-
-def up_only(module: nn.Module, name: str) -> bool:
-    return blocks_only(module, name) and name.endswith("up")
-
-
-def tensor_parallel(recipe: Recipe, mesh: DeviceMesh) -> ShardFn:
-    def shard(model: nn.Module) -> nn.Module:
-        for layer in model.layers:  # type: ignore[union-attr]
-            parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        return gtp(recipe, mesh["gtp"])(model)
-
-    return shard
 
 
 class Job:
@@ -69,25 +53,21 @@ class TestQuantizedCheckpoint(GlooTest):
         mesh, hsdp = self.gtp_mesh(), self.hsdp_mesh()
         tp, dp = _mesh((2, 2), ("gtp", "tp")), _mesh((2, 2), ("dp", "gtp"))
         shard_of_one = self.hsdp_mesh(4)
-        columns = {"shard_placement_fn": lambda p: Shard(1) if p.ndim == 2 else None}
 
-        def plain_fsdp(model: nn.Module) -> nn.Module:
-            return fsdp(model, mesh)
-
-        def quantized_fsdp(recipe: Recipe) -> ShardFn:
-            return lambda model: fsdp(quantize_(model, recipe, filter_fn=up_only), mesh)
+        def on_tp(model: nn.Module) -> nn.Module:
+            return gtp(MXFP8(), tp["gtp"])(cut_layers(model, tp["tp"]))
 
         return {
-            "fsdp bf16": (plain_fsdp, mesh, None),
-            "fsdp blockwise": (quantized_fsdp(Float8Blockwise()), mesh, Float8Blockwise()),
-            "fsdp nvfp4": (quantized_fsdp(NVFP4()), mesh, NVFP4()),
+            "fsdp bf16": (lambda model: fsdp(model, mesh), mesh, None),
+            "fsdp blockwise": (fully_sharded(Float8Blockwise(), mesh), mesh, Float8Blockwise()),
+            "fsdp nvfp4": (fully_sharded(NVFP4(), mesh), mesh, NVFP4()),
             "gtp tensorwise": (gtp(Float8Tensorwise(), mesh), mesh, Float8Tensorwise()),
             "gtp blockwise": (gtp(Float8Blockwise(), mesh), mesh, Float8Blockwise()),
             "gtp nvfp4": (gtp(NVFP4(), mesh), mesh, NVFP4()),
             "hsdp mxfp8": (gtp(MXFP8(), hsdp), hsdp, MXFP8()),
             "hsdp shard of one, mxfp8": (gtp(MXFP8(), shard_of_one), shard_of_one, MXFP8()),
-            "gtp x tp mxfp8": (tensor_parallel(MXFP8(), tp), tp["gtp"], MXFP8()),
-            "fsdp x gtp mxfp8": (lambda m: fsdp(gtp(MXFP8(), dp["gtp"])(m), dp["dp"], **columns), dp, MXFP8()),
+            "gtp x tp mxfp8": (on_tp, tp["gtp"], MXFP8()),
+            "fsdp x gtp mxfp8": (lambda m: fsdp(gtp(MXFP8(), dp["gtp"])(m), dp["dp"], **COLUMNS), dp, MXFP8()),
         }
 
     def _check_forward(self, job: Job, recipe: Recipe | None) -> None:
