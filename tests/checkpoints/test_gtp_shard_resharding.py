@@ -5,8 +5,6 @@ Every element of every tensor is a code of its own: which tensor it belongs to a
 of one to four ranks are sub-meshes of the four workers here; one test restarts with another number of processes.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import sys

@@ -1,7 +1,5 @@
 """State dicts and checkpoints: what is in them, every way to load them, and that a load counts at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path

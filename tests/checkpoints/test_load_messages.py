@@ -1,7 +1,5 @@
 """A checkpoint that does not fit is refused in one message, which names the keys and what to write."""
 
-from __future__ import annotations
-
 import tempfile
 import unittest
 from typing import Any

@@ -1,7 +1,5 @@
 """Checkpoints of native weights: the same bytes back on any topology that cuts between blocks; from and to bfloat16."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Checkpoints of models with quantized weights (master storage): any recipe and topology to any other, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ Each test is a cell of the support matrix: supported cells are compared with one
 anything has changed, with the remedy.
 """
 
-from __future__ import annotations
-
 import unittest
 from collections.abc import Callable
 from functools import partial

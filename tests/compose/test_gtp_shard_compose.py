@@ -1,7 +1,5 @@
 """``gtp_shard`` with two more at once; and what each composition has saved, loaded onto itself and into one process."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

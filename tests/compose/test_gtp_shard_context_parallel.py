@@ -4,8 +4,6 @@ Torch has its ring for the kernels of GPUs alone. So one of them is given to CPU
 tokens and the merging of partial results are torch's. ``test_gtp_shard_data_axes`` has more cases of the same axes.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Iterator

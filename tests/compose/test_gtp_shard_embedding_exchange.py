@@ -3,8 +3,6 @@
 The table is never gathered in training: ranks look up their own rows for the tokens of all ranks.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 from unittest import mock

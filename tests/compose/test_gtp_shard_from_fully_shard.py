@@ -1,8 +1,6 @@
 """What users of ``fully_shard`` bring along: meshes of single parameters, chunked losses, all-reduce hooks; and what is
 refused."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass
 from types import SimpleNamespace

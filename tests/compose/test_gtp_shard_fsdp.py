@@ -3,8 +3,6 @@
 Each test is a cell of the support matrix. Gradients and parameters after each step are compared with one process.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import unittest
 from functools import partial

@@ -1,7 +1,5 @@
 """Stages of ``torch.distributed.pipelining``, each sharded over its own gtp mesh, train as one process does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Pipelines over the axes of ``init_weight_mesh``: experts folded into each stage, random numbers of each stage."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -6,8 +6,6 @@ meshes have both orders of the axes and every axis at size 1, and the last check
 float64 throughout, so that what is left of a difference is no rounding.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -3,8 +3,6 @@
 In compiled code a weight that tp has cut is an opaque op's result, wrapped as a DTensor on tp inside of the graph.
 """
 
-from __future__ import annotations
-
 import unittest
 from collections.abc import Callable
 from typing import Any

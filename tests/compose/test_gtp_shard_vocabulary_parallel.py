@@ -1,7 +1,5 @@
 """``linear_cross_entropy`` over a sharded vocabulary trains as ``F.cross_entropy`` of whole logits in one process."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from typing import Any

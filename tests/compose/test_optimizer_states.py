@@ -5,8 +5,6 @@
 the replicas once a step.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

@@ -4,8 +4,6 @@ Each case is compared with one process: gradients, and parameters after steps. `
 between steps, saves, costs and what is refused.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """Replicas of unequal sizes train as one process on the whole batch does: gradients, and parameters after each step."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """State of unequal replicas outlives them: in checkpoints of any layout, and in memory of the ranks that are left."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import warnings

@@ -1,7 +1,5 @@
 """State that one process leaves in memory for the next: all of it or nothing, at a place that both know."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import stat

@@ -1,7 +1,5 @@
 """Tensor-parallel styles that cut at blocks: what they refuse, and what each rank gets. Training is in test_elastic."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 import torch

@@ -1,7 +1,5 @@
 """The plan of non-uniform replicas: who holds what, who sums it with whom. No process groups in here."""
 
-from __future__ import annotations
-
 import itertools
 import runpy
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,6 @@ position tables that one layer lends to the others (T5), stacked experts as 3-D 
 raw position parameters (ViT), a layer class that wraps ``forward`` of its subclasses, ours included, in a checkpoint.
 """
 
-from __future__ import annotations
-
 import copy
 import tempfile
 from functools import partial

@@ -1,7 +1,5 @@
 """The examples of training libraries as their users run them: they learn, and go on elsewhere as if never stopped."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from importlib.util import find_spec

@@ -4,8 +4,6 @@ These run in one process. Where completions are sampled, which depends on the nu
 ``fully_shard`` on as many: its ranks draw the same numbers.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from importlib import import_module

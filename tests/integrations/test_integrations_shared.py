@@ -1,8 +1,6 @@
 """What the integrations share, without the libraries: extras that they name, where a model is moved to, and random
 numbers of GPUs."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from unittest import mock

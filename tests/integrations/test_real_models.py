@@ -1,7 +1,5 @@
 """Models as users have them train as in one process: gradients, and parameters after each step."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Where torch alone refuses a sharded tensor, one line says what to write; and what it says works."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

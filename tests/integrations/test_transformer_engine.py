@@ -6,8 +6,6 @@ Before, they compare the input's dtype with that of each parameter. With ``fuse_
 ``weight.main_grad`` instead.
 """
 
-from __future__ import annotations
-
 import weakref
 from functools import partial
 from typing import Any

@@ -1,8 +1,6 @@
 """Where ranks of one job would part in ``transformers``, it keeps them together, as with ``fully_shard``: layers that a
 rank alone would skip, and ``generate`` after the last token of a rank."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

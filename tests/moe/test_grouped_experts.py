@@ -1,7 +1,5 @@
 """Whole experts in one process: MLPs, routing, conversion of the experts that models come with."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """``GroupedLinear`` under stock ``fully_shard``, its checkpoints on other layouts, and which expert a weight is of."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

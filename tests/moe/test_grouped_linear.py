@@ -1,7 +1,5 @@
 """``GroupedLinear`` in one process, against a loop over the groups in float64."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

@@ -3,8 +3,6 @@
 The reference is one process with the same layer on the concatenated rows.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from functools import partial

@@ -1,7 +1,5 @@
 """The mixture of experts of ``examples/``: what a layer computes, what keeps experts busy, which weights are active."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Placements, values of shards, the report and reprs are looked at in one process,
 turn. Training, moving and initializing a sharded module needs four real ranks.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Models on the meshes of ``init_weight_mesh``, its random numbers and its process group, on four processes."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Fixtures of several files."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType

@@ -16,8 +16,6 @@ Constants from other measurements: shares of GEMMs from single layers, that of a
 traces, GEMMs beside NCCL from traces of T=2048, the host's time for a use of a weight from ``--host-time`` on 2 x H200.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import sys

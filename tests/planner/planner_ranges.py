@@ -7,8 +7,6 @@ range of a kind is then from the least to the most error of that kind in the oth
 40% where these have fewer than ten rows. Where no other source has the kind, it is that of all kinds together.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import statistics

@@ -4,8 +4,6 @@ No test reads real time. A machine with known numbers "measures" itself by the p
 found again. The code that measures runs on a CPU with a clock that gives fixed times.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

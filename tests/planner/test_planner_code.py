@@ -4,8 +4,6 @@ The text runs as it is, but for the device, and for bf16, whose rounding would h
 model on the whole batch. With SGD the change of a parameter is its gradient. Compiled blocks run on ``aot_eager``.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The command of the planner: what people see, what they paste, and what happens with bad input."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """Models and recordings of the planner: sizes, what is repeated, and what users bring."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

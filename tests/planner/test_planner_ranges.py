@@ -1,7 +1,5 @@
 """Ranges of times: what the page says of published runs is what the rows give, and they hold for sources left out."""
 
-from __future__ import annotations
-
 import statistics
 
 import planner_ranges as ranges

@@ -1,7 +1,5 @@
 """``sharding_report`` with a machine: predicted beside measured."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn as nn

@@ -1,7 +1,5 @@
 """The search of the planner: what is refused, what is found, and memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

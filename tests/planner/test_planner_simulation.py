@@ -1,7 +1,5 @@
 """The simulation of streams: by hand for a few tasks, and held against the plan of the runtime."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

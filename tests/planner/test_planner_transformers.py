@@ -1,7 +1,5 @@
 """Models of transformers, by their configurations, their classes, and functions."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

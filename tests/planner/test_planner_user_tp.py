@@ -1,7 +1,5 @@
 """Tensor parallelism of a user's model by the plan of its config: what is cut, what communicates, what is refused."""
 
-from __future__ import annotations
-
 import ast
 from collections import OrderedDict
 from types import SimpleNamespace

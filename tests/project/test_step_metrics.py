@@ -1,7 +1,5 @@
 """What ``StepMetrics`` says of steps, with a clock that the test turns; and the line for a terminal."""
 
-from __future__ import annotations
-
 import unittest
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """The script of the support matrix: what it runs is there, and what pytest says is read right."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

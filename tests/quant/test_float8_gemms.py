@@ -1,7 +1,5 @@
 """The three GEMMs of a linear layer in float8: against their definitions, and which way is chosen."""
 
-from __future__ import annotations
-
 import re
 import unittest
 import warnings

@@ -1,7 +1,5 @@
 """Grouped float8 GEMMs: one by one they are the rowwise GEMMs of a linear layer, and the kernel gets what it wants."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from dataclasses import replace

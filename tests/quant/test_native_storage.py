@@ -1,7 +1,5 @@
 """Native storage in one process: the parameter is the quantized data. What it computes, holds, reads and refuses."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """The casts, against definitions of their own: element by element, exactly, from the bit layouts of the formats."""
 
-from __future__ import annotations
-
 import bisect
 import math
 import struct

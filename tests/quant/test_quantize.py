@@ -1,7 +1,5 @@
 """``quantize_`` in one process: which weights it takes, what they compute, what crosses the wire, what is refused."""
 
-from __future__ import annotations
-
 import copy
 import math
 import unittest

@@ -3,8 +3,6 @@
 The reference is one process that multiplies with the quantized whole weight, in both directions of a layer.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 from unittest import mock

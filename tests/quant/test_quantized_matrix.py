@@ -7,8 +7,6 @@ so they agree to the default tolerance of ``assert_close`` for float32 (1.3e-6 r
 of 2^-24 for each of the terms.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

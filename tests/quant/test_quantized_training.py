@@ -4,8 +4,6 @@ Where nothing else is said, each test has recipes that compute with dequantized 
 by the reference arithmetic.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import partial

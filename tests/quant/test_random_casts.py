@@ -3,8 +3,6 @@
 Bounds of means are eight standard deviations wide and the seeds are fixed, so that they do not fail by chance.
 """
 
-from __future__ import annotations
-
 import unittest
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """torchao's own float8 weights under ``gtp_shard``: gathered in float8, and trained as under ``fully_shard``."""
 
-from __future__ import annotations
-
 import importlib.util
 import unittest
 from typing import Any
