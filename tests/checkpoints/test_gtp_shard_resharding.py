@@ -230,9 +230,8 @@ class TestResharding(GlooTest):
     def test_r11_a_mesh_whose_replicas_would_not_meet_is_refused(self) -> None:
         mesh = DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("replicate", "gtp"))
         model = Coded()
-        with self.assertRaisesRegex(
-            ValueError, r"ascending order along each axis.*\[\[3, 1\], \[0, 2\]\].*init_device_mesh"
-        ):
+        message = r"ascending order along each axis.*\[\[3, 1\], \[0, 2\]\].*init_device_mesh"
+        with self.assertRaisesRegex(ValueError, message):
             gtp_shard(model, mesh)
         self.assertNotIsInstance(model.gate_up, DTensor)
 

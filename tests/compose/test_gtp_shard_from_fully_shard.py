@@ -231,15 +231,12 @@ class TestRefused(TestCase):
 
     def test_arguments(self) -> None:
         model, mesh = nn.Sequential(nn.Linear(8, 8)), self.mesh["gtp"]
+        both = (model, mesh)
         for args, options, message in (
-            (
-                (model, mesh),
-                {"dp_mesh_dims": None},
-                r"no argument dp_mesh_dims of fully_shard. .*mesh\['replicate', 'gtp'",
-            ),
+            (both, {"dp_mesh_dims": None}, r"no argument dp_mesh_dims of fully_shard. .*mesh\['replicate', 'gtp'"),
             (([model], mesh), {}, "but got a list. Call it once on the module that contains them all"),
-            ((model, mesh), {"reshard_after_forward": 2}, "reshard_after_forward, but got int: 2. .*keep_nbytes"),
-            ((model, mesh), {"reshard_after_forward": None}, "but got NoneType: None. Leave out None"),
+            (both, {"reshard_after_forward": 2}, "reshard_after_forward, but got int: 2. .*keep_nbytes"),
+            (both, {"reshard_after_forward": None}, "but got NoneType: None. Leave out None"),
             ((model,), {}, r"expects a mesh, but got none; .* Pass init_device_mesh\('cuda'"),
         ):
             with self.assertRaisesRegex(TypeError, message):

@@ -11,17 +11,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, GlooTest, _mesh, assert_same_params, full, rows_of_rank, shared_directory
 from runtime_common import Raw, assert_idle, counted, members_of, num_gathers, runtime_of
+from torch.distributed import pipelining
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-    SplitPoint,
-    pipeline,
-)
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import WeightMesh, gtp_shard
@@ -84,12 +76,12 @@ class Layout(NamedTuple):
 
 GPIPE = Layout(2, lambda rank: (rank,), ScheduleGPipe)
 ONE_F_ONE_B = Layout(2, lambda rank: (rank,), Schedule1F1B)
-INTERLEAVED = Layout(4, lambda rank: (rank, rank + 2), ScheduleInterleaved1F1B)
-ZERO_BUBBLE = Layout(4, lambda rank: (rank, rank + 2), ScheduleInterleavedZeroBubble)
-ZERO_BUBBLE_V = Layout(4, lambda rank: (rank, 3 - rank), ScheduleZBVZeroBubble)
+INTERLEAVED = Layout(4, lambda rank: (rank, rank + 2), pipelining.ScheduleInterleaved1F1B)
+ZERO_BUBBLE = Layout(4, lambda rank: (rank, rank + 2), pipelining.ScheduleInterleavedZeroBubble)
+ZERO_BUBBLE_V = Layout(4, lambda rank: (rank, 3 - rank), pipelining.ScheduleZBVZeroBubble)
 
 
-class Stage(PipelineStage):
+class Stage(pipelining.PipelineStage):
     """Before the first step torch 2.11 connects each stage to its neighbours, also to those on the same rank. There
     gloo, which has no connection to itself, raises, and the other ranks wait for it. Later releases do not ask this.
     """
@@ -377,7 +369,8 @@ class TestPipeline(GlooTest):
         mesh = _mesh((2, 1, 2), ("pp", "dp", "gtp"))
         index, rank = mesh.get_local_rank("pp"), mesh.get_local_rank("gtp")
         microbatch = make_batch(0)[0][: 16 // 2 // NUM_MICROBATCHES]
-        pipe = pipeline(make_parts(2), mb_args=(microbatch,), split_spec={"1": SplitPoint.BEGINNING})
+        split = {"1": pipelining.SplitPoint.BEGINNING}
+        pipe = pipelining.pipeline(make_parts(2), mb_args=(microbatch,), split_spec=split)
         part = gtp_shard(pipe.get_stage_module(index), mesh["gtp"], schedule=ALL)
         stage = pipe.build_stage(index, torch.device("cpu"), mesh["pp"].get_group())
         schedule = Schedule1F1B(stage, n_microbatches=NUM_MICROBATCHES, loss_fn=token_loss)
@@ -402,7 +395,7 @@ class TestPipeline(GlooTest):
             for part in parts:
                 fully_shard(part, mesh=mesh["dp"])
 
-        for schedule in (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble):
+        for schedule in (INTERLEAVED.schedule, ZERO_BUBBLE.schedule):
             layout = Layout(2, lambda rank: (0, 1), schedule, sizes=(1, 2, 2))
             pipeline, reference = Pipeline(layout, shard=shard), make_parts(2)
             train(pipeline, reference)

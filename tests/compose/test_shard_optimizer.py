@@ -143,10 +143,8 @@ class TestTraining(OfTwoByTwo):
     def test_microbatches(self) -> None:
         """All ways to put off what is reduced."""
         ways = (None, "set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward")
-        for schedule, build, loss, batch_of, methods in (
-            (ALL, make, next_token_loss, token_batch, ways),
-            (CHOSEN, blocks, blocks_loss, blocks_batch, ways[1:3]),
-        ):
+        cases = (ALL, make, next_token_loss, token_batch, ways), (CHOSEN, blocks, blocks_loss, blocks_batch, ways[1:3])
+        for schedule, build, loss, batch_of, methods in cases:
             for method in methods:
                 number = itertools.count()
 
@@ -258,11 +256,8 @@ class TestTraining(OfTwoByTwo):
 
     def test_mixed_precision(self) -> None:
         """The bits of whole states, in float32 and computed in 16 bits: other replicas send rows in these."""
-        for shape, dtype, schedule in (
-            ((2, 2), torch.bfloat16, ALL),
-            ((2, 2), torch.float16, CHOSEN),
-            ((4, 1), torch.bfloat16, ALL),
-        ):
+        cases = ((2, 2), torch.bfloat16, ALL), ((2, 2), torch.float16, CHOSEN), ((4, 1), torch.bfloat16, ALL)
+        for shape, dtype, schedule in cases:
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
             shard = partial(gtp_shard, mesh=mesh_of(shape, REPLICATE_GTP), schedule=schedule, mp_policy=policy)
             split, whole = self.split_and_whole(

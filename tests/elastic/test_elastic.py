@@ -449,14 +449,11 @@ class TestSixRanks(GlooTest):
         unlike = [[0, 1, 2, 3], [4, 5]] if dist.get_rank() else halves
         weights = [WeightSpec("w", (1 << 10, 1 << 10))]
         large = {"replicas": [range(5), [5]], "weights": weights, "memory": MemoryModel(budget=20 << 20)}
+        seven = {"replicate": 2, "gtp": 4, "failed": {(1, 0, 0)}}
         neither = r"\(replicate and gtp, failed\), but got replicas=None, replicate=2, gtp=None"
         both = r"either replicas or the sizes before .*, but got replicas=\[.*\], replicate=2, gtp=None"
         for error, message, options in (
-            (
-                ValueError,
-                r"6 ranks \(WORLD_SIZE\), but got \[4, 3\]",
-                {"replicate": 2, "gtp": 4, "failed": {(1, 0, 0)}},
-            ),
+            (ValueError, r"6 ranks \(WORLD_SIZE\), but got \[4, 3\]", seven),
             (ValueError, both, {"replicate": 2, "replicas": halves}),
             (ValueError, neither, {"replicate": 2}),
             (ValueError, "do not overlap, but rank 3", {"replicas": [[0, 1, 2, 3], [3, 4, 5]]}),

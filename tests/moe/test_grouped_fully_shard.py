@@ -52,11 +52,8 @@ class TestGroupedUnderFullyShard(GlooTest):
         }
 
     def test_training_equals_one_process(self) -> None:
-        for name, options in (
-            ("fully_shard", {}),
-            ("fully_shard", {"single_grouped_weight": False}),
-            ("fully_shard, rows", {}),
-        ):
+        cases = ("fully_shard", {}), ("fully_shard", {"single_grouped_weight": False}), ("fully_shard, rows", {})
+        for name, options in cases:
             torch.manual_seed(0)
             check_training(
                 Layer(**options),

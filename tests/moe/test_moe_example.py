@@ -93,7 +93,6 @@ def test_dense_model_has_as_many_active_parameters(examples: Any, preset: str) -
 
 def test_sizes_that_do_not_fit_are_refused(examples: Any) -> None:
     config = examples.PRESETS["tiny"].model
-    with pytest.raises(
-        ValueError, match="expects top_k=3 of num_experts=4 that divides hidden_dim - shared_dim = 80 - 16"
-    ):
+    message = "expects top_k=3 of num_experts=4 that divides hidden_dim - shared_dim = 80 - 16"
+    with pytest.raises(ValueError, match=message):
         dataclasses.replace(config, top_k=3)

@@ -116,9 +116,8 @@ class TestModels(GlooTest):
 
     def test_arguments_that_differ(self) -> None:
         sizes = {"gtp": 4} if self.rank != 2 else {"gtp": 2, "dp": 2}
-        with self.assertRaisesRegex(
-            RuntimeError, r"expects the same arguments on all ranks .*1, 4, 1.*where rank 2 has"
-        ):
+        message = r"expects the same arguments on all ranks .*1, 4, 1.*where rank 2 has"
+        with self.assertRaisesRegex(RuntimeError, message):
             init_weight_mesh("cpu", **sizes)
         with self.assertRaisesRegex(RuntimeError, r"rank 0 has .*seed=0 where rank 1 has .*seed=1"):
             init_weight_mesh("cpu", gtp=4, seed=self.rank)
@@ -156,9 +155,8 @@ class TestModels(GlooTest):
             dcp.save({"rng": init_weight_mesh("cpu", gtp=4).rng}, checkpoint_id=directory)
             other = init_weight_mesh("cpu", gtp=2, tp=2)
             before = other.rng.state_dict()
-            with self.assertRaisesRegex(
-                CheckpointException, r"Missing key in checkpoint state_dict: rng.pp=1,.*gtp=2,tp=2"
-            ):
+            message = r"Missing key in checkpoint state_dict: rng.pp=1,.*gtp=2,tp=2"
+            with self.assertRaisesRegex(CheckpointException, message):
                 dcp.load({"rng": other.rng}, checkpoint_id=directory)
             self.assertEqual(other.rng.state_dict(), before)
 

@@ -147,10 +147,8 @@ class TestQuantize(unittest.TestCase):
         self.assertEqual(list(model[0].children()), [])
 
     def test_errors(self) -> None:
-        for message, storage in (
-            ("'master' or 'native', but got 'both'", "both"),
-            (r"\['2'\] are none of", {"2": "native"}),
-        ):
+        cases = ("'master' or 'native', but got 'both'", "both"), (r"\['2'\] are none of", {"2": "native"})
+        for message, storage in cases:
             with self.assertRaisesRegex(ValueError, message):
                 quantize_(make(), "mxfp8", storage=storage)
 

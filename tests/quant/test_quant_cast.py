@@ -168,10 +168,8 @@ def boundaries(values: list[float], *beyond: float) -> torch.Tensor:
 
 class TestElements(unittest.TestCase):
     def test_float8_at_every_boundary(self) -> None:
-        for dtype, values, beyond in (
-            (torch.float8_e4m3fn, E4M3, (464.0, 480.0)),
-            (torch.float8_e5m2, E5M2, (61440.0, 65536.0)),
-        ):
+        cases = (torch.float8_e4m3fn, E4M3, (464.0, 480.0)), (torch.float8_e5m2, E5M2, (61440.0, 65536.0))
+        for dtype, values, beyond in cases:
             inputs = boundaries(values, *beyond)
             codes = cast.to_float8(inputs, dtype).view(torch.uint8).tolist()
             for value, code in zip(inputs.tolist(), codes, strict=True):

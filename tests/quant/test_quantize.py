@@ -238,10 +238,8 @@ class TestSharded(unittest.TestCase):
     def test_reductions_stay_in_float32(self) -> None:
         """Whatever is gathered and multiplied with, and whatever is stored."""
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        recipes = [
-            *all_recipes(),
-            *(cls(compute="float8") for cls in (Float8Tensorwise, Float8Rowwise, Float8Blockwise)),
-        ]
+        float8 = (cls(compute="float8") for cls in (Float8Tensorwise, Float8Rowwise, Float8Blockwise))
+        recipes = [*all_recipes(), *float8]
         with fake_mesh(4) as mesh, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # float8 GEMMs by the reference arithmetic
             for recipe, (storage, _), wrap in product(recipes, STORAGES, ("gtp", "fsdp")):
@@ -298,9 +296,8 @@ class TestSharded(unittest.TestCase):
             with self.assertRaisesRegex(ValueError, r"to shard parameter 'weight' of shape \(8, 8\).*Replicate"):
                 gtp_shard(model, mesh["gtp"], shard_placement_fn=lambda p: Replicate())
             for plan, dim in ((ColwiseParallel(), 0), (RowwiseParallel(), 1)):
-                model = quantize_(
-                    parallelize_module(nn.Sequential(nn.Linear(80, 80)), mesh["tp"], {"0": plan}), "mxfp8"
-                )
+                model = parallelize_module(nn.Sequential(nn.Linear(80, 80)), mesh["tp"], {"0": plan})
+                quantize_(model, "mxfp8")
                 message = (
                     f"whole mxfp8 blocks of 32 along dim {dim}, but mesh axis 'tp' of size 2 .*'0.weight' .*slices "
                     "of 40. Choose a size that is a multiple of 64"
