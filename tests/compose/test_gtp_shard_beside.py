@@ -32,8 +32,7 @@ class Plain(nn.Module):
         self.scale = nn.Parameter(torch.ones(31))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.first(tokens) * self.scale
-        return logits
+        return self.first(tokens) * self.scale
 
 
 def clipped(params: list[nn.Parameter]) -> torch.optim.Optimizer:

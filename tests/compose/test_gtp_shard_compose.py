@@ -88,17 +88,11 @@ class TestCompositions(GlooTest):
             tensor_parallel(model, gtp_tp["tp"])
             return gtp_shard(model, gtp_tp["gtp"], schedule=ALL, **policy)
 
-        cells = (
-            (two_axes, gtp_tp["gtp"]),
-            (three_axes(dp_gtp_tp, gtp=policy), dp_gtp_tp["dp", "gtp"]),
-            (three_axes(dp_gtp_tp, **policy), dp_gtp_tp["dp", "gtp"]),
-        )
-        for shard, data in cells:
-            model = check(
-                make().float(),
-                shard,
-                data,
-                loss_fn=lambda model, tokens: next_token_loss(model, tokens).float(),
-                tolerance={"rtol": 0.05, "atol": 4e-3},
-            )
+        def loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+            return next_token_loss(model, tokens).float()
+
+        inside, outside = three_axes(dp_gtp_tp, gtp=policy), three_axes(dp_gtp_tp, **policy)
+        two = dp_gtp_tp["dp", "gtp"]
+        for shard, data in ((two_axes, gtp_tp["gtp"]), (inside, two), (outside, two)):
+            model = check(make().float(), shard, data, loss_fn=loss, tolerance={"rtol": 0.05, "atol": 4e-3})
             self.assertEqual({param.dtype for param in model.parameters()}, {torch.float32})

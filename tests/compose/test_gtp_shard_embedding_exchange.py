@@ -46,8 +46,7 @@ class Lookup(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.table(tokens) + self.table(tokens.flip(-1)).sin() * self.other(tokens % 5)
-        y: torch.Tensor = self.linear(x)
-        return y
+        return self.linear(x)
 
 
 def lookup(**options: Any) -> Lookup:
@@ -60,8 +59,7 @@ def recomputed(model: nn.Module) -> nn.Module:
 
     def checkpointed(tokens: torch.Tensor) -> torch.Tensor:
         anchor = torch.ones((), requires_grad=True)  # without an input that has a gradient nothing is recomputed
-        result: torch.Tensor = checkpoint(lambda one: forward(tokens) * one, anchor, use_reentrant=True)
-        return result
+        return checkpoint(lambda one: forward(tokens) * one, anchor, use_reentrant=True)
 
     model.forward = checkpointed  # type: ignore[method-assign]
     return model

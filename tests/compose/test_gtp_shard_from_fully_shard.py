@@ -35,8 +35,7 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(x, x, x, need_weights=False)[0]
-        y: torch.Tensor = x + self.last(F.gelu(self.first(x)))
-        return y
+        return x + self.last(F.gelu(self.first(x)))
 
 
 class TestMeshes(GlooTest):
@@ -82,8 +81,7 @@ class Chunked(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.norm(self.body(self.embedding(tokens)))
-        return y
+        return self.norm(self.body(self.embedding(tokens)))
 
     def backward(self, tokens: torch.Tensor) -> None:
         """A backward for each chunk of the head, while that of the body is still to come."""

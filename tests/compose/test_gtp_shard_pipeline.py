@@ -38,8 +38,7 @@ class Part(nn.Module):
         self.is_checkpointed = False
 
     def body(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.norm(x + self.raw(torch.tanh(self.linear(x))))
-        return y
+        return self.norm(x + self.raw(torch.tanh(self.linear(x))))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if hasattr(self, "embedding"):
@@ -144,8 +143,7 @@ class Pipeline:
         inputs, targets = rows_of_rank(self.batch_of(step), self.samples)
         args = (inputs,) if self.has_first else ()
         target = {"target": targets} if self.has_last else {}
-        result: torch.Tensor | None = (run or self.schedule.step)(*args, **target)
-        return result
+        return (run or self.schedule.step)(*args, **target)
 
     def assert_same(self, reference: nn.Sequential, what: str) -> None:
         for index, part in self.parts.items():

@@ -43,8 +43,7 @@ class LM(nn.Module):
         return torch.tanh(self.body(self.embedding(tokens)))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = linear_cross_entropy(self.hidden(tokens[:, :-1]), self.head, tokens[:, 1:], **self.options)
-        return loss
+        return linear_cross_entropy(self.hidden(tokens[:, :-1]), self.head, tokens[:, 1:], **self.options)
 
 
 def lm(**options: Any) -> LM:
@@ -62,8 +61,7 @@ def batch_of(model: LM) -> Any:
 
 
 def call(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(tokens)
-    return loss
+    return model(tokens)
 
 
 def mean_of_sum(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:

@@ -46,8 +46,7 @@ def blocks_batch(generator: torch.Generator) -> torch.Tensor:
 
 
 def blocks_loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(rows).square().mean()
-    return loss
+    return model(rows).square().mean()
 
 
 def small_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -153,8 +152,7 @@ class TestTraining(OfTwoByTwo):
                 ) -> torch.Tensor:
                     if method is not None and isinstance(model, GTPModule):
                         getattr(model, method)(next(number) % 2 == 1)
-                    result: torch.Tensor = loss(model, batch)
-                    return result
+                    return loss(model, batch)
 
                 shard = partial(self.shard, schedule=schedule)
                 check_training(build(), shard, self.mesh, batch_of, put_off, steps=2, num_microbatches=2)

@@ -107,7 +107,6 @@ def test_pictures_can_be_read_on_light_and_dark_pages(drawn: dict[str, str]) -> 
     for name, svg in drawn.items():
         root = ElementTree.fromstring(svg)
         background = root.find(f"{SVG}rect")
-        assert background is not None
         assert background.attrib["fill"] == "#ffffff", name
         assert all(background.attrib[side] == root.attrib[side] for side in ("width", "height")), name
         assert root.attrib["fill"] == "#1f2328", name

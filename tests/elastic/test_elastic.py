@@ -74,8 +74,7 @@ class Heads(nn.Module):
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.wo(attended.transpose(1, 2).flatten(2))
         x = x + self.w2(F.silu(self.w1(x)) * self.w3(x))
-        logits: torch.Tensor = self.head(self.norm(x))
-        return logits
+        return self.head(self.norm(x))
 
 
 def shard_all(model: nn.Module, mesh: ElasticMesh) -> None:
@@ -150,8 +149,7 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         chosen = x[:, :6].topk(2).indices
-        y: torch.Tensor = self.experts(x, chosen, torch.full(chosen.shape, 0.5))
-        return y
+        return self.experts(x, chosen, torch.full(chosen.shape, 0.5))
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -54,8 +54,7 @@ def greedy(tokens: torch.Tensor, num_tokens: int, **options: Any) -> dict[str, A
 
 
 def model_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    loss: torch.Tensor = model(**batch).loss
-    return loss
+    return model(**batch).loss
 
 
 def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -108,8 +107,7 @@ class TestTransformers(GlooTest):
         def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
             rest = dict(batch)
             items = rest.pop("items_per_row").sum()  # gradients are averaged: a rank's share of all items
-            result: torch.Tensor = model(**rest, num_items_in_batch=items).loss
-            return result
+            return model(**rest, num_items_in_batch=items).loss
 
         check_training(make("llama"), self.shard, self.gtp_mesh(), batch, loss, make_optimizer=sgd, steps=2)
 
@@ -190,13 +188,9 @@ class TestTransformers(GlooTest):
 
     def test_reloads(self) -> None:
         """From a distributed checkpoint, sharded and in one process; both train on."""
+        topologies = [topology(self.shard, self.gtp_mesh()), PLAIN]
         for name in ("mixtral", "t5"):
-            check_reload(
-                partial(make, name),
-                partial(make_batch, name),
-                model_loss,
-                [topology(self.shard, self.gtp_mesh()), PLAIN],
-            )
+            check_reload(partial(make, name), partial(make_batch, name), model_loss, topologies)
 
     def test_exports(self) -> None:
         """After a step, to an unsharded model: by a full state dict, and by the folder that ``save_pretrained`` makes

@@ -51,8 +51,7 @@ class Linear(nn.Module):
             for name, param in self.named_parameters():
                 if param.dtype != dtype:
                     raise TypeError(f"Data types for parameters must match, found {name!r} dtype: {param.dtype}")
-        output: torch.Tensor = Product.apply(self.weight, x, dtype, self.fuse_wgrad_accumulation)
-        return output
+        return Product.apply(self.weight, x, dtype, self.fuse_wgrad_accumulation)
 
 
 def make(**options: bool) -> nn.Sequential:

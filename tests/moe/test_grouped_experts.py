@@ -42,8 +42,7 @@ class Expert(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up, down = (getattr(self, name) for name in self.names)
-        y: torch.Tensor = down(self.act_fn(gate(x)) * up(x))
-        return y
+        return down(self.act_fn(gate(x)) * up(x))
 
 
 class DeepSeekBlock(nn.Module):
@@ -271,7 +270,6 @@ def test_tokens_of_one_rank() -> None:
     assert combined.dtype == tokens.dtype
     assert combined[:, 0].tolist() == [0, 1, 4, 6]
     combined.sum().backward()
-    assert tokens.grad is not None
     assert tokens.grad[:, 0].tolist() == [2, 1, 2, 2]
 
 

@@ -27,8 +27,7 @@ class Layer(nn.Module):
         self.up = GroupedLinear(GROUPS, WIDTH, 32, **options)
 
     def forward(self, x: torch.Tensor, splits: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.up(x, splits)
-        return output
+        return self.up(x, splits)
 
 
 class TestGroupedUnderFullyShard(GlooTest):

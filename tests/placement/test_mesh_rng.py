@@ -342,11 +342,15 @@ def device(monkeypatch: pytest.MonkeyPatch) -> torch.Generator:
 
 
 def rng_on_device(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> MeshRNG:
-    """Streams of rank 1 of (gtp=2, tp=2), whose DTensor tracker is not made, since it needs the device."""
-    monkeypatch.setattr("dtensor_gtp._torch_compat.seed_dtensor_rng", lambda seed, mesh: None)
+    """Streams of rank 1 of (gtp=2, tp=2). With them the tracker of DTensor is made: here it is not, since it needs the
+    device."""
+    trackers: list[Any] = []
+    monkeypatch.setattr("dtensor_gtp._torch_compat.seed_dtensor_rng", lambda *args: trackers.append(args))
     dense = init_device_mesh("cuda", (1, 1, 1, 1, 2, 2), mesh_dim_names=DENSE_AXES)
     expert = init_device_mesh("cuda", (1, 1, 4, 1, 1, 1), mesh_dim_names=EXPERT_AXES)
-    return MeshRNG(dense, expert, seed)
+    rng = MeshRNG(dense, expert, seed)
+    assert trackers == [(seed, dense)]
+    return rng
 
 
 def test_regions_hold_for_the_device_too(device: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,18 +430,6 @@ def test_a_graph_has_a_state_for_each_region(device: torch.Generator, monkeypatc
     everywhere, along_gtp = zip(*(seeds[rank] for rank in range(4)), strict=True)
     assert len(set(everywhere)) == 4
     assert along_gtp[0] == along_gtp[1] != along_gtp[2] == along_gtp[3]
-
-
-def test_the_tracker_of_dtensor_is_made_with_the_streams(
-    device: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = []
-    with fake_world(4):
-        rng_on_device(monkeypatch)
-        monkeypatch.setattr("dtensor_gtp._torch_compat.seed_dtensor_rng", lambda *args: calls.append(args))
-        dense = init_device_mesh("cuda", (1, 1, 1, 1, 2, 2), mesh_dim_names=DENSE_AXES)
-        MeshRNG(dense, init_device_mesh("cuda", (1, 1, 4, 1, 1, 1), mesh_dim_names=EXPERT_AXES), 3)
-        assert calls == [(3, dense)]
 
 
 # --- compilation ------------------------------------------------------------------------------------------------------

@@ -281,7 +281,6 @@ def test_a_machine_like_a_preset_names_what_is_different() -> None:
 def test_power_network_and_days(config: str, answer: Any) -> None:
     out = answer(config, "--gpus 16 --seq-len 512 --gtp 16 --tokens 1e9")
     found = re.search(r"1e\+09 tokens: ([\d,]+) steps, ([\d.]+) days \(.*\), ([\d,]+) GPU-hours", out)
-    assert found is not None
     assert int(found[1].replace(",", "")) == round(1e9 / (16 * 512))
     assert "fully_shard in the place of gtp_shard" in out
     machine = load_machine("h100")

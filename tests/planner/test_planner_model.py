@@ -136,7 +136,6 @@ def test_config_json_of_transformers(tmp_path: Path) -> None:
     assert config == replace(TINY, name=tmp_path.name)
     mixture = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
     config = known_model(config_json(tmp_path / "config.json", **mixture))
-    assert config is not None
     assert (config.experts, config.experts_per_token, config.expert_hidden_dim) == (4, 2, 128)
 
 

@@ -144,7 +144,6 @@ def test_what_does_not_fit_is_refused_and_the_closest_is_named() -> None:
     small = replace(machine, memory_gib=0.005)
     found = search(problem(machine=small, checkpointing="none", fixed={"micro_batch": 1}))
     assert found.answers == ()
-    assert found.closest is not None
     assert not found.closest.is_fitting
     assert {"does not fit", "parameters and optimizer alone do not fit"} >= {item.reason for item in found.refused[:1]}
 
@@ -192,7 +191,6 @@ def test_a_window_of_attention_takes_less_time() -> None:
 def test_state_that_fits_on_no_layout_is_shown_with_what_to_change() -> None:
     result = plan("llama3-8b", "h100", gpus=1, global_batch=8)
     assert [item.reason for item in result.refused] == ["parameters and optimizer alone do not fit"]
-    assert result.closest is not None
     assert (result.closest.layout.micro_batch, result.closest.layout.checkpoint) == (1, "full")
     assert "  --gpus 4: fits" in str(result)
 

@@ -66,8 +66,7 @@ class Model(nn.Module):
 
 
 def load(users_models: Any, plan: dict[str, str] | None = PLAN, heads: int = HEADS) -> UserModel:
-    user: UserModel = users_models.load(lambda: (Model(plan, heads), torch.zeros(1, TOKENS).long()), TOKENS)
-    return user
+    return users_models.load(lambda: (Model(plan, heads), torch.zeros(1, TOKENS).long()), TOKENS)
 
 
 def operations(trace: Trace) -> list[Any]:

@@ -45,8 +45,7 @@ def held_storages() -> dict[int, int]:
 
 
 def by_fsdp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    result: nn.Module = fully_shard(model, mesh=mesh)
-    return result
+    return fully_shard(model, mesh=mesh)
 
 
 class TestValues(unittest.TestCase):

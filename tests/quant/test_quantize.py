@@ -36,8 +36,7 @@ class Model(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
-        logits: torch.Tensor = self.head(x + self.down(torch.relu(self.up(self.norm(x)))))
-        return logits
+        return self.head(x + self.down(torch.relu(self.up(self.norm(x)))))
 
 
 def recipes_of(module: nn.Module) -> dict[str, str]:
