@@ -83,15 +83,10 @@ class Job:
         elif mesh is not None:
             if topology.kind == "tp":
                 parallelize_module(self.model, mesh["tp"], {"qkv": ColwiseParallel()})
-            columns = self.model.columns
-            gtp_shard(
-                self.model,
-                mesh["gtp"] if topology.kind == "tp" else mesh,
-                schedule=ALL,
-                shard_placement_fn=lambda p: (
-                    GTPShard(int(p is columns), block_size=topology.block_size) if p.ndim > 1 else None
-                ),
-            )
+                mesh = mesh["gtp"]
+            dims = {param: int(name == "columns") for name, param in self.model.named_parameters() if param.ndim > 1}
+            place = {param: GTPShard(dim, block_size=topology.block_size) for param, dim in dims.items()}
+            gtp_shard(self.model, mesh, schedule=ALL, shard_placement_fn=place.get)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
         self.state()  # makes the optimizer's tensors
 

@@ -285,13 +285,17 @@ class TestStateDict(GlooTest):
         optimizer = adamw(model)
         return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=7)
 
-    def test_optimizer_state_dicts_go_both_ways(self) -> None:
-        """Full ones, from every rank and from rank 0, and flattened ones."""
-        mesh = self.gtp_mesh()
+    def trained(self, mesh: DeviceMesh) -> tuple[Small, torch.optim.Optimizer, Any]:
+        """After a step, and what it has left on this rank."""
         model = make_sharded(0, mesh)
         optimizer = adamw(model)
         train(model, optimizer, [0], mesh)
-        expected = local_state(model, optimizer)
+        return model, optimizer, local_state(model, optimizer)
+
+    def test_optimizer_state_dicts_go_both_ways(self) -> None:
+        """Full ones, from every rank and from rank 0, and flattened ones."""
+        mesh = self.gtp_mesh()
+        model, optimizer, expected = self.trained(mesh)
         whole, flat = StateDictOptions(full_state_dict=True), StateDictOptions(flatten_optimizer_state_dict=True)
         to_rank0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
         for save, load in ((whole, whole), (to_rank0, RANK0), (flat, flat)):
@@ -311,10 +315,7 @@ class TestStateDict(GlooTest):
     def test_r15_async_save_stores_the_values_of_its_call(self) -> None:
         mesh = self.gtp_mesh()
         group = dist.new_group(backend="gloo")  # the saving thread talks while training does
-        model = make_sharded(0, mesh)
-        optimizer = adamw(model)
-        train(model, optimizer, [0], mesh)
-        expected = local_state(model, optimizer)
+        model, optimizer, expected = self.trained(mesh)
         with shared_directory() as directory, held_back_writes() as go:
             saved = dcp.async_save(job_state(model, optimizer), checkpoint_id=directory, process_group=group)
             train(model, optimizer, [1], mesh)

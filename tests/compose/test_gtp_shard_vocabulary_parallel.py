@@ -97,23 +97,16 @@ class TestVocabularyParallel(GlooTest):
     def test_trains_as_one_process(self) -> None:
         """A bias, tied weights, empty shards, ignored and smoothed targets; in one chunk and in several."""
         options = {"ignore_index": 3, "label_smoothing": 0.3, "reduction": "sum"}
+        how: dict[str, Any] = {"num_microbatches": 2, "tolerance": TIGHT}
         for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
             for model, loss, size in (
                 (lm(), call, 100),
                 (lm(is_tied=True, **options), mean_of_sum, 2),
                 (lm(vocabulary=5, **options), mean_of_sum, 1),
             ):
+                shard = partial(gtp_shard, mesh=mesh, schedule=ALL)
                 with chunks_of(size):
-                    sharded = check_training(
-                        model.double(),
-                        partial(gtp_shard, mesh=mesh, schedule=ALL),
-                        mesh,
-                        batch_of(model),
-                        loss,
-                        steps=2,
-                        num_microbatches=2,
-                        tolerance=TIGHT,
-                    )
+                    sharded = check_training(model.double(), shard, mesh, batch_of(model), loss, **how)
                 assert_idle(sharded)
                 name = "embedding.weight" if model.head.weight is model.embedding.weight else "head.weight"
                 self.assertEqual(num_gathers(sharded)[name], 4 if name[0] == "e" else 0)

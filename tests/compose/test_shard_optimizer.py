@@ -21,7 +21,7 @@ from schedules import explicit
 from test_gtp_shard_groups import CHOSEN, WIDTH, Block
 from test_gtp_shard_groups import Model as BlockModel
 from test_gtp_shard_pipeline import ZERO_BUBBLE, Pipeline, make_parts, train
-from test_gtp_shard_vocabulary_parallel import LM
+from test_gtp_shard_vocabulary_parallel import batch_of, call, lm
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -143,7 +143,7 @@ class TestTraining(OfTwoByTwo):
         """All ways to put off what is reduced."""
         ways = (None, "set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward")
         cases = (ALL, make, next_token_loss, token_batch, ways), (CHOSEN, blocks, blocks_loss, blocks_batch, ways[1:3])
-        for schedule, build, loss, batch_of, methods in cases:
+        for schedule, build, loss, make_batch, methods in cases:
             for method in methods:
                 number = itertools.count()
 
@@ -155,7 +155,7 @@ class TestTraining(OfTwoByTwo):
                     return loss(model, batch)
 
                 shard = partial(self.shard, schedule=schedule)
-                check_training(build(), shard, self.mesh, batch_of, put_off, steps=2, num_microbatches=2)
+                check_training(build(), shard, self.mesh, make_batch, put_off, steps=2, num_microbatches=2)
 
     def test_divide_factors(self) -> None:
         """Divided by other numbers, once; with float16, before and after the sum."""
@@ -205,14 +205,8 @@ class TestTraining(OfTwoByTwo):
                 params = {model.get_parameter(name): placement for name, placement in place.items()}
                 return self.shard(model, shard_placement_fn=params.get)
 
-            model = check_training(
-                make_small(0).double(),
-                shard,
-                self.mesh,
-                lambda generator: torch.randint(0, 11, (8, 5), generator=generator),
-                small_loss,
-                steps=2,
-            )
+            batch = lambda generator: torch.randint(0, 11, (8, 5), generator=generator)  # noqa: E731
+            model = check_training(make_small(0).double(), shard, self.mesh, batch, small_loss)
             assert_idle(model)
             if "columns" in place:  # whose blocks DTensor could not name if replicas cut them
                 self.assertTrue(model.linear.weight.placements[-1].is_replicate())
@@ -295,15 +289,8 @@ class TestTraining(OfTwoByTwo):
             return self.shard(model, schedule=alone(embedding="exchange"))
 
         self.check(shard=exchanged)
-        torch.manual_seed(0)
-        model = check_training(
-            LM().double(),
-            partial(self.shard, schedule=alone(head="exchange")),
-            self.mesh,
-            lambda generator: torch.randint(0, VOCABULARY, (8, 4), generator=generator),
-            lambda model, tokens: model(tokens),
-            steps=2,
-        )
+        by_head = partial(self.shard, schedule=alone(head="exchange"))
+        model = check_training(lm().double(), by_head, self.mesh, batch_of(lm()), call)
         self.assertEqual(sum(weight.fused.losses is not None for weight in members_of(model).weights), 1)
 
     def test_beside_recompute_and_compile(self) -> None:

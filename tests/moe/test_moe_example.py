@@ -46,13 +46,10 @@ def test_a_layer_is_its_experts_one_by_one(examples: Any) -> None:
             each.append(probs[expert] / probs[chosen].sum() * (mlp.down.weight[expert] @ (F.silu(gate) * up)))
         expected.append(sum(each) + moe.shared(token))
     assert num_of_first == 14
-    torch.testing.assert_close(actual, torch.stack(expected).view_as(x), rtol=1e-6, atol=1e-7)
-    for a, b in zip(
-        torch.autograd.grad(actual.square().sum(), [x, *moe.parameters()]),
-        torch.autograd.grad(torch.stack(expected).square().sum(), [x, *moe.parameters()]),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    outputs = actual, torch.stack(expected).view_as(x)
+    torch.testing.assert_close(*outputs, rtol=1e-6, atol=1e-7)
+    grads = (torch.autograd.grad(output.square().sum(), [x, *moe.parameters()]) for output in outputs)
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)
 
 
 def test_balance_loss(examples: Any) -> None:

@@ -142,15 +142,8 @@ def test_block_layouts_equal_only_themselves() -> None:
     block = GTPShard(0, block_size=32)
     assert block == GTPShard(0, block_size=32)
     assert hash(block) == hash(GTPShard(0, block_size=32))
-    for other in [
-        Shard(0),
-        GTPShard(0),
-        GTPShard(1, block_size=32),
-        GTPShard(0, block_size=16),
-        GTPShard(0, split_factor=32),
-        _StridedShard(0, split_factor=1),
-        None,
-    ]:
+    others = [Shard(0), GTPShard(0), GTPShard(1, block_size=32), GTPShard(0, block_size=16)]
+    for other in (*others, GTPShard(0, split_factor=32), _StridedShard(0, split_factor=1), None):
         assert block != other
         assert other != block
     assert len({block, Shard(0), GTPShard(0), GTPShard(0, block_size=16), GTPShard(0, block_size=32)}) == 3

@@ -23,13 +23,8 @@ from dtensor_gtp.planner.machine import load_machine, machine_of, preset_names
 from dtensor_gtp.planner.search import Refused
 
 CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "intermediate_size": 1024,
-    "vocab_size": 4096,
+    **{"model_type": "llama", "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8},
+    **{"num_key_value_heads": 4, "intermediate_size": 1024, "vocab_size": 4096},
 }
 
 

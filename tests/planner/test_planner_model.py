@@ -118,15 +118,8 @@ def test_experts_are_divided_and_tokens_exchanged() -> None:
 
 
 def config_json(path: Path, **changes: Any) -> str:
-    content = {
-        "model_type": "llama",
-        "hidden_size": 64,
-        "num_hidden_layers": 5,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 128,
-        "vocab_size": 256,
-    } | changes
+    content: dict[str, Any] = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 5, "vocab_size": 256}
+    content |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128, **changes}
     path.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
     return str(path)
 

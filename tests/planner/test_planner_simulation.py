@@ -69,8 +69,7 @@ def test_a_task_cannot_wait_for_a_later_one() -> None:
 def test_gathers_are_those_of_the_plan() -> None:
     """Each launch of the runtime's plan is one gather, in its order, and the uses between are those of the plan."""
     setting = tiny(policy=fixed_policy(prefetch_nbytes=1 << 20, coalesce_nbytes=1 << 20))
-    schedule, _ = setting.choice(0)
-    weights = setting.sharded
+    schedule, weights = setting.choice(0)[0], setting.sharded
     step = plan_step(setting, schedule)
     expected = []
     for plan in (step.forward, step.backward):
@@ -97,9 +96,7 @@ def test_a_gather_waits_for_what_compute_was_given() -> None:
 
 def test_each_weight_is_gathered_twice_and_reduced_once() -> None:
     setting = tiny()
-    schedule, _ = setting.choice(0)
-    program = build(setting, schedule)
-    weights = setting.sharded
+    program, weights = build(setting, setting.choice(0)[0]), setting.sharded
     gathered = sum(item.gathered for item in weights)
     head, table = weights[-1].gathered, weights[0].gathered
     # The head is kept from forward to backward, and backward does not gather a table.
@@ -152,8 +149,7 @@ def test_fully_shard_gathers_by_blocks(keeps: bool) -> None:
 
 def test_recomputation_uses_weights_again() -> None:
     setting = tiny(checkpoint="full")
-    weights = setting.sharded
-    step = plan_step(setting, setting.choice(0)[0])
+    weights, step = setting.sharded, plan_step(setting, setting.choice(0)[0])
     names = [weights[use].name.removeprefix("layers.3.").removesuffix(".weight") for use in step.backward.uses[:13]]
     again = ["attention.wq", "attention.wk", "attention.wv", "attention.wo", "ffn.w1", "ffn.w3"]
     assert names == ["output", *again, "ffn.w2", *again[:3:-1], "attention.wo", "attention.wv", "attention.wk"][:13]

@@ -215,14 +215,10 @@ class TestSharded(unittest.TestCase):
     def test_optimizers_cannot_write(self) -> None:
         """Whole, under ``gtp_shard`` and ``fully_shard``, on any rank: named on the first step; masters that the
         optimizer helper keeps are the remedy, or freezing."""
-        gtp = partial(gtp_shard, schedule=ALL)
+        gtp, ways = partial(gtp_shard, schedule=ALL), ({"fused": True}, {"foreach": True}, {"foreach": False})
+        optimizers = [*(partial(torch.optim.AdamW, **way) for way in ways), partial(torch.optim.SGD, lr=0.1)]
         for wrap, rank in ((None, 0), (gtp, 0), (gtp, 3), (by_fsdp, 0), (by_fsdp, 3)):
-            for make_optimizer in (
-                partial(torch.optim.AdamW, fused=True),
-                partial(torch.optim.AdamW, foreach=True),
-                partial(torch.optim.AdamW, foreach=False),
-                partial(torch.optim.SGD, lr=0.1),
-            ):
+            for make_optimizer in optimizers:
                 with fake_mesh(4, rank=rank) as mesh:
                     model = native(nn.Sequential(nn.Linear(64, 128)), "mxfp8")
                     model = model if wrap is None else wrap(model, mesh)
