@@ -15,6 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from planner_accuracy import marked, write_parts
+
 from dtensor_gtp.planner.evaluate import (
     DENSE,
     EIGHT_BIT,
@@ -32,8 +34,7 @@ from dtensor_gtp.planner.machine import GIB, Machine, load_machine
 from dtensor_gtp.planner.model import PRESETS, ModelConfig
 
 DATA = Path(__file__).parent / "planner_data" / "published_rows.json"
-PAGE = Path(__file__).parents[2] / "docs" / "guides" / "planner.md"
-BEGIN, END = "<!-- ranges: begin -->", "<!-- ranges: end -->"
+KINDS = (DENSE, MIXED, EIGHT_BIT, LONG, EXPERTS, EXPERTS_APART)
 _MARGIN, _MARGIN_OF_FEW, _FEW = 1.1, 1.4, 10
 
 
@@ -110,7 +111,7 @@ def left_out(found: list[Row]) -> list[bool]:
 def section(found: list[Row]) -> str:
     lines = ["|kind|rows|sources|median error|range|holds|holds, source left out|", "|---|---|---|---|---|---|---|"]
     carried = left_out(found)
-    for ground in (DENSE, MIXED, EIGHT_BIT, LONG, EXPERTS, EXPERTS_APART):
+    for ground in KINDS:
         members = [(row, held) for row, held in zip(found, carried, strict=True) if row.kind == ground.kind]
         error = statistics.median(abs(row.factor - 1) for row, _ in members)
         cells = [
@@ -128,14 +129,12 @@ def section(found: list[Row]) -> str:
         f"{whole}{statistics.median(abs(row.factor - 1) for row in found):.0%}||{sum(row.holds for row in found)}|"
         f"{sum(carried)}|"
     )
-    return f"{BEGIN}\n" + "\n".join(lines) + f"\n{END}"
+    return marked("ranges", "\n".join(lines))
 
 
 if __name__ == "__main__":
-    text = PAGE.read_text()
-    before, _, rest = text.partition(BEGIN)
     found = list(rows())
-    PAGE.write_text(before + section(found) + rest.partition(END)[2])
+    write_parts(section(found))
     print(section(found))
     for row in found:
         print(f"{row.factor:.2f} {'ok' if row.holds else 'NO'} {row.kind}: {row.name}")
