@@ -17,10 +17,12 @@ from checkpoint_common import (
     adamw,
     held_back_writes,
     job_state,
+    load_job,
     local,
     local_state,
     make,
     make_sharded,
+    set_job_state,
     shard,
     tokens_of_step,
     train,
@@ -34,7 +36,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
-    set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -87,7 +88,7 @@ class TestStateDict(GlooTest):
             model = make_sharded(0, mesh)
             optimizer = adamw(model)
             planner = RecordingPlanner()
-            state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+            state = job_state(model, optimizer)
             with shared_directory() as directory:
                 dcp.save(state, checkpoint_id=directory, planner=planner)
                 metadata = dcp.FileSystemReader(directory).read_metadata()
@@ -269,9 +270,7 @@ class TestStateDict(GlooTest):
                 resumed, resumed_optimizer, resumed_scheduler = self.start(5, mesh, kwargs)
                 state = job_state(resumed, resumed_optimizer, resumed_scheduler)
                 dcp.load(state, checkpoint_id=directory)
-                set_state_dict(
-                    resumed, resumed_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-                )
+                set_job_state(resumed, resumed_optimizer, state)
                 resumed_scheduler.load_state_dict(state["scheduler"])
             train(resumed, resumed_optimizer, [2], mesh)
             resumed_scheduler.step()
@@ -324,9 +323,7 @@ class TestStateDict(GlooTest):
                     local(param).fill_(77)
             go.set()
             saved.result()
-            state = job_state(model, optimizer)
-            dcp.load(state, checkpoint_id=directory)
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+            load_job(model, optimizer, directory)
         self.assertEqual(local_state(model, optimizer), expected, rtol=0, atol=0)
         dist.destroy_process_group(group)
 

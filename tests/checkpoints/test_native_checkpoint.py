@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from checkpoint_common import RANK0, local
+from checkpoint_common import RANK0, job_state, load_job, local
 from common import GlooTest, _mesh, full, rows_of_rank, shared_directory
 from quant_common import (
     COLUMNS,
@@ -25,13 +25,7 @@ from quant_common import (
     tokens_of,
     up_only,
 )
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_gtp import checkpoint
@@ -269,19 +263,13 @@ class TestNativeCheckpoint(GlooTest):
         self.assertEqual(expected["layers.0.up.weight/master"].dtype, torch.float32)
         self.assertEqual(expected["layers.0.up.weight/exp_avg"].dtype, torch.float32)
         with shared_directory() as path:
-            states = dict(zip(("model", "optimizer"), get_state_dict(*saved), strict=True))
-            dcp.save(states, checkpoint_id=path)
+            dcp.save(job_state(*saved), checkpoint_id=path)
             loaded = {}
-            for name, shard, data_mesh in (
-                ("gtp", on_gtp(recipe, mesh), mesh),
-                ("tp", on_tp(recipe, tp), tp["gtp"]),
-                ("fsdp", on_fsdp(recipe, mesh), mesh),
-            ):
-                model, optimizer = loaded[name] = job(shard, data_mesh, 2)
-                states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-                dcp.load(states, checkpoint_id=path)
-                set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
-                self.assert_same(whole(model, optimizer), expected, name)
+            ways = {"gtp": (on_gtp, mesh, mesh), "tp": (on_tp, tp, tp["gtp"]), "fsdp": (on_fsdp, mesh, mesh)}
+            for name, (shard, on, data_mesh) in ways.items():
+                loaded[name] = job(shard(recipe, on), data_mesh, 2)
+                load_job(*loaded[name], path)
+                self.assert_same(whole(*loaded[name]), expected, name)
         for model, optimizer in (saved, loaded["gtp"]):
             step(model, optimizer, mesh, 3)
         self.assert_same(whole(*loaded["gtp"]), whole(*saved))

@@ -1,15 +1,13 @@
 """Checkpoints of models with quantized weights (master storage): any recipe and topology to any other, bit for bit."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from checkpoint_common import job_state, local
+from checkpoint_common import job_state, load_job, local
 from common import GlooTest, _mesh, full, rows_of_rank, shared_directory
 from quant_common import COLUMNS, Net, cut_layers, dequantized, fsdp, fully_sharded, gtp, loss_of, tokens_of
-from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_gtp.quant import MXFP8, NVFP4, RECIPES, Direction, Float8Blockwise, Float8Tensorwise, Recipe
@@ -36,14 +34,6 @@ class Job:
             for key, value in self.optimizer.state[param].items():
                 found[f"{name}/{key}"] = full(value)
         return {name: value.clone() for name, value in found.items()}
-
-    def save(self, path: Any) -> None:
-        dcp.save(job_state(self.model, self.optimizer), checkpoint_id=path)
-
-    def load(self, path: Any) -> None:
-        state = job_state(self.model, self.optimizer)
-        dcp.load(state, checkpoint_id=path)
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
 class TestQuantizedCheckpoint(GlooTest):
@@ -94,11 +84,11 @@ class TestQuantizedCheckpoint(GlooTest):
         saved = Job(shard, mesh, seed=1)
         expected = saved.whole()
         with shared_directory() as path:
-            saved.save(path)
+            dcp.save(job_state(saved.model, saved.optimizer), checkpoint_id=path)
             for target in targets:
                 shard, mesh, recipe = topologies[target]
                 job = Job(shard, mesh, seed=2)
-                job.load(path)
+                load_job(job.model, job.optimizer, path)
                 actual = job.whole()
                 self._check_forward(job, recipe)
                 self.assertEqual(actual.keys(), expected.keys())
@@ -120,8 +110,8 @@ class TestQuantizedCheckpoint(GlooTest):
         mesh = self.gtp_mesh()
         saved, loaded = (Job(gtp(NVFP4(), mesh), mesh, seed) for seed in (3, 4))
         with shared_directory() as path:
-            saved.save(path)
-            loaded.load(path)
+            dcp.save(job_state(saved.model, saved.optimizer), checkpoint_id=path)
+            load_job(loaded.model, loaded.optimizer, path)
         for ours, theirs in zip(saved.model.parameters(), loaded.model.parameters(), strict=True):
             self.assertTrue(torch.equal(local(ours), local(theirs)))
         weights = [full(job.model.layers[1].down.weight.detach()) for job in (saved, loaded)]

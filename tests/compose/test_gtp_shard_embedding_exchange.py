@@ -119,7 +119,7 @@ class TestEmbeddingExchange(GlooTest):
         for mesh, model, loss, num in cases:
             make_batch = batch_of(next(model.children()).num_embeddings)
             shard = partial(gtp_shard, mesh=mesh, schedule=EXCHANGE)
-            sharded = check_training(model, shard, mesh, make_batch, loss, steps=2, num_microbatches=num)
+            sharded = check_training(model, shard, mesh, make_batch, loss, num_microbatches=num)
             assert_idle(sharded)
             if isinstance(model, Lookup):
                 self.assertEqual(num_table_gathers(sharded), 0)

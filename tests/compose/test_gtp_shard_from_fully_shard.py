@@ -58,7 +58,6 @@ class TestMeshes(GlooTest):
                 lambda generator: torch.randn(8, 3, WIDTH, generator=generator),
                 lambda m, x: m(x).square().mean(),
                 make_optimizer=lambda params: torch.optim.SGD(params, lr=0.3),  # keys' bias has a gradient of about 0
-                steps=2,
             )
         on_hsdp = (Replicate(), GTPShard(0)), (Replicate(), GTPShard(1)), (Replicate(), GTPShard(1))
         named = dict(model.named_parameters())
@@ -154,7 +153,6 @@ class TestAllReduceHook(GlooTest):
                 lambda m, x: m(x).square().mean(),
                 make_optimizer=lambda params: torch.optim.SGD(params, lr=0.3),
                 num_microbatches=2,
-                steps=2,
                 tolerance={"rtol": 1e-1, "atol": 5e-3} if "mp_policy" in options else None,
             )
             self.assertEqual(num_calls[0], 2 * 2 * 10)  # steps, microbatches and parameters

@@ -91,7 +91,7 @@ class TestTraining(OfTwoByTwo):
     def check_blocks(self, model: nn.Module | None = None, shard: Any = None, **options: Any) -> Any:
         """Blocks of rows that no axis divides, with weights that nobody uses, in groups."""
         shard = partial(shard or self.shard, schedule=CHOSEN)
-        model = check_training(model or blocks(), shard, self.mesh, blocks_batch, blocks_loss, steps=2, **options)
+        model = check_training(model or blocks(), shard, self.mesh, blocks_batch, blocks_loss, **options)
         assert_idle(model)
         return model
 
@@ -155,7 +155,7 @@ class TestTraining(OfTwoByTwo):
                     return loss(model, batch)
 
                 shard = partial(self.shard, schedule=schedule)
-                check_training(build(), shard, self.mesh, make_batch, put_off, steps=2, num_microbatches=2)
+                check_training(build(), shard, self.mesh, make_batch, put_off, num_microbatches=2)
 
     def test_divide_factors(self) -> None:
         """Divided by other numbers, once; with float16, before and after the sum."""

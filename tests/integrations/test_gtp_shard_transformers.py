@@ -109,7 +109,7 @@ class TestTransformers(GlooTest):
             items = rest.pop("items_per_row").sum()  # gradients are averaged: a rank's share of all items
             return model(**rest, num_items_in_batch=items).loss
 
-        check_training(make("llama"), self.shard, self.gtp_mesh(), batch, loss, make_optimizer=sgd, steps=2)
+        check_training(make("llama"), self.shard, self.gtp_mesh(), batch, loss, make_optimizer=sgd)
 
     def test_compiled_layers(self) -> None:
         """Into one graph without a break, which layers of one kind share."""
@@ -173,7 +173,7 @@ class TestTransformers(GlooTest):
 
         batch = CASES["gpt2"].batch
         check_training(
-            *(reference, self.shard, self.gtp_mesh(), batch, model_loss), make_optimizer=sgd, steps=2, between=generate
+            *(reference, self.shard, self.gtp_mesh(), batch, model_loss), make_optimizer=sgd, between=generate
         )
 
     def test_generates_until_all_ranks_have_ended(self) -> None:
@@ -258,9 +258,7 @@ class TestTensorParallel(GlooTest):
         case = CASES["llama"]
         for is_tied in (False, True):
             reference = make("llama", num_key_value_heads=2, tie_word_embeddings=is_tied)
-            model: Any = check_training(
-                reference, shard, root["gtp"], case.batch, case.loss, make_optimizer=sgd, steps=2
-            )
+            model: Any = check_training(reference, shard, root["gtp"], case.batch, case.loss, make_optimizer=sgd)
             attention = model.model.layers[0].self_attn
             self.assertEqual(attention.q_proj.weight.placements, (Shard(0), GTPShard(0)))
             self.assertEqual(attention.o_proj.weight.placements, (Shard(1), GTPShard(0)))

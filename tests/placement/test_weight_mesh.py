@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import WeightMesh, gtp_shard, init_weight_mesh
+from dtensor_gtp.random import DENSE_AXES
 
 
 class Net(nn.Module):
@@ -61,6 +62,24 @@ def tensor_parallel(model: nn.Module, mesh: WeightMesh) -> nn.Module:
     return parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
+def check_meta_model(mesh: WeightMesh) -> None:
+    with mesh.fork_rng("params"), torch.device(mesh.dense.device_type):
+        reference = Net()
+    mesh.rng.manual_seed(0)  # the region once more, from its start
+    with torch.device("meta"):
+        model = Net()
+    gtp_shard(tensor_parallel(model, mesh), mesh.weights, schedule=ALL)
+    model.to_empty(device=mesh.dense.device_type)
+    with mesh.fork_rng("params"):
+        model.reset_parameters()
+    assert_same_params(model, reference, rtol=0, atol=0)
+    for param in model.parameters():  # every copy, not only those that full_tensor() takes
+        values = [torch.empty_like(full(param)) for _ in range(dist.get_world_size())]
+        dist.all_gather(values, full(param.detach()))
+        for value in values:
+            torch.testing.assert_close(value, values[0], rtol=0, atol=0)
+
+
 class TestModels(GlooTest):
     def test_like_one_process(self) -> None:
         """Copies of weights along several axes, tensor parallelism, and ``fully_shard`` outside, over dp."""
@@ -82,7 +101,7 @@ class TestModels(GlooTest):
                 return gtp_shard(model, mesh.weights, schedule=ALL)
 
             torch.manual_seed(0)
-            check_training(Net(), shard, mesh.data, make_tokens, loss_fn, num_microbatches=2, steps=2)
+            check_training(Net(), shard, mesh.data, make_tokens, loss_fn, num_microbatches=2)
 
     def test_every_view_gathers_in_order(self) -> None:
         mesh = init_weight_mesh("cpu", replicate=2, tp=2, ep=2)
@@ -94,22 +113,7 @@ class TestModels(GlooTest):
     def test_shards_of_a_meta_model_are_those_of_the_whole_model(self) -> None:
         """Parameters that are drawn after sharding: alike along copies, unlike along shards, parts of one whole."""
         for sizes in ({"gtp": 2, "tp": 2}, {"replicate": 2, "gtp": 2}):
-            mesh = init_weight_mesh("cpu", **sizes)
-            with mesh.fork_rng("params"):
-                reference = Net()
-            mesh.rng.manual_seed(0)  # the region once more, from its start
-            with torch.device("meta"):
-                model = Net()
-            gtp_shard(tensor_parallel(model, mesh), mesh.weights, schedule=ALL)
-            model.to_empty(device="cpu")
-            with mesh.fork_rng("params"):
-                model.reset_parameters()
-            assert_same_params(model, reference, rtol=0, atol=0)
-            for param in model.parameters():  # every copy, not only those that full_tensor() takes
-                values = [torch.empty_like(full(param)) for _ in range(self.world_size)]
-                dist.all_gather(values, full(param.detach()))
-                for value in values:
-                    self.assertEqual(value, values[0], rtol=0, atol=0)
+            check_meta_model(init_weight_mesh("cpu", **sizes))
 
     # --- disagreement -------------------------------------------------------------------------------------------------
 
@@ -250,10 +254,8 @@ def permuted_job(folder: Path, device_type: str, order: Sequence[int]) -> None:
     assert dist.get_backend() == ("gloo" if device_type == "cpu" else "nccl")
     assert dist.get_rank() == place
     assert mesh.dense.get_coordinate() == (0, 0, 0, 0, *divmod(place, sizes["tp"]))
-    assert dist.get_process_group_ranks(mesh["gtp"].get_group()) == [
-        place % sizes["tp"],
-        place % sizes["tp"] + sizes["tp"],
-    ]
+    first = place % sizes["tp"]
+    assert dist.get_process_group_ranks(mesh["gtp"].get_group()) == [first, first + sizes["tp"]]
     assert device_type == "cpu" or torch.cuda.current_device() == int(os.environ["LOCAL_RANK"])
     torch.save(train(mesh), folder / f"{rank}.pt")
     dist.destroy_process_group()
@@ -286,10 +288,7 @@ class TestCuda(CudaTest):
         """Equal on exactly those ranks whose coordinates on the axes ``unlike`` are equal."""
         values = [torch.empty_like(drawn) for _ in range(self.world_size)]
         dist.all_gather(values, drawn)
-        names, places = (
-            mesh.dense.mesh_dim_names or (),
-            [(m == mesh.dense.mesh).nonzero()[0] for m in range(self.world_size)],
-        )
+        names, places = DENSE_AXES, [(m == mesh.dense.mesh).nonzero()[0] for m in range(self.world_size)]
         keys = [tuple(int(place[names.index(axis)]) for axis in unlike) for place in places]
         for a, b in itertools.combinations(range(self.world_size), 2):
             self.assertEqual(torch.equal(values[a], values[b]), keys[a] == keys[b], f"{a} {b} {unlike}")
@@ -322,17 +321,7 @@ class TestCuda(CudaTest):
             self.check_alike(mesh, dropped.to_local(), "gtp", "tp")
 
     def test_shards_of_a_meta_model_are_those_of_the_whole_model(self) -> None:
-        mesh = self.mesh()
-        with mesh.fork_rng("params"), torch.device("cuda"):
-            reference = Net()
-        mesh.rng.manual_seed(0)
-        with torch.device("meta"):
-            model = Net()
-        gtp_shard(tensor_parallel(model, mesh), mesh.weights, schedule=ALL)
-        model.to_empty(device="cuda")
-        with mesh.fork_rng("params"):
-            model.reset_parameters()
-        assert_same_params(model, reference, rtol=0, atol=0)
+        check_meta_model(self.mesh())
 
     def test_recomputation_draws_the_same_numbers(self) -> None:
         mesh = self.mesh()
