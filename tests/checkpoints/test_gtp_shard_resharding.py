@@ -84,9 +84,12 @@ class Job:
             if topology.kind == "tp":
                 parallelize_module(self.model, mesh["tp"], {"qkv": ColwiseParallel()})
                 mesh = mesh["gtp"]
-            dims = {param: int(name == "columns") for name, param in self.model.named_parameters() if param.ndim > 1}
-            place = {param: GTPShard(dim, block_size=topology.block_size) for param, dim in dims.items()}
-            gtp_shard(self.model, mesh, schedule=ALL, shard_placement_fn=place.get)
+            columns = self.model.columns
+
+            def place(param: nn.Parameter) -> GTPShard | None:
+                return GTPShard(int(param is columns), block_size=topology.block_size) if param.ndim > 1 else None
+
+            gtp_shard(self.model, mesh, schedule=ALL, shard_placement_fn=place)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
         self.state()  # makes the optimizer's tensors
 
