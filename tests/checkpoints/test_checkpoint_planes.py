@@ -1,7 +1,5 @@
 """Planes of a checkpoint that are missing, or are of another dtype or shape, are named before anything is computed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``checkpoint.save``: a checkpoint is whole or absent, also where it replaces another one and a rank dies."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Headers and indexes of safetensors files that are damaged or planted are errors that name the file."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

@@ -1,7 +1,5 @@
 """State dicts and checkpoints: what is in them, every way to load them, and that a load counts at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -19,10 +17,12 @@ from checkpoint_common import (
     adamw,
     held_back_writes,
     job_state,
+    load_job,
     local,
     local_state,
     make,
     make_sharded,
+    set_job_state,
     shard,
     tokens_of_step,
     train,
@@ -36,7 +36,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
-    set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -89,7 +88,7 @@ class TestStateDict(GlooTest):
             model = make_sharded(0, mesh)
             optimizer = adamw(model)
             planner = RecordingPlanner()
-            state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+            state = job_state(model, optimizer)
             with shared_directory() as directory:
                 dcp.save(state, checkpoint_id=directory, planner=planner)
                 metadata = dcp.FileSystemReader(directory).read_metadata()
@@ -271,9 +270,7 @@ class TestStateDict(GlooTest):
                 resumed, resumed_optimizer, resumed_scheduler = self.start(5, mesh, kwargs)
                 state = job_state(resumed, resumed_optimizer, resumed_scheduler)
                 dcp.load(state, checkpoint_id=directory)
-                set_state_dict(
-                    resumed, resumed_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-                )
+                set_job_state(resumed, resumed_optimizer, state)
                 resumed_scheduler.load_state_dict(state["scheduler"])
             train(resumed, resumed_optimizer, [2], mesh)
             resumed_scheduler.step()
@@ -287,13 +284,17 @@ class TestStateDict(GlooTest):
         optimizer = adamw(model)
         return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=7)
 
-    def test_optimizer_state_dicts_go_both_ways(self) -> None:
-        """Full ones, from every rank and from rank 0, and flattened ones."""
-        mesh = self.gtp_mesh()
+    def trained(self, mesh: DeviceMesh) -> tuple[Small, torch.optim.Optimizer, Any]:
+        """After a step, and what it has left on this rank."""
         model = make_sharded(0, mesh)
         optimizer = adamw(model)
         train(model, optimizer, [0], mesh)
-        expected = local_state(model, optimizer)
+        return model, optimizer, local_state(model, optimizer)
+
+    def test_optimizer_state_dicts_go_both_ways(self) -> None:
+        """Full ones, from every rank and from rank 0, and flattened ones."""
+        mesh = self.gtp_mesh()
+        model, optimizer, expected = self.trained(mesh)
         whole, flat = StateDictOptions(full_state_dict=True), StateDictOptions(flatten_optimizer_state_dict=True)
         to_rank0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
         for save, load in ((whole, whole), (to_rank0, RANK0), (flat, flat)):
@@ -313,10 +314,7 @@ class TestStateDict(GlooTest):
     def test_r15_async_save_stores_the_values_of_its_call(self) -> None:
         mesh = self.gtp_mesh()
         group = dist.new_group(backend="gloo")  # the saving thread talks while training does
-        model = make_sharded(0, mesh)
-        optimizer = adamw(model)
-        train(model, optimizer, [0], mesh)
-        expected = local_state(model, optimizer)
+        model, optimizer, expected = self.trained(mesh)
         with shared_directory() as directory, held_back_writes() as go:
             saved = dcp.async_save(job_state(model, optimizer), checkpoint_id=directory, process_group=group)
             train(model, optimizer, [1], mesh)
@@ -325,9 +323,7 @@ class TestStateDict(GlooTest):
                     local(param).fill_(77)
             go.set()
             saved.result()
-            state = job_state(model, optimizer)
-            dcp.load(state, checkpoint_id=directory)
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+            load_job(model, optimizer, directory)
         self.assertEqual(local_state(model, optimizer), expected, rtol=0, atol=0)
         dist.destroy_process_group(group)
 

@@ -1,7 +1,5 @@
 """A checkpoint that does not fit is refused in one message, which names the keys and what to write."""
 
-from __future__ import annotations
-
 import tempfile
 import unittest
 from typing import Any
@@ -9,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+from checkpoint_common import job_state
 from common import GlooTest, full, shared_directory
-from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from dtensor_gtp import checkpoint, gtp_shard
 
@@ -67,7 +65,7 @@ class TestOtherSizes(GlooTest):
             return model, torch.optim.AdamW(model.parameters())
 
         def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-            return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)) | {"step": 3}
+            return job_state(model, optimizer) | {"step": 3}
 
         saved, other = job(64), job(32)
         before = full(other[0][0].weight).clone()

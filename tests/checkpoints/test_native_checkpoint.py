@@ -1,30 +1,34 @@
 """Checkpoints of native weights: the same bytes back on any topology that cuts between blocks; from and to bfloat16."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from checkpoint_common import RANK0, local
-from common import ALL, GlooTest, _mesh, full, rows_of_rank, shared_directory
-from quant_common import Net, all_recipes, blocks_only, dequantized, fsdp, gtp, loss_of, tokens_of
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
+from checkpoint_common import RANK0, job_state, load_job, local
+from common import GlooTest, _mesh, full, rows_of_rank, shared_directory
+from quant_common import (
+    COLUMNS,
+    Net,
+    all_recipes,
+    cut_layers,
+    dequantized,
+    fsdp,
+    fully_sharded,
+    gtp,
+    loss_of,
+    tokens_of,
+    up_only,
 )
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from dtensor_gtp import GTPShard, checkpoint, gtp_shard, quantize_
+from dtensor_gtp import checkpoint
 from dtensor_gtp.quant import (
     MXFP8,
     NVFP4,
@@ -44,34 +48,17 @@ ShardFn = Callable[[nn.Module], nn.Module]
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
-def up_only(module: nn.Module, name: str) -> bool:
-    return blocks_only(module, name) and name.endswith("up")
-
-
 def net(seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(seed)
     return Net(hidden=HIDDEN).to(dtype)
 
 
-def on_gtp(recipe: Recipe, mesh: DeviceMesh, **options: Any) -> ShardFn:
-    def shard(model: nn.Module) -> nn.Module:
-        quantize_(model, recipe, filter_fn=up_only, storage="native")
-        return gtp_shard(model, mesh, schedule=ALL, **options)
-
-    return shard
-
-
-def on_fsdp(recipe: Recipe, mesh: DeviceMesh) -> ShardFn:
-    return lambda model: fsdp(quantize_(model, recipe, filter_fn=up_only, storage="native"), mesh)
+on_gtp = partial(gtp, names=up_only, storage="native")
+on_fsdp = partial(fully_sharded, storage="native")
 
 
 def on_tp(recipe: Recipe, mesh: DeviceMesh) -> ShardFn:
-    def shard(model: nn.Module) -> nn.Module:
-        for layer in model.layers:  # type: ignore[union-attr]
-            parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        return on_gtp(recipe, mesh["gtp"])(model)
-
-    return shard
+    return lambda model: on_gtp(recipe, mesh["gtp"])(cut_layers(model, mesh["tp"]))
 
 
 def in_float32(shard: ShardFn) -> ShardFn:
@@ -130,15 +117,14 @@ class TestNativeCheckpoint(GlooTest):
         """Also where some ranks have no blocks of scales, and scales of whole weights and rows."""
         mesh, one, dp_mesh = self.gtp_mesh(), self.hsdp_mesh(4), self.hsdp_mesh()
         tp, around = _mesh((2, 2), ("gtp", "tp")), _mesh((2, 2), ("dp", "gtp"))
-        columns: Any = {"shard_placement_fn": lambda param: GTPShard(1) if param.ndim == 2 else None}
         blockwise, nvfp4, mxfp8 = Float8Blockwise(), NVFP4(), MXFP8()
         tensorwise, rowwise = Float8Tensorwise(), Float8Rowwise()
         both = lambda model: fsdp(on_gtp(mxfp8, around["gtp"])(model), around["dp"])  # noqa: E731
         cases: list[tuple[Recipe, ShardFn, list[ShardFn]]] = [
-            (blockwise, on_gtp(blockwise, mesh), [on_fsdp(blockwise, dp_mesh), on_gtp(blockwise, mesh, **columns)]),
+            (blockwise, on_gtp(blockwise, mesh), [on_fsdp(blockwise, dp_mesh), on_gtp(blockwise, mesh, **COLUMNS)]),
             (blockwise, on_fsdp(blockwise, dp_mesh), [on_gtp(blockwise, mesh)]),
-            (nvfp4, on_gtp(nvfp4, mesh), [on_gtp(nvfp4, mesh), on_tp(nvfp4, tp), on_gtp(nvfp4, mesh, **columns)]),
-            (nvfp4, on_gtp(nvfp4, mesh, **columns), [on_fsdp(nvfp4, mesh)]),
+            (nvfp4, on_gtp(nvfp4, mesh), [on_gtp(nvfp4, mesh), on_tp(nvfp4, tp), on_gtp(nvfp4, mesh, **COLUMNS)]),
+            (nvfp4, on_gtp(nvfp4, mesh, **COLUMNS), [on_fsdp(nvfp4, mesh)]),
             (mxfp8, on_gtp(mxfp8, one), [on_gtp(mxfp8, one), on_gtp(mxfp8, mesh), on_fsdp(mxfp8, one), both]),
             (tensorwise, on_tp(tensorwise, tp), [on_gtp(tensorwise, mesh)]),
             (rowwise, on_tp(rowwise, tp), [on_fsdp(rowwise, mesh)]),
@@ -158,7 +144,6 @@ class TestNativeCheckpoint(GlooTest):
             model.load_state_dict(state, assign=assign)
             self.assert_same(model.state_dict(), saved.state_dict(), assign)
             native = native_of(model.layers[0].up.weight)
-            assert native is not None
             self.assertEqual(native.recipe, recipe)
         with shared_directory() as path:
             dcp.save(fsdp(net(1), mesh).state_dict(), checkpoint_id=path)
@@ -278,19 +263,13 @@ class TestNativeCheckpoint(GlooTest):
         self.assertEqual(expected["layers.0.up.weight/master"].dtype, torch.float32)
         self.assertEqual(expected["layers.0.up.weight/exp_avg"].dtype, torch.float32)
         with shared_directory() as path:
-            states = dict(zip(("model", "optimizer"), get_state_dict(*saved), strict=True))
-            dcp.save(states, checkpoint_id=path)
+            dcp.save(job_state(*saved), checkpoint_id=path)
             loaded = {}
-            for name, shard, data_mesh in (
-                ("gtp", on_gtp(recipe, mesh), mesh),
-                ("tp", on_tp(recipe, tp), tp["gtp"]),
-                ("fsdp", on_fsdp(recipe, mesh), mesh),
-            ):
-                model, optimizer = loaded[name] = job(shard, data_mesh, 2)
-                states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-                dcp.load(states, checkpoint_id=path)
-                set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
-                self.assert_same(whole(model, optimizer), expected, name)
+            ways = {"gtp": (on_gtp, mesh, mesh), "tp": (on_tp, tp, tp["gtp"]), "fsdp": (on_fsdp, mesh, mesh)}
+            for name, (shard, on, data_mesh) in ways.items():
+                loaded[name] = job(shard(recipe, on), data_mesh, 2)
+                load_job(*loaded[name], path)
+                self.assert_same(whole(*loaded[name]), expected, name)
         for model, optimizer in (saved, loaded["gtp"]):
             step(model, optimizer, mesh, 3)
         self.assert_same(whole(*loaded["gtp"]), whole(*saved))

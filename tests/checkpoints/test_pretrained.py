@@ -1,7 +1,5 @@
 """Whole models in safetensors: each rank reads its own rows, and what is written is what the model has."""
 
-from __future__ import annotations
-
 import copy
 import json
 import struct

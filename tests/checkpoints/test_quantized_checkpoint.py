@@ -1,39 +1,19 @@
 """Checkpoints of models with quantized weights (master storage): any recipe and topology to any other, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from checkpoint_common import job_state, local
+from checkpoint_common import job_state, load_job, local
 from common import GlooTest, _mesh, full, rows_of_rank, shared_directory
-from quant_common import Net, blocks_only, dequantized, fsdp, gtp, loss_of, tokens_of
-from torch.distributed.checkpoint.state_dict import set_state_dict
+from quant_common import COLUMNS, Net, cut_layers, dequantized, fsdp, fully_sharded, gtp, loss_of, tokens_of
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from dtensor_gtp import quantize_
 from dtensor_gtp.quant import MXFP8, NVFP4, RECIPES, Direction, Float8Blockwise, Float8Tensorwise, Recipe
 
 HIDDEN = 512
 ShardFn = Callable[[nn.Module], nn.Module]
-
-
-def up_only(module: nn.Module, name: str) -> bool:
-    return blocks_only(module, name) and name.endswith("up")
-
-
-def tensor_parallel(recipe: Recipe, mesh: DeviceMesh) -> ShardFn:
-    def shard(model: nn.Module) -> nn.Module:
-        for layer in model.layers:  # type: ignore[union-attr]
-            parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        return gtp(recipe, mesh["gtp"])(model)
-
-    return shard
 
 
 class Job:
@@ -55,39 +35,27 @@ class Job:
                 found[f"{name}/{key}"] = full(value)
         return {name: value.clone() for name, value in found.items()}
 
-    def save(self, path: Any) -> None:
-        dcp.save(job_state(self.model, self.optimizer), checkpoint_id=path)
-
-    def load(self, path: Any) -> None:
-        state = job_state(self.model, self.optimizer)
-        dcp.load(state, checkpoint_id=path)
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-
 
 class TestQuantizedCheckpoint(GlooTest):
     def _topologies(self) -> dict[str, tuple[ShardFn, DeviceMesh, Recipe | None]]:
         mesh, hsdp = self.gtp_mesh(), self.hsdp_mesh()
         tp, dp = _mesh((2, 2), ("gtp", "tp")), _mesh((2, 2), ("dp", "gtp"))
         shard_of_one = self.hsdp_mesh(4)
-        columns = {"shard_placement_fn": lambda p: Shard(1) if p.ndim == 2 else None}
 
-        def plain_fsdp(model: nn.Module) -> nn.Module:
-            return fsdp(model, mesh)
-
-        def quantized_fsdp(recipe: Recipe) -> ShardFn:
-            return lambda model: fsdp(quantize_(model, recipe, filter_fn=up_only), mesh)
+        def on_tp(model: nn.Module) -> nn.Module:
+            return gtp(MXFP8(), tp["gtp"])(cut_layers(model, tp["tp"]))
 
         return {
-            "fsdp bf16": (plain_fsdp, mesh, None),
-            "fsdp blockwise": (quantized_fsdp(Float8Blockwise()), mesh, Float8Blockwise()),
-            "fsdp nvfp4": (quantized_fsdp(NVFP4()), mesh, NVFP4()),
+            "fsdp bf16": (lambda model: fsdp(model, mesh), mesh, None),
+            "fsdp blockwise": (fully_sharded(Float8Blockwise(), mesh), mesh, Float8Blockwise()),
+            "fsdp nvfp4": (fully_sharded(NVFP4(), mesh), mesh, NVFP4()),
             "gtp tensorwise": (gtp(Float8Tensorwise(), mesh), mesh, Float8Tensorwise()),
             "gtp blockwise": (gtp(Float8Blockwise(), mesh), mesh, Float8Blockwise()),
             "gtp nvfp4": (gtp(NVFP4(), mesh), mesh, NVFP4()),
             "hsdp mxfp8": (gtp(MXFP8(), hsdp), hsdp, MXFP8()),
             "hsdp shard of one, mxfp8": (gtp(MXFP8(), shard_of_one), shard_of_one, MXFP8()),
-            "gtp x tp mxfp8": (tensor_parallel(MXFP8(), tp), tp["gtp"], MXFP8()),
-            "fsdp x gtp mxfp8": (lambda m: fsdp(gtp(MXFP8(), dp["gtp"])(m), dp["dp"], **columns), dp, MXFP8()),
+            "gtp x tp mxfp8": (on_tp, tp["gtp"], MXFP8()),
+            "fsdp x gtp mxfp8": (lambda m: fsdp(gtp(MXFP8(), dp["gtp"])(m), dp["dp"], **COLUMNS), dp, MXFP8()),
         }
 
     def _check_forward(self, job: Job, recipe: Recipe | None) -> None:
@@ -116,11 +84,11 @@ class TestQuantizedCheckpoint(GlooTest):
         saved = Job(shard, mesh, seed=1)
         expected = saved.whole()
         with shared_directory() as path:
-            saved.save(path)
+            dcp.save(job_state(saved.model, saved.optimizer), checkpoint_id=path)
             for target in targets:
                 shard, mesh, recipe = topologies[target]
                 job = Job(shard, mesh, seed=2)
-                job.load(path)
+                load_job(job.model, job.optimizer, path)
                 actual = job.whole()
                 self._check_forward(job, recipe)
                 self.assertEqual(actual.keys(), expected.keys())
@@ -142,8 +110,8 @@ class TestQuantizedCheckpoint(GlooTest):
         mesh = self.gtp_mesh()
         saved, loaded = (Job(gtp(NVFP4(), mesh), mesh, seed) for seed in (3, 4))
         with shared_directory() as path:
-            saved.save(path)
-            loaded.load(path)
+            dcp.save(job_state(saved.model, saved.optimizer), checkpoint_id=path)
+            load_job(loaded.model, loaded.optimizer, path)
         for ours, theirs in zip(saved.model.parameters(), loaded.model.parameters(), strict=True):
             self.assertTrue(torch.equal(local(ours), local(theirs)))
         weights = [full(job.model.layers[1].down.weight.detach()) for job in (saved, loaded)]

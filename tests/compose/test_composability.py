@@ -1,7 +1,5 @@
 """What docs/guides/composability.md says to work in each composition is proven by a test, named here."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

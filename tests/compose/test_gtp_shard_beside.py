@@ -4,8 +4,6 @@ Each test is a cell of the support matrix: supported cells are compared with one
 anything has changed, with the remedy.
 """
 
-from __future__ import annotations
-
 import unittest
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from checkpoint_common import PLAIN, momentum, topology
-from common import ALL, GlooTest, fake_world
+from common import ALL, GlooTest, fake_mesh
 from fsdp_common import Model, both, check_resumes, dp_gtp, make, mesh_of, tensor_parallel, wrap
 from torch.distributed._composable import replicate as replicate_by_ddp
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -34,8 +32,7 @@ class Plain(nn.Module):
         self.scale = nn.Parameter(torch.ones(31))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.first(tokens) * self.scale
-        return logits
+        return self.first(tokens) * self.scale
 
 
 def clipped(params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -145,10 +142,7 @@ class TestRefused(unittest.TestCase):
     """Nothing has changed when it raises; all ranks run the same lines, so all raise."""
 
     def setUp(self) -> None:
-        world = fake_world(world_size=8)
-        world.__enter__()
-        self.addCleanup(world.__exit__, None, None, None)
-        self.mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "gtp", "tp"))
+        self.mesh = self.enterContext(fake_mesh(2, 2, 2, names=("dp", "gtp", "tp")))
         torch.manual_seed(0)
 
     def sharded(self, **options: Any) -> Any:

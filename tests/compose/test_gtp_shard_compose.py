@@ -1,7 +1,5 @@
 """``gtp_shard`` with two more at once; and what each composition has saved, loaded onto itself and into one process."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -10,6 +8,7 @@ import torch.nn as nn
 from checkpoint_common import PLAIN, topology
 from common import ALL, GlooTest
 from fsdp_common import (
+    both,
     check,
     check_resumes,
     dp_gtp,
@@ -19,8 +18,8 @@ from fsdp_common import (
     next_token_loss,
     tensor_parallel,
     three_axes,
-    wrap,
 )
+from quant_common import compile_layers
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -31,18 +30,9 @@ from dtensor_gtp import gtp_shard
 class TestCompositions(GlooTest):
     def test_compiled_blocks_inside_of_fully_shard(self) -> None:
         """One graph for all blocks, without a break."""
-        mesh = dp_gtp()
-
-        def shard(model: Any) -> nn.Module:
-            gtp_shard(model, mesh["gtp"], schedule=ALL)
-            wrap(model, mesh["dp"])
-            for layer in model.layers:
-                layer.compile(backend="aot_eager", fullgraph=True)
-            return model
-
         torch._dynamo.reset()
         counters.clear()
-        check(make(), shard, mesh, num_microbatches=2, steps=1)
+        check(make(), lambda m: compile_layers(both(dp_gtp())(m)), dp_gtp(), num_microbatches=2, steps=1)
         self.assertEqual(counters["stats"]["unique_graphs"], 1)
         self.assertFalse(counters["graph_break"])
 
@@ -73,12 +63,7 @@ class TestCompositions(GlooTest):
 
     def test_hsdp_outside(self) -> None:
         mesh = mesh_of((2, 1, 2), ("outer", "middle", "gtp"))
-
-        def shard(model: Any) -> nn.Module:
-            gtp_shard(model, mesh["gtp"], schedule=ALL)
-            return wrap(model, mesh["outer", "middle"])
-
-        check_resumes([topology(shard, mesh), PLAIN])
+        check_resumes([topology(both(mesh, outer=("outer", "middle")), mesh), PLAIN])
 
     def test_frozen_weights(self) -> None:
         """A base of which the norms and one layer train."""
@@ -103,17 +88,11 @@ class TestCompositions(GlooTest):
             tensor_parallel(model, gtp_tp["tp"])
             return gtp_shard(model, gtp_tp["gtp"], schedule=ALL, **policy)
 
-        cells = (
-            (two_axes, gtp_tp["gtp"]),
-            (three_axes(dp_gtp_tp, gtp=policy), dp_gtp_tp["dp", "gtp"]),
-            (three_axes(dp_gtp_tp, **policy), dp_gtp_tp["dp", "gtp"]),
-        )
-        for shard, data in cells:
-            model = check(
-                make().float(),
-                shard,
-                data,
-                loss_fn=lambda model, tokens: next_token_loss(model, tokens).float(),
-                tolerance={"rtol": 0.05, "atol": 4e-3},
-            )
+        def loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+            return next_token_loss(model, tokens).float()
+
+        inside, outside = three_axes(dp_gtp_tp, gtp=policy), three_axes(dp_gtp_tp, **policy)
+        two = dp_gtp_tp["dp", "gtp"]
+        for shard, data in ((two_axes, gtp_tp["gtp"]), (inside, two), (outside, two)):
+            model = check(make().float(), shard, data, loss_fn=loss, tolerance={"rtol": 0.05, "atol": 4e-3})
             self.assertEqual({param.dtype for param in model.parameters()}, {torch.float32})

@@ -4,8 +4,6 @@ Torch has its ring for the kernels of GPUs alone. So one of them is given to CPU
 tokens and the merging of partial results are torch's. ``test_gtp_shard_data_axes`` has more cases of the same axes.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Iterator
@@ -36,8 +34,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        output: Tensor = x + self.out(y.transpose(1, 2).flatten(2))
-        return output
+        return x + self.out(y.transpose(1, 2).flatten(2))
 
 
 class Model(nn.Module):
@@ -47,21 +44,12 @@ class Model(nn.Module):
         self.blocks = nn.Sequential(Attention(), Attention())
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        y: Tensor = self.blocks(x + self.positions(positions))
-        return y
+        return self.blocks(x + self.positions(positions))
 
 
 # Torch leaves out trailing arguments that are the defaults.
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: None,
-    lse: bool,
-    p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: Any = None,
+    q: Tensor, k: Tensor, v: Tensor, bias: None, lse: bool, p: float = 0.0, is_causal: bool = False, scale: Any = None
 ) -> tuple[Tensor, ...]:
     out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, p, is_causal, scale=scale)
     return out, logsumexp, torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
@@ -82,8 +70,7 @@ def attention_of_gpus() -> Iterator[None]:
 
     # Torch puts its own in place by this name.
     def scaled_dot_product_attention(q: Any, k: Any, v: Any, is_causal: bool) -> Tensor:
-        output: Tensor = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal)[0]
-        return output
+        return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, is_causal)[0]
 
     with mock.patch.object(F, "scaled_dot_product_attention", scaled_dot_product_attention):
         yield

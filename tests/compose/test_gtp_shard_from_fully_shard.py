@@ -1,8 +1,6 @@
 """What users of ``fully_shard`` bring along: meshes of single parameters, chunked losses, all-reduce hooks; and what is
 refused."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -12,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from common import ALL, GlooTest, assert_same_params, check_training, fake_world, rows_of_rank
+from common import ALL, GlooTest, assert_same_params, check_training, fake_mesh, rows_of_rank
 from schedules import explicit
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -37,8 +35,7 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(x, x, x, need_weights=False)[0]
-        y: torch.Tensor = x + self.last(F.gelu(self.first(x)))
-        return y
+        return x + self.last(F.gelu(self.first(x)))
 
 
 class TestMeshes(GlooTest):
@@ -61,7 +58,6 @@ class TestMeshes(GlooTest):
                 lambda generator: torch.randn(8, 3, WIDTH, generator=generator),
                 lambda m, x: m(x).square().mean(),
                 make_optimizer=lambda params: torch.optim.SGD(params, lr=0.3),  # keys' bias has a gradient of about 0
-                steps=2,
             )
         on_hsdp = (Replicate(), GTPShard(0)), (Replicate(), GTPShard(1)), (Replicate(), GTPShard(1))
         named = dict(model.named_parameters())
@@ -84,8 +80,7 @@ class Chunked(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.norm(self.body(self.embedding(tokens)))
-        return y
+        return self.norm(self.body(self.embedding(tokens)))
 
     def backward(self, tokens: torch.Tensor) -> None:
         """A backward for each chunk of the head, while that of the body is still to come."""
@@ -158,7 +153,6 @@ class TestAllReduceHook(GlooTest):
                 lambda m, x: m(x).square().mean(),
                 make_optimizer=lambda params: torch.optim.SGD(params, lr=0.3),
                 num_microbatches=2,
-                steps=2,
                 tolerance={"rtol": 1e-1, "atol": 5e-3} if "mp_policy" in options else None,
             )
             self.assertEqual(num_calls[0], 2 * 2 * 10)  # steps, microbatches and parameters
@@ -213,8 +207,7 @@ class TestInputs(TestCase):
 class TestRefused(TestCase):
     def setUp(self) -> None:
         super().setUp()
-        self.enterContext(fake_world(rank=1, world_size=4))
-        self.mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "gtp"))
+        self.mesh = self.enterContext(fake_mesh(2, 2, names=("replicate", "gtp"), rank=1))
 
     def sharded(self) -> Any:
         return gtp_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), self.mesh["gtp"], schedule=ALL)
@@ -234,15 +227,12 @@ class TestRefused(TestCase):
 
     def test_arguments(self) -> None:
         model, mesh = nn.Sequential(nn.Linear(8, 8)), self.mesh["gtp"]
+        both = (model, mesh)
         for args, options, message in (
-            (
-                (model, mesh),
-                {"dp_mesh_dims": None},
-                r"no argument dp_mesh_dims of fully_shard. .*mesh\['replicate', 'gtp'",
-            ),
+            (both, {"dp_mesh_dims": None}, r"no argument dp_mesh_dims of fully_shard. .*mesh\['replicate', 'gtp'"),
             (([model], mesh), {}, "but got a list. Call it once on the module that contains them all"),
-            ((model, mesh), {"reshard_after_forward": 2}, "reshard_after_forward, but got int: 2. .*keep_nbytes"),
-            ((model, mesh), {"reshard_after_forward": None}, "but got NoneType: None. Leave out None"),
+            (both, {"reshard_after_forward": 2}, "reshard_after_forward, but got int: 2. .*keep_nbytes"),
+            (both, {"reshard_after_forward": None}, "but got NoneType: None. Leave out None"),
             ((model,), {}, r"expects a mesh, but got none; .* Pass init_device_mesh\('cuda'"),
         ):
             with self.assertRaisesRegex(TypeError, message):

@@ -3,8 +3,6 @@
 Each test is a cell of the support matrix. Gradients and parameters after each step are compared with one process.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import unittest
 from functools import partial
@@ -16,7 +14,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from checkpoint_common import PLAIN, topology
-from common import ALL, GlooTest, assert_same_params, environment, fake_world, full, rows_of_rank
+from common import ALL, GlooTest, assert_same_params, environment, fake_mesh, full, rows_of_rank
 from fsdp_common import (
     WIDTH,
     Block,
@@ -35,7 +33,6 @@ from fsdp_common import (
     wrap,
 )
 from runtime_common import assert_bit_equal, assert_idle, counted, num_gathers, runtime_of, train_record
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, _common_utils, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import Shard
@@ -156,11 +153,7 @@ class TestFullyShardOutside(GlooTest):
     def test_replicas_outside_and_inside(self) -> None:
         mesh = mesh_of((2, 2, 1), ("outer", "middle", "gtp"))
         for inner, outer in (("gtp", ("outer", "middle")), (("middle", "gtp"), "outer")):
-
-            def shard(model: nn.Module, inner: Any = inner, outer: Any = outer) -> nn.Module:
-                gtp_shard(model, mesh[inner], schedule=ALL)
-                return wrap(model, mesh[outer], reshard_after_forward=True)
-
+            shard = both(mesh, inner=inner, outer=outer, reshard_after_forward=True)
             check(make(), shard, mesh, make_optimizer=partial(sgd, foreach=True))
 
     def test_hsdp_outside_of_tensor_parallelism(self) -> None:
@@ -245,20 +238,13 @@ class TestFullyShardOutside(GlooTest):
         """A block size that leaves the chunks as torch.chunk cuts them; and any other, with fully_shard on dim 1."""
         mesh = dp_gtp()
 
-        def aligned(model: Any) -> nn.Module:
-            placements = {layer.up.weight: GTPShard(0, block_size=4) for layer in model.layers}
-            gtp_shard(model, mesh["gtp"], schedule=ALL, shard_placement_fn=placements.get)
-            return wrap(model, mesh["dp"], reshard_after_forward=True)
+        def place_up(placement: Shard) -> dict[str, Any]:
+            return {"shard_placement_fn": lambda p: placement if p.shape == (2 * WIDTH, WIDTH) else None}
 
+        aligned = both(mesh, gtp=place_up(GTPShard(0, block_size=4)), reshard_after_forward=True)
         model = check(make(), aligned, mesh, steps=1)
         self.assertEqual(model.layers[0].up.weight.placements[1], Shard(0))
-
-        def on_dim_1(model: Any) -> nn.Module:
-            placements = {layer.up.weight: GTPShard(0, block_size=12) for layer in model.layers}
-            gtp_shard(model, mesh["gtp"], schedule=ALL, shard_placement_fn=placements.get)
-            blocked = {layer.up.weight for layer in model.layers}
-            return wrap(model, mesh["dp"], shard_placement_fn=lambda p: Shard(1) if p in blocked else None)
-
+        on_dim_1 = both(mesh, gtp=place_up(GTPShard(0, block_size=12)), **place_up(Shard(1)))
         model = check(make(), on_dim_1, mesh, steps=1)
         self.assertEqual(model.layers[0].up.weight.placements, (Shard(1), GTPShard(0, block_size=12)))
         dim_0_by_fsdp = {"shard_placement_fn": lambda p: GTPShard(1) if p.ndim == 2 else None}
@@ -311,10 +297,7 @@ class TestOrder(unittest.TestCase):
     """What is read when, in one process of a group that communicates nothing."""
 
     def setUp(self) -> None:
-        world = fake_world(world_size=4)
-        world.__enter__()
-        self.addCleanup(world.__exit__, None, None, None)
-        self.mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "gtp"))
+        self.mesh = self.enterContext(fake_mesh(2, 2, names=("dp", "gtp")))
         self.tokens = torch.zeros(2, 5, dtype=torch.int64)
 
     def test_gathers_read_only_what_fully_shard_has_gathered(self) -> None:
@@ -391,9 +374,4 @@ class TestFullyShardOutsideOfEight(GlooTest):
 
     def test_hsdp_outside(self) -> None:
         mesh = mesh_of((2, 2, 2), ("dp_replicate", "dp_shard", "gtp"))
-
-        def shard(model: nn.Module) -> nn.Module:
-            gtp_shard(model, mesh["gtp"], schedule=ALL)
-            return wrap(model, mesh["dp_replicate", "dp_shard"], reshard_after_forward=True)
-
-        check(make(), shard, mesh)
+        check(make(), both(mesh, outer=("dp_replicate", "dp_shard"), reshard_after_forward=True), mesh)

@@ -1,7 +1,5 @@
 """Pipelines over the axes of ``init_weight_mesh``: experts folded into each stage, random numbers of each stage."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -58,11 +56,8 @@ def make_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 def shard(part: Any, mesh: WeightMesh, recipe: str | None = None) -> None:
     if mesh["tp"].size() > 1:
         parallelize_module(part, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    parallelize_experts(
-        part.experts,
-        mesh["ep"] if mesh["ep"].size() > 1 else None,
-        mesh["expert_tp"] if mesh["expert_tp"].size() > 1 else None,
-    )
+    ep, expert_tp = (mesh[name] if mesh[name].size() > 1 else None for name in ("ep", "expert_tp"))
+    parallelize_experts(part.experts, ep, expert_tp)
     if recipe is not None:
         quantize_(part.experts, recipe)
     gtp_shard(part.experts.mlp, mesh.expert_weights, schedule=ALL)
@@ -106,12 +101,10 @@ class Dropping(nn.Module):
         with self.mesh.fork_rng("sequence_parallel"):
             inside = torch.rand(())
         self.drawn.append((outside.item(), inside.item()))
-        y: torch.Tensor = torch.tanh(self.part(x)) * (outside + inside)
-        return y
+        return torch.tanh(self.part(x)) * (outside + inside)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = checkpoint(self.body, x, use_reentrant=False)
-        return y
+        return checkpoint(self.body, x, use_reentrant=False)
 
 
 class TestPipelineMesh(GlooTest):

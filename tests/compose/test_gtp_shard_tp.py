@@ -6,15 +6,13 @@ meshes have both orders of the axes and every axis at size 1, and the last check
 float64 throughout, so that what is left of a difference is no rounding.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
-from common import ALL, GlooTest, assert_same_params, full, rows_of_rank
+from common import ALL, GlooTest, full
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -245,26 +243,3 @@ class TestTensorParallel(GlooTest):
             self.assertEqual(gathers, {"embedding": {1}, "layers": expected, "output": {1}})
 
     # --- refusals -----------------------------------------------------------------------------------------------------
-
-    def test_refusals_on_all_ranks(self) -> None:
-        """Every rank raises the same error before the first collective, and the model is as it was."""
-        root, other = root_mesh(*GTP_TP), DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("gtp", "tp"))
-        cell = uneven_cell()
-        model = parallelize_module(cell.reference(), root["tp"], cell.plan)
-        before = dict(model.named_parameters())
-        refused = {
-            "same root as its own.* Build one mesh with init_device_mesh and pass its sub-meshes": other["gtp"],
-            r"whose axes no parameter uses yet.*overlap with \('tp',\).* mesh\['gtp'\] beside mesh\['tp'\]": root["tp"],
-        }
-        for message, mesh in refused.items():
-            with self.assertRaisesRegex(ValueError, message):
-                gtp_shard(model, mesh, schedule=ALL)
-        self.assertTrue(all(param is before[name] for name, param in model.named_parameters()))
-        gtp_shard(model, root["gtp"], schedule=ALL)
-        with self.assertRaisesRegex(RuntimeError, "Call parallelize_module first, then gtp_shard, then fully_shard"):
-            parallelize_module(model, root["tp"], cell.plan)
-        batch = cell.batch(torch.Generator().manual_seed(0))
-        cell.loss(model, rows_of_rank(batch, root["gtp"])).backward()
-        reference = cell.reference()
-        cell.loss(reference, batch).backward()
-        assert_same_params(model, reference, "grad")

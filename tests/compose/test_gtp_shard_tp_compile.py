@@ -3,10 +3,9 @@
 In compiled code a weight that tp has cut is an opaque op's result, wrapped as a DTensor on tp inside of the graph.
 """
 
-from __future__ import annotations
-
 import unittest
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,12 +23,7 @@ from dtensor_gtp import gtp_shard
 
 
 class TestTensorParallelCompile(GlooTest):
-    def check(
-        self,
-        cell: Cell,
-        layout: tuple[tuple[int, ...], tuple[str, ...]],
-        modules: Callable[[nn.Module], list[nn.Module]],
-    ) -> nn.Module:
+    def check(self, cell: Cell, layout: Any, modules: Callable[[nn.Module], list[nn.Module]]) -> nn.Module:
         root = root_mesh(*layout)
         torch._dynamo.reset()
         counters.clear()
@@ -41,15 +35,9 @@ class TestTensorParallelCompile(GlooTest):
             return model
 
         with cell.around():
-            model = check_training(
-                cell.reference(),
-                shard,
-                gtp_axes(root),
-                cell.batch,
-                cell.loss,
-                steps=2,
-                make_optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-            )
+            sgd = partial(torch.optim.SGD, lr=0.1)
+            data = gtp_axes(root)
+            model = check_training(cell.reference(), shard, data, cell.batch, cell.loss, make_optimizer=sgd)
         self.assertEqual(counters["stats"]["unique_graphs"], 1)
         self.assertFalse(counters["graph_break"])
         return model

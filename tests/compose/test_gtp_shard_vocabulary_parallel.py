@@ -1,7 +1,5 @@
 """``linear_cross_entropy`` over a sharded vocabulary trains as ``F.cross_entropy`` of whole logits in one process."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from typing import Any
@@ -45,8 +43,7 @@ class LM(nn.Module):
         return torch.tanh(self.body(self.embedding(tokens)))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = linear_cross_entropy(self.hidden(tokens[:, :-1]), self.head, tokens[:, 1:], **self.options)
-        return loss
+        return linear_cross_entropy(self.hidden(tokens[:, :-1]), self.head, tokens[:, 1:], **self.options)
 
 
 def lm(**options: Any) -> LM:
@@ -64,8 +61,7 @@ def batch_of(model: LM) -> Any:
 
 
 def call(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(tokens)
-    return loss
+    return model(tokens)
 
 
 def mean_of_sum(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -101,23 +97,16 @@ class TestVocabularyParallel(GlooTest):
     def test_trains_as_one_process(self) -> None:
         """A bias, tied weights, empty shards, ignored and smoothed targets; in one chunk and in several."""
         options = {"ignore_index": 3, "label_smoothing": 0.3, "reduction": "sum"}
+        how: dict[str, Any] = {"num_microbatches": 2, "tolerance": TIGHT}
         for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
             for model, loss, size in (
                 (lm(), call, 100),
                 (lm(is_tied=True, **options), mean_of_sum, 2),
                 (lm(vocabulary=5, **options), mean_of_sum, 1),
             ):
+                shard = partial(gtp_shard, mesh=mesh, schedule=ALL)
                 with chunks_of(size):
-                    sharded = check_training(
-                        model.double(),
-                        partial(gtp_shard, mesh=mesh, schedule=ALL),
-                        mesh,
-                        batch_of(model),
-                        loss,
-                        steps=2,
-                        num_microbatches=2,
-                        tolerance=TIGHT,
-                    )
+                    sharded = check_training(model.double(), shard, mesh, batch_of(model), loss, **how)
                 assert_idle(sharded)
                 name = "embedding.weight" if model.head.weight is model.embedding.weight else "head.weight"
                 self.assertEqual(num_gathers(sharded)[name], 4 if name[0] == "e" else 0)
@@ -239,7 +228,7 @@ class TestVocabularyParallel(GlooTest):
                 fully_shard(unit, mesh=dp_gtp()["dp"])
             return model
 
-        check_training(lm(), shard, dp_gtp(), batch_of(lm()), call, steps=2)
+        check_training(lm(), shard, dp_gtp(), batch_of(lm()), call)
 
     def test_ranks_with_unequal_numbers_of_tokens(self) -> None:
         mesh = self.gtp_mesh()

@@ -4,8 +4,6 @@ Each case is compared with one process: gradients, and parameters after steps. `
 between steps, saves, costs and what is refused.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable, Iterable
@@ -23,7 +21,7 @@ from schedules import explicit
 from test_gtp_shard_groups import CHOSEN, WIDTH, Block
 from test_gtp_shard_groups import Model as BlockModel
 from test_gtp_shard_pipeline import ZERO_BUBBLE, Pipeline, make_parts, train
-from test_gtp_shard_vocabulary_parallel import LM
+from test_gtp_shard_vocabulary_parallel import batch_of, call, lm
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -48,8 +46,7 @@ def blocks_batch(generator: torch.Generator) -> torch.Tensor:
 
 
 def blocks_loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(rows).square().mean()
-    return loss
+    return model(rows).square().mean()
 
 
 def small_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -94,7 +91,7 @@ class TestTraining(OfTwoByTwo):
     def check_blocks(self, model: nn.Module | None = None, shard: Any = None, **options: Any) -> Any:
         """Blocks of rows that no axis divides, with weights that nobody uses, in groups."""
         shard = partial(shard or self.shard, schedule=CHOSEN)
-        model = check_training(model or blocks(), shard, self.mesh, blocks_batch, blocks_loss, steps=2, **options)
+        model = check_training(model or blocks(), shard, self.mesh, blocks_batch, blocks_loss, **options)
         assert_idle(model)
         return model
 
@@ -145,10 +142,8 @@ class TestTraining(OfTwoByTwo):
     def test_microbatches(self) -> None:
         """All ways to put off what is reduced."""
         ways = (None, "set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward")
-        for schedule, build, loss, batch_of, methods in (
-            (ALL, make, next_token_loss, token_batch, ways),
-            (CHOSEN, blocks, blocks_loss, blocks_batch, ways[1:3]),
-        ):
+        cases = (ALL, make, next_token_loss, token_batch, ways), (CHOSEN, blocks, blocks_loss, blocks_batch, ways[1:3])
+        for schedule, build, loss, make_batch, methods in cases:
             for method in methods:
                 number = itertools.count()
 
@@ -157,11 +152,10 @@ class TestTraining(OfTwoByTwo):
                 ) -> torch.Tensor:
                     if method is not None and isinstance(model, GTPModule):
                         getattr(model, method)(next(number) % 2 == 1)
-                    result: torch.Tensor = loss(model, batch)
-                    return result
+                    return loss(model, batch)
 
                 shard = partial(self.shard, schedule=schedule)
-                check_training(build(), shard, self.mesh, batch_of, put_off, steps=2, num_microbatches=2)
+                check_training(build(), shard, self.mesh, make_batch, put_off, num_microbatches=2)
 
     def test_divide_factors(self) -> None:
         """Divided by other numbers, once; with float16, before and after the sum."""
@@ -211,14 +205,8 @@ class TestTraining(OfTwoByTwo):
                 params = {model.get_parameter(name): placement for name, placement in place.items()}
                 return self.shard(model, shard_placement_fn=params.get)
 
-            model = check_training(
-                make_small(0).double(),
-                shard,
-                self.mesh,
-                lambda generator: torch.randint(0, 11, (8, 5), generator=generator),
-                small_loss,
-                steps=2,
-            )
+            batch = lambda generator: torch.randint(0, 11, (8, 5), generator=generator)  # noqa: E731
+            model = check_training(make_small(0).double(), shard, self.mesh, batch, small_loss)
             assert_idle(model)
             if "columns" in place:  # whose blocks DTensor could not name if replicas cut them
                 self.assertTrue(model.linear.weight.placements[-1].is_replicate())
@@ -260,11 +248,8 @@ class TestTraining(OfTwoByTwo):
 
     def test_mixed_precision(self) -> None:
         """The bits of whole states, in float32 and computed in 16 bits: other replicas send rows in these."""
-        for shape, dtype, schedule in (
-            ((2, 2), torch.bfloat16, ALL),
-            ((2, 2), torch.float16, CHOSEN),
-            ((4, 1), torch.bfloat16, ALL),
-        ):
+        cases = ((2, 2), torch.bfloat16, ALL), ((2, 2), torch.float16, CHOSEN), ((4, 1), torch.bfloat16, ALL)
+        for shape, dtype, schedule in cases:
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
             shard = partial(gtp_shard, mesh=mesh_of(shape, REPLICATE_GTP), schedule=schedule, mp_policy=policy)
             split, whole = self.split_and_whole(
@@ -304,15 +289,8 @@ class TestTraining(OfTwoByTwo):
             return self.shard(model, schedule=alone(embedding="exchange"))
 
         self.check(shard=exchanged)
-        torch.manual_seed(0)
-        model = check_training(
-            LM().double(),
-            partial(self.shard, schedule=alone(head="exchange")),
-            self.mesh,
-            lambda generator: torch.randint(0, VOCABULARY, (8, 4), generator=generator),
-            lambda model, tokens: model(tokens),
-            steps=2,
-        )
+        by_head = partial(self.shard, schedule=alone(head="exchange"))
+        model = check_training(lm().double(), by_head, self.mesh, batch_of(lm()), call)
         self.assertEqual(sum(weight.fused.losses is not None for weight in members_of(model).weights), 1)
 
     def test_beside_recompute_and_compile(self) -> None:

@@ -1,7 +1,5 @@
 """Messages send users to how-to pages that exist, and each page is named by a message or is known to have none."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

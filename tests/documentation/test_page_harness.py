@@ -1,7 +1,5 @@
 """What runs the code blocks of pages runs all of them, and names page and line of what fails."""
 
-from __future__ import annotations
-
 import contextlib
 import traceback
 from pathlib import Path

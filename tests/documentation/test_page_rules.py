@@ -1,7 +1,5 @@
 """Pages keep their size; their links point at files, headings and (by the name in the tooltip) tests that exist."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import re

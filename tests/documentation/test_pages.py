@@ -1,7 +1,5 @@
 """The code blocks of every page of the documentation run: one test a page, named by the page."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import io

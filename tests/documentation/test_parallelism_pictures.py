@@ -52,12 +52,10 @@ def test_what_the_page_on_others_says(others: ModuleType) -> None:
     """A module is gathered whole by fully_shard, weight after weight by GTP, nothing by TP, and a slice by both."""
     played = {library.name: others.play(library, 0) for library in others.LIBRARIES}
     at_use = {name: rank.moments[others.USE].gathered[: others.LAYERS] for name, rank in played.items()}
+    module, nothing, weight_after_weight = (True,) * 4, (False,) * 4, (False, False, True, True)
     assert at_use == {
-        "FSDP2 (ZeRO-3)": (True, True, True, True),
-        "HSDP 2 x 2": (True, True, True, True),
-        "TP": (False, False, False, False),
-        "GTP": (False, False, True, True),
-        "GTP 2 x TP 2": (False, False, True, True),
+        **{"FSDP2 (ZeRO-3)": module, "HSDP 2 x 2": module, "TP": nothing},
+        **{"GTP": weight_after_weight, "GTP 2 x TP 2": weight_after_weight},
     }
     rows = {name: len(rank.moments[others.USE].used.rows) for name, rank in played.items()}
     assert rows == {"FSDP2 (ZeRO-3)": 64, "HSDP 2 x 2": 64, "TP": 16, "GTP": 64, "GTP 2 x TP 2": 32}
@@ -107,7 +105,6 @@ def test_pictures_can_be_read_on_light_and_dark_pages(drawn: dict[str, str]) -> 
     for name, svg in drawn.items():
         root = ElementTree.fromstring(svg)
         background = root.find(f"{SVG}rect")
-        assert background is not None
         assert background.attrib["fill"] == "#ffffff", name
         assert all(background.attrib[side] == root.attrib[side] for side in ("width", "height")), name
         assert root.attrib["fill"] == "#1f2328", name

@@ -1,7 +1,5 @@
 """The API reference lists every public name of every public module, and nothing else."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

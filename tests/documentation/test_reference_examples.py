@@ -1,7 +1,5 @@
 """Each public name has a docstring with an example, and the example runs; one that makes a mesh runs on four ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import re

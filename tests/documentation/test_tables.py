@@ -1,7 +1,5 @@
 """Every figure in a table of the pages has its JSON: tables are what docs/draw_tables.py draws from docs/data."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Programs of pages run as readers copy them, by the commands that the pages give. What readers of a tutorial see is a
 whole program, which is shipped as a file."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Replicas of unequal sizes train as one process on the whole batch does: gradients, and parameters after each step."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable
@@ -76,8 +74,7 @@ class Heads(nn.Module):
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.wo(attended.transpose(1, 2).flatten(2))
         x = x + self.w2(F.silu(self.w1(x)) * self.w3(x))
-        logits: torch.Tensor = self.head(self.norm(x))
-        return logits
+        return self.head(self.norm(x))
 
 
 def shard_all(model: nn.Module, mesh: ElasticMesh) -> None:
@@ -152,8 +149,7 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         chosen = x[:, :6].topk(2).indices
-        y: torch.Tensor = self.experts(x, chosen, torch.full(chosen.shape, 0.5))
-        return y
+        return self.experts(x, chosen, torch.full(chosen.shape, 0.5))
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -451,14 +447,11 @@ class TestSixRanks(GlooTest):
         unlike = [[0, 1, 2, 3], [4, 5]] if dist.get_rank() else halves
         weights = [WeightSpec("w", (1 << 10, 1 << 10))]
         large = {"replicas": [range(5), [5]], "weights": weights, "memory": MemoryModel(budget=20 << 20)}
+        seven = {"replicate": 2, "gtp": 4, "failed": {(1, 0, 0)}}
         neither = r"\(replicate and gtp, failed\), but got replicas=None, replicate=2, gtp=None"
         both = r"either replicas or the sizes before .*, but got replicas=\[.*\], replicate=2, gtp=None"
         for error, message, options in (
-            (
-                ValueError,
-                r"6 ranks \(WORLD_SIZE\), but got \[4, 3\]",
-                {"replicate": 2, "gtp": 4, "failed": {(1, 0, 0)}},
-            ),
+            (ValueError, r"6 ranks \(WORLD_SIZE\), but got \[4, 3\]", seven),
             (ValueError, both, {"replicate": 2, "replicas": halves}),
             (ValueError, neither, {"replicate": 2}),
             (ValueError, "do not overlap, but rank 3", {"replicas": [[0, 1, 2, 3], [3, 4, 5]]}),

@@ -1,12 +1,9 @@
 """State of unequal replicas outlives them: in checkpoints of any layout, and in memory of the ranks that are left."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,12 +12,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.distributed_c10d as distributed_c10d
 import torch.nn as nn
-from checkpoint_common import RecordingPlanner, adamw, job_state, make, set_job_state, shard
+from checkpoint_common import RecordingPlanner, adamw, job_state, load_job, make, set_job_state, shard
 from common import GlooTest, assert_same_params, full, shared_directory
 from quant_common import Net, blocks_only, gtp, loss_of, reference_of, take_over
 from quant_common import tokens_of as quantized_tokens_of
-from test_elastic import HEAD_DIM, Elastic, Heads, shard_heads, token_loss, tokens_of
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from test_elastic import HEAD_DIM, Elastic, Heads, _replicas, shard_heads, token_loss, tokens_of
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dtensor_gtp.elastic import (
@@ -84,11 +81,6 @@ class Job(Reference):
             batch = batch[share.rows]
         token_loss(self.model, batch).backward()  # elsewhere all ranks have the same: the mean is that of the batch
 
-    def load(self, path: Path) -> None:
-        state = job_state(self.model, self.optimizer)
-        dcp.load(state, checkpoint_id=path)
-        set_job_state(self.model, self.optimizer, state)
-
     def hold(self, step: int) -> HeldState:
         return hold_state(job_state(self.model, self.optimizer), step=step)
 
@@ -134,14 +126,14 @@ class TestElasticCheckpoint(GlooTest):
                 self.assertTrue(all(count == 1 for count in planner.writes.values()), planner.writes)
                 # The replica of four ranks writes: the blocked weight has a chunk on three of them, others on four.
                 self.assertEqual(sum(fqn == "model.embedding.weight" for fqn, _ in planner.writes), 4)
-            for other in (_replicas(OTHER), self.gtp_mesh(), _equal_replicas()):
+            for other in (_replicas(OTHER), self.gtp_mesh(), self.hsdp_mesh()):
                 resumed = Job(other, seed=1)
-                resumed.load(path / "2")
+                load_job(resumed.model, resumed.optimizer, path / "2")
                 resumed.check_goes_on(2)
                 if isinstance(other, DeviceMesh):
                     back, place = Job(mesh, seed=1), path / f"{other.ndim} axes"
                     dcp.save(job_state(resumed.model, resumed.optimizer), checkpoint_id=place)
-                    back.load(place)
+                    load_job(back.model, back.optimizer, place)
                     back.check_goes_on(3)
             plain = Reference(1)  # one process: not sharded at all
             state = job_state(plain.model, plain.optimizer)
@@ -339,13 +331,3 @@ class TestElasticCheckpoint(GlooTest):
 def _reference(steps: int) -> Reference:
     """Not to be trained on."""
     return Reference(steps)
-
-
-@functools.cache
-def _equal_replicas() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 3), mesh_dim_names=("replicate", "gtp"))
-
-
-@functools.cache
-def _replicas(ranks: Ranks) -> ElasticMesh:
-    return nonuniform_mesh("cpu", replicas=ranks)

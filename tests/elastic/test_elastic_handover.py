@@ -1,7 +1,5 @@
 """State that one process leaves in memory for the next: all of it or nothing, at a place that both know."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import stat
@@ -36,7 +34,6 @@ class TestHandover(TestCase):
         leave_state(held, path)
         self.assertEqual(stat.S_IMODE(path.stat().st_mode), 0o600)
         found = take_state(path)
-        assert found is not None
         self.assertTrue(torch.equal(found.plain.pop(("rng", 0)), plain.pop(("rng", 0))))
         self.assertEqual((found.step, found.plain), (7, plain))
         box, part = found.tensors["model", "w"]

@@ -1,7 +1,5 @@
 """Ranks are killed, stopped or raise in the middle of a step; the others go on in their processes."""
 
-from __future__ import annotations
-
 import random
 from datetime import timedelta
 from pathlib import Path

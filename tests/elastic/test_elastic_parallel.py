@@ -1,14 +1,11 @@
 """Tensor-parallel styles that cut at blocks: what they refuse, and what each rank gets. Training is in test_elastic."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 import torch
 import torch.nn as nn
-from common import ALL, fake_world
+from common import ALL, fake_mesh
 from expecttest import TestCase
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from dtensor_gtp import gtp_shard
@@ -17,8 +14,7 @@ from dtensor_gtp.elastic import BlockColwiseParallel, BlockRowwiseParallel
 
 class TestStyles(TestCase):
     def test_each_rank_has_whole_blocks(self) -> None:
-        with fake_world(2, 3):
-            mesh = init_device_mesh("cpu", (1, 3), mesh_dim_names=("gtp", "tp"))
+        with fake_mesh(1, 3, names=("gtp", "tp"), rank=2) as mesh:
             model = nn.Sequential(OrderedDict(wq=nn.Linear(6, 32), wo=nn.Linear(32, 6)))
             parallelize_module(model, mesh["tp"], {"wq": BlockColwiseParallel(4), "wo": BlockRowwiseParallel(4)})
             gtp_shard(model, mesh["gtp"], schedule=ALL)
@@ -28,8 +24,7 @@ class TestStyles(TestCase):
             self.assertEqual(tuple(model.wq(torch.randn(2, 5, 6)).shape), (2, 5, 8))
 
     def test_refuse(self) -> None:
-        with fake_world(0, 3):
-            mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
+        with fake_mesh(3, names=("tp",)) as mesh:
             for style in (BlockColwiseParallel(4), BlockRowwiseParallel(4)):
                 for features, blocks in ((10, "2.5"), (8, "2")):
                     with self.assertRaisesRegex(ValueError, f"the 3 ranks of tp, but there are {blocks}"):

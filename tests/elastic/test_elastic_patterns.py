@@ -3,8 +3,6 @@
 tests/elastic/test_elastic_plan.py has the same patterns in one process, test_elastic.py a few of them in CI.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

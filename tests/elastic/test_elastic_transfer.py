@@ -1,7 +1,5 @@
 """Who sends which part of a tensor to whom when replicas are rebuilt. No process groups in here."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

@@ -1,7 +1,5 @@
 """examples/train_llama.py on replicas of unequal sizes under torchrun, which starts it again when a rank is killed."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import textwrap

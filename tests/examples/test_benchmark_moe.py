@@ -17,8 +17,7 @@ MODES = ["compute", "compute-buffer", "gtp", "gtp-rows-graph", "fsdp2", "fsdp2-r
 def test_every_mode_and_size_is_measured(tmp_path: Path) -> None:
     sizes = ("--preset=tiny", "--steps=2", "--warmup=2", "--tokens", *map(str, TOKENS), "--expert-gtp=2")
     arguments = (*sizes, "--trace=traces", "--modes", *MODES)
-    status, output, content = run_script(tmp_path, *arguments, processes=2, script=MOE_SCRIPT)
-    assert status == 0, output
+    output, content = run_script(tmp_path, *arguments, processes=2, script=MOE_SCRIPT)
     assert (tmp_path / "traces" / "tiny.gtp2.gtp.T16.json").exists()
     assert len(list(tmp_path.glob("traces/*.json"))) == len(MODES) * len(TOKENS)
     assert content["errors"] == {}
@@ -43,8 +42,7 @@ def test_every_mode_and_size_is_measured(tmp_path: Path) -> None:
 
 def test_what_has_no_time_left_is_named(tmp_path: Path) -> None:
     arguments = ("--preset=tiny", "--modes", "compute", "--tokens=8", "--no-block", "--budget=-1")
-    status, output, content = run_script(tmp_path, *arguments, script=MOE_SCRIPT)
-    assert status == 0, output
+    output, content = run_script(tmp_path, *arguments, script=MOE_SCRIPT)
     assert content["skipped"] == ["tiny, expert_gtp=1, compute"]
     assert "no time for: tiny, expert_gtp=1, compute" in output
 
@@ -53,8 +51,7 @@ def test_schedule_is_that_of_the_gtp_modes_and_recorded(tmp_path: Path) -> None:
     schedule = ("--schedule", "prefetch_nbytes=0", "keep_nbytes=0", "reduce_scatter=all_to_all")
     sizes = ("--preset=tiny", "--tokens=16", "--expert-gtp=2", "--steps=1", "--warmup=1")
     arguments = (*sizes, *schedule, "--modes", "compute", "gtp", "gtp-rows-kept")
-    status, output, content = run_script(tmp_path, *arguments, processes=2, script=MOE_SCRIPT)
-    assert status == 0, output
+    output, content = run_script(tmp_path, *arguments, processes=2, script=MOE_SCRIPT)
     fields = {"prefetch_nbytes": 0, "keep_nbytes": 0, "reduce_scatter": "all_to_all"}
     assert content["settings"]["schedule"] == fields
     assert shlex.join(schedule) in content["environment"]["command"]
@@ -68,12 +65,13 @@ def test_schedule_is_that_of_the_gtp_modes_and_recorded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("field", ["prefetch=1", "gather_backend=copy_engine"], ids=["unknown", "refused"])
 def test_a_bad_schedule_fails_in_each_gtp_mode_as_in_train_step(tmp_path: Path, field: str) -> None:
     arguments = ("--preset=tiny", "--steps=1", "--warmup=1", "--schedule", field)
-    _, _, peer = run_script(tmp_path, *arguments, "--modes", "gtp-fp32", "--seq-lens=16", "--no-full-step")
+    _, peer = run_script(
+        tmp_path, *arguments, "--modes", "gtp-fp32", "--seq-lens=16", "--no-full-step", is_failing=True
+    )
     error = peer["errors"]["gtp-fp32"]
     assert field.partition("=")[0] in error
     modes = ("compute", "gtp", "gtp-rows-graph", "gtp-kept", "fsdp2")
-    status, _, content = run_script(tmp_path, *arguments, "--tokens=16", "--modes", *modes, script=MOE_SCRIPT)
-    assert status != 0
+    _, content = run_script(tmp_path, *arguments, "--tokens=16", "--modes", *modes, script=MOE_SCRIPT, is_failing=True)
     assert [r["mode"] for r in content["results"]] == ["compute", "fsdp2"]
     labels = [*(f"tiny, expert_gtp=1, {mode}" for mode in modes[1:-1]), "tiny, block, ep=1, 16 tokens"]
     assert content["errors"] == dict.fromkeys(labels, error)

@@ -19,11 +19,12 @@ SEQ_LENS = [16, 32]
 
 
 def run_script(
-    directory: Path, *arguments: str, processes: int | None = None, script: Path = SCRIPT
-) -> tuple[int, str, dict[str, Any]]:
-    """Exit status, output and JSON of the script, in forked processes."""
+    directory: Path, *arguments: str, processes: int | None = None, script: Path = SCRIPT, is_failing: bool = False
+) -> tuple[str, dict[str, Any]]:
+    """Output and JSON of the script, in forked processes."""
     job = run_forked([script, *outputs(directory), *arguments], processes, cwd=directory)
-    return job.status, job.output, written(directory, job.output)
+    assert (job.status != 0) == is_failing, job.output
+    return job.output, written(directory, job.output)
 
 
 def outputs(directory: Path) -> list[str]:
@@ -40,8 +41,7 @@ def written(directory: Path, output: str) -> dict[str, Any]:
 def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     directory = tmp_path_factory.mktemp("benchmark")
     sizes = ("--preset=tiny", "--layers=1", "--seq-lens", *map(str, SEQ_LENS), "--steps=1", "--warmup=1")
-    status, output, content = run_script(directory, *sizes, "--trace=traces", processes=2)
-    assert status == 0, output
+    output, content = run_script(directory, *sizes, "--trace=traces", processes=2)
     assert len(list(directory.glob("traces/*.T16.json"))) == len(MODES)
     return output, content
 
@@ -111,8 +111,7 @@ def test_compiled_modes_compute_what_their_eager_modes_do(tmp_path: Path) -> Non
     script.write_text(textwrap.dedent(patch))
     sizes = ("--preset=tiny", "--layers=1", "--seq-lens=16", "--steps=1", "--warmup=1", "--no-full-step")
     modes = ("--modes", "compute", "gtp-fp32", "--compile")
-    status, output, content = run_script(tmp_path, *modes, *sizes, script=script)
-    assert status == 0, output
+    output, content = run_script(tmp_path, *modes, *sizes, script=script)
     records = {r["mode"]: r for r in content["results"]}
     assert list(records) == ["compute", "compute-compiled", "gtp-fp32", "gtp-fp32-compiled"]
     assert "x eager" in output
@@ -128,8 +127,7 @@ def test_compiled_modes_compute_what_their_eager_modes_do(tmp_path: Path) -> Non
 def test_recipes_are_measured_beside_their_peers(tmp_path: Path) -> None:
     sizes = ("--preset=tiny", "--layers=1", "--seq-lens=16", "--steps=1", "--warmup=1", "--no-full-step")
     recipes = ("--recipe", "float8_tensorwise", "float8_rowwise:float8", "nvfp4")
-    status, output, content = run_script(tmp_path, "--modes", "gtp-fp32", *recipes, *sizes)
-    assert status == 0, output
+    _, content = run_script(tmp_path, "--modes", "gtp-fp32", *recipes, *sizes)
     records = {r["mode"]: r for r in content["results"]}
     peers = [name for name in ("torchao-fp32",) if importlib.util.find_spec("torchao")]
     names = [f"gtp-fp32@{name}" for name in recipes[1:]]
@@ -146,8 +144,7 @@ def test_a_mode_named_in_full_is_measured_alone(tmp_path: Path) -> None:
     sizes = ("--preset=tiny", "--layers=3", "--seq-lens=16", "--steps=1", "--warmup=1", "--no-full-step")
     modes = ["fsdp2-fp32", "fsdp2-bf16-tuned", "fsdp2-bf16-kept", "gtp-fp32@float8_tensorwise:dequantize"]
     sweep = ("--sweep", "prefetch_nbytes=0", "wgrad_first=False")
-    status, output, content = run_script(tmp_path, "--modes", *modes, *sizes, *sweep)
-    assert status == 0, output
+    output, content = run_script(tmp_path, "--modes", *modes, *sizes, *sweep)
     assert [one["field"] for one in content["sweep"]] == list(sweep[1:])
     for one in content["sweep"]:
         (again,) = one["results"]
@@ -165,8 +162,7 @@ def test_a_mode_named_in_full_is_measured_alone(tmp_path: Path) -> None:
 
 def test_a_failing_mode_leaves_the_others_alone(tmp_path: Path) -> None:
     arguments = ("--preset=tiny", "--seq-lens=16", "--steps=1", "--warmup=1", "--no-full-step", "--prefetch-depth=-1")
-    status, output, content = run_script(tmp_path, "--modes", "gtp-fp32", "compute", *arguments)
-    assert status != 0
+    output, content = run_script(tmp_path, "--modes", "gtp-fp32", "compute", *arguments, is_failing=True)
     assert [r["mode"] for r in content["results"]] == ["compute"]
     assert list(content["errors"]) == ["gtp-fp32"]
     assert "Schedule expects prefetch_depth >= 0, but got -1" in content["errors"]["gtp-fp32"]
@@ -174,8 +170,7 @@ def test_a_failing_mode_leaves_the_others_alone(tmp_path: Path) -> None:
 
 
 def test_host_time_counts_the_gathers_of_each_layer(tmp_path: Path) -> None:
-    status, output, content = run_script(tmp_path, "--host-time", "--steps=5")
-    assert status == 0, output
+    _, content = run_script(tmp_path, "--host-time", "--steps=5")
     assert content["environment"]["backend"] == "fake"
     layers = content["settings"]["layers"]
     assert {r["library"] for r in content["results"]} == {"gtp", "fsdp2"}
@@ -191,8 +186,7 @@ def test_host_time_counts_the_gathers_of_each_layer(tmp_path: Path) -> None:
 
 def test_what_is_left_without_a_wire(tmp_path: Path) -> None:
     arguments = ("--preset=tiny", "--seq-lens=16", "--steps=2", "--warmup=2", "--fake-ranks=4")
-    status, output, content = run_script(tmp_path, "--modes", "compute", "gtp-bf16", *arguments)
-    assert status == 0, output
+    _, content = run_script(tmp_path, "--modes", "compute", "gtp-bf16", *arguments)
     assert content["environment"]["backend"] == "fake"
     assert content["environment"]["world_size"] == 4
     measured = [(r["mode"], r["phase"], r["grad_norm"]) for r in content["results"]]

@@ -35,10 +35,6 @@ def output(folder: Path) -> str:
     return result.output
 
 
-def test_is_short() -> None:
-    assert len(SCRIPT.read_text().splitlines()) < 60
-
-
 def test_validation_loss_falls(output: str) -> None:
     (first, before), (last, after) = validation_losses(output)
     assert (first, last) == (0, STEPS)

@@ -5,8 +5,6 @@ position tables that one layer lends to the others (T5), stacked experts as 3-D 
 raw position parameters (ViT), a layer class that wraps ``forward`` of its subclasses, ours included, in a checkpoint.
 """
 
-from __future__ import annotations
-
 import copy
 import tempfile
 from functools import partial
@@ -56,8 +54,7 @@ def greedy(tokens: torch.Tensor, num_tokens: int, **options: Any) -> dict[str, A
 
 
 def model_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    loss: torch.Tensor = model(**batch).loss
-    return loss
+    return model(**batch).loss
 
 
 def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -110,10 +107,9 @@ class TestTransformers(GlooTest):
         def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
             rest = dict(batch)
             items = rest.pop("items_per_row").sum()  # gradients are averaged: a rank's share of all items
-            result: torch.Tensor = model(**rest, num_items_in_batch=items).loss
-            return result
+            return model(**rest, num_items_in_batch=items).loss
 
-        check_training(make("llama"), self.shard, self.gtp_mesh(), batch, loss, make_optimizer=sgd, steps=2)
+        check_training(make("llama"), self.shard, self.gtp_mesh(), batch, loss, make_optimizer=sgd)
 
     def test_compiled_layers(self) -> None:
         """Into one graph without a break, which layers of one kind share."""
@@ -177,7 +173,7 @@ class TestTransformers(GlooTest):
 
         batch = CASES["gpt2"].batch
         check_training(
-            *(reference, self.shard, self.gtp_mesh(), batch, model_loss), make_optimizer=sgd, steps=2, between=generate
+            *(reference, self.shard, self.gtp_mesh(), batch, model_loss), make_optimizer=sgd, between=generate
         )
 
     def test_generates_until_all_ranks_have_ended(self) -> None:
@@ -192,13 +188,9 @@ class TestTransformers(GlooTest):
 
     def test_reloads(self) -> None:
         """From a distributed checkpoint, sharded and in one process; both train on."""
+        topologies = [topology(self.shard, self.gtp_mesh()), PLAIN]
         for name in ("mixtral", "t5"):
-            check_reload(
-                partial(make, name),
-                partial(make_batch, name),
-                model_loss,
-                [topology(self.shard, self.gtp_mesh()), PLAIN],
-            )
+            check_reload(partial(make, name), partial(make_batch, name), model_loss, topologies)
 
     def test_exports(self) -> None:
         """After a step, to an unsharded model: by a full state dict, and by the folder that ``save_pretrained`` makes
@@ -266,9 +258,7 @@ class TestTensorParallel(GlooTest):
         case = CASES["llama"]
         for is_tied in (False, True):
             reference = make("llama", num_key_value_heads=2, tie_word_embeddings=is_tied)
-            model: Any = check_training(
-                reference, shard, root["gtp"], case.batch, case.loss, make_optimizer=sgd, steps=2
-            )
+            model: Any = check_training(reference, shard, root["gtp"], case.batch, case.loss, make_optimizer=sgd)
             attention = model.model.layers[0].self_attn
             self.assertEqual(attention.q_proj.weight.placements, (Shard(0), GTPShard(0)))
             self.assertEqual(attention.o_proj.weight.placements, (Shard(1), GTPShard(0)))

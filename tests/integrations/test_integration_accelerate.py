@@ -1,7 +1,5 @@
 """``GTPAccelerator`` on two processes beside one process without any library."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

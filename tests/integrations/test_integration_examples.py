@@ -1,7 +1,5 @@
 """The examples of training libraries as their users run them: they learn, and go on elsewhere as if never stopped."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from importlib.util import find_spec
@@ -28,9 +26,9 @@ def run(name: str, num_processes: int, folder: Path, *options: str) -> float:
     return float(re.findall(r"validation loss ([0-9.]+)", result.output)[-1])
 
 
-@pytest.mark.parametrize("name", TRAINERS)
-def test_is_short(name: str) -> None:
-    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= 80
+@pytest.mark.parametrize(("name", "most"), [*((name, 80) for name in TRAINERS), ("finetune_transformers", 59)])
+def test_is_short(name: str, most: int) -> None:
+    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= most
 
 
 @pytest.mark.long

@@ -1,7 +1,5 @@
 """``GTPStrategy`` on two processes beside Lightning in one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Methods of PEFT on a sharded model: gradients and parameters of one process, saved adapters, merges."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """torchtitan's own ``Trainer`` with Llama 3 sharded by ``gtp_shard`` and by torchtitan's FSDP2, on the host."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from unittest import mock

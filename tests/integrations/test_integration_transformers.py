@@ -1,7 +1,5 @@
 """``GTPTrainer`` on two processes beside the stock ``transformers.Trainer`` in one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock

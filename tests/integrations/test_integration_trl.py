@@ -4,8 +4,6 @@ These run in one process. Where completions are sampled, which depends on the nu
 ``fully_shard`` on as many: its ranks draw the same numbers.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from importlib import import_module
@@ -197,12 +195,9 @@ class TestTrl(GlooTest):
         self.check_alone("Reward", {}, {"has_adapters": True}, {"dtype": BF16})
 
     def test_rewards(self) -> None:
+        models: Models = lambda shard: {"model": shard(make_model("")), "reward_funcs": num_words}  # noqa: E731
         for kind in ("GRPO", "RLOO"):
-            self.check_beside_torch(
-                kind,
-                {**SAMPLED, "beta": 0.0},
-                lambda shard: {"model": shard(make_model("")), "reward_funcs": num_words},
-            )
+            self.check_beside_torch(kind, {**SAMPLED, "beta": 0.0}, models)
 
     def test_weights_that_move(self) -> None:
         """Of adapters, or in bfloat16. With ``fully_shard`` adapters fail: TRL copies one, for the reference, to one
@@ -229,12 +224,9 @@ class TestTrl(GlooTest):
 
     def test_online_dpo(self) -> None:
         def models(shard: Make) -> dict[str, Any]:
-            trained = {name: shard(make_model("")) for name in ("model", "ref_model")}
-            return {
-                **trained,
-                "reward_funcs": shard(make_model("Reward")),
-                "reward_processing_classes": make_tokenizer(),
-            }
+            models: dict[str, Any] = {name: shard(make_model("")) for name in ("model", "ref_model")}
+            rewards = {"reward_funcs": shard(make_model("Reward")), "reward_processing_classes": make_tokenizer()}
+            return models | rewards
 
         self.check_beside_torch("experimental.online_dpo.OnlineDPO", {"max_new_tokens": 5, "max_length": 32}, models)
 

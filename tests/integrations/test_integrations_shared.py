@@ -1,16 +1,13 @@
 """What the integrations share, without the libraries: extras that they name, where a model is moved to, and random
 numbers of GPUs."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from unittest import mock
 
 import torch
 import torch.nn as nn
-from common import ALL, fake_world
-from torch.distributed.device_mesh import init_device_mesh
+from common import ALL, fake_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.testing._internal.common_utils import TestCase
 
@@ -30,8 +27,7 @@ class TestShared(TestCase):
 
     def test_shards_on_the_host_are_not_moved(self) -> None:
         """What is beside them is, buffers included; here to the meta device."""
-        with fake_world(world_size=2):
-            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("gtp",))
+        with fake_mesh(2) as mesh:
             sharded = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
             gtp_shard(sharded, mesh, schedule=ALL, offload_policy=CPUOffloadPolicy(pin_memory=False))
             first = nn.Linear(8, 8)

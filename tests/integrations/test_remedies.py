@@ -1,7 +1,5 @@
 """Where torch alone refuses a sharded tensor, one line says what to write; and what it says works."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io
@@ -12,9 +10,8 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from common import ALL, GlooTest, assert_same_params, fake_world, full, rows_of_rank
+from common import ALL, GlooTest, assert_same_params, fake_mesh, full, rows_of_rank
 from runtime_common import make_rows, small_model, square_loss
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dtensor_gtp import SchedulePolicy, gtp_shard, register_gtp_forward_method
@@ -38,10 +35,13 @@ class OfNorms(torch.optim.Optimizer):
 
 
 class TestRemedies(unittest.TestCase):
+    def setUp(self) -> None:
+        self.mesh = self.enterContext(fake_mesh(2))
+
     def model(self, ignored: tuple[str, ...] = ()) -> nn.Module:
         model = nn.Sequential(nn.Embedding(10, 8), nn.Linear(8, 8))
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("gtp",))
-        return gtp_shard(model, mesh, schedule=ALL, ignored_params={model.get_parameter(name) for name in ignored})
+        ignored_params = {model.get_parameter(name) for name in ignored}
+        return gtp_shard(model, self.mesh, schedule=ALL, ignored_params=ignored_params)
 
     def check(self, remedy: str, call: Any) -> None:
         try:  # not assertRaises, which clears the frames
@@ -53,23 +53,22 @@ class TestRemedies(unittest.TestCase):
         self.assertRegex(found or "", remedy)
 
     def test_each_kind_of_mixture_has_a_remedy(self) -> None:
-        with fake_world(0, 2):
-            model, ids = self.model(), torch.tensor([1, 2])
-            embedding, linear = model[0], model[1]
-            self.check("model.embedding", lambda: embedding.weight[ids])
-            self.check("model.embedding", lambda: nn.functional.embedding(ids, embedding.weight))
-            self.check("register_gtp_forward_method", lambda: torch.ones(2, 8) @ linear.weight)
-            with torch.no_grad():
-                self.check("distribute_tensor", lambda: linear.weight.copy_(torch.ones(8, 8)))
-                self.check("distribute_tensor", lambda: linear.weight[0].fill_(torch.ones(())))
-                self.check("full_tensor", lambda: torch.empty(8, 8).copy_(linear.weight))
-            loss = model(ids).square().mean() + sum(param.square().sum() for param in model.parameters())
-            self.check("penalty.full_tensor", loss.backward)
-            model = self.model(("1.weight",))
-            model(ids).sum().backward()
-            self.check("a separate param group", torch.optim.AdamW(model.parameters(), foreach=True).step)
-            self.check("a separate clip_grad_norm_", lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
-            self.assertIsNone(remedy_for(RuntimeError("aten.mm.default: no")))
+        model, ids = self.model(), torch.tensor([1, 2])
+        embedding, linear = model[0], model[1]
+        self.check("model.embedding", lambda: embedding.weight[ids])
+        self.check("model.embedding", lambda: nn.functional.embedding(ids, embedding.weight))
+        self.check("register_gtp_forward_method", lambda: torch.ones(2, 8) @ linear.weight)
+        with torch.no_grad():
+            self.check("distribute_tensor", lambda: linear.weight.copy_(torch.ones(8, 8)))
+            self.check("distribute_tensor", lambda: linear.weight[0].fill_(torch.ones(())))
+            self.check("full_tensor", lambda: torch.empty(8, 8).copy_(linear.weight))
+        loss = model(ids).square().mean() + sum(param.square().sum() for param in model.parameters())
+        self.check("penalty.full_tensor", loss.backward)
+        model = self.model(("1.weight",))
+        model(ids).sum().backward()
+        self.check("a separate param group", torch.optim.AdamW(model.parameters(), foreach=True).step)
+        self.check("a separate clip_grad_norm_", lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        self.assertIsNone(remedy_for(RuntimeError("aten.mm.default: no")))
 
     def test_an_error_that_a_program_catches_has_it(self) -> None:
         """Where it passes a frame of this package: those of a backward, of a forward, and of a registered method."""
@@ -82,43 +81,39 @@ class TestRemedies(unittest.TestCase):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 return self.layer(x) @ self.others[0].weight
 
-        with fake_world(0, 2):
-            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("gtp",))
-            model, ids = self.model(), torch.tensor([1, 2])
-            loss = model(ids).square().mean() + sum(param.square().sum() for param in model.parameters())
-            inputs = list(model.parameters())
-            through_op = model(ids).mean() + sum(param.square().sum() for param in inputs)
-            student = gtp_shard(Teacher(model[1]), mesh, schedule=ALL)
-            penalty = "This backward starts from a sharded tensor, .*call penalty.full_tensor"
-            cases = (
-                (lambda: loss.backward(retain_graph=True), penalty),
-                (lambda: loss.backward(inputs=inputs), penalty),
-                (through_op.backward, penalty),
-                (lambda: student(torch.ones(2, 8)), "^dtensor_gtp: Outside of the forward of its module a weight"),
-            )
-            for call, remedy in cases:
-                with self.assertRaisesRegex(RuntimeError, "got mixed") as caught:
-                    call()
-                (note,) = caught.exception.__notes__
-                self.assertRegex(note, remedy)
-                with contextlib.redirect_stderr(io.StringIO()) as printed:  # once, if nobody has caught it after all
-                    sys.excepthook(type(caught.exception), caught.exception, None)
-                self.assertEqual(printed.getvalue().count("dtensor_gtp: "), 1)
+        model, ids = self.model(), torch.tensor([1, 2])
+        loss = model(ids).square().mean() + sum(param.square().sum() for param in model.parameters())
+        inputs = list(model.parameters())
+        through_op = model(ids).mean() + sum(param.square().sum() for param in inputs)
+        student = gtp_shard(Teacher(model[1]), self.mesh, schedule=ALL)
+        penalty = "This backward starts from a sharded tensor, .*call penalty.full_tensor"
+        cases = (
+            (lambda: loss.backward(retain_graph=True), penalty),
+            (lambda: loss.backward(inputs=inputs), penalty),
+            (through_op.backward, penalty),
+            (lambda: student(torch.ones(2, 8)), "^dtensor_gtp: Outside of the forward of its module a weight"),
+        )
+        for call, remedy in cases:
+            with self.assertRaisesRegex(RuntimeError, "got mixed") as caught:
+                call()
+            (note,) = caught.exception.__notes__
+            self.assertRegex(note, remedy)
+            with contextlib.redirect_stderr(io.StringIO()) as printed:  # once, if nobody has caught it after all
+                sys.excepthook(type(caught.exception), caught.exception, None)
+            self.assertEqual(printed.getvalue().count("dtensor_gtp: "), 1)
 
     def test_an_optimizer_without_a_step_on_shards_names_gathered(self) -> None:
-        with fake_world(0, 2):
-            model = self.model()
-            model(torch.tensor([1, 2])).sum().backward()
-            remedy = r"dtensor_gtp.optim.gathered\(optimizer_class\)"
-            optimizer = torch.optim.Adafactor(model.parameters(), foreach=False)
-            self.check(remedy, optimizer.step)
-            with self.assertRaisesRegex(RuntimeError, "Sharding propagation failed") as caught:
-                optimizer.step()
-            cause = caught.exception.__cause__
-            assert cause is not None
-            self.assertRegex("".join(cause.__notes__), remedy)
-            for cls in (OfColumns, OfNorms):
-                self.check(remedy, cls(model.parameters(), {}).step)
+        model = self.model()
+        model(torch.tensor([1, 2])).sum().backward()
+        remedy = r"dtensor_gtp.optim.gathered\(optimizer_class\)"
+        optimizer = torch.optim.Adafactor(model.parameters(), foreach=False)
+        self.check(remedy, optimizer.step)
+        with self.assertRaisesRegex(RuntimeError, "Sharding propagation failed") as caught:
+            optimizer.step()
+        cause = caught.exception.__cause__
+        self.assertRegex("".join(cause.__notes__), remedy)
+        for cls in (OfColumns, OfNorms):
+            self.check(remedy, cls(model.parameters(), {}).step)
 
     def test_a_method_that_is_not_registered_is_named(self) -> None:
         class Encoder(nn.Module):
@@ -132,28 +127,25 @@ class TestRemedies(unittest.TestCase):
             def encode(this, x: torch.Tensor) -> torch.Tensor:
                 return nn.functional.layer_norm(this.layer(x) * this.scale, (8,), this.norm.weight)
 
-        with fake_world(0, 2):
-            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("gtp",))
-            model, x = gtp_shard(Encoder(), mesh, schedule=ALL), torch.ones(8, 8)
-            self.check(r"encode\(\) \(register_gtp_forward_method\(module, 'encode'\)\)", lambda: model.encode(x))
-            register_gtp_forward_method(model, "encode")
-            torch.testing.assert_close(model.encode(x), model(x))
-            self.check("^This op mixes", lambda: model.scale + x)
+        model, x = gtp_shard(Encoder(), self.mesh, schedule=ALL), torch.ones(8, 8)
+        self.check(r"encode\(\) \(register_gtp_forward_method\(module, 'encode'\)\)", lambda: model.encode(x))
+        register_gtp_forward_method(model, "encode")
+        torch.testing.assert_close(model.encode(x), model(x))
+        self.check("^This op mixes", lambda: model.scale + x)
 
     def test_formats_and_numpy(self) -> None:
-        with fake_world(0, 2):
-            model = self.model()
-            model(torch.tensor([1])).sum().backward()
-            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            with self.assertRaisesRegex(TypeError, r"Write f'\{norm.full_tensor\(\):.3f\}', on all ranks"):
-                f"{norm:.3f}"
-            self.assertEqual(f"{norm}", str(norm))
-            self.assertRegex(f"{norm.full_tensor():.3f}", r"^\d+\.\d{3}$")
-            weight = model[1].weight
-            for name in ("numpy", "tolist"):
-                with self.assertRaisesRegex(RuntimeError, rf"param.full_tensor\(\).{name}\(\) on all ranks.*histogram"):
-                    getattr(weight.detach().cpu(), name)()
-                getattr(weight.detach().full_tensor(), name)()
+        model = self.model()
+        model(torch.tensor([1])).sum().backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with self.assertRaisesRegex(TypeError, r"Write f'\{norm.full_tensor\(\):.3f\}', on all ranks"):
+            f"{norm:.3f}"
+        self.assertEqual(f"{norm}", str(norm))
+        self.assertRegex(f"{norm.full_tensor():.3f}", r"^\d+\.\d{3}$")
+        weight = model[1].weight
+        for name in ("numpy", "tolist"):
+            with self.assertRaisesRegex(RuntimeError, rf"param.full_tensor\(\).{name}\(\) on all ranks.*histogram"):
+                getattr(weight.detach().cpu(), name)()
+            getattr(weight.detach().full_tensor(), name)()
 
     def test_a_field_with_a_typing_error(self) -> None:
         with self.assertRaisesRegex(TypeError, "no field prefetch_bytes. Did you mean prefetch_nbytes?"):
@@ -163,16 +155,15 @@ class TestRemedies(unittest.TestCase):
 
     def test_it_is_below_the_traceback(self) -> None:
         """Of an error that nobody catches, which Python hands to this hook."""
-        with fake_world(0, 2):
-            model, printed = self.model(), io.StringIO()
+        model, printed = self.model(), io.StringIO()
+        try:
             try:
-                try:
-                    model[0].weight[torch.tensor([1, 2])]
-                except RuntimeError as error:
-                    raise ValueError("the step failed") from error
-            except ValueError as error:
-                with contextlib.redirect_stderr(printed):
-                    sys.excepthook(type(error), error, error.__traceback__)
+                model[0].weight[torch.tensor([1, 2])]
+            except RuntimeError as error:
+                raise ValueError("the step failed") from error
+        except ValueError as error:
+            with contextlib.redirect_stderr(printed):
+                sys.excepthook(type(error), error, error.__traceback__)
         self.assertRegex(
             printed.getvalue(), r"got mixed torch.Tensor and DTensor[^\n]*\n[^\n]*dtensor_gtp: Outside of the"
         )

@@ -6,16 +6,14 @@ Before, they compare the input's dtype with that of each parameter. With ``fuse_
 ``weight.main_grad`` instead.
 """
 
-from __future__ import annotations
-
-import copy
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn as nn
-from common import ALL, GlooTest, assert_same_params, rows_of_rank
-from runtime_common import assert_idle, members_of
+from common import ALL, GlooTest, assert_same_params, check_training, rows_of_rank
+from runtime_common import assert_idle, members_of, square_loss
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from dtensor_gtp import gtp_shard
@@ -53,8 +51,7 @@ class Linear(nn.Module):
             for name, param in self.named_parameters():
                 if param.dtype != dtype:
                     raise TypeError(f"Data types for parameters must match, found {name!r} dtype: {param.dtype}")
-        output: torch.Tensor = Product.apply(self.weight, x, dtype, self.fuse_wgrad_accumulation)
-        return output
+        return Product.apply(self.weight, x, dtype, self.fuse_wgrad_accumulation)
 
 
 def make(**options: bool) -> nn.Sequential:
@@ -65,22 +62,18 @@ def make(**options: bool) -> nn.Sequential:
 class TestLikeTransformerEngine(GlooTest):
     def test_gradients_and_updates(self) -> None:
         """In float32 and in a model of bfloat16, also where a weight is used in two microbatches."""
-        for dtype in (torch.float32, torch.bfloat16):
-            reference = make().to(dtype)
-            model = gtp_shard(copy.deepcopy(reference), self.gtp_mesh(), schedule=ALL)
-            optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (reference, model)]
-            tolerance = {} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.02}
-            for step in range(2):
-                generator = torch.Generator().manual_seed(step)
-                for _ in range(2):
-                    x = torch.randn(8, 3, 16, generator=generator).to(dtype)
-                    reference(x).square().mean().backward()
-                    model(rows_of_rank(x, self.gtp_mesh())).square().mean().backward()
-                assert_same_params(model, reference, "grad", **tolerance)
-                for optimizer in optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()
-                assert_same_params(model, reference, **tolerance)
+        mesh = self.gtp_mesh()
+        for dtype, tolerance in ((torch.float32, {}), (torch.bfloat16, {"rtol": 0.05, "atol": 0.02})):
+            model = check_training(
+                make().to(dtype),
+                partial(gtp_shard, mesh=mesh, schedule=ALL),
+                mesh,
+                lambda generator, dtype=dtype: torch.randn(8, 3, 16, generator=generator).to(dtype),
+                square_loss,
+                make_optimizer=partial(torch.optim.SGD, lr=1.0),
+                num_microbatches=2,
+                tolerance=tolerance,
+            )
             assert_idle(model)
 
     def test_saved_weights_are_handles(self) -> None:

@@ -1,14 +1,13 @@
 """Where ranks of one job would part in ``transformers``, it keeps them together, as with ``fully_shard``: layers that a
 rank alone would skip, and ``generate`` after the last token of a rank."""
 
-from __future__ import annotations
-
 import copy
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn as nn
-from common import ALL, GlooTest, assert_same_params, full, rows_of_rank, shared_directory
+from common import ALL, GlooTest, check_training, full, shared_directory
 from integration_common import VOCABULARY, make_llama, needs, process
 from model_cases import CASES, SHAPE, SPEECH
 from test_integration_transformers import arguments
@@ -59,17 +58,18 @@ class TestTogether(GlooTest):
 
     def check_layerdrop(self, model: nn.Module, reference: nn.Module, batch: torch.Tensor, loss_of: Any) -> None:
         """All ranks run all layers, whatever numbers each draws."""
-        sharded = self.shard(model).train()
-        reference.train()
-        for trained, rows in ((reference, batch), (sharded, rows_of_rank(batch, self.gtp_mesh()))):
-            torch.manual_seed(self.rank)
-            optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
-            for _ in range(3):
-                optimizer.zero_grad()
-                loss_of(trained, rows).backward()
-                optimizer.step()
-        assert_same_params(sharded, reference, "grad", atol=1e-5, rtol=1e-3)
-        assert_same_params(sharded, reference, atol=1e-5, rtol=1e-3)
+        sharded, sgd = self.shard(model).train(), partial(torch.optim.SGD, lr=0.1)
+        torch.manual_seed(self.rank)
+        check_training(
+            reference.train(),
+            lambda _: sharded,
+            self.gtp_mesh(),
+            lambda _: batch,
+            loss_of,
+            make_optimizer=sgd,
+            steps=3,
+            tolerance={"atol": 1e-5, "rtol": 1e-3},
+        )
 
     def test_layerdrop(self) -> None:
         waves = torch.randn(4, 160, generator=torch.Generator().manual_seed(1))

@@ -1,7 +1,5 @@
 """Whole experts in one process: MLPs, routing, conversion of the experts that models come with."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -44,8 +42,7 @@ class Expert(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up, down = (getattr(self, name) for name in self.names)
-        y: torch.Tensor = down(self.act_fn(gate(x)) * up(x))
-        return y
+        return down(self.act_fn(gate(x)) * up(x))
 
 
 class DeepSeekBlock(nn.Module):
@@ -273,7 +270,6 @@ def test_tokens_of_one_rank() -> None:
     assert combined.dtype == tokens.dtype
     assert combined[:, 0].tolist() == [0, 1, 4, 6]
     combined.sum().backward()
-    assert tokens.grad is not None
     assert tokens.grad[:, 0].tolist() == [2, 1, 2, 2]
 
 
@@ -307,11 +303,7 @@ def test_bad_arguments_are_refused() -> None:
         (ValueError, lambda: TokenDispatcher(4, method="ring"), "'all_to_all', 'all_gather' as method, but got 'ring'"),
         (ValueError, lambda: TokenDispatcher(0), r"number of experts .* but got 0"),
         (ValueError, lambda: TokenDispatcher(4, max_tokens=0), "max_tokens >= 1, but got 0"),
-        (
-            ValueError,
-            lambda: dispatch(x, ints[:, 0].long()),
-            r"of shape \(num_tokens, k\), but got \(3, 2\) and \(3,\)",
-        ),
+        (ValueError, lambda: dispatch(x, ints[:, 0].long()), r"\(num_tokens, k\), but got \(3, 2\) and \(3,\)"),
         (TypeError, lambda: dispatch(x, ints), r"experts as int64, but got torch\.int32"),
         (NotImplementedError, lambda: parallelize_experts(several), one_weight),
     ):

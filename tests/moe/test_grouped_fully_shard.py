@@ -1,7 +1,5 @@
 """``GroupedLinear`` under stock ``fully_shard``, its checkpoints on other layouts, and which expert a weight is of."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from common import ALL, GlooTest, assert_same_params, full, shared_directory
+from common import ALL, GlooTest, check_training, full, shared_directory
 from fsdp_common import mesh_of
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
@@ -29,24 +27,12 @@ class Layer(nn.Module):
         self.up = GroupedLinear(GROUPS, WIDTH, 32, **options)
 
     def forward(self, x: torch.Tensor, splits: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.up(x, splits)
-        return output
-
-
-def layer(**options: Any) -> nn.Module:
-    return Layer(**options)
-
-
-def rows(seed: int, num: int = 8) -> torch.Tensor:
-    return torch.randn(num, WIDTH, generator=torch.Generator().manual_seed(seed))
+        return self.up(x, splits)
 
 
 class TestGroupedUnderFullyShard(GlooTest):
     def layouts(self) -> dict[str, Layout]:
         mesh = mesh_of((2, 2), ("dp", "gtp"))
-
-        def on_two_axes(model: nn.Module) -> nn.Module:
-            return fully_shard(gtp_shard(model, mesh["gtp"], schedule=ALL), mesh=mesh["dp"])
 
         def whole_experts(model: nn.Module) -> nn.Module:
             place = {param: GTPShard(0) for param in model.parameters() if param.ndim == 3}
@@ -60,39 +46,31 @@ class TestGroupedUnderFullyShard(GlooTest):
             "gtp": lambda model: gtp_shard(model, self.gtp_mesh(), schedule=ALL),
             "whole experts": whole_experts,
             "gtp, two ranks": lambda model: gtp_shard(model, mesh["gtp"], schedule=ALL),
-            "both": on_two_axes,
+            "both": lambda m: fully_shard(gtp_shard(m, mesh["gtp"], schedule=ALL), mesh=mesh["dp"]),
             "one process": lambda model: model,
         }
 
     def test_training_equals_one_process(self) -> None:
-        for name, options in (
-            ("fully_shard", {}),
-            ("fully_shard", {"single_grouped_weight": False}),
-            ("fully_shard, rows", {}),
-        ):
+        cases = ("fully_shard", {}), ("fully_shard", {"single_grouped_weight": False}), ("fully_shard, rows", {})
+        for name, options in cases:
             torch.manual_seed(0)
-            reference = layer(**options)
-            model = self.layouts()[name](copy.deepcopy(reference))
-            optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (reference, model)]
-            for step in range(2):
-                batches = [rows(4 * step + rank) for rank in range(4)]
-                for batch in batches:
-                    (run(reference, batch).square().mean() / 4).backward()
-                run(model, batches[self.rank]).square().mean().backward()
-                assert_same_params(model, reference, "grad")
-                for optimizer in optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()
-                assert_same_params(model, reference)
+            check_training(
+                Layer(**options),
+                self.layouts()[name],
+                self.gtp_mesh(),
+                lambda generator: torch.randn(32, WIDTH, generator=generator),
+                lambda model, x: torch.stack([model(rows, SPLITS).square().mean() for rows in x.split(8)]).mean(),
+            )
 
     @pytest.mark.long
     def test_checkpoints_change_no_bit(self) -> None:
         """From each layout to each: masters, and what the layer computes with its planes of 8 bits."""
         layouts = self.layouts()
         recipes = {"gtp": "mxfp8", "whole experts": "mxfp8", "gtp, two ranks": "mxfp8"}
+        x = torch.randn(8, WIDTH)
         for source, shard in layouts.items():
             torch.manual_seed(1)
-            saved = layer()
+            saved = Layer()
             expected = copy.deepcopy(saved).state_dict()
             saved = shard(saved)
             with shared_directory() as path:
@@ -100,7 +78,7 @@ class TestGroupedUnderFullyShard(GlooTest):
                 outputs = []
                 for target, other in layouts.items():
                     torch.manual_seed(2)
-                    model = layer()
+                    model: nn.Module = Layer()
                     if target in recipes:
                         quantize_(model, recipes[target], filter_fn=lambda module, name: hasattr(module, "num_groups"))
                     model = other(model)
@@ -110,11 +88,6 @@ class TestGroupedUnderFullyShard(GlooTest):
                     for name, value in model.state_dict().items():
                         self.assertEqual(full(value), expected[name], rtol=0, atol=0, msg=f"{source} to {target}")
                     if target in recipes:
-                        outputs.append(run(model, rows(0)))
+                        outputs.append(model(x, SPLITS))
                 for output in outputs[1:]:
                     self.assertEqual(output, outputs[0], rtol=0, atol=0)
-
-
-def run(model: nn.Module, x: torch.Tensor, splits: torch.Tensor = SPLITS) -> torch.Tensor:
-    output: torch.Tensor = model(x, splits)
-    return output

@@ -3,8 +3,6 @@
 The reference is one process with the same layer on the concatenated rows.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from functools import partial
@@ -60,8 +58,7 @@ class Twice(nn.Module):
         self.experts = experts
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.experts(torch.tanh(self.experts(x)))
-        return output
+        return self.experts(torch.tanh(self.experts(x)))
 
 
 def make(**options: Any) -> Experts:

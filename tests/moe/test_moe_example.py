@@ -1,7 +1,5 @@
 """The mixture of experts of ``examples/``: what a layer computes, what keeps experts busy, which weights are active."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -48,13 +46,10 @@ def test_a_layer_is_its_experts_one_by_one(examples: Any) -> None:
             each.append(probs[expert] / probs[chosen].sum() * (mlp.down.weight[expert] @ (F.silu(gate) * up)))
         expected.append(sum(each) + moe.shared(token))
     assert num_of_first == 14
-    torch.testing.assert_close(actual, torch.stack(expected).view_as(x), rtol=1e-6, atol=1e-7)
-    for a, b in zip(
-        torch.autograd.grad(actual.square().sum(), [x, *moe.parameters()]),
-        torch.autograd.grad(torch.stack(expected).square().sum(), [x, *moe.parameters()]),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    outputs = actual, torch.stack(expected).view_as(x)
+    torch.testing.assert_close(*outputs, rtol=1e-6, atol=1e-7)
+    grads = (torch.autograd.grad(output.square().sum(), [x, *moe.parameters()]) for output in outputs)
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)
 
 
 def test_balance_loss(examples: Any) -> None:
@@ -95,7 +90,6 @@ def test_dense_model_has_as_many_active_parameters(examples: Any, preset: str) -
 
 def test_sizes_that_do_not_fit_are_refused(examples: Any) -> None:
     config = examples.PRESETS["tiny"].model
-    with pytest.raises(
-        ValueError, match="expects top_k=3 of num_experts=4 that divides hidden_dim - shared_dim = 80 - 16"
-    ):
+    message = "expects top_k=3 of num_experts=4 that divides hidden_dim - shared_dim = 80 - 16"
+    with pytest.raises(ValueError, match=message):
         dataclasses.replace(config, top_k=3)

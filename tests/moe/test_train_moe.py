@@ -1,7 +1,5 @@
 """examples/train_moe.py: one run on experts over (ep=2, expert_gtp=2), continued on ep=4 and on one process."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """What the package changes in the tables of DTensor misleads neither other threads nor later process groups."""
 
-from __future__ import annotations
-
 import sys
 import threading
 

@@ -211,9 +211,8 @@ def test_ops_that_cannot_be_right_raise(meshes: Meshes, op: Op) -> None:
 def test_convolution_weights_in_blocks_raise(meshes: Meshes) -> None:
     # DTensor's handler of convolutions would use the shard as if it were the weight
     weight = shard(coded((10, 3, 2)), meshes.gtp, [GTPShard(0, block_size=4)])
-    with pytest.raises(
-        NotImplementedError, match=r"aten.convolution.default does not support .*DTensor has a special handler"
-    ):
+    message = r"aten.convolution.default does not support .*DTensor has a special handler"
+    with pytest.raises(NotImplementedError, match=message):
         F.conv1d(shard(coded((1, 3, 8)), meshes.gtp, [Replicate()]), weight)
 
 

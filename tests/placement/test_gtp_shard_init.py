@@ -4,8 +4,6 @@ Placements, values of shards, the report and reprs are looked at in one process,
 turn. Training, moving and initializing a sharded module needs four real ranks.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable
@@ -13,12 +11,12 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from common import ALL, GlooTest, assert_same_params, check_training, fake_world, rows_of_rank
+from common import ALL, GlooTest, assert_same_params, check_training, fake_mesh, rows_of_rank
 from expecttest import TestCase
 from schedules import explicit
 from test_gtp_shard_training import Tied, next_token_loss, token_batch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from dtensor_gtp import GTPModule, GTPShard, MixedPrecisionPolicy, gtp_shard, sharding_report
 
@@ -44,7 +42,6 @@ class Table(nn.Module):
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    assert isinstance(tensor, DTensor)
     return tensor.to_local()
 
 
@@ -52,8 +49,7 @@ class TestPlacements(TestCase):
     """As rank 1 of a fake process group."""
 
     def setUp(self) -> None:
-        self.enterContext(fake_world(1, NUM_RANKS))
-        self.mesh = init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("gtp",))
+        self.mesh = self.enterContext(fake_mesh(NUM_RANKS, rank=1))
 
     def test_report(self) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "gtp"))
@@ -225,9 +221,8 @@ class TestShards(TestCase):
 
     def as_each_rank(self, check: Callable[[DeviceMesh], None], shape: tuple[int, ...] = (NUM_RANKS,)) -> None:
         for rank in range(NUM_RANKS):
-            with fake_world(rank, NUM_RANKS):
-                names = ("gtp",) if len(shape) == 1 else ("replicate", "gtp")
-                check(init_device_mesh("cpu", shape, mesh_dim_names=names))
+            with fake_mesh(*shape, names=("replicate", "gtp")[-len(shape) :], rank=rank) as mesh:
+                check(mesh)
 
     def test_shards_hold_their_rows(self) -> None:
         """Every shape and memory layout: each rank has its rows, contiguous, and nobody else's memory."""

@@ -1,7 +1,5 @@
 """Initialization on the shards: each rank holds the rows that the unsharded module would have drawn."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

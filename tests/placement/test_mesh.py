@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from mesh_common import fake_world, on_each_rank
+from mesh_common import fake_weight_mesh, fake_world, on_each_rank
 from schedules import explicit
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -180,8 +180,7 @@ def test_meshes_hold_what_they_should_on_every_rank() -> None:
     assert [index for (index,) in batch] == [0, 1, 0, 1, 2, 3, 2, 3]
     assert [index for (index,) in data] == list(range(8))
     assert groups(list(flat)) == [(0, 2, 4, 6), (1, 3, 5, 7)]
-    with fake_world(8, rank=5):
-        mesh = init_weight_mesh("cpu", dp=2, gtp=2, tp=2)
+    with fake_weight_mesh(8, rank=5, dp=2, gtp=2, tp=2) as mesh:
         assert mesh.weights.mesh.tolist() == [[1, 3], [5, 7]]
         assert mesh.weights.mesh_dim_names == ("dp", "gtp")
         stages = init_weight_mesh("cpu", pp=2, gtp=2, tp=2, ep=2)
@@ -192,8 +191,7 @@ def test_meshes_hold_what_they_should_on_every_rank() -> None:
 
 
 def test_flattening_makes_no_group_that_exists() -> None:
-    with fake_world(8):
-        mesh = init_weight_mesh("cpu", gtp=2, tp=4)
+    with fake_weight_mesh(8, gtp=2, tp=4) as mesh:
         assert mesh.data == mesh.batch == mesh.weights == mesh["gtp"]
         assert mesh.flatten("dp", "cp") == mesh["cp"]
         mesh = init_weight_mesh("cpu", dp=2, cp=2, gtp=2)
@@ -202,8 +200,7 @@ def test_flattening_makes_no_group_that_exists() -> None:
 
 
 def test_unknown_axes() -> None:
-    with fake_world(8):
-        mesh = init_weight_mesh("cpu", dp=2, gtp=2, tp=2)
+    with fake_weight_mesh(8, dp=2, gtp=2, tp=2) as mesh:
         assert mesh["dp", "gtp"].mesh.tolist() == [[0, 2], [4, 6]]
         assert mesh["ep"].mesh_dim_names == ("ep",)
         message = r"axes of one view in its order, \('pp', 'replicate', 'dp', 'cp', 'gtp', 'tp'"
@@ -215,12 +212,9 @@ def test_unknown_axes() -> None:
 
 
 def test_repr_shows_the_groups() -> None:
-    with fake_world(8, rank=3):
-        mesh = init_weight_mesh("cpu", gtp=2, tp=4, ep=2)
-    with fake_world(64):
-        large = init_weight_mesh("cpu", gtp=32, tp=2)
+    with fake_weight_mesh(64, gtp=32, tp=2) as large:
         shown = str(large)
-    with fake_world(8, rank=3):
+    with fake_weight_mesh(8, rank=3, gtp=2, tp=4, ep=2) as mesh:
         assert repr(mesh) == str(mesh)
         assert str(mesh).splitlines() == [
             "WeightMesh of 8 cpu ranks (this is rank 3)",
@@ -243,8 +237,7 @@ def test_repr_shows_the_groups() -> None:
 
 
 def test_the_result_is_frozen_and_the_identity_is_an_order() -> None:
-    with fake_world(4):
-        mesh = init_weight_mesh("cpu", gtp=4, rank_order=range(4))
+    with fake_weight_mesh(4, gtp=4, rank_order=range(4)) as mesh:
         assert mesh.dense.mesh.flatten().tolist() == [0, 1, 2, 3]
         with pytest.raises(AttributeError, match="cannot assign to field"):
             mesh.dense = mesh.expert  # type: ignore[misc]
@@ -261,32 +254,27 @@ PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 
 
 def test_tp_gtp_and_fsdp_combine_on_eight_ranks() -> None:
-    with fake_world(8, rank=5):
-        mesh = init_weight_mesh("cpu", dp=2, gtp=2, tp=2)
+    with fake_weight_mesh(8, rank=5, dp=2, gtp=2, tp=2) as mesh:
         model = parallelize_module(mlp(), mesh["tp"], PLAN)
         gtp_shard(model, mesh["gtp"], schedule=ALL)
         weight = model[0].weight
-        assert isinstance(weight, DTensor)
         assert weight.device_mesh.mesh_dim_names == ("tp", "gtp")
         assert weight.device_mesh.mesh.tolist() == [[4, 6], [5, 7]]
         assert weight.placements == (Shard(0), GTPShard(0))
         fully_shard(model, mesh=mesh["dp"])
         weight = model[0].weight
-        assert isinstance(weight, DTensor)
         assert weight.device_mesh.mesh_dim_names == ("dp", "tp", "gtp")
         assert tuple(weight.to_local().shape) == (2, 8)
         mesh = init_weight_mesh("cpu", replicate=2, cp=2, tp=2)
         model = gtp_shard(parallelize_module(mlp(), mesh["tp"], PLAN), mesh.weights, schedule=ALL)
         weight = model.get_parameter("2.weight")
-        assert isinstance(weight, DTensor)
         assert weight.device_mesh.mesh_dim_names == ("tp", "copies", "gtp")
         assert weight.device_mesh.shape == (2, 4, 1)
         assert weight.placements == (Shard(1), Replicate(), GTPShard(0))
 
 
 def test_experts_fold_over_the_same_ranks() -> None:
-    with fake_world(8, rank=5):
-        mesh = init_weight_mesh("cpu", gtp=2, tp=4, ep=2, expert_gtp=2)
+    with fake_weight_mesh(8, rank=5, gtp=2, tp=4, ep=2, expert_gtp=2) as mesh:
         experts = nn.ParameterDict({"w": distribute_tensor(torch.zeros(4, 8, 6), mesh["ep"], [Shard(0)])})
         model = nn.ModuleDict({"dense": mlp(), "experts": experts})
         wrapped = nn.Sequential(model["dense"])
@@ -294,7 +282,6 @@ def test_experts_fold_over_the_same_ranks() -> None:
         gtp_shard(wrapped.experts, mesh.expert_weights, schedule=ALL, shard_placement_fn=lambda p: GTPShard(1))
         gtp_shard(wrapped, mesh["gtp"], schedule=ALL)
         weight = wrapped.experts.experts["w"]
-        assert isinstance(weight, DTensor)
         assert weight.device_mesh.mesh_dim_names == ("ep", "expert_dp", "expert_gtp")
         assert weight.placements == (Shard(0), Replicate(), GTPShard(1))
         assert tuple(weight.to_local().shape) == (2, 4, 6)
@@ -314,8 +301,7 @@ class Experts(nn.Module):
 
 
 def test_tensor_parallelism_after_gtp_shard() -> None:
-    with fake_world(8):
-        mesh = init_weight_mesh("cpu", dp=2, gtp=2, tp=2)
+    with fake_weight_mesh(8, dp=2, gtp=2, tp=2) as mesh:
         model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
         gtp_shard(model, mesh["gtp"], schedule=ALL)
         before = dict(model.named_parameters())
@@ -344,8 +330,7 @@ def tied_stages() -> tuple[nn.Module, nn.Module]:
 
 
 def test_tied_pipeline_stages_on_different_meshes() -> None:
-    with fake_world(8, rank=5):
-        mesh = init_weight_mesh("cpu", dp=2, gtp=2, tp=2)
+    with fake_weight_mesh(8, rank=5, dp=2, gtp=2, tp=2) as mesh:
         first, last = tied_stages()
         gtp_shard(first, mesh["gtp"], schedule=ALL)
         message = (
@@ -362,42 +347,28 @@ def test_tied_pipeline_stages_on_different_meshes() -> None:
 @pytest.mark.parametrize("rank", [0, 3, 6])
 def test_each_wrong_order_is_refused_on_each_rank_with_the_order_to_use(rank: int) -> None:
     """Every rank runs the same lines, and finds out without asking another: none is left in a collective."""
-    with fake_world(8, rank=rank):
-        mesh = init_weight_mesh("cpu", dp=2, gtp=2, tp=2)
+    with fake_weight_mesh(8, rank=rank, dp=2, gtp=2, tp=2) as mesh:
         other = DeviceMesh("cpu", torch.arange(8).flip(0).view(2, 4), mesh_dim_names=("dp", "gtp"))
         under_fsdp = fully_shard(mlp(), mesh=mesh["dp"])
         parallel = parallelize_module(mlp(), mesh["tp"], PLAN)
+        before = dict(parallel.named_parameters())
         both = gtp_shard(parallelize_module(mlp(), mesh["tp"], PLAN), mesh["gtp"], schedule=ALL)
-        first, last = tied_stages()
-        gtp_shard(first, mesh["gtp"], schedule=ALL)
         of_parallel = r"but parameter '0.weight' .*"
+        overlap = rf"axes no parameter uses yet, {of_parallel} overlap with \('tp',.* mesh\['gtp'\] beside mesh\['tp'\]"
+        roots = rf"same root as its own, {of_parallel} mesh axes \('tp',\).* Build one mesh with init_device_mesh"
+        order = "Call parallelize_module first, then gtp_shard, then fully_shard"
+        wrapped = r"is a FSDPSequential\. Call gtp_shard first, then fully_shard"
         refused: tuple[tuple[type[Exception], str, Callable[[], Any]], ...] = (
             (KeyError, "axes of one view in its order", lambda: gtp_shard(mlp(), mesh["gpt"])),
-            (
-                ValueError,
-                rf"axes no parameter uses yet, {of_parallel} overlap with \('tp',.* mesh\['gtp'\] beside mesh\['tp'\]",
-                lambda: gtp_shard(parallel, mesh["tp"]),
-            ),
-            (
-                ValueError,
-                rf"same root as its own, {of_parallel} mesh axes \('tp',\).* Build one mesh with init_device_mesh",
-                lambda: gtp_shard(parallel, other["gtp"]),
-            ),
-            (
-                RuntimeError,
-                "Call parallelize_module first, then gtp_shard, then fully_shard",
-                lambda: parallelize_module(both, mesh["tp"], PLAN),
-            ),
-            (
-                ValueError,
-                r"is a FSDPSequential\. Call gtp_shard first, then fully_shard",
-                lambda: gtp_shard(under_fsdp, mesh["gtp"]),
-            ),
-            (ValueError, "tied weights on one pipeline stage", lambda: gtp_shard(last, mesh.weights, schedule=ALL)),
+            (ValueError, overlap, lambda: gtp_shard(parallel, mesh["tp"])),
+            (ValueError, roots, lambda: gtp_shard(parallel, other["gtp"])),
+            (RuntimeError, order, lambda: parallelize_module(both, mesh["tp"], PLAN)),
+            (ValueError, wrapped, lambda: gtp_shard(under_fsdp, mesh["gtp"])),
         )
         for kind, message, call in refused:
             with pytest.raises(kind, match=message):
                 call()
+        assert all(param is before[name] for name, param in parallel.named_parameters())
         gtp_shard(parallel, mesh["gtp"])
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from mesh_common import fake_world, on_each_rank
+from mesh_common import fake_weight_mesh, fake_world, on_each_rank
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -22,8 +22,8 @@ from dtensor_gtp.random import DATA_AXES, DENSE_AXES, EXPERT_AXES
 
 @pytest.fixture
 def mesh() -> Iterator[WeightMesh]:
-    with fake_world(4):
-        yield init_weight_mesh("cpu", gtp=2, tp=2)
+    with fake_weight_mesh(4, gtp=2, tp=2) as mesh:
+        yield mesh
 
 
 def draw() -> float:
@@ -123,8 +123,7 @@ def test_regions_nest_and_end_with_an_exception() -> None:
     assert len({outer for outer, _, _ in values}) == 1
     assert len({inner for _, inner, _ in values}) == 4
     assert len({after for _, _, after in values}) == 1
-    with fake_world(4):
-        mesh = init_weight_mesh("cpu", gtp=4)
+    with fake_weight_mesh(4, gtp=4) as mesh:
         before = torch.get_rng_state()
         with pytest.raises(ZeroDivisionError), mesh.fork_rng("params"):
             draw_and_fail()
@@ -203,8 +202,7 @@ def test_selective_recomputation_draws_the_same_numbers(kept: str) -> None:
         assert x.grad is not None
         return x.grad
 
-    with fake_world(4):
-        mesh = init_weight_mesh("cpu", gtp=2, tp=2)
+    with fake_weight_mesh(4, gtp=2, tp=2) as mesh:
         assert torch.equal(gradient(mesh, selective=True), gradient(mesh, selective=False))
         assert any(seen)
 
@@ -214,9 +212,8 @@ def test_regions_that_would_draw_anew_are_refused_in_recomputation(
     use_reentrant: bool, axes: str, mesh: WeightMesh
 ) -> None:
     y = checkpoint(Dropping(mesh, axes), torch.rand(64, requires_grad=True), use_reentrant=use_reentrant)
-    with pytest.raises(
-        RuntimeError, match=r"a function that activation checkpointing recomputes, .* but got .*Draw bef"
-    ):
+    message = r"a function that activation checkpointing recomputes, .* but got .*Draw bef"
+    with pytest.raises(RuntimeError, match=message):
         y.sum().backward()
 
 
@@ -270,8 +267,7 @@ def test_states_restore_exactly() -> None:
 
 
 def test_states_are_copies_under_a_key_of_their_place() -> None:
-    with fake_world(4, rank=2):
-        mesh = init_weight_mesh("cpu", gtp=2, tp=2)
+    with fake_weight_mesh(4, rank=2, gtp=2, tp=2) as mesh:
         assert isinstance(mesh.rng, Stateful)
         assert isinstance(mesh.rng, MeshRNG)
         states = mesh.rng.state_dict()
@@ -285,14 +281,12 @@ def test_states_are_copies_under_a_key_of_their_place() -> None:
 
 def test_states_of_another_place_or_mesh_are_refused() -> None:
     states = on_each_rank(4, lambda mesh: mesh.rng.state_dict(), gtp=2, tp=2)
-    with fake_world(4, rank=1):
-        mesh = init_weight_mesh("cpu", gtp=2, tp=2)
+    with fake_weight_mesh(4, rank=1, gtp=2, tp=2) as mesh:
         with pytest.raises(ValueError, match=r"place 0-0-0-0-0-1 on a mesh with .*gtp=2,tp=2, but got .*0-0-0-0-1-1"):
             mesh.rng.load_state_dict(states[3])
         other = init_weight_mesh("cpu", gtp=4)
-        with pytest.raises(
-            ValueError, match="On a mesh of other sizes leave the streams out of what is loaded and call"
-        ):
+        message = "On a mesh of other sizes leave the streams out of what is loaded and call"
+        with pytest.raises(ValueError, match=message):
             other.rng.load_state_dict(states[1])
         of_cuda = {mesh: {place: {**s, "cuda": s["cpu"]} for place, s in p.items()} for mesh, p in states[1].items()}
         with pytest.raises(
@@ -348,11 +342,15 @@ def device(monkeypatch: pytest.MonkeyPatch) -> torch.Generator:
 
 
 def rng_on_device(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> MeshRNG:
-    """Streams of rank 1 of (gtp=2, tp=2), whose DTensor tracker is not made, since it needs the device."""
-    monkeypatch.setattr("dtensor_gtp._torch_compat.seed_dtensor_rng", lambda seed, mesh: None)
+    """Streams of rank 1 of (gtp=2, tp=2). With them the tracker of DTensor is made: here it is not, since it needs the
+    device."""
+    trackers: list[Any] = []
+    monkeypatch.setattr("dtensor_gtp._torch_compat.seed_dtensor_rng", lambda *args: trackers.append(args))
     dense = init_device_mesh("cuda", (1, 1, 1, 1, 2, 2), mesh_dim_names=DENSE_AXES)
     expert = init_device_mesh("cuda", (1, 1, 4, 1, 1, 1), mesh_dim_names=EXPERT_AXES)
-    return MeshRNG(dense, expert, seed)
+    rng = MeshRNG(dense, expert, seed)
+    assert trackers == [(seed, dense)]
+    return rng
 
 
 def test_regions_hold_for_the_device_too(device: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,18 +430,6 @@ def test_a_graph_has_a_state_for_each_region(device: torch.Generator, monkeypatc
     everywhere, along_gtp = zip(*(seeds[rank] for rank in range(4)), strict=True)
     assert len(set(everywhere)) == 4
     assert along_gtp[0] == along_gtp[1] != along_gtp[2] == along_gtp[3]
-
-
-def test_the_tracker_of_dtensor_is_made_with_the_streams(
-    device: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = []
-    with fake_world(4):
-        rng_on_device(monkeypatch)
-        monkeypatch.setattr("dtensor_gtp._torch_compat.seed_dtensor_rng", lambda *args: calls.append(args))
-        dense = init_device_mesh("cuda", (1, 1, 1, 1, 2, 2), mesh_dim_names=DENSE_AXES)
-        MeshRNG(dense, init_device_mesh("cuda", (1, 1, 4, 1, 1, 1), mesh_dim_names=EXPERT_AXES), 3)
-        assert calls == [(3, dense)]
 
 
 # --- compilation ------------------------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from dtensor_gtp import init_weight_mesh
 from dtensor_gtp._comm.process_groups import default_device_type
 
+START = "Start the processes with torchrun"
+
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
@@ -24,9 +26,7 @@ def test_environment_that_does_not_say_how_to_start(job: pytest.MonkeyPatch, mis
     for name in missing:
         job.delenv(name)
     verb = "is" if len(missing) == 1 else "are"
-    with pytest.raises(
-        RuntimeError, match=f"but {', '.join(missing)} {verb} not set. Start the processes with torchrun"
-    ):
+    with pytest.raises(RuntimeError, match=f"but {', '.join(missing)} {verb} not set. {START}"):
         init_weight_mesh("cpu")
     assert not dist.is_initialized()
 
@@ -106,12 +106,7 @@ class FakeDevices:
     ("num_devices", "local_rank", "exception", "message"),
     [
         (0, "0", ValueError, "there is no 'cuda' here. Pass 'cpu'"),
-        (
-            2,
-            None,
-            RuntimeError,
-            "variable LOCAL_RANK in the environment, .* not set. Start the processes with torchrun",
-        ),
+        (2, None, RuntimeError, f"variable LOCAL_RANK in the environment, .* not set. {START}"),
         (2, "2", ValueError, "LOCAL_RANK is 2 and there are 2 'cuda' devices. Start at most 2 processes on a host"),
     ],
 )
@@ -139,9 +134,8 @@ def test_local_rank_chooses_the_device(job: pytest.MonkeyPatch) -> None:
 def test_process_group_for_another_device(job: pytest.MonkeyPatch) -> None:
     dist.init_process_group("cpu:gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
-        with pytest.raises(
-            ValueError, match=r"communicates 'cuda' tensors, but .* has the backends 'cpu:gloo'. Do not call"
-        ):
+        message = r"communicates 'cuda' tensors, but .* has the backends 'cpu:gloo'. Do not call"
+        with pytest.raises(ValueError, match=message):
             init_weight_mesh("cuda")
     finally:
         dist.destroy_process_group()

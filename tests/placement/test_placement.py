@@ -68,15 +68,8 @@ def local_parts(shape: tuple[int, ...], mesh_shape: tuple[int, ...], *placements
 
 class TestLayouts(TestCase):
     def test_uneven_rows_and_fewer_blocks_than_ranks(self) -> None:
-        cuts = [
-            ((10, 3), 0, 1),
-            ((10, 3), 0, 2),
-            ((10, 3), 0, 8),
-            ((40,), 0, 32),
-            ((3,), 0, 32),
-            ((128, 2), 0, 16),
-            ((2, 10, 3), 1, 4),
-        ]
+        cuts: list[tuple[Any, int, int]] = [((10, 3), 0, block_size) for block_size in (1, 2, 8)]
+        cuts += [((40,), 0, 32), ((3,), 0, 32), ((128, 2), 0, 16), ((2, 10, 3), 1, 4)]
         shown = [
             f"{shape} b={block_size}: {local_parts(shape, (4,), GTPShard(dim, block_size=block_size))}"
             for shape, dim, block_size in cuts
@@ -149,15 +142,8 @@ def test_block_layouts_equal_only_themselves() -> None:
     block = GTPShard(0, block_size=32)
     assert block == GTPShard(0, block_size=32)
     assert hash(block) == hash(GTPShard(0, block_size=32))
-    for other in [
-        Shard(0),
-        GTPShard(0),
-        GTPShard(1, block_size=32),
-        GTPShard(0, block_size=16),
-        GTPShard(0, split_factor=32),
-        _StridedShard(0, split_factor=1),
-        None,
-    ]:
+    others = [Shard(0), GTPShard(0), GTPShard(1, block_size=32), GTPShard(0, block_size=16)]
+    for other in (*others, GTPShard(0, split_factor=32), _StridedShard(0, split_factor=1), None):
         assert block != other
         assert other != block
     assert len({block, Shard(0), GTPShard(0), GTPShard(0, block_size=16), GTPShard(0, block_size=32)}) == 3
@@ -264,8 +250,7 @@ def test_unknown_dtensor_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_layout, "wrap_spec", moved)
     monkeypatch.setattr(GTPShard, "_preparation", Preparation(propagation.prepare, propagation.install.__wrapped__))
     for kwargs in ({"block_size": 2}, {"split_factor": 2}):
-        with pytest.raises(
-            NotImplementedError, match=r"does not know the DTensor of torch .*_gen_transform_infos.*Use"
-        ):
+        message = r"does not know the DTensor of torch .*_gen_transform_infos.*Use"
+        with pytest.raises(NotImplementedError, match=message):
             GTPShard(0, **kwargs)
     assert GTPShard(0) == Shard(0)

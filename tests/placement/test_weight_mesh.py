@@ -1,7 +1,5 @@
 """Models on the meshes of ``init_weight_mesh``, its random numbers and its process group, on four processes."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import subprocess
@@ -23,11 +21,12 @@ from script_jobs import run_forked
 from timing import HANG_S
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import WeightMesh, gtp_shard, init_weight_mesh
+from dtensor_gtp.random import DENSE_AXES
 
 
 class Net(nn.Module):
@@ -44,8 +43,7 @@ class Net(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.dropout(self.embedding(tokens))
         x = self.dropout(x + self.down(torch.relu(self.up(x))))
-        logits: torch.Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
     def reset_parameters(self) -> None:
         for layer in (self.embedding, self.up, self.down, self.head):
@@ -62,6 +60,24 @@ def loss_fn(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 def tensor_parallel(model: nn.Module, mesh: WeightMesh) -> nn.Module:
     return parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def check_meta_model(mesh: WeightMesh) -> None:
+    with mesh.fork_rng("params"), torch.device(mesh.dense.device_type):
+        reference = Net()
+    mesh.rng.manual_seed(0)  # the region once more, from its start
+    with torch.device("meta"):
+        model = Net()
+    gtp_shard(tensor_parallel(model, mesh), mesh.weights, schedule=ALL)
+    model.to_empty(device=mesh.dense.device_type)
+    with mesh.fork_rng("params"):
+        model.reset_parameters()
+    assert_same_params(model, reference, rtol=0, atol=0)
+    for param in model.parameters():  # every copy, not only those that full_tensor() takes
+        values = [torch.empty_like(full(param)) for _ in range(dist.get_world_size())]
+        dist.all_gather(values, full(param.detach()))
+        for value in values:
+            torch.testing.assert_close(value, values[0], rtol=0, atol=0)
 
 
 class TestModels(GlooTest):
@@ -85,7 +101,7 @@ class TestModels(GlooTest):
                 return gtp_shard(model, mesh.weights, schedule=ALL)
 
             torch.manual_seed(0)
-            check_training(Net(), shard, mesh.data, make_tokens, loss_fn, num_microbatches=2, steps=2)
+            check_training(Net(), shard, mesh.data, make_tokens, loss_fn, num_microbatches=2)
 
     def test_every_view_gathers_in_order(self) -> None:
         mesh = init_weight_mesh("cpu", replicate=2, tp=2, ep=2)
@@ -97,30 +113,14 @@ class TestModels(GlooTest):
     def test_shards_of_a_meta_model_are_those_of_the_whole_model(self) -> None:
         """Parameters that are drawn after sharding: alike along copies, unlike along shards, parts of one whole."""
         for sizes in ({"gtp": 2, "tp": 2}, {"replicate": 2, "gtp": 2}):
-            mesh = init_weight_mesh("cpu", **sizes)
-            with mesh.fork_rng("params"):
-                reference = Net()
-            mesh.rng.manual_seed(0)  # the region once more, from its start
-            with torch.device("meta"):
-                model = Net()
-            gtp_shard(tensor_parallel(model, mesh), mesh.weights, schedule=ALL)
-            model.to_empty(device="cpu")
-            with mesh.fork_rng("params"):
-                model.reset_parameters()
-            assert_same_params(model, reference, rtol=0, atol=0)
-            for param in model.parameters():  # every copy, not only those that full_tensor() takes
-                values = [torch.empty_like(full(param)) for _ in range(self.world_size)]
-                dist.all_gather(values, full(param.detach()))
-                for value in values:
-                    self.assertEqual(value, values[0], rtol=0, atol=0)
+            check_meta_model(init_weight_mesh("cpu", **sizes))
 
     # --- disagreement -------------------------------------------------------------------------------------------------
 
     def test_arguments_that_differ(self) -> None:
         sizes = {"gtp": 4} if self.rank != 2 else {"gtp": 2, "dp": 2}
-        with self.assertRaisesRegex(
-            RuntimeError, r"expects the same arguments on all ranks .*1, 4, 1.*where rank 2 has"
-        ):
+        message = r"expects the same arguments on all ranks .*1, 4, 1.*where rank 2 has"
+        with self.assertRaisesRegex(RuntimeError, message):
             init_weight_mesh("cpu", **sizes)
         with self.assertRaisesRegex(RuntimeError, r"rank 0 has .*seed=0 where rank 1 has .*seed=1"):
             init_weight_mesh("cpu", gtp=4, seed=self.rank)
@@ -149,8 +149,6 @@ class TestModels(GlooTest):
             self.assertEqual([again.step() for _ in range(2)], expected)
             for name, param in job.model.named_parameters():
                 other = again.model.get_parameter(name)
-                assert isinstance(param, DTensor)
-                assert isinstance(other, DTensor)
                 self.assertEqual(other.to_local(), param.to_local(), rtol=0, atol=0)
 
     def test_states_of_another_mesh_are_missing(self) -> None:
@@ -158,9 +156,8 @@ class TestModels(GlooTest):
             dcp.save({"rng": init_weight_mesh("cpu", gtp=4).rng}, checkpoint_id=directory)
             other = init_weight_mesh("cpu", gtp=2, tp=2)
             before = other.rng.state_dict()
-            with self.assertRaisesRegex(
-                CheckpointException, r"Missing key in checkpoint state_dict: rng.pp=1,.*gtp=2,tp=2"
-            ):
+            message = r"Missing key in checkpoint state_dict: rng.pp=1,.*gtp=2,tp=2"
+            with self.assertRaisesRegex(CheckpointException, message):
                 dcp.load({"rng": other.rng}, checkpoint_id=directory)
             self.assertEqual(other.rng.state_dict(), before)
 
@@ -257,10 +254,8 @@ def permuted_job(folder: Path, device_type: str, order: Sequence[int]) -> None:
     assert dist.get_backend() == ("gloo" if device_type == "cpu" else "nccl")
     assert dist.get_rank() == place
     assert mesh.dense.get_coordinate() == (0, 0, 0, 0, *divmod(place, sizes["tp"]))
-    assert dist.get_process_group_ranks(mesh["gtp"].get_group()) == [
-        place % sizes["tp"],
-        place % sizes["tp"] + sizes["tp"],
-    ]
+    first = place % sizes["tp"]
+    assert dist.get_process_group_ranks(mesh["gtp"].get_group()) == [first, first + sizes["tp"]]
     assert device_type == "cpu" or torch.cuda.current_device() == int(os.environ["LOCAL_RANK"])
     torch.save(train(mesh), folder / f"{rank}.pt")
     dist.destroy_process_group()
@@ -293,10 +288,7 @@ class TestCuda(CudaTest):
         """Equal on exactly those ranks whose coordinates on the axes ``unlike`` are equal."""
         values = [torch.empty_like(drawn) for _ in range(self.world_size)]
         dist.all_gather(values, drawn)
-        names, places = (
-            mesh.dense.mesh_dim_names or (),
-            [(m == mesh.dense.mesh).nonzero()[0] for m in range(self.world_size)],
-        )
+        names, places = DENSE_AXES, [(m == mesh.dense.mesh).nonzero()[0] for m in range(self.world_size)]
         keys = [tuple(int(place[names.index(axis)]) for axis in unlike) for place in places]
         for a, b in itertools.combinations(range(self.world_size), 2):
             self.assertEqual(torch.equal(values[a], values[b]), keys[a] == keys[b], f"{a} {b} {unlike}")
@@ -329,17 +321,7 @@ class TestCuda(CudaTest):
             self.check_alike(mesh, dropped.to_local(), "gtp", "tp")
 
     def test_shards_of_a_meta_model_are_those_of_the_whole_model(self) -> None:
-        mesh = self.mesh()
-        with mesh.fork_rng("params"), torch.device("cuda"):
-            reference = Net()
-        mesh.rng.manual_seed(0)
-        with torch.device("meta"):
-            model = Net()
-        gtp_shard(tensor_parallel(model, mesh), mesh.weights, schedule=ALL)
-        model.to_empty(device="cuda")
-        with mesh.fork_rng("params"):
-            model.reset_parameters()
-        assert_same_params(model, reference, rtol=0, atol=0)
+        check_meta_model(self.mesh())
 
     def test_recomputation_draws_the_same_numbers(self) -> None:
         mesh = self.mesh()

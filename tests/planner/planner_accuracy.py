@@ -16,8 +16,6 @@ Constants from other measurements: shares of GEMMs from single layers, that of a
 traces, GEMMs beside NCCL from traces of T=2048, the host's time for a use of a weight from ``--host-time`` on 2 x H200.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import sys
@@ -43,9 +41,6 @@ DATA = Path(__file__).parent / "planner_data" / "measured_steps.json"
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "planner.md"
 CSV = PAGE.parents[1] / "data" / "planner_accuracy.csv"
 RUNS = DATA.with_name("published_runs.json")
-BEGIN, END = "<!-- measured steps: begin -->", "<!-- measured steps: end -->"
-RUNS_BEGIN, RUNS_END = "<!-- published runs: begin -->", "<!-- published runs: end -->"
-OWN_BEGIN, OWN_END = "<!-- own scale: begin -->", "<!-- own scale: end -->"
 _GIB = 2**30
 
 
@@ -309,28 +304,36 @@ def published_section() -> str:
     }
     head, *others = ["|" + "|".join([name, *cells]) + "|" for name, cells in rows.items()]
     lines += ["", head, "|---" * (len(scaling) + 1) + "|", *others]
-    return f"{RUNS_BEGIN}\n" + "\n".join(lines) + f"\n{RUNS_END}"
+    return marked("published runs", "\n".join(lines))
 
 
 def own_section() -> str:
     lines = ["|H100|tokens/s/GPU|MFU|", "|---|---|---|"]
     lines += [f"|{gpus:,}|{tokens:.0f}|{mfu:.1%}|" for gpus, tokens, mfu in own_scale()]
-    return f"{OWN_BEGIN}\n" + "\n".join(lines) + f"\n{OWN_END}"
+    return marked("own scale", "\n".join(lines))
 
 
 def section(rows: list[Row]) -> str:
-    return f"{BEGIN}\n{summary(rows)}\n{END}"
+    return marked("measured steps", summary(rows))
 
 
-def replaced(text: str, begin: str, end: str, new: str) -> str:
-    before, _, rest = text.partition(begin)
-    return before + new + rest.partition(end)[2]
+def marked(name: str, text: str) -> str:
+    """A part of the page."""
+    return f"<!-- {name}: begin -->\n{text}\n<!-- {name}: end -->"
+
+
+def write_parts(*parts: str) -> None:
+    """Put them into the page, in the place of those between the same marks."""
+    text = PAGE.read_text()
+    for part in parts:
+        lines = part.splitlines()
+        before, _, rest = text.partition(lines[0])
+        text = before + part + rest.partition(lines[-1])[2]
+    PAGE.write_text(text)
 
 
 if __name__ == "__main__":
     rows = list(predictions())
     CSV.write_text(as_csv([*rows, *calibrated()]))
-    text = replaced(PAGE.read_text(), BEGIN, END, section(rows))
-    text = replaced(text, RUNS_BEGIN, RUNS_END, published_section())
-    PAGE.write_text(replaced(text, OWN_BEGIN, OWN_END, own_section()))
+    write_parts(section(rows), published_section(), own_section())
     print(summary(rows))

@@ -7,8 +7,6 @@ range of a kind is then from the least to the most error of that kind in the oth
 40% where these have fewer than ten rows. Where no other source has the kind, it is that of all kinds together.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import statistics
@@ -16,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from planner_accuracy import marked, write_parts
 
 from dtensor_gtp.planner.evaluate import (
     DENSE,
@@ -34,8 +34,7 @@ from dtensor_gtp.planner.machine import GIB, Machine, load_machine
 from dtensor_gtp.planner.model import PRESETS, ModelConfig
 
 DATA = Path(__file__).parent / "planner_data" / "published_rows.json"
-PAGE = Path(__file__).parents[2] / "docs" / "guides" / "planner.md"
-BEGIN, END = "<!-- ranges: begin -->", "<!-- ranges: end -->"
+KINDS = (DENSE, MIXED, EIGHT_BIT, LONG, EXPERTS, EXPERTS_APART)
 _MARGIN, _MARGIN_OF_FEW, _FEW = 1.1, 1.4, 10
 
 
@@ -112,7 +111,7 @@ def left_out(found: list[Row]) -> list[bool]:
 def section(found: list[Row]) -> str:
     lines = ["|kind|rows|sources|median error|range|holds|holds, source left out|", "|---|---|---|---|---|---|---|"]
     carried = left_out(found)
-    for ground in (DENSE, MIXED, EIGHT_BIT, LONG, EXPERTS, EXPERTS_APART):
+    for ground in KINDS:
         members = [(row, held) for row, held in zip(found, carried, strict=True) if row.kind == ground.kind]
         error = statistics.median(abs(row.factor - 1) for row, _ in members)
         cells = [
@@ -130,14 +129,12 @@ def section(found: list[Row]) -> str:
         f"{whole}{statistics.median(abs(row.factor - 1) for row in found):.0%}||{sum(row.holds for row in found)}|"
         f"{sum(carried)}|"
     )
-    return f"{BEGIN}\n" + "\n".join(lines) + f"\n{END}"
+    return marked("ranges", "\n".join(lines))
 
 
 if __name__ == "__main__":
-    text = PAGE.read_text()
-    before, _, rest = text.partition(BEGIN)
     found = list(rows())
-    PAGE.write_text(before + section(found) + rest.partition(END)[2])
+    write_parts(section(found))
     print(section(found))
     for row in found:
         print(f"{row.factor:.2f} {'ok' if row.holds else 'NO'} {row.kind}: {row.name}")

@@ -1,7 +1,5 @@
 """Calibration on two processes of a host, and on four, two on each of two hosts as far as they know."""
 
-from __future__ import annotations
-
 import torch.distributed as dist
 from common import GlooTest, environment, shared_directory
 from fixed_clock import FixedClock

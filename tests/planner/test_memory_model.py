@@ -3,17 +3,19 @@
 import dataclasses
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from mesh_common import fake_world
+from common import fake_mesh
 from schedules import explicit
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,45 +26,24 @@ from dtensor_gtp.report import PassReport
 SCRIPTS = Path(__file__).resolve().parents[2] / "examples" / "benchmarks"
 
 
-class Scripts(NamedTuple):
-    model: Any
-    explain: Any
-    modes: Any
-    llama: Any
-    report: Any
-
-
 @pytest.fixture(scope="module")
-def scripts() -> Scripts:
-    sys.path.insert(0, str(SCRIPTS))
-    try:
-        import explain_memory
-        import llama
-        import modes
-        import report
-    finally:
-        sys.path.remove(str(SCRIPTS))
-    return Scripts(memory, explain_memory, modes, llama, report)
+def scripts() -> Any:
+    names = ("explain_memory", "llama", "modes", "report")
+    with mock.patch.object(sys, "path", [str(SCRIPTS), *sys.path]):
+        return SimpleNamespace(**{name: import_module(name) for name in names})
 
 
-@pytest.fixture(scope="module")
-def model(scripts: Scripts) -> Any:
-    return scripts.model
-
-
-def use(model: Any, name: str, **parts: Any) -> Any:
+def use(name: str, **parts: Any) -> memory.Use:
     """A use with the same amounts all the time, unless they are given one by one."""
-    amounts = {
-        kind: model.Amounts(*((parts.pop(kind),) * 5 if isinstance(parts[kind], int) else parts.pop(kind)))
-        for kind in ("gathered", "activations")
-    }
-    return model.Use(name, **{"wgrad": 0, "sent": 0, "grad": 0, **amounts, **parts})
+    for kind in ("gathered", "activations"):
+        parts[kind] = memory.Amounts(*((parts[kind],) * 5 if isinstance(parts[kind], int) else parts[kind]))
+    return memory.Use(name, **{"wgrad": 0, "sent": 0, "grad": 0, **parts})
 
 
-def test_every_moment_of_two_uses(model: Any) -> None:
-    first = use(model, "a", gathered=(1, 2, 3, 4, 5), activations=(10, 20, 30, 40, 50), wgrad=100, sent=7, grad=1000)
-    second = use(model, "b", gathered=(6, 7, 8, 9, 10), activations=(60, 70, 80, 90, 99), wgrad=200, sent=8, grad=2000)
-    assert [moment[2:] for moment in model.moments([first, second], 5, 1)] == [
+def test_every_moment_of_two_uses() -> None:
+    first = use("a", gathered=(1, 2, 3, 4, 5), activations=(10, 20, 30, 40, 50), wgrad=100, sent=7, grad=1000)
+    second = use("b", gathered=(6, 7, 8, 9, 10), activations=(60, 70, 80, 90, 99), wgrad=200, sent=8, grad=2000)
+    assert [moment[2:] for moment in memory.moments([first, second], 5, 1)] == [
         (0, 1, 0, 10),
         (0, 2, 0, 20),
         (0, 6, 0, 60),
@@ -76,40 +57,40 @@ def test_every_moment_of_two_uses(model: Any) -> None:
     ]
 
 
-def test_gradients_and_sends_pile_up_towards_the_end(model: Any) -> None:
-    uses = [use(model, name, gathered=20, activations=1, wgrad=10, grad=5) for name in "abc"]
+def test_gradients_and_sends_pile_up_towards_the_end() -> None:
+    uses = [use(name, gathered=20, activations=1, wgrad=10, grad=5) for name in "abc"]
     expected = {1: 10 + 10, 2: 20 + 10, 3: 20 + 10}  # sends of b, or of c and b, and the gradient of a
     for max_inflight, wgrad in expected.items():
-        peak = model.predict_peak(uses, 0, max_inflight)
+        peak = memory.predict_peak(uses, 0, max_inflight)
         assert peak == ("in backward of a", 0, 10, 20, wgrad + 5, 1)
-    table = [use(model, "table", gathered=0, activations=1, wgrad=10, grad=5, unreduced=100), *uses]
-    assert model.predict_peak(table, 0, 1) == ("in backward of table", 0, 15, 0, 10 + 110 + 5, 1)
+    table = [use("table", gathered=0, activations=1, wgrad=10, grad=5, unreduced=100), *uses]
+    assert memory.predict_peak(table, 0, 1) == ("in backward of table", 0, 15, 0, 10 + 110 + 5, 1)
 
 
-def test_gradients_that_still_wait_are_reduced_at_the_end(model: Any) -> None:
-    uses = [use(model, name, gathered=(20, 20, 20, 20, 3), activations=1, wgrad=10, sent=2, grad=5) for name in "ab"]
-    *_, last = model.moments(uses, 7, 1, 100)
+def test_gradients_that_still_wait_are_reduced_at_the_end() -> None:
+    uses = [use(name, gathered=(20, 20, 20, 20, 3), activations=1, wgrad=10, sent=2, grad=5) for name in "ab"]
+    *_, last = memory.moments(uses, 7, 1, 100)
     # Both are computed, and as their rows arrive the shards' gradients are made.
     assert last == ("after backward of a", 7, 0, 3, 2 * 10 + 2 * (2 + 5), 1)
-    assert [moment[0] for moment in model.moments(uses, 7, 1)].count(last[0]) == 0
+    assert [moment[0] for moment in memory.moments(uses, 7, 1)].count(last[0]) == 0
 
 
-def test_gradients_in_the_ring_and_of_exchanged_tables(model: Any) -> None:
+def test_gradients_in_the_ring_and_of_exchanged_tables() -> None:
     """Of what is in symmetric memory only what the allocator has beside it; a table has no full gradient."""
-    table = use(model, "table", gathered=0, activations=1, wgrad=0, grad=50, unreduced=300, is_exchanged=True)
-    layer = use(model, "a", gathered=0, activations=1, wgrad=10, sent=10, grad=5, is_in_ring=True)
-    wgrads = [moment.wgrad for moment in model.moments([table, layer], 0, 2)]
+    table = use("table", gathered=0, activations=1, wgrad=0, grad=50, unreduced=300, is_exchanged=True)
+    layer = use("a", gathered=0, activations=1, wgrad=10, sent=10, grad=5, is_in_ring=True)
+    wgrads = [moment.wgrad for moment in memory.moments([table, layer], 0, 2)]
     # Forward; before, in and after the layer; before, in and after the table.
     assert wgrads == [0, 0, 0, 0, 0, 10 + 5, 10, 10, 10 + 300 + 50, 10]
-    assert model.moments([table, layer], 0, 2)[-1].gradients == 5 + 50
-    waiting = [moment.wgrad for moment in model.moments([table, layer], 0, 2, 100)]
+    assert memory.moments([table, layer], 0, 2)[-1].gradients == 5 + 50
+    waiting = [moment.wgrad for moment in memory.moments([table, layer], 0, 2, 100)]
     assert waiting == [0, 0, 0, 0, 0, 0, 0, 0, 300 + 50, 0, 10 + 5]
 
 
-def test_dgrad_before_wgrad(model: Any) -> None:
-    first = use(model, "a", gathered=(1, 2, 3, 4, 5), activations=(10, 20, 30, 40, 50), wgrad=100, sent=7, grad=1000)
-    second = use(model, "b", gathered=(6, 7, 8, 9, 10), activations=(60, 70, 80, 90, 99), wgrad=200, sent=8, grad=2000)
-    assert [moment[2:] for moment in model.moments([first, second], 5, 1, wgrad_first=False)[4:]] == [
+def test_dgrad_before_wgrad() -> None:
+    first = use("a", gathered=(1, 2, 3, 4, 5), activations=(10, 20, 30, 40, 50), wgrad=100, sent=7, grad=1000)
+    second = use("b", gathered=(6, 7, 8, 9, 10), activations=(60, 70, 80, 90, 99), wgrad=200, sent=8, grad=2000)
+    assert [moment[2:] for moment in memory.moments([first, second], 5, 1, wgrad_first=False)[4:]] == [
         (0, 8, 0, 80),
         (0, 10, 0, 99),
         (0, 3, 200 + 8 + 2000, 99),  # of gathered weights what is there before a, of activations b's gradient too
@@ -119,21 +100,21 @@ def test_dgrad_before_wgrad(model: Any) -> None:
     ]
 
 
-def test_peaks_outside_of_backward(model: Any) -> None:
-    small = use(model, "b", gathered=1, activations=1, wgrad=1, grad=1)
-    in_forward = use(model, "a", gathered=(500, 1, 1, 1, 1), activations=1)
-    assert model.predict_peak([in_forward, small], 7, 2) == ("in forward of a", 7, 0, 500, 0, 1)
-    in_loss = use(model, "c", gathered=10, activations=(1, 1, 900, 1, 1), wgrad=100)
-    assert model.predict_peak([small, in_loss], 7, 2) == ("before backward of c", 7, 0, 10, 0, 900)
+def test_peaks_outside_of_backward() -> None:
+    small = use("b", gathered=1, activations=1, wgrad=1, grad=1)
+    in_forward = use("a", gathered=(500, 1, 1, 1, 1), activations=1)
+    assert memory.predict_peak([in_forward, small], 7, 2) == ("in forward of a", 7, 0, 500, 0, 1)
+    in_loss = use("c", gathered=10, activations=(1, 1, 900, 1, 1), wgrad=100)
+    assert memory.predict_peak([small, in_loss], 7, 2) == ("before backward of c", 7, 0, 10, 0, 900)
 
 
-def test_without_uses(model: Any) -> None:
+def test_without_uses() -> None:
     with pytest.raises(ValueError, match="predict_peak expects at least one use"):
-        model.predict_peak([], 0, 2)
+        memory.predict_peak([], 0, 2)
 
 
-def test_description_beside_a_measurement(scripts: Scripts) -> None:
-    peak, describe = scripts.model.Peak("in backward of a", 2**30, 0, 2**29, 2**28, 2**28), scripts.report.describe_peak
+def test_description_beside_a_measurement(scripts: Any) -> None:
+    peak, describe = memory.Peak("in backward of a", 2**30, 0, 2**29, 2**28, 2**28), scripts.report.describe_peak
     assert describe(peak, 2**31 + 2**30).endswith("measured 3072.0 MiB (+50.0%)")
     text = describe(peak)
     parts = "state 1024.0, gradients 0.0, gathered 512.0, wgrad 256.0, activations 256.0"
@@ -160,14 +141,13 @@ class Planned(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=(8, 2))
-def planned(request: pytest.FixtureRequest, scripts: Scripts) -> Iterator[Planned]:
+def planned(request: pytest.FixtureRequest, scripts: Any) -> Iterator[Planned]:
     """The benchmark's default model on some ranks."""
     preset = dataclasses.asdict(scripts.modes.PRESETS["llama8b-width"])
     layers, seq_lens = preset.pop("layers"), preset.pop("seq_lens")
     config = scripts.llama.LlamaConfig(num_layers=layers, max_seq_len=seq_lens[-1], **preset)
     num_ranks: int = request.param
-    with fake_world(num_ranks):
-        mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("gtp",))
+    with fake_mesh(num_ranks) as mesh:
         with torch.device("meta"):
             model = scripts.llama.Llama(config)
         schedule = explicit(coalesce_nbytes=64 << 20, coalesce_grad_nbytes=TOGETHER)
@@ -210,18 +190,18 @@ MEASURED = {
 }
 
 
-def test_prediction_is_what_gpus_have_measured(scripts: Scripts, planned: Planned) -> None:
+def test_prediction_is_what_gpus_have_measured(scripts: Any, planned: Planned) -> None:
     model, workload, num_ranks = planned
     for mode, seq_len, above_state, moment in MEASURED[num_ranks]:
-        uses = scripts.explain.explain_uses(model, mode, workload, seq_len, num_ranks)
-        found = scripts.model.predict_peak(uses, 0, 2, TOGETHER)
+        uses = scripts.explain_memory.explain_uses(model, mode, workload, seq_len, num_ranks)
+        found = memory.predict_peak(uses, 0, 2, TOGETHER)
         assert found.moment == moment
         for measured in above_state:
             # Asked for are 5%. But nothing is fitted: what is not understood shows up as a whole buffer.
             assert found.total == pytest.approx(measured, rel=2e-3), (mode, seq_len)
 
 
-def test_table_that_is_not_gathered(scripts: Scripts, planned: Planned) -> None:
+def test_table_that_is_not_gathered(scripts: Any, planned: Planned) -> None:
     """The plan of a gathered one, less its use: what comes in its place is made of tokens."""
     model, _, num_ranks = planned
     report = sharding_report(model)
@@ -230,10 +210,10 @@ def test_table_that_is_not_gathered(scripts: Scripts, planned: Planned) -> None:
     plans = [dataclasses.replace(report.plans[0], memory=PassReport(False, *later)), *report.plans[1:]]
     report = dataclasses.replace(report, plans=tuple(plans))
     assert report.passes == (PassReport(False, *later), backward)
-    reducing = scripts.explain.Reducing(2, "copy_engine", num_ranks)
+    reducing = scripts.explain_memory.Reducing(2, "copy_engine", num_ranks)
     names = [name.removesuffix(".weight") for name in forward.uses]
-    activations = dict.fromkeys(names, scripts.model.Amounts(1, 1, 1, 1, 1))
-    table, layer, *_ = scripts.explain.plan_uses(report, activations, ["embedding"], reducing, 2048)
+    activations = dict.fromkeys(names, memory.Amounts(1, 1, 1, 1, 1))
+    table, layer, *_ = scripts.explain_memory.plan_uses(report, activations, ["embedding"], reducing, 2048)
     received = num_ranks * 2048 * 4096
     assert (table.name, table.is_exchanged, table.wgrad, table.sent) == ("embedding.weight", True, 0, 0)
     assert table.activations == (1 + 6 * received, 1, 1, 1, 1)
@@ -244,12 +224,7 @@ def test_table_that_is_not_gathered(scripts: Scripts, planned: Planned) -> None:
     assert layer.sent == 4096 * 4096 * 2 * (num_ranks - 1) // num_ranks
 
 
-def test_modes_that_are_not_explained(scripts: Scripts, planned: Planned) -> None:
-    for mode in (
-        "fsdp2-fp32",
-        "gtp-bf16-exchange",
-        "gtp-bf16-compiled",
-        "gtp-bf16-blockgraphs",
-        "gtp-bf16@float8_tensorwise",
-    ):
-        assert scripts.explain.explain_uses(planned.model, mode, planned.workload, 16, planned.num_ranks) is None
+def test_modes_that_are_not_explained(scripts: Any, planned: Planned) -> None:
+    of_gtp = ("-exchange", "-compiled", "-blockgraphs", "@float8_tensorwise")
+    for mode in ("fsdp2-fp32", *(f"gtp-bf16{kind}" for kind in of_gtp)):
+        assert scripts.explain_memory.explain_uses(planned.model, mode, planned.workload, 16, planned.num_ranks) is None

@@ -1,7 +1,5 @@
 """How right the planner is: all rows and the tables of its guide are computed anew from recorded numbers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

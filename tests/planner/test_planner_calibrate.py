@@ -4,8 +4,6 @@ No test reads real time. A machine with known numbers "measures" itself by the p
 found again. The code that measures runs on a CPU with a clock that gives fixed times.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -25,14 +23,8 @@ from dtensor_gtp.planner.recorder import Kind, Op
 
 RANKS = 4
 ALWAYS_MISSING = {
-    "reserve_gib",
-    "jitter",
-    "compute.fused",
-    "compute.attention_long",
-    "compute.ragged",
-    "fast.hop_us",
-    "network",
-    "host.replay_us",
+    *("reserve_gib", "jitter", "compute.fused", "compute.attention_long", "compute.ragged"),
+    *("fast.hop_us", "network", "host.replay_us"),
 }
 TOGETHER = 8
 
@@ -113,11 +105,9 @@ def test_what_is_not_measured_stays_as_it_was_and_is_named() -> None:
     del samples.by_kind["copy: tensors"], samples.by_kind["cast"], samples.beside["kernel"]
     preset = load_machine("h200")
     found = fitted(preset, samples, fast=RANKS, together=TOGETHER)
-    assert (found.copy, found.compute.cast, found.contention.kernel) == (
-        preset.copy,
-        preset.compute.cast,
-        preset.contention.kernel,
-    )
+    assert found.copy == preset.copy
+    assert found.compute.cast == preset.compute.cast
+    assert found.contention.kernel == preset.contention.kernel
     assert set(found.not_measured) == ALWAYS_MISSING | {"copy", "compute.cast", "contention.kernel"}
     assert not found.is_calibrated
     assert found.describe() == "H200 141GB SXM (partly calibrated)"

@@ -4,8 +4,6 @@ The text runs as it is, but for the device, and for bf16, whose rounding would h
 model on the whole batch. With SGD the change of a parameter is its gradient. Compiled blocks run on ``aot_eager``.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 from dataclasses import replace
@@ -26,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from llama import Llama, LlamaConfig
 
 SIZES = LlamaConfig(64, 64, num_layers=2, num_heads=4, num_kv_heads=4, hidden_dim=128, max_seq_len=16)
+CONFIG = str(Path(__file__).parent / "planner_data" / "tiny_llama.json")
 BATCH = 8
 RATES = {"sgd": 1e-2, "adamw": 1e-3}
 
@@ -67,10 +66,6 @@ def compute_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 class Job(GlooTest):
     """Each test is one process's share of a job."""
-
-    def config_file(self) -> str:
-        path = Path(__file__).parent / "planner_data" / "tiny_llama.json"
-        return str(path)
 
     def step_of(self, result: PlanResult) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Parameters before and after the step of the printed code."""
@@ -138,7 +133,7 @@ class TestOptions(Job):
             "least": {"gtp": 2, "memory": "least", "micro_batch": 1, "optimizer": "adamw"},
             "most speed": {"gtp": 2, "memory": "most_speed"},
         }
-        self.check_all(cases, self.config_file())
+        self.check_all(cases, CONFIG)
 
     def test_models_of_users(self) -> None:
         """What is done to blocks, whatever their name."""
@@ -151,7 +146,7 @@ class TestOptions(Job):
 
 class TestPlannerCode(Job):
     def test_states_are_those_of_a_part(self) -> None:
-        result = planned(self.config_file(), "sgd-momentum", zero1=True, replicate=2, gtp=2, micro_batch=2)
+        result = planned(CONFIG, "sgd-momentum", zero1=True, replicate=2, gtp=2, micro_batch=2)
         self.step_of(result)
         optimizer: torch.optim.Optimizer = self.space["optimizer"]
         for param, state in optimizer.state.items():
@@ -168,7 +163,7 @@ class TestPlannerCode(Job):
             "full": {"gtp": 4, "checkpointing": "full"},
             "selective": {"gtp": 2, "tp": 2, "checkpointing": "selective"},
         }
-        self.check_all(cases, self.config_file())
+        self.check_all(cases, CONFIG)
         # Slices by the plan of names.
         self.check(planned(f"{__name__}:build", tp=2, gtp=2))
 
@@ -179,7 +174,7 @@ class TestPlannerCode(Job):
             (False, {"gtp": 2, "replicate": 2}, "model.set_requires_all_reduce(number + 1 == len(microbatches))"),
         )
         for keep, axes, line in cases:
-            result = keeping(planned(self.config_file(), micro_batch=1, **axes), keep)
+            result = keeping(planned(CONFIG, micro_batch=1, **axes), keep)
             assert line in result.code()
             self.check(result)
 
@@ -193,12 +188,12 @@ class TestPlannerCode(Job):
             (True, {"replicate": 2, "gtp": 2, "micro_batch": 1}),
         ):
             with self.subTest(is_kept=is_kept, **fixed):
-                self.check(keeping(planned(self.config_file(), zero1=True, **fixed), is_kept))
+                self.check(keeping(planned(CONFIG, zero1=True, **fixed), is_kept))
 
     def test_muon_has_an_optimizer_for_each_parameter(self) -> None:
         cases: tuple[tuple[str, bool, dict[str, int]], ...] = (
             (f"{__name__}:build", False, {"gtp": 4}),
-            (self.config_file(), True, {"replicate": 2, "gtp": 2, "micro_batch": 2}),
+            (CONFIG, True, {"replicate": 2, "gtp": 2, "micro_batch": 2}),
         )
         for config, zero1, axes in cases:
             before, after = self.step_of(planned(config, "muon", zero1=zero1, **axes))

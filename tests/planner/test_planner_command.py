@@ -1,13 +1,12 @@
 """The command of the planner: what people see, what they paste, and what happens with bad input."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
 import runpy
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,8 @@ from dtensor_gtp.planner.machine import load_machine, machine_of, preset_names
 from dtensor_gtp.planner.search import Refused
 
 CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "intermediate_size": 1024,
-    "vocab_size": 4096,
+    **{"model_type": "llama", "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8},
+    **{"num_key_value_heads": 4, "intermediate_size": 1024, "vocab_size": 4096},
 }
 
 
@@ -41,43 +35,69 @@ def config(tmp_path: Path) -> str:
     return str(path)
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    try:
-        status = main(arguments)
-    except SystemExit as error:
-        status = int(error.code or 0)
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Status, output and errors of the command. A text of several words is several arguments."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        try:
+            status = main([word for argument in arguments for word in argument.split(" ")])
+        except SystemExit as error:
+            status = int(error.code or 0)
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return run
 
 
-def test_the_answer_is_at_most_100_columns_wide(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(
-        capsys, config, "--gpus", "16", "--seq-len", "1024", "--global-batch", "32", "--checkpointing", "none"
-    )
-    assert status == 0
+@pytest.fixture
+def answer(run: Any) -> Callable[..., str]:
+    """The output of a command that succeeds."""
+
+    def answer(*arguments: str) -> str:
+        status, out, _ = run(*arguments)
+        assert status == 0
+        return str(out)
+
+    return answer
+
+
+@pytest.fixture
+def refuse(run: Any) -> Callable[..., None]:
+    """Bad input is one line, and status 2."""
+
+    def refuse(message: str, *arguments: str) -> None:
+        status, out, err = run(*arguments)
+        assert (status, out) == (2, "")
+        assert err.startswith("gtp-plan: ")
+        assert err.count("\n") == 1
+        assert re.search(message, err), err
+
+    return refuse
+
+
+def test_the_answer_is_at_most_100_columns_wide(config: str, answer: Any) -> None:
+    out = answer(config, "--gpus 16 --seq-len 1024 --global-batch 32 --checkpointing none")
     assert max(map(len, out.splitlines())) <= 100
     for word in ("not calibrated", "gtp", "MFU", "optimizer", "activations", "reserve", "Refused", "schedule:"):
         assert word in out
     assert re.search(r"^\d+ layouts, the \d+ most promising simulated in ", out, re.MULTILINE)
 
 
-def test_everything_as_json(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    status, out, _ = run(capsys, config, "--gpus", "8", "--seq-len", "512", "--pp", "1", "--json", "-")
-    record = json.loads(out)
-    assert status == 0
-    answer = record["answers"][0]
-    low, high = answer["step_ms_range"]
-    assert low < answer["step_ms"] < high
-    exposed = sum(answer["exposed_ms"].values())
-    assert answer["compute_ms"] + exposed == pytest.approx(answer["step_ms"])
-    assert answer["memory_bytes"]["total"] <= answer["capacity_bytes"]
-    assert answer["schedule"]["prefetch_nbytes"] > 0
+def test_everything_as_json(config: str, answer: Any) -> None:
+    record = json.loads(answer(config, "--gpus 8 --seq-len 512 --pp 1 --json -"))
+    best = record["answers"][0]
+    low, high = best["step_ms_range"]
+    assert low < best["step_ms"] < high
+    exposed = sum(best["exposed_ms"].values())
+    assert best["compute_ms"] + exposed == pytest.approx(best["step_ms"])
+    assert best["memory_bytes"]["total"] <= best["capacity_bytes"]
+    assert best["schedule"]["prefetch_nbytes"] > 0
     assert record["is_calibrated"] is False
 
 
-def test_a_timeline_as_a_picture(config: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    name = tmp_path / "step"
-    status, _, err = run(capsys, config, "--gpus", "8", "--seq-len", "512", "--gtp", "8", "--explain", str(name))
+def test_a_timeline_as_a_picture(config: str, run: Any, tmp_path: Path) -> None:
+    status, _, err = run(config, "--gpus 8 --seq-len 512 --gtp 8 --explain", str(tmp_path / "step"))
     assert status == 0
     assert err.count("wrote") == 1
     root = ElementTree.fromstring((tmp_path / "step.svg").read_text())
@@ -89,10 +109,9 @@ def test_a_timeline_as_a_picture(config: str, capsys: pytest.CaptureFixture[str]
     assert any(title.startswith("reduce") for title in titles)
 
 
-def test_code_to_paste_is_python(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_to_paste_is_python(config: str, answer: Any) -> None:
     """test_planner_code.py runs it, of other layouts too."""
-    status, out, _ = run(capsys, config, "--gpus", "8", "--seq-len", "512", "--code", "--gtp", "8")
-    assert status == 0
+    out = answer(config, "--gpus 8 --seq-len 512 --code --gtp 8")
     code = out[out.index("import torch") :]
     ast.parse(code)
     assert "gtp_shard(model, mesh.weights, mp_policy=policy" in code
@@ -102,19 +121,13 @@ def test_code_to_paste_is_python(config: str, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (["--pp", "2"], "pp 2: how the model is cut into stages is yours"),
-        (["--cp", "2", "--pp", "1"], "cp 2: attention exchanges keys"),
-        (
-            ["--recipe", "float8_tensorwise", "--checkpointing", "selective", "--pp", "1", "--cp", "1"],
-            "selective checkpointing of",
-        ),
+        ("--pp 2", "pp 2: how the model is cut into stages is yours"),
+        ("--cp 2 --pp 1", "cp 2: attention exchanges keys"),
+        ("--recipe float8_tensorwise --checkpointing selective --pp 1 --cp 1", "selective checkpointing of"),
     ],
 )
-def test_what_it_cannot_write_it_says(
-    config: str, capsys: pytest.CaptureFixture[str], options: list[str], reason: str
-) -> None:
-    status, out, _ = run(capsys, config, "--gpus", "8", "--seq-len", "512", "--code", *options)
-    assert status == 0
+def test_what_it_cannot_write_it_says(config: str, answer: Any, options: str, reason: str) -> None:
+    out = answer(config, "--gpus 8 --seq-len 512 --code", options)
     assert f"#   {reason}" in out
     assert "gtp_shard(" not in out
 
@@ -122,36 +135,27 @@ def test_what_it_cannot_write_it_says(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "plan expects a model and --gpus N"),
-        (["llama3-9b", "--gpus", "8"], "model expects one of .*, but got 'llama3-9b'. Name one of them."),
-        (
-            ["llama3-8b", "--gpus", "8", "--machine", "h300"],
-            "machine expects one of a100, .*, but got 'h300'. Name one.",
-        ),
-        (["llama3-8b", "--gpus", "8", "--gtp", "8", "--global-batch", "9"], "do not divide 9. Pass other sizes."),
-        (["llama3-8b", "--gpus", "8", "--top", "0"], "plan expects --top of at least 1"),
-        (["llama3-8b", "--gpus", "eight"], "argument --gpus: invalid int value: 'eight'"),
-        (["missing/config.json", "--gpus", "8"], "model expects a config.json, but missing/config.json cannot be read"),
-        (["llama3-8b", "--gpus", "8", "--machine", "a100", "--recipe", "float8_tensorwise"], "has no peak for GEMMs"),
-        (["x" * 5000 + ".json", "--gpus", "8"], "model expects a config.json, but x.* cannot be read"),
-        (["llama3-8b", "--gpus", "8", "--gpu\x1b[2J"], r"unrecognized arguments: --gpu\\x1b\[2J"),
-        (["--calibrate", "no/such/folder.json"], "calibrate cannot write no/such/folder.json"),
-        (["--calibrate", "/"], "calibrate cannot write /"),
-        (["llama3-8b", "--gpus", "8", "--tokens", "nan"], "plan expects --tokens above 0, but got nan"),
-        (["llama3-8b", "--gpus", "8", "--tokens", "-1"], "plan expects --tokens above 0, but got -1"),
-        (["builtins:exit", "--gpus", "8"], "builtins:exit raised SystemExit"),
-        (["llama3-8b", "--gpus", "8", "--explain", "/"], "expects the name of files to write as --explain"),
-        (["llama3-8b", "--gpus", "8", "--explain", ""], "expects the name of files to write as --explain"),
+        ((), "plan expects a model and --gpus N"),
+        (("llama3-9b --gpus 8",), "model expects one of .*, but got 'llama3-9b'. Name one of them."),
+        (("llama3-8b --gpus 8 --machine h300",), "machine expects one of a100, .*, but got 'h300'. Name one."),
+        (("llama3-8b --gpus 8 --gtp 8 --global-batch 9",), "do not divide 9. Pass other sizes."),
+        (("llama3-8b --gpus 8 --top 0",), "plan expects --top of at least 1"),
+        (("llama3-8b --gpus eight",), "argument --gpus: invalid int value: 'eight'"),
+        (("missing/config.json --gpus 8",), "model expects a config.json, but missing/config.json cannot be read"),
+        (("llama3-8b --gpus 8 --machine a100 --recipe float8_tensorwise",), "has no peak for GEMMs"),
+        (("x" * 5000 + ".json", "--gpus 8"), "model expects a config.json, but x.* cannot be read"),
+        (("llama3-8b --gpus 8 --gpu\x1b[2J",), r"unrecognized arguments: --gpu\\x1b\[2J"),
+        (("--calibrate no/such/folder.json",), "calibrate cannot write no/such/folder.json"),
+        (("--calibrate /",), "calibrate cannot write /"),
+        (("llama3-8b --gpus 8 --tokens nan",), "plan expects --tokens above 0, but got nan"),
+        (("llama3-8b --gpus 8 --tokens -1",), "plan expects --tokens above 0, but got -1"),
+        (("builtins:exit --gpus 8",), "builtins:exit raised SystemExit"),
+        (("llama3-8b --gpus 8 --explain /",), "expects the name of files to write as --explain"),
+        (("llama3-8b --gpus 8 --explain", ""), "expects the name of files to write as --explain"),
     ],
 )
-def test_bad_input_is_one_line_and_status_2(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    status, out, err = run(capsys, *arguments)
-    assert (status, out) == (2, "")
-    assert err.startswith("gtp-plan: ")
-    assert err.count("\n") == 1
-    assert re.search(message, err), err
+def test_bad_input_is_one_line_and_status_2(refuse: Any, arguments: tuple[str, ...], message: str) -> None:
+    refuse(message, *arguments)
 
 
 @pytest.mark.parametrize(
@@ -177,33 +181,30 @@ def test_bad_input_is_one_line_and_status_2(
         ({"hidden_size": "\x1b[2J"}, r"as dim, but .* has '\\x1b\[2J'"),
     ],
 )
-def test_bad_configurations_are_one_line(
-    config: str, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
-) -> None:
+def test_bad_configurations_are_one_line(config: str, refuse: Any, changes: dict[str, Any], message: str) -> None:
     Path(config).write_text(json.dumps(CONFIG | changes))
-    test_bad_input_is_one_line_and_status_2(capsys, [config, "--gpus", "8"], message)
+    refuse(message, config, "--gpus 8")
 
 
-@pytest.mark.parametrize("option", ["model", "machine"])
-def test_deep_json_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, option: str) -> None:
+def test_deep_json_is_one_line(refuse: Any, tmp_path: Path) -> None:
     path = tmp_path / "deep.json"
     path.write_text("[" * 200_000)
-    arguments = [str(path)] if option == "model" else ["llama3-8b", "--machine", str(path)]
-    test_bad_input_is_one_line_and_status_2(capsys, [*arguments, "--gpus", "8"], f"{option} expects a .*cannot be read")
+    refuse("model expects a .*cannot be read", f"{path} --gpus 8")
+    refuse("machine expects a .*cannot be read", f"llama3-8b --machine {path} --gpus 8")
 
 
 @pytest.mark.parametrize("text", [":f", ".x:f", "broken_at_import:f", "model\x1b[2J"])
 def test_models_that_cannot_be_imported_are_one_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+    refuse: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     (tmp_path / "broken_at_import.py").write_text("1 / 0")
     monkeypatch.syspath_prepend(tmp_path)
-    test_bad_input_is_one_line_and_status_2(capsys, [text, "--gpus", "8"], "cannot be imported|expects one of")
+    refuse("cannot be imported|expects one of", text, "--gpus 8")
 
 
 @pytest.mark.parametrize("option", ["--explain", "--json"])
-def test_names_that_no_file_can_have(config: str, capsys: pytest.CaptureFixture[str], option: str) -> None:
-    status, _, err = run(capsys, config, "--gpus", "8", "--gtp", "8", "--seq-len", "512", option, "a\0b")
+def test_names_that_no_file_can_have(config: str, run: Any, option: str) -> None:
+    status, _, err = run(config, "--gpus 8 --gtp 8 --seq-len 512", option, "a\0b")
     assert status == 2
     assert err.startswith("gtp-plan: plan cannot write a\\x00b")
     assert err.count("\n") == 1
@@ -227,30 +228,24 @@ def test_names_that_no_file_can_have(config: str, capsys: pytest.CaptureFixture[
         ({"peak_tflops": {"bf17": 10}}, "machine has no field .*peak_tflops.bf17"),
     ],
 )
-def test_bad_files_of_machines_are_one_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
+def test_bad_files_of_machines_are_one_line(refuse: Any, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     path = tmp_path / "machine.json"
     path.write_text(json.dumps(json.loads(load_machine("h100").as_json()) | changes))
-    arguments = ["llama3-8b", "--gpus", "8", "--machine", str(path)]
-    test_bad_input_is_one_line_and_status_2(capsys, arguments, message)
+    refuse(message, f"llama3-8b --gpus 8 --machine {path}")
 
 
-def test_names_of_others_do_not_reach_the_terminal(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_of_others_do_not_reach_the_terminal(config: str, run: Any) -> None:
     Path(config).write_text(json.dumps(CONFIG | {"_name_or_path": "a\x1b[2Jb\nc"}))
-    _, out, err = run(capsys, config, "--gpus", "8", "--gtp", "8", "--seq-len", "1024")
+    _, out, err = run(config, "--gpus 8 --gtp 8 --seq-len 1024")
     assert "\x1b" not in out + err
     assert "a\\x1b[2Jb\\nc" in out
 
 
-def test_what_to_change_if_nothing_fits(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    machine = json.loads(load_machine("h100").as_json()) | {"memory_gib": 0.7, "reserve_gib": 0.0}
+def test_what_to_change_if_nothing_fits(config: str, run: Any, tmp_path: Path) -> None:
     path = tmp_path / "small.json"
-    path.write_text(json.dumps(machine))
-    deep = tmp_path / "config.json"
-    deep.write_text(json.dumps(CONFIG | {"num_hidden_layers": 24}))
-    arguments = ["--gpus", "2", "--seq-len", "4096", "--machine", str(path), "--checkpointing", "none"]
-    status, out, _ = run(capsys, str(deep), *arguments)
+    path.write_text(json.dumps(json.loads(load_machine("h100").as_json()) | {"memory_gib": 0.7, "reserve_gib": 0.0}))
+    Path(config).write_text(json.dumps(CONFIG | {"num_hidden_layers": 24}))
+    status, out, _ = run(config, f"--gpus 2 --seq-len 4096 --machine {path} --checkpointing none")
     assert status == 1
     assert "does not fit by" in out
     assert "--checkpointing full: fits" in out or "--gpus" in out
@@ -278,12 +273,9 @@ def test_a_machine_like_a_preset_names_what_is_different() -> None:
 # --- the name ---------------------------------------------------------------------------------------------------------
 
 
-def test_power_network_and_days(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [config, "--gpus", "16", "--seq-len", "512", "--gtp", "16", "--tokens", "1e9"]
-    status, out, _ = run(capsys, *arguments)
-    assert status == 0
+def test_power_network_and_days(config: str, answer: Any) -> None:
+    out = answer(config, "--gpus 16 --seq-len 512 --gtp 16 --tokens 1e9")
     found = re.search(r"1e\+09 tokens: ([\d,]+) steps, ([\d.]+) days \(.*\), ([\d,]+) GPU-hours", out)
-    assert found is not None
     assert int(found[1].replace(",", "")) == round(1e9 / (16 * 512))
     assert "fully_shard in the place of gtp_shard" in out
     machine = load_machine("h100")
@@ -294,46 +286,35 @@ def test_power_network_and_days(config: str, capsys: pytest.CaptureFixture[str])
         machine.with_limits(watts=900)
 
 
-def test_no_ground_is_no_number(config: str, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(capsys, config, "--gpus", "8", "--seq-len", "512", "--machine", "rtx-pro-6000", "--gtp", "8")
-    assert status == 0
+def test_no_ground_is_no_number(config: str, answer: Any) -> None:
+    out = answer(config, "--gpus 8 --seq-len 512 --machine rtx-pro-6000 --gtp 8")
     assert "not known" in out
     assert "measure it by --calibrate" in out
     assert "ms" not in out.split("1: gtp 8")[1].split("memory of")[0]
 
 
-def test_tokens_that_compute_waits_for_name_the_option(capsys: pytest.CaptureFixture[str]) -> None:
-    axes = ["--gtp", "16", "--ep", "8", "--expert-gtp", "2"]
-    arguments = ["mixtral-8x7b", "--gpus", "16", "--seq-len", "512", *axes, "--top", "1", "--machine", "h200"]
-    _, rows, _ = run(capsys, *arguments)
+def test_tokens_that_compute_waits_for_name_the_option(answer: Any) -> None:
+    arguments = "mixtral-8x7b --gpus 16 --seq-len 512 --gtp 16 --ep 8 --expert-gtp 2 --top 1 --machine h200"
+    rows = answer(arguments)
     assert "--dispatch hosts or hidden" in rows
     assert max(map(len, rows.splitlines())) <= 100
-    _, hidden, _ = run(capsys, *arguments, "--dispatch", "hidden", "--global-batch", "64")
+    hidden = answer(arguments, "--dispatch hidden --global-batch 64")
     assert "1: gtp 16, ep 8, expert_gtp 2" in hidden
     assert "--dispatch" not in hidden
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
-def test_a_recipe_without_gemms_says_so(config: str, capsys: pytest.CaptureFixture[str], recipe: str) -> None:
-    arguments = [config, "--gpus", "8", "--gtp", "8", "--seq-len", "512", "--machine", "b200", "--recipe", recipe]
-    status, out, _ = run(capsys, *arguments)
-    assert status == 0
+def test_a_recipe_without_gemms_says_so(config: str, answer: Any, recipe: str) -> None:
+    out = answer(config, f"--gpus 8 --gtp 8 --seq-len 512 --machine b200 --recipe {recipe}")
     assert f"{recipe}: GEMMs are in bf16" in out
 
 
 @pytest.mark.parametrize(
-    ("model", "options"),
-    [
-        ("llama3-70b", ["--cp", "4", "--pp", "2", "--gtp", "8", "--tp", "4"]),
-        ("mixtral-8x7b", ["--cp", "4", "--tp", "4", "--pp", "2", "--ep", "8", "--expert-gtp", "4"]),
-    ],
+    "model", ["llama3-70b --cp 4 --pp 2 --gtp 8 --tp 4", "mixtral-8x7b --cp 4 --tp 4 --pp 2 --ep 8 --expert-gtp 4"]
 )
-def test_long_contexts_and_experts_are_wrapped_and_not_cut(
-    capsys: pytest.CaptureFixture[str], model: str, options: list[str]
-) -> None:
-    arguments = ["--gpus", "256", "--seq-len", "131072", "--global-batch", "64", "--top", "3", "--micro-batch", "1"]
-    status, out, _ = run(capsys, model, *arguments, *options, "--checkpointing", "full")
-    assert status == 0
+def test_long_contexts_and_experts_are_wrapped_and_not_cut(answer: Any, model: str) -> None:
+    arguments = "--gpus 256 --seq-len 131072 --global-batch 64 --top 3 --micro-batch 1 --checkpointing full"
+    out = answer(model, arguments)
     assert max(map(len, out.splitlines())) <= 100
     text = " ".join(out.split())
     assert re.search(r"into each GPU in a step: (\w+ [\d.]+ [KMGT]iB(, )?)+ schedule: ", text)

@@ -1,34 +1,23 @@
 """Ranges of times: what the page says of published runs is what the rows give, and they hold for sources left out."""
 
-from __future__ import annotations
-
 import statistics
 
 import planner_ranges as ranges
 import pytest
+from planner_accuracy import PAGE
 
-from dtensor_gtp.planner.evaluate import (
-    DENSE,
-    EIGHT_BIT,
-    EXPERTS,
-    EXPERTS_APART,
-    LONG,
-    MIXED,
-    Problem,
-    evaluate,
-    ground_of,
-)
+from dtensor_gtp.planner.evaluate import Problem, evaluate, ground_of
 from dtensor_gtp.planner.job import Job, Layout
 from dtensor_gtp.planner.machine import load_machine
 from dtensor_gtp.planner.model import PRESETS
 
 # Of the errors of a kind, what their median may be.
-MOST = {DENSE: 0.06, MIXED: 0.12, EIGHT_BIT: 0.15, LONG: 0.15, EXPERTS: 0.2, EXPERTS_APART: 0.2}
+MOST = dict(zip(ranges.KINDS, (0.06, 0.12, 0.15, 0.15, 0.2, 0.2), strict=True))
 
 
 def test_ranges_of_published_rows() -> None:
     found = list(ranges.rows())
-    assert ranges.section(found) in ranges.PAGE.read_text()
+    assert ranges.section(found) in PAGE.read_text()
     assert sum(ranges.left_out(found)) >= 0.85 * len(found)
     assert all(row.holds for row in found)
     for ground, most in MOST.items():

@@ -1,13 +1,10 @@
 """``sharding_report`` with a machine: predicted beside measured."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn as nn
-from mesh_common import fake_world
+from common import fake_mesh
 from schedules import explicit
-from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_gtp import gtp_shard, sharding_report
 from dtensor_gtp.planner.costs import Axis, Costs
@@ -17,8 +14,7 @@ from dtensor_gtp.report import _describe_measured
 
 
 def test_gathers_and_gradients_of_the_plan() -> None:
-    with fake_world(8):
-        mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("gtp",))
+    with fake_mesh(8) as mesh:
         layers = (nn.Linear(64, 64, bias=False) for _ in range(3))
         model = gtp_shard(nn.Sequential(*layers), mesh, schedule=explicit())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,7 +1,5 @@
 """The search of the planner: what is refused, what is found, and memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -146,7 +144,6 @@ def test_what_does_not_fit_is_refused_and_the_closest_is_named() -> None:
     small = replace(machine, memory_gib=0.005)
     found = search(problem(machine=small, checkpointing="none", fixed={"micro_batch": 1}))
     assert found.answers == ()
-    assert found.closest is not None
     assert not found.closest.is_fitting
     assert {"does not fit", "parameters and optimizer alone do not fit"} >= {item.reason for item in found.refused[:1]}
 
@@ -154,13 +151,8 @@ def test_what_does_not_fit_is_refused_and_the_closest_is_named() -> None:
 def test_a_published_layout_is_not_refused() -> None:
     """Llama 3 405B on 8,192 GPUs ran without recomputation (arXiv 2407.21783, 3.3): our count of memory is no proof."""
     layout = {"pp": 16, "tp": 8, "gtp": 64, "cp": 1, "micro_batch": 1}
-    found = search(
-        Problem(
-            Job(8192, global_batch=2048, checkpointing="none", fixed=layout),
-            PRESETS["llama3-405b"],
-            load_machine("h100"),
-        )
-    )
+    job = Job(8192, global_batch=2048, checkpointing="none", fixed=layout)
+    found = search(Problem(job, PRESETS["llama3-405b"], load_machine("h100")))
     best = found.answers[0]
     assert best.memory.least < best.capacity < best.memory.total
     assert best.may_fit
@@ -199,7 +191,6 @@ def test_a_window_of_attention_takes_less_time() -> None:
 def test_state_that_fits_on_no_layout_is_shown_with_what_to_change() -> None:
     result = plan("llama3-8b", "h100", gpus=1, global_batch=8)
     assert [item.reason for item in result.refused] == ["parameters and optimizer alone do not fit"]
-    assert result.closest is not None
     assert (result.closest.layout.micro_batch, result.closest.layout.checkpoint) == (1, "full")
     assert "  --gpus 4: fits" in str(result)
 
@@ -211,19 +202,15 @@ def test_no_layout_at_all_is_an_error() -> None:
 
 def test_axes_are_laid_out_as_init_weight_mesh_does() -> None:
     """Ranks of each group by strides, beside those of the meshes."""
-    from mesh_common import fake_world
-
-    from dtensor_gtp import init_weight_mesh
+    from mesh_common import fake_weight_mesh
 
     layout = Layout(replicate=2, cp=2, gtp=2, tp=2, ep=2, expert_gtp=4)
-    names = {"tp": "tp", "gtp": "gtp", "cp": "cp", "ep": "ep", "expert_gtp": "expert_gtp"}
-    with fake_world(16, rank=13):
-        mesh = init_weight_mesh("cpu", replicate=2, cp=2, gtp=2, tp=2, ep=2, expert_gtp=4)
-        for ours, theirs in names.items():
-            size, stride = layout.axes()[ours]
-            ranks = mesh[theirs].mesh.tolist()
+    with fake_weight_mesh(16, rank=13, replicate=2, cp=2, gtp=2, tp=2, ep=2, expert_gtp=4) as mesh:
+        for axis in ("tp", "gtp", "cp", "ep", "expert_gtp"):
+            size, stride = layout.axes()[axis]
+            ranks = mesh[axis].mesh.tolist()
             assert len(ranks) == size
-            assert ranks[1] - ranks[0] == stride, ours
+            assert ranks[1] - ranks[0] == stride, axis
         assert mesh.weights.size(0) == layout.axes()["replicate"].size
 
 
@@ -232,14 +219,12 @@ def test_thousands_of_ranks_have_the_shards_that_gtp_shard_gives_them(num_ranks:
     """The first and the last rank of a large job: the largest shard, and a short one."""
     import torch
     import torch.nn as nn
-    from mesh_common import fake_world
-    from torch.distributed.device_mesh import init_device_mesh
+    from common import fake_mesh
 
     from dtensor_gtp import gtp_shard
 
     for rank in (0, num_ranks - 1):
-        with fake_world(num_ranks, rank):
-            mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("gtp",))
+        with fake_mesh(num_ranks, rank=rank) as mesh:
             with torch.device("meta"):
                 model = gtp_shard(nn.Linear(64, 14336, bias=False), mesh)
             local = model.weight.to_local().numel()
@@ -353,10 +338,10 @@ def test_a_token_goes_once_to_each_host() -> None:
 
 def test_compute_hides_tokens_on_their_way_as_far_as_it_lasts() -> None:
     layout, slow = Layout(gtp=16, ep=8, expert_gtp=2), load_machine("h100").with_limits(network_gb_s=0.5)
-    found = []
-    for dispatch in ("rows", "hosts", "hidden"):
-        found.append(evaluate(problem(MIXTURE, slow, gpus=16, global_batch=32, dispatch=dispatch), layout))
-    rows, hosts, hidden = found
+    rows, hosts, hidden = (
+        evaluate(problem(MIXTURE, slow, gpus=16, global_batch=32, dispatch=dispatch), layout)
+        for dispatch in ("rows", "hosts", "hidden")
+    )
     assert rows.step_ms > hosts.step_ms > hidden.step_ms
     # More of it than there is compute: what is left is waited for.
     assert rows.exposed_ms["ep"] > hosts.exposed_ms["ep"] > hidden.exposed_ms["ep"] > 0

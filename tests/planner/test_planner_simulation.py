@@ -1,8 +1,7 @@
 """The simulation of streams: by hand for a few tasks, and held against the plan of the runtime."""
 
-from __future__ import annotations
-
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -26,6 +25,17 @@ def tiny(num_blocks: int = 4, world: int = 8, **options: object) -> Setting:
     trace = repeated(record_reference(config, 256), config, Part(tuple(config.kinds)))
     costs = Costs(load_machine("h200"), {"gtp": Axis(world, 1)})
     return Setting(trace, costs, options.pop("policy", fixed_policy()), tokens=256, **options)  # type: ignore[arg-type]
+
+
+def on_machine(setting: Setting, host: dict[str, float] | None = None, **changes: Any) -> Setting:
+    """Of which the host's numbers, or others, are changed."""
+    machine = setting.costs.machine
+    machine = replace(machine, host=replace(machine.host, **(host or {})), **changes)
+    return replace(setting, costs=replace(setting.costs, machine=machine))
+
+
+def labels(program: Any, kind: str) -> list[str]:
+    return [task.label for task in program.tasks if task.label.startswith(kind)]
 
 
 def ends(*tasks: Task) -> list[float]:
@@ -59,8 +69,7 @@ def test_a_task_cannot_wait_for_a_later_one() -> None:
 def test_gathers_are_those_of_the_plan() -> None:
     """Each launch of the runtime's plan is one gather, in its order, and the uses between are those of the plan."""
     setting = tiny(policy=fixed_policy(prefetch_nbytes=1 << 20, coalesce_nbytes=1 << 20))
-    schedule, _ = setting.choice(0)
-    weights = setting.sharded
+    schedule, weights = setting.choice(0)[0], setting.sharded
     step = plan_step(setting, schedule)
     expected = []
     for plan in (step.forward, step.backward):
@@ -70,7 +79,7 @@ def test_gathers_are_those_of_the_plan() -> None:
             if names:
                 expected.append("gather " + " + ".join(name.removesuffix(".weight") for name in names))
     program = build(setting, schedule)
-    assert [task.label for task in program.tasks if task.label.startswith("gather")] == expected
+    assert labels(program, "gather") == expected
     assert any("+" in label for label in expected)
 
 
@@ -87,9 +96,7 @@ def test_a_gather_waits_for_what_compute_was_given() -> None:
 
 def test_each_weight_is_gathered_twice_and_reduced_once() -> None:
     setting = tiny()
-    schedule, _ = setting.choice(0)
-    program = build(setting, schedule)
-    weights = setting.sharded
+    program, weights = build(setting, setting.choice(0)[0]), setting.sharded
     gathered = sum(item.gathered for item in weights)
     head, table = weights[-1].gathered, weights[0].gathered
     # The head is kept from forward to backward, and backward does not gather a table.
@@ -98,15 +105,9 @@ def test_each_weight_is_gathered_twice_and_reduced_once() -> None:
 
 
 def test_without_a_wire_a_step_is_compute_alone() -> None:
-    setting = replace(tiny(world=1), is_captured=True)
-    machine = setting.costs.machine
-    setting = replace(
-        setting, costs=replace(setting.costs, machine=replace(machine, host=replace(machine.host, replay_us=0)))
-    )
-    schedule, _ = setting.choice(0)
-    tasks = [
-        task for task in build(setting, schedule).tasks if not task.label.startswith(("cast", "sum", "all-reduce"))
-    ]
+    setting = on_machine(replace(tiny(world=1), is_captured=True), host={"replay_us": 0})
+    tasks = build(setting, setting.choice(0)[0]).tasks
+    tasks = [task for task in tasks if not task.label.startswith(("cast", "sum", "all-reduce"))]
     alone = build_compute(setting).tasks
     assert sum(task.ms for task in tasks) == pytest.approx(sum(task.ms for task in alone))
 
@@ -120,11 +121,8 @@ def test_more_memory_kept_means_fewer_bytes() -> None:
 
 
 def test_a_slow_wire_is_exposed_and_named() -> None:
-    setting = tiny()
-    machine = setting.costs.machine
-    slow = replace(machine, fast=replace(machine.fast, gb_s=1.0), host=replace(machine.host, op_us=0, use_us=0))
-    slow = replace(slow, host=replace(slow.host, collective_us=0))
-    setting = replace(setting, costs=replace(setting.costs, machine=slow))
+    slow = replace(load_machine("h200").fast, gb_s=1.0)
+    setting = on_machine(tiny(), host={"op_us": 0, "use_us": 0, "collective_us": 0}, fast=slow)
     program = build(setting, setting.choice(0)[0])
     parts = program.exposed()
     assert parts["gathers"] + parts["reductions"] > 0.9 * program.ms
@@ -144,17 +142,14 @@ def test_many_blocks_are_continued_from_a_few() -> None:
 @pytest.mark.parametrize("keeps", [False, True])
 def test_fully_shard_gathers_by_blocks(keeps: bool) -> None:
     program = build_fully_shard(tiny(), keeps=keeps)
-    gathers = [task.label for task in program.tasks if task.label.startswith("gather")]
     forward = ["gather root", *(f"gather block {n}" for n in range(4))]
-    assert gathers == forward + ([] if keeps else [f"gather block {n}" for n in (3, 2, 1, 0)])
-    reduces = [task.label for task in program.tasks if task.label.startswith("reduce")]
-    assert reduces == [*(f"reduce block {n}" for n in (3, 2, 1, 0)), "reduce root"]
+    assert labels(program, "gather") == forward + ([] if keeps else [f"gather block {n}" for n in (3, 2, 1, 0)])
+    assert labels(program, "reduce") == [*(f"reduce block {n}" for n in (3, 2, 1, 0)), "reduce root"]
 
 
 def test_recomputation_uses_weights_again() -> None:
     setting = tiny(checkpoint="full")
-    weights = setting.sharded
-    step = plan_step(setting, setting.choice(0)[0])
+    weights, step = setting.sharded, plan_step(setting, setting.choice(0)[0])
     names = [weights[use].name.removeprefix("layers.3.").removesuffix(".weight") for use in step.backward.uses[:13]]
     again = ["attention.wq", "attention.wk", "attention.wv", "attention.wo", "ffn.w1", "ffn.w3"]
     assert names == ["output", *again, "ffn.w2", *again[:3:-1], "attention.wo", "attention.wv", "attention.wk"][:13]
@@ -163,12 +158,8 @@ def test_recomputation_uses_weights_again() -> None:
 def test_a_weight_is_used_in_forward_and_in_backward() -> None:
     """The host's time for a use, as ``--host-time`` measures it, is charged for both."""
     setting = tiny(policy=fixed_policy())
-    machine = setting.costs.machine
-    times = []
-    for use_us in (0.0, 100.0):
-        slower = replace(machine, host=replace(machine.host, use_us=use_us))
-        given = replace(setting, costs=replace(setting.costs, machine=slower))
-        times.append(build(given, given.choice(0)[0]).host_ms)
+    given = [on_machine(setting, host={"use_us": use_us}) for use_us in (0.0, 100.0)]
+    times = [build(each, each.choice(0)[0]).host_ms for each in given]
     with_both = [item for item in setting.sharded if item.weight.has_dgrad]
     tables = len(setting.sharded) - len(with_both)
     assert tables == 1  # the embedding has no gradient of its input
@@ -192,14 +183,13 @@ def test_quantized_groups() -> None:
     numels = [item.weight.numel for item in base.sharded if item.weight.block >= 0]
     many = replace(base, tokens=int(1.5e11 * len(numels) / sum(numels)))
     float8 = replace(base, recipe=Float8Tensorwise(), costs=replace(base.costs, precision="float8"))
-    hosts = replace(float8.costs, machine=replace(base.costs.machine, gpus_per_host=1))
     for setting, expected in (
         (float8, True),
         (replace(float8, tokens=many.tokens), True),
         (many, False),
         (replace(float8, is_captured=True), False),
         (replace(base, recipe=MXFP8(), is_captured=True), True),
-        (replace(float8, costs=hosts), False),
+        (on_machine(float8, gpus_per_host=1), False),
     ):
         groups = [unit for unit in setting.units if unit.is_group]
         assert bool(groups) is expected
@@ -213,22 +203,17 @@ def test_a_group_is_gathered_freed_and_reduced_once(checkpoint: str) -> None:
     alone = {"prefetch_nbytes": 1, "coalesce_nbytes": 0, "coalesce_grad_nbytes": 0}
     schedule = replace(grouped.choice(0)[0], **alone)
     program = build(grouped, schedule)
-    labels = [task.label for task in program.tasks]
-    blocks = [f"layers.{number}" for number in range(4)]
-
-    def of_blocks(kind: str) -> list[str]:
-        return [label.removeprefix(f"{kind} ") for label in labels if label.startswith(f"{kind} layers")]
-
-    assert of_blocks("gather") == [*blocks, *blocks[::-1]]
+    blocks = range(4)
+    assert labels(program, "gather layers") == [f"gather layers.{number}" for number in (*blocks, *blocks[::-1])]
     for kind in ("pack", "reduce", "sum"):
-        assert of_blocks(kind) == blocks[::-1]
-    first = program.tasks[labels.index("use layers.0.attention.wq.weight")]
-    assert labels.index("gather layers.0") in first.after
-    packed = program.tasks[labels.index("pack layers.0")]
-    assert labels.index("sum layers.1") in packed.after  # the buffers of one group at a time
-    single = build(
-        tiny(policy=fixed_policy(**vars(schedule) | {"embedding": "gather"}), checkpoint=checkpoint), schedule
-    )
+        assert labels(program, f"{kind} layers") == [f"{kind} layers.{number}" for number in blocks[::-1]]
+    order = labels(program, "")
+    first = program.tasks[order.index("use layers.0.attention.wq.weight")]
+    assert order.index("gather layers.0") in first.after
+    packed = program.tasks[order.index("pack layers.0")]
+    assert order.index("sum layers.1") in packed.after  # the buffers of one group at a time
+    by_one = fixed_policy(**vars(schedule) | {"embedding": "gather"})
+    single = build(tiny(policy=by_one, checkpoint=checkpoint), schedule)
     assert program.host_ms < single.host_ms
     assert program.received["gtp"] <= single.received["gtp"]
 
@@ -243,8 +228,7 @@ def test_small_groups_travel_together() -> None:
     ]
     apart, together = (build(setting, schedule) for schedule in schedules)
     for kind in ("pack", "reduce", "sum"):
-        found = [task.label for task in together.tasks if task.label.startswith(f"{kind} layers")]
-        assert found == [f"{kind} layers.3 + layers.2", f"{kind} layers.1 + layers.0"]
+        assert labels(together, f"{kind} layers") == [f"{kind} layers.3 + layers.2", f"{kind} layers.1 + layers.0"]
     assert together.host_ms < apart.host_ms
     assert together.received["gtp"] == apart.received["gtp"]
     waiting = [

@@ -1,10 +1,8 @@
 """Models of transformers, by their configurations, their classes, and functions."""
 
-from __future__ import annotations
-
 import json
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ from test_planner_model import TINY
 
 from dtensor_gtp import plan
 from dtensor_gtp.planner.trace import Part, record_reference, repeated
-from dtensor_gtp.planner.user_model import UserModel, load_model, step_of
+from dtensor_gtp.planner.user_model import UserModel, step_of
 
 pytestmark = pytest.mark.library
 
@@ -73,7 +71,7 @@ def test_configurations_of_transformers(kind: str, transformers: Any, tmp_path: 
 
 
 def test_a_model_of_transformers_by_function_and_by_configuration(
-    users_models: ModuleType, transformers: Any, tmp_path: Path
+    users_models: Any, transformers: Any, tmp_path: Path
 ) -> None:
     """Without a mask of ours, its code asks whether positions are packed; tied matrices count once."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -81,11 +79,7 @@ def test_a_model_of_transformers_by_function_and_by_configuration(
     config = transformers.Qwen3Config(**sizes, use_cache=False)
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
 
-    def build() -> Any:
-        with torch.device("meta"):
-            return transformers.Qwen3ForCausalLM(config), torch.zeros(1, 64, dtype=torch.int64)
-
-    users_models.build = build  # type: ignore[attr-defined]
+    users_models.define(lambda: (transformers.Qwen3ForCausalLM(config), torch.zeros(1, 64).long()))
     job: dict[str, Any] = {"gpus": 2, "fixed": {"tp": 2}}
     first, second = plan("users_models:build", **job), plan(str(tmp_path / "config.json"), seq_len=64, **job)
     assert first.answers
@@ -93,22 +87,17 @@ def test_a_model_of_transformers_by_function_and_by_configuration(
     assert first.problem.whole.numel == pytest.approx(second.problem.whole.numel, rel=0.02)  # the latter has no norms
 
 
-def test_a_loop_over_experts_is_planned_as_grouped(users_models: ModuleType, transformers: Any) -> None:
+def test_a_loop_over_experts_is_planned_as_grouped(users_models: Any, transformers: Any) -> None:
     """Fake tensors do not say which experts tokens have chosen."""
     sizes = _small_configs()["qwen3_moe"]
 
     def build_as(implementation: str) -> Any:
         config = transformers.Qwen3MoeConfig(**sizes, use_cache=False)
         config._experts_implementation = implementation
-        with torch.device("meta"):
-            return transformers.Qwen3MoeForCausalLM(config), torch.zeros(1, 64, dtype=torch.int64)
+        return transformers.Qwen3MoeForCausalLM(config), torch.zeros(1, 64).long()
 
-    traces = []
-    for implementation in ("eager", "grouped_mm"):
-        users_models.build = lambda name=implementation: build_as(name)  # type: ignore[attr-defined]
-        user = load_model("users_models:build", 64)[2]
-        assert user is not None
-        traces.append(user.trace(1))
+    names = ("eager", "grouped_mm")
+    traces = [users_models.load(partial(build_as, name), 64).trace(1) for name in names]
     first, second = (vars(trace) for trace in traces)
     assert first == second
     experts = next(weight for weight in traces[0].weights if weight.name.endswith("experts.weight"))

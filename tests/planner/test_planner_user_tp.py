@@ -1,10 +1,8 @@
 """Tensor parallelism of a user's model by the plan of its config: what is cut, what communicates, what is refused."""
 
-from __future__ import annotations
-
 import ast
 from collections import OrderedDict
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,7 +15,7 @@ import dtensor_gtp
 from dtensor_gtp.planner.errors import PlanError
 from dtensor_gtp.planner.recorder import Kind
 from dtensor_gtp.planner.trace import Trace
-from dtensor_gtp.planner.user_model import UserModel, load_model
+from dtensor_gtp.planner.user_model import UserModel
 
 TOKENS, DIM, HIDDEN, HEADS, VOCAB, LAYERS = 64, 32, 128, 4, 96, 3
 PLAN = {
@@ -67,15 +65,8 @@ class Model(nn.Module):
         return self.head(self.base(ids))
 
 
-def load(users_models: ModuleType, plan: dict[str, str] | None = PLAN, heads: int = HEADS) -> UserModel:
-    def build() -> Any:
-        with torch.device("meta"):
-            return Model(plan, heads), torch.zeros(1, TOKENS, dtype=torch.int64)
-
-    users_models.build = build  # type: ignore[attr-defined]
-    user = load_model("users_models:build", TOKENS)[2]
-    assert user is not None
-    return user
+def load(users_models: Any, plan: dict[str, str] | None = PLAN, heads: int = HEADS) -> UserModel:
+    return users_models.load(lambda: (Model(plan, heads), torch.zeros(1, TOKENS).long()), TOKENS)
 
 
 def operations(trace: Trace) -> list[Any]:
@@ -84,7 +75,7 @@ def operations(trace: Trace) -> list[Any]:
     return [*around, *trace.loss, *trace.tail]
 
 
-def test_layers_of_the_plan_are_cut_and_others_are_whole(users_models: ModuleType) -> None:
+def test_layers_of_the_plan_are_cut_and_others_are_whole(users_models: Any) -> None:
     user = load(users_models)
     whole, half = user.trace(1), user.trace(2)
     for one, other in zip(whole.weights, half.weights, strict=True):
@@ -97,7 +88,7 @@ def test_layers_of_the_plan_are_cut_and_others_are_whole(users_models: ModuleTyp
     assert attention[1] == attention[0] / 2
 
 
-def test_what_ranks_of_tp_exchange(users_models: ModuleType) -> None:
+def test_what_ranks_of_tp_exchange(users_models: Any) -> None:
     """In each block two results are all-reduced in forward, in backward the gradients of the inputs of three layers.
     An all-reduce is a reduce-scatter and an all-gather. The first block's input has a gradient: the table's."""
     user = load(users_models)
@@ -106,7 +97,7 @@ def test_what_ranks_of_tp_exchange(users_models: ModuleType) -> None:
     assert found == [TOKENS * DIM * 2] * (LAYERS * (2 + 3) * 2)
 
 
-def test_activations_inside_of_blocks_are_halved(users_models: ModuleType) -> None:
+def test_activations_inside_of_blocks_are_halved(users_models: Any) -> None:
     user = load(users_models)
     whole, half = ([weight.live for weight in user.trace(tp).weights] for tp in (1, 2))
     saved = [lives[6] - lives[1] for lives in (whole, half)]  # from block to block
@@ -114,30 +105,23 @@ def test_activations_inside_of_blocks_are_halved(users_models: ModuleType) -> No
 
 
 @pytest.mark.parametrize(
-    ("plan", "heads", "fixed", "message"),
+    ("plan", "heads", "axis", "message"),
     [
-        (None, HEADS, {"tp": 2}, "tp: the model has no config with a base_model_tp_plan"),
-        ({"layers.*.up": "packed_colwise"}, HEADS, {"tp": 2}, "tp: base_model_tp_plan has 'packed_colwise' for layers"),
-        (
-            {"table": "colwise"},
-            HEADS,
-            {"tp": 2},
-            "tp: base_model_tp_plan cuts base.table, which is no nn.Linear .Embedding",
-        ),
-        (PLAN, 3, {"tp": 2}, "tp 2 does not divide 3 heads, rows or columns of a layer"),
-        (PLAN, HEADS, {"pp": 2}, "pp: plan does not know where to cut the forward of your model"),
-        (PLAN, HEADS, {"cp": 2}, "cp: the attention of your model does not exchange keys and values"),
+        (None, HEADS, "tp", "tp: the model has no config with a base_model_tp_plan"),
+        ({"layers.*.up": "packed_colwise"}, HEADS, "tp", "tp: base_model_tp_plan has 'packed_colwise' for layers"),
+        ({"table": "colwise"}, HEADS, "tp", "base_model_tp_plan cuts base.table, which is no nn.Linear .Embedding"),
+        (PLAN, 3, "tp", "tp 2 does not divide 3 heads, rows or columns of a layer"),
+        (PLAN, HEADS, "pp", "pp: plan does not know where to cut the forward of your model"),
+        (PLAN, HEADS, "cp", "cp: the attention of your model does not exchange keys and values"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(
-    users_models: ModuleType, plan: dict[str, str] | None, heads: int, fixed: dict[str, int], message: str
-) -> None:
+def test_what_cannot_be_is_refused_by_name(users_models: Any, plan: Any, heads: int, axis: str, message: str) -> None:
     load(users_models, plan, heads)
     with pytest.raises(PlanError, match=message):
-        dtensor_gtp.plan("users_models:build", gpus=8, seq_len=TOKENS, fixed=fixed)
+        dtensor_gtp.plan("users_models:build", gpus=8, seq_len=TOKENS, fixed={axis: 2})
 
 
-def test_code_that_does_not_run_with_slices_is_planned_without_tp(users_models: ModuleType) -> None:
+def test_code_that_does_not_run_with_slices_is_planned_without_tp(users_models: Any) -> None:
     """Its attention names the number of heads, of which a slice has fewer."""
     user = load(users_models)
     assert user.refuses(2) is None
@@ -154,7 +138,7 @@ def test_code_that_does_not_run_with_slices_is_planned_without_tp(users_models: 
         assert any(reason.startswith("tp: the model's code does not run with slices") for reason in reasons)
 
 
-def test_a_search_finds_tp_and_its_code(users_models: ModuleType) -> None:
+def test_a_search_finds_tp_and_its_code(users_models: Any) -> None:
     load(users_models)
     result = dtensor_gtp.plan("users_models:build", gpus=4, seq_len=TOKENS)
     assert {answer.layout.tp for answer in result.answers} == {1, 2, 4}
@@ -166,13 +150,12 @@ def test_a_search_finds_tp_and_its_code(users_models: ModuleType) -> None:
     assert "    'base.layers.*.down': RowwiseParallel()," in code
 
 
-def test_blocks_in_two_places_have_no_code_that_changes_them(users_models: ModuleType) -> None:
+def test_blocks_in_two_places_have_no_code_that_changes_them(users_models: Any) -> None:
     def build() -> Any:
-        with torch.device("meta"):
-            parts = {name: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for name in ("left", "right")}
-            return nn.Sequential(OrderedDict(parts)), torch.zeros(4, 8)
+        parts = {name: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for name in ("left", "right")}
+        return nn.Sequential(OrderedDict(parts)), torch.zeros(4, 8)
 
-    users_models.build = build  # type: ignore[attr-defined]
+    users_models.define(build)
     plain, compiled = (
         dtensor_gtp.plan("users_models:build", gpus=2, checkpointing="none", is_compiled=is_compiled).code()
         for is_compiled in (False, True)

@@ -4,8 +4,6 @@ Imports for type checking and within functions count. The file that imports a hi
 both named.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

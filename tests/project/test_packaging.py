@@ -96,12 +96,8 @@ def test_the_only_runtime_dependency_is_torch() -> None:
     # Triton comes with torch for GPUs; without it torch's ops run. Each library of an integration has an extra.
     optional = {
         *((f"triton_{name}.py", "triton") for name in ("casts", "kernels", "arithmetic", "addends")),
-        ("accelerate.py", "accelerate"),
-        ("lightning.py", "lightning"),
-        ("torchtitan.py", "torchtitan"),
-        ("transformers.py", "accelerate"),
-        ("transformers.py", "transformers"),
-        ("user_model.py", "transformers"),
+        *((f"{name}.py", name) for name in ("accelerate", "lightning", "torchtitan", "transformers")),
+        *(("transformers.py", "accelerate"), ("user_model.py", "transformers")),
     }
     assert [(name, module) for name, module in sorted(imported - optional) if module not in allowed] == []
 

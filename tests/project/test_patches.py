@@ -1,7 +1,5 @@
 """What is replaced in torch stands in one list, and can be taken back."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The list of planted bugs keeps pace with the code; ``planted_bugs.py`` runs them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

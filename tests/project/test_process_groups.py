@@ -1,7 +1,5 @@
 """No code of the package communicates over a group that it was not given: an AST scan, checked on bad snippets."""
 
-from __future__ import annotations
-
 import ast
 import re
 

@@ -1,7 +1,5 @@
 """The public surface: names and signatures are frozen, documented, and those of ``fully_shard`` where it has them."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import textwrap

@@ -1,7 +1,5 @@
 """The script of the support matrix: what it runs is there, and what pytest says is read right."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -14,7 +12,6 @@ def test_what_it_runs_is_there() -> None:
     assert [path for path in support_matrix.TESTS if not (ROOT / path).is_file()] == []
     assert len(support_matrix.TESTS) == 9  # as docs/versions.md says
     minor = re.search(r'dependencies = \["torch>=([\d.]+)"\]', (ROOT / "pyproject.toml").read_text())
-    assert minor is not None
     assert support_matrix.RELEASES[0] == minor[1]
 
 

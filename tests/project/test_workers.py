@@ -1,7 +1,5 @@
 """What tests may expect of the processes that they start: who dies or hangs is named, and the rest goes on."""
 
-from __future__ import annotations
-
 import faulthandler
 import multiprocessing
 import os

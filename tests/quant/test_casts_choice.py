@@ -1,7 +1,5 @@
 """Which casts are taken on a GPU where Triton is missing, broken, or not exact: the reference, and it is said once."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The three GEMMs of a linear layer in float8: against their definitions, and which way is chosen."""
 
-from __future__ import annotations
-
 import re
 import unittest
 import warnings
@@ -282,43 +280,34 @@ class TestChoice(unittest.TestCase):
             return choose_path(recipe, device, torch.Size(shape), dtype, "layer.weight").describe()
 
     def test_what_runs_where(self) -> None:
+        tensorwise = Float8Tensorwise()
         for recipe, capability, expected in (
-            (Float8Tensorwise(), (9, 0), "float8 GEMMs"),
-            (Float8Tensorwise(), (8, 9), "float8 GEMMs"),
-            (Float8Tensorwise(), (10, 0), "float8 GEMMs"),
+            *((tensorwise, capability, "float8 GEMMs") for capability in ((8, 9), (9, 0), (10, 0))),
             (Float8Rowwise(), (9, 0), "float8 GEMMs, wgrad not quantized"),
             (Float8Rowwise(high_precision_wgrad=False), (9, 0), "float8 GEMMs"),
             (Float8Blockwise(), (9, 0), "float8 GEMMs"),
         ):
             self.assertEqual(self._choose(recipe, capability), expected)
-        other_shape, other_dtype = {"shape": (30, 64)}, {"dtype": torch.float32}
+        odd, float32 = {"shape": (30, 64)}, {"dtype": torch.float32}
         for recipe, capability, options, why in (
             (Float8Blockwise(), (10, 0), {}, "no float8_blockwise GEMMs on compute capability 10.0"),
-            (Float8Tensorwise(), (8, 0), {}, "no float8_tensorwise GEMMs on compute capability 8.0"),
-            (Float8Tensorwise(), None, {}, "no float8 GEMMs on cpu"),
+            (tensorwise, (8, 0), {}, "no float8_tensorwise GEMMs on compute capability 8.0"),
+            (tensorwise, None, {}, "no float8 GEMMs on cpu"),
             (Float8Tensorwise(compute="dequantize"), (9, 0), {}, "asked for"),
             (MXFP8(), (9, 0), {}, "mxfp8 has GEMMs for GroupedLinear alone"),
             (NVFP4(), (10, 0), {}, "no GEMMs of nvfp4"),
-            (
-                Float8Tensorwise(),
-                (9, 0),
-                other_shape,
-                "a shape of (30, 64) is not in multiples of 16; (32, 64) would fit",
-            ),
-            (Float8Tensorwise(), (9, 0), other_dtype, "the compute dtype is float32, not bfloat16"),
-            (Float8Tensorwise(), (9, 0), {"shape": (2, 16, 16)}, "no grouped GEMMs of float8_tensorwise"),
+            (tensorwise, (9, 0), odd, "a shape of (30, 64) is not in multiples of 16; (32, 64) would fit"),
+            (tensorwise, (9, 0), float32, "the compute dtype is float32, not bfloat16"),
+            (tensorwise, (9, 0), {"shape": (2, 16, 16)}, "no grouped GEMMs of float8_tensorwise"),
         ):
             self.assertEqual(self._choose(recipe, capability, **options), f"dequantized for the GEMM ({why})")
 
     def test_forced_raises_where_it_is_impossible(self) -> None:
-        forced = Float8Blockwise(compute="float8")
+        forced, float32 = Float8Blockwise(compute="float8"), {"dtype": torch.float32}
         for call, message in (
             (lambda: self._choose(forced, (8, 0)), "'layer.weight' of shape .* on cuda.* compute capability 8.0"),
             (lambda: self._choose(forced, (9, 0), (30, 64)), r"not in multiples of 16; \(32, 64\) would fit"),
-            (
-                lambda: self._choose(forced, (9, 0), dtype=torch.float32),
-                "compute dtype is float32.*Choose compute='auto'",
-            ),
+            (lambda: self._choose(forced, (9, 0), **float32), "compute dtype is float32.*Choose compute='auto'"),
             (lambda: NVFP4(compute="float8"), "NVFP4 expects compute 'auto' or 'dequantize', but got"),
             (lambda: Float8Rowwise(compute="fp8"), "expects compute 'auto', 'dequantize' or 'float8', but got 'fp8'"),
         ):
@@ -333,9 +322,8 @@ class TestChoice(unittest.TestCase):
                 described = self._choose(recipe, None, shape=(30, 7), dtype=torch.float32)
                 warn_dequantized(recipe, "layer.weight", "it is read as an attribute")
                 warn_dequantized(Float8Rowwise(), "layer.weight", "it is read as an attribute")
-        self.assertEqual(
-            described, "float8 GEMMs by reference arithmetic (no float8 GEMMs on cpu), wgrad not quantized"
-        )
+        arithmetic = "float8 GEMMs by reference arithmetic (no float8 GEMMs on cpu), wgrad not quantized"
+        self.assertEqual(described, arithmetic)
         self.assertEqual(len(caught), 2, [str(w.message) for w in caught])
         self.assertRegex(str(caught[0].message), "asks for float8 GEMMs, which torch lacks on CPUs: .*in float32")
         self.assertRegex(str(caught[1].message), "'layer.weight' is dequantized: it is read as an attribute")

@@ -1,7 +1,5 @@
 """Grouped float8 GEMMs: one by one they are the rowwise GEMMs of a linear layer, and the kernel gets what it wants."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from dataclasses import replace
@@ -194,15 +192,10 @@ def choose(
 
 def test_which_way_is_chosen_and_said() -> None:
     """mxfp8 only for who asks for it, on the GPUs that have it, in whole blocks, and not of native storage."""
-    asked, native = MXFP8(compute="float8"), {"is_native": True}
+    rowwise, asked, native = Float8Rowwise(compute="float8"), MXFP8(compute="float8"), {"is_native": True}
     no_data = "native storage has no data for the backward of mxfp8"
     for recipe, capability, options, expected in (
-        (
-            Float8Rowwise(compute="float8"),
-            CPU,
-            {},
-            "float8 GEMMs by reference arithmetic (no float8 GEMMs on cpu), wgrad",
-        ),
+        (rowwise, CPU, {}, "float8 GEMMs by reference arithmetic (no float8 GEMMs on cpu), wgrad"),
         (asked, CPU, {}, "float8 GEMMs by reference arithmetic"),
         (asked, BLACKWELL, {}, "float8 GEMMs, wgrad not quantized"),
         (Float8Rowwise(), CPU, {}, "no float8 GEMMs on cpu"),

@@ -1,7 +1,5 @@
 """``MasterOptimizer`` in one process: what it takes, keeps, hands on and refuses; compiled code of native weights."""
 
-from __future__ import annotations
-
 import copy
 import io
 import unittest

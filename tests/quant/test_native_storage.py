@@ -1,7 +1,5 @@
 """Native storage in one process: the parameter is the quantized data. What it computes, holds, reads and refuses."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import itertools
@@ -47,8 +45,7 @@ def held_storages() -> dict[int, int]:
 
 
 def by_fsdp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    result: nn.Module = fully_shard(model, mesh=mesh)
-    return result
+    return fully_shard(model, mesh=mesh)
 
 
 class TestValues(unittest.TestCase):
@@ -149,10 +146,8 @@ class TestQuantize(unittest.TestCase):
         self.assertEqual(list(model[0].children()), [])
 
     def test_errors(self) -> None:
-        for message, storage in (
-            ("'master' or 'native', but got 'both'", "both"),
-            (r"\['2'\] are none of", {"2": "native"}),
-        ):
+        cases = ("'master' or 'native', but got 'both'", "both"), (r"\['2'\] are none of", {"2": "native"})
+        for message, storage in cases:
             with self.assertRaisesRegex(ValueError, message):
                 quantize_(make(), "mxfp8", storage=storage)
 
@@ -220,14 +215,10 @@ class TestSharded(unittest.TestCase):
     def test_optimizers_cannot_write(self) -> None:
         """Whole, under ``gtp_shard`` and ``fully_shard``, on any rank: named on the first step; masters that the
         optimizer helper keeps are the remedy, or freezing."""
-        gtp = partial(gtp_shard, schedule=ALL)
+        gtp, ways = partial(gtp_shard, schedule=ALL), ({"fused": True}, {"foreach": True}, {"foreach": False})
+        optimizers = [*(partial(torch.optim.AdamW, **way) for way in ways), partial(torch.optim.SGD, lr=0.1)]
         for wrap, rank in ((None, 0), (gtp, 0), (gtp, 3), (by_fsdp, 0), (by_fsdp, 3)):
-            for make_optimizer in (
-                partial(torch.optim.AdamW, fused=True),
-                partial(torch.optim.AdamW, foreach=True),
-                partial(torch.optim.AdamW, foreach=False),
-                partial(torch.optim.SGD, lr=0.1),
-            ):
+            for make_optimizer in optimizers:
                 with fake_mesh(4, rank=rank) as mesh:
                     model = native(nn.Sequential(nn.Linear(64, 128)), "mxfp8")
                     model = model if wrap is None else wrap(model, mesh)

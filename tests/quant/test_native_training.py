@@ -3,8 +3,6 @@
 The reference is one process: float32 masters, whose rowwise quantization is computed with in both directions.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

@@ -1,13 +1,11 @@
 """The casts, against definitions of their own: element by element, exactly, from the bit layouts of the formats."""
 
-from __future__ import annotations
-
 import bisect
 import math
 import struct
 import unittest
 from fractions import Fraction
-from itertools import pairwise
+from itertools import pairwise, product
 
 import torch
 from quant_common import all_recipes
@@ -112,11 +110,7 @@ def slow_quantize(recipe: Recipe, matrix: torch.Tensor, direction: Direction) ->
     result = torch.zeros(rows, columns, dtype=torch.float64)
     for top in range(0, rows, block[0]):
         for left in range(0, columns, block[1]):
-            cells = [
-                (i, j)
-                for i in range(top, min(top + block[0], rows))
-                for j in range(left, min(left + block[1], columns))
-            ]
+            cells = list(product(range(rows)[top : top + block[0]], range(columns)[left : left + block[1]]))
             amax = largest([values[i][j] for i, j in cells])
             if isinstance(recipe, NVFP4):
                 tensor_scale = NAN if math.isnan(whole) else max(over(whole, 448.0 * 6.0), 2.0**-117)
@@ -170,10 +164,8 @@ def boundaries(values: list[float], *beyond: float) -> torch.Tensor:
 
 class TestElements(unittest.TestCase):
     def test_float8_at_every_boundary(self) -> None:
-        for dtype, values, beyond in (
-            (torch.float8_e4m3fn, E4M3, (464.0, 480.0)),
-            (torch.float8_e5m2, E5M2, (61440.0, 65536.0)),
-        ):
+        cases = (torch.float8_e4m3fn, E4M3, (464.0, 480.0)), (torch.float8_e5m2, E5M2, (61440.0, 65536.0))
+        for dtype, values, beyond in cases:
             inputs = boundaries(values, *beyond)
             codes = cast.to_float8(inputs, dtype).view(torch.uint8).tolist()
             for value, code in zip(inputs.tolist(), codes, strict=True):
@@ -295,13 +287,8 @@ class TestRecipes(unittest.TestCase):
                     self.assertEqual(restored.shape, torch.Size(shape))
 
     def test_bytes_for_each_element(self) -> None:
-        expected = {
-            "float8_tensorwise": 1.0,
-            "float8_rowwise": 1.0,
-            "float8_blockwise": 1.0 + 4 / 128**2,
-            "mxfp8": 1.0 + 1 / 32,
-            "nvfp4": 0.5625,
-        }
+        expected = {"float8_tensorwise": 1.0, "float8_rowwise": 1.0, "float8_blockwise": 1.0 + 4 / 128**2}
+        expected |= {"mxfp8": 1.0 + 1 / 32, "nvfp4": 0.5625}
         shape = torch.Size((512, 1024))
         for name, nbytes in expected.items():
             recipe = resolve_recipe(name)

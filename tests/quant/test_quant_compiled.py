@@ -1,7 +1,5 @@
 """Casts that the compiler has fused equal the reference bit for bit."""
 
-from __future__ import annotations
-
 import unittest
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """``quantize_`` in one process: which weights it takes, what they compute, what crosses the wire, what is refused."""
 
-from __future__ import annotations
-
 import copy
 import math
 import unittest
@@ -38,8 +36,7 @@ class Model(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
-        logits: torch.Tensor = self.head(x + self.down(torch.relu(self.up(self.norm(x)))))
-        return logits
+        return self.head(x + self.down(torch.relu(self.up(self.norm(x)))))
 
 
 def recipes_of(module: nn.Module) -> dict[str, str]:
@@ -240,10 +237,8 @@ class TestSharded(unittest.TestCase):
     def test_reductions_stay_in_float32(self) -> None:
         """Whatever is gathered and multiplied with, and whatever is stored."""
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        recipes = [
-            *all_recipes(),
-            *(cls(compute="float8") for cls in (Float8Tensorwise, Float8Rowwise, Float8Blockwise)),
-        ]
+        float8 = (cls(compute="float8") for cls in (Float8Tensorwise, Float8Rowwise, Float8Blockwise))
+        recipes = [*all_recipes(), *float8]
         with fake_mesh(4) as mesh, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # float8 GEMMs by the reference arithmetic
             for recipe, (storage, _), wrap in product(recipes, STORAGES, ("gtp", "fsdp")):
@@ -300,9 +295,8 @@ class TestSharded(unittest.TestCase):
             with self.assertRaisesRegex(ValueError, r"to shard parameter 'weight' of shape \(8, 8\).*Replicate"):
                 gtp_shard(model, mesh["gtp"], shard_placement_fn=lambda p: Replicate())
             for plan, dim in ((ColwiseParallel(), 0), (RowwiseParallel(), 1)):
-                model = quantize_(
-                    parallelize_module(nn.Sequential(nn.Linear(80, 80)), mesh["tp"], {"0": plan}), "mxfp8"
-                )
+                model = parallelize_module(nn.Sequential(nn.Linear(80, 80)), mesh["tp"], {"0": plan})
+                quantize_(model, "mxfp8")
                 message = (
                     f"whole mxfp8 blocks of 32 along dim {dim}, but mesh axis 'tp' of size 2 .*'0.weight' .*slices "
                     "of 40. Choose a size that is a multiple of 64"

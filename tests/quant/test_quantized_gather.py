@@ -1,7 +1,5 @@
 """What crosses the wire for quantized weights, and what arrives."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest import mock

@@ -3,8 +3,6 @@
 The reference is one process that multiplies with the quantized whole weight, in both directions of a layer.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -81,15 +79,11 @@ class TestQuantizedGroups(GlooTest):
             model.zero_grad()
             calls.append([call for call in traffic.calls if "reduce_scatter" not in call[0]])
         self.assertEqual({dtype for name, dtype, _ in calls[0] if "gather" in name}, {torch.float32})
-        self.assertEqual(
-            [[c for c in each if c[1] == torch.int32] for each in calls], [[], [("allreduce_", torch.int32, 16)]]
-        )
-        rows = {row.name: row for row in sharding_report(model).rows}
-        up = rows["layers.0.up.weight"]
-        self.assertEqual(
-            (up.use, up.gathered_nbytes),
-            ("with its block, rounded to float8_tensorwise before the gather", 4 * 256 * 256),
-        )
+        maxima = [[call for call in each if call[1] == torch.int32] for each in calls]
+        self.assertEqual(maxima, [[], [("allreduce_", torch.int32, 16)]])
+        (up,) = (row for row in sharding_report(model).rows if row.name == "layers.0.up.weight")
+        self.assertEqual(up.use, "with its block, rounded to float8_tensorwise before the gather")
+        self.assertEqual(up.gathered_nbytes, 4 * 256 * 256)
 
     def test_writes_to_shards_are_quantized_anew(self) -> None:
         """By foreach functions, through ``.data``, and in a forward to the full weights."""
@@ -154,13 +148,9 @@ class TestQuantizedGroups(GlooTest):
         self.assertIn("travels between hosts", str(sharding_report(model, verbose=True)))
 
     def test_float8_gemms_pay_later_than_others(self) -> None:
-        for numel, tokens, has_float8, expected in (
-            (30e6, 2048, False, True),
-            (30e6, 4096, False, False),
-            (30e6, 4096, True, True),
-            (30e6, 8192, True, False),
-        ):
-            self.assertIs(choose_schedule.is_worth_a_group(numel, tokens, has_float8=has_float8), expected)
+        cases = (2048, False, True), (4096, False, False), (4096, True, True), (8192, True, False)
+        for tokens, has_float8, expected in cases:
+            self.assertIs(choose_schedule.is_worth_a_group(30e6, tokens, has_float8=has_float8), expected)
 
 
 class TestQuantizedGroupsOnReplicas(GlooTest):

@@ -7,8 +7,6 @@ so they agree to the default tolerance of ``assert_close`` for float32 (1.3e-6 r
 of 2^-24 for each of the terms.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -41,13 +39,10 @@ from dtensor_gtp.quant import MXFP8, NVFP4, Float8Blockwise, Float8Rowwise, Floa
 
 warnings.filterwarnings("ignore", "The recipe .* asks for float8 GEMMs, which torch lacks on CPUs")
 
-FLOAT8 = (
-    Float8Tensorwise(compute="float8"),
-    Float8Tensorwise(compute="float8", high_precision_wgrad=True),
-    Float8Rowwise(compute="float8"),
-    Float8Rowwise(compute="float8", high_precision_wgrad=False),
-    Float8Blockwise(compute="float8"),
-    Float8Blockwise(compute="float8", high_precision_wgrad=True),
+FLOAT8 = tuple(
+    cls(compute="float8", high_precision_wgrad=is_high)
+    for cls in (Float8Tensorwise, Float8Rowwise, Float8Blockwise)
+    for is_high in (False, True)
 )
 DEQUANTIZED = (Float8Tensorwise(), Float8Rowwise(), Float8Blockwise(), MXFP8(), MXFP8(scale_rounding="floor"), NVFP4())
 # With one maximum for the whole tensor, which ranks could get wrong by taking that of their own part.

@@ -4,8 +4,6 @@ Where nothing else is said, each test has recipes that compute with dequantized 
 by the reference arithmetic.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -77,12 +75,8 @@ class TestQuantizedTraining(GlooTest):
 
     def test_a_recipe_for_each_layer(self) -> None:
         """By a mapping: one of each kind, the head and what is no matrix in none."""
-        recipes = {
-            "layers.0.up": Float8Tensorwise(),
-            "layers.0.down": MXFP8(),
-            "layers.1.up": NVFP4(),
-            "layers.1.down": Float8Rowwise(),
-        }
+        names = ("layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down")
+        recipes = dict(zip(names, (Float8Tensorwise(), MXFP8(), NVFP4(), Float8Rowwise()), strict=True))
 
         def make_reference(model: nn.Module, *_: Any) -> nn.Module:
             for name, recipe in recipes.items():

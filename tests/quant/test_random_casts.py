@@ -3,8 +3,6 @@
 Bounds of means are eight standard deviations wide and the seeds are fixed, so that they do not fail by chance.
 """
 
-from __future__ import annotations
-
 import unittest
 from itertools import pairwise
 
@@ -74,13 +72,8 @@ class TestStochasticRounding(unittest.TestCase):
     def test_probabilities(self) -> None:
         """For all random bits: as many of 65536 go up as the fraction of the step says, rounded up."""
         bits = torch.arange(65536)
-        for value, below, fraction in (
-            (0.125, 0, 0.25),
-            (1.9, 3, 0.8),
-            (2.25, 4, 0.25),
-            (5.9, 6, 0.95),
-            (1e-9, 0, 2e-9),
-        ):
+        cases = (0.125, 0, 0.25), (1.9, 3, 0.8), (2.25, 4, 0.25), (5.9, 6, 0.95), (1e-9, 0, 2e-9)
+        for value, below, fraction in cases:
             codes = to_e2m1_stochastic(torch.full((65536,), value), bits)
             num_up = int((codes == below + 1).sum())
             self.assertEqual(num_up + int((codes == below).sum()), 65536)

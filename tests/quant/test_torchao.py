@@ -1,7 +1,5 @@
 """torchao's own float8 weights under ``gtp_shard``: gathered in float8, and trained as under ``fully_shard``."""
 
-from __future__ import annotations
-
 import importlib.util
 import unittest
 from typing import Any
@@ -21,8 +19,7 @@ def float8(model: nn.Module) -> nn.Module:
 
     # A CPU has no kernels for it.
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
-    result: nn.Module = convert_to_float8_training(model, config=config)
-    return result
+    return convert_to_float8_training(model, config=config)
 
 
 @unittest.skipUnless(importlib.util.find_spec("torchao"), "torchao is not installed")

@@ -109,12 +109,20 @@ def wrap(model: nn.Module, outer: DeviceMesh, units: Units = blocks, **options: 
     return model
 
 
-def both(mesh: DeviceMesh, units: Units = blocks, gtp: dict[str, Any] | None = None, **options: Any) -> Any:
-    """From a model to one under ``gtp_shard(**gtp)`` inside of ``fully_shard(**options)``."""
+def both(
+    mesh: DeviceMesh,
+    units: Units = blocks,
+    gtp: dict[str, Any] | None = None,
+    *,
+    inner: Any = "gtp",
+    outer: Any = "dp",
+    **options: Any,
+) -> Any:
+    """From a model to one under ``gtp_shard(**gtp)`` inside of ``fully_shard(**options)``, over an axis or two each."""
 
     def shard(model: nn.Module) -> nn.Module:
-        gtp_shard(model, mesh["gtp"], schedule=ALL, **(gtp or {}))
-        return wrap(model, mesh["dp"], units, **options)
+        gtp_shard(model, mesh[inner], schedule=ALL, **(gtp or {}))
+        return wrap(model, mesh[outer], units, **options)
 
     return shard
 

@@ -26,3 +26,10 @@ def on_each_rank(world_size: int, function: Callable[[WeightMesh], Any], **sizes
         with fake_world(world_size, rank):
             results.append(function(init_weight_mesh("cpu", **sizes)))
     return results
+
+
+@contextmanager
+def fake_weight_mesh(world_size: int, rank: int = 0, **sizes: Any) -> Iterator[WeightMesh]:
+    """The mesh of ``sizes`` of one rank of a ``fake_world``."""
+    with fake_world(world_size, rank):
+        yield init_weight_mesh("cpu", **sizes)
