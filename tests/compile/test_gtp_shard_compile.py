@@ -44,14 +44,12 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * DIM, DIM, bias=False)
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.down(torch.tanh(self.up(self.norm(x))))
-        return result
+        return self.down(torch.tanh(self.up(self.norm(x))))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.recompute is None:
             return x + self.feed_forward(x)
-        result: torch.Tensor = x + checkpoint(self.feed_forward, x, **self.recompute)
-        return result
+        return x + checkpoint(self.feed_forward, x, **self.recompute)
 
 
 class Model(nn.Module):
@@ -68,8 +66,7 @@ class Model(nn.Module):
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x) if self.outside is None else checkpoint(layer, x, **self.outside)
-        logits: torch.Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 class UsesTwice(nn.Module):

@@ -48,8 +48,7 @@ class Ones(nn.Module):
     def forward(self, repeats: int) -> torch.Tensor:
         tokens = torch.arange(8).repeat(repeats)
         total = 8 * self.embedding(tokens).sum() + self.linear(torch.ones(len(tokens), 6)).sum()
-        result: torch.Tensor = total + len(tokens) * (self.raw.sum() + self.vector.sum())
-        return result
+        return total + len(tokens) * (self.raw.sum() + self.vector.sum())
 
 
 class Scaled(nn.Module):
@@ -75,8 +74,7 @@ class DenseAndExpert(Ones):
         self.expert = Ones()
 
     def forward(self, repeats: int) -> torch.Tensor:
-        result: torch.Tensor = super().forward(repeats) + self.expert(repeats)
-        return result
+        return super().forward(repeats) + self.expert(repeats)
 
 
 @functools.cache
@@ -166,8 +164,7 @@ class TestGradients(GlooTest):
 
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 a, b, c = self.weights
-                result: torch.Tensor = x * (a + b + c + self.vector)
-                return result
+                return x * (a + b + c + self.vector)
 
         for mesh in (self.gtp_mesh(), self.hsdp_mesh(), sub_mesh(1, 1)):
             torch.manual_seed(1)
@@ -247,8 +244,7 @@ class TestGradients(GlooTest):
                 self.head.weight = self.embedding.weight
 
             def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-                logits: torch.Tensor = self.head(torch.tanh(self.embedding(tokens)))
-                return logits
+                return self.head(torch.tanh(self.embedding(tokens)))
 
         for num_rows in (3, 7):  # k * world - 1; with 3, the last rank has no row at all
             mesh = self.gtp_mesh()

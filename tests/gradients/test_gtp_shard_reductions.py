@@ -42,8 +42,7 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         sizes = torch.tensor([x.shape[0] // 2, 0, x.shape[0] - x.shape[0] // 2])
-        output: torch.Tensor = self.experts(x, sizes)
-        return output
+        return self.experts(x, sizes)
 
 
 class TestReductions(GlooTest):

@@ -145,8 +145,7 @@ class TestParameterHooks(GlooTest):
 
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 self.layer.weight.register_hook(lambda grad: grad * 2)
-                result: torch.Tensor = self.layer(x)
-                return result
+                return self.layer(x)
 
         model = gtp_shard(Hooked(), self.gtp_mesh(), schedule=ALL)
         with self.assertRaisesRegex(RuntimeError, "hook on .*'layer.weight'.* named_parameters"):
@@ -281,8 +280,7 @@ class Held(nn.Module):
         self.kept = keep(self.layer.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.kept(self.layer(x))
-        return result
+        return self.kept(self.layer(x))
 
 
 def in_list(weight: nn.Parameter) -> Callable[[torch.Tensor], torch.Tensor]:

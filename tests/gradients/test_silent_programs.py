@@ -41,8 +41,7 @@ class Penalized(nn.Module):
         self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.layer(x) + sum(param.square().sum() for param in self.parameters())
-        return y
+        return self.layer(x) + sum(param.square().sum() for param in self.parameters())
 
 
 class TestRecordings(PairTest):

@@ -53,8 +53,7 @@ class Momentum(nn.Module):
         with torch.no_grad():
             self.move()
             keys = self.keys(x)
-        result: torch.Tensor = (queries - keys).square().mean()
-        return result
+        return (queries - keys).square().mean()
 
     def move(self) -> None:
         self.update(list(self.keys.parameters()), list(self.queries.parameters()))
@@ -105,8 +104,7 @@ class Writes(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             self.write(self.layer.weight if self.is_layer else self.weight)
-        result: torch.Tensor = self.layer(F.linear(x, self.weight))
-        return result
+        return self.layer(F.linear(x, self.weight))
 
 
 class Doubled(nn.Module):
@@ -133,8 +131,7 @@ class Parametrizes(nn.Module):
             self.write(self.layer.weight)
         nn.utils.parametrize.register_parametrization(self.layer, "weight", self.parametrizations_in_forward[0])
         try:
-            result: torch.Tensor = self.layer(x) / norm
-            return result
+            return self.layer(x) / norm
         finally:
             nn.utils.parametrize.remove_parametrizations(self.layer, "weight", leave_parametrized=False)
 

@@ -30,8 +30,7 @@ class Head(nn.Module):
         self.raw, self.norm, self.out = Raw(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, num_outputs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.out(self.norm(self.raw(x)))
-        return y
+        return self.out(self.norm(self.raw(x)))
 
 
 class Tasks(nn.Module):
@@ -59,8 +58,7 @@ class Choice(nn.Sequential):
         super().__init__(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
 
     def forward(self, x: torch.Tensor, index: int) -> torch.Tensor:
-        y: torch.Tensor = self[index](x)
-        return y
+        return self[index](x)
 
 
 # In each step the heads that each rank uses: others, one twice, none. No rank uses the last one in the second step.

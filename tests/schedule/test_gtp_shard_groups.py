@@ -208,8 +208,7 @@ class TestGroups(GlooTest):
 
         class Recomputed(Block):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
-                y: torch.Tensor = checkpoint(super().forward, x, use_reentrant=False)
-                return y
+                return checkpoint(super().forward, x, use_reentrant=False)
 
         class Flat(Model):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -239,8 +238,7 @@ class TestGroups(GlooTest):
 
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 contexts = partial(create_selective_checkpoint_contexts, policy)
-                y: torch.Tensor = checkpoint(self.inner, x, use_reentrant=False, context_fn=contexts)
-                return y
+                return checkpoint(self.inner, x, use_reentrant=False, context_fn=contexts)
 
         self.check(seeded(partial(Model, block=Wrapped)), steps=4)
 

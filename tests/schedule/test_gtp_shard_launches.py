@@ -35,8 +35,7 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         sizes = torch.tensor([1, x.shape[0] - 1])
-        output: torch.Tensor = self.down(torch.tanh(self.up(x, sizes)), sizes)
-        return output
+        return self.down(torch.tanh(self.up(x, sizes)), sizes)
 
 
 class Block(nn.Module):
@@ -46,8 +45,7 @@ class Block(nn.Module):
         self.experts = Experts(single)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = x + self.experts(self.o(torch.tanh(self.q(x))))
-        return output
+        return x + self.experts(self.o(torch.tanh(self.q(x))))
 
 
 @contextmanager
@@ -264,8 +262,7 @@ class TestLaunches(unittest.TestCase):
             def forward(self, tokens: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
                 with torch.no_grad():
                     aside = self.side(x)
-                output: torch.Tensor = self.dense(self.table(tokens) + aside)
-                return output
+                return self.dense(self.table(tokens) + aside)
 
         tokens, x = torch.zeros(3, dtype=torch.int64), torch.ones(3, WIDTH)
         for is_frozen in (False, True):

@@ -52,8 +52,7 @@ class Generic(nn.Module):
         x = self.raw(x.unflatten(0, (-1, 2)))
         x = x + self.attention(x, x, x, need_weights=False)[0]
         x = self.conv(x.transpose(1, 2)).transpose(1, 2)
-        output: torch.Tensor = self.recurrent(torch.tanh(self.bilinear(x, x)))[0]
-        return output
+        return self.recurrent(torch.tanh(self.bilinear(x, x)))[0]
 
 
 class Gathers:

@@ -59,8 +59,7 @@ class Checkpointed(Net):
         x = self.embedding(tokens)
         for layer in self.layers:
             x = torch.tanh(checkpoint(layer, x, use_reentrant=False))
-        logits: torch.Tensor = self.head(self.norm(x))
-        return logits
+        return self.head(self.norm(x))
 
 
 class Branches(nn.Module):

@@ -46,8 +46,7 @@ class Small(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = torch.relu(self.norm(self.linear(self.embedding(tokens))))
-        logits: torch.Tensor = self.head(self.out(x @ self.columns * self.scale.to(x.dtype)))
-        return logits
+        return self.head(self.out(x @ self.columns * self.scale.to(x.dtype)))
 
 
 def make(seed: int) -> Small:

@@ -50,8 +50,7 @@ class Block(nn.Module):
         self.mix = nn.Parameter(torch.randn(width, width) * 0.3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x)))) @ self.mix
-        return y
+        return x + self.down(torch.tanh(self.up(self.norm(x)))) @ self.mix
 
 
 class Model(nn.Module):
@@ -68,8 +67,7 @@ class Model(nn.Module):
         return x
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(self.norm(self.run_layers(self.embedding(tokens))))
-        return logits
+        return self.head(self.norm(self.run_layers(self.embedding(tokens))))
 
 
 def make(cls: Callable[[], nn.Module] = Model, seed: int = 0) -> Any:
@@ -97,8 +95,7 @@ def dp_gtp() -> DeviceMesh:
 
 def blocks(model: Any) -> Sequence[nn.Module]:
     """The units of most models: each block, and the rest with the root."""
-    layers: Sequence[nn.Module] = model.layers
-    return layers
+    return model.layers
 
 
 def wrap(model: nn.Module, outer: DeviceMesh, units: Units = blocks, **options: Any) -> nn.Module:

@@ -51,8 +51,7 @@ class Model(nn.Module):
         x = self.first(x)
         for block in self.blocks:
             x = self.call(block, x)
-        result: torch.Tensor = self.last(x)
-        return result
+        return self.last(x)
 
 
 def mean(y: torch.Tensor) -> torch.Tensor:

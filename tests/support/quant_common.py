@@ -121,8 +121,7 @@ class Block(nn.Module):
             uneven(layer.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
-        return y
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Experts(nn.Module):
@@ -140,8 +139,7 @@ class Experts(nn.Module):
         order = odd.argsort(stable=True)
         counts = torch.stack([(odd == 0).sum(), odd.new_zeros(()), odd.sum()])
         rows = torch.tanh(self.up(self.embedding(tokens).flatten(0, -2)[order], counts))[order.argsort()]
-        logits: torch.Tensor = self.head(rows.view(*tokens.shape, 70))
-        return logits
+        return self.head(rows.view(*tokens.shape, 70))
 
 
 class Net(nn.Module):
@@ -159,8 +157,7 @@ class Net(nn.Module):
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
-        logits: torch.Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 def blocks_only(module: nn.Module, name: str) -> bool:
@@ -329,8 +326,7 @@ def compile_layers(model: nn.Module) -> nn.Module:
 def fsdp(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
     for layer in model.layers:  # type: ignore[union-attr]
         fully_shard(layer, mesh=mesh, **options)
-    result: nn.Module = fully_shard(model, mesh=mesh, **options)
-    return result
+    return fully_shard(model, mesh=mesh, **options)
 
 
 def recompute(model: nn.Module) -> nn.Module:

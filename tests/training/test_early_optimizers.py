@@ -32,8 +32,7 @@ class Net(nn.Module):
         self.last = nn.Linear(8, 8, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.last(self.norm(self.tied(self.copied(self.first(x)))))
-        return y
+        return self.last(self.norm(self.tied(self.copied(self.first(x)))))
 
 
 class TestEarlyOptimizers(unittest.TestCase):

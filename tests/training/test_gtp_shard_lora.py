@@ -43,8 +43,7 @@ class LoRALinear(nn.Module):
         self.lora_b = nn.Linear(RANK, DIM, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.base(x) + self.lora_b(self.lora_a(x))
-        return result
+        return self.base(x) + self.lora_b(self.lora_a(x))
 
 
 class QuantizedLinear(nn.Module):
@@ -84,8 +83,7 @@ class Block(nn.Module):
         self.second = LoRALinear(make_base())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = x + self.second(torch.tanh(self.first(self.norm(x))))
-        return result
+        return x + self.second(torch.tanh(self.first(self.norm(x))))
 
 
 class Model(nn.Module):
@@ -105,8 +103,7 @@ class Model(nn.Module):
             x.requires_grad_()
         for block in self.blocks:
             x = block(x) if self.use_reentrant is None else checkpoint(block, x, use_reentrant=self.use_reentrant)
-        logits: torch.Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 def lora(make_base: Callable[[], nn.Module] = lambda: nn.Linear(DIM, DIM)) -> Model:

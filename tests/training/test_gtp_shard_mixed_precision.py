@@ -75,8 +75,7 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
-        output: torch.Tensor = self.second(x, shift=torch.ones(6), index=[torch.arange(3)])
-        return output
+        return self.second(x, shift=torch.ones(6), index=[torch.arange(3)])
 
 
 def make_net(dtype: torch.dtype = FP32) -> Net:

@@ -38,8 +38,7 @@ class Twice(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x) + self.norm(self.first(x)) @ self.scale
-        y: torch.Tensor = checkpoint(lambda z: self.last(z), x, use_reentrant=False)
-        return y
+        return checkpoint(lambda z: self.last(z), x, use_reentrant=False)
 
 
 def storages(tensors: Any) -> set[int]:

@@ -67,8 +67,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # The product needs what down returns for its own backward, so down is recomputed unless it is saved.
-        result: torch.Tensor = self.down(self.raw(torch.tanh(self.up(self.norm(x))))) * x.sin()
-        return result
+        return self.down(self.raw(torch.tanh(self.up(self.norm(x))))) * x.sin()
 
 
 class Blocks(nn.Sequential):

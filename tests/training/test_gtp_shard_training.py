@@ -38,8 +38,7 @@ class Zoo(nn.Module):
         x = x @ self.raw
         for weight in self.list:
             x = torch.tanh(x @ weight)
-        logits: torch.Tensor = self.head(self.out(x))
-        return logits
+        return self.head(self.out(x))
 
 
 class Tied(nn.Module):

@@ -93,8 +93,7 @@ def backward_of_one_forward_in_the_next(model: Any, x: torch.Tensor) -> None:
     def call(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         if block is model.blocks[1]:
             loss.backward()
-        result: torch.Tensor = block(x)
-        return result
+        return block(x)
 
     with calling(model, call):
         later = mean(model(x + 1))
@@ -133,8 +132,7 @@ def forward_without_gradients_within_a_forward(model: Any, x: torch.Tensor) -> N
     def call(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             target = block(x)
-        result: torch.Tensor = block(x) - 0.5 * target
-        return result
+        return block(x) - 0.5 * target
 
     by_call(call)(model, x)
 
@@ -188,8 +186,7 @@ def backward_without_grad_mode(model: Any, x: torch.Tensor) -> None:
 def outputs_that_nobody_uses(model: Any, x: torch.Tensor) -> None:
     def call(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         block(x + 1)
-        result: torch.Tensor = block(x)
-        return result
+        return block(x)
 
     by_call(call)(model, x)
 
@@ -240,8 +237,7 @@ def a_loss_that_ends_before_the_model_does(model: Any, x: torch.Tensor) -> None:
 @CASES.add
 def a_block_that_calls_itself(model: Any, x: torch.Tensor) -> None:
     def call(block: nn.Module, x: torch.Tensor, depth: int = 3) -> torch.Tensor:
-        result: torch.Tensor = block(x) if depth == 1 else block(x) + call(block, x * 0.5, depth - 1)
-        return result
+        return block(x) if depth == 1 else block(x) + call(block, x * 0.5, depth - 1)
 
     by_call(call)(model, x)
 

@@ -31,8 +31,7 @@ class Recomputes(torch.autograd.Function):
     def forward(ctx: Any, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         ctx.block = block
         ctx.save_for_backward(x)
-        result: torch.Tensor = block(x)
-        return result
+        return block(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
