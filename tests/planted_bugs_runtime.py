@@ -56,7 +56,7 @@ RUNTIME = {
         f"{GROUPS}::test_a_backward_through_weights_of_an_earlier_step_is_refused",
     ),
     "writes of a forward to weights of a group are lost": Bug(
-        "WeightGroup.carry_writes", drop("copy_"), f"{GROUPS}::test_writes_in_a_forward_reach_the_shards"
+        "WeightGroup.carry_writes", drop("copy_"), "test_debugging_aids.py::TestPoisonOfWhatIsFreed"
     ),
     "groups that travel together get the gradients of each other": Bug(
         "ReductionLaunches._scattered",

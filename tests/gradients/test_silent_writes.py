@@ -39,10 +39,10 @@ def by_foreach(keys: list[nn.Parameter], queries: list[nn.Parameter]) -> None:
 class Momentum(nn.Module):
     """As MoCo and BYOL: the forward moves the keys' weights towards those of the queries."""
 
-    def __init__(self, update: Update) -> None:
+    def __init__(self, update: Update, queries: nn.Module) -> None:
         super().__init__()
-        self.queries = nn.Sequential(nn.Linear(WIDTH, WIDTH), Raw(), nn.Linear(WIDTH, WIDTH))
-        self.keys = copy.deepcopy(self.queries).requires_grad_(False)
+        self.queries = queries
+        self.keys = copy.deepcopy(queries).requires_grad_(False)
         self.update = update
         with torch.no_grad():
             for param in self.keys.parameters():
@@ -78,8 +78,7 @@ class MomentumOfLists(Momentum):
     """Takes the parameters once, before any forward, as trainers do."""
 
     def __init__(self) -> None:
-        super().__init__(by_foreach)
-        self.queries, self.keys = layers(), layers().requires_grad_(False)
+        super().__init__(by_foreach, layers())
 
     def take(self) -> None:
         self.lists = list(self.keys.parameters()), list(self.queries.parameters())
@@ -153,8 +152,11 @@ class WriteTest(PairTest):
 
 class TestWritesInForward(WriteTest):
     def test_momentum_encoders(self) -> None:
-        for update in (by_data, by_copy, by_foreach):
-            self.train(self.pair(lambda update=update: Momentum(update)), lambda each, x: each(x).backward())
+        """Of single weights, and of groups."""
+        for schedule, make in ((ALL, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Raw())), (CHOSEN, layers)):
+            for update in (by_data, by_copy, by_foreach):
+                pair = self.pair(lambda make=make, update=update: Momentum(update, make()), schedule)
+                self.train(pair, lambda each, x: each(x).backward())
 
     def test_foreach_on_a_list_made_before_the_forward(self) -> None:
         """Weights of groups, single ones, and such as stay gathered after backward."""

@@ -146,6 +146,7 @@ class TestMemory(GlooTest):
         def step(module: nn.Module, x: torch.Tensor) -> None:
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 y = module(x.clone().requires_grad_())
+            self.assertEqual(y.dtype, torch.bfloat16)
             y.float().square().mean().backward()
 
         for seed in range(2):

@@ -298,21 +298,6 @@ class TestOverlap(GlooTest):
                 assert done == (sum(used.values()), 0, 0), done
                 assert_idle(model)
 
-    def test_kept_weight_saves_the_gather_of_backward(self) -> None:
-        mesh = self.gtp_mesh()
-        torch.manual_seed(5)
-        reference = nn.Sequential(nn.Linear(WIDTH, WIDTH), Raw(), nn.Linear(WIDTH, WIDTH))
-        model = shard_copy(reference, mesh, reshard_after_forward=False)
-        # The first weight is not needed in backward: no gradient flows to its input. The last one is kept at the turn.
-        freed = {"0.weight": 1, "1.first": 2, "1.second": 2, "2.weight": 1}
-        for reshard, expected in ((False, dict.fromkeys(freed, 1)), (True, freed)):
-            model.set_reshard_after_forward(reshard)
-            for step in range(2):
-                before = num_gathers(model)
-                check_step(reference, model, mesh, make_rows(step), square_step)
-                used = {name: value - before[name] for name, value in num_gathers(model).items()}
-                assert used == expected or (reshard and step == 0), used
-
     # --- the plan -----------------------------------------------------------------------------------------------------
 
     def test_observed_schedule_is_printed(self) -> None:

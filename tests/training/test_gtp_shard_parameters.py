@@ -33,26 +33,6 @@ class Penalized(nn.Module):
         return x + penalty
 
 
-class Momentum(nn.Module):
-    """As MoCo and BYOL: the forward moves the weights of blocks towards those of others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.queries = nn.ModuleList(Block() for _ in range(2))
-        self.keys = nn.ModuleList(Block() for _ in range(2)).requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = x
-        for layer in self.queries:
-            y = layer(y)
-        with torch.no_grad():
-            for key, query in zip(self.keys.parameters(), self.queries.parameters(), strict=True):
-                key.data.mul_(0.9).add_(query.data, alpha=0.1)
-            for layer in self.keys:
-                x = layer(x)
-        return y - x
-
-
 def check_schedules(
     test: GlooTest, make: Callable[[], nn.Module], shard: Callable[..., Any] = gtp_shard, seed: int = 7
 ) -> None:
@@ -69,6 +49,3 @@ class TestParametersInForward(GlooTest):
 
     def test_a_penalty_on_all_parameters(self) -> None:
         check_schedules(self, Penalized)
-
-    def test_a_forward_that_writes_to_them_writes_to_the_shards(self) -> None:
-        check_schedules(self, Momentum)

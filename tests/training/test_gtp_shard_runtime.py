@@ -64,17 +64,6 @@ class TestPasses(GlooTest):
             model.zero_grad()
             check_step(reference, model, mesh, make_rows(0), square_step)
 
-    def test_differentiating_the_gradient_of_a_fused_op_raises(self) -> None:
-        model = gtp_shard(small_model(), self.gtp_mesh(), schedule=ALL)
-        x = make_rows(0).requires_grad_()
-        (grad,) = torch.autograd.grad(square_loss(model, x), x, create_graph=True)
-        with self.assertRaisesRegex(RuntimeError, "once_differentiable"):
-            grad.square().sum().backward()
-        square_loss(model, x).backward(create_graph=True)
-        weight = dict(model.named_parameters())["0.weight"]
-        with self.assertRaisesRegex(RuntimeError, "does not compute second derivatives"):
-            weight.grad.square().sum().full_tensor().backward()
-
     def test_gradient_penalty_through_attributes(self) -> None:
         """Double backward works where the ops are those of the module itself."""
 
@@ -167,18 +156,7 @@ class TestPasses(GlooTest):
                         model(x)
                     assert_idle(model)
 
-        def out_of_memory(model: Any, x: torch.Tensor, assert_raises: Any) -> None:
-            """As loops that try again with fewer samples meet it."""
-
-            def fail(*args: Any) -> None:
-                raise torch.OutOfMemoryError("on purpose")
-
-            for index in (0, 1, 3):
-                for register in (model[index].register_forward_hook, model[index].register_full_backward_hook):
-                    with removed_afterwards(register(fail)), assert_raises():
-                        square_loss(model, x).backward()
-
-        self.check_recovery(bad_shapes, hooks_that_raise, out_of_memory)
+        self.check_recovery(bad_shapes, hooks_that_raise)
 
     def test_exception_in_backward_leaves_nothing_behind(self) -> None:
         def fail_in(index: int) -> Callable[[Any, torch.Tensor, Any], None]:

@@ -31,7 +31,7 @@ from runtime_common import (
     square_step,
 )
 from schedules import changed
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     apply_activation_checkpointing,
@@ -320,22 +320,6 @@ class TestSelective(GlooTest):
             assert list(model.state_dict()) == names, "the wrapper hides its own name"
             used = self.gathers_of(reference, model)
             assert {used[name] for name in used if name.startswith("1.")} == {expected}, f"{wrapper} {order}: {used}"
-
-    def test_save_on_cpu_around_the_model(self) -> None:
-        def step(module: nn.Module, x: torch.Tensor) -> None:
-            with save_on_cpu():
-                loss = square_loss(module, x)
-            loss.backward()
-
-        reference = Blocks()
-        model = shard_copy(reference, self.gtp_mesh())
-        used = self.gathers_of(reference, model, step)
-        assert {count for name, count in used.items() if name.startswith("1.")} == {2}
-        packed: list[torch.Size] = []
-        with saved_tensors_hooks(lambda tensor: packed.append(tensor.shape) or tensor, lambda tensor: tensor):
-            model(make_rows(0, rows=3))
-        assert packed
-        assert (WIDTH, WIDTH) not in packed, "a full weight went to the host"
 
     def test_save_on_cpu_inside_of_the_model_and_of_checkpoints(self) -> None:
         def plain(block: nn.Module, x: torch.Tensor) -> Any:
