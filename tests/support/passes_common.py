@@ -99,12 +99,9 @@ def is_whole(x: torch.Tensor) -> bool:
     return len(x) == NUM_ROWS
 
 
-class Cases(dict[str, Step]):
-    """Steps by name."""
-
-    def add(self, step: Step) -> Step:
-        self[step.__name__.replace("_", " ")] = step
-        return step
+def steps_in(cls: type) -> dict[str, Step]:
+    """The functions of a class, by their names."""
+    return {name.replace("_", " "): step for name, step in vars(cls).items() if not name.startswith("__")}
 
 
 SETTINGS: dict[str, dict[str, Any]] = {"single weights": {"schedule": ALL}, "groups": {"schedule": GROUPS}}
