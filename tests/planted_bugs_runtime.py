@@ -43,7 +43,7 @@ RUNTIME = {
         "test_gtp_shard_state_dict.py::TestStateDict::test_r13_a_load_counts_in_the_next_forward",
     ),
     "prefetch crosses the end of backward": Bug(
-        "Runtime._finish_backward", drop("drop_prefetched"), f"{OVERLAP}::test_other_layers_in_another_order_stay_right"
+        "Runtime._finish_backward", drop("drop_prefetched"), "test_unusual_passes.py::TestUnusualPasses"
     ),
     "a backward takes weights of a later step for those it was computed with": Bug(
         "GroupLeaves._count_write",
@@ -245,9 +245,7 @@ RUNTIME = {
         f"{GRADIENTS}::test_tied_uneven_vocabulary_updates_every_row",
     ),
     "freezing is not followed": Bug(
-        "ManagedParam.follow_frozen",
-        argument("requires_grad_", 0, "True"),
-        f"{GRADIENTS}::test_freezing_and_unfreezing_between_steps",
+        "ManagedParam.follow_frozen", argument("requires_grad_", 0, "True"), "test_silent_params.py::TestFreezing"
     ),
     "hook after the accumulation is not run": Bug(
         "ReducedGradient.publish",

@@ -16,7 +16,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, GlooTest, assert_same_params, environment, full, rows_of_rank
-from runtime_common import Raw, num_gathers, shard_copy
+from runtime_common import Raw, gathers, shard_copy
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -175,9 +175,9 @@ class TestCompile(GlooTest):
 
     def gathers_of_a_step(self, model: nn.Module) -> dict[str, int]:
         """Of the weights of each layer; blocks are alike."""
-        before = num_gathers(model)
-        next_token_loss(model, tokens_of(torch.Generator().manual_seed(9))).backward()
-        used = {(name.split(".")[-2], count - before[name]) for name, count in num_gathers(model).items()}
+        with gathers(model) as counts:
+            next_token_loss(model, tokens_of(torch.Generator().manual_seed(9))).backward()
+        used = {(name.split(".")[-2], count) for name, count in counts.items()}
         assert len(used) == len(dict(used)), used
         return dict(used)
 
@@ -270,8 +270,8 @@ class TestCompile(GlooTest):
         for inside, num_gathers_of_up in ((RECOMPUTE, 3), (SAVE_GEMMS, 2)):
             model = self.train(self.fresh(partial(Model, inside=inside)), compile_blocks, steps=1)
             self.assert_graphs(1)
-            gathers = {"embedding": 1, "up": num_gathers_of_up, "down": 2, "head": 1}
-            self.assertEqual(self.gathers_of_a_step(model), gathers)
+            expected = {"embedding": 1, "up": num_gathers_of_up, "down": 2, "head": 1}
+            self.assertEqual(self.gathers_of_a_step(model), expected)
 
     def test_selective_checkpoint_around_compiled_blocks(self) -> None:
         """Nothing of compiled code is saved: Inductor writes over what our ops have returned once it has used it."""
@@ -313,10 +313,9 @@ class TestCompile(GlooTest):
             model = compile_parts(shard_copy(reference, self.gtp_mesh()).eval())
             tokens = tokens_of(torch.Generator().manual_seed(self.rank))
             for _ in range(2):
-                before = num_gathers(model)
-                with context():
+                with context(), gathers(model) as used:
                     torch.testing.assert_close(model(tokens), reference(tokens))
-                self.assertEqual({count - before[name] for name, count in num_gathers(model).items()}, {1})
+                self.assertEqual(set(used.values()), {1})
 
     # --- frozen, modified, not asked for ------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from common import ALL, GlooTest, full, rows_of_rank
+from common import ALL, GlooTest, full
 from runtime_common import (
     WIDTH,
     Net,
@@ -283,28 +283,6 @@ class TestGradients(GlooTest):
         with_grad = {name for name, param in model.named_parameters() if param.grad is not None}
         assert with_grad == {f"{index}.{name}" for index in (0, 3) for name in ("down.weight", "up")}
 
-    def test_freezing_and_unfreezing_between_steps(self) -> None:
-        """What is frozen is reduced no more."""
-        torch.manual_seed(4)
-        reference = Net()
-        mesh = self.hsdp_mesh()
-        model = shard_copy(reference, mesh)
-        steps: tuple[tuple[tuple[str, ...], int], ...] = (  # what is frozen; the tied weight is reduced at both uses
-            (("layers", "norm"), 2),
-            (("layers.1.",), 6),
-            (("none",), 8),
-            (("embedding", "layers.0"), 5),
-        )
-        for seed, (prefixes, num_reduced) in enumerate(steps):
-            for module in (reference, model):
-                for name, param in module.named_parameters():
-                    param.requires_grad_(not name.startswith(prefixes))
-            with counted() as counts:
-                check_step(reference, model, mesh, make_tokens(seed), token_step)
-            assert counts().reduce_scatters == num_reduced, counts()
-        model.requires_grad_(False)
-        assert not model(make_tokens(0)).requires_grad
-
     def test_r27_first_and_last_use_in_different_microbatches(self) -> None:
         """With gradient sync in the last microbatch alone, also for what only the first or only the last one uses."""
 
@@ -337,18 +315,6 @@ class TestGradients(GlooTest):
         assert all(param.grad is None for param in model.parts[3].parameters())
 
     # --- around the gradient ------------------------------------------------------------------------------------------
-
-    def test_r6_evaluation_averages_over_ranks_to_the_loss_of_one_process(self) -> None:
-        mesh = self.hsdp_mesh()
-        torch.manual_seed(6)
-        reference = Net().eval()
-        model = shard_copy(reference, mesh)
-        tokens = make_tokens(0, rows=16)
-        for grad_mode in (torch.no_grad, torch.inference_mode):
-            with grad_mode():
-                loss = token_loss(model, rows_of_rank(tokens, mesh))
-                dist.all_reduce(loss, dist.ReduceOp.AVG)
-                torch.testing.assert_close(loss, token_loss(reference, tokens))
 
     def test_penalty_on_sharded_parameters_adds_to_their_gradient(self) -> None:
         """Autograd adds to ``.grad`` of the DTensor itself, in the same backward."""

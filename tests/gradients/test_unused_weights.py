@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from common import ALL, GlooTest, assert_same_params
-from runtime_common import WIDTH, Raw, assert_idle, counted, make_rows, members_of, num_gathers, runtime_of
+from runtime_common import WIDTH, Raw, assert_idle, counted, gathers, make_rows, members_of, runtime_of
 from schedules import explicit
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -150,13 +150,11 @@ class TestUnusedWeights(GlooTest):
         model: Any = gtp_shard(Tasks(), mesh, schedule=ALL)
         model.set_reduce_scatter_unused_params(True)
         for heads in ((0, 0, 1), (), (2,)):
-            before = num_gathers(model)
-            with counted() as counts:
+            with gathers(model) as used, counted() as counts:
                 model(make_rows(0), heads).backward()
             gathered, _, reduced_whole = counts()
-            self.assertEqual((gathered, reduced_whole), (len(before), 1))
-            found = {name: count - before[name] for name, count in num_gathers(model).items()}
-            self.assertEqual(found, dict.fromkeys(before, 1))
+            self.assertEqual((gathered, reduced_whole), (len(used), 1))
+            self.assertEqual(used, dict.fromkeys(used, 1))
 
     @unittest.skipUnless(
         hasattr(FSDPModule, "set_reduce_scatter_unused_params"), "fully_shard of torch 2.11 has it not"
