@@ -91,7 +91,7 @@ LAYOUT = {
     "tie is lost": Bug(
         "decide",
         replace("decisions[id(param)].sites.append(site)", "decisions[id(param)].sites[:] = [site]"),
-        f"{GRADIENTS}::test_tied_uneven_vocabulary_updates_every_row",
+        "test_gtp_shard_optimizers.py::TestOptimizers::test_r7_r9_updates_equal_those_of_one_process",
     ),
     "tie to an earlier call is lost": Bug(
         "decide", without("manager_of_replaced(param)"), f"{READS}::test_tie_to_a_module_of_several_calls"

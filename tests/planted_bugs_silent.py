@@ -9,7 +9,6 @@ CASTS = "test_casts.py::TestCasts"
 ESCAPED_PARAMETERS = "test_silent_params.py::TestEscapedParameters"
 EXACT_TYPES = "test_exact_types.py::TestExactTypes"
 HANDOVER = "test_elastic_handover.py::TestHandover"
-PARAMETERS_IN_FORWARD = "test_gtp_shard_parameters.py::TestParametersInForward"
 PARAMETER_HOOKS = "test_silent_params.py::TestParameterHooks"
 PARTS_OF_BLOCKS = "test_parts_of_blocks.py::TestPartsOfBlocks"
 SILENT_GROUPS = "test_silent_groups.py::TestSilentGroups"
@@ -123,7 +122,7 @@ SILENT = {
     "a forward's parameters are shards": Bug(
         "_as_users_see",
         never("may_gather and runtime.gives_full_params"),
-        f"{PARAMETERS_IN_FORWARD}::test_a_penalty_on_all_parameters",
+        f"{EXACT_TYPES}::test_a_penalty_on_all_parameters",
     ),
     "writes to parameters where gradients are disabled are lost": Bug(
         "AttributeReads.gives_full_params",

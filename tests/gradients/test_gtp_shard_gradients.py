@@ -19,11 +19,9 @@ from runtime_common import (
     counted,
     make_rows,
     make_tokens,
-    members_of,
     shard_copy,
     square_step,
     token_loss,
-    token_step,
 )
 from schedules import changed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -92,8 +90,6 @@ def assert_grads_are(model: nn.Module, value: float, what: str = "") -> None:
 
 
 class TestGradients(GlooTest):
-    # --- scale --------------------------------------------------------------------------------------------------------
-
     def check_ones(self, model: Any, num_ranks: int, what: str) -> None:
         """All-ones gradients for a mean loss and for one that is a sum over tokens, in two microbatches each."""
         num_tokens = 8 * 2 * 2
@@ -180,8 +176,6 @@ class TestGradients(GlooTest):
                     grad = full(dict(model.named_parameters())[name].grad)
                     assert grad.eq(num_backwards).all(), f"{name}: {grad.unique().tolist()}"
 
-    # --- precision ----------------------------------------------------------------------------------------------------
-
     def test_fp32_reduction_of_bf16_compute_is_exact(self) -> None:
         """What one rank adds is below the bf16 resolution of what another adds."""
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -231,32 +225,6 @@ class TestGradients(GlooTest):
             grads = {name: param.grad for name, param in model.named_parameters()}
             assert grads.pop("frozen") is None
             assert {grad.dtype for grad in grads.values()} == {own}
-
-    # --- who gets one -------------------------------------------------------------------------------------------------
-
-    def test_tied_uneven_vocabulary_updates_every_row(self) -> None:
-        class Tied(nn.Module):
-            def __init__(self, num_rows: int) -> None:
-                super().__init__()
-                self.embedding = nn.Embedding(num_rows, 6)
-                self.head = nn.Linear(6, num_rows, bias=False)
-                self.head.weight = self.embedding.weight
-
-            def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-                return self.head(torch.tanh(self.embedding(tokens)))
-
-        for num_rows in (3, 7):  # k * world - 1; with 3, the last rank has no row at all
-            mesh = self.gtp_mesh()
-            torch.manual_seed(2)
-            reference = Tied(num_rows)
-            before = reference.head.weight.detach().clone()
-            model = shard_copy(reference, mesh)
-            assert model.head.weight is model.embedding.weight
-            assert len(list(model.parameters())) == len(members_of(model).weights) == 1
-            tokens = torch.randint(0, num_rows, (8, 5))
-            tokens.view(-1)[:num_rows] = torch.arange(num_rows)
-            check_step(reference, model, mesh, tokens, token_step)
-            assert (full(model.head.weight) != before).any(1).all()
 
     def test_r27_frozen_and_trainable_parameters_of_two_dtypes(self) -> None:
         """LoRA: frozen bf16 weights with a bias and a norm, trainable fp32 factors, one of them not used at all."""
@@ -313,8 +281,6 @@ class TestGradients(GlooTest):
         for seed in range(2):
             check_step(reference, model, mesh, make_rows(seed), step)
         assert all(param.grad is None for param in model.parts[3].parameters())
-
-    # --- around the gradient ------------------------------------------------------------------------------------------
 
     def test_penalty_on_sharded_parameters_adds_to_their_gradient(self) -> None:
         """Autograd adds to ``.grad`` of the DTensor itself, in the same backward."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from common import GlooTest, check_training, fake_mesh
-from runtime_common import assert_idle, num_gathers, runtime_of, weight_of
+from runtime_common import assert_idle, num_gathers, runtime_of, square_loss, weight_of
 from schedules import explicit
 from torch.testing._internal.common_utils import TestCase
 from torch.utils.checkpoint import checkpoint
@@ -54,10 +54,6 @@ class Model(nn.Module):
 
 def make_tokens(generator: torch.Generator) -> torch.Tensor:
     return torch.randint(8, (8, 3), generator=generator)
-
-
-def square_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    return model(tokens).square().mean()
 
 
 class TestWrongGuesses(GlooTest):

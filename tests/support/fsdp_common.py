@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from checkpoint_common import PLAIN, Topology, check_reload, momentum, topology
 from common import ALL, assert_same_params, check_training, full, fused_on, rows_of_rank
+from runtime_common import token_loss as next_token_loss
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -78,10 +78,6 @@ def make(cls: Callable[[], nn.Module] = Model, seed: int = 0) -> Any:
 
 def token_batch(generator: torch.Generator) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (8, 5), generator=generator)
-
-
-def next_token_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 @cache

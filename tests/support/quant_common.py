@@ -17,6 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, assert_same_params, full, rows_of_rank
 from float8_reference import float8_reference
+from runtime_common import token_loss as loss_of
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -195,10 +196,6 @@ def spell_out(model: nn.Module, recipe: Recipe, names: Callable[[nn.Module, str]
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module.weight in weights]
     for module, cls in (*quantized, *((table, Embedding) for table in tables)):
         module.__class__, module.recipe = cls, recipe  # type: ignore[assignment]
-
-
-def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def tokens_of(seed: int) -> torch.Tensor:

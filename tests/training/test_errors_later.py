@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from common import ALL, fake_world
+from common import ALL, fake_mesh
 from test_errors import NUM_RANKS, Net
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel
@@ -30,8 +29,7 @@ class TestRefusalsLater(unittest.TestCase):
     """What is wrong with a sharded module shows at its next use."""
 
     def setUp(self) -> None:
-        self.enterContext(fake_world(rank=1, world_size=NUM_RANKS))
-        self.mesh = init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("gtp",))
+        self.mesh = self.enterContext(fake_mesh(NUM_RANKS, rank=1))
         torch.manual_seed(0)
         self.net = gtp_shard(Net(), self.mesh, schedule=ALL)
         self.x = torch.randn(2, 6)

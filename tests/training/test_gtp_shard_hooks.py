@@ -147,8 +147,6 @@ OTHER_MODES = {
 class TestHooks(GlooTest):
     world_size = 2
 
-    # --- module hooks -------------------------------------------------------------------------------------------------
-
     def test_module_hooks_see_and_change_what_they_do_in_one_process(self) -> None:
         """Fused and generic modules, recomputed or not: as many calls, in the same order, with the same values."""
         for use_reentrant in (None, True, False):
@@ -203,8 +201,6 @@ class TestHooks(GlooTest):
                 seen.clear()
         self.assertEqual(calls[1], calls[0])
 
-    # --- hooks of parameters ------------------------------------------------------------------------------------------
-
     def test_parameter_hooks_fire_once_with_the_reduced_gradient(self) -> None:
         """Tensor hooks before the gradient is accumulated, post-accumulate-grad hooks after it, sharded or whole."""
         mesh = self.gtp_mesh()
@@ -242,8 +238,6 @@ class TestHooks(GlooTest):
             square_step(reference, make_rows(0))
             square_step(model, rows_of_rank(make_rows(0), mesh))
         assert_same_params(model, reference, "grad")
-
-    # --- parametrizations ---------------------------------------------------------------------------------------------
 
     def test_parametrizations(self) -> None:
         """Beside one process, in training and evaluation, eager, recomputed and compiled."""
@@ -286,8 +280,6 @@ class TestHooks(GlooTest):
                 square_loss,
                 [topology(lambda model: gtp_shard(model, mesh, schedule=ALL), mesh), PLAIN],
             )
-
-    # --- torch.func ---------------------------------------------------------------------------------------------------
 
     def test_func_transforms(self) -> None:
         """Without gradients vmap runs; derivatives are refused, and what to use instead gives the right ones."""

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, GlooTest, check_training, full, shared_directory
-from runtime_common import assert_idle, counted, gathers
+from runtime_common import assert_idle, counted, gathers, token_loss
 from schedules import explicit
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -122,10 +122,6 @@ def tokens_of(generator: torch.Generator) -> torch.Tensor:
     return torch.randint(0, 13, (8, 6), generator=generator)
 
 
-def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-
 class TestLoRA(GlooTest):
     world_size = 2
 
@@ -134,14 +130,12 @@ class TestLoRA(GlooTest):
         shard = partial(gtp_shard, mesh=mesh, schedule=schedule)
         options = {"make_optimizer": on_trainable, "steps": 2, **options}
         frozen = {name: param.clone() for name, param in reference.named_parameters() if not param.requires_grad}
-        model = check_training(reference, shard, mesh, tokens_of, loss_of, **options)
+        model = check_training(reference, shard, mesh, tokens_of, token_loss, **options)
         for name, before in frozen.items():
             param = dict(model.named_parameters())[name]
             assert torch.equal(full(param), before), f"{name} is frozen"
             assert param.grad is None, name
         return model
-
-    # --- what is trained and how it is placed -------------------------------------------------------------------------
 
     def test_placements(self) -> None:
         """Tiny adapters stay whole, large ones are sharded."""
@@ -157,8 +151,6 @@ class TestLoRA(GlooTest):
             reference.use_reentrant = use_reentrant
             self.train(reference, schedule)
 
-    # --- what frozen weights cost -------------------------------------------------------------------------------------
-
     def test_frozen_weights_are_not_reduced(self) -> None:
         """Only adapters communicate gradients: one reduce-scatter each, or one all-reduce for all that are whole."""
         for schedule, expected in ((TINY_ADAPTERS, (0, 1)), (ALL, (8, 0))):
@@ -166,7 +158,7 @@ class TestLoRA(GlooTest):
             tokens = tokens_of(torch.Generator().manual_seed(0))
             for step in range(2):
                 with gathers(model) as used, counted() as counts:
-                    loss_of(model, tokens).backward()
+                    token_loss(model, tokens).backward()
                 self.assertEqual(counts()[1:], expected)
                 for name, count in used.items():
                     # No gradient flows below the first block: its first base has no dgrad, but the first backward
@@ -209,8 +201,6 @@ class TestLoRA(GlooTest):
                 self.assertRegex(line, "not floating point")
             self.assertEqual(model.blocks[0].first.base.quantized.dtype, torch.int8)
 
-    # --- checkpoints --------------------------------------------------------------------------------------------------
-
     def test_checkpoint_of_adapters_alone(self) -> None:
         """Adapters and their optimizer state, saved without the base, continue on a base that is built again."""
         mesh = self.gtp_mesh()
@@ -218,7 +208,7 @@ class TestLoRA(GlooTest):
         for schedule in (TINY_ADAPTERS, ALL):
             model = self.train(lora(), schedule)
             optimizer = on_trainable(list(model.parameters()))
-            loss_of(model, tokens_of(torch.Generator().manual_seed(5))).backward()
+            token_loss(model, tokens_of(torch.Generator().manual_seed(5))).backward()
             optimizer.step()
             optimizer.zero_grad()
             other = gtp_shard(lora(), mesh, schedule=schedule)
@@ -240,7 +230,7 @@ class TestLoRA(GlooTest):
                 set_optimizer_state_dict(other, other_optimizer, state["optimizer"], options=loose)
             for step in range(2):
                 tokens = tokens_of(torch.Generator().manual_seed(10 + step))
-                losses = [loss_of(module, tokens) for module in (model, other)]
+                losses = [token_loss(module, tokens) for module in (model, other)]
                 assert torch.equal(*losses), "the next forward uses what was loaded"
                 for loss, each in zip(losses, (optimizer, other_optimizer), strict=True):
                     loss.backward()

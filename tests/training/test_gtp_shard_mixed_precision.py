@@ -185,8 +185,6 @@ class TestMixedPrecision(GlooTest):
                 results.append((output, model.first.seen, model.second.seen, state(model, lambda p: p.grad)))
             self.assertEqual(results[1], results[0], rtol=0, atol=0, exact_dtype=True, msg=f"{nested}")
 
-    # --- dtypes -------------------------------------------------------------------------------------------------------
-
     def test_gathers_and_gradients_have_the_dtype_of_compute_and_of_the_parameter(self) -> None:
         for dtype, param_dtype in ((FP32, None), (FP32, BF16), (FP32, FP16), (BF16, None), (BF16, FP16)):
             model = by_gtp(make_net(dtype), self.gtp_mesh(), MixedPrecisionPolicy(param_dtype, BF16))

@@ -126,8 +126,6 @@ class TestPasses(GlooTest):
         with removed_afterwards(model[1].register_forward_pre_hook(forks)):
             check_step(reference, model, mesh, make_rows(2), square_step)
 
-    # --- failures -----------------------------------------------------------------------------------------------------
-
     def check_recovery(self, *fails: Callable[[Any, torch.Tensor, Any], Any], **options: Any) -> None:
         """After each ``fail(model, rows, assert_raises)`` a step must be right."""
         mesh = self.gtp_mesh()

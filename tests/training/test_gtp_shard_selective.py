@@ -224,8 +224,6 @@ class TestSelective(GlooTest):
         used = self.gathers_in_block(Blocks(twice))
         assert used == dict.fromkeys(used, 4), used
 
-    # --- policies -----------------------------------------------------------------------------------------------------
-
     def test_policies_that_save_what_linears_return(self) -> None:
         """The runtime's own ops are nothing that a policy may count or save: a saved gather would leave the
         recomputation a buffer that nobody has filled."""
@@ -294,8 +292,6 @@ class TestSelective(GlooTest):
             with gathers(model) as used:
                 check_step(reference, model, self.gtp_mesh(), make_rows(2), step)
             assert (used["1.0.weight"], used["1.2.weight"]) == (3, expected), used
-
-    # --- wrapped modules and activations on the host ------------------------------------------------------------------
 
     def test_wrapped_modules(self) -> None:
         """They are sharded before, or after, or by themselves and then with the root around the wrappers."""

@@ -254,8 +254,6 @@ class TestSwitches(GlooTest):
         assert type(model) is nn.Sequential
         assert not any(isinstance(param, DTensor) for param in model.parameters())
 
-    # --- the order of collectives --------------------------------------------------------------------------------
-
     def test_r26_debug_order_finds_weights_that_only_some_ranks_use(self) -> None:
         """Layers of one shape: without the check, collectives of different weights would mix silently."""
         for mesh in (self.gtp_mesh(), self.hsdp_mesh()):

@@ -8,8 +8,8 @@ from functools import partial
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from common import ALL, GlooTest, assert_same_params, check_training, full, rows_of_rank
+from runtime_common import token_loss as next_token_loss
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
@@ -98,10 +98,6 @@ def float_batch(generator: torch.Generator) -> torch.Tensor:
 
 def token_batch(generator: torch.Generator) -> torch.Tensor:
     return torch.randint(0, 33, (8, 6), generator=generator)
-
-
-def next_token_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 class TestTraining(GlooTest):
