@@ -1,5 +1,7 @@
-"""``gtp_shard`` changes the class of the module that it gets, as ``fully_shard`` does, and of no other; and what modules
-find as their parameters within a forward."""
+"""``gtp_shard`` changes the class of the module that it gets, as ``fully_shard`` does, and of no other.
+
+Within a forward, modules find the gathered weights as their parameters.
+"""
 
 from __future__ import annotations
 
