@@ -142,17 +142,16 @@ class TestCompile(GlooTest):
     ) -> Any:
         """Compare a copy, sharded and compiled, with the reference. The wrapper of ``torch.compile(block)`` adds to the
         names of parameters, so they are compared in order."""
-        mesh = self.gtp_mesh()
         model = copy.deepcopy(reference)
         if compile_first:
             compile_parts(model)
-        gtp_shard(model, mesh, schedule=ALL, **options)
+        gtp_shard(model, self.gtp_mesh(), schedule=ALL, **options)
         used = model if compile_first else compile_parts(model)
         optimizers = [sgd(list(module.parameters())) for module in (reference, model)]
         for step in range(steps):
             batch = tokens_of(torch.Generator().manual_seed(step))
             loss(reference, batch).backward()
-            loss(used, rows_of_rank(batch, mesh)).backward()
+            loss(used, rows_of_rank(batch, self.gtp_mesh())).backward()
             self.compare(model, reference, lambda param: param.grad, **tolerance or {})
             for optimizer in optimizers:
                 optimizer.step()

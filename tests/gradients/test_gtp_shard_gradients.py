@@ -162,7 +162,6 @@ class TestGradients(GlooTest):
                 return x * (a + b + c + self.vector)
 
         for mesh in (self.gtp_mesh(), self.hsdp_mesh(), sub_mesh(1, 1)):
-            torch.manual_seed(1)
             reference = Sum()
             model = shard_copy(reference, mesh)
             num = mesh.size()
@@ -241,12 +240,10 @@ class TestGradients(GlooTest):
                 y = self.base(x.bfloat16()).float()
                 return y + self.down(x) @ self.up.t() if self.is_used else y
 
-        torch.manual_seed(3)
         reference = nn.Sequential(Lora(True), nn.LayerNorm(WIDTH).requires_grad_(False), Lora(False), Lora(True))
-        mesh = self.gtp_mesh()
-        model = shard_copy(reference, mesh)
+        model = shard_copy(reference, self.gtp_mesh())
         for step in range(2):
-            check_step(reference, model, mesh, make_rows(step), square_step, rtol=1e-4, atol=1e-5)
+            check_step(reference, model, self.gtp_mesh(), make_rows(step), square_step, rtol=1e-4, atol=1e-5)
         square_step(model, make_rows(9))
         with_grad = {name for name, param in model.named_parameters() if param.grad is not None}
         assert with_grad == {f"{index}.{name}" for index in (0, 3) for name in ("down.weight", "up")}
@@ -266,10 +263,8 @@ class TestGradients(GlooTest):
                 return x
 
         uses = ((0, 1), (1, 0), (1, 2))  # 0: never in the last; 2: in the last only; 3: never
-        mesh = self.hsdp_mesh()
-        torch.manual_seed(5)
         reference = Parts()
-        model = shard_copy(reference, mesh)
+        model = shard_copy(reference, self.hsdp_mesh())
 
         def step(module: Any, batch: torch.Tensor) -> None:
             for index, used in enumerate(uses):
@@ -279,19 +274,17 @@ class TestGradients(GlooTest):
                 square_step(module, batch + index)
 
         for seed in range(2):
-            check_step(reference, model, mesh, make_rows(seed), step)
+            check_step(reference, model, self.hsdp_mesh(), make_rows(seed), step)
         assert all(param.grad is None for param in model.parts[3].parameters())
 
     def test_penalty_on_sharded_parameters_adds_to_their_gradient(self) -> None:
         """Autograd adds to ``.grad`` of the DTensor itself, in the same backward."""
-        torch.manual_seed(9)
         reference = Net()
-        mesh = self.gtp_mesh()
-        model = shard_copy(reference, mesh)
+        model = shard_copy(reference, self.gtp_mesh())
 
         def step(module: nn.Module, tokens: torch.Tensor) -> None:
             for _ in range(2):
                 penalty = sum(full(param.square().sum()) for param in module.parameters())
                 (token_loss(module, tokens) + 0.01 * penalty).backward()
 
-        check_step(reference, model, mesh, make_tokens(0), step)
+        check_step(reference, model, self.gtp_mesh(), make_tokens(0), step)

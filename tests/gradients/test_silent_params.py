@@ -83,7 +83,6 @@ class TestParameterHooks(GlooTest):
     world_size = 2
 
     def test_hooks_from_before_sharding_run(self) -> None:
-        torch.manual_seed(0)
         reference = small_model()
         model, seen = copy.deepcopy(reference), []
         handles = []
@@ -231,7 +230,6 @@ class TestDirectReads(PairTest):
             return y.square().mean() + weight.square().sum() + first.exp().mean()
 
         for mesh, schedule in ((self.gtp_mesh(), ALL), (self.gtp_mesh(), CHOSEN), (self.hsdp_mesh(2), ALL)):
-            torch.manual_seed(0)
             reference = nn.Sequential(nn.Linear(WIDTH, WIDTH), Raw())
             model = shard_copy(reference, mesh, schedule=schedule)
             for step, is_last in enumerate((True, False, True)):
@@ -247,7 +245,6 @@ class TestDirectReads(PairTest):
     def test_full_tensors_for_which_a_kernel_has_no_gradient(self) -> None:
         """As TRL's distillation reads the head of a teacher that was not frozen: sharded and whole parameters."""
         mesh, x = self.gtp_mesh(), make_rows(0)
-        torch.manual_seed(0)
         reference = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
         model, teacher = shard_copy(reference, mesh), shard_copy(reference, mesh)
         for each, head, rows in ((model, teacher, rows_of_rank(x, mesh)), (reference, reference, x)):

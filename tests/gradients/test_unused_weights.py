@@ -105,7 +105,6 @@ class TestUnusedWeights(GlooTest):
                 self.assertEqual(model(rows[0], heads[1 - rank]), reference(rows[0], heads[1 - rank]))
 
     def train_from_start(self, is_recomputed: bool, policy: SchedulePolicy, shard: Any) -> tuple[Any, nn.Module]:
-        torch.manual_seed(0)
         reference = Tasks(is_recomputed)
         model = copy.deepcopy(reference)
         shard(model, self.gtp_mesh(), policy)
@@ -135,7 +134,6 @@ class TestUnusedWeights(GlooTest):
 
     def test_whole_parameters_need_no_switch(self) -> None:
         mesh = self.gtp_mesh()
-        torch.manual_seed(0)
         reference = Tasks()
         model = copy.deepcopy(reference)
         for head in model.heads:
@@ -145,9 +143,8 @@ class TestUnusedWeights(GlooTest):
 
     def test_one_gather_of_each_weight(self) -> None:
         """However often this rank uses it, if it does."""
-        mesh = self.gtp_mesh()
         torch.manual_seed(0)
-        model: Any = gtp_shard(Tasks(), mesh, schedule=ALL)
+        model: Any = gtp_shard(Tasks(), self.gtp_mesh(), schedule=ALL)
         model.set_reduce_scatter_unused_params(True)
         for heads in ((0, 0, 1), (), (2,)):
             with gathers(model) as used, counted() as counts:
@@ -182,11 +179,9 @@ class TestUnusedWeights(GlooTest):
 
     def test_frozen_before_the_microbatch_that_syncs(self) -> None:
         """One rank has used the weight in an earlier microbatch, the other one has not."""
-        mesh = self.gtp_mesh()
-        rank = mesh.get_local_rank()
-        torch.manual_seed(0)
+        rank = self.gtp_mesh().get_local_rank()
         reference = Tasks()
-        model: Any = gtp_shard(copy.deepcopy(reference), mesh, schedule=ALL)
+        model: Any = gtp_shard(copy.deepcopy(reference), self.gtp_mesh(), schedule=ALL)
         model.set_reduce_scatter_unused_params(True)
         for is_last in (False, True):
             model.set_requires_gradient_sync(is_last)

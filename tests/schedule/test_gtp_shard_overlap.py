@@ -143,7 +143,6 @@ class TestOverlap(GlooTest):
         """After each huge step, the next forward equals that of an unsharded model on the new values, though fused and
         foreach optimizers leave no trace in the versions of the tensors they write to."""
         mesh = self.gtp_mesh()
-        torch.manual_seed(2)
         reference = nn.Sequential(nn.Linear(WIDTH, WIDTH), Raw(), nn.Linear(WIDTH, WIDTH)).double()
         batch = make_rows(0, dtype=torch.float64)
         for reshard, is_pinned in ((True, False), (False, False), (True, True)):
@@ -177,8 +176,6 @@ class TestOverlap(GlooTest):
 
     def test_values_written_between_forwards_are_used_at_once(self) -> None:
         """Also by weights that are kept gathered, and also where no backward or optimizer step ever happens."""
-        mesh = self.gtp_mesh()
-        torch.manual_seed(3)
         reference = nn.Sequential(nn.Linear(WIDTH, WIDTH), Raw())
 
         def load(model: nn.Module) -> None:
@@ -205,7 +202,7 @@ class TestOverlap(GlooTest):
         x = make_rows(1)
         for reshard, is_pinned in ((True, False), (False, False), (True, True)):
             twin = copy.deepcopy(reference)
-            model = shard_copy(reference, mesh, reshard_after_forward=reshard)
+            model = shard_copy(reference, self.gtp_mesh(), reshard_after_forward=reshard)
             held = {each: [param.data for param in each.parameters()] for each in (model, twin)}
             if is_pinned:
                 model.unshard()
@@ -236,7 +233,6 @@ class TestOverlap(GlooTest):
                     x = self.raw(torch.tanh(self.linear(x)))
                 return x
 
-        torch.manual_seed(4)
         reference = Reuse()
         model = shard_copy(reference, mesh)
         for step, repeats in enumerate((1, 3, 3, 5, 2)):
@@ -277,8 +273,7 @@ class TestOverlap(GlooTest):
                 assert_idle(model)
 
     def test_evaluation_gathers_each_weight_once_for_each_use(self) -> None:
-        mesh = self.gtp_mesh()
-        model = gtp_shard(Net(), mesh, schedule=policy(3))
+        model = gtp_shard(Net(), self.gtp_mesh(), schedule=policy(3))
         model.eval()
         for grad_mode in (torch.no_grad, torch.inference_mode):
             for _ in range(2):
@@ -293,8 +288,7 @@ class TestOverlap(GlooTest):
 
     def test_small_weights_are_gathered_in_one_launch(self) -> None:
         """Each use is still one gather; a weight that is used alone, against the plan, is gathered alone."""
-        mesh = self.gtp_mesh()
-        model = gtp_shard(Branches(), mesh, schedule=policy(1, coalesce_nbytes=3 * 576))
+        model = gtp_shard(Branches(), self.gtp_mesh(), schedule=policy(1, coalesce_nbytes=3 * 576))
         x = make_rows(0).requires_grad_()
         launches, num_gathered = [], []
         for order in ([0, 1, 2], [0, 1, 2], [1], [1]):
@@ -310,8 +304,7 @@ class TestOverlap(GlooTest):
         assert_idle(model)
 
     def test_plan_follows_the_model_and_stops_deviating(self) -> None:
-        mesh = self.gtp_mesh()
-        model = gtp_shard(Branches(), mesh, schedule=policy(2))
+        model = gtp_shard(Branches(), self.gtp_mesh(), schedule=policy(2))
         x = make_rows(0).requires_grad_()
 
         def deviations() -> int:

@@ -64,8 +64,7 @@ class TestShardedEMA(GlooTest):
 
     def test_averages_of_bfloat16_in_float32(self) -> None:
         """Small changes are not lost; what the model gets is rounded once; its weights come back."""
-        mesh = self.gtp_mesh()
-        model = gtp_shard(make(torch.bfloat16), mesh, schedule=ALL)
+        model = gtp_shard(make(torch.bfloat16), self.gtp_mesh(), schedule=ALL)
         ema = ShardedEMA(model, decay=0.999, dtype=torch.float32)
         weight = model[0].weight
         first = full(weight).float()

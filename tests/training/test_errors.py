@@ -350,10 +350,9 @@ class TestOneRankFails(GlooTest):
 
     def test_r26_first_forward_of_two_meshes(self) -> None:
         """Rank 2 shares no group of the first mesh with rank 1, which fails; it hears of it over the second."""
-        mesh = self.hsdp_mesh()
         net = Net()
-        gtp_shard(net.inner, mesh["gtp"], schedule=ALL)
-        gtp_shard(net, mesh["replicate"], schedule=ALL)
+        gtp_shard(net.inner, self.hsdp_mesh()["gtp"], schedule=ALL)
+        gtp_shard(net, self.hsdp_mesh()["replicate"], schedule=ALL)
         if self.rank == 1:
             net.inner.to(device="meta")
         message = "'inner.0.weight' of shape" if self.rank == 1 else "failed on rank 1"

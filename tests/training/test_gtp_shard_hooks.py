@@ -203,10 +203,9 @@ class TestHooks(GlooTest):
 
     def test_parameter_hooks_fire_once_with_the_reduced_gradient(self) -> None:
         """Tensor hooks before the gradient is accumulated, post-accumulate-grad hooks after it, sharded or whole."""
-        mesh = self.gtp_mesh()
         for use_reentrant in (None, True, False):
             reference = Checkpointed(small_model(), use_reentrant)
-            model = shard_copy(reference, mesh)
+            model = shard_copy(reference, self.gtp_mesh())
             seen: dict[nn.Module, Values] = {reference: [], model: []}
             for root in (reference, model):
                 for name, param in root.named_parameters():
@@ -217,7 +216,7 @@ class TestHooks(GlooTest):
                     )
             for seed in range(2):  # gradients accumulate over both
                 square_step(reference, make_rows(seed))
-                square_step(model, rows_of_rank(make_rows(seed), mesh))
+                square_step(model, rows_of_rank(make_rows(seed), self.gtp_mesh()))
                 expected, actual = (dict(seen[root]) for root in (reference, model))
                 assert len(actual) == len(seen[model]), "a hook ran twice"
                 assert actual.keys() == expected.keys()
@@ -227,21 +226,19 @@ class TestHooks(GlooTest):
                     values.clear()
 
     def test_parameter_hooks_may_replace_the_gradient(self) -> None:
-        mesh = self.gtp_mesh()
         reference = small_model()
-        model = shard_copy(reference, mesh)
+        model = shard_copy(reference, self.gtp_mesh())
         for root in (reference, model):
             for param in root.parameters():
                 param.register_hook(lambda grad: grad.clamp(-1e-2, 1e-2))
                 param.register_hook(lambda grad: grad * 2)
         for _ in range(2):
             square_step(reference, make_rows(0))
-            square_step(model, rows_of_rank(make_rows(0), mesh))
+            square_step(model, rows_of_rank(make_rows(0), self.gtp_mesh()))
         assert_same_params(model, reference, "grad")
 
     def test_parametrizations(self) -> None:
         """Beside one process, in training and evaluation, eager, recomputed and compiled."""
-        mesh = self.gtp_mesh()
         for name, make in PARAMETRIZED.items():
             for mode in ("eager", *OTHER_MODES.get(name, ())):
                 modules = []
@@ -250,7 +247,7 @@ class TestHooks(GlooTest):
                     use_reentrant = {"reentrant": True, "non-reentrant": False}.get(mode)
                     modules.append(Checkpointed(nn.Sequential(make(), nn.Tanh(), Raw()), use_reentrant))
                 reference, model = modules
-                gtp_shard(model, mesh, schedule=ALL)
+                gtp_shard(model, self.gtp_mesh(), schedule=ALL)
                 if mode == "compiled":
                     torch._dynamo.reset()
                     model.inner[0].compile(backend="aot_eager", fullgraph=True)

@@ -126,11 +126,10 @@ class TestLoRA(GlooTest):
     world_size = 2
 
     def train(self, reference: nn.Module, schedule: SchedulePolicy = TINY_ADAPTERS, **options: Any) -> Any:
-        mesh = self.gtp_mesh()
-        shard = partial(gtp_shard, mesh=mesh, schedule=schedule)
+        shard = partial(gtp_shard, mesh=self.gtp_mesh(), schedule=schedule)
         options = {"make_optimizer": on_trainable, "steps": 2, **options}
         frozen = {name: param.clone() for name, param in reference.named_parameters() if not param.requires_grad}
-        model = check_training(reference, shard, mesh, tokens_of, token_loss, **options)
+        model = check_training(reference, shard, self.gtp_mesh(), tokens_of, token_loss, **options)
         for name, before in frozen.items():
             param = dict(model.named_parameters())[name]
             assert torch.equal(full(param), before), f"{name} is frozen"
@@ -203,7 +202,6 @@ class TestLoRA(GlooTest):
 
     def test_checkpoint_of_adapters_alone(self) -> None:
         """Adapters and their optimizer state, saved without the base, continue on a base that is built again."""
-        mesh = self.gtp_mesh()
         options = StateDictOptions(ignore_frozen_params=True)
         for schedule in (TINY_ADAPTERS, ALL):
             model = self.train(lora(), schedule)
@@ -211,7 +209,7 @@ class TestLoRA(GlooTest):
             token_loss(model, tokens_of(torch.Generator().manual_seed(5))).backward()
             optimizer.step()
             optimizer.zero_grad()
-            other = gtp_shard(lora(), mesh, schedule=schedule)
+            other = gtp_shard(lora(), self.gtp_mesh(), schedule=schedule)
             other_optimizer = on_trainable(list(other.parameters()))
             with shared_directory() as directory:
                 state = {

@@ -125,9 +125,8 @@ class TestOptimizers(GlooTest):
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
 
     def test_clip_grad_value(self) -> None:
-        mesh = self.gtp_mesh()
         for foreach in (True, False):
-            model, reference = with_gradients(mesh)
+            model, reference = with_gradients(self.gtp_mesh())
             for clipped in (reference, model):
                 nn.utils.clip_grad_value_(clipped.parameters(), 0.01, foreach=foreach)
             assert_same_params(model, reference, "grad")
@@ -219,8 +218,7 @@ class TestOptimizers(GlooTest):
             self.assertLess(error.item(), 2e-3, msg=name)
 
     def test_muon_exchanges_shards_twice_for_as_many_matrices_as_ranks(self) -> None:
-        mesh = self.gtp_mesh()
-        params = [nn.Parameter(distribute_tensor(torch.randn(7, 6), mesh, [GTPShard(0)])) for _ in range(6)]
+        params = [nn.Parameter(distribute_tensor(torch.randn(7, 6), self.gtp_mesh(), [GTPShard(0)])) for _ in range(6)]
         optimizer = Muon(params)
         for param in params:
             param.grad = torch.ones_like(param)
@@ -241,15 +239,13 @@ class TestOptimizers(GlooTest):
             self.assertEqual(param.full_tensor(), want.detach(), rtol=0, atol=0, msg=f"{placements}")
 
     def test_muon_trains_and_its_state_is_that_of_torch_muon(self) -> None:
-        mesh = self.gtp_mesh()
-        torch.manual_seed(0)
         reference = nn.Sequential(nn.Linear(9, 14, bias=False), nn.Linear(14, 6, bias=False))
-        model = gtp_shard(copy.deepcopy(reference), mesh, schedule=ALL)
+        model = gtp_shard(copy.deepcopy(reference), self.gtp_mesh(), schedule=ALL)
         optimizer, expected = Muon(model.parameters(), lr=0.05), torch.optim.Muon(reference.parameters(), lr=0.05)
         for step in range(3):
             x = torch.randn(64, 9, generator=torch.Generator().manual_seed(step))
             reference(x).square().mean().backward()
-            model(rows_of_rank(x, mesh)).square().mean().backward()
+            model(rows_of_rank(x, self.gtp_mesh())).square().mean().backward()
             assert_same_params(model, reference, "grad", rtol=1e-3, atol=1e-4)
             for each in (optimizer, expected):
                 each.step()

@@ -39,21 +39,19 @@ class TestPasses(GlooTest):
 
     def test_what_inference_mode_has_gathered_is_no_use_for_training(self) -> None:
         """Autograd refuses to save inference tensors."""
-        mesh = self.gtp_mesh()
         reference = small_model()
-        model = shard_copy(reference, mesh, reshard_after_forward=False)
+        model = shard_copy(reference, self.gtp_mesh(), reshard_after_forward=False)
         for seed in range(2):
             with torch.inference_mode():
                 model.unshard()
                 torch.testing.assert_close(model(make_rows(seed)), reference(make_rows(seed)))
-            check_step(reference, model, mesh, make_rows(seed), square_step, is_idle=False)
+            check_step(reference, model, self.gtp_mesh(), make_rows(seed), square_step, is_idle=False)
         model.reshard()
         assert_idle(model)
 
     def test_second_backward_without_retained_graph_raises_torchs_error(self) -> None:
-        mesh = self.gtp_mesh()
         for reference in (small_model(), nn.Sequential(nn.Linear(WIDTH, WIDTH)), nn.Sequential(Raw())):
-            model = shard_copy(reference, mesh)
+            model = shard_copy(reference, self.gtp_mesh())
             loss = square_loss(model, make_rows(0))
             loss.backward()
             grads = {name: full(param.grad).clone() for name, param in model.named_parameters()}
@@ -62,7 +60,7 @@ class TestPasses(GlooTest):
             for name, param in model.named_parameters():
                 assert torch.equal(full(param.grad), grads[name]), name
             model.zero_grad()
-            check_step(reference, model, mesh, make_rows(0), square_step)
+            check_step(reference, model, self.gtp_mesh(), make_rows(0), square_step)
 
     def test_gradient_penalty_through_attributes(self) -> None:
         """Double backward works where the ops are those of the module itself."""
@@ -128,9 +126,8 @@ class TestPasses(GlooTest):
 
     def check_recovery(self, *fails: Callable[[Any, torch.Tensor, Any], Any], **options: Any) -> None:
         """After each ``fail(model, rows, assert_raises)`` a step must be right."""
-        mesh = self.gtp_mesh()
         reference = small_model()
-        model = check_steps(reference, mesh, seeds=[0], **options)
+        model = check_steps(reference, self.gtp_mesh(), seeds=[0], **options)
 
         def assert_raises() -> Any:
             return self.assertRaisesRegex(RuntimeError, "on purpose|cannot be multiplied|size of tensor")
@@ -138,7 +135,7 @@ class TestPasses(GlooTest):
         for seed, fail in enumerate(fails):
             fail(model, make_rows(seed), assert_raises)
             assert all(param.grad is None for param in model.parameters())
-            check_step(reference, model, mesh, make_rows(seed + 9), square_step)
+            check_step(reference, model, self.gtp_mesh(), make_rows(seed + 9), square_step)
 
     def test_exception_in_forward_leaves_nothing_behind(self) -> None:
         def bad_shapes(model: Any, x: torch.Tensor, assert_raises: Any) -> None:

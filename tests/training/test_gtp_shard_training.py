@@ -191,16 +191,15 @@ class TestTraining(GlooTest):
         self.assertEqual(full(model.head.weight.grad), reference.head.weight.grad)
 
     def test_two_models_that_share_a_module(self) -> None:
-        mesh = self.gtp_mesh()
         shared = nn.Linear(6, 6)
         references = [nn.Sequential(shared, nn.Linear(6, 5)), nn.Sequential(nn.Linear(6, 6), shared)]
         models = copy.deepcopy(references)
         for model in models:
-            gtp_shard(model, mesh, schedule=ALL)
+            gtp_shard(model, self.gtp_mesh(), schedule=ALL)
         for step in range(2):
             batch = float_batch(torch.Generator().manual_seed(step))
             for model, reference in zip(models, references, strict=True):
                 square_loss(reference, batch).backward()
-                square_loss(model, rows_of_rank(batch, mesh)).backward()
+                square_loss(model, rows_of_rank(batch, self.gtp_mesh())).backward()
         for model, reference in zip(models, references, strict=True):
             assert_same_params(model, reference, "grad")
