@@ -101,8 +101,8 @@ def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.5)
 
 
-def wrapped(module: Any, backend: str = "aot_eager") -> Any:
-    return torch.compile(module, backend=backend, fullgraph=True)
+def wrapped(module: Any) -> Any:
+    return torch.compile(module, backend="aot_eager", fullgraph=True)
 
 
 def in_place(module: Any, backend: str = "aot_eager", **options: Any) -> Any:

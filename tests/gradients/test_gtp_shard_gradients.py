@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from common import ALL, GlooTest, full
+from common import ALL, GlooTest, full, rows_of_rank
 from runtime_common import (
     WIDTH,
     Net,
@@ -276,6 +276,16 @@ class TestGradients(GlooTest):
         for seed in range(2):
             check_step(reference, model, self.hsdp_mesh(), make_rows(seed), step)
         assert all(param.grad is None for param in model.parts[3].parameters())
+
+    def test_r6_evaluation_averages_over_ranks_to_the_loss_of_one_process(self) -> None:
+        mesh, tokens = self.hsdp_mesh(), make_tokens(0, rows=16)
+        reference = Net().eval()
+        model = shard_copy(reference, mesh)
+        for grad_mode in (torch.no_grad, torch.inference_mode):
+            with grad_mode():
+                loss = token_loss(model, rows_of_rank(tokens, mesh))
+                dist.all_reduce(loss, dist.ReduceOp.AVG)
+                torch.testing.assert_close(loss, token_loss(reference, tokens))
 
     def test_penalty_on_sharded_parameters_adds_to_their_gradient(self) -> None:
         """Autograd adds to ``.grad`` of the DTensor itself, in the same backward."""
