@@ -85,11 +85,8 @@ def hooked(register: Callable[[Any], Any]) -> Step:
     """A usual step with a hook."""
 
     def step(model: Any, x: torch.Tensor) -> None:
-        handle = register(model)
-        try:
+        with register(model):
             usual(model, x)
-        finally:
-            handle.remove()
 
     return step
 

@@ -190,9 +190,8 @@ class TestInterrupted(GlooTest):
                     else:
                         output.register_hook(lambda _: errors.append(error_in_thread(run)))  # noqa: B023
 
-                hook = model.layers[0].register_forward_hook(begin)
-                train()
-                hook.remove()
+                with model.layers[0].register_forward_hook(begin):
+                    train()
                 assert_same_params(model, reference, "grad", **CLOSE)
                 model.zero_grad()
                 self.assertEqual(len(errors), 1)
@@ -210,10 +209,9 @@ class TestInterrupted(GlooTest):
             rows = [rows_of_rank(batch, self.gtp_mesh()) for batch in batches]
             model.set_requires_gradient_sync(False)
             backward(model, rows[0])
-            hook = model.layers[1].register_forward_pre_hook(mock.Mock(side_effect=error))
-            with self.assertRaises(error):
+            fail = mock.Mock(side_effect=error)
+            with model.layers[1].register_forward_pre_hook(fail), self.assertRaises(error):
                 model(rows[1])
-            hook.remove()
             model.set_requires_gradient_sync(True)
             backward(model, rows[1])
             for batch in batches[1 if error is KeyboardInterrupt else 0 :]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -121,7 +120,7 @@ class TestPasses(GlooTest):
             (batch,) = next(iter(loader))
             self.assertEqual(batch, make_rows(1))
 
-        with removed_afterwards(model[1].register_forward_pre_hook(forks)):
+        with model[1].register_forward_pre_hook(forks):
             check_step(reference, model, mesh, make_rows(2), square_step)
 
     def check_recovery(self, *fails: Callable[[Any, torch.Tensor, Any], Any], **options: Any) -> None:
@@ -147,7 +146,7 @@ class TestPasses(GlooTest):
         def hooks_that_raise(model: Any, x: torch.Tensor, assert_raises: Any) -> None:
             for index in (1, 2, 3):
                 for register in (model[index].register_forward_pre_hook, model[index].register_forward_hook):
-                    with removed_afterwards(register(raise_on_purpose)), assert_raises():
+                    with register(raise_on_purpose), assert_raises():
                         model(x)
                     assert_idle(model)
 
@@ -156,7 +155,7 @@ class TestPasses(GlooTest):
     def test_exception_in_backward_leaves_nothing_behind(self) -> None:
         def fail_in(index: int) -> Callable[[Any, torch.Tensor, Any], None]:
             def fail(model: Any, x: torch.Tensor, assert_raises: Any) -> None:
-                with removed_afterwards(model[index].register_full_backward_hook(raise_on_purpose)):
+                with model[index].register_full_backward_hook(raise_on_purpose):
                     loss = square_loss(model, x)
                     with assert_raises():
                         loss.backward()
@@ -197,7 +196,7 @@ class TestPasses(GlooTest):
         def step(module: nn.Module, x: torch.Tensor) -> None:
             good = square_loss(module, x)
             if module is model:
-                with removed_afterwards(model[1].register_full_backward_hook(raise_on_purpose)):
+                with model[1].register_full_backward_hook(raise_on_purpose):
                     failing = square_loss(model, x + 1)
                     with self.assertRaisesRegex(RuntimeError, "on purpose"):
                         failing.backward()
@@ -234,14 +233,6 @@ class TestPasses(GlooTest):
                     loss.backward()
             square_step(model, x)
             assert_idle(model)
-
-
-@contextmanager
-def removed_afterwards(handle: Any) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def raise_on_purpose(*args: Any) -> None:

@@ -208,10 +208,8 @@ class TestSelective(GlooTest):
             model = check_steps(reference, self.gtp_mesh(), seeds=[0])
             for module in (model[1].raw, model[0].up):
                 loss = square_loss(model, make_rows(1))
-                handle = module.register_forward_pre_hook(fail)
-                with self.assertRaisesRegex(RuntimeError, "on purpose"):
+                with module.register_forward_pre_hook(fail), self.assertRaisesRegex(RuntimeError, "on purpose"):
                     loss.backward()
-                handle.remove()
             for seed in range(2):
                 check_step(reference, model, self.gtp_mesh(), make_rows(seed), square_step)
 

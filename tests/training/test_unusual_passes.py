@@ -166,9 +166,8 @@ class Steps:
 
     def a_loss_that_ends_before_the_model_does(model: Any, x: torch.Tensor) -> None:
         seen: list[torch.Tensor] = []
-        handle = model.blocks[0].register_forward_hook(lambda module, args, y: seen.append(y))
-        model(x)
-        handle.remove()
+        with model.blocks[0].register_forward_hook(lambda module, args, y: seen.append(y)):
+            model(x)
         mean(seen[0]).backward()
 
     # --- modules in another order or number ---------------------------------------------------------------------------

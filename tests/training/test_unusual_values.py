@@ -56,10 +56,10 @@ def out_of(wrap: Callable[[torch.Tensor], Any], unwrap: Callable[[Any], torch.Te
     """Blocks return ``y`` wrapped."""
 
     def step(model: Any, x: torch.Tensor) -> None:
-        handles = [block.register_forward_hook(lambda module, args, y: wrap(y)) for block in model.blocks]
-        by_call(lambda block, x: unwrap(block(x)))(model, x)
-        for handle in handles:
-            handle.remove()
+        with contextlib.ExitStack() as stack:
+            for block in model.blocks:
+                stack.enter_context(block.register_forward_hook(lambda module, args, y: wrap(y)))
+            by_call(lambda block, x: unwrap(block(x)))(model, x)
 
     return step
 
