@@ -85,7 +85,7 @@ LAYOUT = {
     "tie is lost": Bug(
         "decide",
         replace("decisions[id(param)].sites.append(site)", "decisions[id(param)].sites[:] = [site]"),
-        "test_r7_r9_updates_equal_those_of_one_process",
+        "test_penalty_on_sharded_parameters_adds_to_their_gradient",
     ),
     "tie to an earlier call is lost": Bug(
         "decide", without("manager_of_replaced(param)"), "test_tie_to_a_module_of_several_calls"

@@ -200,7 +200,7 @@ RUNTIME = {
     "rows of a short shard lie at its end": Bug(
         "WeightLayout.filled",
         argument("narrow", 1, "self.chunk_rows - self.local_rows"),
-        "test_r7_r9_updates_equal_those_of_one_process",
+        "test_penalty_on_sharded_parameters_adds_to_their_gradient",
     ),
     "freezing is not followed": Bug(
         "ManagedParam.follow_frozen", argument("requires_grad_", 0, "True"), "test_silent_params.py::TestFreezing"
