@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -45,8 +46,8 @@ class Bug(NamedTuple):
         function: Its qualified name, in whichever file: ``Class.method``, ``function.inner``. Or the name of a class or
             of a value of a module. ``module:name`` if several modules have the name.
         change: What the bug makes of it.
-        tests: The tests that should fail, the fewest and quickest of the module concerned, as ``file.py::name``, in
-            whichever folder. Several are separated by spaces.
+        tests: The tests that should fail, the fewest and quickest of the module concerned: the name of a test, or
+            ``file.py::name`` where several tests have the name, in whichever folder. Several are separated by spaces.
     """
 
     function: str
@@ -57,10 +58,16 @@ class Bug(NamedTuple):
         """For pytest.
 
         Raises:
-            ValueError: There is no such file of tests, or there are several.
+            ValueError: There is no such test or file of tests, or there are several.
         """
         found = []
         for test in self.tests.split():
+            if test.startswith("test_") and ".py" not in test:
+                ids = _tests_by_name().get(test, [])
+                if len(ids) != 1:
+                    raise ValueError(f"{len(ids)} tests below tests/ have the name {test}")
+                found += ids
+                continue
             file, *inner = test.split("::")
             paths = _files_of_tests(file)
             if len(paths) != 1:
@@ -108,6 +115,20 @@ def _definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST
             yield from ((target.id, child) for target in child.targets if isinstance(target, ast.Name))
         elif isinstance(child, (ast.stmt, ast.excepthandler, ast.match_case)):  # no expression defines any
             yield from _definitions(child, prefix)
+
+
+@cache
+def _tests_by_name() -> dict[str, list[str]]:
+    """Node ids of all tests."""
+    found: dict[str, list[str]] = {}
+    for file in sorted(TESTS.rglob("test_*.py")):
+        path = owner = file.relative_to(TESTS.parent).as_posix()
+        for kind, name in re.findall(r"^(class|def|    def) (\w+)", file.read_text(), re.MULTILINE):
+            if kind == "class":
+                owner = f"{path}::{name}"
+            elif name.startswith("test_"):
+                found.setdefault(name, []).append(f"{path if kind == 'def' else owner}::{name}")
+    return found
 
 
 @cache

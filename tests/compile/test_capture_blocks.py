@@ -17,10 +17,10 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import ALL, fake_world
+from common import ALL, fake_mesh
 from runtime_common import Raw, assert_idle, local, members_of, runtime_of
 from schedules import explicit
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import MixedPrecisionPolicy, gtp_shard
@@ -97,8 +97,8 @@ def one_of(size: int) -> Iterator[tuple[DeviceMesh, Wire]]:
         "reduce_scatter_coalesced": wire.scatter,
         "all_to_all_base": wire.exchange,
     }
-    with fake_world(0, size), mock.patch.multiple(compat, **ops):
-        yield init_device_mesh("cpu", (size,), mesh_dim_names=("gtp",)), wire
+    with fake_mesh(size) as mesh, mock.patch.multiple(compat, **ops):
+        yield mesh, wire
 
 
 class OnHost:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn as nn
 from capture_common import OnHost, Setting, captured_step, rows
-from common import ALL, environment, fake_world
+from common import ALL, environment, fake_mesh, fake_world
 from runtime_common import assert_idle, members_of, runtime_of
 from script_jobs import run_forked
 from test_gtp_shard_groups import CHOSEN, WIDTH, Model
@@ -69,8 +69,6 @@ class TestCaptureStep:
         assert setting.recorder.events[-3:] == ["eager"] * 3
         assert "capture_step runs eagerly: it has reached the limit of 1 graphs" in caplog.text
 
-    # --- gradients ----------------------------------------------------------------------------------------------------
-
     @pytest.mark.parametrize(("dtype", "num_graphs"), [(torch.float32, 2), (BF16, 3)])
     def test_gradients_that_a_step_leaves_accumulate(self, dtype: torch.dtype, num_graphs: int) -> None:
         """Microbatches as calls of their own; zero_grad in between, outside."""
@@ -120,8 +118,6 @@ class TestCaptureStep:
             setting.compare()
             setting.check(step, rows(7))
         assert step.num_graphs == 1
-
-    # --- around recordings --------------------------------------------------------------------------------------------
 
     def test_eager_steps_between_replays_see_new_weights(self) -> None:
         """A weight that is kept, or read before a replay, is not taken for fresh after it."""
@@ -249,8 +245,6 @@ class TestCaptureStep:
         assert any("1.first" in names for names in recorded)
         assert eager == recorded
 
-    # --- refusals -----------------------------------------------------------------------------------------------------
-
     def test_what_cannot_be_captured_is_refused_at_once(self) -> None:
         model, linear = Setting().model, nn.Linear(2, 2)
         cases: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
@@ -323,8 +317,7 @@ def test_example_runs() -> None:
 
 def test_unsynced_gradients_of_blocks_survive_replays() -> None:
     """A recorded microbatch leaves the sum of each group of weights where its replays find it."""
-    with fake_world(world_size=2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("gtp",))
+    with fake_mesh(2) as mesh:
         torch.manual_seed(0)
         plain = Model()
         captured, eager = (gtp_shard(copy.deepcopy(plain), mesh, schedule=CHOSEN) for _ in range(2))

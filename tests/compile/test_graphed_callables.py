@@ -9,10 +9,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn as nn
-from common import ALL, fake_world
+from common import ALL, fake_mesh
 from schedules import explicit
 from torch.cuda.graphs import make_graphed_callables  # torch's own, if this is imported before any gtp_shard
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_gtp import gtp_shard
 from dtensor_gtp._comm.streams import Streams
@@ -21,8 +21,8 @@ from dtensor_gtp.nn import GroupedLinear
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    with fake_world(world_size=1):
-        yield init_device_mesh("cpu", (1,), mesh_dim_names=("gtp",))
+    with fake_mesh(1) as mesh:
+        yield mesh
 
 
 class Net(nn.Module):
@@ -88,8 +88,7 @@ def test_a_recorded_backward_without_a_trained_weight_raises(mesh: DeviceMesh) -
 def test_a_recording_with_more_tokens_than_an_exchange_carries_raises() -> None:
     """Before the host would ask the device how many the others have, which ends a recording."""
     schedule = explicit(min_shard_numel=0, embedding="exchange", exchange_tokens=2)
-    with fake_world(world_size=2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("gtp",))
+    with fake_mesh(2) as mesh:
         table = gtp_shard(nn.Embedding(8, 4), mesh, schedule=schedule)
         with mock.patch.object(Streams, "is_capturing", True):
             with pytest.raises(ValueError, match=r"at most 2 tokens on each rank.* but got 3 tokens in a recording"):

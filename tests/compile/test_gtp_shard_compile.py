@@ -16,7 +16,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, GlooTest, assert_same_params, environment, full, rows_of_rank
-from runtime_common import Raw, num_gathers, shard_copy
+from runtime_common import Raw, gathers, shard_copy
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -44,14 +44,12 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * DIM, DIM, bias=False)
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.down(torch.tanh(self.up(self.norm(x))))
-        return result
+        return self.down(torch.tanh(self.up(self.norm(x))))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.recompute is None:
             return x + self.feed_forward(x)
-        result: torch.Tensor = x + checkpoint(self.feed_forward, x, **self.recompute)
-        return result
+        return x + checkpoint(self.feed_forward, x, **self.recompute)
 
 
 class Model(nn.Module):
@@ -68,8 +66,7 @@ class Model(nn.Module):
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x) if self.outside is None else checkpoint(layer, x, **self.outside)
-        logits: torch.Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 class UsesTwice(nn.Module):
@@ -104,8 +101,8 @@ def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.5)
 
 
-def wrapped(module: Any, backend: str = "aot_eager") -> Any:
-    return torch.compile(module, backend=backend, fullgraph=True)
+def wrapped(module: Any) -> Any:
+    return torch.compile(module, backend="aot_eager", fullgraph=True)
 
 
 def in_place(module: Any, backend: str = "aot_eager", **options: Any) -> Any:
@@ -145,17 +142,16 @@ class TestCompile(GlooTest):
     ) -> Any:
         """Compare a copy, sharded and compiled, with the reference. The wrapper of ``torch.compile(block)`` adds to the
         names of parameters, so they are compared in order."""
-        mesh = self.gtp_mesh()
         model = copy.deepcopy(reference)
         if compile_first:
             compile_parts(model)
-        gtp_shard(model, mesh, schedule=ALL, **options)
+        gtp_shard(model, self.gtp_mesh(), schedule=ALL, **options)
         used = model if compile_first else compile_parts(model)
         optimizers = [sgd(list(module.parameters())) for module in (reference, model)]
         for step in range(steps):
             batch = tokens_of(torch.Generator().manual_seed(step))
             loss(reference, batch).backward()
-            loss(used, rows_of_rank(batch, mesh)).backward()
+            loss(used, rows_of_rank(batch, self.gtp_mesh())).backward()
             self.compare(model, reference, lambda param: param.grad, **tolerance or {})
             for optimizer in optimizers:
                 optimizer.step()
@@ -178,9 +174,9 @@ class TestCompile(GlooTest):
 
     def gathers_of_a_step(self, model: nn.Module) -> dict[str, int]:
         """Of the weights of each layer; blocks are alike."""
-        before = num_gathers(model)
-        next_token_loss(model, tokens_of(torch.Generator().manual_seed(9))).backward()
-        used = {(name.split(".")[-2], count - before[name]) for name, count in num_gathers(model).items()}
+        with gathers(model) as counts:
+            next_token_loss(model, tokens_of(torch.Generator().manual_seed(9))).backward()
+        used = {(name.split(".")[-2], count) for name, count in counts.items()}
         assert len(used) == len(dict(used)), used
         return dict(used)
 
@@ -273,8 +269,8 @@ class TestCompile(GlooTest):
         for inside, num_gathers_of_up in ((RECOMPUTE, 3), (SAVE_GEMMS, 2)):
             model = self.train(self.fresh(partial(Model, inside=inside)), compile_blocks, steps=1)
             self.assert_graphs(1)
-            gathers = {"embedding": 1, "up": num_gathers_of_up, "down": 2, "head": 1}
-            self.assertEqual(self.gathers_of_a_step(model), gathers)
+            expected = {"embedding": 1, "up": num_gathers_of_up, "down": 2, "head": 1}
+            self.assertEqual(self.gathers_of_a_step(model), expected)
 
     def test_selective_checkpoint_around_compiled_blocks(self) -> None:
         """Nothing of compiled code is saved: Inductor writes over what our ops have returned once it has used it."""
@@ -316,10 +312,9 @@ class TestCompile(GlooTest):
             model = compile_parts(shard_copy(reference, self.gtp_mesh()).eval())
             tokens = tokens_of(torch.Generator().manual_seed(self.rank))
             for _ in range(2):
-                before = num_gathers(model)
-                with context():
+                with context(), gathers(model) as used:
                     torch.testing.assert_close(model(tokens), reference(tokens))
-                self.assertEqual({count - before[name] for name, count in num_gathers(model).items()}, {1})
+                self.assertEqual(set(used.values()), {1})
 
     # --- frozen, modified, not asked for ------------------------------------------------------------------------------
 

@@ -47,8 +47,7 @@ class Attention(nn.Module):
         mask = positions[:, None] >= key_positions
         q, k, v = (t.unflatten(-1, (NUM_HEADS, -1)).transpose(1, 2) for t in (q, k, v))
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        y: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(2))
-        return y
+        return self.out(mixed.transpose(1, 2).flatten(2))
 
 
 class Model(nn.Module):
@@ -65,8 +64,7 @@ class Model(nn.Module):
 
     def block(self, index: int, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         norm, attention, raw = self.blocks[index]  # type: ignore[misc]
-        y: torch.Tensor = raw(x + attention(norm(x), positions))
-        return y
+        return raw(x + attention(norm(x), positions))
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens) + self.positions(positions)
@@ -75,8 +73,7 @@ class Model(nn.Module):
                 x = checkpoint(self.block, index, x, positions, use_reentrant=False)
             else:
                 x = self.block(index, x, positions)
-        logits: torch.Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 def make_model(seed: int = 0) -> Model:

@@ -42,8 +42,7 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         sizes = torch.tensor([x.shape[0] // 2, 0, x.shape[0] - x.shape[0] // 2])
-        output: torch.Tensor = self.experts(x, sizes)
-        return output
+        return self.experts(x, sizes)
 
 
 class TestReductions(GlooTest):
@@ -51,7 +50,6 @@ class TestReductions(GlooTest):
         """Uneven and empty shards, both dims, tied and fused and generic weights, replicas."""
         on_dim_1 = lambda p: GTPShard(1) if p.ndim == 2 else None  # noqa: E731
         for mesh, options in ((self.gtp_mesh(), {}), (self.hsdp_mesh(), {"shard_placement_fn": on_dim_1})):
-            torch.manual_seed(0)
             reference = Net(num_pairs=1)
             check_step(reference, shard_copy(reference, mesh, schedule=ALL_TO_ALL), mesh, make_tokens(0), token_step)
             tiny = nn.Sequential(nn.Linear(12, 5), nn.Linear(5, 3, bias=False))  # the last rank has no row
@@ -70,7 +68,6 @@ class TestReductions(GlooTest):
             (self.gtp_mesh(), "set_requires_gradient_sync"),
             (self.hsdp_mesh(), "set_requires_all_reduce"),
         ):
-            torch.manual_seed(0)
             reference = small_model()
             model = shard_copy(reference, mesh, schedule=ALL_TO_ALL)
 
@@ -137,7 +134,6 @@ class TestReductions(GlooTest):
 
     def test_bits_do_not_depend_on_time(self) -> None:
         """Delays and the number of reductions in flight change no bit."""
-        mesh = self.gtp_mesh()
         results = []
         for inflight, debug in ((1, ""), (4, "poison,delay=3")):
             with environment(DTENSOR_GTP_DEBUG=debug):
@@ -145,7 +141,7 @@ class TestReductions(GlooTest):
                 schedule = explicit(
                     min_shard_numel=0, reduce_scatter="all_to_all", max_inflight_reduce_scatters=inflight
                 )
-                model = gtp_shard(Net(1), mesh, schedule=schedule, mp_policy=MixedPrecisionPolicy(BF16))
+                model = gtp_shard(Net(1), self.gtp_mesh(), schedule=schedule, mp_policy=MixedPrecisionPolicy(BF16))
                 tokens = make_tokens(self.rank)
                 F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten()).backward()
                 results.append([full(param.grad) for param in model.parameters()])

@@ -38,8 +38,7 @@ class Unwraps(nn.Sequential):
         super().__init__(Wraps(), Wraps())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = super().forward(x).x
-        return y
+        return super().forward(x).x
 
 
 class TestPartsOfBlocks(PairTest):
@@ -52,24 +51,20 @@ class TestPartsOfBlocks(PairTest):
         """Before and between forwards of the model, beside one, in a checkpoint, compiled, and after ``unshard``."""
 
         def alone(each: Any, x: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = each[1].up(each[1].norm(x))
-            return y
+            return each[1].up(each[1].norm(x))
 
         def beside(each: Any, x: torch.Tensor) -> torch.Tensor:
             early = each[1].up(x)
             return torch.cat([early, each(x), each[0].down(early)], 1)
 
         def recomputed(each: Any, x: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = checkpoint(each[1].up, x, use_reentrant=False)
-            return y
+            return checkpoint(each[1].up, x, use_reentrant=False)
 
         def compiled(each: Any, x: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = torch.compile(each[1].up, backend="aot_eager")(x)
-            return y
+            return torch.compile(each[1].up, backend="aot_eager")(x)
 
         def as_usual(each: Any, x: torch.Tensor) -> torch.Tensor:
-            y: torch.Tensor = each(x)
-            return y
+            return each(x)
 
         for policy, is_first in ((CHOSEN, True), (MIXED, False)):
             for pair in self.pairs(blocks, (policy,), is_first=is_first):

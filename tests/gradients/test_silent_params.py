@@ -83,7 +83,6 @@ class TestParameterHooks(GlooTest):
     world_size = 2
 
     def test_hooks_from_before_sharding_run(self) -> None:
-        torch.manual_seed(0)
         reference = small_model()
         model, seen = copy.deepcopy(reference), []
         handles = []
@@ -120,11 +119,10 @@ class TestParameterHooks(GlooTest):
             model = small_model()
             param = model.get_parameter(name)
             node = param.expand_as(param).grad_fn.next_functions[0][0]
-            handle = getattr(node, register)(lambda *grads: None)
-            with self.assertRaisesRegex(ValueError, f"hook on the autograd node.*'{name}'.*post_accumulate"):
+            message = f"hook on the autograd node.*'{name}'.*post_accumulate"
+            with getattr(node, register)(lambda *grads: None), self.assertRaisesRegex(ValueError, message):
                 gtp_shard(model, self.gtp_mesh(), schedule=ALL)
             assert model.get_parameter(name) is param
-            handle.remove()
             square_step(gtp_shard(model, self.gtp_mesh(), schedule=ALL), make_rows(0))
 
     def test_hooks_at_the_node_of_a_sharded_parameter_are_refused(self) -> None:
@@ -145,8 +143,7 @@ class TestParameterHooks(GlooTest):
 
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 self.layer.weight.register_hook(lambda grad: grad * 2)
-                result: torch.Tensor = self.layer(x)
-                return result
+                return self.layer(x)
 
         model = gtp_shard(Hooked(), self.gtp_mesh(), schedule=ALL)
         with self.assertRaisesRegex(RuntimeError, "hook on .*'layer.weight'.* named_parameters"):
@@ -232,7 +229,6 @@ class TestDirectReads(PairTest):
             return y.square().mean() + weight.square().sum() + first.exp().mean()
 
         for mesh, schedule in ((self.gtp_mesh(), ALL), (self.gtp_mesh(), CHOSEN), (self.hsdp_mesh(2), ALL)):
-            torch.manual_seed(0)
             reference = nn.Sequential(nn.Linear(WIDTH, WIDTH), Raw())
             model = shard_copy(reference, mesh, schedule=schedule)
             for step, is_last in enumerate((True, False, True)):
@@ -248,7 +244,6 @@ class TestDirectReads(PairTest):
     def test_full_tensors_for_which_a_kernel_has_no_gradient(self) -> None:
         """As TRL's distillation reads the head of a teacher that was not frozen: sharded and whole parameters."""
         mesh, x = self.gtp_mesh(), make_rows(0)
-        torch.manual_seed(0)
         reference = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
         model, teacher = shard_copy(reference, mesh), shard_copy(reference, mesh)
         for each, head, rows in ((model, teacher, rows_of_rank(x, mesh)), (reference, reference, x)):
@@ -281,8 +276,7 @@ class Held(nn.Module):
         self.kept = keep(self.layer.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.kept(self.layer(x))
-        return result
+        return self.kept(self.layer(x))
 
 
 def in_list(weight: nn.Parameter) -> Callable[[torch.Tensor], torch.Tensor]:

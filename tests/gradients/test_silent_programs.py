@@ -41,8 +41,7 @@ class Penalized(nn.Module):
         self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.layer(x) + sum(param.square().sum() for param in self.parameters())
-        return y
+        return self.layer(x) + sum(param.square().sum() for param in self.parameters())
 
 
 class TestRecordings(PairTest):
@@ -237,10 +236,9 @@ class TestOrderOfUses(GlooTest):
 
 class TestOrderOfReplicas(GlooTest):
     def test_a_replica_may_evaluate_alone(self) -> None:
-        mesh = self.hsdp_mesh()
-        model = gtp_shard(Choice(), mesh, schedule=explicit(0, min_shard_numel=WIDTH + 1))
+        model = gtp_shard(Choice(), self.hsdp_mesh(), schedule=explicit(0, min_shard_numel=WIDTH + 1))
         for step in range(3):
-            if step and mesh.get_local_rank("replicate") == 0:
+            if step and self.hsdp_mesh().get_local_rank("replicate") == 0:
                 with torch.no_grad():
                     model(make_rows(0), (0, step))
             model(make_rows(0), (0, 1, 2)).sum().backward()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from common import ALL, GlooTest, assert_same_params
-from runtime_common import WIDTH, Raw, assert_idle, counted, make_rows, members_of, num_gathers, runtime_of
+from runtime_common import WIDTH, Raw, assert_idle, counted, gathers, make_rows, members_of, runtime_of
 from schedules import explicit
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -30,8 +30,7 @@ class Head(nn.Module):
         self.raw, self.norm, self.out = Raw(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, num_outputs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.out(self.norm(self.raw(x)))
-        return y
+        return self.out(self.norm(self.raw(x)))
 
 
 class Tasks(nn.Module):
@@ -59,8 +58,7 @@ class Choice(nn.Sequential):
         super().__init__(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
 
     def forward(self, x: torch.Tensor, index: int) -> torch.Tensor:
-        y: torch.Tensor = self[index](x)
-        return y
+        return self[index](x)
 
 
 # In each step the heads that each rank uses: others, one twice, none. No rank uses the last one in the second step.
@@ -107,7 +105,6 @@ class TestUnusedWeights(GlooTest):
                 self.assertEqual(model(rows[0], heads[1 - rank]), reference(rows[0], heads[1 - rank]))
 
     def train_from_start(self, is_recomputed: bool, policy: SchedulePolicy, shard: Any) -> tuple[Any, nn.Module]:
-        torch.manual_seed(0)
         reference = Tasks(is_recomputed)
         model = copy.deepcopy(reference)
         shard(model, self.gtp_mesh(), policy)
@@ -137,7 +134,6 @@ class TestUnusedWeights(GlooTest):
 
     def test_whole_parameters_need_no_switch(self) -> None:
         mesh = self.gtp_mesh()
-        torch.manual_seed(0)
         reference = Tasks()
         model = copy.deepcopy(reference)
         for head in model.heads:
@@ -147,18 +143,15 @@ class TestUnusedWeights(GlooTest):
 
     def test_one_gather_of_each_weight(self) -> None:
         """However often this rank uses it, if it does."""
-        mesh = self.gtp_mesh()
         torch.manual_seed(0)
-        model: Any = gtp_shard(Tasks(), mesh, schedule=ALL)
+        model: Any = gtp_shard(Tasks(), self.gtp_mesh(), schedule=ALL)
         model.set_reduce_scatter_unused_params(True)
         for heads in ((0, 0, 1), (), (2,)):
-            before = num_gathers(model)
-            with counted() as counts:
+            with gathers(model) as used, counted() as counts:
                 model(make_rows(0), heads).backward()
             gathered, _, reduced_whole = counts()
-            self.assertEqual((gathered, reduced_whole), (len(before), 1))
-            found = {name: count - before[name] for name, count in num_gathers(model).items()}
-            self.assertEqual(found, dict.fromkeys(before, 1))
+            self.assertEqual((gathered, reduced_whole), (len(used), 1))
+            self.assertEqual(used, dict.fromkeys(used, 1))
 
     @unittest.skipUnless(
         hasattr(FSDPModule, "set_reduce_scatter_unused_params"), "fully_shard of torch 2.11 has it not"
@@ -186,11 +179,9 @@ class TestUnusedWeights(GlooTest):
 
     def test_frozen_before_the_microbatch_that_syncs(self) -> None:
         """One rank has used the weight in an earlier microbatch, the other one has not."""
-        mesh = self.gtp_mesh()
-        rank = mesh.get_local_rank()
-        torch.manual_seed(0)
+        rank = self.gtp_mesh().get_local_rank()
         reference = Tasks()
-        model: Any = gtp_shard(copy.deepcopy(reference), mesh, schedule=ALL)
+        model: Any = gtp_shard(copy.deepcopy(reference), self.gtp_mesh(), schedule=ALL)
         model.set_reduce_scatter_unused_params(True)
         for is_last in (False, True):
             model.set_requires_gradient_sync(is_last)

@@ -245,8 +245,6 @@ class TestGatherBackends(GlooTest):
     def test_gradients_in_the_send_ring_have_the_bits_of_an_all_to_all(self) -> None:
         """In groups and alone, in rings that grow and turn round, with microbatches; uneven shards and dim 1 among
         them. One rank reads late: a place that is written too early shows."""
-        mesh = self.gtp_mesh()
-        torch.manual_seed(0)
         reference = Net(num_pairs=2)
 
         def two_microbatches(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -263,12 +261,12 @@ class TestGatherBackends(GlooTest):
             ):
                 model = shard_copy(
                     reference,
-                    mesh,
+                    self.gtp_mesh(),
                     schedule=explicit(min_shard_numel=0, reduce_scatter=kind, **options),
                     mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
                     shard_placement_fn=lambda p: GTPShard(1) if p.ndim == 2 and p.shape[0] % 3 == 0 else None,
                 )
-                return train_record(model, mesh, step)
+                return train_record(model, self.gtp_mesh(), step)
 
         alone = {"coalesce_grad_nbytes": 0, "max_inflight_reduce_scatters": 1}
         in_groups = {"coalesce_grad_nbytes": 2048, "max_inflight_reduce_scatters": 4, "wgrad_first": False}
@@ -291,14 +289,13 @@ class TestGatherBackends(GlooTest):
                     model(torch.ones(2, 12))
 
     def test_what_gloo_cannot_have_is_refused_by_name(self) -> None:
-        mesh = self.gtp_mesh()
         for field in ("gather_backend", "reduce_scatter"):
             with self.assertRaisesRegex(ValueError, rf"\({field}='copy_engine'\), but got one of 'cpu'"):
-                gtp_shard(small_model(), mesh, schedule=explicit(**{field: "copy_engine"}))
+                gtp_shard(small_model(), self.gtp_mesh(), schedule=explicit(**{field: "copy_engine"}))
         ring = "^the send ring of reduce_scatter='copy_engine' is not available .*rank 0: .* no copy engines"
         with self.assertRaisesRegex(RuntimeError, ring):
             schedule = Schedule(reduce_scatter="copy_engine")
-            backends.choose_reduce_scatter(schedule, [mesh.get_group()], torch.device("cpu"), "auto")
+            backends.choose_reduce_scatter(schedule, [self.gtp_mesh().get_group()], torch.device("cpu"), "auto")
 
     def test_automatic_choice_is_the_same_on_all_ranks_and_told(self) -> None:
         """Copy engines where all ranks of the mesh have them, else the process group."""
@@ -354,8 +351,7 @@ class TestGatherBackends(GlooTest):
 
     def test_inner_backend_of_a_nested_call_does_not_count(self) -> None:
         """As all of the schedule: that of the outermost call."""
-        mesh = self.gtp_mesh()
         model = small_model()
-        gtp_shard(model[0], mesh, schedule=explicit(min_shard_numel=0, gather_backend=FailsOnLastRank))
-        gtp_shard(model, mesh, schedule=ALL)
+        gtp_shard(model[0], self.gtp_mesh(), schedule=explicit(min_shard_numel=0, gather_backend=FailsOnLastRank))
+        gtp_shard(model, self.gtp_mesh(), schedule=ALL)
         self.assertTrue(full(model(torch.ones(2, 12))).isfinite().all())

@@ -32,8 +32,7 @@ class Grouped(nn.Module):
         self.layer = GroupedLinear(2, WIDTH, WIDTH, single_grouped_weight=single_weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.layer(x, torch.tensor([3, 5]))
-        return output
+        return self.layer(x, torch.tensor([3, 5]))
 
 
 def make_layers(is_compiled: bool) -> list[nn.Module]:

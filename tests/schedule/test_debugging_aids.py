@@ -112,8 +112,7 @@ class Clips(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             self.up.weight.clamp_(-0.1, 0.1)
-        y: torch.Tensor = self.down(self.up(x))
-        return y
+        return self.down(self.up(x))
 
 
 class TestPoisonOfWhatIsFreed(GlooTest):

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn as nn
-from common import GlooTest, check_training, rows_of_rank
+from common import GlooTest, assert_same_params, check_training, rows_of_rank
 from runtime_common import runtime_of
-from test_gtp_shard_groups import CHOSEN, WIDTH, Block, Mixture, Model, rows, seeded, square
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from test_gtp_shard_groups import CHOSEN, CLOSE, LOW, WIDTH, Block, Mixture, Model, rows, seeded, square
+from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_gtp import gtp_shard
 from dtensor_gtp._comm import context
@@ -20,8 +21,6 @@ from dtensor_gtp._params import gather
 from dtensor_gtp._schedule import choose_schedule
 from dtensor_gtp._schedule.launch_reductions import ReductionLaunches
 from dtensor_gtp._schedule.plans import Traits, Window, _put_together
-
-BFLOAT16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
 class Even(nn.Module):
@@ -49,19 +48,23 @@ def launches(part_of_model: int, *, is_one_host: bool = False) -> Iterator[dict[
         found["reductions"].append([gradient.weight.fqn for gradient in together])
         return pack_groups(launches, together)
 
-    with ExitStack() as stack:
-        for patch in (
-            mock.patch.object(choose_schedule, "_LEAST_AHEAD", 0),
-            mock.patch.object(choose_schedule, "_GROUPS_OF_MODEL", part_of_model),
-            mock.patch.object(context, "is_one_host", return_value=is_one_host),
-            mock.patch.object(gather, "launch", note_gather),
-            mock.patch.object(ReductionLaunches, "_packed", note_reduction),
-        ):
-            stack.enter_context(patch)
+    with (
+        mock.patch.object(choose_schedule, "_LEAST_AHEAD", 0),
+        mock.patch.object(choose_schedule, "_GROUPS_OF_MODEL", part_of_model),
+        mock.patch.object(context, "is_one_host", return_value=is_one_host),
+        mock.patch.object(gather, "launch", note_gather),
+        mock.patch.object(ReductionLaunches, "_packed", note_reduction),
+    ):
         yield found
 
 
 class TestTogether(GlooTest):
+    def check(self, make: Callable[[], nn.Module], mesh: DeviceMesh | None = None, **options: Any) -> None:
+        """Train beside one process."""
+        mesh = mesh or self.gtp_mesh()
+        shard = partial(gtp_shard, mesh=mesh, schedule=CHOSEN)
+        check_training(seeded(make), shard, mesh, rows, square, tolerance=CLOSE, **options)
+
     def test_steps_equal_one_process(self) -> None:
         """In fp32 by reduce-scatter; even rows and others; with replicas; each block alone and several together."""
         for block, mesh, part, size in (
@@ -71,15 +74,7 @@ class TestTogether(GlooTest):
             (Even, self.gtp_mesh(), 6, 1),
         ):
             with self.subTest(block=block, mesh=mesh, part=part), launches(part) as found:
-                check_training(
-                    seeded(lambda b=block: Model(6, block=b)),
-                    lambda m, mesh=mesh: gtp_shard(m, mesh, schedule=CHOSEN),
-                    mesh,
-                    rows,
-                    square,
-                    steps=2,
-                    tolerance={"rtol": 1e-4, "atol": 1e-5},
-                )
+                self.check(partial(Model, 6, block=block), mesh)
                 blocks = [f"layers.{number}" for number in reversed(range(6))]
                 in_first = [[block] for block in blocks]  # in which ranks agree on what is used
                 together = [blocks[begin : begin + size] for begin in range(0, 6, size)]
@@ -91,7 +86,7 @@ class TestTogether(GlooTest):
         mesh, grads = self.hsdp_mesh(), []
         for is_one_host, part in ((True, 1), (False, 6)):
             with launches(part, is_one_host=is_one_host) as found:
-                model = gtp_shard(seeded(lambda: Model(6, block=Even)), mesh, schedule=CHOSEN, mp_policy=BFLOAT16)
+                model = gtp_shard(seeded(lambda: Model(6, block=Even)), mesh, schedule=CHOSEN, mp_policy=LOW)
                 for number in range(4):
                     model.set_requires_gradient_sync(number != 1)
                     model.set_requires_all_reduce(number != 2)
@@ -104,16 +99,7 @@ class TestTogether(GlooTest):
     def test_other_gradients_end_the_wait(self) -> None:
         """Experts are reduced between the groups: these do not overtake them, nor do they wait in vain."""
         with launches(1) as found, mock.patch.object(choose_schedule, "_SMALL_NUMEL", 4 * WIDTH**2):
-            check_training(
-                seeded(lambda: Model(block=Mixture)),
-                lambda m: gtp_shard(m, self.gtp_mesh(), schedule=CHOSEN),
-                self.gtp_mesh(),
-                rows,
-                square,
-                steps=2,
-                num_microbatches=2,
-                tolerance={"rtol": 1e-4, "atol": 1e-5},
-            )
+            self.check(partial(Model, block=Mixture), num_microbatches=2)
         self.assertEqual(found["reductions"][-3:], [["layers.2"], ["layers.1"], ["layers.0"]])
 
     def test_a_block_that_is_called_twice_and_one_without_a_gradient(self) -> None:
@@ -127,14 +113,7 @@ class TestTogether(GlooTest):
             return model
 
         with launches(1) as found:
-            check_training(
-                seeded(make),
-                lambda m: gtp_shard(m, self.gtp_mesh(), schedule=CHOSEN),
-                self.gtp_mesh(),
-                rows,
-                square,
-                tolerance={"rtol": 1e-4, "atol": 1e-5},
-            )
+            self.check(make)
         self.assertIn(["layers.3", "layers.3", "layers.2"], found["reductions"])
 
     def test_after_a_backward_that_raised(self) -> None:
@@ -161,9 +140,7 @@ class TestTogether(GlooTest):
                     loss.backward()
             self.assertEqual(runtime_of(model).grads._waiting, {})
         square(reference, batch).backward()
-        for name, param in reference.named_parameters():
-            grad = dict(model.named_parameters())[name].grad.full_tensor()
-            torch.testing.assert_close(grad, param.grad, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        assert_same_params(model, reference, "grad", **CLOSE)
 
 
 def test_gathers_of_groups_start_small_and_grow() -> None:

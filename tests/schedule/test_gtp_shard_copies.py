@@ -86,8 +86,7 @@ class Experts(nn.Module):
         self.experts: nn.Module = GroupedLinear(4, 16, 8, bias=False, **options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = self.experts(x, torch.tensor([1, 2, 0, 2]))
-        return output
+        return self.experts(x, torch.tensor([1, 2, 0, 2]))
 
 
 class TestCopies(TestCase):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from common import GlooTest, check_training, fake_mesh
-from runtime_common import assert_idle, num_gathers, runtime_of, weight_of
+from runtime_common import assert_idle, num_gathers, runtime_of, square_loss, weight_of
 from schedules import explicit
 from torch.testing._internal.common_utils import TestCase
 from torch.utils.checkpoint import checkpoint
@@ -30,8 +30,7 @@ class Block(nn.Module):
         y = torch.tanh(first(x))
         if self.uses_all:
             y = torch.tanh(self.unused(y))
-        result: torch.Tensor = x + second(y)
-        return result
+        return x + second(y)
 
 
 class Model(nn.Module):
@@ -50,17 +49,11 @@ class Model(nn.Module):
         for number in self.order:
             block = self.blocks[number]
             x = block(x) if self.use_reentrant is None else checkpoint(block, x, use_reentrant=self.use_reentrant)
-        output: torch.Tensor = self.head(x)
-        return output
+        return self.head(x)
 
 
 def make_tokens(generator: torch.Generator) -> torch.Tensor:
     return torch.randint(8, (8, 3), generator=generator)
-
-
-def square_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(tokens).square().mean()
-    return loss
 
 
 class TestWrongGuesses(GlooTest):
@@ -195,8 +188,7 @@ class TestGuesses(TestCase):
                 self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)])
 
             def forward(self, x: torch.Tensor) -> torch.Tensor:
-                output: torch.Tensor = self.blocks[0](x)
-                return output
+                return self.blocks[0](x)
 
         model = self.shard(Tables(), prefetch_nbytes=8 * WIDTH**2)
         model(torch.ones(2, WIDTH)).sum().backward()
@@ -206,8 +198,7 @@ class TestGuesses(TestCase):
     def test_other_methods_are_not_guessed(self) -> None:
         class WithMethod(Model):
             def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-                found: torch.Tensor = self.table(tokens)
-                return found
+                return self.table(tokens)
 
         model = self.shard(WithMethod())
         register_gtp_forward_method(model, "embed")

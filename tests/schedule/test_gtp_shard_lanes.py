@@ -85,8 +85,7 @@ class Reference:
 def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(10 * step + rank)
     x = torch.randn(3, WIDTH, dtype=torch.double, generator=generator)
-    loss: torch.Tensor = model(x, uses_of(rank, step)).square().mean()
-    return loss
+    return model(x, uses_of(rank, step)).square().mean()
 
 
 class TestLanes(GlooTest):

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
 import torch.nn as nn
 from common import ALL, GlooTest, rows_of_rank
@@ -52,8 +51,7 @@ class Generic(nn.Module):
         x = self.raw(x.unflatten(0, (-1, 2)))
         x = x + self.attention(x, x, x, need_weights=False)[0]
         x = self.conv(x.transpose(1, 2)).transpose(1, 2)
-        output: torch.Tensor = self.recurrent(torch.tanh(self.bilinear(x, x)))[0]
-        return output
+        return self.recurrent(torch.tanh(self.bilinear(x, x)))[0]
 
 
 class Gathers:
@@ -139,19 +137,18 @@ class TestMemory(GlooTest):
 
     def test_autocast_saves_no_gathered_weight(self) -> None:
         """Under autocast a linear layer goes the generic way; its cast copy of the weight is saved by autograd."""
-        torch.manual_seed(0)
         reference = nn.Sequential(nn.Linear(WIDTH, WIDTH), Raw(), nn.Linear(WIDTH, WIDTH))
-        mesh = self.gtp_mesh()
-        model = shard_copy(reference, mesh)
+        model = shard_copy(reference, self.gtp_mesh())
 
         def step(module: nn.Module, x: torch.Tensor) -> None:
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 y = module(x.clone().requires_grad_())
+            self.assertEqual(y.dtype, torch.bfloat16)
             y.float().square().mean().backward()
 
         for seed in range(2):
             with watched_gathers(model) as gathers:
-                check_step(reference, model, mesh, make_rows(seed), step, rtol=2e-2, atol=2e-3)
+                check_step(reference, model, self.gtp_mesh(), make_rows(seed), step, rtol=2e-2, atol=2e-3)
                 gathers.assert_alive([])
 
     def test_reshard_after_forward_false_keeps_each_weight_once(self) -> None:
@@ -194,26 +191,18 @@ class TestMemory(GlooTest):
             assert max(seen) == max_inflight, seen
 
     def test_memory_does_not_grow(self) -> None:
-        self.check_growth(num_steps=20, every=15)
-
-    @pytest.mark.long
-    def test_memory_does_not_grow_over_fifty_steps(self) -> None:
-        self.check_growth(num_steps=50, every=15)
-
-    def check_growth(self, num_steps: int, every: int) -> None:
-        mesh = self.gtp_mesh()
-        model = gtp_shard(Net(num_pairs=1), mesh, schedule=ALL)
+        model = gtp_shard(Net(num_pairs=1), self.gtp_mesh(), schedule=ALL)
         # DTensor of torch 2.11 remembers every new scalar that it is called with: AdamW has some in each step.
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
         tensors, objects = [], []
-        for step in range(num_steps):
+        for step in range(20):
             model(make_tokens(step))  # a forward without a backward, too
-            token_step(model, rows_of_rank(make_tokens(step), mesh))
+            token_step(model, rows_of_rank(make_tokens(step), self.gtp_mesh()))
             optimizer.step()
             optimizer.zero_grad()
             with torch.no_grad():
                 model(make_tokens(step))
-            if step % every == 4:
+            if step % 15 == 4:
                 tensors.append(settled(num_tensors))
                 objects.append(settled(num_objects))
         # 15 steps, at least, that leak would show as 15.
@@ -222,9 +211,8 @@ class TestMemory(GlooTest):
         assert {len(chain.plan.uses) for chain in runtime_of(model).passes.chains.values()} <= {4, 5}
 
     def test_dropped_model_frees_its_runtime_and_weights(self) -> None:
-        mesh = self.gtp_mesh()
         before = settled(num_tensors)
-        model = gtp_shard(Net(), mesh, schedule=ALL)
+        model = gtp_shard(Net(), self.gtp_mesh(), schedule=ALL)
         for seed in range(2):
             token_step(model, make_tokens(seed))
         model.unshard()
@@ -251,10 +239,8 @@ class TestMemory(GlooTest):
     def test_saved_tensor_hooks(self) -> None:
         """They get what others save, never a gathered weight, and gradients stay right. Where hooks are disabled,
         autograd keeps the gathered weights until backward: more memory, the same result."""
-        torch.manual_seed(1)
         reference = nn.Sequential(nn.Linear(WIDTH, WIDTH), Generic())
-        mesh = self.gtp_mesh()
-        model = shard_copy(reference, mesh)
+        model = shard_copy(reference, self.gtp_mesh())
 
         def offloaded(module: nn.Module, x: torch.Tensor) -> None:
             with save_on_cpu():
@@ -272,7 +258,7 @@ class TestMemory(GlooTest):
 
         for seed in range(2):
             for step in (offloaded, offloaded_forward, without_hooks):
-                check_step(reference, model, mesh, make_rows(seed), step)
+                check_step(reference, model, self.gtp_mesh(), make_rows(seed), step)
         packed: list[torch.Size] = []
         with watched_gathers(model) as gathers:
 

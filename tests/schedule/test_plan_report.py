@@ -48,6 +48,7 @@ class TestPlanReport(unittest.TestCase):
         with torch.no_grad():
             self.model(torch.randn(2, WIDTH))
         self.assertEqual(sharding_report(self.model).passes, ())
+        self.assertIn("forward of Sequential without gradient: 3 weight uses", sharding_report(self.model).schedule)
         self.step()
         names = ("0.weight", "1.weight", "2.weight")
         two_in_memory = (2 * NBYTES, 2 * NBYTES, NBYTES)  # the last use has none ahead

@@ -136,8 +136,7 @@ class Named(nn.Module):
         self.blocks, self.name = blocks, name
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.blocks[self.name](x)
-        return y
+        return self.blocks[self.name](x)
 
 
 class TestPage(unittest.TestCase):

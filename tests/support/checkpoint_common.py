@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, comparable, rows_of_rank, shared_directory
+from runtime_common import local
 from timing import HANG_S, until
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -46,8 +47,7 @@ class Small(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = torch.relu(self.norm(self.linear(self.embedding(tokens))))
-        logits: torch.Tensor = self.head(self.out(x @ self.columns * self.scale.to(x.dtype)))
-        return logits
+        return self.head(self.out(x @ self.columns * self.scale.to(x.dtype)))
 
 
 def make(seed: int) -> Small:
@@ -79,10 +79,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[in
         F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def local(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def local_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from checkpoint_common import PLAIN, Topology, check_reload, momentum, topology
 from common import ALL, assert_same_params, check_training, full, fused_on, rows_of_rank
+from runtime_common import token_loss as next_token_loss
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -50,8 +50,7 @@ class Block(nn.Module):
         self.mix = nn.Parameter(torch.randn(width, width) * 0.3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x)))) @ self.mix
-        return y
+        return x + self.down(torch.tanh(self.up(self.norm(x)))) @ self.mix
 
 
 class Model(nn.Module):
@@ -68,8 +67,7 @@ class Model(nn.Module):
         return x
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(self.norm(self.run_layers(self.embedding(tokens))))
-        return logits
+        return self.head(self.norm(self.run_layers(self.embedding(tokens))))
 
 
 def make(cls: Callable[[], nn.Module] = Model, seed: int = 0) -> Any:
@@ -80,10 +78,6 @@ def make(cls: Callable[[], nn.Module] = Model, seed: int = 0) -> Any:
 
 def token_batch(generator: torch.Generator) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (8, 5), generator=generator)
-
-
-def next_token_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 @cache
@@ -97,8 +91,7 @@ def dp_gtp() -> DeviceMesh:
 
 def blocks(model: Any) -> Sequence[nn.Module]:
     """The units of most models: each block, and the rest with the root."""
-    layers: Sequence[nn.Module] = model.layers
-    return layers
+    return model.layers
 
 
 def wrap(model: nn.Module, outer: DeviceMesh, units: Units = blocks, **options: Any) -> nn.Module:

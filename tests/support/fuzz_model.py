@@ -77,8 +77,7 @@ class Mlp(nn.Module):
         self.down = nn.Linear(12, out, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.down(torch.tanh(self.up(self.norm(x))))
-        return y
+        return self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Wrapped(nn.Module):
@@ -94,13 +93,11 @@ class Wrapped(nn.Module):
 
 
 def _channels_first(inner: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    y: torch.Tensor = inner(x.transpose(1, 2)).transpose(1, 2)
-    return y
+    return inner(x.transpose(1, 2)).transpose(1, 2)
 
 
 def _as_image(inner: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    y: torch.Tensor = inner(x.unsqueeze(1)).mean(1)
-    return y
+    return inner(x.unsqueeze(1)).mean(1)
 
 
 def make_layer(draw: Draw, layer: Layer, width: int, out: int) -> nn.Module:
@@ -205,8 +202,7 @@ class Model(nn.Module):
         options: dict[str, Any] = {"use_reentrant": span.kind == "reentrant"}
         if span.kind == "selective":
             options["context_fn"] = partial(create_selective_checkpoint_contexts, _save_products)
-        result: torch.Tensor = checkpoint(run, x, span.start, **options)
-        return result
+        return checkpoint(run, x, span.start, **options)
 
     def _apply_layer(self, index: int, x: torch.Tensor, phase: int) -> torch.Tensor:
         layer, module = self.draw.layers[index], self.layers[index]

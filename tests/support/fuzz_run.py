@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from common import full
 from fuzz import AXES, Draw
 from fuzz_model import Broken, Model, loss_of, make_batch, quantize
 from quant_common import take_over
@@ -263,7 +264,7 @@ def _train(draw: Draw, reference: Model, model: Model, index: int) -> Iterator[s
             optimizer.step()
             optimizer.zero_grad(set_to_none=not draw.keeps_zeros)
         if norms:
-            yield from _difference(draw, f"norm of step {step}", _whole(norms[1]), _whole(norms[0]))
+            yield from _difference(draw, f"norm of step {step}", full(norms[1]), full(norms[0]))
         yield from _compare(draw, model, reference, f"param after step {step}")
         if draw.recipe:
             take_over(reference, model)
@@ -274,10 +275,6 @@ def _train(draw: Draw, reference: Model, model: Model, index: int) -> Iterator[s
 def _halve(param: torch.Tensor) -> None:
     assert param.grad is not None
     param.grad.mul_(0.5)
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _switch_sync(draw: Draw, model: Model, is_last: bool) -> None:

@@ -107,8 +107,7 @@ def _noise(name: str, generator: torch.Generator) -> Batch:
 
 
 def _own_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    loss: torch.Tensor = model(**batch).loss
-    return loss
+    return model(**batch).loss
 
 
 def _pair_loss(model: nn.Module, batch: Batch) -> torch.Tensor:

@@ -51,8 +51,7 @@ class Model(nn.Module):
         x = self.first(x)
         for block in self.blocks:
             x = self.call(block, x)
-        result: torch.Tensor = self.last(x)
-        return result
+        return self.last(x)
 
 
 def mean(y: torch.Tensor) -> torch.Tensor:
@@ -86,11 +85,8 @@ def hooked(register: Callable[[Any], Any]) -> Step:
     """A usual step with a hook."""
 
     def step(model: Any, x: torch.Tensor) -> None:
-        handle = register(model)
-        try:
+        with register(model):
             usual(model, x)
-        finally:
-            handle.remove()
 
     return step
 
@@ -100,12 +96,9 @@ def is_whole(x: torch.Tensor) -> bool:
     return len(x) == NUM_ROWS
 
 
-class Cases(dict[str, Step]):
-    """Steps by name."""
-
-    def add(self, step: Step) -> Step:
-        self[step.__name__.replace("_", " ")] = step
-        return step
+def steps_in(cls: type) -> dict[str, Step]:
+    """The functions of a class, by their names."""
+    return {name.replace("_", " "): step for name, step in vars(cls).items() if not name.startswith("__")}
 
 
 SETTINGS: dict[str, dict[str, Any]] = {"single weights": {"schedule": ALL}, "groups": {"schedule": GROUPS}}

@@ -17,6 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, assert_same_params, full, rows_of_rank
 from float8_reference import float8_reference
+from runtime_common import token_loss as loss_of
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -121,8 +122,7 @@ class Block(nn.Module):
             uneven(layer.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
-        return y
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Experts(nn.Module):
@@ -140,8 +140,7 @@ class Experts(nn.Module):
         order = odd.argsort(stable=True)
         counts = torch.stack([(odd == 0).sum(), odd.new_zeros(()), odd.sum()])
         rows = torch.tanh(self.up(self.embedding(tokens).flatten(0, -2)[order], counts))[order.argsort()]
-        logits: torch.Tensor = self.head(rows.view(*tokens.shape, 70))
-        return logits
+        return self.head(rows.view(*tokens.shape, 70))
 
 
 class Net(nn.Module):
@@ -159,8 +158,7 @@ class Net(nn.Module):
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
-        logits: torch.Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 def blocks_only(module: nn.Module, name: str) -> bool:
@@ -198,10 +196,6 @@ def spell_out(model: nn.Module, recipe: Recipe, names: Callable[[nn.Module, str]
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding) and module.weight in weights]
     for module, cls in (*quantized, *((table, Embedding) for table in tables)):
         module.__class__, module.recipe = cls, recipe  # type: ignore[assignment]
-
-
-def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def tokens_of(seed: int) -> torch.Tensor:
@@ -329,8 +323,7 @@ def compile_layers(model: nn.Module) -> nn.Module:
 def fsdp(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
     for layer in model.layers:  # type: ignore[union-attr]
         fully_shard(layer, mesh=mesh, **options)
-    result: nn.Module = fully_shard(model, mesh=mesh, **options)
-    return result
+    return fully_shard(model, mesh=mesh, **options)
 
 
 def recompute(model: nn.Module) -> nn.Module:

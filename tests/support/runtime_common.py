@@ -58,8 +58,7 @@ class Net(nn.Module):
         x = self.embedding(tokens)
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        logits: torch.Tensor = self.head(self.norm(x))
-        return logits
+        return self.head(self.norm(x))
 
 
 def small_model() -> nn.Sequential:
@@ -80,8 +79,7 @@ def token_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def square_loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(rows).square().mean()
-    return loss
+    return model(rows).square().mean()
 
 
 def token_step(model: nn.Module, tokens: torch.Tensor) -> None:

@@ -9,10 +9,10 @@ from collections.abc import Callable
 HANG_S = 300.0
 
 
-def until(is_there: Callable[[], bool], limit_s: float = HANG_S) -> bool:
+def until(is_there: Callable[[], bool]) -> bool:
     """Wait for what nobody announces, e.g. that a thread of gloo drops a tensor, which it does a moment after the
     collective has been waited for. Whether it has come."""
-    end = time.monotonic() + limit_s
+    end = time.monotonic() + HANG_S
     while not is_there():
         if time.monotonic() > end:
             return False

@@ -17,7 +17,8 @@ from checkpoint_common import job_state, load_job
 from common import ALL, assert_same_params, full, rows_of_rank, shared_directory
 from fsdp_common import mesh_of as root_mesh
 from fsdp_common import next_token_loss
-from runtime_common import num_gathers
+from runtime_common import gathers, local
+from runtime_common import square_loss as mean_square
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
@@ -47,10 +48,6 @@ GTP_ALONE = ((4, 1), ("gtp", "tp"))
 TP_ALONE = ((1, 4), ("gtp", "tp"))
 REPLICATE_TP = ((2, 1, 2), ("replicate", "gtp", "tp"))
 REPLICATE_GTP = ((2, 2, 1), ("replicate", "gtp", "tp"))
-
-
-def mean_square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    return model(batch).square().mean()
 
 
 @dataclass
@@ -226,13 +223,9 @@ class Stacked(nn.Module):
         self.gain = nn.Parameter(torch.randn(9))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        up, down, gain = (local_of(weight) for weight in (self.up, self.down, self.gain))
+        up, down, gain = (local(weight) for weight in (self.up, self.down, self.gain))
         hidden = torch.tanh(copy_to_tp(x, self.up) @ up) * gain
         return sum_over_tp(hidden @ down, self.down).sum(0)
-
-
-def local_of(weight: torch.Tensor) -> torch.Tensor:
-    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def copy_to_tp(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -330,14 +323,12 @@ def llama_cell(how: str = "plain") -> Cell:
 def gathers_of_a_step(model: nn.Module, cell: Cell, root: DeviceMesh) -> dict[str, set[int]]:
     """How often a later step gathers the weights of each child."""
     for _ in range(2):
-        before = num_gathers(model)
-        with cell.around():
-            cell.loss(
-                model, rows_of_rank(cell.batch(torch.Generator()).to(root.device_type), gtp_axes(root))
-            ).backward()
+        batch = rows_of_rank(cell.batch(torch.Generator()).to(root.device_type), gtp_axes(root))
+        with gathers(model) as used, cell.around():
+            cell.loss(model, batch).backward()
     counts: dict[str, set[int]] = {}
-    for name, count in num_gathers(model).items():
-        counts.setdefault(name.split(".")[0], set()).add(count - before[name])
+    for name, count in used.items():
+        counts.setdefault(name.split(".")[0], set()).add(count)
     return counts
 
 

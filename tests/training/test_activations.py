@@ -18,8 +18,7 @@ aten = torch.ops.aten
 
 
 def offloaded(offload: SelectiveOffload, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = checkpoint(block, x, use_reentrant=False, context_fn=offload)
-    return result
+    return checkpoint(block, x, use_reentrant=False, context_fn=offload)
 
 
 class Square(nn.Module):

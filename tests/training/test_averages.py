@@ -8,9 +8,8 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from common import ALL, GlooTest, fake_world, full, rows_of_rank, shared_directory
+from common import ALL, GlooTest, fake_mesh, full, rows_of_rank, shared_directory
 from runtime_common import WIDTH, make_rows
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.testing._internal.common_utils import TestCase
@@ -65,8 +64,7 @@ class TestShardedEMA(GlooTest):
 
     def test_averages_of_bfloat16_in_float32(self) -> None:
         """Small changes are not lost; what the model gets is rounded once; its weights come back."""
-        mesh = self.gtp_mesh()
-        model = gtp_shard(make(torch.bfloat16), mesh, schedule=ALL)
+        model = gtp_shard(make(torch.bfloat16), self.gtp_mesh(), schedule=ALL)
         ema = ShardedEMA(model, decay=0.999, dtype=torch.float32)
         weight = model[0].weight
         first = full(weight).float()
@@ -132,8 +130,7 @@ class TestShardedEMAAlone(TestCase):
 
     def test_quantized_weights(self) -> None:
         """Masters are averaged; native weights have none."""
-        with fake_world(world_size=2):
-            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("gtp",))
+        with fake_mesh(2) as mesh:
             plain = nn.Sequential(nn.Linear(64, 64))
             for shard in (lambda m: gtp_shard(m, mesh, schedule=ALL), lambda m: fully_shard(m, mesh=mesh)):
                 model = shard(quantize_(copy.deepcopy(plain), "mxfp8"))

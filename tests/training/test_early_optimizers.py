@@ -13,8 +13,7 @@ from unittest import mock
 
 import torch
 import torch.nn as nn
-from common import ALL, fake_world
-from torch.distributed.device_mesh import init_device_mesh
+from common import ALL, fake_mesh
 
 from dtensor_gtp import GTPShard, gtp_shard
 
@@ -32,14 +31,12 @@ class Net(nn.Module):
         self.last = nn.Linear(8, 8, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.last(self.norm(self.tied(self.copied(self.first(x)))))
-        return y
+        return self.last(self.norm(self.tied(self.copied(self.first(x)))))
 
 
 class TestEarlyOptimizers(unittest.TestCase):
     def setUp(self) -> None:
-        self.enterContext(fake_world())
-        self.mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
+        self.mesh = self.enterContext(fake_mesh(4))
 
     def refuses(self, net: nn.Module, name: str) -> None:
         optimizer = torch.optim.SGD([net.get_parameter(name)])

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from common import ALL, GlooTest, environment, fake_world
+from common import ALL, GlooTest, environment, fake_mesh
 from schedules import explicit
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -66,8 +66,7 @@ class TestRefusals(unittest.TestCase):
     """``gtp_shard`` itself, on rank 1 of 4."""
 
     def setUp(self) -> None:
-        self.enterContext(fake_world(rank=1, world_size=NUM_RANKS))
-        self.mesh = init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("gtp",))
+        self.mesh = self.enterContext(fake_mesh(NUM_RANKS, rank=1))
         torch.manual_seed(0)
         self.net = Net()
 
@@ -122,8 +121,6 @@ class TestRefusals(unittest.TestCase):
         message = r"on 'cpu' \(the mesh's device\).*'head.weight' of shape \(6, 8\) is on cuda:0, .*'gtp'.* \(rank 1\)."
         self.refuses_to_shard(ValueError, f"{message} Move")
 
-    # --- modules ------------------------------------------------------------------------------------------------------
-
     def test_module_of_wrong_kind(self) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -175,8 +172,6 @@ class TestRefusals(unittest.TestCase):
                     self.refuses(NotImplementedError, told, module, schedule=schedule)
                 gtp_shard(module, self.mesh, ignored_params={module[0].weight})
 
-    # --- other arguments ----------------------------------------------------------------------------------------------
-
     def test_arguments_of_wrong_kind(self) -> None:
         weight = self.net.head.weight
         for message, options in (
@@ -214,8 +209,6 @@ class TestRefusals(unittest.TestCase):
             gtp_shard(self.net, self.mesh, shard_placement_fn=place)
         note = r"asked about parameter 'head.weight' of shape \(6, 8\) on mesh axis 'gtp' \(rank 1\)"
         self.assertRegex(raised.exception.__notes__[0], note)
-
-    # --- parameters on other meshes -----------------------------------------------------------------------------------
 
     def test_parameters_of_other_meshes(self) -> None:
         placed = r"'head.weight' of shape \(6, 8\) is a DTensor with .* on mesh axes \('tp',\)"
@@ -357,10 +350,9 @@ class TestOneRankFails(GlooTest):
 
     def test_r26_first_forward_of_two_meshes(self) -> None:
         """Rank 2 shares no group of the first mesh with rank 1, which fails; it hears of it over the second."""
-        mesh = self.hsdp_mesh()
         net = Net()
-        gtp_shard(net.inner, mesh["gtp"], schedule=ALL)
-        gtp_shard(net, mesh["replicate"], schedule=ALL)
+        gtp_shard(net.inner, self.hsdp_mesh()["gtp"], schedule=ALL)
+        gtp_shard(net, self.hsdp_mesh()["replicate"], schedule=ALL)
         if self.rank == 1:
             net.inner.to(device="meta")
         message = "'inner.0.weight' of shape" if self.rank == 1 else "failed on rank 1"
@@ -397,11 +389,3 @@ class TestOneRankFails(GlooTest):
             gtp_shard(net, self.gtp_mesh(), schedule=ALL)
             for _ in range(2):
                 net(torch.randn(2, 6, requires_grad=True)).sum().backward()
-
-    def test_memory_freed_on_one_rank_before_the_first_forward(self) -> None:
-        net = gtp_shard(Net(), self.gtp_mesh(), schedule=ALL)
-        if self.rank == 1:
-            net.head.bias.to_local().untyped_storage().resize_(0)
-        message = "'head.bias' was resized .* no memory" if self.rank == 1 else "failed on rank 1"
-        with self.assertRaisesRegex(RuntimeError, message), at_once():
-            net(torch.randn(2, 6))

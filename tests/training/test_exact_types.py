@@ -1,22 +1,55 @@
-"""``gtp_shard`` changes the class of the module that it gets, as ``fully_shard`` does, and of no other."""
+"""``gtp_shard`` changes the class of the module that it gets, as ``fully_shard`` does, and of no other.
+
+Within a forward, modules find the gathered weights as their parameters.
+"""
 
 from __future__ import annotations
 
 from abc import ABCMeta
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import GlooTest
-from test_gtp_shard_groups import WIDTH
-from test_gtp_shard_parameters import SCHEDULES, check_schedules
+from common import ALL, GlooTest, check_training
+from test_gtp_shard_groups import CHOSEN, WIDTH, Block, rows, square
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from dtensor_gtp import gtp_shard
 from dtensor_gtp.nn import GroupedLinear
+
+SCHEDULES = {"groups": CHOSEN, "single weights": ALL}
+
+
+class Penalized(nn.Module):
+    """Adds a penalty on all of its parameters to each output, as AdaLoRA does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        penalty = sum((name.count(".") * param.float().square()).sum() for name, param in self.named_parameters())
+        return x + penalty
+
+
+def check_schedules(
+    test: GlooTest, make: Callable[[], nn.Module], shard: Callable[..., Any] = gtp_shard, seed: int = 7
+) -> None:
+    """Train beside one process in groups, and by single weights."""
+    for name, schedule in SCHEDULES.items():
+        with test.subTest(name):
+            torch.manual_seed(seed)
+            mesh = test.gtp_mesh()
+            check_training(make(), partial(shard, mesh=mesh, schedule=schedule), mesh, rows, square)
+
 
 KINDS = (nn.Linear, nn.LayerNorm, nn.GRU, nn.Conv1d, nn.ParameterList, nn.ModuleList, GroupedLinear, nn.Sequential)
 
@@ -80,6 +113,9 @@ class TestExactTypes(GlooTest):
 
     def test_they_train_as_in_one_process(self) -> None:
         check_schedules(self, Mixture, seed=3)
+
+    def test_a_penalty_on_all_parameters(self) -> None:
+        check_schedules(self, Penalized)
 
     def test_initialization_and_groups_of_parameters_by_type(self) -> None:
         def init(module: nn.Module) -> None:

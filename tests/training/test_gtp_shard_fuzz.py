@@ -28,8 +28,7 @@ class TestFuzz(GlooTest):
         cls = type(self)
         if cls.meshes is None:
             cls.meshes = Meshes()
-        meshes: Meshes = cls.meshes
-        return meshes
+        return cls.meshes
 
     def _check(self, draws: Iterable[Draw]) -> None:
         """Run all of them, unless one leaves the ranks in disorder, and report those that failed, on all ranks."""

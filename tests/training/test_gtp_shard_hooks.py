@@ -147,8 +147,6 @@ OTHER_MODES = {
 class TestHooks(GlooTest):
     world_size = 2
 
-    # --- module hooks -------------------------------------------------------------------------------------------------
-
     def test_module_hooks_see_and_change_what_they_do_in_one_process(self) -> None:
         """Fused and generic modules, recomputed or not: as many calls, in the same order, with the same values."""
         for use_reentrant in (None, True, False):
@@ -203,14 +201,11 @@ class TestHooks(GlooTest):
                 seen.clear()
         self.assertEqual(calls[1], calls[0])
 
-    # --- hooks of parameters ------------------------------------------------------------------------------------------
-
     def test_parameter_hooks_fire_once_with_the_reduced_gradient(self) -> None:
         """Tensor hooks before the gradient is accumulated, post-accumulate-grad hooks after it, sharded or whole."""
-        mesh = self.gtp_mesh()
         for use_reentrant in (None, True, False):
             reference = Checkpointed(small_model(), use_reentrant)
-            model = shard_copy(reference, mesh)
+            model = shard_copy(reference, self.gtp_mesh())
             seen: dict[nn.Module, Values] = {reference: [], model: []}
             for root in (reference, model):
                 for name, param in root.named_parameters():
@@ -221,7 +216,7 @@ class TestHooks(GlooTest):
                     )
             for seed in range(2):  # gradients accumulate over both
                 square_step(reference, make_rows(seed))
-                square_step(model, rows_of_rank(make_rows(seed), mesh))
+                square_step(model, rows_of_rank(make_rows(seed), self.gtp_mesh()))
                 expected, actual = (dict(seen[root]) for root in (reference, model))
                 assert len(actual) == len(seen[model]), "a hook ran twice"
                 assert actual.keys() == expected.keys()
@@ -231,23 +226,19 @@ class TestHooks(GlooTest):
                     values.clear()
 
     def test_parameter_hooks_may_replace_the_gradient(self) -> None:
-        mesh = self.gtp_mesh()
         reference = small_model()
-        model = shard_copy(reference, mesh)
+        model = shard_copy(reference, self.gtp_mesh())
         for root in (reference, model):
             for param in root.parameters():
                 param.register_hook(lambda grad: grad.clamp(-1e-2, 1e-2))
                 param.register_hook(lambda grad: grad * 2)
         for _ in range(2):
             square_step(reference, make_rows(0))
-            square_step(model, rows_of_rank(make_rows(0), mesh))
+            square_step(model, rows_of_rank(make_rows(0), self.gtp_mesh()))
         assert_same_params(model, reference, "grad")
-
-    # --- parametrizations ---------------------------------------------------------------------------------------------
 
     def test_parametrizations(self) -> None:
         """Beside one process, in training and evaluation, eager, recomputed and compiled."""
-        mesh = self.gtp_mesh()
         for name, make in PARAMETRIZED.items():
             for mode in ("eager", *OTHER_MODES.get(name, ())):
                 modules = []
@@ -256,7 +247,7 @@ class TestHooks(GlooTest):
                     use_reentrant = {"reentrant": True, "non-reentrant": False}.get(mode)
                     modules.append(Checkpointed(nn.Sequential(make(), nn.Tanh(), Raw()), use_reentrant))
                 reference, model = modules
-                gtp_shard(model, mesh, schedule=ALL)
+                gtp_shard(model, self.gtp_mesh(), schedule=ALL)
                 if mode == "compiled":
                     torch._dynamo.reset()
                     model.inner[0].compile(backend="aot_eager", fullgraph=True)
@@ -286,8 +277,6 @@ class TestHooks(GlooTest):
                 square_loss,
                 [topology(lambda model: gtp_shard(model, mesh, schedule=ALL), mesh), PLAIN],
             )
-
-    # --- torch.func ---------------------------------------------------------------------------------------------------
 
     def test_func_transforms(self) -> None:
         """Without gradients vmap runs; derivatives are refused, and what to use instead gives the right ones."""

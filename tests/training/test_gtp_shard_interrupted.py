@@ -85,17 +85,16 @@ class TestInterrupted(GlooTest):
         """Interrupt steps of one model, or first steps of new models, at ``num`` lines (0: at all)."""
         plain = Model()
         batches = torch.randn(num_microbatches, 8, WIDTH)
-        mesh = self.gtp_mesh()
 
         def build() -> tuple[Any, torch.optim.Optimizer]:
-            model = shard_copy(plain, mesh, schedule=schedule)
+            model = shard_copy(plain, self.gtp_mesh(), schedule=schedule)
             return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
         def step(model: nn.Module, optimizer: torch.optim.Optimizer, *, is_sharded: bool = True) -> None:
             for index, batch in enumerate(batches):
                 if is_sharded:
                     GTPModule.set_requires_gradient_sync(model, index == len(batches) - 1)
-                backward(model, rows_of_rank(batch, mesh) if is_sharded else batch)
+                backward(model, rows_of_rank(batch, self.gtp_mesh()) if is_sharded else batch)
             optimizer.step()
 
         model, optimizer = build()
@@ -186,14 +185,14 @@ class TestInterrupted(GlooTest):
             ):
 
                 def begin(_: object, args: object, output: torch.Tensor) -> None:
-                    hook.remove()  # the second thread trains alone, if nothing stops it  # noqa: B023
+                    hook.remove()  # the second thread trains alone, if nothing stops it
                     if place == "forward":  # noqa: B023
                         errors.append(error_in_thread(run))  # noqa: B023
                     else:
                         output.register_hook(lambda _: errors.append(error_in_thread(run)))  # noqa: B023
 
-                hook = model.layers[0].register_forward_hook(begin)
-                train()
+                with model.layers[0].register_forward_hook(begin) as hook:
+                    train()
                 assert_same_params(model, reference, "grad", **CLOSE)
                 model.zero_grad()
                 self.assertEqual(len(errors), 1)
@@ -204,18 +203,16 @@ class TestInterrupted(GlooTest):
     @pytest.mark.long
     def test_an_interrupted_microbatch_drops_the_others(self) -> None:
         """An error does not: the step may go on without that microbatch."""
-        mesh = self.gtp_mesh()
         for schedule, error in product((ALL, GROUPS), (KeyboardInterrupt, ValueError)):
             reference = Model()
-            model = shard_copy(reference, mesh, schedule=schedule)
+            model = shard_copy(reference, self.gtp_mesh(), schedule=schedule)
             batches = torch.randn(2, 8, WIDTH)
-            rows = [rows_of_rank(batch, mesh) for batch in batches]
+            rows = [rows_of_rank(batch, self.gtp_mesh()) for batch in batches]
             model.set_requires_gradient_sync(False)
             backward(model, rows[0])
-            hook = model.layers[1].register_forward_pre_hook(mock.Mock(side_effect=error))
-            with self.assertRaises(error):
+            fail = mock.Mock(side_effect=error)
+            with model.layers[1].register_forward_pre_hook(fail), self.assertRaises(error):
                 model(rows[1])
-            hook.remove()
             model.set_requires_gradient_sync(True)
             backward(model, rows[1])
             for batch in batches[1 if error is KeyboardInterrupt else 0 :]:

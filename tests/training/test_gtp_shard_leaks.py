@@ -132,11 +132,10 @@ class TestLeaks(GlooTest):
             self.make_many(name, number, lambda _, make=make: make(model))
 
     def make_models(self, number: int) -> None:
-        mesh = self.gtp_mesh()
 
         def train_one(is_reported: bool) -> None:
             torch.manual_seed(0)
-            model = gtp_shard(nn.Sequential(nn.Linear(8, 8)), mesh)
+            model = gtp_shard(nn.Sequential(nn.Linear(8, 8)), self.gtp_mesh())
             optimizer, ema = torch.optim.AdamW(model.parameters()), ShardedEMA(model, decay=0.9)
             model(torch.ones(2, 8)).sum().backward()
             optimizer.step()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,8 +10,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
-from common import ALL, GlooTest, assert_same_params, check_training, full, rows_of_rank, shared_directory
-from runtime_common import assert_idle, counted, gathers
+from common import ALL, GlooTest, check_training, full, shared_directory
+from runtime_common import assert_idle, counted, gathers, token_loss
 from schedules import explicit
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -24,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import Replicate
 from torch.utils.checkpoint import checkpoint
 
-from dtensor_gtp import GTPModule, GTPShard, SchedulePolicy, gtp_shard
+from dtensor_gtp import GTPShard, SchedulePolicy, gtp_shard
 from dtensor_gtp.report import sharding_report
 
 DIM = 16
@@ -43,8 +42,7 @@ class LoRALinear(nn.Module):
         self.lora_b = nn.Linear(RANK, DIM, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.base(x) + self.lora_b(self.lora_a(x))
-        return result
+        return self.base(x) + self.lora_b(self.lora_a(x))
 
 
 class QuantizedLinear(nn.Module):
@@ -84,8 +82,7 @@ class Block(nn.Module):
         self.second = LoRALinear(make_base())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = x + self.second(torch.tanh(self.first(self.norm(x))))
-        return result
+        return x + self.second(torch.tanh(self.first(self.norm(x))))
 
 
 class Model(nn.Module):
@@ -105,8 +102,7 @@ class Model(nn.Module):
             x.requires_grad_()
         for block in self.blocks:
             x = block(x) if self.use_reentrant is None else checkpoint(block, x, use_reentrant=self.use_reentrant)
-        logits: torch.Tensor = self.head(x)
-        return logits
+        return self.head(x)
 
 
 def lora(make_base: Callable[[], nn.Module] = lambda: nn.Linear(DIM, DIM)) -> Model:
@@ -126,26 +122,19 @@ def tokens_of(generator: torch.Generator) -> torch.Tensor:
     return torch.randint(0, 13, (8, 6), generator=generator)
 
 
-def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
-
 class TestLoRA(GlooTest):
     world_size = 2
 
     def train(self, reference: nn.Module, schedule: SchedulePolicy = TINY_ADAPTERS, **options: Any) -> Any:
-        mesh = self.gtp_mesh()
-        shard = partial(gtp_shard, mesh=mesh, schedule=schedule)
+        shard = partial(gtp_shard, mesh=self.gtp_mesh(), schedule=schedule)
         options = {"make_optimizer": on_trainable, "steps": 2, **options}
         frozen = {name: param.clone() for name, param in reference.named_parameters() if not param.requires_grad}
-        model = check_training(reference, shard, mesh, tokens_of, loss_of, **options)
+        model = check_training(reference, shard, self.gtp_mesh(), tokens_of, token_loss, **options)
         for name, before in frozen.items():
             param = dict(model.named_parameters())[name]
             assert torch.equal(full(param), before), f"{name} is frozen"
             assert param.grad is None, name
         return model
-
-    # --- what is trained and how it is placed -------------------------------------------------------------------------
 
     def test_placements(self) -> None:
         """Tiny adapters stay whole, large ones are sharded."""
@@ -161,8 +150,6 @@ class TestLoRA(GlooTest):
             reference.use_reentrant = use_reentrant
             self.train(reference, schedule)
 
-    # --- what frozen weights cost -------------------------------------------------------------------------------------
-
     def test_frozen_weights_are_not_reduced(self) -> None:
         """Only adapters communicate gradients: one reduce-scatter each, or one all-reduce for all that are whole."""
         for schedule, expected in ((TINY_ADAPTERS, (0, 1)), (ALL, (8, 0))):
@@ -170,7 +157,7 @@ class TestLoRA(GlooTest):
             tokens = tokens_of(torch.Generator().manual_seed(0))
             for step in range(2):
                 with gathers(model) as used, counted() as counts:
-                    loss_of(model, tokens).backward()
+                    token_loss(model, tokens).backward()
                 self.assertEqual(counts()[1:], expected)
                 for name, count in used.items():
                     # No gradient flows below the first block: its first base has no dgrad, but the first backward
@@ -213,35 +200,16 @@ class TestLoRA(GlooTest):
                 self.assertRegex(line, "not floating point")
             self.assertEqual(model.blocks[0].first.base.quantized.dtype, torch.int8)
 
-    def test_unfreezing_for_the_last_microbatch(self) -> None:
-        """A weight whose first use with a gradient is in the microbatch that reduces."""
-        mesh = self.gtp_mesh()
-        reference = lora()
-        model = gtp_shard(copy.deepcopy(reference), mesh, schedule=TINY_ADAPTERS)
-        for index in range(3):
-            is_last = index == 2
-            tokens = tokens_of(torch.Generator().manual_seed(index))
-            model.set_requires_gradient_sync(is_last)
-            for module in (reference, model):
-                module.blocks[0].second.base.requires_grad_(is_last)
-                rows = rows_of_rank(tokens, mesh) if isinstance(module, GTPModule) else tokens
-                loss_of(module, rows).backward()
-        assert_same_params(model, reference, "grad")
-        assert_idle(model)
-
-    # --- checkpoints --------------------------------------------------------------------------------------------------
-
     def test_checkpoint_of_adapters_alone(self) -> None:
         """Adapters and their optimizer state, saved without the base, continue on a base that is built again."""
-        mesh = self.gtp_mesh()
         options = StateDictOptions(ignore_frozen_params=True)
         for schedule in (TINY_ADAPTERS, ALL):
             model = self.train(lora(), schedule)
             optimizer = on_trainable(list(model.parameters()))
-            loss_of(model, tokens_of(torch.Generator().manual_seed(5))).backward()
+            token_loss(model, tokens_of(torch.Generator().manual_seed(5))).backward()
             optimizer.step()
             optimizer.zero_grad()
-            other = gtp_shard(lora(), mesh, schedule=schedule)
+            other = gtp_shard(lora(), self.gtp_mesh(), schedule=schedule)
             other_optimizer = on_trainable(list(other.parameters()))
             with shared_directory() as directory:
                 state = {
@@ -260,7 +228,7 @@ class TestLoRA(GlooTest):
                 set_optimizer_state_dict(other, other_optimizer, state["optimizer"], options=loose)
             for step in range(2):
                 tokens = tokens_of(torch.Generator().manual_seed(10 + step))
-                losses = [loss_of(module, tokens) for module in (model, other)]
+                losses = [token_loss(module, tokens) for module in (model, other)]
                 assert torch.equal(*losses), "the next forward uses what was loaded"
                 for loss, each in zip(losses, (optimizer, other_optimizer), strict=True):
                     loss.backward()

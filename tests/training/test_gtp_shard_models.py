@@ -269,11 +269,10 @@ class TestModels(GlooTest):
 
     def test_batch_norm_training_statistics_are_local(self) -> None:
         """In train mode BatchNorm sees the rows of its rank, as in any data parallelism; its buffers stay local."""
-        mesh = self.gtp_mesh()
         reference = conv_norms().double()
-        model = gtp_shard(copy.deepcopy(reference), mesh, schedule=ALL)
+        model = gtp_shard(copy.deepcopy(reference), self.gtp_mesh(), schedule=ALL)
         batch = wide(8, 3, 6, 6)
-        mean_square(model(rows_of_rank(batch, mesh))).backward()
+        mean_square(model(rows_of_rank(batch, self.gtp_mesh()))).backward()
         for param in reference.parameters():
             param.grad = torch.zeros_like(param)
         for index, rows in enumerate(batch.chunk(self.world_size)):
@@ -297,38 +296,12 @@ class TestModels(GlooTest):
                 mean_square(module(batch)).backward()
             assert_same_params(model, layer, "grad")
 
-    def test_autocast(self) -> None:
-        """Under autocast the fused op steps back: autocast decides about each weight, gradients stay float32."""
-        mesh = self.gtp_mesh()
-        reference = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Conv1d(4, 4, 1), nn.Linear(8, 4))
-        dtypes = []
-
-        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                output = model(batch)
-            dtypes.append(output.dtype)
-            return mean_square(output.float())
-
-        model = check_training(
-            reference,
-            partial(gtp_shard, mesh=mesh, schedule=ALL),
-            mesh,
-            lambda generator: torch.randn(8, 4, 6, generator=generator),
-            loss,
-            make_optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-            steps=2,
-            tolerance={"rtol": 3e-2, "atol": 2e-3},
-        )
-        self.assertEqual(set(dtypes), {torch.bfloat16})
-        self.assertEqual({param.dtype for param in model.parameters()}, {torch.float32})
-
     def test_functional_call(self) -> None:
         """With the module's own parameters it is a call; other tensors would not see their gradients: refused."""
-        mesh = self.gtp_mesh()
         reference = nn.Sequential(nn.Linear(6, 6), nn.Conv1d(4, 4, 1)).double()
-        model = gtp_shard(copy.deepcopy(reference), mesh, schedule=ALL)
+        model = gtp_shard(copy.deepcopy(reference), self.gtp_mesh(), schedule=ALL)
         batch = wide(8, 4, 6)
-        rows = rows_of_rank(batch, mesh)
+        rows = rows_of_rank(batch, self.gtp_mesh())
         mean_square(reference(batch)).backward()
         own = dict(model.named_parameters())
         mean_square(torch.func.functional_call(model, own, (rows,))).backward()

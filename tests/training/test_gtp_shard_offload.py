@@ -12,11 +12,10 @@ from unittest import mock
 
 import torch
 import torch.nn as nn
-from common import ALL, GlooTest, assert_same_params, check_training, fake_world, fused_on, rows_of_rank
+from common import ALL, GlooTest, assert_same_params, check_training, fake_mesh, fused_on, rows_of_rank
 from runtime_common import WIDTH, make_rows, members_of, runtime_of
 from schedules import explicit
 from test_gtp_shard_training import Tied, next_token_loss, token_batch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.testing._internal.common_utils import TestCase
 from torch.utils.checkpoint import checkpoint
@@ -38,8 +37,7 @@ class Twice(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x) + self.norm(self.first(x)) @ self.scale
-        y: torch.Tensor = checkpoint(lambda z: self.last(z), x, use_reentrant=False)
-        return y
+        return checkpoint(lambda z: self.last(z), x, use_reentrant=False)
 
 
 def storages(tensors: Any) -> set[int]:
@@ -138,8 +136,7 @@ class TestOffload(GlooTest):
 
 class TestRefused(TestCase):
     def test_combinations(self) -> None:
-        with fake_world(world_size=4):
-            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "gtp"))
+        with fake_mesh(2, 2, names=("dp", "gtp")) as mesh:
             model = gtp_shard(nn.Sequential(nn.Linear(8, 8)), mesh["gtp"], schedule=ALL, **OFFLOAD)
             quantized, copies = quantize_(nn.Linear(32, 32), "mxfp8"), explicit(gather_backend="copy_engine")
             for message, call in (

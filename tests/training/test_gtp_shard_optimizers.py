@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from checkpoint_common import adamw, local, make, make_sharded, shard, tokens_of_step, train
-from common import ALL, GlooTest, assert_same_params, check_training, fake_world, full, rows_of_rank
+from checkpoint_common import local, make, make_sharded, shard, tokens_of_step
+from common import ALL, GlooTest, assert_same_params, check_training, fake_mesh, full, rows_of_rank
 from runtime_common import counted
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -93,48 +93,6 @@ class TestOptimizers(GlooTest):
                 changed = (model.embedding._parameters["weight"].full_tensor() != make(0).embedding.weight).any(dim=1)
                 self.assertTrue(changed.all(), msg=f"{name}: {changed}")
 
-    def test_zero_grad(self) -> None:
-        mesh = self.gtp_mesh()
-        model = make_sharded(0, mesh)
-        optimizer = adamw(model)
-
-        def grads() -> list[torch.Tensor]:
-            return [local(param.grad).clone() for param in model.parameters()]
-
-        backward(model, mesh)
-        once = grads()
-        backward(model, mesh)
-        self.assertEqual(grads(), [2 * grad for grad in once])
-        for set_to_none in (False, True):
-            optimizer.zero_grad(set_to_none)
-            assert all(
-                param.grad is None if set_to_none else not full(param.grad).any() for param in model.parameters()
-            )
-            backward(model, mesh)
-            self.assertEqual(grads(), once, rtol=0, atol=0)
-
-    def test_lr_schedule_and_weight_average(self) -> None:
-        """Parameters are averaged as the tensors they are."""
-        mesh = self.gtp_mesh()
-        model, reference = make_sharded(0, mesh), make(0)
-        averages: list[list[torch.Tensor]] = []
-        for trained, on in ((model, mesh), (reference, None)):
-            optimizer = torch.optim.AdamW(trained.parameters(), lr=torch.tensor(1e-2), fused=True)
-            warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
-            cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)
-            scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], milestones=[2])
-            average = [param.detach().clone() for param in trained.parameters()]
-            for step in range(3):
-                train(trained, optimizer, [step], on)
-                scheduler.step()
-                torch._foreach_lerp_(average, [param.detach() for param in trained.parameters()], 0.25)
-            averages.append(average)
-        assert_same_params(model, reference)
-        for actual, expected in zip(*averages, strict=True):
-            torch.testing.assert_close(full(actual), expected)
-
-    # --- clipping -----------------------------------------------------------------------------------------------------
-
     def test_r10_clip_grad_norm(self) -> None:
         # One of four ranks has a shard without rows, which have no maximum.
         one, two = self.gtp_mesh(), self.hsdp_mesh()
@@ -167,15 +125,12 @@ class TestOptimizers(GlooTest):
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
 
     def test_clip_grad_value(self) -> None:
-        mesh = self.gtp_mesh()
         for foreach in (True, False):
-            model, reference = with_gradients(mesh)
+            model, reference = with_gradients(self.gtp_mesh())
             for clipped in (reference, model):
                 nn.utils.clip_grad_value_(clipped.parameters(), 0.01, foreach=foreach)
             assert_same_params(model, reference, "grad")
             self.assertEqual(max(full(p.grad).abs().max().item() for p in model.parameters()), 0.01, rtol=1e-6, atol=0)
-
-    # --- loss scaling -------------------------------------------------------------------------------------------------
 
     def test_grad_scaler_skips_a_step_on_all_ranks_or_on_none(self) -> None:
         for fused, mesh, name in (
@@ -211,8 +166,6 @@ class TestOptimizers(GlooTest):
                 self.assertEqual(any(has_moved), step != 1, msg=f"{name} {fused}")
                 self.assertEqual(scaler.get_scale(), [64.0, 32.0, 32.0, 64.0][step])
             assert_same_params(model, reference, rtol=1e-4, atol=1e-5)
-
-    # --- Muon ---------------------------------------------------------------------------------------------------------
 
     def matrices(self) -> dict[str, tuple[torch.Size, GTPShard | Replicate]]:
         return {
@@ -265,8 +218,7 @@ class TestOptimizers(GlooTest):
             self.assertLess(error.item(), 2e-3, msg=name)
 
     def test_muon_exchanges_shards_twice_for_as_many_matrices_as_ranks(self) -> None:
-        mesh = self.gtp_mesh()
-        params = [nn.Parameter(distribute_tensor(torch.randn(7, 6), mesh, [GTPShard(0)])) for _ in range(6)]
+        params = [nn.Parameter(distribute_tensor(torch.randn(7, 6), self.gtp_mesh(), [GTPShard(0)])) for _ in range(6)]
         optimizer = Muon(params)
         for param in params:
             param.grad = torch.ones_like(param)
@@ -287,15 +239,13 @@ class TestOptimizers(GlooTest):
             self.assertEqual(param.full_tensor(), want.detach(), rtol=0, atol=0, msg=f"{placements}")
 
     def test_muon_trains_and_its_state_is_that_of_torch_muon(self) -> None:
-        mesh = self.gtp_mesh()
-        torch.manual_seed(0)
         reference = nn.Sequential(nn.Linear(9, 14, bias=False), nn.Linear(14, 6, bias=False))
-        model = gtp_shard(copy.deepcopy(reference), mesh, schedule=ALL)
+        model = gtp_shard(copy.deepcopy(reference), self.gtp_mesh(), schedule=ALL)
         optimizer, expected = Muon(model.parameters(), lr=0.05), torch.optim.Muon(reference.parameters(), lr=0.05)
         for step in range(3):
             x = torch.randn(64, 9, generator=torch.Generator().manual_seed(step))
             reference(x).square().mean().backward()
-            model(rows_of_rank(x, mesh)).square().mean().backward()
+            model(rows_of_rank(x, self.gtp_mesh())).square().mean().backward()
             assert_same_params(model, reference, "grad", rtol=1e-3, atol=1e-4)
             for each in (optimizer, expected):
                 each.step()
@@ -319,8 +269,7 @@ class TestOptimizers(GlooTest):
 
 def test_a_model_that_is_collected_during_a_step_does_not_break_it() -> None:
     """torch goes through its hooks one by one: none of ours may leave the list because its model has died."""
-    with fake_world():
-        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("gtp",))
+    with fake_mesh(4) as mesh:
         kept = nn.Parameter(torch.ones(1))
         optimizer = torch.optim.SGD([kept], lr=1.0)
         kept.grad = torch.ones(1)

@@ -143,9 +143,8 @@ class TestReads(GlooTest):
 
     def test_unsharded_parameters_outside_of_a_forward(self) -> None:
         """Weights and parameters that stay whole read as what code computes with, and train."""
-        mesh = self.gtp_mesh()
         reference = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
-        model = shard_copy(reference, mesh)
+        model = shard_copy(reference, self.gtp_mesh())
         batch = make_rows(0)
 
         def loss_of(one: nn.Sequential, rows: torch.Tensor) -> torch.Tensor:
@@ -155,7 +154,7 @@ class TestReads(GlooTest):
 
         model.unshard()
         for _ in range(2):
-            for one, rows in ((reference, batch), (model, rows_of_rank(batch, mesh))):
+            for one, rows in ((reference, batch), (model, rows_of_rank(batch, self.gtp_mesh()))):
                 loss_of(one, rows).backward()
         assert_same_params(model, reference, "grad")
         self.assertTrue(all(isinstance(param, DTensor) for param in model.parameters()))
@@ -163,10 +162,9 @@ class TestReads(GlooTest):
         self.assertIsInstance(model[1].bias, DTensor)
 
     def test_a_broken_backward_says_what_else_is_lost(self) -> None:
-        mesh = self.gtp_mesh()
-        x = rows_of_rank(make_rows(0), mesh)
+        x = rows_of_rank(make_rows(0), self.gtp_mesh())
         for is_synced in (True, False):
-            model = gtp_shard(linears(2), mesh, schedule=ALL)
+            model = gtp_shard(linears(2), self.gtp_mesh(), schedule=ALL)
             model.set_requires_gradient_sync(is_synced)
             square_loss(model, x).backward()
             output = model(x)
@@ -180,9 +178,8 @@ class TestReads(GlooTest):
 
     def test_an_optimizer_for_each_parameter(self) -> None:
         """Each step costs what it updates, and parameters that were replaced are known."""
-        mesh = self.gtp_mesh()
         reference = linears(3)
-        model = shard_copy(reference, mesh)
+        model = shard_copy(reference, self.gtp_mesh())
         model.set_reshard_after_backward(False)  # stays gathered: a step that is not seen leaves old weights
         batch = make_rows(0)
         for round_ in range(2):
@@ -191,7 +188,7 @@ class TestReads(GlooTest):
             pairs = [[torch.optim.SGD([p], lr=0.1) for p in one.parameters()] for one in (reference, model)]
             for _ in range(2):
                 square_loss(reference, batch).backward()
-                square_loss(model, rows_of_rank(batch, mesh)).backward()
+                square_loss(model, rows_of_rank(batch, self.gtp_mesh())).backward()
                 for optimizer in (*pairs[0], *pairs[1]):
                     optimizer.step()
                     optimizer.zero_grad()
@@ -216,8 +213,7 @@ class TestReads(GlooTest):
         self.assertEqual([weight.versions.num_updates for weight in members_of(model).weights], [1, 1])
 
     def test_a_step_on_what_was_replaced_and_unsharded_before_any_forward(self) -> None:
-        mesh = self.gtp_mesh()
-        model = gtp_shard(nn.Linear(WIDTH, WIDTH, bias=False), mesh, schedule=ALL)
+        model = gtp_shard(nn.Linear(WIDTH, WIDTH, bias=False), self.gtp_mesh(), schedule=ALL)
         model(torch.ones(1, WIDTH)).sum().backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         model.load_state_dict({n: p.detach().clone() for n, p in model.state_dict().items()}, assign=True)
@@ -230,7 +226,6 @@ class TestReads(GlooTest):
 
     def test_tie_to_a_module_of_several_calls(self) -> None:
         """One runtime serves them all: with two, both would reduce the weight that they share."""
-        mesh = self.gtp_mesh()
         alone = explicit(min_shard_numel=0, coalesce_grad_nbytes=0, max_inflight_reduce_scatters=1)
         first = nn.Sequential(*linears(3), linears(1))
         second = linears(1)
@@ -238,13 +233,13 @@ class TestReads(GlooTest):
         reference = nn.ModuleList([second, first])
         model = copy.deepcopy(reference)
         for module in (model[1][3], model[1], model[0]):
-            gtp_shard(module, mesh, schedule=alone)
+            gtp_shard(module, self.gtp_mesh(), schedule=alone)
         self.assertEqual(len({id(binding_of(part).group.runtime) for part in (*model, model[1][3])}), 1)
         seen = []
         model[0][0].weight.register_post_accumulate_grad_hook(lambda param: seen.append(full(param.grad).clone()))
         batch = make_rows(0)
         for part in (reference, model):
-            rows = batch if part is reference else rows_of_rank(batch, mesh)
+            rows = batch if part is reference else rows_of_rank(batch, self.gtp_mesh())
             square_loss(nn.Sequential(*part), rows).backward()
         self.assertEqual(len(seen), 1)
         torch.testing.assert_close(seen[0], reference[0][0].weight.grad)

@@ -89,15 +89,14 @@ class TestSwitches(GlooTest):
 
     def test_zero_grad_keeps_sums_that_were_not_synced(self) -> None:
         """As under ``fully_shard``; single weights, groups, whole parameters."""
-        mesh = self.hsdp_mesh()
         for schedule in (ALL, GROUPS):
             for name in ("set_requires_gradient_sync", "set_requires_all_reduce"):
                 reference = nn.Sequential(*(small_model() for _ in range(4)), nn.Linear(WIDTH, WIDTH))
-                model = shard_copy(reference, mesh, schedule=schedule)
+                model = shard_copy(reference, self.hsdp_mesh(), schedule=schedule)
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
                 for seed, is_last in ((0, False), (1, True)):
                     getattr(model, name)(is_last)
-                    square_step(model, rows_of_rank(make_rows(seed), mesh))
+                    square_step(model, rows_of_rank(make_rows(seed), self.hsdp_mesh()))
                     square_step(reference, make_rows(seed))
                     if not is_last:
                         optimizer.zero_grad()
@@ -158,9 +157,8 @@ class TestSwitches(GlooTest):
 
     def test_optimizer_step_in_backward(self) -> None:
         """One optimizer for each parameter, which steps in its post-accumulate-grad hook and frees the gradient."""
-        mesh = self.gtp_mesh()
         reference = small_model()
-        model = shard_copy(reference, mesh)
+        model = shard_copy(reference, self.gtp_mesh())
 
         def step_at_once(root: nn.Module) -> None:
             for param in root.parameters():
@@ -176,7 +174,7 @@ class TestSwitches(GlooTest):
         step_at_once(model)
         for seed in range(2):
             square_step(reference, make_rows(seed))
-            square_step(model, rows_of_rank(make_rows(seed), mesh))
+            square_step(model, rows_of_rank(make_rows(seed), self.gtp_mesh()))
             assert all(param.grad is None for param in model.parameters())
             assert_same_params(model, reference)
             assert_idle(model)
@@ -253,8 +251,6 @@ class TestSwitches(GlooTest):
             gtp_shard(model, mesh, schedule=ALL)
         assert type(model) is nn.Sequential
         assert not any(isinstance(param, DTensor) for param in model.parameters())
-
-    # --- the order of collectives --------------------------------------------------------------------------------
 
     def test_r26_debug_order_finds_weights_that_only_some_ranks_use(self) -> None:
         """Layers of one shape: without the check, collectives of different weights would mix silently."""

@@ -8,8 +8,8 @@ from functools import partial
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from common import ALL, GlooTest, assert_same_params, check_training, full, rows_of_rank
+from runtime_common import token_loss as next_token_loss
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
@@ -38,8 +38,7 @@ class Zoo(nn.Module):
         x = x @ self.raw
         for weight in self.list:
             x = torch.tanh(x @ weight)
-        logits: torch.Tensor = self.head(self.out(x))
-        return logits
+        return self.head(self.out(x))
 
 
 class Tied(nn.Module):
@@ -99,10 +98,6 @@ def float_batch(generator: torch.Generator) -> torch.Tensor:
 
 def token_batch(generator: torch.Generator) -> torch.Tensor:
     return torch.randint(0, 33, (8, 6), generator=generator)
-
-
-def next_token_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 class TestTraining(GlooTest):
@@ -196,16 +191,15 @@ class TestTraining(GlooTest):
         self.assertEqual(full(model.head.weight.grad), reference.head.weight.grad)
 
     def test_two_models_that_share_a_module(self) -> None:
-        mesh = self.gtp_mesh()
         shared = nn.Linear(6, 6)
         references = [nn.Sequential(shared, nn.Linear(6, 5)), nn.Sequential(nn.Linear(6, 6), shared)]
         models = copy.deepcopy(references)
         for model in models:
-            gtp_shard(model, mesh, schedule=ALL)
+            gtp_shard(model, self.gtp_mesh(), schedule=ALL)
         for step in range(2):
             batch = float_batch(torch.Generator().manual_seed(step))
             for model, reference in zip(models, references, strict=True):
                 square_loss(reference, batch).backward()
-                square_loss(model, rows_of_rank(batch, mesh)).backward()
+                square_loss(model, rows_of_rank(batch, self.gtp_mesh())).backward()
         for model, reference in zip(models, references, strict=True):
             assert_same_params(model, reference, "grad")
