@@ -69,8 +69,6 @@ HOST = {
         "sharding_report", replace("printable", "str"), "test_report_page.py::TestPage::test_names_reach_no_terminal"
     ),
     "a save behind training writes into the checkpoint": Bug(
-        "async_save",
-        replace("_Writer(path, keep)", "FileSystemWriter(path)"),
-        "test_checkpoint_save.py::test_a_rank_is_killed",
+        "async_save", replace("_Writer(path, keep)", "FileSystemWriter(path)"), "test_a_rank_is_killed"
     ),
 }

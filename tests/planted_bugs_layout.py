@@ -5,25 +5,10 @@ from __future__ import annotations
 from planted_bugs_changes import argument, assign, drop, flip, negate, never, replace, returns, without
 from planted_bugs_type import Bug
 
-PLACEMENT = "test_placement.py"
-GTP_PLACEMENT_OPS = "test_gtp_placement_ops.py"
-GTP_PLACEMENT = "test_gtp_placement.py"
-RANDOM_INIT = "test_gtp_shard_random_init.py::TestRandomInit"
-MESH = "test_mesh.py"
-MESH_RNG = "test_mesh_rng.py"
-NATIVE_CHECKPOINT = "test_native_checkpoint.py::TestNativeCheckpoint"
-SEGMENTS = "test_elastic_plan.py::TestSegments"
-SIX_RANKS = "test_elastic.py::TestSixRanks"
-MOVES = "test_elastic_transfer.py::TestMoves"
-ELASTIC_CHECKPOINT = "test_elastic_checkpoint.py::TestElasticCheckpoint"
-HANDOVER = "test_elastic_handover.py::TestHandover"
-SAVE = "test_checkpoint_save.py::TestSave"
 
 LAYOUT = {
     "mesh of a single parameter is forgotten": Bug(
-        "_own_mesh",
-        replace("in_rank_order(mesh)", "default"),
-        "test_gtp_shard_from_fully_shard.py::TestMeshes::test_meshes_of_single_parameters",
+        "_own_mesh", replace("in_rank_order(mesh)", "default"), "test_meshes_of_single_parameters"
     ),
     "param.data leaves the shard": Bug("_set", drop("set_local"), "test_data_of_parameters"),
     "param.data shares memory with the tensor given": Bug(
@@ -32,46 +17,40 @@ LAYOUT = {
     "rows that no chunk has": Bug(
         "chunk_rows",
         replace("-(-num_blocks // num_chunks)", "num_blocks // num_chunks"),
-        f"{PLACEMENT}::test_chunks_are_whole_blocks_in_order",
+        "test_chunks_are_whole_blocks_in_order",
     ),
     "last uneven chunk is full": Bug(
-        "chunk_size_and_offset", returns("(rows, offset)"), f"{PLACEMENT}::test_chunks_are_whole_blocks_in_order"
+        "chunk_size_and_offset", returns("(rows, offset)"), "test_chunks_are_whole_blocks_in_order"
     ),
     "layouts of other blocks are equal": Bug(
         "_BlockGTPShard.__eq__",
         replace("(self.dim, self.block_size) == (other.dim, other.block_size)", "self.dim == other.dim"),
-        f"{PLACEMENT}::test_block_layouts_equal_only_themselves",
+        "test_block_layouts_equal_only_themselves",
     ),
     "padding is not told": Bug(
-        "_BlockGTPShard._split_tensor",
-        replace("largest - size", "0"),
-        f"{PLACEMENT}::test_split_tensor_gives_the_chunks",
+        "_BlockGTPShard._split_tensor", replace("largest - size", "0"), "test_split_tensor_gives_the_chunks"
     ),
     "block size is lost by a transpose": Bug(
-        "propagation:_put_back",
-        assign("placements[axis]", "q"),
-        f"{GTP_PLACEMENT_OPS}::test_transposes_carry_the_blocks_along",
+        "propagation:_put_back", assign("placements[axis]", "q"), "test_transposes_carry_the_blocks_along"
     ),
     "maximum of a shard without rows": Bug(
-        "propagate_block_op", without("op in _EXTREMA"), f"{GTP_PLACEMENT_OPS}::test_other_ops_give_right_values"
+        "propagate_block_op", without("op in _EXTREMA"), "test_other_ops_give_right_values"
     ),
     "shape before another axis": Bug(
-        "_shape_before",
-        argument("mesh_coordinate", 1, "axis"),
-        f"{GTP_PLACEMENT}::test_redistribute_to_every_layout_and_back",
+        "_shape_before", argument("mesh_coordinate", 1, "axis"), "test_redistribute_to_every_layout_and_back"
     ),
     "rows that move are not cut anew": Bug(
         "_is_recut",
         argument("any", 0, "(_shards(p, dim) for p, _ in changed)"),
-        f"{GTP_PLACEMENT}::test_redistribute_to_every_layout_and_back",
+        "test_redistribute_to_every_layout_and_back",
     ),
     "each rank draws the first rows": Bug(
         "WholeDraws.draw",
         replace("compat.own_part(...)", "full.flatten()[: local.numel()].view(local.shape)"),
-        f"{RANDOM_INIT}::test_reset_parameters",
+        "test_reset_parameters",
     ),
     "truth value of a rank's own part": Bug(
-        "WholeDraws.read_scalar", negate("self.is_on_our_mesh(target)"), f"{RANDOM_INIT}::test_init_functions"
+        "WholeDraws.read_scalar", negate("self.is_on_our_mesh(target)"), "test_init_functions"
     ),
     "sum of one shard counts for all": Bug(
         "is_whole_scalar", without("spec.is_replicated()"), "test_only_whole_scalars_mix"
@@ -91,9 +70,7 @@ LAYOUT = {
         "decide", without("manager_of_replaced(param)"), "test_tie_to_a_module_of_several_calls"
     ),
     "block size of a placement is lost": Bug(
-        "_asked_placement",
-        argument("GTPShard", "block_size", None),
-        "test_gtp_shard_init.py::TestPlacements::test_shard_placement_fn",
+        "_asked_placement", argument("GTPShard", "block_size", None), "test_shard_placement_fn"
     ),
     "trained again after gtp_shard": Bug(
         "_make_param",
@@ -104,9 +81,7 @@ LAYOUT = {
         "agree_on_all_ranks", argument("_code_of", 0, r"'\n'.join(described[:4])"), "test_models_that_differ"
     ),
     "replicas in another order": Bug(
-        "in_rank_order",
-        argument("range", 0, "1"),
-        "test_gtp_shard_resharding.py::TestResharding::test_r11_a_mesh_with_permuted_columns_is_put_in_order",
+        "in_rank_order", argument("range", 0, "1"), "test_r11_a_mesh_with_permuted_columns_is_put_in_order"
     ),
     "optimizer of before is not seen": Bug(
         "_refuse_holders",
@@ -116,37 +91,37 @@ LAYOUT = {
     "inverse of the order of ranks": Bug(
         "start_process_group",
         replace("rank_order.index(rank)", "rank_order[rank]"),
-        "test_mesh_start.py::test_rank_order_says_where_each_process_stands",
+        "test_rank_order_says_where_each_process_stands",
     ),
     "batch axis without gtp": Bug(
         "mesh:_build",
         replace("dense['replicate', 'dp', 'gtp']", "dense['replicate', 'dp']"),
-        f"{MESH}::test_meshes_hold_what_they_should_on_every_rank",
+        "test_meshes_hold_what_they_should_on_every_rank",
     ),
     "copies of experts leave out expert_dp": Bug(
         "mesh:_build",
         replace("expert['replicate', 'expert_dp']", "expert['replicate',]"),
-        f"{MESH}::test_copies_of_experts_are_along_replicate_and_expert_dp",
+        "test_copies_of_experts_are_along_replicate_and_expert_dp",
     ),
     "tp draws unlike": Bug(
         "MeshRNG.manual_seed",
         replace("DATA_AXES", "DENSE_AXES"),
-        f"{MESH_RNG}::test_what_ranks_draw_is_unlike_along_the_axes_of_a_region_only",
+        "test_what_ranks_draw_is_unlike_along_the_axes_of_a_region_only",
     ),
     "stages draw the same numbers in a region": Bug(
         "MeshRNG._resolve",
         replace("axis in axes or axis == 'pp'", "axis in axes"),
-        f"{MESH_RNG}::test_what_ranks_draw_is_unlike_along_the_axes_of_a_region_only",
+        "test_what_ranks_draw_is_unlike_along_the_axes_of_a_region_only",
     ),
     "region seeded without its coordinates": Bug(
         "MeshRNG._seed_of",
         replace("((axis, self._coordinates[axis]) for axis in names)", "names"),
-        f"{MESH_RNG}::test_what_ranks_draw_is_unlike_along_the_axes_of_a_region_only",
+        "test_what_ranks_draw_is_unlike_along_the_axes_of_a_region_only",
     ),
     "region draws from the default stream": Bug(
         "MeshRNG._draw",
         replace("self._common", "None"),
-        f"{MESH_RNG}::test_what_ranks_draw_is_unlike_along_the_axes_of_a_region_only",
+        "test_what_ranks_draw_is_unlike_along_the_axes_of_a_region_only",
     ),
     "matrix is orthogonalized as its transpose": Bug(
         "optim:_exchange",
@@ -157,29 +132,27 @@ LAYOUT = {
         "Muon._step_group", argument("lerp_", 1, "group['momentum']"), "test_r7_muon_has_the_bits_of_one_process"
     ),
     "part of a plane begins elsewhere": Bug(
-        "_plane_begin",
-        replace("spec.size(dim - ndim, begin)", "begin"),
-        f"{NATIVE_CHECKPOINT}::test_one_recipe_into_another",
+        "_plane_begin", replace("spec.size(dim - ndim, begin)", "begin"), "test_one_recipe_into_another"
     ),
     "blocks around a region are not cut off": Bug(
-        "_Region.values", argument("narrow", 1, "0"), f"{NATIVE_CHECKPOINT}::test_bfloat16_into_native_and_back"
+        "_Region.values", argument("narrow", 1, "0"), "test_bfloat16_into_native_and_back"
     ),
     "box of a slice forgets its offset": Bug(
         "box_of_rank",
         replace("offset[weight.dim] += start", "offset[weight.dim] = start"),
-        f"{SEGMENTS}::test_boxes_are_those_of_the_placement",
+        "test_boxes_are_those_of_the_placement",
     ),
     "segment has another owner": Bug(
         "segments_of",
         replace(
             "holders[cell][replica].append(rank)", "holders[cell][replica].append(layout.replicas[replica].ranks[0])"
         ),
-        f"{SEGMENTS}::test_sum_with_tensor_parallelism_of_equal_and_unequal_sizes",
+        "test_sum_with_tensor_parallelism_of_equal_and_unequal_sizes",
     ),
     "segment between unequal replicas is lost": Bug(
         "segments_of",
         replace("boxes.values()", "(box for rank, box in boxes.items() if rank in layout.replicas[0].ranks)"),
-        f"{SEGMENTS}::test_printed_plan",
+        "test_printed_plan",
     ),
     "small batch leaves a rank without samples": Bug(
         "ReplicaLayout.batch_counts",
@@ -189,41 +162,37 @@ LAYOUT = {
     "weights of unequal shares": Bug(
         "ReplicaSync._weigh",
         replace("own[self._place.gtp] * len(own)", "own[self._place.gtp]"),
-        f"{SIX_RANKS}::test_split_that_is_not_the_planned_one",
+        "test_split_that_is_not_the_planned_one",
     ),
     "copy of a segment counts as often as there are copies": Bug(
-        "ReplicaSync._make_channels", argument("Channel", 1, "1"), f"{SIX_RANKS}::test_tensor_parallel_replicas"
+        "ReplicaSync._make_channels", argument("Channel", 1, "1"), "test_tensor_parallel_replicas"
     ),
     "tensor-parallel bias counts once too often": Bug(
-        "ReplicaSync._spread", assign("whole[slices]", "grad"), f"{SIX_RANKS}::test_tensor_parallel_replicas"
+        "ReplicaSync._spread", assign("whole[slices]", "grad"), "test_tensor_parallel_replicas"
     ),
     "each replica clips by its own norm": Bug(
         "clip_grad_norm_",
         replace("dist.broadcast(...)", "del mesh"),
-        f"{SIX_RANKS}::test_clipping_keeps_replicas_equal_to_the_last_bit",
+        "test_clipping_keeps_replicas_equal_to_the_last_bit",
     ),
     "rest of a box is lost": Bug(
-        "Box.subtract",
-        replace("begin < end", "begin + 1 < end"),
-        f"{MOVES}::test_subtract_leaves_boxes_that_do_not_overlap",
+        "Box.subtract", replace("begin < end", "begin + 1 < end"), "test_subtract_leaves_boxes_that_do_not_overlap"
     ),
     "nearest rank is not asked": Bug(
         "plan_moves.nearest",
         replace("(replica_of[rank] - replica) % num_replicas", "replica_of[rank]"),
-        f"{MOVES}::test_the_nearest_rank_sends",
+        "test_the_nearest_rank_sends",
     ),
     "new rank joins the largest replica": Bug(
         "members_of", replace("min", "max"), "test_ranks_that_join_go_to_the_smallest_replica"
     ),
     "oldest step is recovered": Bug(
-        "_latest_complete_step",
-        argument("sorted", "reverse", None),
-        f"{ELASTIC_CHECKPOINT}::test_the_latest_step_that_is_complete_is_taken",
+        "_latest_complete_step", argument("sorted", "reverse", None), "test_the_latest_step_that_is_complete_is_taken"
     ),
     "two replicas write a checkpoint": Bug(
         "ReplicaSavePlanner.__init__",
         flip("mesh.place.replica == ...", "<="),
-        f"{ELASTIC_CHECKPOINT}::test_from_unequal_replicas_to_any_layout_and_back",
+        "test_from_unequal_replicas_to_any_layout_and_back",
     ),
     "a report draws parts without their blocks": Bug(
         "pictures:parts_of", argument("chunk_size_and_offset", 3, None), "test_parts_are_what_ranks_hold"
@@ -240,44 +209,40 @@ LAYOUT = {
         "test_bars_end_with_their_last_use",
     ),
     "plans of another rank's coordinate are kept": Bug(
-        "wrap_planner.clear_caches",
-        drop("plan_cached.cache_clear()"),
-        "test_dtensor_threads.py::TestRegroup::test_plans_of_another_rank_are_forgotten",
+        "wrap_planner.clear_caches", drop("plan_cached.cache_clear()"), "test_plans_of_another_rank_are_forgotten"
     ),
     "handler is put aside for all threads": Bug(
         "_HandlersOfThread.__init__",
         assign("self._aside", "type('Shared', (), {})()"),
-        "test_dtensor_threads.py::TestThreads::test_handler_is_put_aside_for_one_thread",
+        "test_handler_is_put_aside_for_one_thread",
     ),
     "handed over state runs code": Bug(
-        "handover:_read", argument("load", "weights_only", "False"), f"{HANDOVER}::test_code_is_not_run"
+        "handover:_read", argument("load", "weights_only", "False"), "test_code_is_not_run"
     ),
     "handover reads files of other users": Bug(
-        "_stranger", never("found.st_uid != os.geteuid()"), f"{HANDOVER}::test_files_of_strangers_are_named_and_stay"
+        "_stranger", never("found.st_uid != os.geteuid()"), "test_files_of_strangers_are_named_and_stay"
     ),
     "handover writes through a link": Bug(
         "leave_state",
         replace("... | os.O_EXCL | os.O_NOFOLLOW", "os.O_WRONLY | os.O_CREAT"),
-        f"{HANDOVER}::test_nothing_is_written_through_a_link",
+        "test_nothing_is_written_through_a_link",
     ),
     "handover takes the state of another job": Bug(
-        "handover:_read", never("name != path.name"), f"{HANDOVER}::test_files_of_strangers_are_named_and_stay"
+        "handover:_read", never("name != path.name"), "test_files_of_strangers_are_named_and_stay"
     ),
     "secret of the job is not asked": Bug("job_store", never("secret"), "test_elastic_regroup.py::TestSecret"),
     "checkpoint is written over the one before": Bug(
         "_Writer.__init__",
         argument("__init__", 0, "self._final"),
-        f"{SAVE}::test_a_save_that_fails_leaves_the_checkpoint_before",
+        "test_a_save_that_fails_leaves_the_checkpoint_before",
     ),
     "oldest checkpoints are kept": Bug(
-        "_complete", argument("sorted", "reverse", None), f"{SAVE}::test_newest_are_kept_and_found"
+        "_complete", argument("sorted", "reverse", None), "test_newest_are_kept_and_found"
     ),
     "files of a save that did not end stay": Bug(
-        "_Writer.prepare_global_plan", drop("unlink"), f"{SAVE}::test_a_save_that_fails_leaves_the_checkpoint_before"
+        "_Writer.prepare_global_plan", drop("unlink"), "test_a_save_that_fails_leaves_the_checkpoint_before"
     ),
     "dtypes of planes are not compared": Bug(
-        "_check_dtype",
-        never("... or found.itemsize != dtype.itemsize"),
-        "test_checkpoint_planes.py::test_of_a_checkpoint",
+        "_check_dtype", never("... or found.itemsize != dtype.itemsize"), "test_of_a_checkpoint"
     ),
 }

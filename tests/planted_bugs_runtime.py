@@ -22,9 +22,7 @@ RUNTIME = {
         "test_values_written_between_forwards_are_used_at_once",
     ),
     "kept weight survives a state dict": Bug(
-        "_save_to_state_dict",
-        drop("drop_kept"),
-        "test_gtp_shard_state_dict.py::TestStateDict::test_r13_a_load_counts_in_the_next_forward",
+        "_save_to_state_dict", drop("drop_kept"), "test_r13_a_load_counts_in_the_next_forward"
     ),
     "prefetch crosses the end of backward": Bug(
         "Runtime._finish_backward", drop("drop_prefetched"), "test_unusual_passes.py::TestUnusualPasses"
@@ -81,13 +79,9 @@ RUNTIME = {
     "prefetch of freed shards": Bug(
         "_wrap_fully_shard.to_sharded",
         drop("drop_prefetched_of"),
-        "test_gtp_shard_fsdp.py::TestOrder::test_gathers_read_only_what_fully_shard_has_gathered",
+        "test_gathers_read_only_what_fully_shard_has_gathered",
     ),
-    "gradient late for fully_shard": Bug(
-        "_wrap_fully_shard.post_backward",
-        drop("publish"),
-        "test_gtp_shard_fsdp.py::TestFullyShardOutside::test_per_block_and_root",
-    ),
+    "gradient late for fully_shard": Bug("_wrap_fully_shard.post_backward", drop("publish"), "test_per_block_and_root"),
     "freed buffer is not poisoned": Bug(
         "Keeper.free", drop("poison(gathered.buffer)"), "test_poison_fills_a_freed_buffer_but_no_escaped_reference"
     ),
@@ -262,13 +256,9 @@ RUNTIME = {
         "_CapturedBlock.__call__", never("graph.awaits_backward"), f"{CAPTURE_BLOCKS}::test_microbatches"
     ),
     "all-reduce hook changes a copy": Bug(
-        "ReducedGradient.publish",
-        argument("hook", 0, "reduced.clone()"),
-        "test_gtp_shard_from_fully_shard.py::TestAllReduceHook::test_replicas_of_ones_own",
+        "ReducedGradient.publish", argument("hook", 0, "reduced.clone()"), "test_replicas_of_ones_own"
     ),
     "padding of a hook's tensor becomes rows": Bug(
-        "_without_padding",
-        returns("tensor"),
-        "test_gtp_shard_extensions.py::TestHooks::test_sixteen_bits_cross_the_wire",
+        "_without_padding", returns("tensor"), "test_sixteen_bits_cross_the_wire"
     ),
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 from planted_bugs_changes import argument, assign, drop, negate, never, replace, without
 from planted_bugs_type import Bug
 
-HANDOVER = "test_elastic_handover.py::TestHandover"
 SILENT_GROUPS = "test_silent_groups.py::TestSilentGroups"
 
 SILENT = {
@@ -33,9 +32,7 @@ SILENT = {
         "Runtime._end_forward", drop("_compare_order"), "test_silent_programs.py::TestOrderOfUses"
     ),
     "experts that parallelize_experts does not know stay whole": Bug(
-        "parallelize_experts",
-        drop("_check_is_grouped"),
-        "test_grouped_experts.py::test_experts_that_would_stay_whole_are_refused",
+        "parallelize_experts", drop("_check_is_grouped"), "test_experts_that_would_stay_whole_are_refused"
     ),
     "ranks do not compare what they launch in later steps": Bug(
         "Gathering._gather", drop("note"), "test_another_order_in_a_later_step_is_refused"
@@ -179,9 +176,7 @@ SILENT = {
         "dress", negate("attributes.get(name) is value"), "test_a_forward_that_the_user_puts_in_place_runs"
     ),
     "a replacement in torch cannot be taken back": Bug(
-        "patches:replace",
-        drop("append"),
-        "test_patches.py::test_each_is_in_use_and_torch_is_as_before_when_they_are_undone",
+        "patches:replace", drop("append"), "test_each_is_in_use_and_torch_is_as_before_when_they_are_undone"
     ),
     "launches of ranks with other models are taken for other ones": Bug(
         "Setup.prepare_gatherables",
@@ -192,25 +187,19 @@ SILENT = {
         "linear_forward", never("binding.block is not None"), "test_forwards_that_a_library_has_wrapped"
     ),
     "state lies where others may enter": Bug(
-        "_own_directory",
-        without("found.st_mode & _OTHERS"),
-        f"{HANDOVER}::test_a_directory_that_others_may_enter_is_not_used",
+        "_own_directory", without("found.st_mode & _OTHERS"), "test_a_directory_that_others_may_enter_is_not_used"
     ),
-    "a failed handover leaves its file": Bug(
-        "leave_state", drop("unlink"), f"{HANDOVER}::test_a_failed_write_leaves_nothing"
-    ),
+    "a failed handover leaves its file": Bug("leave_state", drop("unlink"), "test_a_failed_write_leaves_nothing"),
     "each model leaves a process group": Bug(
         "_group_beside", never("known is not None"), "test_models_leave_nothing_behind"
     ),
     "one process that measures listens on all interfaces": Bug(
         "start_alone",
         replace("compat.HashStore()", "dist.TCPStore('localhost', 0, is_master=True)"),
-        "test_planner_calibrate.py::test_one_process_listens_to_nobody",
+        "test_one_process_listens_to_nobody",
     ),
     "a checkpoint is removed before the next one has its name": Bug(
-        "_Writer.finish",
-        replace("self._final.rename(replaced)", "shutil.rmtree(self._final)"),
-        "test_checkpoint_save.py::test_a_rank_is_killed",
+        "_Writer.finish", replace("self._final.rename(replaced)", "shutil.rmtree(self._final)"), "test_a_rank_is_killed"
     ),
     "weights of a group that no rank has used get zeros": Bug(
         "ReducedGradient._drop_zeros", never("not self.is_used_elsewhere"), "test_weights_that_no_rank_has_used"
