@@ -5,7 +5,6 @@ from __future__ import annotations
 from planted_bugs_changes import argument, assign, drop, flip, negate, never, replace, returns, without
 from planted_bugs_type import Bug
 
-
 LAYOUT = {
     "mesh of a single parameter is forgotten": Bug(
         "_own_mesh", replace("in_rank_order(mesh)", "default"), "test_meshes_of_single_parameters"

@@ -19,9 +19,11 @@ from runtime_common import (
     counted,
     make_rows,
     make_tokens,
+    members_of,
     shard_copy,
     square_step,
     token_loss,
+    token_step,
 )
 from schedules import changed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -224,6 +226,30 @@ class TestGradients(GlooTest):
             grads = {name: param.grad for name, param in model.named_parameters()}
             assert grads.pop("frozen") is None
             assert {grad.dtype for grad in grads.values()} == {own}
+
+    def test_tied_uneven_vocabulary_updates_every_row(self) -> None:
+        class Tied(nn.Module):
+            def __init__(self, num_rows: int) -> None:
+                super().__init__()
+                self.embedding = nn.Embedding(num_rows, 6)
+                self.head = nn.Linear(6, num_rows, bias=False)
+                self.head.weight = self.embedding.weight
+
+            def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+                return self.head(torch.tanh(self.embedding(tokens)))
+
+        for num_rows in (3, 7):  # k * world - 1; with 3, the last rank has no row at all
+            mesh = self.gtp_mesh()
+            torch.manual_seed(2)
+            reference = Tied(num_rows)
+            before = reference.head.weight.detach().clone()
+            model = shard_copy(reference, mesh)
+            assert model.head.weight is model.embedding.weight
+            assert len(list(model.parameters())) == len(members_of(model).weights) == 1
+            tokens = torch.randint(0, num_rows, (8, 5))
+            tokens.view(-1)[:num_rows] = torch.arange(num_rows)
+            check_step(reference, model, mesh, tokens, token_step)
+            assert (full(model.head.weight) != before).any(1).all()
 
     def test_r27_frozen_and_trainable_parameters_of_two_dtypes(self) -> None:
         """LoRA: frozen bf16 weights with a bias and a norm, trainable fp32 factors, one of them not used at all."""

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from checkpoint_common import local, make, make_sharded, shard, tokens_of_step
+from checkpoint_common import local, make, make_sharded, shard, tokens_of_step, train
 from common import ALL, GlooTest, assert_same_params, check_training, fake_mesh, full, rows_of_rank
 from runtime_common import counted
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -92,6 +92,26 @@ class TestOptimizers(GlooTest):
                 # 11 = 4 * 3 - 1 rows, tied with the head
                 changed = (model.embedding._parameters["weight"].full_tensor() != make(0).embedding.weight).any(dim=1)
                 self.assertTrue(changed.all(), msg=f"{name}: {changed}")
+
+    def test_lr_schedule_and_weight_average(self) -> None:
+        """Parameters are averaged as the tensors they are."""
+        mesh = self.gtp_mesh()
+        model, reference = make_sharded(0, mesh), make(0)
+        averages: list[list[torch.Tensor]] = []
+        for trained, on in ((model, mesh), (reference, None)):
+            optimizer = torch.optim.AdamW(trained.parameters(), lr=torch.tensor(1e-2), fused=True)
+            warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
+            cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)
+            scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], milestones=[2])
+            average = [param.detach().clone() for param in trained.parameters()]
+            for step in range(3):
+                train(trained, optimizer, [step], on)
+                scheduler.step()
+                torch._foreach_lerp_(average, [param.detach() for param in trained.parameters()], 0.25)
+            averages.append(average)
+        assert_same_params(model, reference)
+        for actual, expected in zip(*averages, strict=True):
+            torch.testing.assert_close(full(actual), expected)
 
     def test_r10_clip_grad_norm(self) -> None:
         # One of four ranks has a shard without rows, which have no maximum.
