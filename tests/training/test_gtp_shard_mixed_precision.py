@@ -219,6 +219,17 @@ class TestMixedPrecision(GlooTest):
 
 
 class TestSums(GlooTest):
+    def test_close_to_fully_shard_on_four_ranks_and_with_replicas(self) -> None:
+        for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
+            policy = MixedPrecisionPolicy(BF16, FP32)
+            grads = []
+            for make in (by_fsdp, by_gtp):
+                model = make(make_net(), mesh, policy)
+                model(rows(self.rank)).float().square().mean().backward()
+                grads.append(state(model, lambda p: p.grad))
+            # Sums of fp32: only their order differs.
+            self.assertEqual(grads[1], grads[0], rtol=1e-5, atol=1e-7, exact_dtype=True)
+
     def gradients(self, model: nn.Linear, values: list[float]) -> None:
         """One backward with ``values[rank]`` as every gradient of the weight and the bias."""
         value = values[dist.get_rank()]
