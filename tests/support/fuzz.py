@@ -293,7 +293,8 @@ def _problems_of_whole(draw: Draw) -> Problems:
     is_always_used = not any(layer.period or layer.kind == "late" for layer in layers)
     yield draw.any_use and (draw.uses_dp or not is_always_used), "what no rank has used gets a gradient of zeros"
     yield draw.hooks and any(layer.frozen for layer in layers), "torch refuses hooks of frozen parameters"
-    yield draw.hooks and (draw.microbatches > 1 or draw.retains_graph), "a hook of one process runs in each backward"
+    has_several = draw.microbatches > 1 or draw.retains_graph or any(span.kind == "reentrant" for span in draw.spans)
+    yield draw.hooks and has_several, "a hook of one process runs in each backward, also in that of a reentrant span"
     middle = layers[draw.order[len(draw.order) // 2]]
     breaks_never = bool(middle.period or middle.frozen or middle.kind == "late")
     yield bool(draw.breaks) and breaks_never, "nothing would break"
