@@ -34,8 +34,10 @@ def validate_kinds(module: Any, arguments: Arguments) -> None:
             f"gtp_shard expects an nn.Module as module, but got a {type(module).__name__}. Call it once on the "
             "module that contains them all: gtp_shard chooses which weights to gather together."
         )
-    in_part = "Leave out None; for a part of the weights pass SchedulePolicy(keep_nbytes=...), which keeps those that "
-    in_part += "backward uses first."
+    in_part = (
+        "Leave out None; for a part of the weights pass SchedulePolicy(keep_nbytes=...), which keeps those that "
+        "backward uses first."
+    )
     mixed = "Pass MixedPrecisionPolicy(param_dtype=torch.bfloat16)."
     _check_kind("an nn.Module as module", module, nn.Module, "Pass the model.")
     for kind, what, name, advice in (
