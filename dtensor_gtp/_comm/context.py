@@ -22,7 +22,7 @@ from .reductions import ReductionsInFlight
 from .send_ring import SendRing
 from .streams import Done, HostCopies, Streams
 
-_Copies = tuple[list[Tensor], list[Tensor]]  # targets and sources
+Copies = tuple[list[Tensor], list[Tensor]]  # targets and sources
 
 
 class CommContext:
@@ -144,7 +144,7 @@ class CommContext:
         detail: str,
         outputs: list[Tensor],
         shards: list[Tensor],
-        copies: _Copies | None = None,
+        copies: Copies | None = None,
         after: torch.Event | None = None,
     ) -> Done:
         """Gather each shard of all ranks into the output at the same index, in one launch on the gather stream. The
@@ -167,7 +167,7 @@ class CommContext:
             return self.streams.done(stream, work)
 
     def gather_from_replicas(
-        self, groups: Groups, detail: str, pack: Callable[[], _Copies], unpack: Callable[[list[Tensor]], None]
+        self, groups: Groups, detail: str, pack: Callable[[], Copies], unpack: Callable[[list[Tensor]], None]
     ) -> Done:
         """Gather parts of shards from the replicas, in one launch on the stream that reads shards for gathers. ``pack``
         gives outputs and parts, and ``unpack`` takes the outputs; without streams the host waits in between."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch_compat as compat
-from .._comm.context import CommContext
+from .._comm.context import CommContext, Copies
 from .._comm.debug import profiler_range
 from .._comm.streams import Done
 from ..quant.planes import Direction
@@ -53,10 +53,22 @@ def _launch_plain(target: Gatherable, comm: CommContext) -> None:
         done = comm.all_gather(weight.groups, weight.fqn, [buffer], [rows])
     else:
         slot = layout.slot(buffer)
-        done = comm.all_gather(weight.groups, weight.fqn, [buffer], [slot], ([layout.filled(slot)], [rows]))
+        copies = _copied_ahead(([layout.filled(slot)], [rows]), [target], comm)
+        done = comm.all_gather(weight.groups, weight.fqn, [buffer], [slot], copies)
     full = buffer if layout.is_as_buffer else layout.full_view(buffer)
     version = weight.param._version, weight.local._version, weight.versions.num_updates
     target.add(Gathered(buffer, full, done, shard, version))
+
+
+def _copied_ahead(copies: Copies, targets: Sequence[Gatherable], comm: CommContext) -> Copies | None:
+    """Copy on the compute stream, between two GEMMs. On another stream each kernel would wait until a GEMM ends, which
+    takes all multiprocessors: 67.0, 67.6, 68.9 to 65.7, 66.1, 67.1 ms with Llama on 2 x H200, T=2048. Returns what is
+    left to copy: all, if other streams have made the sources (gathers from replicas, casts of recipes, uploads)."""
+    if not all(weight.part is None and weight.form.is_plain for target in targets for weight in weights_of(target)):
+        return copies
+    comm.streams.note_compute()
+    compat.copy_all(*copies)
+    return None
 
 
 def _alone(target: Gatherable, comm: CommContext) -> Gathered:
@@ -158,8 +170,8 @@ def _launch_together(targets: Sequence[Gatherable], comm: CommContext) -> None:
     for planes in planes_of.values():
         for layout, part, buffer in planes:
             parts.add(layout, layout.rows_of(part), buffer, groups.casts_shards)
-    copied = (parts.copied, parts.sources) if parts.copied else None
-    done = comm.all_gather(groups, names, parts.outputs, parts.slots, copied, uploaded)
+    left = _copied_ahead((parts.copied, parts.sources), targets, comm) if parts.copied else None
+    done = comm.all_gather(groups, names, parts.outputs, parts.slots, left, uploaded)
     for target in grouped:
         group = target.group
         assert group.leaves.version is not None
