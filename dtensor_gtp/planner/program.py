@@ -166,10 +166,13 @@ class Gathers:
         tasks.spend(tasks.host.copy_us if is_copy and first.axis.size > 1 else tasks.host.collective_us)
         read_and_written = sum(weight.cast_nbytes for weight in weights)
         cast_ms = (costs.cast_ms if first.is_quantized else costs.memory_ms)(read_and_written)
-        if first.axis.size == 1:
-            return tasks.add(Stream.COMPUTE, Load.COMPUTE, cast_ms, label=f"cast {names}")
         stream = Stream.EXPERT_GATHER if first.lane else Stream.GATHER
-        cast = tasks.add(Stream.CAST if is_copy else stream, Load.KERNEL, cast_ms, tasks.fork(), f"cast {names}")
+        if first.axis.size == 1 or not (is_copy or first.is_quantized):
+            cast = tasks.add(Stream.COMPUTE, Load.COMPUTE, cast_ms, label=f"cast {names}")
+        else:
+            cast = tasks.add(Stream.CAST if is_copy else stream, Load.KERNEL, cast_ms, tasks.fork(), f"cast {names}")
+        if first.axis.size == 1:
+            return cast
         nbytes = sum(weight.wired for weight in weights)
         num = sum(len(weight.members) for weight in weights)
         ms = costs.together_ms(nbytes, first.axis, num, is_copy=is_copy)

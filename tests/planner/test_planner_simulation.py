@@ -83,15 +83,19 @@ def test_gathers_are_those_of_the_plan() -> None:
     assert any("+" in label for label in expected)
 
 
-def test_a_gather_waits_for_what_compute_was_given() -> None:
+@pytest.mark.parametrize("backend", ["process_group", "copy_engine"])
+def test_a_gather_waits_for_what_compute_was_given(backend: str) -> None:
     """Its buffer comes from the allocator of the compute stream, see [Note: streams and memory]."""
-    setting = tiny(policy=fixed_policy(prefetch_nbytes=1 << 18, coalesce_nbytes=1 << 18))
+    setting = tiny(policy=fixed_policy(prefetch_nbytes=1 << 18, coalesce_nbytes=1 << 18, gather_backend=backend))
     tasks = build(setting, setting.choice(0)[0]).tasks
-    casts = [number for number, task in enumerate(tasks) if task.label.startswith("cast")]
-    before = [[other for other in range(number) if tasks[other].stream is Stream.COMPUTE] for number in casts]
-    assert sum(bool(computed) for computed in before) > 4
-    for number, computed in zip(casts, before, strict=True):
-        assert not computed or computed[-1] in tasks[number].after
+    gathers = [number for number, task in enumerate(tasks) if task.label.startswith("gather")]
+    assert len(gathers) > 4
+    for number in gathers:
+        (cast,) = tasks[number].after
+        # Copy engines cast on a stream of their own, which waits for compute.
+        assert (tasks[cast].stream is Stream.COMPUTE) == (backend == "process_group")
+        computed = [other for other in range(number) if tasks[other].stream is Stream.COMPUTE]
+        assert not computed or computed[-1] in (cast, *tasks[cast].after)
 
 
 def test_each_weight_is_gathered_twice_and_reduced_once() -> None:
