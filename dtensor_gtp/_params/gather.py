@@ -67,7 +67,8 @@ def _copied_ahead(copies: Copies, targets: Sequence[Gatherable], comm: CommConte
     if not all(weight.part is None and weight.form.is_plain for target in targets for weight in weights_of(target)):
         return copies
     comm.streams.note_compute()
-    compat.copy_all(*copies)
+    with profiler_range("GTP::cast", *[target.weight.fqn for target in targets]):
+        compat.copy_all(*copies)
     return None
 
 

@@ -79,6 +79,19 @@ def test_kernels_belong_to_the_range_that_launched_them() -> None:
     ]
 
 
+def test_casts_on_the_compute_stream_are_compute() -> None:
+    ranges = [
+        event("GTP::all_gather (a.weight)", "user_annotation", 1, 10, 30),
+        event("GTP::cast (a.weight)", "user_annotation", 1, 12, 18),
+    ]
+    work = [*launched("cast", 7, 20, 40, 13, 1), *launched("ncclDevKernel_AllGather", 20, 40, 90, 25, 2)]
+    spans = read_timeline({"traceEvents": [*ranges, *work]}).spans
+    assert [(span.kind, span.what) for span in spans] == [
+        ("compute", "cast a.weight"),
+        ("communication", "all_gather a.weight"),
+    ]
+
+
 def test_exposed_is_what_no_compute_covers() -> None:
     numbers = exposure(read_timeline(gpu_trace()))
     assert numbers.step == pytest.approx(0.2)

@@ -16,6 +16,7 @@ import torch.nn as nn
 from common import fake_mesh
 from runtime_common import assert_idle, num_gathers, runtime_of
 from schedules import changed, explicit
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.profiler import ProfilerActivity, profile
 
 from dtensor_gtp import _torch_compat as compat
@@ -24,6 +25,7 @@ from dtensor_gtp._comm.copy_engine import CopyEngine
 from dtensor_gtp.report import PassReport
 
 WIDTH, NBYTES = 8, 8 * 8 * 4
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 ONE_AHEAD = explicit(prefetch_depth=1, prefetch_nbytes=0, coalesce_nbytes=0, coalesce_grad_nbytes=0, min_shard_numel=0)
 
 
@@ -116,6 +118,21 @@ class TestPlanReport(unittest.TestCase):
             expected[f"GTP::wgrad ({name})"] = 1
             expected[f"GTP::reduce_scatter ({name})"] = 1
         self.assertEqual(counts, expected)
+
+    def test_casts_of_shards_have_ranges_within_those_of_gathers(self) -> None:
+        """They run on the compute stream, so a trace must not count them as communication."""
+        torch.manual_seed(0)
+        self.model = gtp_shard(three_layers(), self.mesh, schedule=ONE_AHEAD, mp_policy=BF16)
+        self.step()
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            self.step()
+        gathers, casts = (
+            [event.name for event in profiler.events() if event.name.startswith(f"GTP::{kind}")]
+            for kind in ("all_gather", "cast")
+        )
+        self.assertEqual([name.replace("all_gather", "cast") for name in gathers], casts)
+        within = {e.cpu_parent.name for e in profiler.events() if e.name.startswith("GTP::cast") and e.cpu_parent}
+        self.assertEqual(within, set(gathers))
 
     def test_gathers_and_scatters_have_communicators_of_their_own(self) -> None:
         """So that both can be under way at once in backward."""
