@@ -203,17 +203,16 @@ def test_prediction_is_what_gpus_have_measured(scripts: Any, planned: Planned) -
 
 def test_table_that_is_not_gathered(scripts: Any, planned: Planned) -> None:
     """The plan of a gathered one, less its use: what comes in its place is made of tokens."""
-    model, _, num_ranks = planned
+    model, workload, num_ranks = planned
     report = sharding_report(model)
     forward, backward = report.passes
     later = [column[1:] for column in (forward.uses, forward.gathered_nbytes, forward.between_nbytes)]
     plans = [dataclasses.replace(report.plans[0], memory=PassReport(False, *later)), *report.plans[1:]]
     report = dataclasses.replace(report, plans=tuple(plans))
     assert report.passes == (PassReport(False, *later), backward)
-    reducing = scripts.explain_memory.Reducing(2, "copy_engine", num_ranks)
-    names = [name.removesuffix(".weight") for name in forward.uses]
-    activations = dict.fromkeys(names, memory.Amounts(1, 1, 1, 1, 1))
-    table, layer, *_ = scripts.explain_memory.plan_uses(report, activations, ["embedding"], reducing, 2048)
+    recorded = scripts.explain_memory.weights_of(workload, 16)
+    weights = {name: weight._replace(amounts=memory.Amounts(1, 1, 1, 1, 1)) for name, weight in recorded.items()}
+    table, layer, *_ = scripts.explain_memory.plan_uses(report, weights, num_ranks, 2, "copy_engine", 2048)
     received = num_ranks * 2048 * 4096
     assert (table.name, table.is_exchanged, table.wgrad, table.sent) == ("embedding.weight", True, 0, 0)
     assert table.activations == (1 + 6 * received, 1, 1, 1, 1)
