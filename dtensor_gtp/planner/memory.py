@@ -60,7 +60,8 @@ class Peak(NamedTuple):
 def moments(
     uses: Sequence[Use], state: int, max_inflight: int, together: int = 0, *, wgrad_first: bool = True
 ) -> list[Peak]:
-    """The moments of a forward and backward that may be the fullest, in order; see :func:`predict_peak`."""
+    """The moments of a forward and backward that may be the fullest, in order, by uses in the order of the forward.
+    ``together`` is ``Schedule.coalesce_grad_nbytes``."""
     found: list[Peak] = []
     grads = 0
     waiting, groups = Together[Use](together), Together[Use](together, of_groups=True)
@@ -90,17 +91,16 @@ def moments(
             released = gathered.wgrad if following is None else following.gathered.before_backward
             gathered, activations = gathered._replace(wgrad=released), activations._replace(wgrad=activations.dgrad)
         # The buffers of a reduction are made while as many as may be are in flight; then the oldest is waited for.
-        is_group, buffer = bool(use.waiting) and not use.is_exchanged, use.buffer
-        launches = [] if use.is_exchanged else [*(waiting if is_group else groups).flush()]
-        if is_group:
+        launches, buffer = list[list[Use]](), use.buffer
+        if use.waiting and not use.is_exchanged:  # of a group
             held = unpacked() + use.waiting
-            launches += groups.submit(use, use.wgrad)
+            launches = [*waiting.flush(), *groups.submit(use, use.wgrad)]
             buffer = sum(other.buffer for launch in launches for other in launch)
             if launches:  # compute has waited for all others
                 inflight.clear()
                 before = held
         elif not use.is_exchanged:
-            launches += waiting.submit(use, use.wgrad)
+            launches = [*groups.flush(), *waiting.submit(use, use.wgrad)]
         new_grads = sum(other.grad for launch in launches for other in launch) + use.grad * use.is_exchanged
         new_buffers = new_grads + sum(other.sent for launch in launches for other in launch)
         add("in backward", use, gathered.wgrad, activations.wgrad, before + use.unreduced + buffer + new_buffers)
@@ -113,16 +113,6 @@ def moments(
         added = sum(other.sent + other.grad for launch in launches for other in launch)
         add("after backward", uses[0], uses[0].gathered.dgrad, uses[0].activations.dgrad, before + added)
     return found
-
-
-def predict_peak(
-    uses: Sequence[Use], state: int, max_inflight: int, together: int = 0, *, wgrad_first: bool = True
-) -> Peak:
-    """The fullest moment, by uses in the order of the forward; ``together`` is ``Schedule.coalesce_grad_nbytes``."""
-    if not uses:
-        raise ValueError("predict_peak expects at least one use of a weight, but got none.")
-    found = moments(uses, state, max_inflight, together, wgrad_first=wgrad_first)
-    return max(found, key=lambda moment: moment.total)
 
 
 def make_use(item: Sharded, gathered: Amounts, reduce_nbytes: int, kind: str) -> Use:
@@ -236,7 +226,8 @@ def predict(
     if num > 1:  # gradients of the shards stay from the first microbatch on
         uses = [use._replace(grad=0) for use in uses]
     together = schedule.coalesce_grad_nbytes if setting.reduces_by(schedule, 0) != "all_to_all" else 0
-    peak = predict_peak(uses, 0, schedule.max_inflight_reduce_scatters, together, wgrad_first=schedule.wgrad_first)
+    found = moments(uses, 0, schedule.max_inflight_reduce_scatters, together, wgrad_first=schedule.wgrad_first)
+    peak = max(found, key=lambda moment: moment.total)
     numel = sum(item.state_numel for item in weights) + trace.small_numel
     states = sum(map(setting.optimizer_numel, weights)) + trace.small_numel
     last = trace.weights[-1]
