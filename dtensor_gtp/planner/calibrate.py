@@ -215,8 +215,7 @@ class Links:
         shards = [self._bytes(nbytes // _TENSORS // self._size) for _ in range(_TENSORS)]
         outputs = [self._bytes(nbytes // _TENSORS) for _ in range(_TENSORS)]
         several = partial(compat.all_gather_coalesced, outputs, shards, self._group, False)
-        one = self._time(self._gather(nbytes), 4)
-        self._samples.add_beside("grouped", one, self._time(several, 4))
+        self._samples.add_beside("grouped", self._time(self._gather(nbytes), 4), self._time(several, 4))
 
     def _both(self, first: str, work: Work, second: str, other: Work) -> None:
         """``work`` beside ``other``, and if it has a name, ``other`` beside ``work``."""

@@ -55,8 +55,7 @@ class Problem:
             trace = with_loss(self.user.trace(layout.tp), self.job.loss).times(layout.micro_batch)
         else:
             sizes = self.job.seq_len, layout.tp, layout.cp, layout.ep
-            recorded = _recorded(self.config, layout.micro_batch, sizes, self.job.loss)
-            trace = repeated(recorded, self.config, part)
+            trace = repeated(_recorded(self.config, layout.micro_batch, sizes, self.job.loss), self.config, part)
         return checkpointed(trace, layout.checkpoint)
 
     def setting(self, layout: Layout, part: Part) -> Setting:

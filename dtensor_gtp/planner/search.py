@@ -285,8 +285,7 @@ class _Search:
             experts = layout.ranks // layout.pp // layout.ep if layout.expert_gtp > 1 else 1
             widest = replace(layout, gtp=layout.gtp * layout.replicate, replicate=1, expert_gtp=experts)
             self._too_large[kind] = [widest] * (memory_of(self._problem, widest).total > self._capacity)
-        larger = self._too_large[kind]
-        return any(other.gtp >= layout.gtp and other.expert_gtp >= layout.expert_gtp for other in larger)
+        return any(other.gtp >= layout.gtp and other.expert_gtp >= layout.expert_gtp for other in self._too_large[kind])
 
     def _what_lacks_least(self) -> Answer | None:
         """Where no layout fits: takes those that leaner code could run as the best; else gives the smallest one."""
