@@ -80,8 +80,7 @@ def calibrate(path: Path, *, device_type: str | None = None, clock: Clock | None
 
 @contextmanager
 def _meshes(kind: str) -> Iterator[tuple[DeviceMesh, DeviceMesh | None]]:
-    """The ranks of this host, and this rank's peers on other hosts. One process that ``torchrun`` has not started is a
-    group of its own."""
+    """The ranks of this host, and this rank's peers on others. A process without ``torchrun`` is a group of its own."""
     is_mine = not dist.is_initialized()
     try:
         if is_mine and "MASTER_ADDR" not in os.environ:

@@ -98,8 +98,7 @@ class Costs:
                 ms = host = 0.0
                 axis, nbytes = self.axis(op.kind.value), op.nbytes
                 if op.kind is Kind.TP and self.precision == "float8" and self.is_compiled and not self.is_rowwise:
-                    # Inputs are cast before they are gathered: half of all messages have half of the bytes, and
-                    # one more finds the scale.
+                    # Inputs are cast before a gather: half of all messages have half the bytes, one finds the scale.
                     nbytes *= 0.85
                 spent = (self.exchange_ms if op.kind is Kind.EP else self.gather_ms)(nbytes, axis)
                 works.append(Work(spent, op.kind.value, self.machine.host.collective_us / 1e3, nbytes))

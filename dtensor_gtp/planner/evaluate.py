@@ -78,9 +78,8 @@ class Problem:
         return min(self.job.virtual_stages or most, most)
 
     def inflight(self, layout: Layout, number: int, num_microbatches: int) -> float:
-        """Microbatches whose activations a stage holds: as many as there are stages from it on, as 1F1B and DualPipe
-        do. Where chunks were asked for, those of Megatron's interleaved schedule, which begins backward later (arXiv
-        2104.04473, section 2.2)."""
+        """Microbatches whose activations a stage holds: one for each stage from it on, as 1F1B and DualPipe do. With
+        chunks asked for, as in Megatron's interleaved schedule, whose backward begins later (arXiv 2104.04473, 2.2)."""
         after = layout.pp - 1 - number
         held = after + 1.0
         if self.job.virtual_stages > 1 and layout.pp > 1:

@@ -116,9 +116,8 @@ def moments(
 
 
 def make_use(item: Sharded, gathered: Amounts, reduce_nbytes: int, kind: str) -> Use:
-    """One use of a weight that is computed with in bf16. An element of its gradient has ``reduce_nbytes`` on the wire,
-    and ``kind`` is of ``SchedulePolicy.reduce_scatter``. The gradient of a table is computed in bf16, and cast if it is
-    reduced in another dtype."""
+    """One use of a weight in bf16. An element of its gradient has ``reduce_nbytes`` on the wire; ``kind`` is that of
+    ``SchedulePolicy.reduce_scatter``. A table's gradient is computed in bf16, and cast if reduced in another dtype."""
     weight, num_ranks = item.weight, item.axis.size
     wgrad = weight.numel * reduce_nbytes
     is_summed_in_place = reduce_nbytes >= PARAM_NBYTES  # what is received is the shard's gradient
@@ -271,8 +270,7 @@ def _uses(setting: Setting, step: Step, schedule: Schedule) -> list[Use]:
 
 
 def _in_group(setting: Setting, group: Sharded, number: int, use: Use) -> Use:
-    """The use of one weight of a group, which stays gathered as a whole. Full gradients wait for that of the first
-    weight, with which they are packed."""
+    """The use of a weight of a group that stays gathered. Full gradients wait to be packed with that of the first."""
     gathered = use.gathered
     if number != group.members[-1]:
         gathered = gathered._replace(after_forward=gathered.forward, before_backward=gathered.dgrad)
