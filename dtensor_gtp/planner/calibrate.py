@@ -80,8 +80,7 @@ def calibrate(path: Path, *, device_type: str | None = None, clock: Clock | None
 
 @contextmanager
 def _meshes(kind: str) -> Iterator[tuple[DeviceMesh, DeviceMesh | None]]:
-    """The ranks of this host, and this rank's peers on other hosts. One process that ``torchrun`` has not started is a
-    group of its own."""
+    """The ranks of this host, and this rank's peers on others. A process without ``torchrun`` is a group of its own."""
     is_mine = not dist.is_initialized()
     try:
         if is_mine and "MASTER_ADDR" not in os.environ:
@@ -215,8 +214,7 @@ class Links:
         shards = [self._bytes(nbytes // _TENSORS // self._size) for _ in range(_TENSORS)]
         outputs = [self._bytes(nbytes // _TENSORS) for _ in range(_TENSORS)]
         several = partial(compat.all_gather_coalesced, outputs, shards, self._group, False)
-        one = self._time(self._gather(nbytes), 4)
-        self._samples.add_beside("grouped", one, self._time(several, 4))
+        self._samples.add_beside("grouped", self._time(self._gather(nbytes), 4), self._time(several, 4))
 
     def _both(self, first: str, work: Work, second: str, other: Work) -> None:
         """``work`` beside ``other``, and if it has a name, ``other`` beside ``work``."""

@@ -249,5 +249,4 @@ def _copies(machine: Machine, samples: Samples, size: int) -> dict[str, Any]:
     few, many = min(tensors), max(tensors)
     start = max((many.seconds - few.seconds) / (many.amount - few.amount) / (size - 1), 0.0)
     barrier = max(few.seconds / (size - 1) - few.amount * start, 0.0)
-    share = min(rate / 1e9 / machine.copy.gb_s, 2.0)
-    return {"share": share, "start_us": start * 1e6, "hop_us": barrier * 1e6}
+    return {"share": min(rate / 1e9 / machine.copy.gb_s, 2.0), "start_us": start * 1e6, "hop_us": barrier * 1e6}

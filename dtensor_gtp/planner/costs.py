@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -97,8 +98,7 @@ class Costs:
                 ms = host = 0.0
                 axis, nbytes = self.axis(op.kind.value), op.nbytes
                 if op.kind is Kind.TP and self.precision == "float8" and self.is_compiled and not self.is_rowwise:
-                    # Inputs are cast before they are gathered: half of all messages have half of the bytes, and
-                    # one more finds the scale.
+                    # Inputs are cast before a gather: half of all messages have half the bytes, one finds the scale.
                     nbytes *= 0.85
                 spent = (self.exchange_ms if op.kind is Kind.EP else self.gather_ms)(nbytes, axis)
                 works.append(Work(spent, op.kind.value, self.machine.host.collective_us / 1e3, nbytes))
@@ -218,32 +218,23 @@ class Span(NamedTuple):
 
 def simulate(tasks: Sequence[Task], contention: Contention) -> list[Span]:
     """When each task runs. Raises ValueError where a task waits for a later one."""
-    waiting, followers = _order(tasks)
-    ready = [number for number, count in enumerate(waiting) if not count]
-    begins, ends = [0.0] * len(tasks), [0.0] * len(tasks)
+    queues: dict[Stream, deque[int]] = {}  # what has not ended
+    for number, task in enumerate(tasks):
+        if any(other >= number for other in task.after):
+            raise ValueError(f"simulate expects tasks that wait for earlier ones, but task {number} does not.")
+        queues.setdefault(task.stream, deque()).append(number)
+    begins: dict[int, float] = {}
+    ends: dict[int, float] = {}
     left: dict[int, float] = {}  # running tasks, and what is left of them
     now = 0.0
-
-    def end(number: int) -> None:
-        ends[number] = now
-        for follower in followers[number]:
-            waiting[follower] -= 1
-            if not waiting[follower]:
-                ready.append(follower)
-
-    while ready or left:
-        not_launched = []
-        while ready:
-            number = ready.pop()
-            begins[number] = now
-            if tasks[number].launch_ms > now + 1e-12:
-                not_launched.append(number)
-            elif tasks[number].ms > 0:
-                left[number] = tasks[number].ms
-            else:
-                end(number)
-        ready += not_launched
-        next_launch = min((tasks[number].launch_ms for number in ready), default=math.inf)
+    while any(queues.values()):
+        next_launch = math.inf
+        for number in [queue[0] for queue in queues.values() if queue and queue[0] not in left]:
+            if all(other in ends for other in tasks[number].after):
+                if tasks[number].launch_ms > now + 1e-12:
+                    next_launch = min(next_launch, tasks[number].launch_ms)
+                else:
+                    begins[number], left[number] = now, tasks[number].ms
         if not left:
             now = next_launch
             continue
@@ -255,24 +246,9 @@ def simulate(tasks: Sequence[Task], contention: Contention) -> list[Span]:
             left[number] -= first * speed
             if left[number] <= 1e-9:
                 del left[number]
-                end(number)
-    return [Span(begin, end) for begin, end in zip(begins, ends, strict=True)]
-
-
-def _order(tasks: Sequence[Task]) -> tuple[list[int], list[list[int]]]:
-    """Of each task, how many others it waits for, the one before it in its stream too, and which wait for it."""
-    waiting = [0] * len(tasks)
-    followers: list[list[int]] = [[] for _ in tasks]
-    last: dict[Stream, int] = {}
-    for number, task in enumerate(tasks):
-        if any(other >= number for other in task.after):
-            raise ValueError(f"simulate expects tasks that wait for earlier ones, but task {number} does not.")
-        before = {*task.after, *([last[task.stream]] if task.stream in last else [])}
-        waiting[number] = len(before)
-        for other in before:
-            followers[other].append(number)
-        last[task.stream] = number
-    return waiting, followers
+                ends[number] = now
+                queues[tasks[number].stream].popleft()
+    return [Span(begins[number], ends[number]) for number in range(len(tasks))]
 
 
 _KERNELS, _FAST = (Load.COMPUTE, Load.KERNEL), (Load.NCCL, Load.COPY)

@@ -55,8 +55,7 @@ class Problem:
             trace = with_loss(self.user.trace(layout.tp), self.job.loss).times(layout.micro_batch)
         else:
             sizes = self.job.seq_len, layout.tp, layout.cp, layout.ep
-            recorded = _recorded(self.config, layout.micro_batch, sizes, self.job.loss)
-            trace = repeated(recorded, self.config, part)
+            trace = repeated(_recorded(self.config, layout.micro_batch, sizes, self.job.loss), self.config, part)
         return checkpointed(trace, layout.checkpoint)
 
     def setting(self, layout: Layout, part: Part) -> Setting:
@@ -79,9 +78,8 @@ class Problem:
         return min(self.job.virtual_stages or most, most)
 
     def inflight(self, layout: Layout, number: int, num_microbatches: int) -> float:
-        """Microbatches whose activations a stage holds: as many as there are stages from it on, as 1F1B and DualPipe
-        do. Where chunks were asked for, those of Megatron's interleaved schedule, which begins backward later (arXiv
-        2104.04473, section 2.2)."""
+        """Microbatches whose activations a stage holds: one for each stage from it on, as 1F1B and DualPipe do. With
+        chunks asked for, as in Megatron's interleaved schedule, whose backward begins later (arXiv 2104.04473, 2.2)."""
         after = layout.pp - 1 - number
         held = after + 1.0
         if self.job.virtual_stages > 1 and layout.pp > 1:
@@ -274,8 +272,7 @@ def _gather_parameters(setting: Setting, total: Parts) -> float:
     for name in dict.fromkeys(item.replicas for item in setting.sharded):
         axis = setting.costs.axis(name)
         items = [item for item in setting.sharded if item.replicas == name]
-        sizes = [COMPUTE_NBYTES if item.wired == item.gathered else PARAM_NBYTES for item in items]
-        nbytes = sum(item.state_numel * size for item, size in zip(items, sizes, strict=True))
+        nbytes = sum(item.state_numel * (PARAM_NBYTES if item.is_quantized else COMPUTE_NBYTES) for item in items)
         spent += setting.costs.gather_ms(nbytes, axis)
         total.received[name] = total.received.get(name, 0.0) + nbytes * (axis.size - 1) / axis.size
     total.exposed["replicas"] = total.exposed.get("replicas", 0.0) + spent

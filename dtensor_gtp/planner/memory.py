@@ -60,7 +60,8 @@ class Peak(NamedTuple):
 def moments(
     uses: Sequence[Use], state: int, max_inflight: int, together: int = 0, *, wgrad_first: bool = True
 ) -> list[Peak]:
-    """The moments of a forward and backward that may be the fullest, in order; see :func:`predict_peak`."""
+    """The moments of a forward and backward that may be the fullest, in order, by uses in the order of the forward.
+    ``together`` is ``Schedule.coalesce_grad_nbytes``."""
     found: list[Peak] = []
     grads = 0
     waiting, groups = Together[Use](together), Together[Use](together, of_groups=True)
@@ -90,17 +91,16 @@ def moments(
             released = gathered.wgrad if following is None else following.gathered.before_backward
             gathered, activations = gathered._replace(wgrad=released), activations._replace(wgrad=activations.dgrad)
         # The buffers of a reduction are made while as many as may be are in flight; then the oldest is waited for.
-        is_group, buffer = bool(use.waiting) and not use.is_exchanged, use.buffer
-        launches = [] if use.is_exchanged else [*(waiting if is_group else groups).flush()]
-        if is_group:
+        launches, buffer = list[list[Use]](), use.buffer
+        if use.waiting and not use.is_exchanged:  # of a group
             held = unpacked() + use.waiting
-            launches += groups.submit(use, use.wgrad)
+            launches = [*waiting.flush(), *groups.submit(use, use.wgrad)]
             buffer = sum(other.buffer for launch in launches for other in launch)
             if launches:  # compute has waited for all others
                 inflight.clear()
                 before = held
         elif not use.is_exchanged:
-            launches += waiting.submit(use, use.wgrad)
+            launches = [*groups.flush(), *waiting.submit(use, use.wgrad)]
         new_grads = sum(other.grad for launch in launches for other in launch) + use.grad * use.is_exchanged
         new_buffers = new_grads + sum(other.sent for launch in launches for other in launch)
         add("in backward", use, gathered.wgrad, activations.wgrad, before + use.unreduced + buffer + new_buffers)
@@ -115,61 +115,38 @@ def moments(
     return found
 
 
-def predict_peak(
-    uses: Sequence[Use], state: int, max_inflight: int, together: int = 0, *, wgrad_first: bool = True
-) -> Peak:
-    """The fullest moment, by uses in the order of the forward; ``together`` is ``Schedule.coalesce_grad_nbytes``."""
-    if not uses:
-        raise ValueError("predict_peak expects at least one use of a weight, but got none.")
-    found = moments(uses, state, max_inflight, together, wgrad_first=wgrad_first)
-    return max(found, key=lambda moment: moment.total)
-
-
-class Reducing(NamedTuple):
-    nbytes: int  # of an element on the wire
-    kind: str  # ``SchedulePolicy.reduce_scatter``
-    num_ranks: int  # size of the axis
-
-
-class Shard(NamedTuple):
-    """A weight as this rank has it: its name, elements of all ranks, bytes of the shard and of one element of it."""
-
-    name: str
-    numel: int
-    nbytes: int
-    itemsize: int
-
-
-def make_use(shard: Shard, gathered: Amounts, activations: Amounts, reducing: Reducing, *, is_table: bool) -> Use:
-    """One use of a weight that is computed with in bf16. The gradient of a table is computed in bf16, and cast if it is
-    reduced in another dtype."""
-    wgrad = shard.numel * reducing.nbytes
-    is_summed_in_place = reducing.nbytes >= shard.itemsize  # what is received is the shard's gradient
-    sent, part = 0, wgrad // reducing.num_ranks
-    if reducing.num_ranks == 1:
+def make_use(item: Sharded, gathered: Amounts, reduce_nbytes: int, kind: str) -> Use:
+    """One use of a weight in bf16. An element of its gradient has ``reduce_nbytes`` on the wire; ``kind`` is that of
+    ``SchedulePolicy.reduce_scatter``. A table's gradient is computed in bf16, and cast if reduced in another dtype."""
+    weight, num_ranks = item.weight, item.axis.size
+    wgrad = weight.numel * reduce_nbytes
+    is_summed_in_place = reduce_nbytes >= PARAM_NBYTES  # what is received is the shard's gradient
+    sent, part = 0, wgrad // num_ranks
+    if num_ranks == 1:
         wgrad *= not is_summed_in_place
-    elif reducing.kind != "ring":  # received from all ranks, by copy engines from all others
-        sent = wgrad - part if reducing.kind == "copy_engine" else wgrad
+    elif kind != "ring":  # received from all ranks, by copy engines from all others
+        sent = wgrad - part if kind == "copy_engine" else wgrad
     elif not is_summed_in_place:
         sent = part
-    unreduced = shard.numel * COMPUTE_NBYTES if is_table and reducing.nbytes != COMPUTE_NBYTES else 0
+    unreduced = weight.numel * COMPUTE_NBYTES if weight.is_table and reduce_nbytes != COMPUTE_NBYTES else 0
     # GEMMs write where copy engines of peers read; the gradient of a table is copied there.
-    is_in_ring = reducing.kind == "copy_engine" and reducing.num_ranks > 1 and not is_table
-    return Use(shard.name, gathered, activations, wgrad, sent, shard.nbytes, unreduced, is_in_ring)
+    is_in_ring = kind == "copy_engine" and num_ranks > 1 and not weight.is_table
+    grad = item.state_numel * PARAM_NBYTES
+    return Use(item.name, gathered, weight.amounts, wgrad, sent, grad, unreduced, is_in_ring)
 
 
-def make_lookup(shard: Shard, dim: int, ends: tuple[int, int], activations: Amounts, tokens: int, ranks: int) -> Use:
+def make_lookup(item: Sharded, ends: tuple[int, int], tokens: int) -> Use:
     """The first use of a forward, of a table that is not gathered: see ``embedding="exchange"``. ``ends`` are bytes of
     gathered weights before the first use of forward and after the last one of backward."""
     ahead, last = ends
+    dim, amounts = item.weight.shape[1], item.weight.amounts
     # Rows of the shard and what they are cast to; in backward gradients of all ranks, and what those are cast to.
-    looked_up = ranks * tokens * dim * (shard.itemsize + COMPUTE_NBYTES)
-    received = ranks * tokens * dim * (COMPUTE_NBYTES + PARAM_NBYTES)
-    grad = shard.nbytes + dim * PARAM_NBYTES  # one row takes what is for other ranks
+    exchanged = item.axis.size * tokens * dim * (PARAM_NBYTES + COMPUTE_NBYTES)
+    grad = (item.state_numel + dim) * PARAM_NBYTES  # one row takes what is for other ranks
     sent = tokens * dim * COMPUTE_NBYTES
-    activations = activations._replace(forward=activations.forward + looked_up)
+    activations = amounts._replace(forward=amounts.forward + exchanged)
     gathered = Amounts(ahead, ahead, last, last, last)
-    return Use(shard.name, gathered, activations, 0, 0, grad, received + sent, is_exchanged=True)
+    return Use(item.name, gathered, activations, 0, 0, grad, exchanged + sent, is_exchanged=True)
 
 
 def gathered_amounts(forward: Sequence[object], backward: Sequence[object], held: Sequence[Held]) -> list[Amounts]:
@@ -248,7 +225,8 @@ def predict(
     if num > 1:  # gradients of the shards stay from the first microbatch on
         uses = [use._replace(grad=0) for use in uses]
     together = schedule.coalesce_grad_nbytes if setting.reduces_by(schedule, 0) != "all_to_all" else 0
-    peak = predict_peak(uses, 0, schedule.max_inflight_reduce_scatters, together, wgrad_first=schedule.wgrad_first)
+    found = moments(uses, 0, schedule.max_inflight_reduce_scatters, together, wgrad_first=schedule.wgrad_first)
+    peak = max(found, key=lambda moment: moment.total)
     numel = sum(item.state_numel for item in weights) + trace.small_numel
     states = sum(map(setting.optimizer_numel, weights)) + trace.small_numel
     last = trace.weights[-1]
@@ -279,28 +257,26 @@ def _uses(setting: Setting, step: Step, schedule: Schedule) -> list[Use]:
     uses = []
     for number, item in enumerate(setting.sharded):
         place = setting.unit_of[number]
-        unit = setting.units[place]
-        shard = Shard(unit.name, unit.weight.numel, unit.state_numel * PARAM_NBYTES, PARAM_NBYTES)
         if place not in amounts:
-            ends, dim = (held[0].between[0], held[1].between[-1]), item.weight.shape[1]
-            uses.append(make_lookup(shard, dim, ends, item.weight.amounts, setting.tokens, item.axis.size))
+            uses.append(make_lookup(item, (held[0].between[0], held[1].between[-1]), setting.tokens))
             continue
-        reducing = Reducing(setting.reduce_nbytes, setting.reduces_by(schedule, item.lane), item.axis.size)
+        reduce_nbytes, kind = setting.reduce_nbytes, setting.reduces_by(schedule, item.lane)
         if setting.sends_narrow(schedule, item):
-            reducing = Reducing(COMPUTE_NBYTES, "all_to_all", item.axis.size)
-        use = make_use(shard, amounts[place], item.weight.amounts, reducing, is_table=item.weight.is_table)
+            reduce_nbytes, kind = COMPUTE_NBYTES, "all_to_all"
+        unit = setting.units[place]
+        use = make_use(unit, amounts[place], reduce_nbytes, kind)
         uses.append(_in_group(setting, unit, number, use) if unit.is_group else use)
     return uses
 
 
 def _in_group(setting: Setting, group: Sharded, number: int, use: Use) -> Use:
-    """The use of one weight of a group, which stays gathered as a whole. Full gradients wait for that of the first
-    weight, with which they are packed."""
+    """The use of a weight of a group that stays gathered. Full gradients wait to be packed with that of the first."""
     gathered = use.gathered
     if number != group.members[-1]:
         gathered = gathered._replace(after_forward=gathered.forward, before_backward=gathered.dgrad)
+    weight = setting.sharded[number].weight
     computed = [setting.sharded[member].gathered for member in group.members if member >= number]
-    use = use._replace(name=setting.sharded[number].name, gathered=gathered)
+    use = use._replace(name=weight.name, gathered=gathered, activations=weight.amounts)
     use = use._replace(waiting=sum(computed) - computed[0], unreduced=computed[0])
     return use if number == group.members[0] else use._replace(wgrad=0, sent=0, grad=0, is_exchanged=True)
 

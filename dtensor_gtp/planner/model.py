@@ -210,6 +210,14 @@ class _Rotary(nn.Module):
         return (x * self.cos + rotated * self.sin).type_as(x_BHTD)
 
 
+def _attend(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, collectives: Collectives) -> Tensor:
+    """Of the queries of this rank to the keys of all ranks of cp."""
+    k_BHTD, v_BHTD = (collectives.gather(x_BHTD, Kind.CP, 2) for x_BHTD in (k_BHTD, v_BHTD))
+    has_groups = q_BHTD.size(1) != k_BHTD.size(1)
+    y_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, is_causal=True, enable_gqa=has_groups)
+    return y_BHTD.transpose(1, 2).flatten(-2)
+
+
 class _Attention(nn.Module):
     def __init__(self, config: ModelConfig, tp: int, rope: _Rotary) -> None:
         super().__init__()
@@ -225,14 +233,7 @@ class _Attention(nn.Module):
         q_BHTD, k_BHTD, v_BHTD = (
             w(x_BTC).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv)
         )
-        y_BHTD = F.scaled_dot_product_attention(
-            self.rope(q_BHTD),
-            collectives.gather(self.rope(k_BHTD), Kind.CP, 2),
-            collectives.gather(v_BHTD, Kind.CP, 2),
-            is_causal=True,
-            enable_gqa=q_BHTD.size(1) != k_BHTD.size(1),
-        )
-        return self.wo(y_BHTD.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
+        return self.wo(_attend(self.rope(q_BHTD), self.rope(k_BHTD), v_BHTD, collectives))  # type: ignore[no-any-return]
 
 
 class _LatentAttention(nn.Module):
@@ -259,10 +260,8 @@ class _LatentAttention(nn.Module):
         k_nope, v_BHTD = kv_BHTD.split([self.nope_dim, self.value_dim], dim=-1)
         q_BHTD = torch.cat([q_nope, self.rope(q_rope)], dim=-1)
         k_rope = self.rope(k_rope.unsqueeze(1)).expand(-1, self.heads, -1, -1)
-        k_BHTD = collectives.gather(torch.cat([k_nope, k_rope], dim=-1), Kind.CP, 2)
-        v_BHTD = collectives.gather(v_BHTD, Kind.CP, 2)
-        y_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, is_causal=True)
-        return self.wo(y_BHTD.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
+        k_BHTD = torch.cat([k_nope, k_rope], dim=-1)
+        return self.wo(_attend(q_BHTD, k_BHTD, v_BHTD, collectives))  # type: ignore[no-any-return]
 
 
 class _FeedForward(nn.Module):

@@ -204,7 +204,8 @@ class _Search:
         self._problem, self._bounds, self._top = problem, Bounds(problem), top
         self._capacity = problem.machine.memory_nbytes
         self._factors: dict[tuple[object, ...], float] = {}  # of times over their bounds
-        self._too_large: dict[tuple[object, ...], list[Layout]] = {}
+        # Of those that compute alike and keep weights or not: they take less memory the more ranks share weights.
+        self._too_large: dict[tuple[Layout, bool], list[Layout]] = {}
         self._refused: dict[str, list[Layout]] = {}  # by the reason
         self._best: dict[tuple[int, ...], Answer] = {}  # of each family
 
@@ -268,7 +269,7 @@ class _Search:
         memory = None if is_hopeless else memory_of(self._problem, layout, self._capacity)
         if memory is None or memory.total > self._capacity:
             self._refused.setdefault(_MEMORY, []).append(layout)
-            self._too_large.setdefault(_kind(layout), []).append(layout)
+            self._too_large.setdefault((_alone(layout), layout.keep), []).append(layout)
             return False
         answer = evaluate(self._problem, layout, memory)
         factor = answer.step_ms / least
@@ -279,13 +280,12 @@ class _Search:
 
     def _is_hopeless(self, layout: Layout) -> bool:
         """Whether a layout of its kind does not fit that cuts weights into as many parts, or into most."""
-        kind = _kind(layout)
+        kind = _alone(layout), layout.keep
         if kind not in self._too_large:
             experts = layout.ranks // layout.pp // layout.ep if layout.expert_gtp > 1 else 1
             widest = replace(layout, gtp=layout.gtp * layout.replicate, replicate=1, expert_gtp=experts)
             self._too_large[kind] = [widest] * (memory_of(self._problem, widest).total > self._capacity)
-        larger = self._too_large[kind]
-        return any(other.gtp >= layout.gtp and other.expert_gtp >= layout.expert_gtp for other in larger)
+        return any(other.gtp >= layout.gtp and other.expert_gtp >= layout.expert_gtp for other in self._too_large[kind])
 
     def _what_lacks_least(self) -> Answer | None:
         """Where no layout fits: takes those that leaner code could run as the best; else gives the smallest one."""
@@ -311,11 +311,6 @@ class _Search:
 def _family(layout: Layout) -> tuple[int, ...]:
     """Layouts that differ in how data ranks hold weights, and in how a batch is cut."""
     return layout.pp, layout.cp, layout.tp, layout.ep
-
-
-def _kind(layout: Layout) -> tuple[object, ...]:
-    """Layouts that take less memory the more ranks share weights."""
-    return *_family(layout), layout.micro_batch, layout.keep, layout.checkpoint
 
 
 def _alike(layout: Layout) -> tuple[object, ...]:

@@ -175,8 +175,7 @@ def record(make_model: Callable[[], nn.Module], loss_of: Callable[[nn.Module, Re
         weights.append(Weight(*matrix, has_dgrad, block, *ops, amounts, use.live, grads, is_tied))
     # What comes after the last use of forward is in its stretch; that of the loss' own backward is before the head's.
     operations = stretches[uses[-1][0] + 1].ops
-    rest = stretches[uses[0][1] + 2 :]
-    tail = rest[0].ops if rest else ()
+    tail = next((stretch.ops for stretch in stretches[uses[0][1] + 2 :]), ())
     blocks = [weight for weight in weights if weight.block >= 0]
     input_nbytes = int(blocks[0].flops / (2 * blocks[0].numel) * blocks[0].shape[-1] * 2) if blocks else 0
     trace = Trace(tuple(weights), operations, tail, input_nbytes, small_numel)
@@ -236,8 +235,7 @@ def recomputed_uses(trace: Trace, checkpoint: str) -> dict[int, tuple[int, ...]]
 
 @functools.lru_cache(maxsize=128)
 def checkpointed(trace: Trace, checkpoint: str) -> Trace:
-    """The trace with the activations that blocks keep: their input with "full", and with "selective" the results of
-    those GEMMs that are not computed again."""
+    """The trace with what blocks keep: their input, and with "selective" results of GEMMs that are not run again."""
     if checkpoint == "none" or not trace.blocks:
         return trace
     again = {number for numbers in recomputed_uses(trace, checkpoint).values() for number in numbers}
