@@ -294,7 +294,7 @@ def test_no_ground_is_no_number(config: str, answer: Any) -> None:
 
 
 def test_tokens_that_compute_waits_for_name_the_option(answer: Any) -> None:
-    arguments = "mixtral-8x7b --gpus 16 --seq-len 512 --gtp 16 --ep 8 --expert-gtp 2 --top 1 --machine h200"
+    arguments = "mixtral-8x7b --gpus 16 --seq-len 1024 --gtp 16 --ep 8 --expert-gtp 2 --top 1 --machine h200"
     rows = answer(arguments)
     assert "--dispatch hosts or hidden" in rows
     assert max(map(len, rows.splitlines())) <= 100
