@@ -60,8 +60,7 @@ class Peak(NamedTuple):
 def moments(
     uses: Sequence[Use], state: int, max_inflight: int, together: int = 0, *, wgrad_first: bool = True
 ) -> list[Peak]:
-    """The moments of a forward and backward that may be the fullest, in order, by uses in the order of the forward.
-    ``together`` is ``Schedule.coalesce_grad_nbytes``."""
+    """The moments of a forward and backward that may be the fullest, in order; see :func:`predict_peak`."""
     found: list[Peak] = []
     grads = 0
     waiting, groups = Together[Use](together), Together[Use](together, of_groups=True)
@@ -113,6 +112,16 @@ def moments(
         added = sum(other.sent + other.grad for launch in launches for other in launch)
         add("after backward", uses[0], uses[0].gathered.dgrad, uses[0].activations.dgrad, before + added)
     return found
+
+
+def predict_peak(
+    uses: Sequence[Use], state: int, max_inflight: int, together: int = 0, *, wgrad_first: bool = True
+) -> Peak:
+    """The fullest moment, by uses in the order of the forward; ``together`` is ``Schedule.coalesce_grad_nbytes``."""
+    if not uses:
+        raise ValueError("predict_peak expects at least one use of a weight, but got none.")
+    found = moments(uses, state, max_inflight, together, wgrad_first=wgrad_first)
+    return max(found, key=lambda moment: moment.total)
 
 
 def make_use(item: Sharded, gathered: Amounts, reduce_nbytes: int, kind: str) -> Use:
@@ -225,8 +234,7 @@ def predict(
     if num > 1:  # gradients of the shards stay from the first microbatch on
         uses = [use._replace(grad=0) for use in uses]
     together = schedule.coalesce_grad_nbytes if setting.reduces_by(schedule, 0) != "all_to_all" else 0
-    found = moments(uses, 0, schedule.max_inflight_reduce_scatters, together, wgrad_first=schedule.wgrad_first)
-    peak = max(found, key=lambda moment: moment.total)
+    peak = predict_peak(uses, 0, schedule.max_inflight_reduce_scatters, together, wgrad_first=schedule.wgrad_first)
     numel = sum(item.state_numel for item in weights) + trace.small_numel
     states = sum(map(setting.optimizer_numel, weights)) + trace.small_numel
     last = trace.weights[-1]

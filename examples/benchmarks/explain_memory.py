@@ -1,4 +1,4 @@
-"""What ``planner.memory.moments`` needs to know of a model under ``gtp_shard``: its plan and its activations."""
+"""What ``predict_peak`` needs to know of a model under ``gtp_shard``: its plan and its activations."""
 
 import functools
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from dtensor_gtp import SchedulePolicy, sharding_report
 from dtensor_gtp._schedule.plans import Held
 from dtensor_gtp.planner.costs import Axis
-from dtensor_gtp.planner.memory import Peak, Use, gathered_amounts, make_lookup, make_use, moments
+from dtensor_gtp.planner.memory import Peak, Use, gathered_amounts, make_lookup, make_use, predict_peak
 from dtensor_gtp.planner.recorder import Recorder
 from dtensor_gtp.planner.setting import PARAM_NBYTES, Sharded
 from dtensor_gtp.planner.trace import Weight, record
@@ -102,5 +102,4 @@ def explain_peak(
     schedule = Schedule(**dict(SchedulePolicy.chosen(model)._numbers))
     together = schedule.coalesce_grad_nbytes if schedule.reduce_scatter != "all_to_all" else 0
     inflight, order = schedule.max_inflight_reduce_scatters, schedule.wgrad_first
-    found = moments(uses, state_bytes(model, optimizer), inflight, together, wgrad_first=order)
-    return max(found, key=lambda moment: moment.total)
+    return predict_peak(uses, state_bytes(model, optimizer), inflight, together, wgrad_first=order)

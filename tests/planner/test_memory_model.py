@@ -40,10 +40,6 @@ def use(name: str, **parts: Any) -> memory.Use:
     return memory.Use(name, **{"wgrad": 0, "sent": 0, "grad": 0, **parts})
 
 
-def fullest(uses: list[memory.Use], *arguments: int) -> memory.Peak:
-    return max(memory.moments(uses, *arguments), key=lambda moment: moment.total)
-
-
 def test_every_moment_of_two_uses() -> None:
     first = use("a", gathered=(1, 2, 3, 4, 5), activations=(10, 20, 30, 40, 50), wgrad=100, sent=7, grad=1000)
     second = use("b", gathered=(6, 7, 8, 9, 10), activations=(60, 70, 80, 90, 99), wgrad=200, sent=8, grad=2000)
@@ -65,10 +61,10 @@ def test_gradients_and_sends_pile_up_towards_the_end() -> None:
     uses = [use(name, gathered=20, activations=1, wgrad=10, grad=5) for name in "abc"]
     expected = {1: 10 + 10, 2: 20 + 10, 3: 20 + 10}  # sends of b, or of c and b, and the gradient of a
     for max_inflight, wgrad in expected.items():
-        peak = fullest(uses, 0, max_inflight)
+        peak = memory.predict_peak(uses, 0, max_inflight)
         assert peak == ("in backward of a", 0, 10, 20, wgrad + 5, 1)
     table = [use("table", gathered=0, activations=1, wgrad=10, grad=5, unreduced=100), *uses]
-    assert fullest(table, 0, 1) == ("in backward of table", 0, 15, 0, 10 + 110 + 5, 1)
+    assert memory.predict_peak(table, 0, 1) == ("in backward of table", 0, 15, 0, 10 + 110 + 5, 1)
 
 
 def test_gradients_that_still_wait_are_reduced_at_the_end() -> None:
@@ -107,9 +103,14 @@ def test_dgrad_before_wgrad() -> None:
 def test_peaks_outside_of_backward() -> None:
     small = use("b", gathered=1, activations=1, wgrad=1, grad=1)
     in_forward = use("a", gathered=(500, 1, 1, 1, 1), activations=1)
-    assert fullest([in_forward, small], 7, 2) == ("in forward of a", 7, 0, 500, 0, 1)
+    assert memory.predict_peak([in_forward, small], 7, 2) == ("in forward of a", 7, 0, 500, 0, 1)
     in_loss = use("c", gathered=10, activations=(1, 1, 900, 1, 1), wgrad=100)
-    assert fullest([small, in_loss], 7, 2) == ("before backward of c", 7, 0, 10, 0, 900)
+    assert memory.predict_peak([small, in_loss], 7, 2) == ("before backward of c", 7, 0, 10, 0, 900)
+
+
+def test_without_uses() -> None:
+    with pytest.raises(ValueError, match="predict_peak expects at least one use"):
+        memory.predict_peak([], 0, 2)
 
 
 def test_description_beside_a_measurement(scripts: Any) -> None:
@@ -193,7 +194,7 @@ def test_prediction_is_what_gpus_have_measured(scripts: Any, planned: Planned) -
     model, workload, num_ranks = planned
     for mode, seq_len, above_state, moment in MEASURED[num_ranks]:
         uses = scripts.explain_memory.explain_uses(model, mode, workload, seq_len, num_ranks)
-        found = fullest(uses, 0, 2, TOGETHER)
+        found = memory.predict_peak(uses, 0, 2, TOGETHER)
         assert found.moment == moment
         for measured in above_state:
             # Asked for are 5%. But nothing is fitted: what is not understood shows up as a whole buffer.
