@@ -140,9 +140,11 @@ def _probe(add: Sum, device: torch.device, key: _Key) -> Iterator[tuple[Tensor, 
     num_ranks = key.num_ranks
     rank = num_ranks // 2
     for sizes in _TRIED:
-        steps = torch.arange(num_ranks * sum(sizes), dtype=torch.float32, device=device)
-        rows = ((steps * 37 % 1009 - 499.3) * torch.exp2(steps % 21 - 14)).to(key.dtype).view(num_ranks, -1)
-        peers = torch.cat([rows[:rank], rows[rank + 1 :]])
+        # Made and compared on the host: a GPU would load a kernel for each of these ops, in the first step.
+        steps = torch.arange(num_ranks * sum(sizes), dtype=torch.float32)
+        made = ((steps * 37 % 1009 - 499.3) * torch.exp2(steps % 21 - 14)).to(key.dtype).view(num_ranks, -1)
+        peers = torch.cat([made[:rank], made[rank + 1 :]]).to(device)
+        rows = made.to(device)
         for factor, reduce in ((1.0, torch.sum), (1 / num_ranks, torch.mean)):
             expected = reduce(rows, 0, dtype=torch.float32)
             for given, own in ((rows, ()), (peers, rows[rank].split(sizes))):

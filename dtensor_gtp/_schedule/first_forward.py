@@ -170,15 +170,16 @@ def agree_to_begin(params: Sequence[ManagedParam], device: torch.device, num_tok
     compared = dict(sorted(compared.items(), key=lambda item: item[0].size()))
     everything = [param for of_mesh in compared.values() for param in of_mesh]
     error: RuntimeError | None = None
-    found = torch.zeros(len(everything), dtype=torch.int64, device=device)
+    host = torch.device("cpu")
+    found = torch.zeros(len(everything), dtype=torch.int64, device=host)
     try:
         _check_materialized(params, device)
-        found = digests(_on_host([_comparable(param) for param in everything], device), device)
+        found = digests(_on_host([_comparable(param) for param in everything], device), host)
     except RuntimeError as caught:  # raised below, because the other ranks wait in the collectives
         error = caught
     # The largest of all ranks counts, so the complement of the least free memory.
-    most = torch.tensor([-1 if error is None else dist.get_rank(), ~_free_nbytes(device), num_tokens], device=device)
-    result = _compare(compared, most, found)
+    most = torch.tensor([-1 if error is None else dist.get_rank(), ~_free_nbytes(device), num_tokens], device=host)
+    result = _compare(compared, most, found, device)
     if error is not None:
         raise error
     if type(result) is not Tensor:
@@ -209,18 +210,24 @@ def agree_on_order(uses: Sequence[ShardedWeight], weights: Sequence[ShardedWeigh
             raise parted(mesh, what, names, group)
 
 
-def _compare(compared: dict[DeviceMesh, list[ManagedParam]], most: Tensor, digests: Tensor) -> Tensor:
+def _compare(
+    compared: dict[DeviceMesh, list[ManagedParam]], most: Tensor, digests: Tensor, device: torch.device
+) -> Tensor:
     """Over one mesh after the other, compare whole parameters between all ranks, and shards between replicas. Gives the
     largest ``most`` of all ranks: the rank that failed or found a difference (else -1), and other numbers; then
-    whether each parameter differs (False if one failed)."""
+    whether each parameter differs (False if one failed).
+
+    Only the collectives run on ``device``. A GPU would load half a dozen kernels for the rest.
+    """
     results = []
     for (mesh, params), part in zip(compared.items(), digests.split([len(p) for p in compared.values()]), strict=True):
         is_whole = torch.tensor([isinstance(p, WholeParam) for p in params], dtype=torch.bool, device=most.device)
         extremes = torch.stack([part, ~part])  # the largest digest and, as its complement, the smallest
         for axis in range(mesh.ndim):
             if mesh.size(axis) > 1:
-                sent = torch.cat([most, extremes.flatten()])
+                sent = torch.cat([most, extremes.flatten()]).to(device)
                 dist.all_reduce(sent, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+                sent = sent.to(most.device)
                 most, extremes = sent[: len(most)], sent[len(most) :].view_as(extremes)
             if axis == 0 and has_replicas(mesh):
                 # Other ranks of the gtp axis have other shards: tell them only whether replicas differ.

@@ -39,7 +39,8 @@ def failure(error: Exception) -> str:
 
 
 def has_same_bits(actual: Tensor, expected: Tensor) -> bool:
-    pair = [tensor.contiguous().view(torch.uint8) for tensor in (actual, expected)]  # they may lie column by column
+    # On the host, where nothing has to be loaded for it. They may lie column by column.
+    pair = [tensor.cpu().contiguous().view(torch.uint8) for tensor in (actual, expected)]
     return actual.shape == expected.shape and torch.equal(*pair)
 
 
