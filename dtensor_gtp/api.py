@@ -44,66 +44,73 @@ def gtp_shard(
 ) -> nn.Module:
     """Shard every weight of ``module`` over ``mesh``, in place, and gather each weight just in time for its use.
 
-    One call on the root is enough. Each weight with two or more dims becomes a DTensor parameter with a
-    :class:`GTPShard` placement on dim 0. It is all-gathered ahead of each use in forward and backward, while earlier
-    layers compute, and freed after the use. Its gradient is averaged and reduce-scattered while backward continues.
-    Parameters with one dim and tiny ones stay whole (``Replicate()``); their gradients are averaged in one coalesced
-    call per backward. Ranks of the mesh see different data. A submodule that was passed to ``gtp_shard`` before keeps
-    its own mesh and policies.
+    One call on the root is enough. Each weight with two or more dims becomes a DTensor parameter
+    with a :class:`GTPShard` placement on dim 0. It is all-gathered ahead of each use in forward and
+    backward, while earlier layers compute, and freed after the use. Its gradient is averaged and
+    reduce-scattered while backward continues. Parameters with one dim and tiny ones stay whole
+    (``Replicate()``); their gradients are averaged in one coalesced call per backward. Ranks of the
+    mesh see different data. A submodule that was passed to ``gtp_shard`` before keeps its own mesh
+    and policies.
 
-    While a forward or backward of the module runs, ``submodule.weight`` reads as the full weight. Otherwise it is the
-    sharded DTensor, with which optimizers, ``clip_grad_norm_`` and ``torch.distributed.checkpoint`` work. Create the
-    optimizer after this call.
+    While a forward or backward of the module runs, ``submodule.weight`` reads as the full weight.
+    Otherwise it is the sharded DTensor, with which optimizers, ``clip_grad_norm_`` and
+    ``torch.distributed.checkpoint`` work. Create the optimizer after this call.
 
     Each use of a weight is a collective: all ranks of the mesh must run the same modules in the same order. A rank that
     has no data for a module, such as an expert that gets no token, runs it on an empty input.
 
     Args:
-        module: Any module, on CPU, on the mesh's device or on the meta device. Parameters may be plain tensors, equal
-            on all ranks, or DTensors of a mesh with the same root as ``mesh`` (tensor parallelism); such a weight is
-            sharded again, and modules see its tp-local DTensor.
+        module: Any module, on CPU, on the mesh's device or on the meta device. Parameters may be
+            plain tensors, equal on all ranks, or DTensors of a mesh with the same root as ``mesh``
+            (tensor parallelism); such a weight is sharded again, and modules see its tp-local
+            DTensor.
         mesh: 1-D (gtp), or 2-D (replicate, gtp): sharded over the last axis, replicated over the first.
         reshard_after_forward: Free a weight after its forward and gather it again in backward. False keeps it from
             forward to backward, which saves a gather and costs its full size in memory.
-        shard_placement_fn: Called once for each parameter. It returns the placement: a :class:`GTPShard` (or torch's
-            ``Shard``), a ``Replicate`` to keep the parameter whole, or None for the default. A pair (placement, mesh),
-            or torch's ``ShardPlacementResult``, also puts the parameter on that mesh; its gradient is then averaged
-            over the ranks of that mesh. A module class chooses its own default by a method
+        shard_placement_fn: Called once for each parameter. It returns the placement: a
+            :class:`GTPShard` (or torch's ``Shard``), a ``Replicate`` to keep the parameter whole,
+            or None for the default. A pair (placement, mesh), or torch's ``ShardPlacementResult``,
+            also puts the parameter on that mesh; its gradient is then averaged over the ranks of
+            that mesh. A module class chooses its own default by a method
             ``default_gtp_placement(name) -> Placement``.
-        mp_policy: torch's own policy with the meaning it has in ``fully_shard``: ``param_dtype`` is the dtype of the
-            gather and of compute, ``reduce_dtype`` that of gradient reduction; inputs and outputs of ``module`` are
-            cast. Without a ``reduce_dtype`` gradients are reduced in ``param_dtype`` (``fully_shard`` of torch 2.15:
-            in the parameter's own).
-        schedule: When weights are gathered, kept and reduced. The default chooses everything in the first forward. Only
-            the policy of the outermost call is used.
+        mp_policy: torch's own policy with the meaning it has in ``fully_shard``: ``param_dtype`` is
+            the dtype of the gather and of compute, ``reduce_dtype`` that of gradient reduction;
+            inputs and outputs of ``module`` are cast. Without a ``reduce_dtype`` gradients are
+            reduced in ``param_dtype`` (``fully_shard`` of torch 2.15: in the parameter's own).
+        schedule: When weights are gathered, kept and reduced. The default chooses everything in the
+            first forward. Only the policy of the outermost call is used.
         ignored_params: Parameters that are left as they are; their gradients are not reduced.
-        offload_policy: torch's own. ``CPUOffloadPolicy(pin_memory=True)`` keeps shards, whole parameters and gradients
-            on the host. The optimizer keeps its state and runs there, too. Shards are copied to the device ahead of
-            each gather, on a separate stream; each reduced gradient is copied back when it is complete. After each
-            forward and backward the host waits for the copies. Gathers go through the process group, and embeddings are
-            gathered. Start the process group with ``backend="cpu:gloo,cuda:nccl"``, because ``clip_grad_norm_``,
-            ``GradScaler`` and ``full_tensor`` communicate on the host. From the meta device call
-            ``to_empty(device="cpu")``. ``pin_memory=False`` costs the overlap. Refused with quantized weights, CUDA
-            graphs, an outer ``fully_shard`` and unequal replicas.
-        shard_optimizer: Split gradients and optimizer states over the replicas of a (replicate, gtp) mesh (ZeRO-1).
-            A parameter is then cut over gtp first and over the replicas then, on dim 0, and any optimizer, clipping,
-            average and checkpoint takes it as it is. Gradients are reduce-scattered over the replicas instead of
-            all-reduced. What optimizers write is gathered from the replicas once, ahead of its first use, in
-            ``param_dtype``. All gathers for compute stay within gtp. Whole parameters, those that are frozen at the
-            call, and blocks of rows that divide unevenly keep whole states. After a step, and after other writes to
-            parameters, which must be alike on all ranks, all replicas run a forward. Without replicas it has no effect.
-            Refused with ``offload_policy``, trained weights in native storage, CUDA graphs, an outer ``fully_shard``
-            and unequal replicas.
+        offload_policy: torch's own. ``CPUOffloadPolicy(pin_memory=True)`` keeps shards, whole
+            parameters and gradients on the host. The optimizer keeps its state and runs there, too.
+            Shards are copied to the device ahead of each gather, on a separate stream; each reduced
+            gradient is copied back when it is complete. After each forward and backward the host
+            waits for the copies. Gathers go through the process group, and embeddings are gathered.
+            Start the process group with ``backend="cpu:gloo,cuda:nccl"``, because
+            ``clip_grad_norm_``, ``GradScaler`` and ``full_tensor`` communicate on the host. From
+            the meta device call ``to_empty(device="cpu")``. ``pin_memory=False`` costs the overlap.
+            Refused with quantized weights, CUDA graphs, an outer ``fully_shard`` and unequal
+            replicas.
+        shard_optimizer: Split gradients and optimizer states over the replicas of a (replicate,
+            gtp) mesh (ZeRO-1). A parameter is then cut over gtp first and over the replicas then,
+            on dim 0, and any optimizer, clipping, average and checkpoint takes it as it is.
+            Gradients are reduce-scattered over the replicas instead of all-reduced. What optimizers
+            write is gathered from the replicas once, ahead of its first use, in ``param_dtype``.
+            All gathers for compute stay within gtp. Whole parameters, those that are frozen at the
+            call, and blocks of rows that divide unevenly keep whole states. After a step, and after
+            other writes to parameters, which must be alike on all ranks, all replicas run a
+            forward. Without replicas it has no effect. Refused with ``offload_policy``, trained
+            weights in native storage, CUDA graphs, an outer ``fully_shard`` and unequal replicas.
 
     Returns:
-        ``module``, whose class is now a subclass of its old class and of :class:`GTPModule`. Modules below keep theirs.
+        ``module``, whose class is now a subclass of its old class and of :class:`GTPModule`.
+        Modules below keep theirs.
 
     Raises:
         TypeError, ValueError: An argument is of the wrong kind or out of range.
         NotImplementedError: A combination that is not supported.
-        RuntimeError: Another rank failed, or the ranks have different models. All errors are raised on all ranks of
-            the mesh, after one exchange of a few bytes, and leave ``module`` as it was. (A rank whose ``mesh`` does not
-            contain it cannot tell the others.)
+        RuntimeError: Another rank failed, or the ranks have different models. All errors are raised
+            on all ranks of the mesh, after one exchange of a few bytes, and leave ``module`` as it
+            was. (A rank whose ``mesh`` does not contain it cannot tell the others.)
 
     The design follows ``torch.distributed.fsdp.fully_shard``.
 
@@ -156,9 +163,9 @@ def gtp_shard(
 def shard_added(module: nn.Module) -> nn.Module:
     """Shard the parameters of submodules that were added after ``gtp_shard``, such as an adapter loaded by PEFT.
 
-    They get the mesh and policies of the ``gtp_shard`` call on the outer module. Give them the same values on all
-    ranks, and create the optimizer afterwards. The next forward is like a first one: it creates communicators and
-    records the order of uses.
+    They get the mesh and policies of the ``gtp_shard`` call on the outer module. Give them the same
+    values on all ranks, and create the optimizer afterwards. The next forward is like a first one:
+    it creates communicators and records the order of uses.
 
     Args:
         module: A module that :func:`gtp_shard` was called on, or one around it.
@@ -228,13 +235,14 @@ def _shard_added(group: ShardGroup) -> None:
 def register_gtp_forward_method(module: nn.Module, method_name: str) -> None:
     """Treat a method of ``module``, such as ``encode`` or ``generate``, as a forward.
 
-    A call of the method is then one pass with its own plan, and ``self.weight`` reads as the full weight in it. If
-    ``module`` was passed to :func:`gtp_shard`, inputs and outputs are cast by ``mp_policy``. Without this call, each
-    submodule that the method calls is a separate pass: the results are the same, but fewer gathers overlap with
-    compute, and parameters of ``module`` itself read as sharded DTensors. Hooks of the module's forward are not run.
+    A call of the method is then one pass with its own plan, and ``self.weight`` reads as the full
+    weight in it. If ``module`` was passed to :func:`gtp_shard`, inputs and outputs are cast by
+    ``mp_policy``. Without this call, each submodule that the method calls is a separate pass: the
+    results are the same, but fewer gathers overlap with compute, and parameters of ``module``
+    itself read as sharded DTensors. Hooks of the module's forward are not run.
 
-    A module without sharded parameters does not change, so code may always call this. Register the same methods on all
-    ranks.
+    A module without sharded parameters does not change, so code may always call this. Register the
+    same methods on all ranks.
 
     Args:
         module: A module that :func:`gtp_shard` was called on, or one below it.

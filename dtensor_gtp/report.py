@@ -1,4 +1,5 @@
-"""``sharding_report``: a table of what ``gtp_shard`` did. Placement, bytes and use of each parameter; the schedule."""
+"""``sharding_report``: a table of what ``gtp_shard`` did. Placement, bytes and use of each
+parameter; the schedule."""
 
 from __future__ import annotations
 
@@ -46,12 +47,12 @@ class ShardingReport:
         rows: One for each distinct parameter.
         plans: The observed plan of each forward and backward; empty before the first forward.
         exchanges: Which embeddings and heads exchange activations, as text.
-        symmetric_nbytes: Memory of this rank that peers copy from by copy engines. It does not come from the caching
-            allocator, so ``torch.cuda.memory_stats`` does not count it.
+        symmetric_nbytes: Memory of this rank that peers copy from by copy engines. It does not come
+            from the caching allocator, so ``torch.cuda.memory_stats`` does not count it.
         gather_backends: Who gathers and reduces on each mesh and why, as text; empty before the first forward.
         choices: What else was chosen in the first forward and why, as text.
-        is_verbose: Each parameter and each launch is shown. Else the text fits a screen, with equal blocks as one
-            ("layers.0-31").
+        is_verbose: Each parameter and each launch is shown. Else the text fits a screen, with equal
+            blocks as one ("layers.0-31").
         prediction: What communication takes on a machine, and below it what was measured; empty without a machine.
         peak_nbytes: The most memory that ``torch.cuda.max_memory_allocated`` has counted; None on CPUs.
         advice: What to do next, in a sentence or two each.
@@ -97,8 +98,9 @@ class ShardingReport:
         return shown(self._facts, terminal_width())
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Write the report as one page without scripts: what each rank holds, bytes, the plans as timelines, and the
-        choices with their reasons. Ranks have their own reports: call it on one rank, or give each its own file.
+        """Write the report as one page without scripts: what each rank holds, bytes, the plans as
+        timelines, and the choices with their reasons. Ranks have their own reports: call it on one
+        rank, or give each its own file.
 
         Args:
             path: The file, which is overwritten.
@@ -133,15 +135,16 @@ def sharding_report(
 ) -> ShardingReport:
     """Describe what :func:`gtp_shard` did to ``module`` and the schedule it has observed so far.
 
-    ``print`` it, or let a notebook display it. The text fits a screen: what is sharded, memory, what was chosen and
-    why, the schedule, and what to do next. Three or more equal blocks are shown as one: "layers.0-31.wq.weight".
+    ``print`` it, or let a notebook display it. The text fits a screen: what is sharded, memory,
+    what was chosen and why, the schedule, and what to do next. Three or more equal blocks are shown
+    as one: "layers.0-31.wq.weight".
 
     Args:
         module: A module that was passed to ``gtp_shard``, or one inside of it.
-        machine: As for :func:`dtensor_gtp.plan`. With one, the report has what the gathers and reductions of the plan
-            take on its links in milliseconds, and below it the time between the last optimizer steps, and on GPUs the
-            most memory that the allocator has counted. ``python -m dtensor_gtp.help planner`` has predictions of
-            whole steps.
+        machine: As for :func:`dtensor_gtp.plan`. With one, the report has what the gathers and
+            reductions of the plan take on its links in milliseconds, and below it the time between
+            the last optimizer steps, and on GPUs the most memory that the allocator has counted.
+            ``python -m dtensor_gtp.help planner`` has predictions of whole steps.
         verbose: Show each parameter and each launch of gathers by itself.
 
     Returns:

@@ -97,8 +97,9 @@ def validate_mesh(mesh: Any) -> None:
 
 
 def in_rank_order(mesh: DeviceMesh) -> DeviceMesh:
-    """``mesh`` itself, or the mesh of the same process groups in which ranks ascend along each axis: collectives place
-    rows by ascending ranks, DTensor by coordinates. If these differ, a checkpoint files a shard under wrong rows."""
+    """``mesh`` itself, or the mesh of the same process groups in which ranks ascend along each
+    axis: collectives place rows by ascending ranks, DTensor by coordinates. If these differ, a
+    checkpoint files a shard under wrong rows."""
     ranks = mesh.mesh.cpu()
     if all(bool((ranks.diff(dim=axis) > 0).all()) for axis in range(mesh.ndim)):
         return mesh
@@ -158,8 +159,8 @@ def validate_module(module: nn.Module, mesh: DeviceMesh, ignored: Set[nn.Paramet
 
 
 def _check_memory(module: nn.Module, params: dict[str, nn.Parameter]) -> None:
-    """What lies in the memory of a parameter of ``params`` follows its updates, and would not follow those of shards:
-    refuse other parameters there, and warn of other tensors."""
+    """What lies in the memory of a parameter of ``params`` follows its updates, and would not
+    follow those of shards: refuse other parameters there, and warn of other tensors."""
     tensors: dict[str, Tensor] = dict([*module.named_buffers(), *module.named_parameters()])
     for prefix, submodule in module.named_modules():
         attributes = ((f"{prefix}.{name}".lstrip("."), value) for name, value in vars(submodule).items())
@@ -214,15 +215,17 @@ def _held_elsewhere(module: nn.Module, params: dict[str, nn.Parameter]) -> dict[
 
     by_id = {id(m._parameters): m._parameters for m in module.modules()}  # shallow copies of a module share theirs
     num_sites = Counter(id(param) for held in by_id.values() for param in held.values())
-    # How many references Python and torch hold to each parameter differs between releases: count them for a new one.
+    # How many references Python and torch hold to each parameter differs between releases: count
+    # them for a new one.
     (num_usual,) = num_references({"": nn.Parameter(torch.empty(0))})
     numbers = zip(params, num_references(params), strict=True)
     return {name: params[name] for name, number in numbers if number != num_usual + num_sites[id(params[name])]}
 
 
 def _refuse_holders(params: dict[str, nn.Parameter], mesh: DeviceMesh) -> None:
-    """Refuse parameters that a DistributedDataParallel or an optimizer holds, as no module shows. All objects of the
-    process are looked at, for 0.1 s or more, only if one of ``params`` may be in a list, as those of optimizers are."""
+    """Refuse parameters that a DistributedDataParallel or an optimizer holds, as no module shows.
+    All objects of the process are looked at, for 0.1 s or more, only if one of ``params`` may be in
+    a list, as those of optimizers are."""
     if len(params) <= 64 and not any(isinstance(held, list | tuple) for held in gc.get_referrers(*params.values())):
         return
     names = {id(param): name for name, param in params.items()}

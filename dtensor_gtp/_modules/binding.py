@@ -30,12 +30,14 @@ class Reads:
 
     def __init__(self) -> None:
         self.is_reading: bool | None = None
-        # Number of optimizer steps before the call that read weights for the first time, though earlier calls did not.
+        # Number of optimizer steps before the call that read weights for the first time, though
+        # earlier calls did not.
         self._learned_in: int | None = None
 
     def may_read(self, num_steps: int) -> bool:
-        """Whether tensors that a call after ``num_steps`` optimizer steps saves need hooks. The answer changes between
-        steps only: a recomputation (activation checkpointing) must save tensors as its forward did."""
+        """Whether tensors that a call after ``num_steps`` optimizer steps saves need hooks. The
+        answer changes between steps only: a recomputation (activation checkpointing) must save
+        tensors as its forward did."""
         if self._learned_in is not None and num_steps != self._learned_in:
             self.is_reading, self._learned_in = True, None
         return self.is_reading is not False
@@ -48,7 +50,8 @@ class Reads:
             self._learned_in = num_steps
 
 
-# A placement on the mesh of the call; a pair of a placement and another mesh; or torch's ``ShardPlacementResult``.
+# A placement on the mesh of the call; a pair of a placement and another mesh; or torch's
+# ``ShardPlacementResult``.
 ShardPlacementFn = Callable[[nn.Parameter], Placement | tuple[Placement | None, DeviceMesh] | Any | None]
 
 
@@ -130,8 +133,9 @@ class Binding:
         return runtime.reads.read_pinned(managed) if isinstance(managed, ShardedWeight) else runtime.reads.read(managed)
 
     def put_aside(self, params: dict[str, Any], name: str) -> None:
-        """A parametrization that comes and goes within a forward, as PEFT's of experts, takes the full weight and, when
-        it goes, registers that. So the parameter of ``params`` is set aside here, and ``put_back`` then."""
+        """A parametrization that comes and goes within a forward, as PEFT's of experts, takes the
+        full weight and, when it goes, registers that. So the parameter of ``params`` is set aside
+        here, and ``put_back`` then."""
         if name in self.params and name in params and self.group.runtime.is_materializing:
             self.set_aside[name] = params.get(name)
             self.group.runtime.reads.note_parametrized(self.params[name])
@@ -150,8 +154,8 @@ class BoundModule(nn.Module):
     _gtp_binding: Binding
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Classes that ``bind`` makes are no classes of the user: a base that keeps a list of its subclasses, or wants
-        arguments for them, is not asked."""
+        """Classes that ``bind`` makes are no classes of the user: a base that keeps a list of its
+        subclasses, or wants arguments for them, is not asked."""
 
 
 def binding_of(module: nn.Module) -> Binding | None:
@@ -201,8 +205,8 @@ def unmanaged_params(module: nn.Module) -> Iterator[tuple[str, Site, nn.Paramete
 
 
 def trains_unmanaged(group: ShardGroup) -> bool:
-    """Whether a parameter below the module of ``group`` is trained that no call manages or ignores. Each step asks, so
-    this visits modules in the quickest way."""
+    """Whether a parameter below the module of ``group`` is trained that no call manages or ignores.
+    Each step asks, so this visits modules in the quickest way."""
     waiting: list[nn.Module | None] = [group.module]
     seen: set[nn.Module] = set()
     while waiting:

@@ -38,7 +38,8 @@ class Decision:
     existing: ManagedParam | None = None  # set if an earlier call on a submodule manages the parameter (a tie)
 
     def describe(self) -> str:
-        """What must be equal on all ranks; otherwise one rank would wait for a collective that another never starts."""
+        """What must be equal on all ranks; otherwise one rank would wait for a collective that
+        another never starts."""
         placements = (*(self.param.placements if isinstance(self.param, DTensor) else ()), self.placement)
         return (
             f"parameter '{self.fqn}' of shape {tuple(self.param.shape)} and {self.param.dtype} with placements "
@@ -204,8 +205,8 @@ def _placement_of_module(site: Site) -> Placement | None:
 
 
 def _has_whole_groups(site: Site, param: nn.Parameter, mesh: DeviceMesh) -> bool:
-    """Whether each rank can have as many groups of a grouped weight. Then their gradients, which are made group by
-    group, are sent without a copy."""
+    """Whether each rank can have as many groups of a grouped weight. Then their gradients, which
+    are made group by group, are sent without a copy."""
     is_grouped = param.ndim == 3 and getattr(type(site.module), "has_grouped_weight", False)
     return is_grouped and compat.local_part(param).shape[0] % mesh.size(mesh.ndim - 1) == 0
 
@@ -230,7 +231,8 @@ def _check_param(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
         raise ValueError(
             f"gtp_shard expects meshes with named axes, but {what}. Pass mesh_dim_names to init_device_mesh."
         )
-    # Compare the ranks of the roots, not the objects: DTensor may have replaced the parameter's mesh by an equal one.
+    # Compare the ranks of the roots, not the objects: DTensor may have replaced the parameter's
+    # mesh by an equal one.
     if not torch.equal(*(compat.root_mesh(m).mesh.flatten() for m in (param.device_mesh, mesh))):
         raise ValueError(
             f"gtp_shard expects parameters on meshes with the same root as its own, but {what} of another root than "
@@ -250,7 +252,8 @@ def _check_param(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
 
 
 def _check_sites(decision: Decision) -> None:
-    """Ask the modules of a parameter, and refuse embeddings whose options write the weight or change its gradient."""
+    """Ask the modules of a parameter, and refuse embeddings whose options write the weight or
+    change its gradient."""
     for module, _ in decision.sites:
         if isinstance(decision.placement, GTPShard) and hasattr(type(module), "check_gtp_placement"):
             module.check_gtp_placement(decision.fqn, decision.param, decision.placement)  # type: ignore[operator]

@@ -1,9 +1,10 @@
 """How the runtime gets into a module, whose class stays as it is: by attributes of the instance.
 
-``nn.Module`` finds them before those of the class, and so does the compiler. A call runs ``_call_impl``, which opens a
-frame (see ``frames``), or ``forward``, a fused op. Code that reads a parameter gets an item of ``_parameters``: the
-full parameter while a forward or backward runs, otherwise the sharded one. Modules that were passed to ``gtp_shard``
-get a subclass made on the fly, as under ``fully_shard``.
+``nn.Module`` finds them before those of the class, and so does the compiler. A call runs
+``_call_impl``, which opens a frame (see ``frames``), or ``forward``, a fused op. Code that reads a
+parameter gets an item of ``_parameters``: the full parameter while a forward or backward runs,
+otherwise the sharded one. Modules that were passed to ``gtp_shard`` get a subclass made on the fly,
+as under ``fully_shard``.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class OwnClass(BoundModule):
         return cls._gtp_original(*args, **kwargs)
 
     def __repr__(self) -> str:
-        """Marks the module. ``_get_name`` keeps the original's answer, as the class keeps its name: libraries go by
-        them, e.g. transformers' ``Trainer`` where it smooths labels."""
+        """Marks the module. ``_get_name`` keeps the original's answer, as the class keeps its name:
+        libraries go by them, e.g. transformers' ``Trainer`` where it smooths labels."""
         text, name = super().__repr__(), f"{type(self).__name__}("
         if not text.startswith(name):
             return text  # the module has a form of its own
@@ -118,8 +119,8 @@ def dress(module: nn.Module) -> None:
 
 
 def own_class(module: nn.Module, mixin: type) -> type:
-    """A subclass of the class of ``module``, which the module can have. The user's metaclass is not asked: it may
-    refuse subclasses, or keep a list of all classes."""
+    """A subclass of the class of ``module``, which the module can have. The user's metaclass is not
+    asked: it may refuse subclasses, or keep a list of all classes."""
     cls = type(module)
     body: dict[str, Any] = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     body["_gtp_original"] = cls
@@ -190,8 +191,8 @@ def embedding_forward(module: BoundModule, input: Tensor) -> Tensor:
 
 
 def is_parametrized(module: nn.Module) -> bool:
-    """Whether a parametrization has taken a parameter in this forward, as PEFT's of parameters, or it was set to
-    None."""
+    """Whether a parametrization has taken a parameter in this forward, as PEFT's of parameters, or
+    it was set to None."""
     return module._parameters.get("weight") is None or ("bias" not in module._parameters and hasattr(module, "bias"))
 
 

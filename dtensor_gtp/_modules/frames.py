@@ -1,4 +1,5 @@
-"""Calls of modules, of methods that count as their forward, and of blocks that are groups, as frames of the runtime."""
+"""Calls of modules, of methods that count as their forward, and of blocks that are groups, as
+frames of the runtime."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def _call(module: BoundModule, call: Any, args: Any, kwargs: Any, *method: Any) 
         return _call_in_graph(module, call, args, kwargs)
     if compat.is_jit_tracing():
         raise RuntimeError(f"torch.jit.trace cannot record a {type(module).__name__} after gtp_shard. {ADVICE_FOR_JIT}")
-    # torch.compile(module) compiles what is called from here, but neither this frame (see below) nor the runtime.
+    # torch.compile(module) compiles what is called from here, but neither this frame (see below)
+    # nor the runtime.
     compiler = compat.set_eval_frame(None)
     try:
         if compat.is_recording() and (params := module._gtp_binding.group.params):
@@ -93,7 +95,8 @@ def _call_in_frame(
     binding = module._gtp_binding
     group, runtime = binding.group, binding.group.runtime
     if torch.is_grad_enabled() and not runtime.reads.frames:
-        # Once a step, as containers change without a registration (``ModuleList.insert``), and modules are unfrozen.
+        # Once a step, as containers change without a registration (``ModuleList.insert``), and
+        # modules are unfrozen.
         now = _registrations()[0], runtime.steps.num_trained
         if group.checked != now:
             if trains_unmanaged(group):

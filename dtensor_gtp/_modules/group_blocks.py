@@ -1,9 +1,10 @@
 """Which blocks of a model gather and reduce their weights as groups.
 
-A *block* is a module whose class stands at least twice in a container. In the first forward its weights become a group,
-if they are small: the host would need longer for each of them than its GEMM lasts. A block keeps single weights if one
-is shared with other blocks, lies on another mesh, is offloaded, tensor-parallel or cut again by an outer
-``fully_shard``, or if the schedule was given number by number. ``sharding_report`` says which and why.
+A *block* is a module whose class stands at least twice in a container. In the first forward its
+weights become a group, if they are small: the host would need longer for each of them than its GEMM
+lasts. A block keeps single weights if one is shared with other blocks, lies on another mesh, is
+offloaded, tensor-parallel or cut again by an outer ``fully_shard``, or if the schedule was given
+number by number. ``sharding_report`` says which and why.
 
 The modules of a group multiply in the compute dtype. So a rank sends what a recipe makes of the values of its shard, in
 that dtype: within a host, more bytes take less time than casts of each layer.
@@ -83,8 +84,8 @@ def _make_group(name: str, block: nn.Module, modules: list[nn.Module], params: l
 
 
 def _dress_as_group(modules: list[nn.Module], block: nn.Module | None) -> None:
-    """Reads of these modules are those of ``nn.Module`` from now on, and calls but for those of ``block``; None: they
-    are modules of single weights again."""
+    """Reads of these modules are those of ``nn.Module`` from now on, and calls but for those of
+    ``block``; None: they are modules of single weights again."""
     for module in modules:
         if (binding := binding_of(module)) is not None:
             binding.block = block
@@ -116,8 +117,8 @@ def _blocks(module: nn.Module, prefix: str, total: int) -> Iterator[tuple[str, n
 
 
 def _has_large_experts(module: nn.Module, num_tokens: int) -> bool:
-    """Whether a module has weights of several experts in one that are too large for a group. The rest of its block may
-    be one."""
+    """Whether a module has weights of several experts in one that are too large for a group. The
+    rest of its block may be one."""
     binding = binding_of(module)
     return binding is not None and any(
         isinstance(param, ShardedWeight) and param.param.ndim == 3 and not is_worth_a_group(_numel(param), num_tokens)

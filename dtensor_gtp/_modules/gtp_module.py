@@ -1,7 +1,8 @@
 """``GTPModule``: the methods that ``gtp_shard`` adds to the class of a module.
 
-What ``fully_shard`` and its modules have and this library has not is refused, with what to use instead. Most of it
-tunes what is chosen here. ``python -m dtensor_gtp.help composability`` lists all arguments and methods.
+What ``fully_shard`` and its modules have and this library has not is refused, with what to use
+instead. Most of it tunes what is chosen here. ``python -m dtensor_gtp.help composability`` lists
+all arguments and methods.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ METHODS = MappingProxyType(
 
 
 def refuse_arguments(call: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A decorator: arguments of ``fully_shard`` that ``call`` does not have raise, and name what to use instead. So
-    does a call without a mesh, for which ``fully_shard`` makes one."""
+    """A decorator: arguments of ``fully_shard`` that ``call`` does not have raise, and name what to
+    use instead. So does a call without a mesh, for which ``fully_shard`` makes one."""
 
     @functools.wraps(call)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -102,13 +103,14 @@ for _name, _advice in METHODS.items():
 class GTPModule(RefusedMethods, BoundModule):
     """What ``gtp_shard`` adds to the class of the module that it was given.
 
-    The methods are those of torch's ``FSDPModule`` of the same names, with the same meaning. Those that are missing
-    raise NotImplementedError, and name what to use instead.
+    The methods are those of torch's ``FSDPModule`` of the same names, with the same meaning. Those
+    that are missing raise NotImplementedError, and name what to use instead.
 
-    ``state_dict()`` holds the shards, not copies. A ``dcp.load`` into them counts in the next forward, also where
-    weights are kept gathered. ``load_state_dict`` takes such DTensors, or whole tensors, of which each rank takes its
-    part without communication. With ``assign=True`` the tensors given become the parameters, and ties stay ties; a
-    tensor that is placed in another way is refused. Create the optimizer after that, for it holds the old parameters.
+    ``state_dict()`` holds the shards, not copies. A ``dcp.load`` into them counts in the next
+    forward, also where weights are kept gathered. ``load_state_dict`` takes such DTensors, or whole
+    tensors, of which each rank takes its part without communication. With ``assign=True`` the
+    tensors given become the parameters, and ties stay ties; a tensor that is placed in another way
+    is refused. Create the optimizer after that, for it holds the old parameters.
 
     ``param.data = tensor`` takes a whole tensor, of which each rank copies its part, or an earlier ``param.data``.
     Inside of ``fully_shard`` it raises: write with ``copy_`` under ``torch.no_grad()``.
@@ -131,8 +133,9 @@ class GTPModule(RefusedMethods, BoundModule):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather all weights below this module and keep them gathered until :meth:`reshard`.
 
-        Until then ``submodule.weight`` reads as the full weight outside of a forward, too, and a parameter that is not
-        sharded (``submodule.bias``) as a plain tensor. ``parameters()`` still yields the sharded DTensors.
+        Until then ``submodule.weight`` reads as the full weight outside of a forward, too, and a
+        parameter that is not sharded (``submodule.bias``) as a plain tensor. ``parameters()`` still
+        yields the sharded DTensors.
 
         Args:
             async_op: Return at once. The caller waits by the handle before it reads a weight.
@@ -164,10 +167,10 @@ class GTPModule(RefusedMethods, BoundModule):
         """Choose whether backward reduces gradients: no for all microbatches of a step but the last.
 
         Args:
-            requires_gradient_sync: False sums full gradients on each rank, in ``reduce_dtype``, until a backward with
-                True. That saves communication and costs the memory of a full gradient for each weight. These sums are
-                not in ``.grad`` yet: ``zero_grad()`` does not drop them, as under ``fully_shard``;
-                :meth:`reset_iter_state` does.
+            requires_gradient_sync: False sums full gradients on each rank, in ``reduce_dtype``,
+                until a backward with True. That saves communication and costs the memory of a full
+                gradient for each weight. These sums are not in ``.grad`` yet: ``zero_grad()`` does
+                not drop them, as under ``fully_shard``; :meth:`reset_iter_state` does.
             recurse: Also for submodules that were passed to :func:`gtp_shard` themselves.
 
         Example:
@@ -185,9 +188,9 @@ class GTPModule(RefusedMethods, BoundModule):
         """Choose whether backward all-reduces over the replicate axis of a 2-D mesh.
 
         Args:
-            requires_all_reduce: False sums gradients that are reduce-scattered over gtp, until a backward with True.
-                It takes less memory than :meth:`set_requires_gradient_sync`, which sums gradients in full size.
-                ``zero_grad()`` does not drop these sums either.
+            requires_all_reduce: False sums gradients that are reduce-scattered over gtp, until a
+                backward with True. It takes less memory than :meth:`set_requires_gradient_sync`,
+                which sums gradients in full size. ``zero_grad()`` does not drop these sums either.
             recurse: Also for submodules that were passed to :func:`gtp_shard` themselves.
 
         Example:
@@ -203,7 +206,8 @@ class GTPModule(RefusedMethods, BoundModule):
             param.flags.requires_all_reduce = requires_all_reduce
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Choose whether weights are freed after their forward, as the argument of :func:`gtp_shard` does.
+        """Choose whether weights are freed after their forward, as the argument of
+        :func:`gtp_shard` does.
 
         Args:
             reshard_after_forward: False keeps each weight gathered until its backward.
@@ -288,12 +292,13 @@ class GTPModule(RefusedMethods, BoundModule):
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Choose whether ranks may use different weights of this module, e.g. each the head of its task.
 
-        With True, on all ranks, each pass first gathers all these weights, and at its end reduces all their gradients,
-        with zeros where a rank did not use a weight. ``.grad`` is zero for what no rank has used. That takes
-        the memory of the full weights and gradients, and nothing hides it behind compute: call it on the smallest
-        module that needs it, which was passed to :func:`gtp_shard` itself, and before the first forward. Weights of
-        other modules must still be used by all ranks in the same order, and all ranks run the same number of forwards
-        and backwards.
+        With True, on all ranks, each pass first gathers all these weights, and at its end reduces
+        all their gradients, with zeros where a rank did not use a weight. ``.grad`` is zero for
+        what no rank has used. That takes the memory of the full weights and gradients, and nothing
+        hides it behind compute: call it on the smallest module that needs it, which was passed to
+        :func:`gtp_shard` itself, and before the first forward. Weights of other modules must still
+        be used by all ranks in the same order, and all ranks run the same number of forwards and
+        backwards.
 
         Args:
             reduce_scatter_unused_params: False lets all ranks use the same weights, as after :func:`gtp_shard`.
@@ -341,9 +346,9 @@ class GTPModule(RefusedMethods, BoundModule):
     def reset_iter_state(self) -> None:
         """Drop a forward or backward that raised, and all gradients that are not in ``.grad`` yet.
 
-        Gradients of microbatches without sync are among them. After a backward that raised, a forward that was
-        interrupted (KeyboardInterrupt), and a cell of a notebook that was, this happens by itself. Call it where your
-        program gives up a step between microbatches.
+        Gradients of microbatches without sync are among them. After a backward that raised, a
+        forward that was interrupted (KeyboardInterrupt), and a cell of a notebook that was, this
+        happens by itself. Call it where your program gives up a step between microbatches.
 
         Example:
             >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
@@ -359,8 +364,9 @@ class GTPModule(RefusedMethods, BoundModule):
         """Choose whether the next backward is the last one before ``.grad`` is read.
 
         Args:
-            is_last_backward: False leaves gradients in flight when backward returns. ``zero_grad()`` does not drop
-                these; :meth:`reset_iter_state` does. Beside them ``capture_step`` refuses to record or replay.
+            is_last_backward: False leaves gradients in flight when backward returns.
+                ``zero_grad()`` does not drop these; :meth:`reset_iter_state` does. Beside them
+                ``capture_step`` refuses to record or replay.
 
         Example:
             >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)

@@ -1,14 +1,16 @@
 """What code does to sharded parameters outside of their modules.
 
-**Runs of autograd's engine**: ``backward(inputs=...)``, ``torch.autograd.grad`` and ``full_tensor()``. Gradients do not
-reach a sharded parameter through autograd: a leaf stands for it in the graph. torch would find no path to the
-parameter, and compute nothing without an error. Where code outside of the model computes with the full tensor, they do,
-and torch would take each rank's rows from the gradient of that rank alone.
+**Runs of autograd's engine**: ``backward(inputs=...)``, ``torch.autograd.grad`` and
+``full_tensor()``. Gradients do not reach a sharded parameter through autograd: a leaf stands for it
+in the graph. torch would find no path to the parameter, and compute nothing without an error. Where
+code outside of the model computes with the full tensor, they do, and torch would take each rank's
+rows from the gradient of that rank alone.
 
-**Writes that change no version**: through ``param.data``, and by foreach functions. Between passes nothing that was
-gathered is kept, or the user asks for it. In a forward, weights are gathered ahead of their use, and a forward may
-write in between: momentum encoders (MoCo, BYOL) do. So whoever gets hold of a shard in a forward may write to it: what
-was gathered of it is dropped, and in this pass it is gathered at its use.
+**Writes that change no version**: through ``param.data``, and by foreach functions. Between passes
+nothing that was gathered is kept, or the user asks for it. In a forward, weights are gathered ahead
+of their use, and a forward may write in between: momentum encoders (MoCo, BYOL) do. So whoever gets
+hold of a shard in a forward may write to it: what was gathered of it is dropped, and in this pass
+it is gathered at its use.
 
 **Backwards in two parts**, as stages of pipelines run them.
 """
@@ -183,12 +185,14 @@ def _note_data(param: DTensor) -> None:
 
 
 def follow_pipelining() -> None:
-    """Let pipeline stages run a backward in two parts (zero bubble), once ``torch.distributed.pipelining`` is imported.
+    """Let pipeline stages run a backward in two parts (zero bubble), once
+    ``torch.distributed.pipelining`` is imported.
 
-    torch splits the autograd graph at ``stage.submod.parameters()``, through which our gradients do not pass. Instead,
-    the first part is a whole backward in which the fused ops postpone their weight gradients; the second part computes
-    and reduces those. Weights that are read as attributes, whole parameters, and compiled layers, whose graph frees or
-    reuses the operands, are done in the first part.
+    torch splits the autograd graph at ``stage.submod.parameters()``, through which our gradients do
+    not pass. Instead, the first part is a whole backward in which the fused ops postpone their
+    weight gradients; the second part computes and reduces those. Weights that are read as
+    attributes, whole parameters, and compiled layers, whose graph frees or reuses the operands, are
+    done in the first part.
     """
     if (stage_class := compat.pipeline_stage_class()) is not None:
         _replace_backward(stage_class)
@@ -218,8 +222,9 @@ def _replace_backward(stage_class: Any) -> None:
                 postponed = [(runtime, stack.enter_context(runtime.grads.postponing())) for runtime in runtimes]
                 grads, _ = run(stage, "full", {**bwd_kwargs, "stage_output": outputs}, last_backward)
             return grads, postponed  # the stage passes the list to the second part as param_groups
-        # A backward of nothing, in which torch sets the flags of an outer fully_shard. As "weight" it would make a view
-        # of each parameter, which is slow, and which placements with a block size do not have.
+        # A backward of nothing, in which torch sets the flags of an outer fully_shard. As "weight"
+        # it would make a view of each parameter, which is slow, and which placements with a block
+        # size do not have.
         nothing = torch.zeros((), requires_grad=True)
         result = run(stage, "full", {"stage_output": nothing, "output_grads": None, "input_values": ()}, last_backward)
         with torch.no_grad():

@@ -1,7 +1,7 @@
 """Methods of ``nn.Module`` that modules with managed parameters have from us, as attributes of the instance.
 
-Other libraries ask a module whether they may wrap it in ``DistributedDataParallel``, and whether its ranks must stay
-together; these answers are here, too.
+Other libraries ask a module whether they may wrap it in ``DistributedDataParallel``, and whether
+its ranks must stay together; these answers are here, too.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ INSTEAD_OF_DDP = (
 class _Changed(dict[str, Any]):
     """``_parameters`` for torch's ``_apply``: it iterates over those that ``fn`` changes.
 
-    Torch would swap all DTensors for new ones, also in a ``to`` without effect, as loops and forwards have it. The
-    backward of an earlier forward would find another parameter.
+    Torch would swap all DTensors for new ones, also in a ``to`` without effect, as loops and
+    forwards have it. The backward of an earlier forward would find another parameter.
     """
 
     def __init__(self, params: dict[str, Any], fn: Callable[[Tensor], Tensor], note: Callable[[str], None]) -> None:
@@ -64,7 +64,8 @@ class _Changed(dict[str, Any]):
             if not isinstance(param, DTensor):
                 yield name, param
             elif is_changed:
-                # Torch cannot swap a frozen one that has an accumulation node, of hooks or of an earlier backward.
+                # Torch cannot swap a frozen one that has an accumulation node, of hooks or of an
+                # earlier backward.
                 is_frozen = param.is_floating_point() and not param.requires_grad
                 param.requires_grad_(param.requires_grad or is_frozen)
                 try:
@@ -117,9 +118,9 @@ def _named_members(self: BoundModule, *args: Any, **kwargs: Any) -> Any:
 
 
 def _as_users_see(runtime: Runtime, members: Iterator[tuple[str, Any]], may_gather: bool) -> Iterator[tuple[str, Any]]:
-    """``members`` of ``named_parameters()``: the full weights in a forward, else the shards. Whoever takes several
-    shards while no gradients are computed may write to them. To look at the first alone (``.dtype``, ``.device``) is
-    common and harmless."""
+    """``members`` of ``named_parameters()``: the full weights in a forward, else the shards.
+    Whoever takes several shards while no gradients are computed may write to them. To look at the
+    first alone (``.dtype``, ``.device``) is common and harmless."""
     if may_gather and runtime.gives_full_params:
         yield from runtime.reads.full_params(members, runtime.members.by_id())
         return
@@ -165,8 +166,8 @@ def _save_to_state_dict(self: BoundModule, *args: Any, **kwargs: Any) -> None:
 
 
 def _load_from_state_dict(self: BoundModule, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-    """Each rank takes its part of whole tensors. ``assign=True`` registers other objects: follow them, and report an
-    error for what is no shard."""
+    """Each rank takes its part of whole tensors. ``assign=True`` registers other objects: follow
+    them, and report an error for what is no shard."""
     before = dict(self._parameters.items())
     parts = {prefix + name: _part_of(state_dict.get(prefix + name), param) for name, param in before.items()}
     # In place, as hooks of torch rename keys: the caller looks for missing ones in this very dict.
@@ -225,9 +226,9 @@ def _zero_padding_row(self: Any) -> None:
 class PreparedByAccelerate:
     """Class attribute ``_is_accelerate_prepared``, which accelerate reads before it wraps a module.
 
-    Without a value of the module's own, which ``GTPAccelerator`` sets, the module would end in DDP: refuse. The error
-    comes before accelerate's own on GPUs, which takes the DTensors for tensor parallelism. For others who read all
-    attributes, as debuggers do, there is none.
+    Without a value of the module's own, which ``GTPAccelerator`` sets, the module would end in DDP:
+    refuse. The error comes before accelerate's own on GPUs, which takes the DTensors for tensor
+    parallelism. For others who read all attributes, as debuggers do, there is none.
     """
 
     def __get__(self, module: nn.Module | None, owner: type | None = None) -> PreparedByAccelerate:
@@ -242,9 +243,9 @@ class PreparedByAccelerate:
 class SeenByTransformers:
     """Value of ``_is_fsdp_managed_module`` of a module whose ranks must run the same layers: true for transformers.
 
-    There ``generate`` then goes on until all ranks have stopped (``synced_gpus``), and LayerDrop skips no layer.
-    torch.compile reads the attribute, too, and would take the module for one of ``fully_shard``: false for it. In code
-    that it traces, transformers is the reader.
+    There ``generate`` then goes on until all ranks have stopped (``synced_gpus``), and LayerDrop
+    skips no layer. torch.compile reads the attribute, too, and would take the module for one of
+    ``fully_shard``: false for it. In code that it traces, transformers is the reader.
     """
 
     def __bool__(self) -> bool:
@@ -258,8 +259,9 @@ SEEN_BY_TRANSFORMERS = SeenByTransformers()
 
 
 def run_all_layers(module: nn.Module) -> None:
-    """Switch LayerDrop off in those models of transformers that do not look at ``_is_fsdp_managed_module`` (BART and
-    its relatives): each rank would skip layers of its own. The config, which is saved, keeps the number."""
+    """Switch LayerDrop off in those models of transformers that do not look at
+    ``_is_fsdp_managed_module`` (BART and its relatives): each rank would skip layers of its own.
+    The config, which is saved, keeps the number."""
     names = []
     for name, submodule in module.named_modules():
         if type(submodule).__module__.startswith("transformers.") and submodule.__dict__.get("layerdrop"):
@@ -271,8 +273,8 @@ def run_all_layers(module: nn.Module) -> None:
 
 
 def resize_or_refuse(stock: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """``resize_token_embeddings`` of a model of transformers after ``gtp_shard``: of another size it is refused, as it
-    would copy sharded rows into a plain tensor."""
+    """``resize_token_embeddings`` of a model of transformers after ``gtp_shard``: of another size
+    it is refused, as it would copy sharded rows into a plain tensor."""
 
     @functools.wraps(stock)
     def resize(
@@ -293,8 +295,8 @@ def resize_or_refuse(stock: Callable[..., nn.Module]) -> Callable[..., nn.Module
 
 
 def generate_together(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """``generate`` of a model of transformers whose ``synced_gpus`` is False by default (Whisper), where others look at
-    ``_is_fsdp_managed_module``: true if the caller does not say otherwise."""
+    """``generate`` of a model of transformers whose ``synced_gpus`` is False by default (Whisper),
+    where others look at ``_is_fsdp_managed_module``: true if the caller does not say otherwise."""
     signature = inspect.signature(stock)
 
     @functools.wraps(stock)

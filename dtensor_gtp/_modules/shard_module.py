@@ -74,8 +74,8 @@ def shard_module(
 
 
 def _adopt_earlier(module: nn.Module, decisions: list[Decision], runtime: Runtime) -> set[nn.Module]:
-    """Give ``runtime`` to earlier calls on submodules, and to calls elsewhere that share a parameter with ``module``.
-    Returns the modules below ``module`` that earlier calls manage."""
+    """Give ``runtime`` to earlier calls on submodules, and to calls elsewhere that share a
+    parameter with ``module``. Returns the modules below ``module`` that earlier calls manage."""
     nested = [submodule for submodule in module.modules() if binding_of(submodule) is not None]
     tied = [d.existing.registration.sites[0].module for d in decisions if d.existing is not None]
     # In an order that is the same on all ranks: it becomes the order of collectives.
@@ -154,8 +154,8 @@ def _where(decision: Decision, arguments: Arguments) -> tuple[DeviceMesh, tuple[
 def _cut_by_replicas(
     param: nn.Parameter, mesh: DeviceMesh, whole: tuple[Placement, ...]
 ) -> tuple[Placement, ...] | None:
-    """The placements of a weight whose dim 0 the replicas cut, too. None where that would split blocks in a way that
-    DTensor has no placement for."""
+    """The placements of a weight whose dim 0 the replicas cut, too. None where that would split
+    blocks in a way that DTensor has no placement for."""
     spec = compat.make_spec(mesh, whole, param.shape, param.dtype)
     placements = list(whole)
     for axis, placement in enumerate(placements):

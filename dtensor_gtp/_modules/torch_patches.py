@@ -36,10 +36,11 @@ def install() -> None:
 def _wrap_fully_shard() -> None:
     """Let ``fully_shard`` around modules of ours cut our parameters once more, over a data-parallel axis.
 
-    In forward and backward it registers DTensors like ours, which the runtime follows. A gather must not read a shard
-    that ``fully_shard`` has freed, so gathers in flight are dropped before. Gradients must be in ``.grad`` when its
-    post-backward reads them. Both moments are methods of its parameter groups, which ``replicate`` of torch 2.13 uses,
-    too. If this torch has other groups, ``ManagedParam.follow`` raises at the first use.
+    In forward and backward it registers DTensors like ours, which the runtime follows. A gather
+    must not read a shard that ``fully_shard`` has freed, so gathers in flight are dropped before.
+    Gradients must be in ``.grad`` when its post-backward reads them. Both moments are methods of
+    its parameter groups, which ``replicate`` of torch 2.13 uses, too. If this torch has other
+    groups, ``ManagedParam.follow`` raises at the first use.
     """
     group_class = compat.fully_shard_group_class()
     if group_class is None:
@@ -143,10 +144,11 @@ def _check_cuts(params: Sequence[nn.Parameter], modules: Sequence[nn.Module], cu
 def _refuse_wrappers() -> None:
     """``DistributedDataParallel`` and others take each parameter for a plain tensor that all ranks hold alike.
 
-    They would broadcast one rank's shard, and wait for gradients that never come, because ours do not pass through
-    autograd; ``make_graphed_callables`` would train nothing. One case is right: ``DistributedDataParallel`` over
-    exactly the ranks of the gtp mesh reduces the ``ignored_params`` of ``gtp_shard``. Code that has imported
-    ``make_graphed_callables`` by name before gets an error from the recording itself (``refuse_partial_recording``).
+    They would broadcast one rank's shard, and wait for gradients that never come, because ours do
+    not pass through autograd; ``make_graphed_callables`` would train nothing. One case is right:
+    ``DistributedDataParallel`` over exactly the ranks of the gtp mesh reduces the
+    ``ignored_params`` of ``gtp_shard``. Code that has imported ``make_graphed_callables`` by name
+    before gets an error from the recording itself (``refuse_partial_recording``).
     """
     _before_init(DistributedDataParallel, _check_ddp)
     _before_init(FullyShardedDataParallel, _check_others)

@@ -77,10 +77,10 @@ def _weights_among(params: list[ManagedParam]) -> list[ShardedWeight]:
 def whole_weights(module: nn.Module, *, trained_only: bool = False) -> Iterator[None]:
     """Each rank has the parameters of ``module`` as plain, whole tensors in this context, and may change their values.
 
-    For code that computes with parameters outside of a forward and knows no DTensor: merging adapters, pruning,
-    spectral norms, histograms. All ranks must change them alike. At the end each rank keeps its part of the values.
-    Gradients are whole, too; changes of them are dropped. Collective; each rank needs memory for all of these
-    parameters, so give a large model in parts.
+    For code that computes with parameters outside of a forward and knows no DTensor: merging
+    adapters, pruning, spectral norms, histograms. All ranks must change them alike. At the end each
+    rank keeps its part of the values. Gradients are whole, too; changes of them are dropped.
+    Collective; each rank needs memory for all of these parameters, so give a large model in parts.
 
     Args:
         module: A module after :func:`gtp_shard`, or one below or above it. Do not call it within.

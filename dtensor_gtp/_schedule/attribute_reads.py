@@ -1,9 +1,10 @@
 """Weights that code reads as attributes of modules.
 
 [Note: frames]
-Fused ops use a weight for one GEMM (see [Note: uses and holds] in ``gathering``). Other code reads the full weight as a
-module attribute. The innermost running ``forward`` of a module with sharded weights, its *frame*, holds it to the end.
-Autograd saves a handle that gathers again in backward. A reference that lives longer keeps memory and right values.
+Fused ops use a weight for one GEMM (see [Note: uses and holds] in ``gathering``). Other code reads
+the full weight as a module attribute. The innermost running ``forward`` of a module with sharded
+weights, its *frame*, holds it to the end. Autograd saves a handle that gathers again in backward. A
+reference that lives longer keeps memory and right values.
 """
 
 from __future__ import annotations
@@ -119,8 +120,9 @@ class AttributeReads:
 
     @contextmanager
     def apart(self, *, is_forward: bool) -> Iterator[None]:
-        """A frame for a pass of a block that is recorded. It shares no reads with code outside, because a recording
-        reads fixed buffers instead of gathers. Only the forward saves handles, which the recorded backward asks for."""
+        """A frame for a pass of a block that is recorded. It shares no reads with code outside,
+        because a recording reads fixed buffers instead of gathers. Only the forward saves handles,
+        which the recorded backward asks for."""
         depth, outside = len(self.frames), self.saved_in_backward
         try:
             self.push(is_forward)
@@ -167,8 +169,9 @@ class AttributeReads:
 
     @property
     def gives_full_params(self) -> bool:
-        """Whether ``parameters()`` yields gathered weights: in a forward. Where a forward with gradients has disabled
-        them, it yields shards. Code that writes to parameters does so there (momentum encoders)."""
+        """Whether ``parameters()`` yields gathered weights: in a forward. Where a forward with
+        gradients has disabled them, it yields shards. Code that writes to parameters does so there
+        (momentum encoders)."""
         return bool(self.frames) and (torch.is_grad_enabled() or not self.is_differentiated)
 
     def forget(self, weight: ShardedWeight) -> None:
@@ -178,8 +181,8 @@ class AttributeReads:
                 frame.values.pop((weight, is_differentiable), None)
 
     def note_parametrized(self, weight: ManagedParam) -> None:
-        """A parametrization has taken the full weight. Torch has called ``value.set_(value)``, unless there was a
-        ``right_inverse``: that counts as a write and is none."""
+        """A parametrization has taken the full weight. Torch has called ``value.set_(value)``,
+        unless there was a ``right_inverse``: that counts as a write and is none."""
         for frame in (*self.frames, self.in_backward):
             values = [gathered.contiguous() for held, gathered in frame.held if held.weight is weight]
             for i, (other, seen) in enumerate(frame.seen):

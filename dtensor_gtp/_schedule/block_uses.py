@@ -1,11 +1,12 @@
 """Forwards of blocks whose weights are a group, and the backwards of these forwards.
 
 [Note: when the backward of a block begins and ends]
-It begins when autograd comes to the op that made an output of the block. It ends when autograd comes to the op that
-made an input. Autograd runs ready ops in reverse order of their making, so by then all ops of the block have run whose
-gradients have arrived. Where an input is no result of an op, its gradient ends the backward; where no input needs a
-gradient, the end of the whole backward does. Gradients that arrive later are reduced then, too. ``fully_shard`` puts an
-identity op before each block instead (``RegisterPostBackwardFunction``), through which inputs cannot be written.
+It begins when autograd comes to the op that made an output of the block. It ends when autograd
+comes to the op that made an input. Autograd runs ready ops in reverse order of their making, so by
+then all ops of the block have run whose gradients have arrived. Where an input is no result of an
+op, its gradient ends the backward; where no input needs a gradient, the end of the whole backward
+does. Gradients that arrive later are reduced then, too. ``fully_shard`` puts an identity op before
+each block instead (``RegisterPostBackwardFunction``), through which inputs cannot be written.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class BlockUse:
         before = {tensor.grad_fn for tensor in needed if tensor.grad_fn is not None}
         outputs = list(outputs)
         made = {output.grad_fn for output in outputs if output.grad_fn is not None}
-        # An input that the block returns as it is, such as T5's position bias, has its gradient after all blocks. If
-        # that is all it returns, its backward may begin there all the same.
+        # An input that the block returns as it is, such as T5's position bias, has its gradient
+        # after all blocks. If that is all it returns, its backward may begin there all the same.
         for node in made - before or made:
             node.register_prehook(self.begin)
         if not made and (needed or any(leaf.requires_grad for leaf in self._leaves.by_member.values())):

@@ -18,28 +18,30 @@ from .guesses import blocks_in
 _MOST_AHEAD = 512 << 20
 # Less than this saves no memory worth having, and costs launches.
 _LEAST_AHEAD = 32 << 20
-# Groups travel together up to this size, and to this part of all groups, so that a small model needs little memory. A
-# launch takes the host 0.2 ms (gather) or 0.4 ms (reduction).
+# Groups travel together up to this size, and to this part of all groups, so that a small model
+# needs little memory. A launch takes the host 0.2 ms (gather) or 0.4 ms (reduction).
 _GROUPS_TOGETHER = 100 << 20  # four blocks of BERT-large
 _GROUPS_OF_MODEL = 6
 # Bytes of gradients that are sent together, and how many such groups before compute waits for the oldest.
 _REDUCTIONS = (128 << 20, 2)
-# With copy engines half the launches, each of which costs the host more than one of NCCL. As many bytes are in flight.
+# With copy engines half the launches, each of which costs the host more than one of NCCL. As many
+# bytes are in flight.
 _REDUCTIONS_BY_COPIES = (256 << 20, 1)
 _KEPT_OF_FREE = 8
-# Elements of a weight times tokens, on average over a block. Below that, a slow host needs longer for the weight by
-# itself than its GEMM takes: 57 single weights took one 21 ms more than their groups, 0.4 ms each; 1e11 multiplications
-# and additions take an H100 0.3 ms.
-# Llama of transformers, 2 x H200, as groups and as single weights: 68.4 and 75.3 ms at 6e10, 119.2 and 113.6 at 1.3e11.
+# Elements of a weight times tokens, on average over a block. Below that, a slow host needs longer
+# for the weight by itself than its GEMM takes: 57 single weights took one 21 ms more than their
+# groups, 0.4 ms each; 1e11 multiplications and additions take an H100 0.3 ms.
+# Llama of transformers, 2 x H200, as groups and as single weights: 68.4 and 75.3 ms at 6e10, 119.2
+# and 113.6 at 1.3e11.
 _SMALL_GEMM = 100e9
-# The same of a weight with float8 GEMMs. They cast inputs and gradients, which takes the host 3 ms a weight: Llama of 8
-# layers took 174 ms at 6e10 and 212 at 2.6e11, in bf16 85 and 230 (2 x H200).
+# The same of a weight with float8 GEMMs. They cast inputs and gradients, which takes the host 3 ms
+# a weight: Llama of 8 layers took 174 ms at 6e10 and 212 at 2.6e11, in bf16 85 and 230 (2 x H200).
 _SMALL_FLOAT8_GEMM = 200e9
 # Where the number of tokens is not known (images, sound).
 _SMALL_NUMEL = 16 << 20
-# Bytes of a table and its gradient, which take a link of 300 GB/s 3.6 ms while nothing computes. For less it does not
-# pay that hosts wait for each other in each lookup: 47 of 371 ms with T5-large on 2 x H100 (0.26 GB), 1.2 of 66.1 ms
-# with Llama of 32,000 tokens on 2 x H200 (1.05 GB).
+# Bytes of a table and its gradient, which take a link of 300 GB/s 3.6 ms while nothing computes.
+# For less it does not pay that hosts wait for each other in each lookup: 47 of 371 ms with T5-large
+# on 2 x H100 (0.26 GB), 1.2 of 66.1 ms with Llama of 32,000 tokens on 2 x H200 (1.05 GB).
 _LARGE_TABLE = 1 << 30
 # Stands for the GPUs of a host, in measurements without a wire: what a rank launches shall be the same.
 _FAKE = "the process group is fake"
@@ -81,10 +83,10 @@ class Facts:
 def choose(policy: SchedulePolicy, facts: Facts) -> tuple[Schedule, tuple[str, ...]]:
     """The schedule that ``policy`` asks for, and the reasons for all that it leaves open.
 
-    ``"balanced"`` gathers one block ahead, as ``fully_shard`` does: in one launch with copy engines, else in two.
-    Whether there are copy engines is known only when each communicator is made (see ``collectives``), so ``"auto"``
-    may remain. Their symmetric memory takes the place of a head that waits for its backward: ``fully_shard`` holds head
-    and embedding there.
+    ``"balanced"`` gathers one block ahead, as ``fully_shard`` does: in one launch with copy
+    engines, else in two. Whether there are copy engines is known only when each communicator is
+    made (see ``collectives``), so ``"auto"`` may remain. Their symmetric memory takes the place of
+    a head that waits for its backward: ``fully_shard`` holds head and embedding there.
     """
     given = dict(policy._numbers)
     if len(given) == len(fields(Schedule)):
@@ -117,7 +119,8 @@ def choose(policy: SchedulePolicy, facts: Facts) -> tuple[Schedule, tuple[str, .
     reasons += [f"gathers by {_word(gathers)}: {why_gathers}"] * (gathers != "auto")
     reasons += [f"reduce-scatters by {_word(reduces)}: {why_reduces}"] * (reduces != "auto")
     schedule = Schedule(
-        # 0 bytes ahead: no uses ahead either. A group is a block: one ahead is enough, as in ``fully_shard``.
+        # 0 bytes ahead: no uses ahead either. A group is a block: one ahead is enough, as in
+        # ``fully_shard``.
         prefetch_depth=min(1 if facts.group_nbytes else Schedule.prefetch_depth, ahead),
         prefetch_nbytes=ahead,
         coalesce_nbytes=together,
@@ -125,8 +128,8 @@ def choose(policy: SchedulePolicy, facts: Facts) -> tuple[Schedule, tuple[str, .
         max_inflight_reduce_scatters=inflight,
         keep_nbytes=kept,
         keep_last=keep_last,
-        # With copy engines the other order was as fast, and frees a head before its gradient is made. Beside groups
-        # there is little else than a head.
+        # With copy engines the other order was as fast, and frees a head before its gradient is
+        # made. Beside groups there is little else than a head.
         wgrad_first=not (by_copies or is_least or facts.has_small_weights),
         gather_backend=gathers,
         reduce_scatter=reduces,
@@ -136,7 +139,8 @@ def choose(policy: SchedulePolicy, facts: Facts) -> tuple[Schedule, tuple[str, .
 
 
 def adds_addends(policy: SchedulePolicy, facts: Facts) -> bool:
-    """Whether ranks will exchange gradients and then add them, as far as is known before communicators are made."""
+    """Whether ranks will exchange gradients and then add them, as far as is known before
+    communicators are made."""
     reduces, _ = _reduces(policy, facts)
     may_follow = policy.gather_backend in ("auto", "copy_engine")  # "auto" takes copy engines where gathers do
     return reduces != "ring" and (reduces != "auto" or may_follow)
@@ -160,22 +164,22 @@ def _reduces(policy: SchedulePolicy, facts: Facts) -> tuple[ReduceScatterName, s
 
 
 def is_worth_a_group(mean_numel: float, num_tokens: int, *, has_float8: bool = False) -> bool:
-    """Whether the weights of a block, of so many elements on average, are gathered as a group. ``has_float8``: alone,
-    they would be multiplied in float8."""
+    """Whether the weights of a block, of so many elements on average, are gathered as a group.
+    ``has_float8``: alone, they would be multiplied in float8."""
     if not num_tokens:
         return mean_numel <= _SMALL_NUMEL
     return mean_numel * num_tokens <= (_SMALL_FLOAT8_GEMM if has_float8 else _SMALL_GEMM)
 
 
 def is_worth_asking(weight_nbytes: int) -> bool:
-    """Whether hosts tell each other their numbers of tokens in each lookup in a table with so many bytes to gather and
-    to reduce, so that activations can move instead."""
+    """Whether hosts tell each other their numbers of tokens in each lookup in a table with so many
+    bytes to gather and to reduce, so that activations can move instead."""
     return weight_nbytes >= _LARGE_TABLE
 
 
 def is_exchange_worth(num_ranks: int, num_tokens: int, token_nbytes: int, weight_nbytes: int) -> bool:
-    """Whether an exchange of activations moves fewer bytes than a gather of the weight and the reduction of its
-    gradient, ``weight_nbytes`` together."""
+    """Whether an exchange of activations moves fewer bytes than a gather of the weight and the
+    reduction of its gradient, ``weight_nbytes`` together."""
     return num_ranks * num_tokens * token_nbytes < weight_nbytes
 
 
@@ -226,7 +230,8 @@ def _word(name: str | type) -> str:
 def block_nbytes(roots: Iterable[nn.Module], weights: Iterable[ShardedWeight]) -> int:
     """Bytes of the gathered weights of the largest block below ``roots``; of all weights if there are no blocks.
 
-    Blocks are modules of one class that stand in one container (``nn.ModuleList``, ``nn.Sequential``) at least twice.
+    Blocks are modules of one class that stand in one container (``nn.ModuleList``,
+    ``nn.Sequential``) at least twice.
     """
     by_module: dict[nn.Module, int] = {}
     for weight in weights:

@@ -1,5 +1,5 @@
-"""In the first forward, ranks check that all of them can begin, and with the same values. Then they decide, all alike:
-the schedule, communicators, groups, first plans."""
+"""In the first forward, ranks check that all of them can begin, and with the same values. Then they
+decide, all alike: the schedule, communicators, groups, first plans."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ class Setup:
         self._num_tokens = num_tokens
 
     def ensure(self) -> None:
-        """In the first forward, on all ranks alike: check that they can run, choose a schedule, make communicators."""
+        """In the first forward, on all ranks alike: check that they can run, choose a schedule,
+        make communicators."""
         if self.is_done:
             return
         params = self._members.params
@@ -156,12 +157,12 @@ class Setup:
 
 
 def agree_to_begin(params: Sequence[ManagedParam], device: torch.device, num_tokens: int = 0) -> tuple[int, int]:
-    """Compare ranks in one small all-reduce for each axis of the meshes, and wait for the result. Ranks need not have
-    all meshes in common. Smaller meshes come first, so that their results reach the ranks of larger ones. ``params``
-    have the same order on all ranks. Returns the free memory of the device, the least of these ranks, and the most
-    tokens of any. Raises
-    RuntimeError on all ranks of the largest mesh that connects them, if a rank cannot begin or the values of a
-    parameter differ."""
+    """Compare ranks in one small all-reduce for each axis of the meshes, and wait for the result.
+    Ranks need not have all meshes in common. Smaller meshes come first, so that their results reach
+    the ranks of larger ones. ``params`` have the same order on all ranks. Returns the free memory
+    of the device, the least of these ranks, and the most tokens of any. Raises
+    RuntimeError on all ranks of the largest mesh that connects them, if a rank cannot begin or the
+    values of a parameter differ."""
     compared: dict[DeviceMesh, list[ManagedParam]] = {}
     for param in params:
         of_mesh = compared.setdefault(param.mesh, [])
@@ -197,9 +198,9 @@ def agree_to_begin(params: Sequence[ManagedParam], device: torch.device, num_tok
 
 
 def agree_on_order(uses: Sequence[ShardedWeight], weights: Sequence[ShardedWeight], what: str) -> None:
-    """After the first pass of a kind, compare the ``uses`` of this rank with those of its peers, in one all-reduce for
-    each mesh of ``weights``. Raises RuntimeError on all ranks of a mesh if they differ: gathers of one size would have
-    mixed up the weights without an error."""
+    """After the first pass of a kind, compare the ``uses`` of this rank with those of its peers, in
+    one all-reduce for each mesh of ``weights``. Raises RuntimeError on all ranks of a mesh if they
+    differ: gathers of one size would have mixed up the weights without an error."""
     for mesh in dict.fromkeys(weight.mesh for weight in weights if weight.layout.world > 1):
         # A weight that stays gathered may be read by one rank alone.
         names = [f"'{weight.fqn}'" for weight in uses if weight.mesh is mesh and not weight.is_pinned]
@@ -213,9 +214,9 @@ def agree_on_order(uses: Sequence[ShardedWeight], weights: Sequence[ShardedWeigh
 def _compare(
     compared: dict[DeviceMesh, list[ManagedParam]], most: Tensor, digests: Tensor, device: torch.device
 ) -> Tensor:
-    """Over one mesh after the other, compare whole parameters between all ranks, and shards between replicas. Gives the
-    largest ``most`` of all ranks: the rank that failed or found a difference (else -1), and other numbers; then
-    whether each parameter differs (False if one failed).
+    """Over one mesh after the other, compare whole parameters between all ranks, and shards between
+    replicas. Gives the largest ``most`` of all ranks: the rank that failed or found a difference
+    (else -1), and other numbers; then whether each parameter differs (False if one failed).
 
     Only the collectives run on ``device``. A GPU would load half a dozen kernels for the rest.
     """
@@ -248,8 +249,8 @@ def _free_nbytes(device: torch.device) -> int:
 
 
 def _on_host(values: list[Tensor], device: torch.device) -> list[Tensor]:
-    """The bytes of ``values`` on the host if they are few, else ``values``: a GPU would load a dozen kernels for the
-    digests (0.06 s)."""
+    """The bytes of ``values`` on the host if they are few, else ``values``: a GPU would load a
+    dozen kernels for the digests (0.06 s)."""
     if not 0 < sum(value.numel() for value in values) <= _MOST_ON_HOST:
         return values
     parts = [value.to(device).contiguous().flatten().view(torch.uint8) for value in values]
@@ -257,8 +258,8 @@ def _on_host(values: list[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def _comparable(param: ManagedParam) -> Tensor:
-    """The values of a parameter; none of what cannot be compared: cut again by an outer ``fully_shard`` or over
-    replicas, or several tensors (a quantized weight)."""
+    """The values of a parameter; none of what cannot be compared: cut again by an outer
+    ``fully_shard`` or over replicas, or several tensors (a quantized weight)."""
     values = param.shard.detach()
     has_parts = isinstance(param, ShardedWeight) and param.has_parts
     if has_parts or param.registration.is_cut_again or type(values) is not Tensor or values.is_quantized:
@@ -279,7 +280,8 @@ def _refusal(unequal: Sequence[ManagedParam]) -> RuntimeError:
 
 
 def _check_materialized(params: Sequence[ManagedParam], device: torch.device) -> None:
-    """Refuse parameters that are on the meta device, have no memory, or are not those that ``gtp_shard`` registered."""
+    """Refuse parameters that are on the meta device, have no memory, or are not those that
+    ``gtp_shard`` registered."""
     meta = []
     for param in params:
         param.follow(param.registration.sites[0])

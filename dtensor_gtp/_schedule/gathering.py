@@ -1,14 +1,16 @@
 """Uses of weights, and the gathers that are launched ahead of them.
 
 [Note: uses and holds]
-A *use* acquires a gathered weight and releases it. In between the weight is *live*. The last release frees the buffer,
-or the weight stays in memory without a use: it is *kept*. Gathers that were launched for uses to come are *pending*.
+A *use* acquires a gathered weight and releases it. In between the weight is *live*. The last
+release frees the buffer, or the weight stays in memory without a use: it is *kept*. Gathers that
+were launched for uses to come are *pending*.
 
 [Note: weights that a rank may leave out]
-A use is a collective, so all ranks must use the same weights. With ``set_reduce_scatter_unused_params`` each rank may
-use its weights as it likes: all ranks gather all of them at the start of a pass, and reduce all at its end, with zeros
-where a rank has no gradient. In between a use communicates nothing, so no plan contains it. They cost the memory of
-full weights and gradients for a pass, as a module of ``fully_shard`` does.
+A use is a collective, so all ranks must use the same weights. With
+``set_reduce_scatter_unused_params`` each rank may use its weights as it likes: all ranks gather all
+of them at the start of a pass, and reduce all at its end, with zeros where a rank has no gradient.
+In between a use communicates nothing, so no plan contains it. They cost the memory of full weights
+and gradients for a pass, as a module of ``fully_shard`` does.
 """
 
 from __future__ import annotations
@@ -55,9 +57,10 @@ class Statistics:
         self._agreeing: set[Groups] = set()
 
     def begin_forward(self, weights: Sequence[ShardedWeight]) -> None:
-        """At the start of a forward, let the ranks agree on statistics of quantized shards that changed. Each mesh does
-        so in its first gathers, if that runs on streams beside compute. Otherwise all do so at once: later, compute or
-        the host would wait for ranks of other meshes, which gather other weights by then."""
+        """At the start of a forward, let the ranks agree on statistics of quantized shards that
+        changed. Each mesh does so in its first gathers, if that runs on streams beside compute.
+        Otherwise all do so at once: later, compute or the host would wait for ranks of other
+        meshes, which gather other weights by then."""
         self.waiting.clear()
         self._agreeing.clear()
         changed = []
@@ -72,8 +75,9 @@ class Statistics:
         agree_on_amax(changed, self._comm)
 
     def agree(self, targets: Sequence[Gatherable]) -> None:
-        """Before a gather, let the ranks of the mesh agree on statistics, where shards are packed. The first gather
-        agrees on the weights that it sends only, so that it does not wait for others; the second one on all others."""
+        """Before a gather, let the ranks of the mesh agree on statistics, where shards are packed.
+        The first gather agrees on the weights that it sends only, so that it does not wait for
+        others; the second one on all others."""
         groups = targets[0].weight.groups
         waiting = self.waiting.get(groups, [])
         sent = {weight for target in targets for weight in gather.weights_of(target)}
@@ -345,8 +349,9 @@ class Gathering:
                 self.forget_pending(target)
 
     def _drop_unexpected(self, chain: Chain, used: Gatherable) -> None:
-        """Drop gathers in flight that ``chain`` does not expect, but keep companions of ``used``, the weight in use. If
-        that is not in lane 0, drop only gathers of its lane: ranks of other meshes may use other weights now."""
+        """Drop gathers in flight that ``chain`` does not expect, but keep companions of ``used``,
+        the weight in use. If that is not in lane 0, drop only gathers of its lane: ranks of other
+        meshes may use other weights now."""
         expected = Counter(chain.plan.uses[position] for positions in chain.expected() for position in positions)
         expected.update(other.index for other in used.companions)
         for target in self._members.gatherables:

@@ -1,15 +1,17 @@
 """What the first passes will use, guessed before a pass was observed.
 
 [Note: guesses]
-A first forward is expected to use the weights of its blocks in the order in which they were registered. A first
-backward has the uses of its forward in reverse, or each block once more before its reverse (activation checkpointing):
-its first uses in blocks say which, or that neither is right. If a block uses its weights in another order, so will
-those behind it. If a weight is used behind its block, the guess is wrong, and the pass goes on without a plan: that
-costs a window of gathers.
+A first forward is expected to use the weights of its blocks in the order in which they were
+registered. A first backward has the uses of its forward in reverse, or each block once more before
+its reverse (activation checkpointing): its first uses in blocks say which, or that neither is
+right. If a block uses its weights in another order, so will those behind it. If a weight is used
+behind its block, the guess is wrong, and the pass goes on without a plan: that costs a window of
+gathers.
 
-No guess takes more memory than the plan of later passes. So it omits weights that may never be gathered or are larger
-than the window: embeddings, heads, weights outside of blocks. It has no weights of other meshes than lane 0: ranks of
-lane 0 would disagree on which of them were used behind their blocks.
+No guess takes more memory than the plan of later passes. So it omits weights that may never be
+gathered or are larger than the window: embeddings, heads, weights outside of blocks. It has no
+weights of other meshes than lane 0: ranks of lane 0 would disagree on which of them were used
+behind their blocks.
 """
 
 from __future__ import annotations
@@ -65,8 +67,8 @@ def guess_backward(
 
 
 def reordered(blocks: Blocks, cursor: int, position: int) -> Blocks | None:
-    """The weight expected at ``position`` was used at ``cursor``. Assume the same order in this and later blocks of
-    equal length. None if ``position`` is in a later block."""
+    """The weight expected at ``position`` was used at ``cursor``. Assume the same order in this and
+    later blocks of equal length. None if ``position`` is in a later block."""
     ends = list(accumulate(map(len, blocks), initial=0))
     begin, end = next(pair for pair in pairwise(ends) if cursor < pair[1])
     if position >= end:

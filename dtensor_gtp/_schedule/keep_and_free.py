@@ -22,7 +22,8 @@ class Keeper:
 
     def __init__(self, members: Members, passes: Passes, setup: Setup, comm: CommContext, grads: Gradients) -> None:
         self._members, self._passes, self._setup, self._comm, self._grads = members, passes, setup, comm, grads
-        # In the running forward: weights that ``keep_nbytes`` keeps; weights that ``keep_last`` keeps if used last.
+        # In the running forward: weights that ``keep_nbytes`` keeps; weights that ``keep_last``
+        # keeps if used last.
         self._until_backward: frozenset[int] = frozenset()
         self._if_last: frozenset[int] = frozenset()
 
@@ -75,8 +76,8 @@ class Keeper:
             self._if_last = frozenset((*first, *companions))
 
     def stays_after_use(self, target: Gatherable) -> bool:
-        """As ``stays``. What ``keep_last`` keeps stays, too, if it is the last weight of a forward: it is the first of
-        the backward, so nothing would hide a gather in between."""
+        """As ``stays``. What ``keep_last`` keeps stays, too, if it is the last weight of a forward:
+        it is the first of the backward, so nothing would hide a gather in between."""
         if self.stays(target):
             return True
         chain = self._passes.forward
@@ -98,8 +99,8 @@ class Keeper:
         return None
 
     def end_keeps(self) -> None:
-        """Drop kept weights at the end of a backward, unless the user asks to keep them. Between passes, writes to
-        shards may leave no trace (``.data``, foreach functions, ``dcp.load``)."""
+        """Drop kept weights at the end of a backward, unless the user asks to keep them. Between
+        passes, writes to shards may leave no trace (``.data``, foreach functions, ``dcp.load``)."""
         for target in self._members.gatherables:
             if target.kept is not None:
                 weight = target.weight
@@ -177,8 +178,8 @@ class Keeper:
         assert weight.form.fixed is not None
         fixed = weight.form.fixed.gathered
         if not gathered.is_in(fixed):
-            # A gather for a later use may have the fixed buffer, or one for eager code that did not pass the weight on
-            # (see ``leave_fixed``). Move those to other buffers.
+            # A gather for a later use may have the fixed buffer, or one for eager code that did not
+            # pass the weight on (see ``leave_fixed``). Move those to other buffers.
             for target in self._members.gatherables:
                 for other in (*target.pending, *filter(None, (target.kept, target.live))):
                     if other is not gathered and other.is_in(fixed):
@@ -187,7 +188,8 @@ class Keeper:
             fixed.copy_(gathered.buffer)
 
     def leave_fixed(self, weight: ShardedWeight, gathered: Gathered) -> None:
-        """Copy the weight out of the fixed buffer before eager code keeps it: the next replay overwrites the buffer."""
+        """Copy the weight out of the fixed buffer before eager code keeps it: the next replay
+        overwrites the buffer."""
         if (
             weight.form.fixed is not None
             and self._grads.recording is None

@@ -1,5 +1,5 @@
-"""How gradients are reduced: one collective for one or several of them, and what follows on its stream. Those of
-parameters that stay whole are all-reduced at the end of backward.
+"""How gradients are reduced: one collective for one or several of them, and what follows on its
+stream. Those of parameters that stay whole are all-reduced at the end of backward.
 
 Which gradients travel together, and when, is in ``reduce_gradients``.
 """
@@ -32,7 +32,8 @@ WholeBucket = list[tuple[WholeParam, Tensor]]
 
 
 class UnequalReplicas(Protocol):
-    """Sums gradients with replicas that may have another number of ranks: ``elastic.sync.ReplicaSync``."""
+    """Sums gradients with replicas that may have another number of ranks:
+    ``elastic.sync.ReplicaSync``."""
 
     def share(self, factor: float | None) -> float: ...  # of this replica's gradient in the sum over replicas
     def weigh_full(self, grad: Tensor, factor: float | None) -> Tensor: ...  # for the average over this replica
@@ -211,9 +212,10 @@ class ReductionLaunches:
     def reduce_whole(self, params: Iterable[WholeParam]) -> None:
         """All-reduce local gradients of whole parameters, in one call for each mesh, dtype and divide factor.
 
-        All trained parameters take part, with zeros where this rank has not used them: other ranks may have used
-        others, and nothing else would tell the ranks apart. A parameter that no rank has used gets no gradient, or
-        zeros if the user asks for that (``set_reduce_scatter_unused_params``).
+        All trained parameters take part, with zeros where this rank has not used them: other ranks
+        may have used others, and nothing else would tell the ranks apart. A parameter that no rank
+        has used gets no gradient, or zeros if the user asks for that
+        (``set_reduce_scatter_unused_params``).
         """
         buckets: dict[tuple[Any, ...], list[tuple[WholeParam, Tensor | None]]] = {}
         for param in params:

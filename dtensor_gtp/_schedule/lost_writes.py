@@ -1,7 +1,8 @@
 """Writes to parameters and to gathered weights that leave no version behind, or that would reach no shard.
 
-``.data``, foreach functions and optimizers of others write so. Whoever may do it is noted before, and what was gathered
-of the old values is dropped; where that comes too late, the write is found afterwards and raises.
+``.data``, foreach functions and optimizers of others write so. Whoever may do it is noted before,
+and what was gathered of the old values is dropped; where that comes too late, the write is found
+afterwards and raises.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class LostWrites:
         self._members, self._passes, self._keeper, self._gathering = members, passes, keeper, gathering
         self._reads, self._comm = reads, comm
         self._outdated: set[ShardedWeight] = set()  # unsharded, and perhaps written since without a trace
-        # Groups that a forward reads outside of their blocks, and that a backward uses, as they were then; only if
-        # ``reads.looks_at_bits``.
+        # Groups that a forward reads outside of their blocks, and that a backward uses, as they
+        # were then; only if ``reads.looks_at_bits``.
         self._seen_outside: dict[WeightGroup, Any] = {}
         # The shards of groups whose full weights are in use, when somebody got hold of these shards.
         self._seen_shards: dict[WeightGroup, list[Tensor | None]] = {}
@@ -161,8 +162,8 @@ class LostWrites:
             raise misuse
 
     def written_in_use(self, group: WeightGroup) -> RuntimeError | None:
-        """At the end of a use of ``group``: an error if somebody wrote to its shards meanwhile. The block has computed
-        with the values of before."""
+        """At the end of a use of ``group``: an error if somebody wrote to its shards meanwhile. The
+        block has computed with the values of before."""
         bits = self._seen_shards.pop(group, None)
         if bits is None and not self._reads.looks_at_bits:
             return None

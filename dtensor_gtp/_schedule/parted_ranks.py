@@ -1,16 +1,18 @@
 """Finds ranks that use or launch other things than their peers, which no collective may notice.
 
 [Note: marks of launches]
-Ranks that use weights of one shape in different orders get parts of different weights, and no collective fails. So in
-each step the all-reduce of whole parameters carries a few marks: the bits of a digest of what this rank has launched
-since the last one, as 1 and -1. Where ranks differ in a bit, the sum has a smaller absolute value than that of a bit
-that is always 1. The rest of the arithmetic (scales, rounding) is the same for all marks.
+Ranks that use weights of one shape in different orders get parts of different weights, and no
+collective fails. So in each step the all-reduce of whole parameters carries a few marks: the bits
+of a digest of what this rank has launched since the last one, as 1 and -1. Where ranks differ in a
+bit, the sum has a smaller absolute value than that of a bit that is always 1. The rest of the
+arithmetic (scales, rounding) is the same for all marks.
 
 [Note: uses in the store]
-Gloo ends the process of a rank that receives more than it expects, without an error in Python. The others get a broken
-connection. So a rank whose use of a weight is not the planned one writes it into the job's store before it launches the
-gather. A rank whose collective fails reads there what its peers have written, and compares it with its own uses.
-Nothing is written while passes go as planned.
+Gloo ends the process of a rank that receives more than it expects, without an error in Python. The
+others get a broken connection. So a rank whose use of a weight is not the planned one writes it
+into the job's store before it launches the gather. A rank whose collective fails reads there what
+its peers have written, and compares it with its own uses. Nothing is written while passes go as
+planned.
 """
 
 from __future__ import annotations
@@ -84,9 +86,9 @@ class OrderOfLaunches:
         launches.last.append((kind, targets))
 
     def marks(self, groups: Groups, like: Tensor, dtype: torch.dtype, *, is_recorded: bool) -> Marks | None:
-        """What to send in an all-reduce in ``dtype`` over the gtp axis, as ``like``: what has been launched since the
-        last call. None if the sums would be too coarse, on all ranks alike. A graph sends marks, too: its peers may
-        run eagerly."""
+        """What to send in an all-reduce in ``dtype`` over the gtp axis, as ``like``: what has been
+        launched since the last call. None if the sums would be too coarse, on all ranks alike. A
+        graph sends marks, too: its peers may run eagerly."""
         name, num_ranks = groups.scatter_name, groups.scatter.size()
         launches = self._launches.pop(name, None) or _Launches()
         if dtype.is_complex or num_ranks**2 * torch.finfo(dtype).eps > 1:
@@ -111,8 +113,9 @@ class OrderOfLaunches:
             self._running.append(_Comparison(marks.launches, mesh, groups, sums.clone(), None))
 
     def check(self, *, is_next_step: bool) -> None:
-        """Raise a RuntimeError on all ranks that have launched different collectives. On a GPU in the next step, so
-        that the host does not wait. Not while a graph is recorded: it may wait for no event, nor free pinned memory."""
+        """Raise a RuntimeError on all ranks that have launched different collectives. On a GPU in
+        the next step, so that the host does not wait. Not while a graph is recorded: it may wait
+        for no event, nor free pinned memory."""
         while self._running and (is_next_step or self._running[0].arrived is None):
             compared = self._running.pop(0)
             if compared.arrived is not None:

@@ -23,7 +23,8 @@ _MOST_REORDERED = 16  # times that a guess is changed: each makes a plan, and bl
 
 
 class Entry(NamedTuple):
-    """What code outside of the sharded modules calls: the forward of an outermost module, or another method of it."""
+    """What code outside of the sharded modules calls: the forward of an outermost module, or
+    another method of it."""
 
     module: nn.Module
     method: str = "forward"
@@ -38,8 +39,8 @@ class ChainKey(NamedTuple):
 
 
 class Chain:
-    """The order of uses of one kind of pass: the plan of the last pass, and the uses of the current one. Backward
-    includes the forwards that it recomputes (activation checkpointing)."""
+    """The order of uses of one kind of pass: the plan of the last pass, and the uses of the current
+    one. Backward includes the forwards that it recomputes (activation checkpointing)."""
 
     def __init__(self, window: Window, traits: Callable[[], Sequence[Traits]]) -> None:
         self.window = window
@@ -114,8 +115,8 @@ class Chain:
         return self.plan.uses[: self._num_as_planned] if self._observed is None else self._observed
 
     def expected(self, lanes: Container[int] | None = None) -> list[tuple[int, ...]]:
-        """Positions of later uses, in these lanes or all, whose weights should already be in memory or in flight. One
-        tuple a launch."""
+        """Positions of later uses, in these lanes or all, whose weights should already be in memory
+        or in flight. One tuple a launch."""
         return self.plan.window(self._cursors, lanes)
 
     def num_expected(self, use: int, position: int) -> int:
@@ -175,8 +176,9 @@ class Passes:
         return self.chains[key]
 
     def turning_point(self, entry: Entry | None) -> tuple[Plan, Plan, tuple[int, ...]]:
-        """The plans of a forward of ``entry`` and of its backward, and the weights that are last in the forward and
-        first in the backward, on all ranks of their mesh. Only ``keep_last`` decides whether those are kept."""
+        """The plans of a forward of ``entry`` and of its backward, and the weights that are last in
+        the forward and first in the backward, on all ranks of their mesh. Only ``keep_last``
+        decides whether those are kept."""
         forward, backward = (self.chain(entry, is_backward=is_backward).plan for is_backward in (False, True))
         return forward, backward, turning_point(forward, backward)
 

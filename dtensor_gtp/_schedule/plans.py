@@ -1,28 +1,30 @@
-"""The plan of a pass, as plain data: what is gathered when, what is kept, and which gradients travel together. No torch
-in here.
+"""The plan of a pass, as plain data: what is gathered when, what is kept, and which gradients
+travel together. No torch in here.
 
 A *use* is one consumption of a weight, named by the weight's index. The uses of a pass, in order, are the plan of the
 next pass of the same kind. A pass that deviates from its plan is slower, but right.
 
 [Note: what is gathered when]
-The uses of a plan are divided into *lanes*, one for each mesh. Lane 0 is the mesh of the outermost call. The ranks of a
-mesh use its weights and those of lane 0 in the same order, but may use different weights of other meshes (experts). So
-launches, drops and keeps in a lane may depend only on uses of that lane and of lane 0. Each lane has a cursor.
+The uses of a plan are divided into *lanes*, one for each mesh. Lane 0 is the mesh of the outermost
+call. The ranks of a mesh use its weights and those of lane 0 in the same order, but may use
+different weights of other meshes (experts). So launches, drops and keeps in a lane may depend only
+on uses of that lane and of lane 0. Each lane has a cursor.
 
-In lane 0 a use is gathered ahead if it is one of the next ``depth`` uses, or if the weights used before it are smaller
-than ``nbytes`` or than its own weight. Compute and gathers both take time in proportion to bytes. So a large weight (a
-head) is gathered early enough, and small weights do not fill the window. Other lanes look ahead by blocks, the
-consecutive uses of one ``gtp_shard`` call. A use is gathered when the use at the same place in the previous block
-happens; in the first block, as many uses ahead as blocks are apart. If there is only one block, its uses are planned by
-the rule of lane 0, which then counts the uses of both lanes.
+In lane 0 a use is gathered ahead if it is one of the next ``depth`` uses, or if the weights used
+before it are smaller than ``nbytes`` or than its own weight. Compute and gathers both take time in
+proportion to bytes. So a large weight (a head) is gathered early enough, and small weights do not
+fill the window. Other lanes look ahead by blocks, the consecutive uses of one ``gtp_shard`` call. A
+use is gathered when the use at the same place in the previous block happens; in the first block, as
+many uses ahead as blocks are apart. If there is only one block, its uses are planned by the rule of
+lane 0, which then counts the uses of both lanes.
 
-Consecutive uses of a lane with at most ``together_nbytes`` are one launch, when the first is due. The first gathers of
-a pass overlap with nothing, so launches start small: at most the bytes of all launches before, or what is gathered in
-less time than a collective takes to start.
+Consecutive uses of a lane with at most ``together_nbytes`` are one launch, when the first is due.
+The first gathers of a pass overlap with nothing, so launches start small: at most the bytes of all
+launches before, or what is gathered in less time than a collective takes to start.
 
 [Note: which gradients travel together]
-A gradient below the limit waits for others. Those that wait are launched when the next one does not fit, or may not
-join them.
+A gradient below the limit waits for others. Those that wait are launched when the next one does not
+fit, or may not join them.
 """
 
 from __future__ import annotations
@@ -114,8 +116,8 @@ class Plan:
         return {lane: bisect_left(positions, step) for lane, positions in self.lanes.items()}
 
     def window(self, cursors: Mapping[int, int], lanes: Container[int] | None = None) -> list[tuple[int, ...]]:
-        """Positions of the uses to come, in these lanes or all, whose gathers have been launched: one tuple a launch.
-        ``cursors``: how many uses of each lane there were."""
+        """Positions of the uses to come, in these lanes or all, whose gathers have been launched:
+        one tuple a launch. ``cursors``: how many uses of each lane there were."""
         found: dict[Launch, list[int]] = {}
         for lane, positions in self.lanes.items():
             if lanes is not None and lane not in lanes:
@@ -193,8 +195,9 @@ def _steps_by_block(blocks: list[list[int]], num_ahead: int) -> list[int]:
 def _put_together(
     uses: tuple[int, ...], traits: Sequence[Traits], due: Mapping[int, int], borders: set[int], limit: int
 ) -> list[Launch]:
-    """The launches of one lane, whose positions are ``due`` at these steps: each takes consecutive uses of different
-    weights of up to ``limit`` bytes, but does not cross ``borders``, the positions at which a block begins."""
+    """The launches of one lane, whose positions are ``due`` at these steps: each takes consecutive
+    uses of different weights of up to ``limit`` bytes, but does not cross ``borders``, the
+    positions at which a block begins."""
     launches: list[Launch] = []
     taken: set[int] = set()  # weights of the launch that is being put together
     total = before = 0  # bytes of it, and of those before it
@@ -226,10 +229,10 @@ def choose_kept(
 ) -> tuple[int, ...]:
     """Which weights stay gathered from a forward to its backward, in the order in which backward uses them.
 
-    Those that backward uses first are kept, up to ``budget`` bytes: they are kept for the shortest time, and the least
-    compute hides their gathers. The ranks of a mesh must make the same choice, so lane 0 chooses first, and the
-    other lanes share the rest in equal parts. ``sizes`` and ``lanes`` are by weight index; a size of 0 is never
-    kept."""
+    Those that backward uses first are kept, up to ``budget`` bytes: they are kept for the shortest
+    time, and the least compute hides their gathers. The ranks of a mesh must make the same choice,
+    so lane 0 chooses first, and the other lanes share the rest in equal parts. ``sizes`` and
+    ``lanes`` are by weight index; a size of 0 is never kept."""
     candidates = set(forward.uses)
     order = [use for use in dict.fromkeys(backward.uses) if use in candidates]
     kept = set()
@@ -252,8 +255,8 @@ class Held(NamedTuple):
     """Bytes of full weights that are in memory or on their way.
 
     Args:
-        during: At each use: the weight in use, those that are gathered ahead, and those that are kept from forward to
-            backward.
+        during: At each use: the weight in use, those that are gathered ahead, and those that are
+            kept from forward to backward.
         between: The same before each use and after the last one.
     """
 

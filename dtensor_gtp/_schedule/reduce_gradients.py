@@ -40,7 +40,8 @@ class Written(NamedTuple):
 
 
 class BlockRecording(Protocol):
-    """Replaces gathers and reductions while a pass of a block is recorded: ``graphs.record_block.Recording``."""
+    """Replaces gathers and reductions while a pass of a block is recorded:
+    ``graphs.record_block.Recording``."""
 
     def acquire(self, target: Gatherable) -> Gathered: ...  # the weight where the graph will read it
     def target(self, weight: ShardedWeight) -> Tensor: ...  # a buffer for the gradient of a use
@@ -56,7 +57,8 @@ class Gradients:
         self._comm = comm
         self.launches = ReductionLaunches(comm)
         self.schedule = Schedule()  # until one is chosen
-        # By scatter group: ranks of different meshes may use different weights, so each mesh launches its own.
+        # By scatter group: ranks of different meshes may use different weights, so each mesh
+        # launches its own.
         self._waiting: dict[str, list[Gradient]] = {}
         self._bundle: object | None = None
         self._postponed: list[Callable[[], None]] | None = None
@@ -64,14 +66,16 @@ class Gradients:
         self._num_launched = 0  # reductions of the runtime, when the last group had launched its own
 
     def compute(self, job: Callable[..., None], *args: Any) -> None:
-        """Run ``job``, which computes and submits the gradient of a weight; in ``postponing``, leave it for later."""
+        """Run ``job``, which computes and submits the gradient of a weight; in ``postponing``,
+        leave it for later."""
         if self._postponed is None:
             job(*args)
         else:
             self._postponed.append(partial(job, *args))
 
     def in_order(self, wgrad: Callable[[], None] | None, dgrad: Callable[[], Tensor] | None) -> Tensor | None:
-        """Run ``wgrad``, which submits the gradient of a layer's weight, and ``dgrad``, whose result is returned."""
+        """Run ``wgrad``, which submits the gradient of a layer's weight, and ``dgrad``, whose
+        result is returned."""
         if wgrad is not None and self.schedule.wgrad_first:
             wgrad()
         grad_input = None if dgrad is None else dgrad()
@@ -124,7 +128,8 @@ class Gradients:
         return buffer, False
 
     def add_full(self, weight: Reducible, grad: Tensor, is_owned: bool) -> None:
-        """Take a full gradient in the weight's shape. If ``is_owned``, nothing else reads it: it need not be copied."""
+        """Take a full gradient in the weight's shape. If ``is_owned``, nothing else reads it: it
+        need not be copied."""
         layout = weight.layout
         if is_owned and self._can_send(weight, grad):
             self._comm.streams.note_compute()
@@ -149,7 +154,8 @@ class Gradients:
         is_cast = grad.dtype != weight.reduce_dtype
         if layout.dim == 0 and not is_cast:
             return True
-        # Sums of microbatches have the dtype of the reduction. An all-reduce over replicas takes contiguous tensors.
+        # Sums of microbatches have the dtype of the reduction. An all-reduce over replicas takes
+        # contiguous tensors.
         has_replicas = self.launches.replicas is not None or (layout.world == 1 and weight.groups.replicate is not None)
         return not has_replicas and (weight.flags.sends_at_once or is_recorded or not is_cast)
 
@@ -185,8 +191,8 @@ class Gradients:
         self._num_launched = self._comm.reductions.num_launched
 
     def _wait_for_last_group(self) -> None:
-        """As ``fully_shard``: the buffers of one launch of groups at a time, since that of a block is large. What was
-        launched after it, such as experts, may go on."""
+        """As ``fully_shard``: the buffers of one launch of groups at a time, since that of a block
+        is large. What was launched after it, such as experts, may go on."""
         self._comm.reductions.retire_first(self._num_launched)
 
     def _launch(self, together: list[Gradient]) -> None:
@@ -198,8 +204,9 @@ class Gradients:
         self._num_launched = self._comm.reductions.num_launched
 
     def submit(self, weight: Reducible, buffer: Tensor) -> None:
-        """Reduce-scatter a gradient behind compute; without gradient sync, keep it for a later microbatch. It has the
-        layout's ``buffer_shape``, perhaps not contiguous, and ``reduce_dtype`` (with gradient sync, any dtype)."""
+        """Reduce-scatter a gradient behind compute; without gradient sync, keep it for a later
+        microbatch. It has the layout's ``buffer_shape``, perhaps not contiguous, and
+        ``reduce_dtype`` (with gradient sync, any dtype)."""
         if self.recording is not None:
             self.recording.submit(single(weight), buffer)
             return
@@ -249,7 +256,8 @@ class Gradients:
         return nbytes
 
     def _may_wait(self, weight: Reducible, *, is_taken: bool = False) -> bool:
-        """Whether a gradient may wait for others, to travel with them. ``is_taken``: of a group, and not packed yet."""
+        """Whether a gradient may wait for others, to travel with them. ``is_taken``: of a group,
+        and not packed yet."""
         limit, nbytes = self.schedule.coalesce_grad_nbytes, self._nbytes(weight)
         if isinstance(weight, WeightGroup):
             # A stream that is new to a backward waits for the one before: with one alone it is safe to pack later.
@@ -283,7 +291,8 @@ class Gradients:
         if weight.pending_grad.unsharded is not None or not weight.flags.sends_at_once:
             self.add_full(weight, weight.layout.full_view(buffer), is_owned=False)
             return
-        # The next replay overwrites the buffer. So copy a gradient that waits for others, or that becomes ``.grad``.
+        # The next replay overwrites the buffer. So copy a gradient that waits for others, or that
+        # becomes ``.grad``.
         is_sent_at_once = weight.layout.world > 1 and not self._may_wait(weight)
         self.submit(weight, buffer if is_sent_at_once else buffer.clone())
 
@@ -310,10 +319,10 @@ class Gradients:
         self.launches.complete_later(Gradient(weight, None, scale, is_synced), slot)
 
     def complete(self, params: Sequence[ManagedParam], groups: Sequence[WeightGroup] = ()) -> None:
-        """Reduce all gradients of ``params`` and ``groups``. Wait for them on the current stream and move them into
-        ``.grad``."""
-        # Earlier microbatches left gradients of weights that the last microbatch did not use. What ranks may use in
-        # different ways is reduced here, in the order of registration.
+        """Reduce all gradients of ``params`` and ``groups``. Wait for them on the current stream
+        and move them into ``.grad``."""
+        # Earlier microbatches left gradients of weights that the last microbatch did not use. What
+        # ranks may use in different ways is reduced here, in the order of registration.
         whole = [param for param in params if isinstance(param, WholeParam)]
         singles = (param for param in params if isinstance(param, ShardedWeight) and param.group is None)
         weights: list[Reducible] = [*singles, *groups]

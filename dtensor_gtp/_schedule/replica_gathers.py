@@ -1,8 +1,9 @@
 """Gathers over the replicas what their optimizers have written, see [Note: parts of replicas].
 
-Each write is gathered once, ahead of the first gather over gtp that needs it, on the same stream: so it overlaps with
-compute as that does. Replicas may plan the gathers over gtp in different ways. What they gather from each other has the
-order of registration, and all of it is launched when the forward ends.
+Each write is gathered once, ahead of the first gather over gtp that needs it, on the same stream:
+so it overlaps with compute as that does. Replicas may plan the gathers over gtp in different ways.
+What they gather from each other has the order of registration, and all of it is launched when the
+forward ends.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class ReplicaGathers:
         self.complete([weight for weight in self.weights if weight.form.wire is not None])
 
     def bring(self, weights: Iterable[ShardedWeight], *, is_outdated: bool = False) -> None:
-        """Launch what completes these shards, for gathers over gtp that follow. ``is_outdated``: they may have been
-        written without a new version."""
+        """Launch what completes these shards, for gathers over gtp that follow. ``is_outdated``:
+        they may have been written without a new version."""
         for weight in weights:
             if is_outdated and weight.part is not None:
                 weight.part.gathered = None

@@ -250,8 +250,8 @@ class Runtime:
         self._hide_groups()
 
     def use_groups(self, groups: Sequence[WeightGroup]) -> None:
-        """Gather and reduce the members of ``groups`` together from now on, and each other weight by itself. No gather
-        may be in memory or in flight."""
+        """Gather and reduce the members of ``groups`` together from now on, and each other weight
+        by itself. No gather may be in memory or in flight."""
         for group in groups:
             group.reader = self
         self.members.use_groups(groups)
@@ -322,8 +322,9 @@ class Runtime:
                 raise misuse
 
     def _finish_blocks(self) -> None:
-        """At the end of a backward: reduce what has arrived late, and hold nothing any more. After a backward with
-        ``create_graph=True`` the weights stay for the second one, which computes with what the first one has saved."""
+        """At the end of a backward: reduce what has arrived late, and hold nothing any more. After
+        a backward with ``create_graph=True`` the weights stay for the second one, which computes
+        with what the first one has saved."""
         for group in self.members.groups:
             group.in_backward.uses.clear()
             if group.in_backward.creates_graph:

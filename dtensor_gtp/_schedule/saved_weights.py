@@ -1,8 +1,9 @@
 """What autograd saves of a gathered weight becomes a handle. In backward the handle gathers the weight again.
 
-While a module that reads full weights runs its forward, a pair of saved-tensor hooks is active. Tensors that are not
-views of such a weight go to the hooks that were active before (activation checkpointing, ``save_on_cpu``). The hooks
-only save memory: without them a saved full weight stays in memory until its backward, and the result is the same.
+While a module that reads full weights runs its forward, a pair of saved-tensor hooks is active.
+Tensors that are not views of such a weight go to the hooks that were active before (activation
+checkpointing, ``save_on_cpu``). The hooks only save memory: without them a saved full weight stays
+in memory until its backward, and the result is the same.
 """
 
 from __future__ import annotations
@@ -157,8 +158,8 @@ class SavedWeights:
             return None
         offset = int(part.storage_offset())
         for use, name, begin, end, dtype in watched:
-            # Offsets in another dtype count other elements. A view of a weight that is alone in its storage may include
-            # the padding behind it.
+            # Offsets in another dtype count other elements. A view of a weight that is alone in its
+            # storage may include the padding behind it.
             if dtype == part.dtype and (len(watched) == 1 or (begin <= offset and _end_of(part) <= end)):
                 return _Handle(use, name, part.size(), part.stride(), offset - begin, spec)
         return None  # a view of several weights, or in another dtype

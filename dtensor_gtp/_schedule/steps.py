@@ -1,8 +1,9 @@
 """Training steps of one runtime, and steps of optimizers, about which all runtimes of a process hear.
 
-A training step may have several backwards: when are its gradients complete, and when are they dropped? Fused and
-foreach optimizers do not change the versions of tensors, so their steps are counted. One hook serves all runtimes: if
-each had a hook, and the garbage collector removed one while torch iterates over them, the step would fail.
+A training step may have several backwards: when are its gradients complete, and when are they
+dropped? Fused and foreach optimizers do not change the versions of tensors, so their steps are
+counted. One hook serves all runtimes: if each had a hook, and the garbage collector removed one
+while torch iterates over them, the step would fail.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ class Steps:
         self._num_begun = -1
         self.is_last_backward = True  # whether the running or next backward is the last one of its step
         self.has_unsynced = False  # whether the last complete backward has left gradients for the next one to add to
-        # What had ended the last cell of an interactive session by then, while gradients are unsynced: held, because
-        # the id of a freed exception may be that of the next one, and no weak reference leads to one.
+        # What had ended the last cell of an interactive session by then, while gradients are
+        # unsynced: held, because the id of a freed exception may be that of the next one, and no
+        # weak reference leads to one.
         self._unhandled_then: BaseException | None = None
 
     def count_step(self, *, is_ours: bool) -> None:
@@ -104,15 +106,16 @@ class Steps:
             group.pending_grad.forget()
 
     def forget_interrupted(self) -> None:
-        """After a forward that raised. Gradients of earlier microbatches stay, unless the user has interrupted the
-        step, and will hardly go on with it."""
+        """After a forward that raised. Gradients of earlier microbatches stay, unless the user has
+        interrupted the step, and will hardly go on with it."""
         error = sys.exc_info()[1]
         if self.has_unsynced and error is not None and not isinstance(error, Exception):
             self._give_up("a forward was interrupted")
 
     def forget_what_was_given_up(self) -> None:
-        """In a notebook, an interrupt between two microbatches ends the loop, and the process goes on: the next forward
-        is one of a new step. A program that handles the interrupt calls ``reset_iter_state``."""
+        """In a notebook, an interrupt between two microbatches ends the loop, and the process goes
+        on: the next forward is one of a new step. A program that handles the interrupt calls
+        ``reset_iter_state``."""
         unhandled = getattr(sys, "last_value", None)
         if self.has_unsynced and isinstance(unhandled, KeyboardInterrupt) and unhandled is not self._unhandled_then:
             self._give_up("a step was interrupted between microbatches")
