@@ -7,342 +7,233 @@ from planted_bugs_type import Bug
 
 SILENT_GROUPS = "test_silent_groups.py::TestSilentGroups"
 
+# fmt: off
 SILENT = {
-    "a layer is exported with the number of its weight": Bug(
-        "CompiledWeight.handle", never("compat.is_exporting()"), "test_silent_programs.py::TestRecordings"
-    ),
-    "a symbolic trace keeps the values of now": Bug(
-        "AttributeReads.read", drop("refuse_symbolic_tracing"), "test_silent_programs.py::TestRecordings"
-    ),
-    "a program of make_fx has whole parameters of now": Bug(
-        "frames:_call",
-        never("compat.is_recording() and (params := module._gtp_binding.group.params)"),
-        "test_silent_programs.py::TestRecordings",
-    ),
-    "quantized elements are loaded without their scales": Bug(
-        "_check_is_value",
-        never("found != dtype and not is_cast and not is_plane"),
-        "test_pretrained.py::TestLoadPretrained::test_refusals",
-    ),
-    "second derivatives of a constant gradient are dropped": Bug(
-        "once_differentiable.run", argument("tuple", 0, "computed"), "test_silent_programs.py::TestSecondDerivatives"
-    ),
+    "a layer is exported with the number of its weight":
+        Bug("CompiledWeight.handle", never("compat.is_exporting()"), "test_silent_programs.py::TestRecordings"),
+    "a symbolic trace keeps the values of now":
+        Bug("AttributeReads.read", drop("refuse_symbolic_tracing"), "test_silent_programs.py::TestRecordings"),
+    "a program of make_fx has whole parameters of now":
+        Bug("frames:_call", never("compat.is_recording() and (params := module._gtp_binding.group.params)"),
+            "test_silent_programs.py::TestRecordings"),
+    "quantized elements are loaded without their scales":
+        Bug("_check_is_value", never("found != dtype and not is_cast and not is_plane"),
+            "test_pretrained.py::TestLoadPretrained::test_refusals"),
+    "second derivatives of a constant gradient are dropped":
+        Bug("once_differentiable.run", argument("tuple", 0, "computed"),
+            "test_silent_programs.py::TestSecondDerivatives"),
     "inputs of backward are not found": Bug("_with_leaves", drop("found += ..."), "test_inputs_get_their_gradients"),
-    "ranks do not compare their orders of uses": Bug(
-        "Runtime._end_forward", drop("_compare_order"), "test_silent_programs.py::TestOrderOfUses"
-    ),
-    "experts that parallelize_experts does not know stay whole": Bug(
-        "parallelize_experts", drop("_check_is_grouped"), "test_experts_that_would_stay_whole_are_refused"
-    ),
-    "ranks do not compare what they launch in later steps": Bug(
-        "Gathering._gather", drop("note"), "test_another_order_in_a_later_step_is_refused"
-    ),
-    "parameters that are added without a registration escape": Bug(
-        "_call_in_frame", replace("runtime.steps.num_trained", "0"), "test_modules_that_come_later"
-    ),
-    "the replaced parameter takes gradients": Bug(
-        "_make_param", never("old.requires_grad"), "test_held_in_another_way"
-    ),
-    "backward does not see that parameters were replaced": Bug(
-        "ManagedParam.follow", drop("refuse_graphs"), "test_silent_params.py::TestReplacedParameters"
-    ),
-    "hooks from before sharding are lost": Bug(
-        "_make_param", drop("move_hooks"), "test_hooks_from_before_sharding_run"
-    ),
-    "a hook on what a fused layer does not read never runs": Bug(
-        "AttributeReads.misuse_in", never("weight.fused.is_any"), "test_hook_on_what_a_fused_layer_does_not_read"
-    ),
-    "frozen in the last microbatch, earlier gradients are lost": Bug(
-        "ReducedGradient.publish",
-        replace(
-            "(reduced := self.reduced) is None", "(reduced := self.reduced) is None or not self.param.requires_grad"
-        ),
-        "test_gradients_of_a_weight_that_is_frozen_later",
-    ),
-    "a gradient at the parameter itself stays local": Bug(
-        "_take_direct", drop("add_local_grad"), "test_silent_params.py::TestDirectReads"
-    ),
-    "parameters that a rank did not use are left out of the sum": Bug(
-        "Runtime.note_backward",
-        assign("param.gradient.awaits_reduction", "False"),
-        "test_whole_parameters_need_no_switch",
-    ),
-    "weights that a rank did not use are left out of the reduction": Bug(
-        "Gradients.complete",
-        never("weight.flags.reduce_scatter_unused_params"),
-        "test_gradients_are_those_of_fully_shard",
-    ),
-    "weights that ranks use in different ways are gathered at their use": Bug(
-        "Runtime._begin_forward", drop("gather_for_any_use"), "test_one_gather_of_each_weight"
-    ),
-    "a write in a forward is lost": Bug(
-        "AttributeReads.misuse_in",
-        replace("return written_to_no_effect(...)", "continue"),
-        "test_a_write_to_what_is_read_is_refused",
-    ),
-    "what was gathered ahead outlives a write": Bug(
-        "LostWrites._drop_in_forward", drop("drop_prefetched_of"), "test_momentum_encoders"
-    ),
-    "a write between unshard and reshard is lost": Bug(
-        "reshard_params", never("error is not None"), "test_between_unshard_and_reshard"
-    ),
-    "a weight that stays gathered keeps its old values": Bug(
-        "LostWrites.note_handed_out", drop("self._outdated.add(weight)"), "test_shards_of_weights_that_stay_gathered"
-    ),
-    "names of what ranks send are looked up in torch": Bug(
-        "agreement:_dtype", never("not isinstance(dtype, torch.dtype)"), "test_what_is_sent_by_a_stranger_runs_nothing"
-    ),
-    "a forward's parameters are shards": Bug(
-        "_as_users_see", never("may_gather and runtime.gives_full_params"), "test_a_penalty_on_all_parameters"
-    ),
-    "writes to parameters where gradients are disabled are lost": Bug(
-        "AttributeReads.gives_full_params", replace("not self.is_differentiated", "True"), "test_momentum_encoders"
-    ),
-    "a group that was gathered ahead outlives a write": Bug(
-        "LostWrites._drop_in_forward", drop("forget_pending"), "test_momentum_encoders"
-    ),
-    "a write is looked for in sight of checkpointing": Bug(
-        "WeightGroup.untraced_write",
-        replace("compat.unseen_by_checkpoint_policies()", "__import__('contextlib').nullcontext()"),
-        "test_selectively_checkpointed_blocks",
-    ),
-    "sums of bits are compared in sight of checkpointing": Bug(
-        "is_changed",
-        replace("compat.unseen_by_checkpoint_policies()", "__import__('contextlib').nullcontext()"),
-        "test_seed_61005_selective_checkpointing_beside_a_forward_that_is_looked_at",
-    ),
+    "ranks do not compare their orders of uses":
+        Bug("Runtime._end_forward", drop("_compare_order"), "test_silent_programs.py::TestOrderOfUses"),
+    "experts that parallelize_experts does not know stay whole":
+        Bug("parallelize_experts", drop("_check_is_grouped"), "test_experts_that_would_stay_whole_are_refused"),
+    "ranks do not compare what they launch in later steps":
+        Bug("Gathering._gather", drop("note"), "test_another_order_in_a_later_step_is_refused"),
+    "parameters that are added without a registration escape":
+        Bug("_call_in_frame", replace("runtime.steps.num_trained", "0"), "test_modules_that_come_later"),
+    "the replaced parameter takes gradients":
+        Bug("_make_param", never("old.requires_grad"), "test_held_in_another_way"),
+    "backward does not see that parameters were replaced":
+        Bug("ManagedParam.follow", drop("refuse_graphs"), "test_silent_params.py::TestReplacedParameters"),
+    "hooks from before sharding are lost":
+        Bug("_make_param", drop("move_hooks"), "test_hooks_from_before_sharding_run"),
+    "a hook on what a fused layer does not read never runs":
+        Bug("AttributeReads.misuse_in", never("weight.fused.is_any"), "test_hook_on_what_a_fused_layer_does_not_read"),
+    "frozen in the last microbatch, earlier gradients are lost":
+        Bug("ReducedGradient.publish", replace("(reduced := self.reduced) is None",
+            "(reduced := self.reduced) is None or not self.param.requires_grad"),
+            "test_gradients_of_a_weight_that_is_frozen_later"),
+    "a gradient at the parameter itself stays local":
+        Bug("_take_direct", drop("add_local_grad"), "test_silent_params.py::TestDirectReads"),
+    "parameters that a rank did not use are left out of the sum":
+        Bug("Runtime.note_backward", assign("param.gradient.awaits_reduction", "False"),
+            "test_whole_parameters_need_no_switch"),
+    "weights that a rank did not use are left out of the reduction":
+        Bug("Gradients.complete", never("weight.flags.reduce_scatter_unused_params"),
+            "test_gradients_are_those_of_fully_shard"),
+    "weights that ranks use in different ways are gathered at their use":
+        Bug("Runtime._begin_forward", drop("gather_for_any_use"), "test_one_gather_of_each_weight"),
+    "a write in a forward is lost":
+        Bug("AttributeReads.misuse_in", replace("return written_to_no_effect(...)", "continue"),
+            "test_a_write_to_what_is_read_is_refused"),
+    "what was gathered ahead outlives a write":
+        Bug("LostWrites._drop_in_forward", drop("drop_prefetched_of"), "test_momentum_encoders"),
+    "a write between unshard and reshard is lost":
+        Bug("reshard_params", never("error is not None"), "test_between_unshard_and_reshard"),
+    "a weight that stays gathered keeps its old values":
+        Bug("LostWrites.note_handed_out", drop("self._outdated.add(weight)"),
+            "test_shards_of_weights_that_stay_gathered"),
+    "names of what ranks send are looked up in torch":
+        Bug("agreement:_dtype", never("not isinstance(dtype, torch.dtype)"),
+            "test_what_is_sent_by_a_stranger_runs_nothing"),
+    "a forward's parameters are shards":
+        Bug("_as_users_see", never("may_gather and runtime.gives_full_params"), "test_a_penalty_on_all_parameters"),
+    "writes to parameters where gradients are disabled are lost":
+        Bug("AttributeReads.gives_full_params", replace("not self.is_differentiated", "True"),
+            "test_momentum_encoders"),
+    "a group that was gathered ahead outlives a write":
+        Bug("LostWrites._drop_in_forward", drop("forget_pending"), "test_momentum_encoders"),
+    "a write is looked for in sight of checkpointing":
+        Bug("WeightGroup.untraced_write",
+            replace("compat.unseen_by_checkpoint_policies()", "__import__('contextlib').nullcontext()"),
+            "test_selectively_checkpointed_blocks"),
+    "sums of bits are compared in sight of checkpointing":
+        Bug("is_changed", replace("compat.unseen_by_checkpoint_policies()", "__import__('contextlib').nullcontext()"),
+            "test_seed_61005_selective_checkpointing_beside_a_forward_that_is_looked_at"),
     "a forward that was interrupted leaves its frames": Bug("_in_frame", drop("runtime.leave(depth)"), "test_groups"),
-    "an interrupt leaves the modules of a block with their full weights": Bug(
-        "WeightGroup.begin_forward", drop("put_back"), "test_unshard"
-    ),
-    "a recorded microbatch loses the sums of groups": Bug(
-        "places_of_sums",
-        drop("owners += [group.pending_grad for group in runtime.members.groups]"),
-        "test_unsynced_gradients_of_blocks_survive_replays",
-    ),
-    "a replayed microbatch does not say whose gradients it leaves": Bug(
-        "RecordedStep.replay", drop("pending.owed |= owed"), "test_unsynced_gradients_of_blocks_survive_replays"
-    ),
-    "an input that a block returns begins its backward again": Bug(
-        "BlockUse.watch", replace("made - before or made", "made"), "test_an_input_that_a_block_returns_is_no_use_of_it"
-    ),
-    "a cell that was interrupted between microbatches leaves gradients": Bug(
-        "Runtime._begin_forward", drop("forget_what_was_given_up"), "test_between_microbatches_of_a_notebook"
-    ),
-    "a second thread joins the pass of another one": Bug(
-        "OneThread.enter", never("self._in_frame"), "test_a_second_thread_is_refused"
-    ),
-    "a weight of a group that is frozen in the last microbatch loses earlier gradients": Bug(
-        "GroupGradients.known", replace("self.owed", "set()"), "test_gradients_of_a_weight_that_is_frozen_later"
-    ),
-    "whole parameters of a group that are frozen lose earlier gradients": Bug(
-        "WeightGroup.begin_forward", drop("follow_frozen"), "test_gradients_of_a_weight_that_is_frozen_later"
-    ),
-    "a second backward that comes to no output of a block is not noticed": Bug(
-        "BlockUse.begin", drop("note_gradients"), "test_second_backward_without_the_first_one"
-    ),
-    "second derivatives by an input are zeros": Bug(
-        "once_differentiable.run", replace("undifferentiable(x, *grads)", "undifferentiable(x)"), "test_by_an_input"
-    ),
-    "a write through .data between unshard and reshard is lost in a group": Bug(
-        "Gathering.hold_until_end",
-        drop("note_read_outside"),
-        f"{SILENT_GROUPS}::test_writes_without_a_version_are_refused",
-    ),
-    "a write through .data around a block is lost": Bug(
-        "LostWrites.found",
-        replace("self._seen_outside.items()", "()"),
-        f"{SILENT_GROUPS}::test_writes_without_a_version_are_refused",
-    ),
-    "other memory behind a whole parameter is not noticed": Bug(
-        "WholeParam.take_back",
-        replace("leaf.data_ptr() == self.shard.data_ptr()", "True"),
-        f"{SILENT_GROUPS}::test_writes_without_a_version_are_refused",
-    ),
-    "new data of a parameter of a group comes a forward late": Bug(
-        "LostWrites.refuse_new_data", never("member.group is not None"), "test_new_data_of_a_parameter_in_a_forward"
-    ),
-    "a write through .data to a weight of a group is lost": Bug(
-        "_call_block",
-        replace("None if seen is None else group.untraced_write(seen)", "None"),
-        "test_gtp_shard_groups.py::TestGroups::test_writes_without_a_version_are_refused",
-    ),
-    "items of a module's parameters are shards in a forward": Bug(
-        "ReadParams.__getitem__",
-        replace("self._binding.read(name, registered)", "registered"),
-        "test_every_way_to_ask_for_a_parameter",
-    ),
-    "a forward that the user has put in place is lost": Bug(
-        "dress", negate("attributes.get(name) is value"), "test_a_forward_that_the_user_puts_in_place_runs"
-    ),
-    "a replacement in torch cannot be taken back": Bug(
-        "patches:replace", drop("append"), "test_each_is_in_use_and_torch_is_as_before_when_they_are_undone"
-    ),
-    "launches of ranks with other models are taken for other ones": Bug(
-        "Setup.prepare_gatherables",
-        assign("target.number", "target.index"),
-        "test_first_forward_where_ranks_have_different_meshes",
-    ),
-    "a wrapped forward computes with a single weight of a group": Bug(
-        "linear_forward", never("binding.block is not None"), "test_forwards_that_a_library_has_wrapped"
-    ),
-    "state lies where others may enter": Bug(
-        "_own_directory", without("found.st_mode & _OTHERS"), "test_a_directory_that_others_may_enter_is_not_used"
-    ),
+    "an interrupt leaves the modules of a block with their full weights":
+        Bug("WeightGroup.begin_forward", drop("put_back"), "test_unshard"),
+    "a recorded microbatch loses the sums of groups":
+        Bug("places_of_sums", drop("owners += [group.pending_grad for group in runtime.members.groups]"),
+            "test_unsynced_gradients_of_blocks_survive_replays"),
+    "a replayed microbatch does not say whose gradients it leaves":
+        Bug("RecordedStep.replay", drop("pending.owed |= owed"), "test_unsynced_gradients_of_blocks_survive_replays"),
+    "an input that a block returns begins its backward again":
+        Bug("BlockUse.watch", replace("made - before or made", "made"),
+            "test_an_input_that_a_block_returns_is_no_use_of_it"),
+    "a cell that was interrupted between microbatches leaves gradients":
+        Bug("Runtime._begin_forward", drop("forget_what_was_given_up"), "test_between_microbatches_of_a_notebook"),
+    "a second thread joins the pass of another one":
+        Bug("OneThread.enter", never("self._in_frame"), "test_a_second_thread_is_refused"),
+    "a weight of a group that is frozen in the last microbatch loses earlier gradients":
+        Bug("GroupGradients.known", replace("self.owed", "set()"), "test_gradients_of_a_weight_that_is_frozen_later"),
+    "whole parameters of a group that are frozen lose earlier gradients":
+        Bug("WeightGroup.begin_forward", drop("follow_frozen"), "test_gradients_of_a_weight_that_is_frozen_later"),
+    "a second backward that comes to no output of a block is not noticed":
+        Bug("BlockUse.begin", drop("note_gradients"), "test_second_backward_without_the_first_one"),
+    "second derivatives by an input are zeros":
+        Bug("once_differentiable.run", replace("undifferentiable(x, *grads)", "undifferentiable(x)"),
+            "test_by_an_input"),
+    "a write through .data between unshard and reshard is lost in a group":
+        Bug("Gathering.hold_until_end", drop("note_read_outside"),
+            f"{SILENT_GROUPS}::test_writes_without_a_version_are_refused"),
+    "a write through .data around a block is lost":
+        Bug("LostWrites.found", replace("self._seen_outside.items()", "()"),
+            f"{SILENT_GROUPS}::test_writes_without_a_version_are_refused"),
+    "other memory behind a whole parameter is not noticed":
+        Bug("WholeParam.take_back", replace("leaf.data_ptr() == self.shard.data_ptr()", "True"),
+            f"{SILENT_GROUPS}::test_writes_without_a_version_are_refused"),
+    "new data of a parameter of a group comes a forward late":
+        Bug("LostWrites.refuse_new_data", never("member.group is not None"),
+            "test_new_data_of_a_parameter_in_a_forward"),
+    "a write through .data to a weight of a group is lost":
+        Bug("_call_block", replace("None if seen is None else group.untraced_write(seen)", "None"),
+            "test_gtp_shard_groups.py::TestGroups::test_writes_without_a_version_are_refused"),
+    "items of a module's parameters are shards in a forward":
+        Bug("ReadParams.__getitem__", replace("self._binding.read(name, registered)", "registered"),
+            "test_every_way_to_ask_for_a_parameter"),
+    "a forward that the user has put in place is lost":
+        Bug("dress", negate("attributes.get(name) is value"), "test_a_forward_that_the_user_puts_in_place_runs"),
+    "a replacement in torch cannot be taken back":
+        Bug("patches:replace", drop("append"), "test_each_is_in_use_and_torch_is_as_before_when_they_are_undone"),
+    "launches of ranks with other models are taken for other ones":
+        Bug("Setup.prepare_gatherables", assign("target.number", "target.index"),
+            "test_first_forward_where_ranks_have_different_meshes"),
+    "a wrapped forward computes with a single weight of a group":
+        Bug("linear_forward", never("binding.block is not None"), "test_forwards_that_a_library_has_wrapped"),
+    "state lies where others may enter":
+        Bug("_own_directory", without("found.st_mode & _OTHERS"), "test_a_directory_that_others_may_enter_is_not_used"),
     "a failed handover leaves its file": Bug("leave_state", drop("unlink"), "test_a_failed_write_leaves_nothing"),
-    "each model leaves a process group": Bug(
-        "_group_beside", never("known is not None"), "test_models_leave_nothing_behind"
-    ),
-    "one process that measures listens on all interfaces": Bug(
-        "start_alone",
-        replace("compat.HashStore()", "dist.TCPStore('localhost', 0, is_master=True)"),
-        "test_one_process_listens_to_nobody",
-    ),
-    "a checkpoint is removed before the next one has its name": Bug(
-        "_Writer.finish", replace("self._final.rename(replaced)", "shutil.rmtree(self._final)"), "test_a_rank_is_killed"
-    ),
-    "weights of a group that no rank has used get zeros": Bug(
-        "ReducedGradient._drop_zeros", never("not self.is_used_elsewhere"), "test_weights_that_no_rank_has_used"
-    ),
-    "a rank says that it has used all weights of a group": Bug(
-        "GroupGradients.take", drop("zero_"), "test_weights_that_no_rank_has_used"
-    ),
-    "new data of a gathered weight is lost": Bug(
-        "Seen.is_written",
-        never("self.address and _address(self.value) not in (0, self.address)"),
-        "test_new_data_of_what_is_read_is_refused_in_each_forward",
-    ),
-    "each read between unshard and reshard is another tensor": Bug(
-        "AttributeReads.read_pinned", replace("seen is None", "True"), "test_between_unshard_and_reshard"
-    ),
-    "a hook at the node of a parameter never runs": Bug(
-        "_check_param", never("compat.has_hooks_at_node(param)"), "test_hooks_at_the_node_of_a_parameter_are_refused"
-    ),
-    "a metaclass records our classes": Bug(
-        "own_class",
-        replace(
-            "maker.__new__(type(cls), cls.__name__, (mixin, OwnClass, cls), body)",
-            "type(cls.__name__, (mixin, OwnClass, cls), body)",
-        ),
-        "test_classes_and_metaclasses_are_not_asked",
-    ),
-    "a layer of a block cannot be called alone": Bug(
-        "GroupViews.hide", drop("module.__dict__['_call_impl'] = call"), "test_layers_that_are_called_alone"
-    ),
-    "the first use of all loses the gradient of its bias": Bug(
-        "WholeParam._take_grad_of_leaf", never("early is not None"), "test_the_first_use_of_all"
-    ),
-    "a block is exported": Bug(
-        "frames:_call", without("compat.is_exporting()"), "test_recordings_of_blocks_are_refused"
-    ),
-    "a backward reads weights of a group that were replaced": Bug(
-        "WeightGroup._follow_replaced", drop("refuse_graphs"), "test_groups_note_it"
-    ),
-    "modules compute with other memory than that of their group": Bug(
-        "WeightGroup.begin_forward",
-        never("self.leaves.are_elsewhere and self.leaves.put_back()"),
-        "test_new_data_of_a_full_weight_raises_in_the_next_forward_at_the_latest",
-    ),
-    "hooks of several parameters never run": Bug(
-        "gradient:_run_tensor_hooks",
-        replace("compat.is_multi_grad_hook(hook)", "False"),
-        "test_hooks_of_several_parameters_are_refused",
-    ),
-    "poison reaches the shards": Bug(
-        "Keeper.free", drop("carry_writes"), "test_debugging_aids.py::TestPoisonOfWhatIsFreed"
-    ),
-    "a write in a backward is lost": Bug(
-        "Runtime._finish_backward",
-        replace("self.reads.misuse_in(self.reads.in_backward)", "None"),
-        "test_in_a_backward",
-    ),
-    "a write through .data in the backward of a block is lost": Bug(
-        "BlockUse.begin", drop("note_read"), "test_in_a_backward"
-    ),
-    "a write through .data after the backward of a block is lost": Bug(
-        "LostWrites.note_read",
-        replace("self._reads.frames or self._passes.is_in_backward", "self._reads.frames"),
-        "test_in_a_backward",
-    ),
-    "a block computes with shards that its forward has written": Bug(
-        "LostWrites._drop_in_forward",
-        never("group.for_forward.live is not None and not is_seen and self._comm.streams.may_wait_on_host"),
-        "test_writes_to_shards_of_a_block_that_runs_are_refused",
-    ),
-    "a block may return a tensor that autograd does not follow into it": Bug(
-        "BlockUse._hold_for_hidden",
-        never("any(output.requires_grad and id(output) not in known for output in outputs)"),
-        "test_a_block_that_returns_a_detached_tensor_is_refused",
-    ),
-    "each rank takes its rows of a gradient of the full tensor from its own data": Bug(
-        "outside_of_modules:install", drop("wrap_full_tensor"), "test_sharded_parameter_read_outside_of_forward"
-    ),
-    "a full tensor without a gradient gets zeros, which are reduced": Bug(
-        "_FullTensor.forward", drop("set_materialize_grads"), "test_full_tensors_for_which_a_kernel_has_no_gradient"
-    ),
-    "a hook at the node of a sharded parameter never runs": Bug(
-        "Runtime._begin_forward",
-        drop("refuse_hooks_at_nodes"),
-        "test_hooks_at_the_node_of_a_sharded_parameter_are_refused",
-    ),
-    "a backward computes with data that were replaced": Bug(
-        "outside_of_modules:_set_data", drop("note_new_data"), "test_new_data"
-    ),
-    "a backward gathers another frozen weight than its forward": Bug(
-        "ShardedWeight.refuse_graphs",
-        drop("self.versions.num_updates += ..."),
-        "test_other_parameters_and_another_forward",
-    ),
-    "a backward computes with a whole parameter that was written": Bug(
-        "Runtime.note_backward", drop("follow_writes"), "test_in_place"
-    ),
-    "a backward computes with what a foreach function has written": Bug(
-        "_write_foreach", drop("note_written"), "test_in_place"
-    ),
-    "a backward computes with what was gathered before a write": Bug(
-        "Runtime.note_backward", drop("gather_outdated"), "test_shards_of_weights_that_stay_gathered"
-    ),
-    "a forward forgets what was written after unshard": Bug(
-        "LostWrites.begin_forward",
-        replace("self.written_outside(self._members.weights)", "[]"),
-        "test_between_unshard_and_reshard",
-    ),
-    "an optimizer step forgets what was written after unshard": Bug(
-        "Runtime.note_step", never("errors"), "test_between_unshard_and_reshard"
-    ),
-    "new data of a whole parameter lose its gradient": Bug(
-        "WholeParam._rebound", drop("set_grad_aside"), "test_new_data_between_microbatches"
-    ),
-    "new data of a weight lose gradients of its group": Bug(
-        "WeightGroup._follow_replaced", drop("set_grad_aside"), "test_new_data_between_microbatches"
-    ),
-    "an error calls a weight written that was replaced": Bug(
-        "check_unmodified",
-        never("version[2] < weight.versions.replaced_at"),
-        "test_silent_params.py::TestReplacedParameters",
-    ),
+    "each model leaves a process group":
+        Bug("_group_beside", never("known is not None"), "test_models_leave_nothing_behind"),
+    "one process that measures listens on all interfaces":
+        Bug("start_alone", replace("compat.HashStore()", "dist.TCPStore('localhost', 0, is_master=True)"),
+            "test_one_process_listens_to_nobody"),
+    "a checkpoint is removed before the next one has its name":
+        Bug("_Writer.finish", replace("self._final.rename(replaced)", "shutil.rmtree(self._final)"),
+            "test_a_rank_is_killed"),
+    "weights of a group that no rank has used get zeros":
+        Bug("ReducedGradient._drop_zeros", never("not self.is_used_elsewhere"), "test_weights_that_no_rank_has_used"),
+    "a rank says that it has used all weights of a group":
+        Bug("GroupGradients.take", drop("zero_"), "test_weights_that_no_rank_has_used"),
+    "new data of a gathered weight is lost":
+        Bug("Seen.is_written", never("self.address and _address(self.value) not in (0, self.address)"),
+            "test_new_data_of_what_is_read_is_refused_in_each_forward"),
+    "each read between unshard and reshard is another tensor":
+        Bug("AttributeReads.read_pinned", replace("seen is None", "True"), "test_between_unshard_and_reshard"),
+    "a hook at the node of a parameter never runs":
+        Bug("_check_param", never("compat.has_hooks_at_node(param)"),
+            "test_hooks_at_the_node_of_a_parameter_are_refused"),
+    "a metaclass records our classes":
+        Bug("own_class", replace("maker.__new__(type(cls), cls.__name__, (mixin, OwnClass, cls), body)",
+            "type(cls.__name__, (mixin, OwnClass, cls), body)"), "test_classes_and_metaclasses_are_not_asked"),
+    "a layer of a block cannot be called alone":
+        Bug("GroupViews.hide", drop("module.__dict__['_call_impl'] = call"), "test_layers_that_are_called_alone"),
+    "the first use of all loses the gradient of its bias":
+        Bug("WholeParam._take_grad_of_leaf", never("early is not None"), "test_the_first_use_of_all"),
+    "a block is exported":
+        Bug("frames:_call", without("compat.is_exporting()"), "test_recordings_of_blocks_are_refused"),
+    "a backward reads weights of a group that were replaced":
+        Bug("WeightGroup._follow_replaced", drop("refuse_graphs"), "test_groups_note_it"),
+    "modules compute with other memory than that of their group":
+        Bug("WeightGroup.begin_forward", never("self.leaves.are_elsewhere and self.leaves.put_back()"),
+            "test_new_data_of_a_full_weight_raises_in_the_next_forward_at_the_latest"),
+    "hooks of several parameters never run":
+        Bug("gradient:_run_tensor_hooks", replace("compat.is_multi_grad_hook(hook)", "False"),
+            "test_hooks_of_several_parameters_are_refused"),
+    "poison reaches the shards":
+        Bug("Keeper.free", drop("carry_writes"), "test_debugging_aids.py::TestPoisonOfWhatIsFreed"),
+    "a write in a backward is lost":
+        Bug("Runtime._finish_backward", replace("self.reads.misuse_in(self.reads.in_backward)", "None"),
+            "test_in_a_backward"),
+    "a write through .data in the backward of a block is lost":
+        Bug("BlockUse.begin", drop("note_read"), "test_in_a_backward"),
+    "a write through .data after the backward of a block is lost":
+        Bug("LostWrites.note_read", replace("self._reads.frames or self._passes.is_in_backward", "self._reads.frames"),
+            "test_in_a_backward"),
+    "a block computes with shards that its forward has written":
+        Bug("LostWrites._drop_in_forward",
+            never("group.for_forward.live is not None and not is_seen and self._comm.streams.may_wait_on_host"),
+            "test_writes_to_shards_of_a_block_that_runs_are_refused"),
+    "a block may return a tensor that autograd does not follow into it":
+        Bug("BlockUse._hold_for_hidden",
+            never("any(output.requires_grad and id(output) not in known for output in outputs)"),
+            "test_a_block_that_returns_a_detached_tensor_is_refused"),
+    "each rank takes its rows of a gradient of the full tensor from its own data":
+        Bug("outside_of_modules:install", drop("wrap_full_tensor"), "test_sharded_parameter_read_outside_of_forward"),
+    "a full tensor without a gradient gets zeros, which are reduced":
+        Bug("_FullTensor.forward", drop("set_materialize_grads"),
+            "test_full_tensors_for_which_a_kernel_has_no_gradient"),
+    "a hook at the node of a sharded parameter never runs":
+        Bug("Runtime._begin_forward", drop("refuse_hooks_at_nodes"),
+            "test_hooks_at_the_node_of_a_sharded_parameter_are_refused"),
+    "a backward computes with data that were replaced":
+        Bug("outside_of_modules:_set_data", drop("note_new_data"), "test_new_data"),
+    "a backward gathers another frozen weight than its forward":
+        Bug("ShardedWeight.refuse_graphs", drop("self.versions.num_updates += ..."),
+            "test_other_parameters_and_another_forward"),
+    "a backward computes with a whole parameter that was written":
+        Bug("Runtime.note_backward", drop("follow_writes"), "test_in_place"),
+    "a backward computes with what a foreach function has written":
+        Bug("_write_foreach", drop("note_written"), "test_in_place"),
+    "a backward computes with what was gathered before a write":
+        Bug("Runtime.note_backward", drop("gather_outdated"), "test_shards_of_weights_that_stay_gathered"),
+    "a forward forgets what was written after unshard":
+        Bug("LostWrites.begin_forward", replace("self.written_outside(self._members.weights)", "[]"),
+            "test_between_unshard_and_reshard"),
+    "an optimizer step forgets what was written after unshard":
+        Bug("Runtime.note_step", never("errors"), "test_between_unshard_and_reshard"),
+    "new data of a whole parameter lose its gradient":
+        Bug("WholeParam._rebound", drop("set_grad_aside"), "test_new_data_between_microbatches"),
+    "new data of a weight lose gradients of its group":
+        Bug("WeightGroup._follow_replaced", drop("set_grad_aside"), "test_new_data_between_microbatches"),
+    "an error calls a weight written that was replaced":
+        Bug("check_unmodified", never("version[2] < weight.versions.replaced_at"),
+            "test_silent_params.py::TestReplacedParameters"),
     "parameters in one memory become independent": Bug("validate_module", drop("_check_memory"), "test_in_one_memory"),
-    "objects that hold an old parameter are not named": Bug(
-        "ties:_holders_of",
-        never("not isinstance(holder, types.FrameType | types.GeneratorType)"),
-        "test_held_in_another_way",
-    ),
-    "a write to what a checkpoint policy has saved goes unseen": Bug(
-        "linear:_forward", replace("not is_policy_asked", "True"), "test_a_write_to_what_a_policy_has_saved_is_refused"
-    ),
-    "a cast in the forward of a block does not reach its gathered weights": Bug(
-        "overrides:_apply.refuse_in_group",
-        never("group is not None and name in binding.params"),
-        "test_with_effect_in_a_forward",
-    ),
-    "a cast without effect replaces parameters": Bug(
-        "_Changed.items",
-        replace("self.apply(param) is not param", "True"),
-        "test_without_effect_in_forwards_and_before_backwards",
-    ),
-    "a new gathered optimizer that accelerate has reset is not filled": Bug(
-        "GatheredOptimizer.load_state_dict",
-        replace("slot.param in self.state", "True"),
-        "test_groups_schedules_and_checkpoints_on_another_mesh",
-    ),
+    "objects that hold an old parameter are not named":
+        Bug("ties:_holders_of", never("not isinstance(holder, types.FrameType | types.GeneratorType)"),
+            "test_held_in_another_way"),
+    "a write to what a checkpoint policy has saved goes unseen":
+        Bug("linear:_forward", replace("not is_policy_asked", "True"),
+            "test_a_write_to_what_a_policy_has_saved_is_refused"),
+    "a cast in the forward of a block does not reach its gathered weights":
+        Bug("overrides:_apply.refuse_in_group", never("group is not None and name in binding.params"),
+            "test_with_effect_in_a_forward"),
+    "a cast without effect replaces parameters":
+        Bug("_Changed.items", replace("self.apply(param) is not param", "True"),
+            "test_without_effect_in_forwards_and_before_backwards"),
+    "a new gathered optimizer that accelerate has reset is not filled":
+        Bug("GatheredOptimizer.load_state_dict", replace("slot.param in self.state", "True"),
+            "test_groups_schedules_and_checkpoints_on_another_mesh"),
 }
