@@ -13,9 +13,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from cuda_common import BF16, take_gpu
+from cuda_common import BF16, COPY_ENGINES, square_loss, take_gpu
 from schedules import explicit
-from test_cuda import Stack, square_loss
+from test_cuda import Stack
 from timing import HANG_S
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -24,9 +24,7 @@ from dtensor_gtp import gtp_shard
 # Longer than the test waits: no collective is to end by it.
 TIME_LIMIT = timedelta(seconds=2 * HANG_S)
 NUM_STEPS = 3  # that are complete
-SCHEDULE = explicit(
-    gather_backend="copy_engine", reduce_scatter="copy_engine", coalesce_nbytes=5 << 20, coalesce_grad_nbytes=5 << 20
-)
+SCHEDULE = explicit(**COPY_ENGINES, coalesce_nbytes=5 << 20, coalesce_grad_nbytes=5 << 20)
 
 
 def leave(store: dist.Store, rank: int) -> None:

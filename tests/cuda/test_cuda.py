@@ -8,15 +8,27 @@ from __future__ import annotations
 import copy
 import gc
 import unittest
+from functools import partial
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, assert_same_params, check_training, environment, rows_of_rank
-from cuda_common import BF16, NUM_RANKS, CudaTest
+from cuda_common import (
+    BF16,
+    COPY_ENGINES,
+    NUM_RANKS,
+    CudaTest,
+    assert_same,
+    assert_same_grads,
+    captured,
+    drawn,
+    no_waits,
+    square_loss,
+)
 from schedules import explicit
 from test_gtp_shard_training import Zoo, next_token_loss
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from dtensor_gtp import SchedulePolicy, gtp_shard
@@ -36,54 +48,33 @@ class Stack(nn.Module):
         return x
 
 
-def square_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).float().pow(2).mean()
-
-
 @unittest.skipIf(NUM_RANKS < 2, "needs at least 2 GPUs")
 class TestCuda(CudaTest):
-    def test_zoo_equals_one_process(self) -> None:
-        mesh = self.gtp_mesh()
-        torch.manual_seed(0)
-
+    def check_zoo(self, mesh: DeviceMesh, schedule: SchedulePolicy, **options: int) -> None:
         def batch(generator: torch.Generator) -> torch.Tensor:
             return torch.randint(0, 33, (self.world_size * 2, 6), generator=generator).cuda()
 
+        torch.manual_seed(0)
+        shard = partial(gtp_shard, mesh=mesh, schedule=schedule)
         tolerance = {"rtol": 1e-4, "atol": 1e-5}
+        check_training(Zoo().cuda(), shard, mesh, batch, next_token_loss, tolerance=tolerance, **options)
+
+    def test_zoo_equals_one_process(self) -> None:
         for depth in (0, 2):
-            schedule = explicit(min_shard_numel=0, prefetch_depth=depth)
-            reference = Zoo().cuda()
-            check_training(
-                reference,
-                lambda m, s=schedule: gtp_shard(m, mesh, schedule=s),
-                mesh,
-                batch,
-                next_token_loss,
-                num_microbatches=2,
-                tolerance=tolerance,
-            )
+            self.check_zoo(self.gtp_mesh(), explicit(min_shard_numel=0, prefetch_depth=depth), num_microbatches=2)
 
     @unittest.skipIf(NUM_RANKS % 2 or NUM_RANKS < 4, "needs an even number of at least 4 GPUs")
     def test_zoo_with_replicas(self) -> None:
-        mesh = init_device_mesh("cuda", (2, self.world_size // 2), mesh_dim_names=("replicate", "gtp"))
-        torch.manual_seed(0)
-
-        def batch(generator: torch.Generator) -> torch.Tensor:
-            return torch.randint(0, 33, (self.world_size * 2, 6), generator=generator).cuda()
-
-        tolerance = {"rtol": 1e-4, "atol": 1e-5}
-        check_training(
-            Zoo().cuda(), lambda m: gtp_shard(m, mesh, schedule=ALL), mesh, batch, next_token_loss, tolerance=tolerance
-        )
+        self.check_zoo(self.two_by_half("replicate", "gtp"), ALL)
 
     def test_finite_names_rank_and_weight(self) -> None:
         """The step after the one that raised has the gradients that it has without the aid."""
-        x = torch.randn(64, 1024, device="cuda", generator=torch.Generator("cuda").manual_seed(self.rank))
+        x = drawn(self.rank, 64, 1024)
         bad = x.clone()
         if self.rank == self.world_size - 1:
             bad[3] = float("nan")
         told = rf"the reduce_scatter of gradients \(rank {self.world_size - 1}: 'layers\.7\.weight' has 1048576 NaN"
-        for options in ({}, {"gather_backend": "copy_engine", "reduce_scatter": "copy_engine"}):
+        for options in ({}, COPY_ENGINES):
             grads = []
             for debug in ("", "finite"):
                 torch.manual_seed(0)
@@ -101,8 +92,7 @@ class TestCuda(CudaTest):
         model = gtp_shard(Stack().cuda(), mesh, schedule=schedule, mp_policy=BF16)
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
         for step in range(4):
-            generator = torch.Generator(device="cuda").manual_seed(step * 100 + self.rank)
-            square_loss(model, torch.randn(256, 1024, device="cuda", generator=generator)).backward()
+            square_loss(model, drawn(step * 100 + self.rank, 256, 1024)).backward()
             optimizer.step()
             optimizer.zero_grad()
         return [param.full_tensor() for param in model.parameters()]
@@ -122,14 +112,12 @@ class TestCuda(CudaTest):
             )
             schedule = explicit(prefetch_depth=1 + seed % 3, **options[seed % 4])
             with environment(DTENSOR_GTP_DEBUG=f"poison,delay={seed}"):
-                actual = self._steps(mesh, schedule)
-            for got, want in zip(actual, expected, strict=True):
-                self.assertTrue(torch.equal(got, want), f"seed {seed}")
+                assert_same(self._steps(mesh, schedule), expected, f"seed {seed}")
 
     @unittest.skipIf(NUM_RANKS % 2 or NUM_RANKS < 4, "needs an even number of at least 4 GPUs")
     def test_experts_gathered_ahead_on_a_stream_of_their_own(self) -> None:
         """Layers of one shape on two meshes, delayed at random: bit-equal to gathers at their use."""
-        mesh = init_device_mesh("cuda", (2, self.world_size // 2), mesh_dim_names=("outer", "inner"))
+        mesh = self.two_by_half("outer", "inner")
 
         def steps(schedule: SchedulePolicy) -> list[torch.Tensor]:
             torch.manual_seed(0)
@@ -138,8 +126,7 @@ class TestCuda(CudaTest):
                 gtp_shard(layer, mesh["inner"], schedule=schedule, mp_policy=BF16)
             gtp_shard(model, mesh["outer"], schedule=schedule, mp_policy=BF16)
             for step in range(3):
-                generator = torch.Generator(device="cuda").manual_seed(step * 100 + self.rank)
-                square_loss(model, torch.randn(256, 1024, device="cuda", generator=generator)).backward()
+                square_loss(model, drawn(step * 100 + self.rank, 256, 1024)).backward()
             (binding,) = {id(b.group.runtime): b for m in model.modules() if (b := binding_of(m)) is not None}.values()
             self.assertEqual(len(binding.group.runtime.comm._gather_streams), 2)
             return [param.grad.full_tensor() for param in model.parameters()]
@@ -148,8 +135,7 @@ class TestCuda(CudaTest):
         for seed in range(4):
             with environment(DTENSOR_GTP_DEBUG=f"poison,delay={seed}"):
                 actual = steps(explicit(expert_blocks_ahead=seed % 3, coalesce_nbytes=seed % 2 * (64 << 20)))
-            for got, want in zip(actual, expected, strict=True):
-                self.assertTrue(torch.equal(got, want), f"seed {seed}")
+            assert_same(actual, expected, f"seed {seed}")
 
     def test_next_forward_uses_the_new_weight(self) -> None:
         """A prefetch must not read what a late optimizer is still to write."""
@@ -179,12 +165,8 @@ class TestCuda(CudaTest):
 
         for _ in range(2):
             step()
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waits():
             step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
     def test_memory_is_that_of_the_window(self) -> None:
         """Above shards and gradients: the weights of the window, and two send buffers; nothing grows."""
@@ -229,9 +211,6 @@ class TestCuda(CudaTest):
         exact = reference.double()
         exact(x.double()).pow(2).mean().backward()
         for (name, a), b, c in zip(ours.named_parameters(), theirs.parameters(), exact.parameters(), strict=True):
-            assert a.grad is not None
-            assert b.grad is not None
-            assert c.grad is not None
             errors = [(p.grad.full_tensor() - c.grad).norm() / c.grad.norm() for p in (a, b)]
             self.assertLess(errors[1].item(), 1e-2, name)
             self.assertLess(errors[0].item(), 1.01 * errors[1].item(), name)
@@ -243,33 +222,15 @@ class TestCuda(CudaTest):
         model = gtp_shard(Stack().cuda(), mesh, mp_policy=BF16)
         eager = gtp_shard(_same_weights(Stack().cuda(), model), mesh, mp_policy=BF16)
         x = torch.randn(256, 1024, device="cuda")
-
-        def step(target: nn.Module) -> None:
-            square_loss(target, x).backward()
-
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                step(model)
-                model.zero_grad()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step(model)
+        graph, _ = captured(model, lambda: square_loss(model, x).backward())
         for replay in range(5):
-            generator = torch.Generator(device="cuda").manual_seed(replay * 100 + self.rank)
-            x.copy_(torch.randn(256, 1024, device="cuda", generator=generator))
+            x.copy_(drawn(replay * 100 + self.rank, 256, 1024))
             graph.replay()
-            step(eager)
-            for a, b in zip(model.parameters(), eager.parameters(), strict=True):
-                assert a.grad is not None
-                assert b.grad is not None
-                self.assertTrue(torch.equal(a.grad.to_local(), b.grad.to_local()))
+            square_loss(eager, x).backward()
+            assert_same_grads(model, eager, f"replay {replay}")
             with torch.no_grad():
-                for a, b in zip(model.parameters(), eager.parameters(), strict=True):
-                    a -= 0.1 * a.grad
-                    b -= 0.1 * b.grad
+                for param in (*model.parameters(), *eager.parameters()):
+                    param -= 0.1 * param.grad
             eager.zero_grad()
         assert_same_params(model, _same_weights(Stack().cuda(), eager), rtol=0, atol=0)
 

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 import torch.nn as nn
-from cuda_common import BF16, NUM_RANKS, CudaTest
+from cuda_common import BF16, NUM_RANKS, CudaTest, assert_same, drawn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dtensor_gtp import SelectiveOffload, activations, gtp_shard
@@ -28,8 +28,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = x + self.down(torch.tanh(self.up(x))).sin()
-        return result
+        return x + self.down(torch.tanh(self.up(x))).sin()
 
 
 def save_gemms(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -57,8 +56,7 @@ class TestActivations(CudaTest):
         model.context_fn = context_fn
         for seed in range(3):
             model.zero_grad()
-            generator = torch.Generator("cuda").manual_seed(10 * seed + self.rank)
-            x = torch.randn(ROWS, WIDTH, device="cuda", generator=generator, requires_grad=True)
+            x = drawn(10 * seed + self.rank, ROWS, WIDTH).requires_grad_()
             before = torch.cuda.memory_allocated()
             loss = model(x).float().square().mean()
             left = torch.cuda.memory_allocated() - before
@@ -68,8 +66,7 @@ class TestActivations(CudaTest):
     def test_bits_and_memory(self) -> None:
         expected, saved_nbytes = self.steps(lambda: create_selective_checkpoint_contexts(save_gemms))
         found, left_nbytes = self.steps(SelectiveOffload(GEMMS))
-        for grad, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(grad, other, rtol=0, atol=0)
+        assert_same(found, expected)
         product = 2 * ROWS * WIDTH
         self.assertGreater(saved_nbytes - left_nbytes, (2 * DEPTH - activations._MAX_LEAVING - 1) * product)
 
@@ -86,8 +83,7 @@ class TestActivations(CudaTest):
 
         with mock.patch.object(activations, "_copy", late):
             found, _ = self.steps(SelectiveOffload(GEMMS))
-        for grad, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(grad, other, rtol=0, atol=0)
+        assert_same(found, expected)
 
     def test_a_graph_refuses(self) -> None:
         block, x = Block().cuda(), torch.randn(4, WIDTH, device="cuda", requires_grad=True)

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 import torch.nn as nn
 from common import environment
-from cuda_common import BF16, NUM_RANKS, CudaTest
+from cuda_common import BF16, COPY_ENGINES, NUM_RANKS, CudaTest, assert_same, no_waits
 from runtime_common import runtime_of
 from schedules import explicit
 from test_cuda_streams import SCHEDULES, WORLD_SIZE, Net, local_values, one_of, tokens_of
@@ -55,9 +55,8 @@ def check(test: unittest.TestCase, mesh: DeviceMesh, steps: int = 10, is_capture
     test.assertEqual(job.captured is not None, is_captured)
     if job.captured is not None:
         test.assertEqual(job.captured.num_graphs, 2 * len(job.model.blocks))
-    for got, want in zip(local_values(job.model), local_values(eager.model), strict=True):
-        test.assertTrue(torch.equal(got, want))
-        test.assertTrue(got.isfinite().all())
+    assert_same(job.model.parameters(), eager.model.parameters())
+    test.assertTrue(all(value.isfinite().all() for value in local_values(job.model)))
     return job
 
 
@@ -120,12 +119,9 @@ class TestCaptureBlocks(unittest.TestCase):
             gc.collect()
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            with no_waits():
                 for seed in range(10):
                     job.step(seed)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
             torch.cuda.synchronize()
             self.assertEqual((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()), before)
 
@@ -153,8 +149,7 @@ class TestCaptureBlocksNCCL(CudaTest):
 
     def test_fifty_replays_equal_eager_steps(self) -> None:
         """Each graph of two microbatches' blocks, over NCCL and with copy engines."""
-        engines: dict[str, Any] = {"gather_backend": "copy_engine", "reduce_scatter": "copy_engine"}
-        for options in ({}, engines):
+        for options in ({}, COPY_ENGINES):
             with self.subTest(f"{options}"):
                 check(self, self.gtp_mesh(), steps=54, **options)  # type: ignore[arg-type]
 
@@ -166,7 +161,7 @@ class TestCaptureBlocksNCCL(CudaTest):
 
     def test_some_ranks_replay_what_others_run_with_copy_engines(self) -> None:
         """Places in the send ring and halves of the stage are the same, though gradients of graphs are copied there."""
-        options: dict[str, Any] = {"gather_backend": "copy_engine", "reduce_scatter": "copy_engine"}
         for nbytes in (0, 1 << 20):
+            options = {**COPY_ENGINES, "coalesce_grad_nbytes": nbytes}
             with environment(DTENSOR_GTP_DEBUG="poison,delay=0"):
-                check(self, self.gtp_mesh(), is_captured=self.rank % 2 == 0, coalesce_grad_nbytes=nbytes, **options)
+                check(self, self.gtp_mesh(), is_captured=self.rank % 2 == 0, **options)

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import torch.nn as nn
 from common import environment
-from cuda_common import BF16
+from cuda_common import BF16, square_step, training_step
 from test_cuda_streams import one_of
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from dtensor_gtp import capture_step, gtp_shard, quantize_, sharding_report
+from dtensor_gtp import gtp_shard, quantize_, sharding_report
 from dtensor_gtp.quant import (
     RECIPES,
     Direction,
@@ -325,16 +325,8 @@ class TestOnOneGPU(unittest.TestCase):
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(256, 256, bias=False, device="cuda") for _ in range(3)))
         gtp_shard(quantize_(model, recipe), mesh, mp_policy=BF16)
-        optim = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-        def step(x: torch.Tensor) -> torch.Tensor:
-            loss = model(x).float().square().mean()
-            loss.backward()
-            optim.step()
-            optim.zero_grad()
-            return loss.detach()
-
-        run = capture_step(step, model, optim, warmup_steps=2) if is_captured else step
+        options = {"is_captured": True, "warmup_steps": 2} if is_captured else {}
+        run = training_step(model, torch.optim.SGD(model.parameters(), lr=1e-3), square_step, **options)
         generator = torch.Generator("cuda").manual_seed(0)
         losses = [run(torch.randn(48, 256, device="cuda", generator=generator).bfloat16()).clone() for _ in range(5)]
         casts = "casts op by op" if os.environ.get("DTENSOR_GTP_CASTS") == "reference" else "fused casts"

@@ -18,18 +18,28 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from common import check_training, environment, full
-from cuda_common import BF16, NUM_RANKS, CudaTest
+from cuda_common import (
+    BF16,
+    COPY_ENGINES,
+    NUM_RANKS,
+    CudaTest,
+    assert_same,
+    assert_same_grads,
+    drawn,
+    square_loss,
+    square_step,
+    training_step,
+)
 from schedules import explicit
-from test_cuda import Stack, square_loss
+from test_cuda import Stack
 from test_gtp_shard_copies import MIXED, SCHEDULE, launches, linears, rows
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_gtp import MixedPrecisionPolicy, capture_step, gtp_shard, sharding_report
+from dtensor_gtp import MixedPrecisionPolicy, gtp_shard, sharding_report
 from dtensor_gtp._comm.copy_engine import CopyEngine
 
 # Cycles of the SM clock: about 50 ms.
 LATE = 80_000_000
-COPY_ENGINES = {"gather_backend": "copy_engine", "reduce_scatter": "copy_engine"}
 # All weights in one gather; at most two, and so several gathers in a pass: casts for all but the first come ahead.
 SEVERAL: dict[str, Any] = {"coalesce_nbytes": 5 << 20}
 # Of copy engines.
@@ -82,8 +92,7 @@ class Branches(nn.Module):
 @unittest.skipIf(NUM_RANKS < 2, "needs at least 2 GPUs")
 class TestCudaComm(CudaTest):
     def rows(self, seed: int) -> torch.Tensor:
-        generator = torch.Generator(device="cuda").manual_seed(seed * 100 + self.rank)
-        return torch.randn(256, 1024, device="cuda", generator=generator)
+        return drawn(seed * 100 + self.rank, 256, 1024)
 
     def late(self, model: nn.Module, step: int) -> None:
         """Another rank each step, between backward and the optimizer."""
@@ -106,18 +115,17 @@ class TestCudaComm(CudaTest):
             optimizer.zero_grad()
         return [param.full_tensor() for param in model.parameters()]
 
-    def assert_same(self, actual: list[torch.Tensor], expected: list[torch.Tensor], what: str) -> None:
-        for got, want in zip(actual, expected, strict=True):
-            self.assertTrue(torch.equal(got, want), what)
+    def engine(self) -> CopyEngine:
+        return CopyEngine(self.gtp_mesh().get_group(), torch.device("cuda", torch.cuda.current_device()))
 
     def test_every_gather_backend_has_the_same_bits(self) -> None:
         expected = self.train()
         backends: list[dict[str, Any]] = [{"gather_backend": name} for name in ("copy_engine", "auto")]
         for options in (*backends, {"gather_backend": "copy_engine"} | SEVERAL):
-            self.assert_same(self.train(**options), expected, f"{options}")
+            assert_same(self.train(**options), expected, f"{options}")
             for seed in range(2):
                 with environment(DTENSOR_GTP_DEBUG=f"poison,delay={seed}"):
-                    self.assert_same(self.train(**options), expected, f"{options}, seed {seed}")
+                    assert_same(self.train(**options), expected, f"{options}, seed {seed}")
 
     def test_automatic_choice(self) -> None:
         """All ranks take copy engines, and say so."""
@@ -132,10 +140,10 @@ class TestCudaComm(CudaTest):
 
     def test_both_carriers_of_an_all_to_all_have_the_same_bits(self) -> None:
         expected = self.train(reduce_scatter="all_to_all")
-        self.assert_same(self.train(reduce_scatter="all_to_all", wgrad_first=False), expected, "dgrad first")
-        self.assert_same(self.train(reduce_scatter="copy_engine"), expected, "copy engine")
+        assert_same(self.train(reduce_scatter="all_to_all", wgrad_first=False), expected, "dgrad first")
+        assert_same(self.train(reduce_scatter="copy_engine"), expected, "copy engine")
         with environment(DTENSOR_GTP_DEBUG="poison,delay=1"):
-            self.assert_same(self.train(reduce_scatter="copy_engine"), expected, "copy engine with delays")
+            assert_same(self.train(reduce_scatter="copy_engine"), expected, "copy engine with delays")
 
     def test_gradients_in_the_send_ring(self) -> None:
         """The bits of an all-to-all, for rings that are turned round often and gradients alone and in groups, with
@@ -148,7 +156,7 @@ class TestCudaComm(CudaTest):
             expected = self.train(reduce_scatter="all_to_all", **options)
             for debug in ("", "poison,delay=0", "poison,delay=1"):
                 with environment(DTENSOR_GTP_DEBUG=debug):
-                    self.assert_same(self.train(self.late, reduce_scatter="copy_engine", **options), expected, debug)
+                    assert_same(self.train(self.late, reduce_scatter="copy_engine", **options), expected, debug)
 
     def test_slow_peer(self) -> None:
         """A rank whose streams are late, another one each step: nobody reads or fills a stage too early."""
@@ -156,19 +164,19 @@ class TestCudaComm(CudaTest):
         for together in TOGETHER:
             with casts_ahead() as ahead:
                 actual = self.train(self.late, gather_backend="copy_engine", **together)
-            self.assert_same(actual, expected, f"slow peer, {together}")
+            assert_same(actual, expected, f"slow peer, {together}")
             self.assertTrue(ahead[-1] or not together)
 
     @unittest.skipIf(NUM_RANKS % 2 or NUM_RANKS < 4, "needs an even number of at least 4 GPUs")
     def test_copy_engines_with_replicas(self) -> None:
         """On a (replicate, gtp) mesh: the bits of gathers and all-to-alls over NCCL, with delays and late ranks."""
-        mesh = init_device_mesh("cuda", (2, self.world_size // 2), mesh_dim_names=("replicate", "gtp"))
+        mesh = self.two_by_half("replicate", "gtp")
         expected = self.train(mesh=mesh, reduce_scatter="all_to_all")
         for options in ({}, {**SEVERAL, "coalesce_grad_nbytes": 5 << 20}, TOGETHER[-1]):
             for debug in ("", "poison,delay=0", "poison,delay=1"):
                 with environment(DTENSOR_GTP_DEBUG=debug):
                     actual = self.train(self.late, mesh, **COPY_ENGINES, **options)
-                self.assert_same(actual, expected, f"{options}, {debug}")
+                assert_same(actual, expected, f"{options}, {debug}")
 
     def test_layers_on_a_stream_of_their_own(self) -> None:
         """Their weights are not overwritten while they are read, nor their gradients reduced before they are there."""
@@ -179,15 +187,7 @@ class TestCudaComm(CudaTest):
             model.stream = stream
             gtp_shard(model, self.gtp_mesh(), schedule=explicit(**options), mp_policy=BF16)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=True)
-
-            def step(x: torch.Tensor) -> torch.Tensor:
-                loss = square_loss(model, x)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                return loss
-
-            run = capture_step(step, model, optimizer) if is_captured else step
+            run = training_step(model, optimizer, square_step, is_captured=is_captured)
             losses = [run(self.rows(index)) for index in range(6)]
             return [*losses, *(param.full_tensor() for param in model.parameters())]
 
@@ -201,12 +201,11 @@ class TestCudaComm(CudaTest):
             expected = train(None, **options)
             for is_captured in (False, True):
                 actual = train(torch.cuda.Stream(), is_captured, **options)
-                self.assert_same(actual, expected, f"{options}, captured: {is_captured}")
+                assert_same(actual, expected, f"{options}, captured: {is_captured}")
 
     def test_slow_peer_in_bare_gathers(self) -> None:
         """Gathers of changing values in a row; each rank in turn is late before, between and after."""
-        group = self.gtp_mesh().get_group()
-        engine = CopyEngine(group, torch.device("cuda", torch.cuda.current_device()))
+        engine = self.engine()
         shard = torch.empty(1 << 20, device="cuda")
         outputs = []
         for turn in range(12):
@@ -229,10 +228,7 @@ class TestCudaComm(CudaTest):
         for model in models:
             for step in range(2):
                 square_loss(model, self.rows(step)).backward()
-        for a, b in zip(*(model.parameters() for model in models), strict=True):
-            assert a.grad is not None
-            assert b.grad is not None
-            self.assertTrue(torch.equal(full(a.grad), full(b.grad)))
+        assert_same_grads(*models)
 
     def test_optimizer_step_in_flight(self) -> None:
         """Each rank's optimizer in turn is late: its peers gather its new weights, nobody a mixture. In bf16 too, with
@@ -281,8 +277,7 @@ class TestCudaComm(CudaTest):
             self.assertTrue(torch.equal(got, want), f"turn {turn}")
 
     def test_stage_grows_and_is_gone_with_the_model(self) -> None:
-        group = self.gtp_mesh().get_group()
-        engine = CopyEngine(group, torch.device("cuda", torch.cuda.current_device()))
+        engine = self.engine()
         for numel in (16, 1 << 16, 1 << 10, 1 << 18):
             shards = [torch.full((numel, 3), self.rank, dtype=d, device="cuda") for d in (torch.uint8, torch.float32)]
             outputs = [torch.empty(self.world_size * numel, 3, dtype=s.dtype, device="cuda") for s in shards]
@@ -293,8 +288,7 @@ class TestCudaComm(CudaTest):
 
     def test_copy_engine_in_a_cuda_graph(self) -> None:
         """Replays, eager gathers and a stage that grows in between do not disturb each other."""
-        group = self.gtp_mesh().get_group()
-        engine = CopyEngine(group, torch.device("cuda", torch.cuda.current_device()))
+        engine = self.engine()
         shard = torch.zeros(1 << 16, device="cuda")
         output = torch.empty(self.world_size << 16, device="cuda")
         engine.all_gather([output], [shard])

@@ -192,8 +192,7 @@ class TestCudaCompose(CudaTest):
             return model
 
         def batch(generator: torch.Generator) -> torch.Tensor:
-            tokens: torch.Tensor = make_batch(generator)
-            return tokens.to(DEVICE)
+            return make_batch(generator).to(DEVICE)
 
         with torch._inductor.config.patch(compile_threads=1):
             check_training(

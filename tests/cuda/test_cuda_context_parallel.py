@@ -14,7 +14,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, assert_same_params
 from cuda_common import NUM_RANKS, CudaTest
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -33,14 +32,13 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        output: torch.Tensor = x + self.out(y.transpose(1, 2).flatten(2))
-        return output
+        return x + self.out(y.transpose(1, 2).flatten(2))
 
 
 @unittest.skipIf(NUM_RANKS < 2, "needs at least 2 GPUs")
 class TestContextParallel(CudaTest):
     def test_gradients_and_updates(self) -> None:
-        mesh = init_device_mesh("cuda", (NUM_RANKS,), mesh_dim_names=("gtp",))
+        mesh = self.gtp_mesh()
         torch.manual_seed(0)
         reference = nn.Sequential(Attention(), Attention()).cuda()
         model = gtp_shard(copy.deepcopy(reference), mesh, schedule=ALL)

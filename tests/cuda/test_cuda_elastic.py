@@ -11,6 +11,7 @@ import unittest
 from typing import Any
 
 import pytest
+import test_elastic_plan
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -18,7 +19,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from checkpoint_common import adamw, job_state, make, shard
 from common import assert_same_params, environment, full, shared_directory
-from cuda_common import BF16, NUM_RANKS, CudaTest
+from cuda_common import BF16, NUM_RANKS, CudaTest, assert_same
 from elastic_faults import Fault, FaultyJob
 from test_elastic import HEAD_DIM, Elastic, Heads, shard_heads, token_loss, tokens_of
 from test_elastic_checkpoint import Job
@@ -62,8 +63,7 @@ class Stack(nn.Module):
 
 
 def consecutive(*sizes: int) -> Ranks:
-    ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
-    return tuple(tuple(range(end - size, end)) for end, size in zip(ends, sizes, strict=True))
+    return tuple(map(tuple, test_elastic_plan.consecutive(sizes)))
 
 
 def reference() -> nn.Module:
@@ -71,18 +71,15 @@ def reference() -> nn.Module:
     return make(0).double().to(DEVICE)
 
 
-class _Elastic(CudaTest):
-    def train(self, mesh: ElasticMesh) -> Elastic:
-        elastic = Elastic(mesh, reference())
-        for step in range(3):
-            elastic.backward(tokens_of(step, 3 * self.world_size + step).to(DEVICE))
-            elastic.step()
-        elastic.sync.check_values()
-        return elastic
+def train(elastic: Elastic, rows: int) -> None:
+    for step in range(3):
+        elastic.backward(tokens_of(step, rows + step).to(DEVICE))
+        elastic.step()
+    elastic.sync.check_values()
 
 
 @unittest.skipIf(NUM_RANKS < 4, "needs at least 4 GPUs")
-class TestCudaElastic(_Elastic):
+class TestCudaElastic(CudaTest):
     world_size = EVEN
 
     def test_equal_replicas_equal_one_process_on_either_way(self) -> None:
@@ -108,7 +105,7 @@ class TestCudaElastic(_Elastic):
             consecutive(EVEN - 2, 1, 1),
             (tuple(range(EVEN - 1, 0, -2)), (0, *range(2, EVEN, 2))),
         ):
-            self.train(_replicas(ranks))
+            train(Elastic(_replicas(ranks), reference()), 3 * EVEN)
 
     def test_numbers_of_samples_and_one_norm(self) -> None:
         """Both are exchanged between all ranks."""
@@ -145,8 +142,7 @@ class TestCudaElastic(_Elastic):
         expected = self._steps(mesh)
         for flags in ("poison", "delay", "poison,delay"):
             with environment(DTENSOR_GTP_DEBUG=flags):
-                for value, want in zip(self._steps(mesh), expected, strict=True):
-                    self.assertTrue(torch.equal(value, want), flags)
+                assert_same(self._steps(mesh), expected, flags)
 
     # --- state --------------------------------------------------------------------------------------------------------
 
@@ -197,7 +193,7 @@ class TestCudaElastic(_Elastic):
 
 
 @unittest.skipIf(NUM_RANKS < 4, "needs at least 4 GPUs")
-class TestCudaElasticWithoutOneRank(_Elastic):
+class TestCudaElasticWithoutOneRank(CudaTest):
     """As many processes as are left of two equal replicas when one rank has failed."""
 
     world_size = EVEN - 1
@@ -205,7 +201,7 @@ class TestCudaElasticWithoutOneRank(_Elastic):
     def test_equals_one_process(self) -> None:
         mesh = nonuniform_mesh(DEVICE, replicate=2, gtp=HALF, failed={(1, HALF - 1, 0)})
         self.assertEqual([replica.gtp for replica in mesh.layout.replicas], [HALF, HALF - 1])
-        self.train(mesh)
+        train(Elastic(mesh, reference()), 3 * self.world_size)
 
 
 @unittest.skipIf(NUM_RANKS < 6, "needs at least 6 ranks")
@@ -220,11 +216,7 @@ class TestCudaElasticTensorParallel(CudaTest):
         mesh = nonuniform_mesh(DEVICE, replicas=consecutive(4, 2), tp=4, weights=weights)
         self.assertEqual([replica.tp for replica in mesh.layout.replicas], [4, 2])
         torch.manual_seed(3)
-        elastic = Elastic(mesh, Heads(num_heads).double().to(DEVICE), shard_heads)
-        for step in range(3):
-            elastic.backward(tokens_of(step, 17 + step).to(DEVICE))
-            elastic.step()
-        elastic.sync.check_values()
+        train(Elastic(mesh, Heads(num_heads).double().to(DEVICE), shard_heads), 17)
 
 
 @functools.cache
@@ -254,9 +246,8 @@ def test_a_killed_rank_is_left_behind(point: str) -> None:
     itself with an undisturbed run. In the last case a new process takes the place of the one that is gone."""
     last = EVEN - 1
     joins = point == "updated"
-    job = FaultyJob(
-        consecutive(HALF, HALF), [Fault(2, last, point)], device=DEVICE, min_ranks=EVEN if joins else 1
-    )  # fmt: skip
+    faults, min_ranks = [Fault(2, last, point)], EVEN if joins else 1
+    job = FaultyJob(consecutive(HALF, HALF), faults, device=DEVICE, min_ranks=min_ranks)
     if joins:
         job.wait_for(job.processes[last])
         job.add(place=last)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from common import assert_same_params, environment, rows_of_rank
-from cuda_common import BF16, NUM_RANKS, CudaTest
+from cuda_common import BF16, NUM_RANKS, CudaTest, assert_same, assert_same_grads, captured, no_waits
 from schedules import explicit
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -33,8 +33,7 @@ class LM(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.body(self.embedding(tokens[:, :-1])))
-        loss: torch.Tensor = linear_cross_entropy(hidden, self.head, tokens[:, 1:])
-        return loss
+        return linear_cross_entropy(hidden, self.head, tokens[:, 1:])
 
 
 def make_tokens(seed: int, rows: int) -> torch.Tensor:
@@ -71,16 +70,12 @@ class TestCudaExchange(CudaTest):
             optimizer.zero_grad()
         return model
 
-    def assert_same(self, actual: nn.Module, expected: nn.Module, what: str) -> None:
-        for got, want in zip(actual.parameters(), expected.parameters(), strict=True):
-            self.assertTrue(torch.equal(got.to_local(), want.to_local()), what)  # type: ignore[attr-defined]
-
     def test_delays_and_poison_change_no_bit(self) -> None:
         mesh = self.gtp_mesh()
         expected = self._trained(mesh, 0)
         for seed in range(4):
             with environment(DTENSOR_GTP_DEBUG=f"poison,delay={seed}"):
-                self.assert_same(self._trained(mesh, seed), expected, f"seed {seed}")
+                assert_same(self._trained(mesh, seed).parameters(), expected.parameters(), f"seed {seed}")
 
     def test_auto_takes_what_moves_fewer_bytes(self) -> None:
         """One row of tokens is less than the table and the head, 32 rows on each of two ranks are more. What is taken
@@ -95,7 +90,7 @@ class TestCudaExchange(CudaTest):
                 report = str(sharding_report(actual, verbose=True))
                 for use in ("lookup", "loss"):
                     self.assertIn(f"{use}: {said}", report)
-                self.assert_same(actual, expected, f"{num_rows} rows, {debug}")
+                assert_same(actual.parameters(), expected.parameters(), f"{num_rows} rows, {debug}")
 
     def test_no_wait_of_the_host_and_cuda_graphs(self) -> None:
         """Also with fewer tokens than were agreed on; a captured step replays to the bits of an eager one."""
@@ -104,33 +99,19 @@ class TestCudaExchange(CudaTest):
         reference = LM().cuda()
         model, eager = self.sharded(reference, mesh), self.sharded(reference, mesh)
         tokens = make_tokens(self.rank, 4)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for target in (model, eager):
-                for _ in range(3):
-                    target(tokens).backward()
-                    target.zero_grad()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        for _ in range(3):
+            eager(tokens).backward()
+            eager.zero_grad()
+        with no_waits():
             eager(tokens[: 1 + self.rank % 3]).backward()
             eager.zero_grad()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            model(tokens).backward()
+        graph, _ = captured(model, lambda: model(tokens).backward())
         for replay in range(3):
             tokens.copy_(make_tokens(100 * replay + self.rank, 4))
             graph.replay()
             eager.zero_grad()
             eager(tokens).backward()
-            for a, b in zip(model.parameters(), eager.parameters(), strict=True):
-                assert a.grad is not None
-                assert b.grad is not None
-                self.assertTrue(torch.equal(a.grad.to_local(), b.grad.to_local()))  # type: ignore[attr-defined]
+            assert_same_grads(model, eager, f"replay {replay}")
 
     def test_all_ranks_may_have_more_tokens(self) -> None:
         mesh = self.gtp_mesh()

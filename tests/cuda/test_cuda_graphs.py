@@ -16,18 +16,17 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from common import environment
-from cuda_common import BF16, NUM_RANKS, CudaTest
+from cuda_common import BF16, COPY_ENGINES, NUM_RANKS, CudaTest, assert_same, assert_same_grads, drawn, square_loss
 from runtime_common import assert_idle
 from schedules import explicit
-from test_cuda import Stack, square_loss
+from test_cuda import Stack
 from test_cuda_exchange import LM, make_tokens
 from test_gtp_shard_training import Zoo, next_token_loss
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_gtp import SchedulePolicy, capture_step, gtp_shard, init_weight_mesh, sharding_report
 
 WIDTH = 1024
-COPY_ENGINES: dict[str, Any] = {"gather_backend": "copy_engine", "reduce_scatter": "copy_engine"}
 COPY_ENGINE = explicit(**COPY_ENGINES)
 # Weights of 2 MiB and gradients of 4 MiB: several collectives in a pass.
 SEVERAL = {"coalesce_nbytes": 5 << 20, "coalesce_grad_nbytes": 5 << 20}
@@ -104,9 +103,11 @@ class Job:
         self.optimizer.zero_grad()
         return torch.stack([*(loss.detach() for loss in losses), norm.full_tensor()])
 
-    def local(self) -> list[torch.Tensor]:
-        state = [value for s in self.optimizer.state.values() for value in s.values()]
-        return [t.to_local() if hasattr(t, "to_local") else t for t in [*self.model.parameters(), *state]]
+    def captured_step(self, **options: Any) -> Any:
+        return capture_step(self.step, self.model, self.optimizer, **options)
+
+    def state(self) -> list[torch.Tensor]:
+        return [*self.model.parameters(), *(value for s in self.optimizer.state.values() for value in s.values())]
 
     def be_late(self) -> None:
         """A rank each is late before the forward, the backward and the optimizer; what sleeps is recorded too."""
@@ -129,8 +130,7 @@ class Job:
 @unittest.skipIf(NUM_RANKS < 2, "needs at least 2 GPUs")
 class TestCudaGraphs(CudaTest):
     def rows(self, seed: int, num: int = 256) -> torch.Tensor:
-        generator = torch.Generator(device="cuda").manual_seed(seed * 100 + self.rank)
-        return torch.randn(num, WIDTH, device="cuda", generator=generator)
+        return drawn(seed * 100 + self.rank, num, WIDTH)
 
     def job(
         self,
@@ -147,8 +147,7 @@ class TestCudaGraphs(CudaTest):
         return [self.job(*args, **options) for _ in range(2)]
 
     def assert_same(self, captured: Job, eager: Job, what: str) -> None:
-        for a, b in zip(captured.local(), eager.local(), strict=True):
-            self.assertTrue(torch.equal(a, b), what)
+        assert_same(captured.state(), eager.state(), what)
 
     def check_disturbed(self, what: str, batches: Sequence[torch.Tensor], *args: Any, **options: Any) -> None:
         """Captured steps with poison, delays and late ranks against eager ones without: ranks are late within
@@ -160,7 +159,7 @@ class TestCudaGraphs(CudaTest):
                 captured = self.job(*args, **options)
             if is_late:
                 captured.be_late()
-            step = capture_step(captured.step, captured.model, captured.optimizer)
+            step = captured.captured_step()
             for index, (batch, want) in enumerate(zip(batches, expected, strict=True)):
                 if is_late and index % self.world_size == self.rank:
                     torch.cuda._sleep(LATE)
@@ -178,7 +177,7 @@ class TestCudaGraphs(CudaTest):
     def test_ranks_record_at_different_steps(self) -> None:
         """What a graph sends has the size of what an eager peer sends: marks of what is launched, too."""
         captured, eager = self.jobs()
-        step = capture_step(captured.step, captured.model, captured.optimizer, warmup_steps=2 + 2 * self.rank)
+        step = captured.captured_step(warmup_steps=2 + 2 * self.rank)
         for index in range(8):
             batch = self.rows(index)
             self.assertTrue(torch.equal(step(batch), eager.step(batch)), f"step {index}")
@@ -203,7 +202,7 @@ class TestCudaGraphs(CudaTest):
 
     @unittest.skipIf(NUM_RANKS % 2 or NUM_RANKS < 4, "needs an even number of at least 4 GPUs")
     def test_poison_delays_and_late_ranks_with_replicas(self) -> None:
-        mesh = init_device_mesh("cuda", (2, self.world_size // 2), mesh_dim_names=("replicate", "gtp"))
+        mesh = self.two_by_half("replicate", "gtp")
         batches = [self.rows(index) for index in range(8)]
         for options in ({}, {**COPY_ENGINES, **SEVERAL}):
             self.check_disturbed(f"{options}", batches, mesh=mesh, schedule=explicit(**options))
@@ -218,7 +217,7 @@ class TestCudaGraphs(CudaTest):
             {"schedule": COPY_ENGINE},
         ):
             captured, eager = self.jobs(**options)
-            step = capture_step(captured.step, captured.model, captured.optimizer)
+            step = captured.captured_step()
             for index in range(54):
                 for job in (captured, eager):
                     job.lr.fill_(1e-3 * (1 + index % 7))
@@ -238,7 +237,7 @@ class TestCudaGraphs(CudaTest):
         for changes in ({}, COPY_ENGINES):
             schedule = explicit(min_shard_numel=0, **changes)
             captured, eager = self.jobs(Zoo, next_token_loss, schedule=schedule, num_microbatches=2)
-            step = capture_step(captured.step, captured.model, captured.optimizer)
+            step = captured.captured_step()
             for index, tokens in enumerate(batches):
                 self.assertTrue(torch.equal(step(tokens), eager.step(tokens)), f"step {index}")
             self.assert_same(captured, eager, "after twelve steps")
@@ -248,7 +247,7 @@ class TestCudaGraphs(CudaTest):
     def test_eager_steps_and_other_shapes_in_between(self) -> None:
         for schedule, warmup_steps in ((explicit(), 3), (COPY_ENGINE, 2)):
             captured, eager = self.jobs(schedule=schedule)
-            step = capture_step(captured.step, captured.model, captured.optimizer, warmup_steps=warmup_steps)
+            step = captured.captured_step(warmup_steps=warmup_steps)
             for index in range(24):
                 x = self.rows(index, (256, 256, 128)[index % 3])
                 self.assertTrue(torch.equal(step(x), eager.step(x)), f"step {index}")
@@ -275,10 +274,7 @@ class TestCudaGraphs(CudaTest):
                 x = self.rows(10 * outer + index)
                 step(x)
                 square_loss(eager.model, x).backward()
-            for a, b in zip(captured.model.parameters(), eager.model.parameters(), strict=True):
-                assert a.grad is not None
-                assert b.grad is not None
-                self.assertTrue(torch.equal(a.grad.to_local(), b.grad.to_local()), f"step {outer}")
+            assert_same_grads(captured.model, eager.model, f"step {outer}")
             for job in (captured, eager):
                 job.optimizer.step()
                 job.optimizer.zero_grad()
@@ -289,7 +285,7 @@ class TestCudaGraphs(CudaTest):
             return nn.Sequential(Stack(depth=2), nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH))
 
         captured, eager = self.jobs(make)
-        step = capture_step(captured.step, captured.model, captured.optimizer)
+        step = captured.captured_step()
         states = [torch.cuda.get_rng_state()] * 2
         for index in range(8):
             results = []
@@ -349,7 +345,7 @@ class TestCudaGraphs(CudaTest):
         before = torch.cuda.memory_allocated()
         torch.manual_seed(0)
         job = Job(self.gtp_mesh(), Stack(2048, 16).cuda(), square_loss, mp_policy=BF16, schedule=schedule)
-        step = capture_step(job.step, job.model, job.optimizer) if is_captured else job.step
+        step = job.captured_step() if is_captured else job.step
         generator = torch.Generator(device="cuda").manual_seed(0)
         batches = [torch.randn(num, 2048, device="cuda", generator=generator) for num in (2048, 1024)]
         for round_ in range(4):
@@ -394,7 +390,7 @@ class TestCudaGraphs(CudaTest):
         with self.assertRaisesRegex(ValueError, "group 0 of AdamW has capturable=False"):
             capture_step(job.step, job.model, torch.optim.AdamW(job.model.parameters()))
         with self.assertRaisesRegex(ValueError, "expects tensors on 'cuda', but got one of shape .* on 'cpu'"):
-            capture_step(job.step, job.model, job.optimizer)(torch.ones(2, WIDTH))
+            job.captured_step()(torch.ones(2, WIDTH))
         adagrad = torch.optim.Adagrad(job.model.parameters())
         with self.assertRaisesRegex(ValueError, "'step' of Adagrad is on 'cpu'"):
             capture_step(lambda x: None, job.model, adagrad)(self.rows(0))

@@ -9,7 +9,7 @@ import copy
 import unittest
 
 import torch
-from cuda_common import BF16, NUM_RANKS, CudaTest, captured
+from cuda_common import BF16, NUM_RANKS, CudaTest, assert_same_grads, captured
 
 from dtensor_gtp import gtp_shard, quantize_
 from dtensor_gtp.nn import GroupedLinear
@@ -33,7 +33,7 @@ class TestGroupedGraphs(CudaTest):
         scales = torch.rand(TOKENS, device="cuda") if layer.scale_bias else None
 
         def run(module: GroupedLinear) -> torch.Tensor:
-            output: torch.Tensor = module(x, splits, scales)
+            output = module(x, splits, scales)
             output.float().square().mean().backward()
             return output
 
@@ -46,22 +46,17 @@ class TestGroupedGraphs(CudaTest):
             expected = run(eager)
             self.assertTrue(torch.equal(output, expected), f"{what} {counts}")
             self.assertFalse(output[sum(counts) :].any(), f"{what} {counts}")
-            for (name, a), b in zip(layer.named_parameters(), eager.parameters(), strict=True):
-                assert a.grad is not None
-                assert b.grad is not None
-                self.assertTrue(torch.equal(a.grad.to_local(), b.grad.to_local()), f"{what} {counts}: {name}")
+            assert_same_grads(layer, eager, f"{what} {counts}")
             eager.zero_grad()
 
     def make(self, **options: bool) -> GroupedLinear:
         torch.manual_seed(0)
         return GroupedLinear(GROUPS, DIM, HIDDEN, device="cuda", **options)
 
-    def test_factors_of_biases(self) -> None:
-        """Other factors than those of the recording, too."""
-        self.check("scale_bias", self.make(scale_bias=True))
-
-    def test_a_weight_for_each_group(self) -> None:
-        self.check("a weight for each group", self.make(single_grouped_weight=False))
+    def test_each_kind_of_layer(self) -> None:
+        """Factors of biases are others than those of the recording, too."""
+        for options in ({}, {"scale_bias": True}, {"single_grouped_weight": False}):
+            self.check(f"{options}", self.make(**options))
 
     def test_each_recipe(self) -> None:
         for name in RECIPES:

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import unittest
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import assert_same_params, full
-from cuda_common import BF16, NUM_RANKS, CudaTest
+from common import assert_same_params, environment, full
+from cuda_common import BF16, NUM_RANKS, CudaTest, assert_same, drawn, square_loss, square_step, training_step
 from runtime_common import members_of
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from dtensor_gtp import capture_step, gtp_shard
+from dtensor_gtp import gtp_shard
 
 WIDTH = 512
 DEPTH = 4
+FP32 = MixedPrecisionPolicy()
 
 
 class Block(nn.Module):
@@ -66,20 +65,13 @@ def make(**options: Any) -> nn.Module:
 
 
 def batch_of(step: int) -> torch.Tensor:
-    return torch.randn(8 * max(NUM_RANKS, 1), WIDTH, device="cuda", generator=torch.Generator("cuda").manual_seed(step))
-
-
-def square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).float().square().mean()
+    return drawn(step, 8 * max(NUM_RANKS, 1), WIDTH)
 
 
 @unittest.skipIf(NUM_RANKS < 2, "needs two ranks")
 class TestCudaGroups(CudaTest):
-    def sharded(self, policy: Any = None, **options: Any) -> nn.Module:
-        mesh = self.gtp_mesh()
-        return (
-            gtp_shard(make(**options), mesh) if policy is None else gtp_shard(make(**options), mesh, mp_policy=policy)
-        )
+    def sharded(self, policy: MixedPrecisionPolicy = FP32, **options: Any) -> nn.Module:
+        return gtp_shard(make(**options), self.gtp_mesh(), mp_policy=policy)
 
     def mine(self, step: int) -> torch.Tensor:
         return batch_of(step).chunk(self.world_size)[self.rank]
@@ -87,7 +79,7 @@ class TestCudaGroups(CudaTest):
     def train(self, model: nn.Module, num_steps: int, lr: float = 0.05) -> list[torch.Tensor]:
         optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
         for step in range(num_steps):
-            square(model, self.mine(step)).backward()
+            square_loss(model, self.mine(step)).backward()
             optimizer.step()
             optimizer.zero_grad()
         self.assertEqual(len(members_of(model).groups), DEPTH)
@@ -99,8 +91,8 @@ class TestCudaGroups(CudaTest):
             # No Adam: its steps have the sign of gradients that are rounding alone.
             optimizers = [torch.optim.SGD(each.parameters(), lr=0.5, momentum=0.9) for each in (model, reference)]
             for step in range(5):
-                square(model, self.mine(step)).backward()
-                square(reference, batch_of(step)).backward()
+                square_loss(model, self.mine(step)).backward()
+                square_loss(reference, batch_of(step)).backward()
                 assert_same_params(model, reference, "grad", rtol=1e-3, atol=1e-6)
                 for optimizer in optimizers:
                     optimizer.step()
@@ -108,29 +100,25 @@ class TestCudaGroups(CudaTest):
                 assert_same_params(model, reference, "param", rtol=1e-3, atol=1e-4)
 
     def test_late_streams_and_poisoned_memory_change_no_bit(self) -> None:
-        for policy in (None, BF16):
+        for policy in (FP32, BF16):
             expected = self.train(self.sharded(policy), 6)
             for seed in range(4):
-                with mock.patch.dict(os.environ, DTENSOR_GTP_DEBUG=f"poison,delay={seed}"):
-                    found = self.train(self.sharded(policy), 6)
-                for one, other in zip(found, expected, strict=True):
-                    self.assertTrue(torch.equal(one, other))
+                with environment(DTENSOR_GTP_DEBUG=f"poison,delay={seed}"):
+                    assert_same(self.train(self.sharded(policy), 6), expected, f"{policy}, seed {seed}")
 
     def test_blocks_on_several_streams(self) -> None:
         """Gradients that wait for others to travel with were made on another stream than the one that packs them."""
-        for policy in (None, BF16):
+        for policy in (FP32, BF16):
             expected = self.train(self.sharded(policy), 6)
             for seed in range(3):
-                with mock.patch.dict(os.environ, DTENSOR_GTP_DEBUG=f"poison,delay={seed}"):
-                    found = self.train(self.sharded(policy, num_streams=2), 6)
-                for one, other in zip(found, expected, strict=True):
-                    self.assertTrue(torch.equal(one, other))
+                with environment(DTENSOR_GTP_DEBUG=f"poison,delay={seed}"):
+                    assert_same(self.train(self.sharded(policy, num_streams=2), 6), expected, f"{policy}, seed {seed}")
 
     def test_a_huge_step_counts_in_the_next_forward(self) -> None:
         model, reference = self.sharded(), make()
         for each, x in ((model, self.mine(0)), (reference, batch_of(0))):
             optimizer = torch.optim.SGD(each.parameters(), lr=50.0)
-            square(each, x).backward()
+            square_loss(each, x).backward()
             torch.cuda._sleep(20_000_000)
             optimizer.step()
         torch.testing.assert_close(model(batch_of(1)), reference(batch_of(1)), rtol=1e-2, atol=1e-2)
@@ -140,28 +128,19 @@ class TestCudaGroups(CudaTest):
         steps = []
         for model in (eager, captured):
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=True)
-
-            def step(x: torch.Tensor, model: nn.Module = model, optimizer: Any = optimizer) -> torch.Tensor:
-                loss = square(model, x)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                return loss.detach()
-
-            steps.append(capture_step(step, model, optimizer) if model is captured else step)
+            steps.append(training_step(model, optimizer, square_step, is_captured=model is captured))
         for number in range(12):
             losses = [step(self.mine(number)) for step in steps]
             self.assertTrue(torch.equal(losses[0], losses[1]), f"step {number}")
-        for one, other in zip(eager.parameters(), captured.parameters(), strict=True):
-            self.assertTrue(torch.equal(one.to_local(), other.to_local()))
+        assert_same(captured.parameters(), eager.parameters())
 
     def test_compiled_blocks(self) -> None:
         model, reference = self.sharded(), make()
         for layer in model.layers:
             layer.compile(fullgraph=True)
         for step in range(3):
-            square(model, self.mine(step)).backward()
-            square(reference, batch_of(step)).backward()
+            square_loss(model, self.mine(step)).backward()
+            square_loss(reference, batch_of(step)).backward()
         assert_same_params(model, reference, "grad", rtol=1e-3, atol=1e-6)
 
     def test_no_more_memory_than_fully_shard(self) -> None:
@@ -184,7 +163,7 @@ class TestCudaGroups(CudaTest):
             for step in range(4):
                 if step == 3:
                     torch.cuda.reset_peak_memory_stats()
-                square(model, self.mine(step)).backward()
+                square_loss(model, self.mine(step)).backward()
                 peaks[name] = torch.cuda.max_memory_allocated() - before
                 optimizer.step()
                 optimizer.zero_grad()
@@ -195,8 +174,8 @@ class TestCudaGroups(CudaTest):
         model, reference = self.sharded(), make()
         for number in range(3):
             model.set_requires_gradient_sync(number == 2)
-            square(model, self.mine(number)).backward()
-            square(reference, batch_of(number)).backward()
+            square_loss(model, self.mine(number)).backward()
+            square_loss(reference, batch_of(number)).backward()
         assert_same_params(model, reference, "grad", rtol=1e-3, atol=1e-6)
 
     def test_weights_are_the_same_after_a_forward_without_gradients(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from cuda_common import NUM_RANKS, CudaTest
+from cuda_common import COPY_ENGINES, NUM_RANKS, CudaTest
 from schedules import changed
 from test_cuda_streams import WORLD_SIZE, one_of
 from test_gtp_shard_copies import BF16, MIXED, SCHEDULE
@@ -95,7 +95,6 @@ class TestKernels(CudaTest, KernelTest):
         """A gather: the cast into the stage, and a copy from there and from each peer's. A reduction: a copy from each
         peer, and the sum over ranks, which reads this rank's own addend itself. Barriers are no kernels."""
         gather, reduction = f"1 cast, {self.world_size} copy", f"{self.world_size - 1} copy, 1 sum"
-        options = {"gather_backend": "copy_engine", "reduce_scatter": "copy_engine"}
-        self.check(self.gtp_mesh(), gather, reduction, **options)
+        self.check(self.gtp_mesh(), gather, reduction, **COPY_ENGINES)
         self.check(self.gtp_mesh(), gather, "1 NCCL", gather_backend="copy_engine")
         self.check(self.gtp_mesh(), "1 NCCL, 1 cast", reduction, reduce_scatter="copy_engine")

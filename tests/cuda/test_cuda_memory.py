@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cuda_common import NUM_RANKS, CudaTest
+from cuda_common import COPY_ENGINES, NUM_RANKS, CudaTest
 
 from dtensor_gtp import sharding_report
 from dtensor_gtp.policy import Schedule
@@ -37,7 +37,6 @@ ONE_BY_ONE = {
     "max_inflight_reduce_scatters": 1,
 }
 LEAST = {**ONE_BY_ONE, "wgrad_first": False, "keep_last": False}
-COPY_ENGINE = {"gather_backend": "copy_engine", "reduce_scatter": "copy_engine"}
 
 
 @unittest.skipIf(NUM_RANKS < 2, "needs at least 2 GPUs")
@@ -89,7 +88,7 @@ class TestCudaMemory(CudaTest):
         """What is sent and gathered from is not the allocator's; it is known all the same."""
         head = CONFIG.vocab_size * CONFIG.dim * torch.bfloat16.itemsize
         # (With less in flight a gradient may find its place in the ring in use, which the prediction does not know.)
-        symmetric = self.check_peak("gtp-bf16-lookup", COPY_ENGINE)
+        symmetric = self.check_peak("gtp-bf16-lookup", COPY_ENGINES)
         # At least the ring of the head's gradient. The head is gathered in rounds, so it does not decide the stage.
         stage = 2 * Schedule().coalesce_nbytes // self.world_size
         self.assertGreaterEqual(symmetric, head + stage)

@@ -5,6 +5,7 @@ Needs 2 to 8 GPUs of one host; uses as many as there are, an even number.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import os
@@ -17,12 +18,22 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from common import assert_same_params, environment, full
-from cuda_common import BF16, CudaTest, captured
+from cuda_common import (
+    BF16,
+    COPY_ENGINES,
+    CudaTest,
+    assert_same,
+    assert_same_grads,
+    captured,
+    drawn,
+    no_waits,
+    training_step,
+)
 from cuda_common import NUM_RANKS as ALL_RANKS
 from schedules import changed, explicit
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from dtensor_gtp import GTPShard, SchedulePolicy, WeightMesh, capture_step, gtp_shard, init_weight_mesh
+from dtensor_gtp import GTPShard, SchedulePolicy, WeightMesh, gtp_shard, init_weight_mesh
 from dtensor_gtp.nn import GroupedExperts, GroupedLinear, GroupedMLP, convert_grouped_state_dict, parallelize_experts
 from dtensor_gtp.ops.grouped import grouped_mm, grouped_wgrad
 from dtensor_gtp.quant import MXFP8, Direction, Float8Rowwise
@@ -31,7 +42,7 @@ from dtensor_gtp.quant.grouped_gemms import GroupedMXGEMMs, GroupedRowwiseGEMMs
 NUM_RANKS = ALL_RANKS // 2 * 2
 EXPERTS, DIM, HIDDEN, TOP_K, TOKENS = 8, 256, 512, 2, 128
 DEFAULT = explicit()
-COPY_ENGINE = explicit(gather_backend="copy_engine", reduce_scatter="copy_engine")
+COPY_ENGINE = explicit(**COPY_ENGINES)
 LATE = 20_000_000  # clock cycles
 ALL_BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 
@@ -50,7 +61,7 @@ class Block(nn.Module):
 
 
 def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    output: torch.Tensor = model(x)
+    output = model(x)
     output.float().square().mean().backward()
     return output
 
@@ -74,8 +85,7 @@ class TestCudaMoE(CudaTest):
         return model
 
     def tokens(self, seed: int, rank: int | None = None) -> torch.Tensor:
-        generator = torch.Generator(device="cuda").manual_seed(seed * 100 + (self.rank if rank is None else rank))
-        return torch.randn(TOKENS, DIM, device="cuda", generator=generator)
+        return drawn(seed * 100 + (self.rank if rank is None else rank), TOKENS, DIM)
 
     def test_equals_one_process(self) -> None:
         """Both ways of sending tokens, in fp32."""
@@ -92,25 +102,16 @@ class TestCudaMoE(CudaTest):
         model, x = self.block(self.mesh(), "all_gather"), self.tokens(0)
         for _ in range(2):
             step(model, x)
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waits():
             step(model, x)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
     def test_all_to_all_waits_once_for_each_dispatch(self) -> None:
         """The documented host path: it would raise under the mode that the other one passes."""
         model, x = self.block(self.mesh(), "all_to_all"), self.tokens(0)
         for _ in range(2):
             step(model, x)
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            with self.assertRaisesRegex(RuntimeError, "synchroniz"):
-                model(x)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        with no_waits(), self.assertRaisesRegex(RuntimeError, "synchroniz"):
+            model(x)
 
     def test_block_in_a_cuda_graph(self) -> None:
         """Captured with one routing and replayed with others: the same bits as eager."""
@@ -124,10 +125,7 @@ class TestCudaMoE(CudaTest):
                 graph.replay()
                 expected = step(eager, x)
                 self.assertTrue(torch.equal(output, expected), f"replay {replay}")
-                for (name, a), b in zip(model.named_parameters(), eager.parameters(), strict=True):
-                    assert a.grad is not None
-                    assert b.grad is not None
-                    self.assertTrue(torch.equal(a.grad.to_local(), b.grad.to_local()), f"replay {replay}: {name}")
+                assert_same_grads(model, eager, f"replay {replay}")
                 eager.zero_grad()
 
     def test_training_steps_of_a_block_in_a_cuda_graph(self) -> None:
@@ -137,16 +135,7 @@ class TestCudaMoE(CudaTest):
         for model in models:
             lr = torch.tensor(1e-2, device="cuda")
             optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True, capturable=True)
-
-            def train(
-                x: torch.Tensor, model: Block = model, optimizer: torch.optim.Optimizer = optimizer
-            ) -> torch.Tensor:
-                output = step(model, x)
-                optimizer.step()
-                optimizer.zero_grad()
-                return output.detach()
-
-            steps.append(train if model is models[1] else capture_step(train, model, optimizer))
+            steps.append(training_step(model, optimizer, step, is_captured=model is models[0]))
         routings: list[torch.Tensor] = []
         for number in range(8):
             x = self.tokens(number)
@@ -154,8 +143,7 @@ class TestCudaMoE(CudaTest):
                 routings.append(models[1].router(x.bfloat16()).topk(TOP_K).indices)
             output, expected = (train(x) for train in steps)
             self.assertTrue(torch.equal(output, expected), f"step {number}")
-            for (name, a), b in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-                self.assertTrue(torch.equal(a.to_local(), b.to_local()), f"step {number}: {name}")
+            assert_same(*(model.parameters() for model in models), f"step {number}")
         self.assertEqual(steps[0].num_graphs, 1)
         self.assertFalse(any(torch.equal(a, b) for a, b in itertools.pairwise(routings)), "routed alike")
 
@@ -171,14 +159,7 @@ class TestCudaMoE(CudaTest):
                 gtp_shard(block.experts.mlp, mesh.expert_weights, mp_policy=BF16, schedule=schedule)
             gtp_shard(model, mesh.weights, mp_policy=BF16, schedule=schedule)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True, capturable=True)
-
-            def whole(x: torch.Tensor) -> torch.Tensor:
-                output = step(model, x)
-                optimizer.step()
-                optimizer.zero_grad()
-                return output.detach()
-
-            run = capture_step(whole, model, optimizer) if is_captured else whole
+            run = training_step(model, optimizer, step, is_captured=is_captured)
             outputs = []
             for number in range(8):
                 if number % self.world_size == self.rank:
@@ -193,8 +174,7 @@ class TestCudaMoE(CudaTest):
             ahead = changed(schedule, expert_blocks_ahead=2)
             with environment(DTENSOR_GTP_DEBUG=debug):
                 actual = train(ahead, is_captured)
-            for number, (got, want) in enumerate(zip(actual, expected, strict=True)):
-                self.assertTrue(torch.equal(got, want), f"{ahead}, {debug}, captured {is_captured}: {number}")
+            assert_same(actual, expected, f"{ahead}, {debug}, captured {is_captured}")
 
     def test_fewer_tokens_than_were_agreed_on(self) -> None:
         """A gather of tokens pads what a rank lacks: results are those of one process, and in bf16, for which torch has
@@ -209,12 +189,8 @@ class TestCudaMoE(CudaTest):
             model.experts.mlp.set_gradient_divide_factor(1)  # type: ignore[operator]
             step(model, self.tokens(0))
             model.zero_grad()
-            torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode("error" if policy is BF16 else "default")
-            try:
+            with no_waits() if policy is BF16 else contextlib.nullcontext():
                 step(model, batches[self.rank])
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
             if policy is BF16:
                 assert_near(model, reference)
             else:
@@ -240,8 +216,7 @@ class TestCudaMoE(CudaTest):
                     model.set_requires_gradient_sync(number % 2 == 1)
                     model(self.tokens(number), splits).float().square().mean().backward()
                 results.append([param.grad.to_local().clone() for param in model.parameters()])
-            for a, b in zip(*results, strict=True):
-                self.assertTrue(torch.equal(a, b), f"{options} {policy}")
+            assert_same(*results, f"{options} {policy}")
 
     def test_a_weight_for_each_group(self) -> None:
         """Gathered side by side and multiplied as a view: the bits of one weight for all groups that is cut by rows."""
@@ -266,32 +241,6 @@ class TestCudaMoE(CudaTest):
             grad = getattr(several, f"weight{group}").grad.full_tensor()
             torch.testing.assert_close(grad, whole[group])
 
-    def test_layer_in_a_cuda_graph_with_other_splits(self) -> None:
-        mesh = self.mesh()
-        torch.manual_seed(0)
-        layer = GroupedLinear(EXPERTS, DIM, HIDDEN, device="cuda")
-        eager = copy.deepcopy(layer)
-        for module in (layer, eager):
-            gtp_shard(module, mesh.weights, mp_policy=BF16)
-        x = self.tokens(0).bfloat16().requires_grad_()
-        splits = torch.full((EXPERTS,), TOKENS // EXPERTS, device="cuda")
-
-        def run(module: nn.Module) -> torch.Tensor:
-            output: torch.Tensor = module(x, splits)
-            output.float().square().mean().backward()
-            return output
-
-        graph, output = captured(layer, lambda: run(layer))
-        for counts in ([TOKENS, 0, 0, 0, 0, 0, 0, 0], [0] * 8, [1, 2, 3, 4, 5, 6, 7, 8]):
-            splits.copy_(torch.tensor(counts))
-            graph.replay()
-            expected = run(eager)
-            self.assertTrue(torch.equal(output, expected), f"{counts}")
-            self.assertFalse(output[sum(counts) :].any(), f"{counts}")
-            for a, b in zip(layer.parameters(), eager.parameters(), strict=True):
-                self.assertTrue(torch.equal(a.grad.to_local(), b.grad.to_local()), f"{counts}")  # type: ignore[union-attr]
-            eager.zero_grad()
-
 
 def sum_gradients(model: nn.Module, batches: list[torch.Tensor], dtype: torch.dtype) -> None:
     """Gradients of one process that computes in ``dtype``, one batch after the other, summed in the model's dtype."""
@@ -300,7 +249,6 @@ def sum_gradients(model: nn.Module, batches: list[torch.Tensor], dtype: torch.dt
         computing.zero_grad()
         step(computing, batch.to(dtype))
         for param, computed in zip(model.parameters(), computing.parameters(), strict=True):
-            assert computed.grad is not None
             grad = computed.grad.to(param.dtype)
             param.grad = grad if param.grad is None else param.grad + grad
 
@@ -309,8 +257,6 @@ def assert_near(model: nn.Module, reference: nn.Module) -> None:
     """Gradients differ by roundings to bf16: one of 128 rows of a rank that is lost or too many shows."""
     for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
         want = other.grad
-        assert param.grad is not None
-        assert want is not None
         error = ((full(param.grad) - want).norm() / want.norm()).item()
         assert error < 0.02, f"gradient of {name}: {error}"
 
@@ -334,33 +280,21 @@ class TestCudaKernel(unittest.TestCase):
                     torch.testing.assert_close(a, b, rtol=0, atol=0)
                 self.check_reference(x, grad, weight, counts)
 
-    def test_float8_rows_equal_the_reference_arithmetic(self) -> None:
-        """``scaled_grouped_mm`` on what the recipe casts, forward and dgrad, up to roundings of sums and of bf16."""
-        if torch.cuda.get_device_capability()[0] != 9:
-            self.skipTest("needs Hopper")
+    def test_quantized_groups_equal_the_reference_arithmetic(self) -> None:
+        """``scaled_grouped_mm`` on what the recipe casts (groups of MXFP8 are moved to whole tiles), forward and dgrad,
+        up to roundings of sums and of bf16. Hopper multiplies float8 rows, Blackwell MXFP8."""
+        recipes = {9: (Float8Rowwise(), GroupedRowwiseGEMMs), 10: (MXFP8(), GroupedMXGEMMs)}
+        major, _ = torch.cuda.get_device_capability()
+        if major not in recipes:
+            self.skipTest("needs Hopper or Blackwell")
+        recipe, gemms_class = recipes[major]
         torch.manual_seed(0)
         weight = torch.randn(4, 96, 64, device="cuda") * torch.exp2(-(torch.arange(96, device="cuda") % 4.0))[:, None]
-        quantized = Float8Rowwise().quantize(weight, Direction.ROWWISE)
+        forward = backward = recipe.quantize(weight, Direction.ROWWISE)
+        if major == 10:
+            backward = recipe.quantize(weight, Direction.COLUMNWISE)
         x, grad = (torch.randn(128, size, device="cuda").bfloat16() for size in (64, 96))
-        kernel, reference = (GroupedRowwiseGEMMs(True, on_hardware) for on_hardware in (True, False))
-        for counts in ([40, 0, 24, 64], [30, 1, 0, 13]):
-            ends = torch.tensor(counts, device="cuda").cumsum(0, dtype=torch.int32)
-            for method, rows in (("grouped_output", x), ("grouped_grad_input", grad)):
-                got, want = (
-                    getattr(gemms, method)(rows, quantized, ends, torch.bfloat16)[: sum(counts)].float()
-                    for gemms in (kernel, reference)
-                )
-                self.assertLess(((got - want).norm() / want.norm()).item(), 0.01, f"{method} {counts}")
-
-    def test_mxfp8_equals_the_reference_arithmetic(self) -> None:
-        """``scaled_grouped_mm`` on groups that are moved to whole tiles, forward and dgrad."""
-        if torch.cuda.get_device_capability()[0] != 10:
-            self.skipTest("needs Blackwell")
-        torch.manual_seed(0)
-        weight = torch.randn(4, 96, 64, device="cuda") * torch.exp2(-(torch.arange(96, device="cuda") % 4.0))[:, None]
-        forward, backward = (MXFP8().quantize(weight, direction) for direction in Direction)
-        x, grad = (torch.randn(128, size, device="cuda").bfloat16() for size in (64, 96))
-        kernel, reference = (GroupedMXGEMMs(True, on_hardware) for on_hardware in (True, False))
+        kernel, reference = (gemms_class(True, on_hardware) for on_hardware in (True, False))
         for counts in ([40, 0, 24, 64], [30, 1, 0, 13]):
             ends = torch.tensor(counts, device="cuda").cumsum(0, dtype=torch.int32)
             for method, rows, data in (("grouped_output", x, forward), ("grouped_grad_input", grad, backward)):

@@ -15,7 +15,6 @@ import torch.nn as nn
 from common import ALL
 from cuda_common import BF16, NUM_RANKS, CudaTest
 from schedules import explicit
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.checkpoint import checkpoint
 from trace_common import trace_of
@@ -36,8 +35,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = checkpoint(lambda z: self.down(torch.tanh(self.down(self.up(self.norm(z))))), x, use_reentrant=False)
-        result: torch.Tensor = x + y @ self.scale
-        return result
+        return x + y @ self.scale
 
 
 class Sleep(nn.Module):
@@ -58,8 +56,7 @@ class TestCudaOffload(CudaTest):
         """Gradients of three steps of two microbatches. The optimizer steps on the host; the other model takes over."""
         meshes = [self.gtp_mesh()]
         if self.world_size % 2 == 0 and self.world_size > 2:
-            shape = (2, self.world_size // 2)
-            meshes.append(init_device_mesh("cuda", shape, mesh_dim_names=("replicate", "gtp")))
+            meshes.append(self.two_by_half("replicate", "gtp"))
         for mesh in meshes:
             for options in ({}, {"mp_policy": BF16}, {"mp_policy": BF16, "reshard_after_forward": False}):
                 for pin_memory in (True, False):

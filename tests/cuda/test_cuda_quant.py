@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from common import ALL, environment, rows_of_rank
-from cuda_common import BF16, NUM_RANKS, CudaTest
+from cuda_common import BF16, NUM_RANKS, CudaTest, assert_same, square_loss
 from schedules import explicit
-from test_cuda import square_loss
 from test_cuda_streams import one_of
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_gtp import SchedulePolicy, capture_step, gtp_shard, quantize_, sharding_report
 from dtensor_gtp.quant import MXFP8, NVFP4, RECIPES, Direction, Float8Blockwise, Float8Rowwise, Float8Tensorwise, Recipe
@@ -119,9 +118,6 @@ class TestKernels(unittest.TestCase):
 
 @unittest.skipIf(NUM_RANKS < 2, "needs at least 2 GPUs")
 class TestTraining(CudaTest):
-    def _mesh(self) -> DeviceMesh:
-        return init_device_mesh("cuda", (self.world_size,), mesh_dim_names=("gtp",))
-
     def _gradients(self, model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
         for _ in range(2):  # the second pass prefetches
             model.zero_grad()
@@ -130,7 +126,7 @@ class TestTraining(CudaTest):
 
     def test_planes_arrive_as_they_were_sent(self) -> None:
         """A coalesced gather of elements and scales, prefetched, on poisoned and delayed streams: the same bits."""
-        mesh = self._mesh()
+        mesh = self.gtp_mesh()
         torch.manual_seed(0)
         layers = nn.Sequential(*(nn.Linear(256, 256, bias=False, device="cuda") for _ in range(4)))
         x = rows_of_rank(torch.randn(16 * self.world_size, 256, device="cuda").bfloat16(), mesh)
@@ -141,9 +137,8 @@ class TestTraining(CudaTest):
                     model = quantize_(copy.deepcopy(layers), cls(compute="dequantize"))
                     gtp_shard(model, mesh, mp_policy=BF16, schedule=ALL)
                     runs.append(self._gradients(model, x))
-            for a, b in zip(*runs, strict=True):
-                self.assertTrue(a.isfinite().all())
-                self.assertTrue(torch.equal(a, b), cls)
+            assert_same(*runs, cls)
+            self.assertTrue(all(grad.isfinite().all() for grad in runs[0]))
 
     def _trained(self, model: nn.Module, mesh: DeviceMesh, is_captured: bool, **options: Any) -> list[torch.Tensor]:
         """Losses and shards of steps of two microbatches, after each of which the shards are others."""
@@ -168,25 +163,23 @@ class TestTraining(CudaTest):
     def test_what_is_quantized_beside_compute(self) -> None:
         """For copy engines shards are quantized on the stream of casts: the same bits as in their place, with delays
         and poison, and in graphs."""
-        mesh = self._mesh()
+        mesh = self.gtp_mesh()
         torch.manual_seed(0)
         layers = nn.Sequential(*(nn.Linear(256, 256, device="cuda") for _ in range(4)))
         for recipe in (Float8Tensorwise(compute="dequantize"), Float8Rowwise(compute="dequantize"), NVFP4()):
             expected = self._trained(quantize_(copy.deepcopy(layers), recipe), mesh, False)
             for is_captured in (False, True):
                 for debug in ("", "poison,delay=1"):
-                    options = {"gather_backend": "copy_engine"}
+                    model, options = quantize_(copy.deepcopy(layers), recipe), {"gather_backend": "copy_engine"}
                     with environment(DTENSOR_GTP_DEBUG=debug):
-                        actual = self._trained(quantize_(copy.deepcopy(layers), recipe), mesh, is_captured, **options)
-                    is_same = [a.isfinite().all() & (a == b).all() for a, b in zip(actual, expected, strict=True)]
-                    flags = torch.stack(is_same).int()
-                    dist.all_reduce(flags, dist.ReduceOp.MIN)  # or one rank alone would go on, and wait for the others
-                    self.assertTrue(flags.all(), (recipe, is_captured, debug, flags.tolist()))
+                        actual = self._trained(model, mesh, is_captured, **options)
+                    is_same = [bool((a.isfinite() & (a == b)).all()) for a, b in zip(actual, expected, strict=True)]
+                    self._assert_on_all_ranks(is_same, (recipe, is_captured, debug))
 
     def test_groups_have_the_values_of_single_weights(self) -> None:
         """Rounded before the gather or dequantized after it: the same bits, by both backends, with delays and poison,
         captured, and where a shard has a NaN."""
-        mesh = self._mesh()
+        mesh = self.gtp_mesh()
         x = torch.randn(16, 256, device="cuda").bfloat16()
         for cls in (Float8Tensorwise, Float8Rowwise, Float8Blockwise):
             torch.manual_seed(0)
@@ -226,14 +219,18 @@ class TestTraining(CudaTest):
         with torch.no_grad():
             for param in (*grouped.parameters(), *single.parameters()):
                 param.to_local().nan_to_num_()
-        flags = torch.tensor(is_same, device="cuda").int()
-        dist.all_reduce(flags, dist.ReduceOp.MIN)  # or one rank alone would go on, and wait for the others
-        self.assertTrue(flags.all(), (what, flags.tolist()))
+        self._assert_on_all_ranks(is_same, what)
         self.assertIn("rounded to", str(sharding_report(grouped)))
+
+    def _assert_on_all_ranks(self, is_same: list[bool], what: Any) -> None:
+        """Else one rank alone would go on, and wait for the others."""
+        flags = torch.tensor(is_same, device="cuda").int()
+        dist.all_reduce(flags, dist.ReduceOp.MIN)
+        self.assertTrue(flags.all(), (what, flags.tolist()))
 
     def test_float8_layers(self) -> None:
         """Gradients are near those without quantization; eager, poisoned, and compiled; the report names the GEMMs."""
-        mesh = self._mesh()
+        mesh = self.gtp_mesh()
         torch.manual_seed(0)
         layers = nn.Sequential(*(nn.Linear(256, 256, bias=False, device="cuda") for _ in range(4)))
         x = rows_of_rank(torch.randn(16 * self.world_size, 256, device="cuda").bfloat16(), mesh)
@@ -262,4 +259,4 @@ class TestTraining(CudaTest):
             warnings.simplefilter("error")
             model = quantize_(nn.Linear(30, 30, device="cuda"), Float8Tensorwise(compute="float8"))
             with self.assertRaisesRegex((ValueError, RuntimeError), "asks for float8 GEMMs, but"):
-                gtp_shard(model, self._mesh(), mp_policy=BF16, schedule=ALL)
+                gtp_shard(model, self.gtp_mesh(), mp_policy=BF16, schedule=ALL)

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_common import NUM_RANKS, CudaTest
+from cuda_common import COPY_ENGINES, NUM_RANKS, CudaTest
 from test_cuda_streams import VOCABULARY, WORLD_SIZE, make_job, one_of
 from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 
 # Tokens of a step, of two microbatches: activations of a block have 1 to 8 MiB, and each length a size of its own.
 LENGTHS = (2048, 3072, 4096, 5120, 6144, 8192, 12288, 16384)
 NUM_STEPS, NUM_SETTLED = 1000, 200
-COPY_ENGINES = {"gather_backend": "copy_engine", "reduce_scatter": "copy_engine"}
 SMALLEST_SEGMENT = 2 << 20
 # How much what the allocator says may grow by.
 LIMITS = {
@@ -75,26 +75,17 @@ def check_memory(test: unittest.TestCase, mesh: DeviceMesh, is_captured: bool, *
 class TestSoak(unittest.TestCase):
     """On one GPU, as one of four ranks whose collectives copy."""
 
-    def test_eager_steps(self) -> None:
-        with one_of(WORLD_SIZE) as mesh:
-            check_memory(self, mesh, is_captured=False)
-
-    def test_captured_steps(self) -> None:
-        with one_of(WORLD_SIZE) as mesh:
-            check_memory(self, mesh, is_captured=True)
+    def test_steps(self) -> None:
+        for is_captured in (False, True):
+            with one_of(WORLD_SIZE) as mesh, self.subTest(is_captured=is_captured):
+                check_memory(self, mesh, is_captured=is_captured)
 
 
 @pytest.mark.soak
+@instantiate_parametrized_tests
 @unittest.skipIf(NUM_RANKS < 2, "needs at least 2 GPUs")
 class TestSoakNCCL(CudaTest):
-    def test_eager_steps(self) -> None:
-        check_memory(self, self.gtp_mesh(), is_captured=False)
-
-    def test_captured_steps(self) -> None:
-        check_memory(self, self.gtp_mesh(), is_captured=True)
-
-    def test_eager_steps_with_copy_engines(self) -> None:
-        check_memory(self, self.gtp_mesh(), is_captured=False, **COPY_ENGINES)
-
-    def test_captured_steps_with_copy_engines(self) -> None:
-        check_memory(self, self.gtp_mesh(), is_captured=True, **COPY_ENGINES)
+    @parametrize("is_captured", (False, True))
+    @parametrize("has_copy_engines", (False, True))
+    def test_steps(self, is_captured: bool, has_copy_engines: bool) -> None:
+        check_memory(self, self.gtp_mesh(), is_captured=is_captured, **(COPY_ENGINES if has_copy_engines else {}))

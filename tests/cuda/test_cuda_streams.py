@@ -21,10 +21,11 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from common import environment, fake_world
-from cuda_common import BF16
+from cuda_common import BF16, assert_same, assert_same_grads, no_waits
+from cuda_common import captured as captured_graph
+from runtime_common import local
 from schedules import explicit
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from trace_common import trace_of
 
@@ -96,7 +97,7 @@ def tokens_of(step: int) -> torch.Tensor:
 
 
 def local_values(model: nn.Module) -> list[torch.Tensor]:
-    return [p.to_local().clone() if isinstance(p, DTensor) else p.detach().clone() for p in model.parameters()]
+    return [local(param).detach().clone() for param in model.parameters()]
 
 
 def _all_gather(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> None:
@@ -212,18 +213,13 @@ def make_job(mesh: DeviceMesh, is_captured: bool, **options: Any) -> tuple[nn.Mo
 
 @unittest.skipUnless(torch.cuda.is_available(), "needs a GPU")
 class TestStreams(unittest.TestCase):
-    def assert_same(self, actual: list[torch.Tensor], expected: list[torch.Tensor], what: str) -> None:
-        for got, want in zip(actual, expected, strict=True):
-            self.assertFalse(got.isnan().any(), what)
-            self.assertTrue(torch.equal(got, want), what)
-
     def _check_bits(self, mesh: DeviceMesh, what: str, seeds: int = 2, **options: Any) -> None:
         expected = train(mesh, **options, **SCHEDULES["on demand"])
         for name, schedule in SCHEDULES.items():
-            self.assert_same(train(mesh, **options, **schedule), expected, f"{what}, {name}")
+            assert_same(train(mesh, **options, **schedule), expected, f"{what}, {name}")
             for seed in range(seeds):
                 with environment(DTENSOR_GTP_DEBUG=f"poison,delay={seed}"):
-                    self.assert_same(train(mesh, **options, **schedule), expected, f"{what}, {name}, delay {seed}")
+                    assert_same(train(mesh, **options, **schedule), expected, f"{what}, {name}, delay {seed}")
 
     def test_schedules_delays_and_poison_change_no_bit(self) -> None:
         """Blocks of one shape share the memory of freed buffers: any overtaking shows as NaN or as other bits."""
@@ -261,7 +257,7 @@ class TestStreams(unittest.TestCase):
             for name, schedule in SCHEDULES.items():
                 with environment(DTENSOR_GTP_DEBUG="poison,delay=1"):
                     actual = train(mesh, prepare=compile_blocks, **schedule)
-                self.assert_same(actual, expected, name)
+                assert_same(actual, expected, name)
 
     def test_a_trace_shows_experts_a_block_ahead(self) -> None:
         """What stands for their gathers lies on one stream of its own, in order of use, and begins before what precedes
@@ -303,10 +299,6 @@ class TestStreams(unittest.TestCase):
             parts = [rows @ w.t() for rows, w in zip(x_ref[:228].split([60, 0, 68, 100]), weight, strict=True)]
             want = F.pad(torch.cat(parts), (0, 0, 0, 72))
             want.backward(grad.float())
-            assert x.grad is not None
-            assert x_ref.grad is not None
-            assert weight.grad is not None
-            assert layer.weight.grad is not None
             for got, ref in ((out, want), (x.grad, x_ref.grad)):
                 torch.testing.assert_close(got.float(), ref, rtol=2e-2, atol=2e-2 * ref.abs().max().item())
             # this rank's rows of each group, as they are
@@ -329,13 +321,8 @@ class TestStreams(unittest.TestCase):
 
                 for _ in range(2):
                     step(model, optimizer, tokens)
-                torch.cuda.synchronize()
-                torch.cuda.set_sync_debug_mode("error")
-                try:
-                    with self.subTest(name):
-                        step(model, optimizer, tokens)
-                finally:
-                    torch.cuda.set_sync_debug_mode("default")
+                with self.subTest(name), no_waits():
+                    step(model, optimizer, tokens)
 
     def test_memory_does_not_grow(self) -> None:
         with one_of(WORLD_SIZE) as mesh:
@@ -361,28 +348,15 @@ class TestStreams(unittest.TestCase):
         make = {"schedule": explicit(**options), "mp_policy": BF16}
         model, eager = (gtp_shard(Net().cuda(), mesh, **make) for _ in range(2))
         tokens = tokens_of(0)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                model(tokens).backward()
-                model.zero_grad()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            model(tokens).backward()
+        graph, _ = captured_graph(model, lambda: model(tokens).backward())
         for replay in range(20):
             tokens.copy_(tokens_of(replay))
             graph.replay()
             eager(tokens).backward()
+            assert_same_grads(model, eager, f"replay {replay}, {options}")
             with torch.no_grad():
-                for a, b in zip(model.parameters(), eager.parameters(), strict=True):
-                    assert a.grad is not None
-                    assert b.grad is not None
-                    got, want = (g.to_local() if isinstance(g, DTensor) else g for g in (a.grad, b.grad))
-                    self.assertTrue(torch.equal(got, want), f"replay {replay}, {options}")
-                    a -= 0.1 * a.grad
-                    b -= 0.1 * b.grad
+                for param in (*model.parameters(), *eager.parameters()):
+                    param -= 0.1 * param.grad
             eager.zero_grad()
 
     def test_step_in_a_cuda_graph(self) -> None:
@@ -406,7 +380,7 @@ class TestStreams(unittest.TestCase):
                             model, step = make_job(mesh, is_captured=True, **schedule)
                         for index, want in enumerate(expected):
                             self.assertTrue(torch.equal(step(tokens_of(index)), want), f"step {index}")
-                        self.assert_same(local_values(model), local_values(eager), name)
+                        assert_same(local_values(model), local_values(eager), name)
 
 
 @unittest.skipUnless(torch.cuda.is_available(), "needs a GPU")

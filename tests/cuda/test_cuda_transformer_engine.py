@@ -36,8 +36,7 @@ KINDS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 def make(kind: str) -> nn.Module:
     torch.manual_seed(0)
     sizes, options = KINDS[kind]
-    module: nn.Module = getattr(te, kind)(*sizes, params_dtype=torch.float32, device="cuda", **options)
-    return module
+    return getattr(te, kind)(*sizes, params_dtype=torch.float32, device="cuda", **options)
 
 
 @unittest.skipIf(NUM_RANKS < 2, "needs at least 2 GPUs")
@@ -64,7 +63,5 @@ class TestTransformerEngine(CudaTest):
     def check(self, kind: str, model: nn.Module, reference: nn.Module, what: str, limit: float) -> None:
         for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
             got, want = (param, other) if what == "param" else (param.grad, other.grad)
-            assert got is not None
-            assert want is not None
             error = (full(got.detach()) - want).norm().item()
             self.assertLessEqual(error, limit * want.norm().item(), f"{kind}, {what} of {name}")

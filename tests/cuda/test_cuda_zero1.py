@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from common import ALL, assert_same_params, environment, full, rows_of_rank
-from cuda_common import BF16, NUM_RANKS, CudaTest
+from cuda_common import BF16, COPY_ENGINES, NUM_RANKS, CudaTest, assert_same, drawn, square_loss
 from fsdp_common import (
     OPTIMIZERS,
     VOCABULARY,
@@ -39,7 +39,7 @@ RANKS = NUM_RANKS // 4 * 4
 WIDTH = 256
 SCHEDULES = {
     "process group": explicit(min_shard_numel=0, gather_backend="process_group"),
-    "copy engines": explicit(min_shard_numel=0, gather_backend="copy_engine", reduce_scatter="copy_engine"),
+    "copy engines": explicit(min_shard_numel=0, **COPY_ENGINES),
     "chosen": SchedulePolicy(min_shard_numel=0),
 }
 
@@ -64,11 +64,6 @@ def mlp() -> nn.Module:
     return Mlp().cuda()
 
 
-def square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(x).float().square().mean()
-    return loss
-
-
 @unittest.skipIf(RANKS < 4, "needs four ranks: RANKS_PER_GPU=2 on two GPUs")
 class TestCudaShardOptimizer(CudaTest):
     world_size = RANKS
@@ -81,15 +76,14 @@ class TestCudaShardOptimizer(CudaTest):
         return gtp_shard(model, self.mesh, shard_optimizer=True, **({"schedule": ALL} | options))
 
     def rows(self, step: int) -> torch.Tensor:
-        generator = torch.Generator("cuda").manual_seed(step)
-        return torch.randn(4 * RANKS, WIDTH, device="cuda", generator=generator)
+        return drawn(step, 4 * RANKS, WIDTH)
 
     def train(self, model: Any, steps: int = 6, *, is_clipped: bool = False, **options: Any) -> list[torch.Tensor]:
         """What of the parameters this rank has after some steps."""
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **options)
         for step in range(steps):
             for rows in rows_of_rank(self.rows(step), self.mesh).chunk(2):
-                square(model, rows).backward()
+                square_loss(model, rows).backward()
             if is_clipped:
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -127,8 +121,7 @@ class TestCudaShardOptimizer(CudaTest):
                 for seed in range(3):
                     with self.subTest(f"{name}, delay {seed}"), environment(DTENSOR_GTP_DEBUG=f"poison,delay={seed}"):
                         found = self.train(self.shard(mlp(), schedule=schedule, mp_policy=policy), fused=True)
-                    for one, other in zip(found, expected, strict=True):
-                        self.assertTrue(torch.equal(one, other))
+                    assert_same(found, expected, f"{name}, delay {seed}")
 
     def test_a_huge_step_counts_in_the_next_forward(self) -> None:
         """The optimizer's kernels are still queued when the host launches the next forward."""
@@ -136,7 +129,7 @@ class TestCudaShardOptimizer(CudaTest):
             reference, model = mlp(), self.shard(mlp(), schedule=schedule)
             for each, x in ((model, rows_of_rank(self.rows(0), self.mesh)), (reference, self.rows(0))):
                 optimizer = torch.optim.SGD(each.parameters(), lr=50.0, fused=True)
-                square(each, x).backward()
+                square_loss(each, x).backward()
                 torch.cuda._sleep(20_000_000)
                 optimizer.step()
             torch.testing.assert_close(
@@ -190,10 +183,7 @@ class TestCudaShardOptimizer(CudaTest):
         assert_same_params(model, reference, rtol=0, atol=0)
 
     def test_checkpoints(self) -> None:
-        check_checkpoints(self.mesh_of_checkpoints(), self.shard)
-
-    def mesh_of_checkpoints(self) -> DeviceMesh:
-        return self.mesh
+        check_checkpoints(self.mesh, self.shard)
 
     def test_memory(self) -> None:
         """States take the half of what whole ones take, and nothing else takes more."""
@@ -203,7 +193,7 @@ class TestCudaShardOptimizer(CudaTest):
             gc.collect()  # models of other tests
             before = torch.cuda.memory_allocated()
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-            square(model, rows_of_rank(self.rows(0), self.mesh)).backward()
+            square_loss(model, rows_of_rank(self.rows(0), self.mesh)).backward()
             optimizer.step()
             optimizer.zero_grad()
             states = [value for state in optimizer.state.values() for value in state.values()]
