@@ -78,7 +78,7 @@ PLANNER = {
     ),
     "blocks of any model are its layers": Bug(
         "code:_blocks",
-        replace("problem.user is None", "True"),
+        returns('["layers"]'),
         "test_blocks_in_two_places_have_no_code_that_changes_them",
     ),
     "experts of users have the range of dense models": Bug(

@@ -18,7 +18,7 @@ from .job import Job
 from .machine import GIB, VERSION, Machine, load_machine
 from .program import build
 from .search import Found, Report, advise, search
-from .user_model import load_model
+from .user_model import UserModel, load_model
 
 WIDTH = 100
 _BAR = 40
@@ -60,16 +60,16 @@ def plan(
     except TypeError as error:
         raise PlanError(f"plan got other arguments than a job has ({error}). See dtensor_gtp.planner.Job.") from None
     gpus = load_machine(machine) if isinstance(machine, str) else machine
-    name, config, user = load_model(model, asked.seq_len)
-    if user is not None and user.seq_len != asked.seq_len:
+    loaded = load_model(model, asked.seq_len)
+    if isinstance(loaded, UserModel) and loaded.seq_len != asked.seq_len:
         wrong = f"got {asked.seq_len}. Leave it out, or let the function return longer inputs."
         is_fine = "seq_len" not in job or ":" not in model
-        expect(is_fine, f"plan expects seq_len of the inputs of {model}, {user.seq_len} tokens", wrong)
-        asked = replace(asked, seq_len=user.seq_len)
-    problem = Problem(asked, config, gpus, user)
+        expect(is_fine, f"plan expects seq_len of the inputs of {model}, {loaded.seq_len} tokens", wrong)
+        asked = replace(asked, seq_len=loaded.seq_len)
+    problem = Problem(asked, loaded, gpus)
     found = search(problem, top=top, report=report)
     advice = () if found.closest is None else tuple(advise(problem, found.closest))
-    return PlanResult(**vars(found), model=name, problem=problem, advice=advice)
+    return PlanResult(**vars(found), model=loaded.name, problem=problem, advice=advice)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from .evaluate import Answer, Problem
 from .job import Layout
+from .model import ModelConfig
+from .user_model import UserModel
 
 _SNIPPETS = Path(__file__).parent / "snippets"
 _READ = "python -m dtensor_gtp.help"
@@ -20,16 +22,15 @@ def _snippet(name: str) -> str:
 
 
 def _blocks(problem: Problem) -> list[str]:
-    if problem.user is None:
-        return ["layers"]
+    """Where the blocks are in the model."""
     return list(dict.fromkeys(w.block_name.rpartition(".")[0] for w in problem.whole.weights if w.block >= 0))
 
 
 def _unwritten(problem: Problem, layout: Layout) -> list[str]:
     """What of a layout this file writes no code for, and where to read on."""
-    job, config, blocks = problem.job, problem.config, _blocks(problem)
+    job, blocks = problem.job, _blocks(problem)
     changes_blocks = layout.checkpoint != "none" or job.is_compiled or job.recipe != "bf16" or job.optimizer == "muon"
-    is_mixture = layout.ep * layout.expert_gtp > 1 or (config is not None and config.experts > 0)
+    is_mixture = layout.ep * layout.expert_gtp > 1 or problem.model.experts > 0
     is_selective = layout.checkpoint == "selective" and job.quantization is not None
     places = f"in {len(blocks)} places ({', '.join(blocks)})" if blocks else "nowhere by number"
     on_axes = f"see {_READ} composability"
@@ -87,10 +88,11 @@ def _changes(problem: Problem, layout: Layout, blocks: str) -> list[str]:
             kind = type(recipe).__name__
             found, given = [f"from dtensor_gtp.quant import {kind}"], f"{kind}(compute={compute!r})"
         found.append(f"quantize_({blocks}, {given})")
-    if layout.tp > 1 and problem.user is None:
+    model = problem.model
+    if layout.tp > 1 and isinstance(model, ModelConfig):
         found.append(_snippet("tensor_parallel"))
-    elif layout.tp > 1 and problem.user is not None:
-        by_name = {re.sub(r"(^|\.)\d+\.", r"\1*.", name): style for name, style in problem.user.plan.styles.items()}
+    elif layout.tp > 1 and isinstance(model, UserModel):
+        by_name = {re.sub(r"(^|\.)\d+\.", r"\1*.", name): style for name, style in model.plan.styles.items()}
         styles = (f"    {name!r}: {style.title()}Parallel()," for name, style in by_name.items())
         found.append(_snippet("plan_of_names").format(styles="\n".join(styles)))
     options = ""

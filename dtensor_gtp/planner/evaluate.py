@@ -24,9 +24,8 @@ from .user_model import UserModel
 @dataclass(frozen=True)
 class Problem:
     job: Job  # what is asked for
-    config: ModelConfig | None  # the sizes of the model; None for a model of the user's own code
+    model: ModelConfig | UserModel  # the sizes of a decoder, or a model of the user's own code
     machine: Machine  # the GPUs
-    user: UserModel | None = None  # such a model
 
     @functools.cached_property
     def whole(self) -> Trace:
@@ -35,7 +34,7 @@ class Problem:
 
     def parts(self, layout: Layout) -> list[Part]:
         """The stages of a layout; one that is not known in blocks for a model of the user's own code."""
-        return [Part(())] if self.config is None else stage_parts(self.config, layout.pp)
+        return stage_parts(self.model, layout.pp)
 
     def slowest(self, layout: Layout) -> Part:
         """The stage with most to compute: one with the head, or the one with most blocks."""
@@ -50,17 +49,16 @@ class Problem:
 
     def trace(self, layout: Layout, part: Part) -> Trace:
         """What a rank of a stage computes in one microbatch."""
-        if self.config is None:
-            assert self.user is not None
-            trace = with_loss(self.user.trace(layout.tp), self.job.loss).times(layout.micro_batch)
+        if isinstance(self.model, UserModel):
+            trace = with_loss(self.model.trace(layout.tp), self.job.loss).times(layout.micro_batch)
         else:
             sizes = self.job.seq_len, layout.tp, layout.cp, layout.ep
-            trace = repeated(_recorded(self.config, layout.micro_batch, sizes, self.job.loss), self.config, part)
+            trace = repeated(_recorded(self.model, layout.micro_batch, sizes, self.job.loss), self.model, part)
         return checkpointed(trace, layout.checkpoint)
 
     def setting(self, layout: Layout, part: Part) -> Setting:
         job, tokens = self.job, self.job.seq_len // layout.cp
-        choices = 0 if self.config is None or job.dispatch == "rows" else self.config.experts_per_token
+        choices = 0 if job.dispatch == "rows" else self.model.experts_per_token
         is_rowwise = job.recipe == "float8_rowwise"
         costs = Costs(self.machine, layout.axes(), job.precision, job.is_compiled, is_rowwise, tokens, choices)
         policy = SchedulePolicy(memory=job.memory)  # type: ignore[arg-type]  # a job has checked it
@@ -72,9 +70,7 @@ class Problem:
 
     def virtual_stages(self, layout: Layout) -> int:
         """Chunks of a stage in an interleaved schedule: by default a block each."""
-        if self.config is None:
-            return 1
-        most = max((self.config.layers + 2) // layout.pp, 1)
+        most = max((self.model.layers + 2) // layout.pp, 1)
         return min(self.job.virtual_stages or most, most)
 
     def inflight(self, layout: Layout, number: int, num_microbatches: int) -> float:
@@ -148,9 +144,9 @@ class Answer:
 
 
 @functools.lru_cache(maxsize=64)
-def stage_parts(config: ModelConfig, pp: int) -> list[Part]:
+def stage_parts(model: ModelConfig | UserModel, pp: int) -> list[Part]:
     """The blocks of each stage. Embedding and head count as a block each where there is a pipeline."""
-    kinds = config.kinds
+    kinds = model.kinds
     if pp == 1:
         return [Part(tuple(kinds))]
     sizes = [(len(kinds) + 2) // pp] * pp
@@ -210,7 +206,9 @@ def evaluate(problem: Problem, layout: Layout, memory: Memory | None = None) -> 
         other = measure(setting, schedule, is_last=False)
     if job.dispatch == "hidden" and num > 1:
         last, other = last.hiding("ep"), other.hiding("ep")
-    total = _with_bubble(last.plus(other, num - 1), other, problem, layout)
+    total = last.plus(other, num - 1)
+    if layout.pp > 1:
+        total = _with_bubble(total, other, setting, layout.pp, problem.virtual_stages(layout), num)
     optimizer = _optimizer_ms(setting, OPTIMIZERS[job.optimizer])
     total.exposed["optimizer"] = optimizer
     if job.shards_optimizer:
@@ -244,19 +242,15 @@ def fully_shard_ms(problem: Problem, answer: Answer) -> float | None:
     return ms * (1 + problem.machine.straggling(job.gpus))
 
 
-def _with_bubble(total: Parts, one: Parts, problem: Problem, layout: Layout) -> Parts:
+def _with_bubble(total: Parts, one: Parts, setting: Setting, pp: int, chunks: int, num: int) -> Parts:
     """Stages wait for the first microbatch to come and for the last one to leave, and send activations."""
-    if layout.pp == 1:
-        return total
-    job = problem.job
-    assert problem.config is not None
-    nbytes = layout.micro_batch * job.seq_len // (layout.cp * layout.tp) * problem.config.dim * 2
     # Two ranks that exchange messages of this size are an all-gather.
-    neighbours, chunks = Axis(2, layout.axes()["pp"].stride), problem.virtual_stages(layout)
-    send = 2 * Costs(problem.machine).gather_ms(2 * nbytes, neighbours)
+    neighbours = setting.costs.axis("pp")._replace(size=2)
+    nbytes = 2 * setting.trace.input_nbytes
+    send = 2 * setting.costs.gather_ms(nbytes, neighbours)
     # A message hides behind the other microbatches, but where the pipeline fills and drains.
-    bubble = (layout.pp - 1) / chunks * one.ms + 2 * (layout.pp - 1) * send
-    received = {"pp": 2 * nbytes * layout.num_microbatches(job) * chunks}
+    bubble = (pp - 1) / chunks * one.ms + 2 * (pp - 1) * send
+    received = {"pp": nbytes * num * chunks}
     return Parts(total.ms + bubble, total.exposed | {"bubble": bubble}, total.received | received)
 
 

@@ -17,6 +17,7 @@ from .evaluate import Answer, Problem, evaluate, is_too_wide, memory_of
 from .job import AXES, CHECKPOINTS, OPTIMIZERS, Job, Layout, refusal
 from .machine import GIB, load_machine, preset_names
 from .memory import FRAGMENTS
+from .model import ModelConfig
 from .setting import PARAM_NBYTES
 from .timing import compute_ms
 from .trace import Part
@@ -55,12 +56,13 @@ Report = Callable[[int, int, int], None]  # simulated, all, seconds
 
 
 def layouts_of(problem: Problem) -> Iterator[Layout]:
-    job, config = problem.job, problem.config
-    fixed, can_be_cut = job.fixed, problem.user is None or not problem.user.plan.refusal
+    job, model, fixed = problem.job, problem.model, problem.job.fixed
+    is_decoder = isinstance(model, ModelConfig)
+    can_be_cut = isinstance(model, ModelConfig) or not model.plan.refusal
     most = {
         "tp": min(problem.machine.gpus_per_domain, 16) if can_be_cut else 1,
-        "pp": min(config.layers, 64) if config is not None else 1,
-        "cp": 16 if config is not None and job.seq_len >= 16384 else 1,
+        "pp": min(model.layers, 64),
+        "cp": 16 if is_decoder and job.seq_len >= 16384 else 1,
     }
     divisors = _divisors(job.gpus)
     sizes = ([fixed[name]] if name in fixed else [size for size in divisors if size <= most[name]] for name in most)
@@ -82,11 +84,11 @@ def _divisors(number: int) -> list[int]:
 
 def _expert_axes(problem: Problem, stage: int, dense: int) -> list[tuple[int, int]]:
     """Sizes of ep and expert_gtp, for a stage of so many ranks whose dense weights are cut into so many parts."""
-    config, fixed = problem.config, problem.job.fixed
-    if config is None or not config.experts:
+    model, fixed = problem.model, problem.job.fixed
+    if not model.experts:
         return [(fixed.get("ep", 1), fixed.get("expert_gtp", 1))]
     found = []
-    for ep in [fixed["ep"]] if "ep" in fixed else [size for size in _divisors(stage) if config.experts % size == 0]:
+    for ep in [fixed["ep"]] if "ep" in fixed else [size for size in _divisors(stage) if model.experts % size == 0]:
         # As many ranks of experts as of dense weights, or all ranks of a stage.
         wanted = sorted({max(dense // ep, 1), max(stage // ep, 1)})
         found += [(ep, size) for size in ([fixed["expert_gtp"]] if "expert_gtp" in fixed else wanted)]
@@ -167,8 +169,7 @@ class Bounds:
 
     def _find_by_kind(self, alone: Layout) -> dict[object, Amounts]:
         """What there is in a block of each kind, and outside of blocks, where all is of a model of the user's code."""
-        config = self._problem.config
-        kinds = () if config is None else tuple(sorted(set(config.kinds)))
+        kinds = tuple(sorted(set(self._problem.model.kinds)))
         setting = self._problem.setting(alone, Part(kinds))
         loss_ms, *times = compute_ms(setting, "ep" if self._problem.job.dispatch == "hidden" else "")
         found: dict[object, list[Amounts]] = {_FIRST: [_NOTHING], _LAST: [(loss_ms, *_NOTHING[1:])]}
@@ -236,14 +237,12 @@ class _Search:
     def _possible(self, layouts: list[Layout]) -> list[tuple[float, int, Layout, float]]:
         """A heap of the layouts that can be, with the time that each is expected to take, and takes at least."""
         queue: list[tuple[float, int, Layout, float]] = []
-        job, user, machine = self._problem.job, self._problem.user, self._problem.machine
+        job, machine = self._problem.job, self._problem.machine
         is_free = not {"gtp", "replicate", "expert_gtp"} & job.fixed.keys()
         for number, layout in enumerate(layouts):
-            reason = refusal(layout, job, self._problem.config, machine)
+            reason = refusal(layout, job, self._problem.model, machine)
             if is_free and (wide := is_too_wide(layout, machine)) is not None:
                 reason = f"{wide}: no published run was so wide; --gtp tries it all the same"
-            elif reason is None and user is not None:
-                reason = user.refuses(layout.tp)
             if reason is None:
                 least = self._bounds.ms(layout)
                 queue.append((least, number, layout, least))
@@ -324,7 +323,7 @@ def advise(problem: Problem, closest: Answer) -> list[str]:
     for text, changed, layout in _changes(problem, closest.layout):
         if text.startswith("--gpus") and any(line.startswith("--gpus") for line in lines):
             continue  # fewer GPUs are enough
-        if refusal(layout, changed.job, changed.config, changed.machine) is None:
+        if refusal(layout, changed.job, changed.model, changed.machine) is None:
             free = changed.machine.memory_gib - memory_of(changed, layout).total / GIB
             lines += [f"{text}: fits, {free:.1f} GiB are left"] * (free >= 0)
     return lines or ["no single change is enough: combine more GPUs, --checkpointing full and shorter sequences"]

@@ -11,7 +11,7 @@ import functools
 import importlib
 import re
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -42,8 +42,14 @@ class UserModel:
     """A model of the user's code: what one rank computes of one sequence, for each size of tp. ``build`` is called for
     each, since a recording changes the module; ``remedy`` is what to do if forward or backward does not run."""
 
+    # Where ``ModelConfig`` has sizes: it is one stage, and what is in it is not known.
+    layers = 1
+    kinds: Sequence[bool] = ()
+    experts = experts_per_token = 0
+
     def __init__(self, build: Callable[[], _Built], name: str, remedy: str) -> None:
-        self._build, self._name, self._remedy = build, name, remedy
+        self.name = name
+        self._build, self._remedy = build, remedy
         self.trace, self.refuses = functools.cache(self._record), functools.cache(self._refuses)
         built = build()
         self.plan, self.seq_len = plan_of(built.model), built.seq_len
@@ -85,17 +91,16 @@ class UserModel:
                 layer.forward = partial(_communicate, layer.forward, recorder, style)
             return loss_of(module)
 
-        expected = f"a forward and backward that run on the meta device, but {self._name} raised"
+        expected = f"a forward and backward that run on the meta device, but {self.name} raised"
         with _errors_of_others(expected, self._remedy):
             return record(lambda: model, loss)
 
 
-def load_model(text: str, seq_len: int) -> tuple[str, ModelConfig | None, UserModel | None]:
-    """A model by what the user wrote (see :func:`plan`): its name, and its sizes or its code. What a module returns, or
-    its ``loss``, is summed up for a backward."""
-    config = known_model(text)
-    if config is not None:
-        return config.name, config, None
+def load_model(text: str, seq_len: int) -> ModelConfig | UserModel:
+    """A model by what the user wrote (see :func:`plan`). What a module returns, or its ``loss``, is summed up for a
+    backward."""
+    if (config := known_model(text)) is not None:
+        return config
     if ":" in text:
         model = UserModel(_function(text), text, "Mend it.")
     else:
@@ -104,7 +109,7 @@ def load_model(text: str, seq_len: int) -> tuple[str, ModelConfig | None, UserMo
         expect(is_known, f"model expects one of {names}", f"got {text!r}. Name one of them.")
         model = UserModel(_transformers(text, seq_len), text, "Pass module:function instead.")
     model.trace(1)  # one rank can compute all of it
-    return text, None, model
+    return model
 
 
 @contextmanager
