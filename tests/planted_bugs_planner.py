@@ -13,8 +13,8 @@ PLANNER = {
         "Program.fork", returns("[]"), "test_a_gather_waits_for_what_compute_was_given"
     ),
     "backward uses weights in no time of the host": Bug(
-        "program:_backward",
-        replace("tasks.spend(tasks.host.use_us / 2)", "tasks.spend(0)"),
+        "_GTPShard.backward_pass",
+        replace("self.spend(self.host.use_us / 2)", "self.spend(0)"),
         "test_a_weight_is_used_in_forward_and_in_backward",
     ),
     "a copy's time for the host is taken for a launch of one weight": Bug(
@@ -61,7 +61,9 @@ PLANNER = {
         "Setting._operand_nbytes", replace("(3, 2)", "(1, 1)"), "test_ranges_of_published_rows"
     ),
     "the stage with most experts is not looked at": Bug(
-        "Problem.full_stages", returns("{0: self.parts(layout)[0]}"), "test_a_stage_of_one_block_is_checkpointed"
+        "Problem.full_stages",
+        returns("{0: stage_parts(self.model, layout.pp)[0]}"),
+        "test_a_stage_of_one_block_is_checkpointed",
     ),
     "the last block of a stage keeps all of its activations": Bug(
         "memory:predict", assign("is_end_known", "False"), "test_a_stage_of_one_block_is_checkpointed"
@@ -77,9 +79,7 @@ PLANNER = {
         "test_memory_of_published_runs",
     ),
     "blocks of any model are its layers": Bug(
-        "code:_blocks",
-        returns('["layers"]'),
-        "test_blocks_in_two_places_have_no_code_that_changes_them",
+        "code:_blocks", returns('["layers"]'), "test_blocks_in_two_places_have_no_code_that_changes_them"
     ),
     "experts of users have the range of dense models": Bug(
         "Trace.has_experts", returns("False"), "test_a_mixture_by_function"
@@ -103,12 +103,12 @@ PLANNER = {
         "test_small_blocks_are_groups",
     ),
     "small groups travel one by one": Bug(
-        "Together.__init__",
-        replace("group_may_wait if of_groups else may_wait", "(lambda *_: False) if of_groups else may_wait"),
+        "Together.submit",
+        replace("group_may_wait if is_group else may_wait", "(lambda *_: False) if is_group else may_wait"),
         f"{PLANNER_SIMULATION}::test_small_groups_travel_together",
     ),
     "a block's backward reduces its gradients while others are reduced": Bug(
-        "program:Reductions._launch", drop("self._retire(0)"), "test_a_group_is_gathered_freed_and_reduced_once"
+        "_GTPShard._launch_reduction", drop("self._retire(0)"), "test_a_group_is_gathered_freed_and_reduced_once"
     ),
     "gradients of a group take no memory until they are packed": Bug(
         "memory:_in_group",

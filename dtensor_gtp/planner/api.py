@@ -17,7 +17,7 @@ from .evaluate import Answer, Problem, fully_shard_ms
 from .job import Job
 from .machine import GIB, VERSION, Machine, load_machine
 from .program import build
-from .search import Found, Report, advise, search
+from .search import Found, Report, Search, advise
 from .user_model import UserModel, load_model
 
 WIDTH = 100
@@ -67,7 +67,7 @@ def plan(
         expect(is_fine, f"plan expects seq_len of the inputs of {model}, {loaded.seq_len} tokens", wrong)
         asked = replace(asked, seq_len=loaded.seq_len)
     problem = Problem(asked, loaded, gpus)
-    found = search(problem, top=top, report=report)
+    found = Search(problem, top).run(report)
     advice = () if found.closest is None else tuple(advise(problem, found.closest))
     return PlanResult(**vars(found), model=loaded.name, problem=problem, advice=advice)
 
@@ -124,8 +124,7 @@ class PlanResult(Found):
 
     def code(self) -> str:
         """Python for the fastest layout, and below it the lines that start it."""
-        launch = "\n".join(f"# {line}" for line in launch_lines(self.problem, self.best).splitlines())
-        return f"{training_code(self.problem, self.best)}\n\n{launch}\n"
+        return f"{training_code(self.problem, self.best)}\n\n{launch_lines(self.problem, self.best)}\n"
 
     def as_record(self) -> dict[str, Any]:
         """All of it as plain data, for JSON."""

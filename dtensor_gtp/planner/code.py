@@ -105,10 +105,10 @@ def _changes(problem: Problem, layout: Layout, blocks: str) -> list[str]:
 
 
 def launch_lines(problem: Problem, answer: Answer) -> str:
-    """torchrun and Slurm."""
+    """torchrun and Slurm, as comments."""
     host = min(problem.machine.gpus_per_host, answer.layout.ranks)
     nodes = -(-answer.layout.ranks // host)
     if nodes == 1:
-        return f"torchrun --nproc-per-node {host} train.py"
+        return f"# torchrun --nproc-per-node {host} train.py"
     run = f"torchrun --nnodes {nodes} --nproc-per-node {host} --rdzv-backend c10d --rdzv-endpoint $HEAD:29500 train.py"
-    return f"{run}\nsbatch --nodes {nodes} --ntasks-per-node 1 --gpus-per-node {host} --wrap 'srun {run}'"
+    return f"# {run}\n# sbatch --nodes {nodes} --ntasks-per-node 1 --gpus-per-node {host} --wrap 'srun {run}'"

@@ -30,20 +30,16 @@ class Problem:
     @functools.cached_property
     def whole(self) -> Trace:
         """What a rank alone would compute of one sequence."""
-        return self.trace(Layout(), self.parts(Layout())[0])
-
-    def parts(self, layout: Layout) -> list[Part]:
-        """The stages of a layout; one that is not known in blocks for a model of the user's own code."""
-        return stage_parts(self.model, layout.pp)
+        return self.trace(Layout(), self.slowest(Layout()))
 
     def slowest(self, layout: Layout) -> Part:
         """The stage with most to compute: one with the head, or the one with most blocks."""
-        return max(self.parts(layout), key=lambda part: (len(part.kinds), part.is_last))
+        return max(stage_parts(self.model, layout.pp), key=lambda part: (len(part.kinds), part.is_last))
 
     def full_stages(self, layout: Layout) -> dict[int, Part]:
         """The stages that may be the fullest, by number: the first has most microbatches, the last the logits, the
         first of those with most mixtures most parameters."""
-        parts = self.parts(layout)
+        parts = stage_parts(self.model, layout.pp)
         mixtures = [sum(part.kinds) for part in parts]
         return {number: parts[number] for number in {0, len(parts) - 1, mixtures.index(max(mixtures))}}
 
@@ -145,7 +141,8 @@ class Answer:
 
 @functools.lru_cache(maxsize=64)
 def stage_parts(model: ModelConfig | UserModel, pp: int) -> list[Part]:
-    """The blocks of each stage. Embedding and head count as a block each where there is a pipeline."""
+    """The blocks of each stage; one that is not known in blocks for a model of the user's own code. Embedding and head
+    count as a block each where there is a pipeline."""
     kinds = model.kinds
     if pp == 1:
         return [Part(tuple(kinds))]
@@ -231,7 +228,7 @@ def fully_shard_ms(problem: Problem, answer: Answer) -> float | None:
     than gtp, for recomputation, recipes and CUDA graphs."""
     layout, job = answer.layout, problem.job
     is_plain = layout.checkpoint == "none" and job.quantization is None and not job.is_captured
-    setting = problem.setting(layout, problem.parts(layout)[0])
+    setting = problem.setting(layout, problem.slowest(layout))
     is_first, *are_tables = [weight.is_table for weight in setting.trace.weights]
     has_blocks = bool(setting.trace.blocks) and is_first and not any(are_tables)
     has_others = layout.ranks * layout.ep * layout.expert_gtp > layout.gtp

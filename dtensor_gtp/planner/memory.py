@@ -43,6 +43,11 @@ class Use(NamedTuple):
     def buffer(self) -> int:
         return 0 if self.is_in_ring else self.wgrad
 
+    @property
+    def pending(self) -> int:
+        """What there is while the full gradient waits for others; those of a group are not packed until then."""
+        return self.waiting + self.unreduced if self.waiting else self.buffer
+
 
 class Peak(NamedTuple):
     moment: str  # the pass, and the name of the weight that is in use, or was or will be
@@ -63,15 +68,12 @@ def moments(
     """The moments of a forward and backward that may be the fullest, in order; see :func:`predict_peak`."""
     found: list[Peak] = []
     grads = 0
-    waiting, groups = Together[Use](together), Together[Use](together, of_groups=True)
+    gradients = Together[Use](together)
     inflight: deque[list[Use]] = deque(maxlen=max_inflight)  # once it is full, the oldest are waited for
 
     def reducing() -> int:
         on_the_way = sum(use.buffer + use.sent for launch in inflight for use in launch)
-        return on_the_way + sum(use.buffer for use in waiting.waiting) + unpacked()
-
-    def unpacked() -> int:
-        return sum(use.waiting + use.unreduced for use in groups.waiting)
+        return on_the_way + sum(use.pending for use in gradients.waiting)
 
     def add(moment: str, use: Use, gathered: int, activations: int, wgrad: int = 0) -> None:
         found.append(Peak(f"{moment} of {use.name}", state, grads, gathered, wgrad, activations))
@@ -90,25 +92,24 @@ def moments(
             released = gathered.wgrad if following is None else following.gathered.before_backward
             gathered, activations = gathered._replace(wgrad=released), activations._replace(wgrad=activations.dgrad)
         # The buffers of a reduction are made while as many as may be are in flight; then the oldest is waited for.
-        launches, buffer = list[list[Use]](), use.buffer
-        if use.waiting and not use.is_exchanged:  # of a group
-            held = unpacked() + use.waiting
-            launches = [*waiting.flush(), *groups.submit(use, use.wgrad)]
-            buffer = sum(other.buffer for launch in launches for other in launch)
-            if launches:  # compute has waited for all others
+        launches: list[list[Use]] = []
+        if not use.is_exchanged:
+            unpacked = sum(other.pending for other in gradients.waiting if other.waiting)
+            launches = gradients.submit(use, use.wgrad, is_group=use.waiting > 0)
+            if launches and use.waiting:  # of a group: compute has waited for all others
                 inflight.clear()
-                before = held
-        elif not use.is_exchanged:
-            launches = [*groups.flush(), *waiting.submit(use, use.wgrad)]
-        new_grads = sum(other.grad for launch in launches for other in launch) + use.grad * use.is_exchanged
-        new_buffers = new_grads + sum(other.sent for launch in launches for other in launch)
+                before = unpacked + use.waiting
+        launched = [other for launch in launches for other in launch]
+        buffer = sum(other.buffer for other in launched) if use.waiting else use.buffer
+        new_grads = sum(other.grad for other in launched) + use.grad * use.is_exchanged
+        new_buffers = new_grads + sum(other.sent for other in launched)
         add("in backward", use, gathered.wgrad, activations.wgrad, before + use.unreduced + buffer + new_buffers)
         inflight.extend(launches)
         grads += new_grads
         if wgrad_first:
             add("in backward", use, gathered.dgrad, activations.dgrad, reducing() + use.waiting)
     before = reducing()
-    if launches := [*waiting.flush(), *groups.flush()]:
+    if launches := gradients.flush():
         added = sum(other.sent + other.grad for launch in launches for other in launch)
         add("after backward", uses[0], uses[0].gathered.dgrad, uses[0].activations.dgrad, before + added)
     return found

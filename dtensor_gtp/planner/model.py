@@ -55,15 +55,13 @@ class ModelConfig:
     value_head_dim: int = _size("v_head_dim")  # of values, with latent attention
     is_tied: bool = False  # whether embedding and head are one matrix
     window: int = _size("sliding_window")  # tokens that attention looks back at; 0 for all
-    window_every: int = 0  # of so many blocks one looks at all tokens; 0 if all blocks have the window
 
     def looked_at(self, seq_len: int) -> float:
         """Of all pairs of tokens, the share that a block computes: half under a causal mask, less with a window."""
         if not 0 < self.window < seq_len:
             return 0.5
         part = self.window / seq_len
-        whole = 1 / self.window_every if self.window_every else 0.0
-        return (part - part * part / 2) * (1 - whole) + 0.5 * whole
+        return part - part * part / 2
 
     @property
     def kinds(self) -> list[bool]:

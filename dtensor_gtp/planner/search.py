@@ -195,13 +195,8 @@ def _sum(each: Iterable[Amounts]) -> Amounts:
     return tuple(map(sum, zip(*each, strict=True)))
 
 
-def search(problem: Problem, *, top: int = 5, report: Report | None = None) -> Found:
-    """The fastest layouts that fit, ``top`` of them. Raises PlanError if no layout has the axes that were asked for."""
-    return _Search(problem, top).run(report)
-
-
-class _Search:
-    def __init__(self, problem: Problem, top: int) -> None:
+class Search:
+    def __init__(self, problem: Problem, top: int = 5) -> None:
         self._problem, self._bounds, self._top = problem, Bounds(problem), top
         self._capacity = problem.machine.memory_nbytes
         self._factors: dict[tuple[object, ...], float] = {}  # of times over their bounds
@@ -210,7 +205,8 @@ class _Search:
         self._refused: dict[str, list[Layout]] = {}  # by the reason
         self._best: dict[tuple[int, ...], Answer] = {}  # of each family
 
-    def run(self, report: Report | None) -> Found:
+    def run(self, report: Report | None = None) -> Found:
+        """The fastest layouts that fit, ``top`` of them. Raises PlanError if no layout has the axes asked for."""
         begin, num = time.monotonic(), 0
         layouts = list(layouts_of(self._problem))
         queue = self._possible(layouts)

@@ -12,7 +12,7 @@ from dtensor_gtp.planner.evaluate import Problem, evaluate, memory_of, stage_par
 from dtensor_gtp.planner.job import Job, Layout, refusal
 from dtensor_gtp.planner.machine import Machine, load_machine
 from dtensor_gtp.planner.model import PRESETS, ModelConfig
-from dtensor_gtp.planner.search import Bounds, layouts_of, search
+from dtensor_gtp.planner.search import Bounds, Search, layouts_of
 
 SMALL = ModelConfig("small", 512, 6, 8, 4, 64, 1024, 4096)
 LARGE = ModelConfig("large", 2048, 20, 16, 8, 128, 8192, 32000)
@@ -84,7 +84,7 @@ def test_each_layout_is_listed_once_with_its_ranks() -> None:
 )
 def test_the_search_finds_what_trying_all_layouts_finds(config: ModelConfig, job: dict[str, Any]) -> None:
     one = problem(config, **job)
-    found = search(one, top=3)
+    found = Search(one, 3).run()
     possible = [lay for lay in layouts_of(one) if refusal(lay, one.job, config, one.machine) is None]
     best = min(evaluate(one, layout).step_ms for layout in possible)
     assert found.answers[0].step_ms <= 1.05 * best
@@ -113,18 +113,18 @@ def test_bounds_are_below_what_is_simulated(config: ModelConfig, dispatch: str) 
     [pytest.param(name, marks=pytest.mark.long if name == "llama3-8b" else pytest.mark.soak) for name in PRESETS],
 )
 def test_16384_gpus_are_searched_with_few_simulations(name: str) -> None:
-    found = search(Problem(Job(16384), PRESETS[name], load_machine("h100")))
+    found = Search(Problem(Job(16384), PRESETS[name], load_machine("h100"))).run()
     # This bounds its time.
     assert found.num_simulated <= 64 < found.num_layouts
     for fixed in ({"pp": 32, "tp": 1}, {"pp": 4, "tp": 1}, {"pp": 16, "tp": 8}):
-        part = search(Problem(Job(16384, fixed=fixed), PRESETS[name], load_machine("h100")), top=1)
+        part = Search(Problem(Job(16384, fixed=fixed), PRESETS[name], load_machine("h100")), 1).run()
         assert found.answers[0].step_ms <= 1.05 * part.answers[0].step_ms, fixed
 
 
 def test_gathers_over_more_hosts_than_anyone_has_published_are_not_proposed() -> None:
     wide = Problem(Job(2048, fixed={"gtp": 2048}), PRESETS["llama3-8b"], load_machine("h100"))
-    assert search(wide, top=1).answers[0].range_ms is None  # asked for: no time, but what to measure
-    free = search(replace(wide, job=Job(2048)), top=1)
+    assert Search(wide, 1).run().answers[0].range_ms is None  # asked for: no time, but what to measure
+    free = Search(replace(wide, job=Job(2048)), 1).run()
     assert free.answers[0].layout.gtp <= 1024
     assert any("more than 128 hosts" in item.reason for item in free.refused)
 
@@ -141,7 +141,7 @@ def test_a_stage_of_one_block_is_checkpointed() -> None:
 def test_what_does_not_fit_is_refused_and_the_closest_is_named() -> None:
     machine = load_machine("h100")
     small = replace(machine, memory_gib=0.005)
-    found = search(problem(machine=small, checkpointing="none", fixed={"micro_batch": 1}))
+    found = Search(problem(machine=small, checkpointing="none", fixed={"micro_batch": 1})).run()
     assert found.answers == ()
     assert not found.closest.is_fitting
     assert {"does not fit", "parameters and optimizer alone do not fit"} >= {item.reason for item in found.refused[:1]}
@@ -151,7 +151,7 @@ def test_a_published_layout_is_not_refused() -> None:
     """Llama 3 405B on 8,192 GPUs ran without recomputation (arXiv 2407.21783, 3.3): our count of memory is no proof."""
     layout = {"pp": 16, "tp": 8, "gtp": 64, "cp": 1, "micro_batch": 1}
     job = Job(8192, global_batch=2048, checkpointing="none", fixed=layout)
-    found = search(Problem(job, PRESETS["llama3-405b"], load_machine("h100")))
+    found = Search(Problem(job, PRESETS["llama3-405b"], load_machine("h100"))).run()
     best = found.answers[0]
     assert best.memory.least < best.capacity < best.memory.total
     assert best.may_fit
@@ -196,7 +196,7 @@ def test_state_that_fits_on_no_layout_is_shown_with_what_to_change() -> None:
 
 def test_no_layout_at_all_is_an_error() -> None:
     with pytest.raises(PlanError, match="plan finds no layout of 8 GPUs with tp 8: tp 8 does not divide 8 heads"):
-        search(problem(fixed={"tp": 8}))
+        Search(problem(fixed={"tp": 8})).run()
 
 
 def test_axes_are_laid_out_as_init_weight_mesh_does() -> None:
@@ -269,7 +269,7 @@ def test_memory_of_many_blocks_is_continued_from_a_few() -> None:
     from dtensor_gtp.planner.memory import predict
 
     one = problem(LARGE)
-    setting = one.setting(Layout(gtp=8), one.parts(Layout(gtp=8))[0])
+    setting = one.setting(Layout(gtp=8), one.slowest(Layout(gtp=8)))
     whole = predict(setting, setting.choice(0)[0], 8, num=2)
     few = memory_of(one, Layout(gtp=8))
     assert few[:-1] == pytest.approx(whole[:-1], rel=0.001)
