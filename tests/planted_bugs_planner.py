@@ -79,7 +79,7 @@ PLANNER = {
         "test_memory_of_published_runs",
     ),
     "blocks of any model are its layers": Bug(
-        "code:_blocks", returns('["layers"]'), "test_blocks_in_two_places_have_no_code_that_changes_them"
+        "api:_blocks", returns('["layers"]'), "test_blocks_in_two_places_have_no_code_that_changes_them"
     ),
     "experts of users have the range of dense models": Bug(
         "Trace.has_experts", returns("False"), "test_a_mixture_by_function"

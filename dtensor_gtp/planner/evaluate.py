@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -37,8 +36,7 @@ class Problem:
         return max(stage_parts(self.model, layout.pp), key=lambda part: (len(part.kinds), part.is_last))
 
     def full_stages(self, layout: Layout) -> dict[int, Part]:
-        """The stages that may be the fullest, by number: the first has most microbatches, the last the logits, the
-        first of those with most mixtures most parameters."""
+        """Those that may be the fullest, by number: with most microbatches, the logits, or first with most mixtures."""
         parts = stage_parts(self.model, layout.pp)
         mixtures = [sum(part.kinds) for part in parts]
         return {number: parts[number] for number in {0, len(parts) - 1, mixtures.index(max(mixtures))}}
@@ -78,6 +76,37 @@ class Problem:
             chunks = self.virtual_stages(layout)
             held = ((chunks - 1) * layout.pp + 2 * after + 1) / chunks
         return min(held, num_microbatches)
+
+    def refusal(self, layout: Layout) -> str | None:
+        """Why a layout cannot be, before anything is computed; None if it can."""
+        job, model = self.job, self.model
+        tp, pp, cp, ep, expert_gtp = layout.tp, layout.pp, layout.cp, layout.ep, layout.expert_gtp
+        stage, experts, domain = layout.ranks // pp, ep * expert_gtp, self.machine.gpus_per_domain
+        if layout.ranks != job.gpus:
+            return f"{layout.ranks} ranks on {job.gpus} GPUs"
+        if isinstance(model, UserModel):
+            rules: dict[str, object] = {
+                "pp: plan does not know where to cut the forward of your model": pp > 1,
+                "cp: the attention of your model does not exchange keys and values": cp > 1,
+                "ep: plan knows experts only from a configuration": ep > 1,
+                "expert_gtp: plan knows experts only from a configuration": expert_gtp > 1,
+            }
+        else:
+            heads, kv_heads, hidden, vocabulary = model.heads, model.kv_heads, model.hidden_dim, model.vocab_size
+            rules = {
+                f"tp {tp} does not divide {heads} heads and {kv_heads} of keys and values": heads % tp or kv_heads % tp,
+                f"tp {tp} does not divide the feed-forward or the vocabulary": hidden % tp or vocabulary % tp,
+                f"pp {pp} has more stages than the model has layers ({model.layers})": pp > model.layers,
+                f"cp {cp} and tp {tp} do not divide {job.seq_len} tokens": job.seq_len % (cp * tp),
+                "ep without experts": not model.experts and experts > 1,
+                f"ep {ep} does not divide {model.experts} experts": model.experts % ep,
+                f"ep {ep} and expert_gtp {expert_gtp} do not divide the {stage} ranks of a stage": stage % experts,
+            }
+        rules[f"tp {tp} leaves the fast link of {domain} GPUs"] = tp > domain
+        batch = f"{layout.data_ranks} data ranks with {layout.micro_batch} sequences each do not divide {job.batch}"
+        rules[batch] = job.batch % (layout.data_ranks * layout.micro_batch)
+        reason = next((reason for reason, is_broken in rules.items() if is_broken), None)
+        return model.refuses(tp) if reason is None and isinstance(model, UserModel) else reason
 
 
 @dataclass(frozen=True)
@@ -141,8 +170,7 @@ class Answer:
 
 @functools.lru_cache(maxsize=64)
 def stage_parts(model: ModelConfig | UserModel, pp: int) -> list[Part]:
-    """The blocks of each stage; one that is not known in blocks for a model of the user's own code. Embedding and head
-    count as a block each where there is a pipeline."""
+    """The blocks of each stage, none for a user's model. Embedding and head count as a block each in a pipeline."""
     kinds = model.kinds
     if pp == 1:
         return [Part(tuple(kinds))]
@@ -169,8 +197,8 @@ def _recorded(config: ModelConfig, batch: int, sizes: tuple[int, int, int, int],
     return record_reference(config, *others, few, loss).times(batch).with_weights(shared)
 
 
-def memory_of(problem: Problem, layout: Layout, enough: float = math.inf) -> Memory:
-    """Of the fullest rank, or of the first one that needs more than is ``enough``."""
+def memory_of(problem: Problem, layout: Layout) -> Memory:
+    """Of the fullest rank."""
     found = []
     num, optimizer_nbytes = layout.num_microbatches(problem.job), OPTIMIZERS[problem.job.optimizer]
     for number, part in problem.full_stages(layout).items():
@@ -182,8 +210,6 @@ def memory_of(problem: Problem, layout: Layout, enough: float = math.inf) -> Mem
         few, more = memories[0], memories[-1]
         continued = (large + (large - small) * left // grown for small, large in zip(few[:-1], more[:-1], strict=True))
         found.append(Memory._make((*continued, more.moment)))
-        if found[-1].total > enough:
-            break
     return max(found, key=lambda memory: memory.total)
 
 
@@ -224,8 +250,7 @@ def evaluate(problem: Problem, layout: Layout, memory: Memory | None = None) -> 
 
 
 def fully_shard_ms(problem: Problem, answer: Answer) -> float | None:
-    """The same step with ``fully_shard`` on each block and the root; None where its model does not hold: for other axes
-    than gtp, for recomputation, recipes and CUDA graphs."""
+    """The same step with ``fully_shard``; None for other axes than gtp, for recomputation, recipes and CUDA graphs."""
     layout, job = answer.layout, problem.job
     is_plain = layout.checkpoint == "none" and job.quantization is None and not job.is_captured
     setting = problem.setting(layout, problem.slowest(layout))
@@ -271,8 +296,7 @@ def _gather_parameters(setting: Setting, total: Parts) -> float:
 
 
 class Ground(NamedTuple):
-    """How far a time of one kind may be off: over the published runs of that kind, with a margin
-    (tests/planner/planner_data/published_rows.json)."""
+    """How far a time of one kind may be off: by tests/planner/planner_data/published_rows.json, with a margin."""
 
     kind: str  # for people
     least: float  # least time of a step, as a share of the prediction

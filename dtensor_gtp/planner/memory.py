@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from .._comm.collectives import enough_nbytes, round_nbytes
@@ -62,14 +63,12 @@ class Peak(NamedTuple):
         return sum(self[1:])
 
 
-def moments(
-    uses: Sequence[Use], state: int, max_inflight: int, together: int = 0, *, wgrad_first: bool = True
-) -> list[Peak]:
+def moments(uses: Sequence[Use], state: int, schedule: Schedule) -> list[Peak]:
     """The moments of a forward and backward that may be the fullest, in order; see :func:`predict_peak`."""
     found: list[Peak] = []
     grads = 0
-    gradients = Together[Use](together)
-    inflight: deque[list[Use]] = deque(maxlen=max_inflight)  # once it is full, the oldest are waited for
+    gradients = Together[Use](schedule.coalesce_grad_nbytes)
+    inflight = deque[list[Use]](maxlen=schedule.max_inflight_reduce_scatters)  # once full, the oldest are waited for
 
     def reducing() -> int:
         on_the_way = sum(use.buffer + use.sent for launch in inflight for use in launch)
@@ -86,7 +85,7 @@ def moments(
         gathered, activations = use.gathered, use.activations
         before = reducing() + use.waiting
         add("before backward", use, gathered.before_backward, activations.before_backward, before)
-        if not wgrad_first:
+        if not schedule.wgrad_first:
             add("in backward", use, gathered.dgrad, activations.dgrad, before)
             # The gathered weight is freed, and the gradient of the input is there.
             released = gathered.wgrad if following is None else following.gathered.before_backward
@@ -106,7 +105,7 @@ def moments(
         add("in backward", use, gathered.wgrad, activations.wgrad, before + use.unreduced + buffer + new_buffers)
         inflight.extend(launches)
         grads += new_grads
-        if wgrad_first:
+        if schedule.wgrad_first:
             add("in backward", use, gathered.dgrad, activations.dgrad, reducing() + use.waiting)
     before = reducing()
     if launches := gradients.flush():
@@ -115,14 +114,11 @@ def moments(
     return found
 
 
-def predict_peak(
-    uses: Sequence[Use], state: int, max_inflight: int, together: int = 0, *, wgrad_first: bool = True
-) -> Peak:
-    """The fullest moment, by uses in the order of the forward; ``together`` is ``Schedule.coalesce_grad_nbytes``."""
+def predict_peak(uses: Sequence[Use], state: int, schedule: Schedule) -> Peak:
+    """The fullest moment, by uses in the order of the forward."""
     if not uses:
         raise ValueError("predict_peak expects at least one use of a weight, but got none.")
-    found = moments(uses, state, max_inflight, together, wgrad_first=wgrad_first)
-    return max(found, key=lambda moment: moment.total)
+    return max(moments(uses, state, schedule), key=lambda moment: moment.total)
 
 
 def make_use(item: Sharded, gathered: Amounts, reduce_nbytes: int, kind: str) -> Use:
@@ -146,8 +142,7 @@ def make_use(item: Sharded, gathered: Amounts, reduce_nbytes: int, kind: str) ->
 
 
 def make_lookup(item: Sharded, ends: tuple[int, int], tokens: int) -> Use:
-    """The first use of a forward, of a table that is not gathered: see ``embedding="exchange"``. ``ends`` are bytes of
-    gathered weights before the first use of forward and after the last one of backward."""
+    """The first use of a forward, of a table that exchanges rows; ``ends``: bytes there before and after all uses."""
     ahead, last = ends
     dim, amounts = item.weight.shape[1], item.weight.amounts
     # Rows of the shard and what they are cast to; in backward gradients of all ranks, and what those are cast to.
@@ -234,8 +229,8 @@ def predict(
     uses = _uses(setting, plan_step(setting, schedule), schedule)
     if num > 1:  # gradients of the shards stay from the first microbatch on
         uses = [use._replace(grad=0) for use in uses]
-    together = schedule.coalesce_grad_nbytes if setting.reduces_by(schedule, 0) != "all_to_all" else 0
-    peak = predict_peak(uses, 0, schedule.max_inflight_reduce_scatters, together, wgrad_first=schedule.wgrad_first)
+    is_alone = setting.reduces_by(schedule, 0) == "all_to_all"  # each gradient travels at once
+    peak = predict_peak(uses, 0, replace(schedule, coalesce_grad_nbytes=0) if is_alone else schedule)
     numel = sum(item.state_numel for item in weights) + trace.small_numel
     states = sum(map(setting.optimizer_numel, weights)) + trace.small_numel
     last = trace.weights[-1]

@@ -14,7 +14,7 @@ from typing import Any
 from .costs import Costs
 from .errors import PlanError
 from .evaluate import Answer, Problem, evaluate, is_too_wide, memory_of
-from .job import AXES, CHECKPOINTS, OPTIMIZERS, Job, Layout, refusal
+from .job import AXES, CHECKPOINTS, OPTIMIZERS, Job, Layout
 from .machine import GIB, load_machine, preset_names
 from .memory import FRAGMENTS
 from .model import ModelConfig
@@ -43,8 +43,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Found:
-    # The fastest of each family (equal pp, cp, tp and ep). If none fits, those that leaner code could run.
-    answers: tuple[Answer, ...]
+    answers: tuple[Answer, ...]  # the fastest of each family; if none fits, those that leaner code could run
     refused: tuple[Refused, ...]  # the most frequent first
     closest: Answer | None  # of those that do not fit, the one that lacks least memory; None if one fits
     num_layouts: int  # how many were considered
@@ -57,12 +56,11 @@ Report = Callable[[int, int, int], None]  # simulated, all, seconds
 
 def layouts_of(problem: Problem) -> Iterator[Layout]:
     job, model, fixed = problem.job, problem.model, problem.job.fixed
-    is_decoder = isinstance(model, ModelConfig)
     can_be_cut = isinstance(model, ModelConfig) or not model.plan.refusal
     most = {
         "tp": min(problem.machine.gpus_per_domain, 16) if can_be_cut else 1,
         "pp": min(model.layers, 64),
-        "cp": 16 if is_decoder and job.seq_len >= 16384 else 1,
+        "cp": 16 if isinstance(model, ModelConfig) and job.seq_len >= 16384 else 1,
     }
     divisors = _divisors(job.gpus)
     sizes = ([fixed[name]] if name in fixed else [size for size in divisors if size <= most[name]] for name in most)
@@ -200,8 +198,6 @@ class Search:
         self._problem, self._bounds, self._top = problem, Bounds(problem), top
         self._capacity = problem.machine.memory_nbytes
         self._factors: dict[tuple[object, ...], float] = {}  # of times over their bounds
-        # Of those that compute alike and keep weights or not: they take less memory the more ranks share weights.
-        self._too_large: dict[tuple[Layout, bool], list[Layout]] = {}
         self._refused: dict[str, list[Layout]] = {}  # by the reason
         self._best: dict[tuple[int, ...], Answer] = {}  # of each family
 
@@ -236,7 +232,7 @@ class Search:
         job, machine = self._problem.job, self._problem.machine
         is_free = not {"gtp", "replicate", "expert_gtp"} & job.fixed.keys()
         for number, layout in enumerate(layouts):
-            reason = refusal(layout, job, self._problem.model, machine)
+            reason = self._problem.refusal(layout)
             if is_free and (wide := is_too_wide(layout, machine)) is not None:
                 reason = f"{wide}: no published run was so wide; --gtp tries it all the same"
             if reason is None:
@@ -260,11 +256,10 @@ class Search:
         if self._bounds.state_nbytes(layout) > self._capacity:
             self._refused.setdefault(_STATE, []).append(layout)
             return False
-        is_hopeless = self._bounds.nbytes(layout) * _CERTAIN > self._capacity or self._is_hopeless(layout)
-        memory = None if is_hopeless else memory_of(self._problem, layout, self._capacity)
+        is_hopeless = self._bounds.nbytes(layout) * _CERTAIN > self._capacity
+        memory = None if is_hopeless else memory_of(self._problem, layout)
         if memory is None or memory.total > self._capacity:
             self._refused.setdefault(_MEMORY, []).append(layout)
-            self._too_large.setdefault((_alone(layout), layout.keep), []).append(layout)
             return False
         answer = evaluate(self._problem, layout, memory)
         factor = answer.step_ms / least
@@ -272,15 +267,6 @@ class Search:
         if rival is None or answer.step_ms < rival.step_ms:
             self._best[_family(layout)] = answer
         return True
-
-    def _is_hopeless(self, layout: Layout) -> bool:
-        """Whether a layout of its kind does not fit that cuts weights into as many parts, or into most."""
-        kind = _alone(layout), layout.keep
-        if kind not in self._too_large:
-            experts = layout.ranks // layout.pp // layout.ep if layout.expert_gtp > 1 else 1
-            widest = replace(layout, gtp=layout.gtp * layout.replicate, replicate=1, expert_gtp=experts)
-            self._too_large[kind] = [widest] * (memory_of(self._problem, widest).total > self._capacity)
-        return any(other.gtp >= layout.gtp and other.expert_gtp >= layout.expert_gtp for other in self._too_large[kind])
 
     def _what_lacks_least(self) -> Answer | None:
         """Where no layout fits: takes those that leaner code could run as the best; else gives the smallest one."""
@@ -319,7 +305,7 @@ def advise(problem: Problem, closest: Answer) -> list[str]:
     for text, changed, layout in _changes(problem, closest.layout):
         if text.startswith("--gpus") and any(line.startswith("--gpus") for line in lines):
             continue  # fewer GPUs are enough
-        if refusal(layout, changed.job, changed.model, changed.machine) is None:
+        if changed.refusal(layout) is None:
             free = changed.machine.memory_gib - memory_of(changed, layout).total / GIB
             lines += [f"{text}: fits, {free:.1f} GiB are left"] * (free >= 0)
     return lines or ["no single change is enough: combine more GPUs, --checkpointing full and shorter sequences"]

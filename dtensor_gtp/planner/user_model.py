@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .errors import PlanError, expect
-from .model import PRESETS, ModelConfig, known_model
+from .model import PRESETS, ModelConfig, config_of_json
 from .recorder import Kind, Op, Recorder, through
 from .trace import Trace, record
 
@@ -97,9 +98,13 @@ class UserModel:
 
 
 def load_model(text: str, seq_len: int) -> ModelConfig | UserModel:
-    """A model by what the user wrote (see :func:`plan`). What a module returns, or its ``loss``, is summed up for a
-    backward."""
-    if (config := known_model(text)) is not None:
+    """A model by what the user wrote, see :func:`plan`."""
+    if text.lower() in PRESETS:
+        return PRESETS[text.lower()]
+    path = Path(text)
+    if os.path.isdir(text):  # false, too, of a name that no file can have
+        path /= "config.json"
+    if path.suffix == ".json" and (config := config_of_json(path)) is not None:
         return config
     if ":" in text:
         model = UserModel(_function(text), text, "Mend it.")
@@ -144,6 +149,7 @@ def _function(text: str) -> Callable[[], _Built]:
 
 
 def _loss_of(output: Any) -> Tensor:
+    """What is summed up for a backward."""
     if (loss := getattr(output, "loss", None)) is not None:
         return loss  # type: ignore[no-any-return]
     value = output[0] if isinstance(output, tuple | list) else getattr(output, "logits", output)
@@ -193,8 +199,7 @@ def _class_of(transformers: Any, config: Any, text: str) -> Callable[[Any], nn.M
 
 
 def step_of(model: Any, seq_len: int) -> _Built:
-    """One step of a model of transformers with one sequence. The loss of other models than causal ones, of images, of
-    speech, or with an encoder, is the sum of what they return."""
+    """One step with one sequence. The loss of other models than causal ones of text is the sum of what they return."""
     model.train()
     config, name = model.config, type(model).__name__
     if name.endswith(("ForCausalLM", "LMHeadModel")):
@@ -270,8 +275,7 @@ def plan_of(model: nn.Module) -> TPPlan:
 
 
 def _communicate(forward: Callable[..., Any], recorder: Recorder, style: str, input: Tensor) -> Any:
-    """Row-wise layers all-reduce what they return, column-wise ones the gradient of their input, each its own. That
-    takes as long as a reduce-scatter and an all-gather."""
+    """Row-wise layers all-reduce their output, column-wise ones their input's gradient: as a scatter and a gather."""
 
     def reduce(nbytes: int) -> None:
         for _ in range(2):

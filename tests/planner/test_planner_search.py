@@ -9,7 +9,7 @@ from dtensor_gtp import plan
 from dtensor_gtp.planner.costs import Axis, Costs
 from dtensor_gtp.planner.errors import PlanError
 from dtensor_gtp.planner.evaluate import Problem, evaluate, memory_of, stage_parts
-from dtensor_gtp.planner.job import Job, Layout, refusal
+from dtensor_gtp.planner.job import Job, Layout
 from dtensor_gtp.planner.machine import Machine, load_machine
 from dtensor_gtp.planner.model import PRESETS, ModelConfig
 from dtensor_gtp.planner.search import Bounds, Search, layouts_of
@@ -61,7 +61,7 @@ def test_bad_jobs(fields: dict[str, Any], message: str) -> None:
     ],
 )
 def test_layouts_are_refused_with_reasons(layout: Layout, config: ModelConfig, reason: str | None) -> None:
-    assert refusal(layout, problem().job, config, load_machine("h100")) == reason
+    assert problem(config).refusal(layout) == reason
 
 
 def test_each_layout_is_listed_once_with_its_ranks() -> None:
@@ -85,7 +85,7 @@ def test_each_layout_is_listed_once_with_its_ranks() -> None:
 def test_the_search_finds_what_trying_all_layouts_finds(config: ModelConfig, job: dict[str, Any]) -> None:
     one = problem(config, **job)
     found = Search(one, 3).run()
-    possible = [lay for lay in layouts_of(one) if refusal(lay, one.job, config, one.machine) is None]
+    possible = [lay for lay in layouts_of(one) if one.refusal(lay) is None]
     best = min(evaluate(one, layout).step_ms for layout in possible)
     assert found.answers[0].step_ms <= 1.05 * best
     times = [answer.step_ms for answer in found.answers]
@@ -101,7 +101,7 @@ def test_the_search_finds_what_trying_all_layouts_finds(config: ModelConfig, job
 def test_bounds_are_below_what_is_simulated(config: ModelConfig, dispatch: str) -> None:
     one = problem(config, gpus=16, dispatch=dispatch)
     bounds = Bounds(one)
-    possible = [lay for lay in layouts_of(one) if refusal(lay, one.job, config, one.machine) is None]
+    possible = [lay for lay in layouts_of(one) if one.refusal(lay) is None]
     for layout in possible[:: len(possible) // 12]:
         assert bounds.ms(layout) <= 1.05 * evaluate(one, layout).step_ms, layout
         assert bounds.state_nbytes(layout) <= memory_of(one, layout).total, layout
