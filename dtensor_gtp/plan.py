@@ -1,7 +1,5 @@
 """``python -m dtensor_gtp.plan``. The name ``dtensor_gtp.plan`` is the function: this module puts it in its place."""
 
-from __future__ import annotations
-
 import sys
 
 from dtensor_gtp.planner.api import plan

@@ -13,7 +13,7 @@ PLANNER = {
     "a gather of the planner waits for no compute":
         Bug("Program.fork", returns("[]"), "test_a_gather_waits_for_what_compute_was_given"),
     "backward uses weights in no time of the host":
-        Bug("program:_backward", replace("tasks.spend(tasks.host.use_us / 2)", "tasks.spend(0)"),
+        Bug("_GTPShard.backward_pass", replace("self.spend(self.host.use_us / 2)", "self.spend(0)"),
             "test_a_weight_is_used_in_forward_and_in_backward"),
     "a copy's time for the host is taken for a launch of one weight":
         Bug("_host", replace("(copied - plain - uses) * together", "copied - plain - uses"),
@@ -44,7 +44,8 @@ PLANNER = {
     "a cast with one scale for a matrix reads it once":
         Bug("Setting._operand_nbytes", replace("(3, 2)", "(1, 1)"), "test_ranges_of_published_rows"),
     "the stage with most experts is not looked at":
-        Bug("Problem.full_stages", returns("{0: self.parts(layout)[0]}"), "test_a_stage_of_one_block_is_checkpointed"),
+        Bug("Problem.full_stages", returns("{0: stage_parts(self.model, layout.pp)[0]}"),
+            "test_a_stage_of_one_block_is_checkpointed"),
     "the last block of a stage keeps all of its activations":
         Bug("memory:predict", assign("is_end_known", "False"), "test_a_stage_of_one_block_is_checkpointed"),
     "gathers of any width are proposed":
@@ -54,8 +55,7 @@ PLANNER = {
         Bug("memory:predict", replace("0 if keep else gathered + reductions", "gathered + reductions"),
             "test_memory_of_published_runs"),
     "blocks of any model are its layers":
-        Bug("code:_blocks", replace("problem.user is None", "True"),
-            "test_blocks_in_two_places_have_no_code_that_changes_them"),
+        Bug("api:_blocks", returns('["layers"]'), "test_blocks_in_two_places_have_no_code_that_changes_them"),
     "experts of users have the range of dense models":
         Bug("Trace.has_experts", returns("False"), "test_a_mixture_by_function"),
     "any mask is causal":
@@ -71,11 +71,11 @@ PLANNER = {
         Bug("Setting._group", replace("rules.is_worth_a_group(mean, self.tokens, has_float8=has_float8)", "False"),
             "test_small_blocks_are_groups"),
     "small groups travel one by one":
-        Bug("Together.__init__",
-            replace("group_may_wait if of_groups else may_wait", "(lambda *_: False) if of_groups else may_wait"),
+        Bug("Together.submit",
+            replace("group_may_wait if is_group else may_wait", "(lambda *_: False) if is_group else may_wait"),
             f"{PLANNER_SIMULATION}::test_small_groups_travel_together"),
     "a block's backward reduces its gradients while others are reduced":
-        Bug("program:Reductions._launch", drop("self._retire(0)"), "test_a_group_is_gathered_freed_and_reduced_once"),
+        Bug("_GTPShard._launch_reduction", drop("self._retire(0)"), "test_a_group_is_gathered_freed_and_reduced_once"),
     "gradients of a group take no memory until they are packed":
         Bug("memory:_in_group", replace("sum(computed) - computed[0]", "0"),
             "test_gradients_of_a_group_wait_for_the_last_one"),

@@ -142,6 +142,11 @@ class Chain:
         self.begin()
 
 
+def window_of(schedule: Schedule) -> Window:
+    ahead = schedule.prefetch_depth, schedule.prefetch_nbytes
+    return Window(*ahead, schedule.coalesce_nbytes, schedule.expert_blocks_ahead)
+
+
 class Passes:
     """Knows the order of uses in each kind of pass."""
 
@@ -155,9 +160,7 @@ class Passes:
 
     def look_ahead(self, schedule: Schedule) -> None:
         """Let new plans gather as far ahead as ``schedule`` says."""
-        self._window = Window(
-            schedule.prefetch_depth, schedule.prefetch_nbytes, schedule.coalesce_nbytes, schedule.expert_blocks_ahead
-        )
+        self._window = window_of(schedule)
         self.backward = Chain(self._window, self._traits)  # until the first backward
 
     def _traits(self) -> list[Traits]:

@@ -312,20 +312,23 @@ def fits(waiting_nbytes: int, nbytes: int, limit: int) -> bool:
 
 
 class Together(Generic[T]):
-    """The gradients of one lane, where all may join each other, see [Note: which gradients travel together].
+    """The gradients of one lane, where all of groups may join each other, and all others, see [Note: which gradients
+    travel together].
 
     The runtime asks the functions above: it launches those that wait before it makes the next one."""
 
-    def __init__(self, limit: int, *, of_groups: bool = False) -> None:
+    def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._may_wait = group_may_wait if of_groups else may_wait
         self.waiting: list[T] = []
         self._nbytes = 0
+        self._are_groups = False  # what waits
 
-    def submit(self, gradient: T, nbytes: int) -> list[list[T]]:
+    def submit(self, gradient: T, nbytes: int, *, is_group: bool) -> list[list[T]]:
         """What a gradient launches: those that wait and do not take it along, and itself if it travels alone."""
-        is_alone = not self._may_wait(nbytes, self._limit)
-        launches = self.flush() if is_alone or not fits(self._nbytes, nbytes, self._limit) else []
+        is_alone = not (group_may_wait if is_group else may_wait)(nbytes, self._limit)
+        joins = is_group == self._are_groups and fits(self._nbytes, nbytes, self._limit)
+        launches = [] if joins and not is_alone else self.flush()
+        self._are_groups = is_group
         if is_alone:
             return [*launches, [gradient]]
         self.waiting.append(gradient)

@@ -1,7 +1,5 @@
 """Predicts time and memory of a step, and searches the axes of a job: ``python -m dtensor_gtp.help planner``."""
 
-from __future__ import annotations
-
 from .errors import PlanError
 from .evaluate import Answer
 from .job import Job, Layout

@@ -40,9 +40,7 @@ from .recorder import Recorder
 from .setting import Setting
 from .trace import Part, record_reference, repeated
 
-_CALIBRATED_SPREAD = 0.1
 _GPU_SIZES, _CPU_SIZES = (1 << 20, 1 << 26, 1 << 28), (1 << 12, 1 << 16, 1 << 20)
-_BESIDE_NBYTES = 1 << 26
 _TENSORS = 8
 
 
@@ -61,7 +59,7 @@ def calibrate(path: Path, *, device_type: str | None = None, clock: Clock | None
             base = replace(base, peak_tflops={"bf16": peak / 1e12}, hbm_gb_s=memory / 1e9)
         engine, on_network = None, 1
         if mesh.size() > 1:
-            base = replace(base, spread=_CALIBRATED_SPREAD)
+            base = replace(base, spread=0.1)
             links = Links(clock, mesh.get_group(), samples)
             links.sizes("fast")
             links.host()
@@ -123,7 +121,7 @@ class Links:
         self._device, self._size = clock.device, group.size()
         self._is_gpu = clock.device.type == "cuda"
         self._sizes = _GPU_SIZES if self._is_gpu else _CPU_SIZES
-        self._beside = _BESIDE_NBYTES if self._is_gpu else 1 << 16
+        self._beside = 1 << 26 if self._is_gpu else 1 << 16
 
     def _bytes(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=self._device)

@@ -47,8 +47,7 @@ class Clock:
         return self.time(work)
 
     def time_with(self, work: Work, calls: int, other: Work, other_calls: int, *, joins: bool) -> float | None:
-        """Of ``calls``, while ``other`` runs on another stream; with ``joins`` of all calls of both, which begin
-        together. None if this device has no streams."""
+        """Of ``calls`` beside ``other`` on another stream; ``joins``: of all of both. None if there are no streams."""
         return None
 
 
@@ -122,8 +121,7 @@ class EventClock(Clock):
 
 
 class Sample(NamedTuple):
-    """One measurement: how much of something took how many seconds. What is counted depends on the kind: operations of
-    a GEMM, bytes that a kernel reads and writes or a rank receives, kernels, calls, weights."""
+    """How much took how many seconds: operations of a GEMM, bytes touched or received, kernels, calls, weights."""
 
     amount: float
     seconds: float
@@ -202,8 +200,7 @@ def _compute(machine: Machine, samples: Samples) -> dict[str, Any]:
 
 
 def _host(samples: Samples, together: int) -> dict[str, Any]:
-    """A sharded weight costs the host two uses and three launches: two gathers and a reduction. Copies are launched for
-    ``together`` weights at once, and so are collectives of ``fully_shard``."""
+    """A sharded weight costs two uses, two gathers and a reduction; copies and ``fully_shard`` launch ``together``."""
     kinds = ("op", "collective", "plain layer", "sharded layer", "copied layer", "fully_shard layer")
     op, call, plain, sharded, copied, fully = (samples.seconds(f"host: {kind}") for kind in kinds)
     found = {"op_us": op, "collective_us": call}

@@ -14,21 +14,13 @@ from typing import Any, NoReturn
 
 from .._howto import printable
 from .._progress import Progress
-from .api import as_svg, duration, plan
+from .api import as_svg, duration, plan, snippet
 from .errors import PlanError, expect
 from .job import AXES, Job
 from .machine import load_machine, preset_names, write_text
 from .model import PRESETS
 
 _LOG = logging.getLogger(__name__)
-_EPILOG = """\
-examples:
-  gtp-plan llama3-70b --machine h100 --gpus 256 --global-batch 512
-  gtp-plan path/to/config.json --machine h200 --gpus 64 --tp 4 --code
-  gtp-plan mypackage.models:build --gpus 8 --explain step
-  torchrun --nproc-per-node 2 -m dtensor_gtp.plan --calibrate mine.json
-  gtp-plan llama3-8b --machine mine.json --gpus 8
-"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -43,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="gtp-plan",
         description="Will it fit, how fast, on how many GPUs, and with which axes: predicted without a GPU.",
-        epilog=_EPILOG,
+        epilog=snippet("examples"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument

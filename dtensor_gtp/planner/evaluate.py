@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -24,43 +23,36 @@ from .user_model import UserModel
 @dataclass(frozen=True)
 class Problem:
     job: Job  # what is asked for
-    config: ModelConfig | None  # the sizes of the model; None for a model of the user's own code
+    model: ModelConfig | UserModel  # the sizes of a decoder, or a model of the user's own code
     machine: Machine  # the GPUs
-    user: UserModel | None = None  # such a model
 
     @functools.cached_property
     def whole(self) -> Trace:
         """What a rank alone would compute of one sequence."""
-        return self.trace(Layout(), self.parts(Layout())[0])
-
-    def parts(self, layout: Layout) -> list[Part]:
-        """The stages of a layout; one that is not known in blocks for a model of the user's own code."""
-        return [Part(())] if self.config is None else stage_parts(self.config, layout.pp)
+        return self.trace(Layout(), self.slowest(Layout()))
 
     def slowest(self, layout: Layout) -> Part:
         """The stage with most to compute: one with the head, or the one with most blocks."""
-        return max(self.parts(layout), key=lambda part: (len(part.kinds), part.is_last))
+        return max(stage_parts(self.model, layout.pp), key=lambda part: (len(part.kinds), part.is_last))
 
     def full_stages(self, layout: Layout) -> dict[int, Part]:
-        """The stages that may be the fullest, by number: the first has most microbatches, the last the logits, the
-        first of those with most mixtures most parameters."""
-        parts = self.parts(layout)
+        """Those that may be the fullest, by number: with most microbatches, the logits, or first with most mixtures."""
+        parts = stage_parts(self.model, layout.pp)
         mixtures = [sum(part.kinds) for part in parts]
         return {number: parts[number] for number in {0, len(parts) - 1, mixtures.index(max(mixtures))}}
 
     def trace(self, layout: Layout, part: Part) -> Trace:
         """What a rank of a stage computes in one microbatch."""
-        if self.config is None:
-            assert self.user is not None
-            trace = with_loss(self.user.trace(layout.tp), self.job.loss).times(layout.micro_batch)
+        if isinstance(self.model, UserModel):
+            trace = with_loss(self.model.trace(layout.tp), self.job.loss).times(layout.micro_batch)
         else:
             sizes = self.job.seq_len, layout.tp, layout.cp, layout.ep
-            trace = repeated(_recorded(self.config, layout.micro_batch, sizes, self.job.loss), self.config, part)
+            trace = repeated(_recorded(self.model, layout.micro_batch, sizes, self.job.loss), self.model, part)
         return checkpointed(trace, layout.checkpoint)
 
     def setting(self, layout: Layout, part: Part) -> Setting:
         job, tokens = self.job, self.job.seq_len // layout.cp
-        choices = 0 if self.config is None or job.dispatch == "rows" else self.config.experts_per_token
+        choices = 0 if job.dispatch == "rows" else self.model.experts_per_token
         is_rowwise = job.recipe == "float8_rowwise"
         costs = Costs(self.machine, layout.axes(), job.precision, job.is_compiled, is_rowwise, tokens, choices)
         policy = SchedulePolicy(memory=job.memory)  # type: ignore[arg-type]  # a job has checked it
@@ -72,9 +64,7 @@ class Problem:
 
     def virtual_stages(self, layout: Layout) -> int:
         """Chunks of a stage in an interleaved schedule: by default a block each."""
-        if self.config is None:
-            return 1
-        most = max((self.config.layers + 2) // layout.pp, 1)
+        most = max((self.model.layers + 2) // layout.pp, 1)
         return min(self.job.virtual_stages or most, most)
 
     def inflight(self, layout: Layout, number: int, num_microbatches: int) -> float:
@@ -86,6 +76,37 @@ class Problem:
             chunks = self.virtual_stages(layout)
             held = ((chunks - 1) * layout.pp + 2 * after + 1) / chunks
         return min(held, num_microbatches)
+
+    def refusal(self, layout: Layout) -> str | None:
+        """Why a layout cannot be, before anything is computed; None if it can."""
+        job, model = self.job, self.model
+        tp, pp, cp, ep, expert_gtp = layout.tp, layout.pp, layout.cp, layout.ep, layout.expert_gtp
+        stage, experts, domain = layout.ranks // pp, ep * expert_gtp, self.machine.gpus_per_domain
+        if layout.ranks != job.gpus:
+            return f"{layout.ranks} ranks on {job.gpus} GPUs"
+        if isinstance(model, UserModel):
+            rules: dict[str, object] = {
+                "pp: plan does not know where to cut the forward of your model": pp > 1,
+                "cp: the attention of your model does not exchange keys and values": cp > 1,
+                "ep: plan knows experts only from a configuration": ep > 1,
+                "expert_gtp: plan knows experts only from a configuration": expert_gtp > 1,
+            }
+        else:
+            heads, kv_heads, hidden, vocabulary = model.heads, model.kv_heads, model.hidden_dim, model.vocab_size
+            rules = {
+                f"tp {tp} does not divide {heads} heads and {kv_heads} of keys and values": heads % tp or kv_heads % tp,
+                f"tp {tp} does not divide the feed-forward or the vocabulary": hidden % tp or vocabulary % tp,
+                f"pp {pp} has more stages than the model has layers ({model.layers})": pp > model.layers,
+                f"cp {cp} and tp {tp} do not divide {job.seq_len} tokens": job.seq_len % (cp * tp),
+                "ep without experts": not model.experts and experts > 1,
+                f"ep {ep} does not divide {model.experts} experts": model.experts % ep,
+                f"ep {ep} and expert_gtp {expert_gtp} do not divide the {stage} ranks of a stage": stage % experts,
+            }
+        rules[f"tp {tp} leaves the fast link of {domain} GPUs"] = tp > domain
+        batch = f"{layout.data_ranks} data ranks with {layout.micro_batch} sequences each do not divide {job.batch}"
+        rules[batch] = job.batch % (layout.data_ranks * layout.micro_batch)
+        reason = next((reason for reason, is_broken in rules.items() if is_broken), None)
+        return model.refuses(tp) if reason is None and isinstance(model, UserModel) else reason
 
 
 @dataclass(frozen=True)
@@ -148,9 +169,9 @@ class Answer:
 
 
 @functools.lru_cache(maxsize=64)
-def stage_parts(config: ModelConfig, pp: int) -> list[Part]:
-    """The blocks of each stage. Embedding and head count as a block each where there is a pipeline."""
-    kinds = config.kinds
+def stage_parts(model: ModelConfig | UserModel, pp: int) -> list[Part]:
+    """The blocks of each stage, none for a user's model. Embedding and head count as a block each in a pipeline."""
+    kinds = model.kinds
     if pp == 1:
         return [Part(tuple(kinds))]
     sizes = [(len(kinds) + 2) // pp] * pp
@@ -176,8 +197,8 @@ def _recorded(config: ModelConfig, batch: int, sizes: tuple[int, int, int, int],
     return record_reference(config, *others, few, loss).times(batch).with_weights(shared)
 
 
-def memory_of(problem: Problem, layout: Layout, enough: float = math.inf) -> Memory:
-    """Of the fullest rank, or of the first one that needs more than is ``enough``."""
+def memory_of(problem: Problem, layout: Layout) -> Memory:
+    """Of the fullest rank."""
     found = []
     num, optimizer_nbytes = layout.num_microbatches(problem.job), OPTIMIZERS[problem.job.optimizer]
     for number, part in problem.full_stages(layout).items():
@@ -189,8 +210,6 @@ def memory_of(problem: Problem, layout: Layout, enough: float = math.inf) -> Mem
         few, more = memories[0], memories[-1]
         continued = (large + (large - small) * left // grown for small, large in zip(few[:-1], more[:-1], strict=True))
         found.append(Memory._make((*continued, more.moment)))
-        if found[-1].total > enough:
-            break
     return max(found, key=lambda memory: memory.total)
 
 
@@ -210,7 +229,9 @@ def evaluate(problem: Problem, layout: Layout, memory: Memory | None = None) -> 
         other = measure(setting, schedule, is_last=False)
     if job.dispatch == "hidden" and num > 1:
         last, other = last.hiding("ep"), other.hiding("ep")
-    total = _with_bubble(last.plus(other, num - 1), other, problem, layout)
+    total = last.plus(other, num - 1)
+    if layout.pp > 1:
+        total = _with_bubble(total, other, setting, layout.pp, problem.virtual_stages(layout), num)
     optimizer = _optimizer_ms(setting, OPTIMIZERS[job.optimizer])
     total.exposed["optimizer"] = optimizer
     if job.shards_optimizer:
@@ -229,11 +250,10 @@ def evaluate(problem: Problem, layout: Layout, memory: Memory | None = None) -> 
 
 
 def fully_shard_ms(problem: Problem, answer: Answer) -> float | None:
-    """The same step with ``fully_shard`` on each block and the root; None where its model does not hold: for other axes
-    than gtp, for recomputation, recipes and CUDA graphs."""
+    """The same step with ``fully_shard``; None for other axes than gtp, for recomputation, recipes and CUDA graphs."""
     layout, job = answer.layout, problem.job
     is_plain = layout.checkpoint == "none" and job.quantization is None and not job.is_captured
-    setting = problem.setting(layout, problem.parts(layout)[0])
+    setting = problem.setting(layout, problem.slowest(layout))
     is_first, *are_tables = [weight.is_table for weight in setting.trace.weights]
     has_blocks = bool(setting.trace.blocks) and is_first and not any(are_tables)
     has_others = layout.ranks * layout.ep * layout.expert_gtp > layout.gtp
@@ -244,19 +264,15 @@ def fully_shard_ms(problem: Problem, answer: Answer) -> float | None:
     return ms * (1 + problem.machine.straggling(job.gpus))
 
 
-def _with_bubble(total: Parts, one: Parts, problem: Problem, layout: Layout) -> Parts:
+def _with_bubble(total: Parts, one: Parts, setting: Setting, pp: int, chunks: int, num: int) -> Parts:
     """Stages wait for the first microbatch to come and for the last one to leave, and send activations."""
-    if layout.pp == 1:
-        return total
-    job = problem.job
-    assert problem.config is not None
-    nbytes = layout.micro_batch * job.seq_len // (layout.cp * layout.tp) * problem.config.dim * 2
     # Two ranks that exchange messages of this size are an all-gather.
-    neighbours, chunks = Axis(2, layout.axes()["pp"].stride), problem.virtual_stages(layout)
-    send = 2 * Costs(problem.machine).gather_ms(2 * nbytes, neighbours)
+    neighbours = setting.costs.axis("pp")._replace(size=2)
+    nbytes = 2 * setting.trace.input_nbytes
+    send = 2 * setting.costs.gather_ms(nbytes, neighbours)
     # A message hides behind the other microbatches, but where the pipeline fills and drains.
-    bubble = (layout.pp - 1) / chunks * one.ms + 2 * (layout.pp - 1) * send
-    received = {"pp": 2 * nbytes * layout.num_microbatches(job) * chunks}
+    bubble = (pp - 1) / chunks * one.ms + 2 * (pp - 1) * send
+    received = {"pp": nbytes * num * chunks}
     return Parts(total.ms + bubble, total.exposed | {"bubble": bubble}, total.received | received)
 
 
@@ -280,8 +296,7 @@ def _gather_parameters(setting: Setting, total: Parts) -> float:
 
 
 class Ground(NamedTuple):
-    """How far a time of one kind may be off: over the published runs of that kind, with a margin
-    (tests/planner/planner_data/published_rows.json)."""
+    """How far a time of one kind may be off: by tests/planner/planner_data/published_rows.json, with a margin."""
 
     kind: str  # for people
     least: float  # least time of a step, as a share of the prediction

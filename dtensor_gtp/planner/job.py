@@ -11,8 +11,6 @@ from ..policy import Memory
 from ..quant.recipes import RECIPES, Recipe
 from .costs import Axis
 from .errors import expect
-from .machine import Machine
-from .model import ModelConfig
 
 AXES = ("pp", "replicate", "cp", "gtp", "tp", "ep", "expert_gtp")
 # Logits and the loss in fp32, as most code has them; in bf16; in chunks of tokens; in a kernel that makes no logits.
@@ -193,33 +191,3 @@ class Layout:
     def describe(self) -> str:
         """The axes that are larger than one, as text."""
         return ", ".join(f"{name} {getattr(self, name)}" for name in AXES if getattr(self, name) > 1) or "one GPU"
-
-
-def refusal(layout: Layout, job: Job, config: ModelConfig | None, machine: Machine) -> str | None:
-    """Why a layout cannot be, before anything is computed; None if it can. ``config`` is None for a user's model."""
-    tp, pp, cp, ep, expert_gtp = layout.tp, layout.pp, layout.cp, layout.ep, layout.expert_gtp
-    stage, experts, domain, data_ranks = layout.ranks // pp, ep * expert_gtp, machine.gpus_per_domain, layout.data_ranks
-    if layout.ranks != job.gpus:
-        return f"{layout.ranks} ranks on {job.gpus} GPUs"
-    if config is None:
-        rules: dict[str, object] = {
-            "pp: plan does not know where to cut the forward of your model": pp > 1,
-            "cp: the attention of your model does not exchange keys and values": cp > 1,
-            "ep: plan knows experts only from a configuration": ep > 1,
-            "expert_gtp: plan knows experts only from a configuration": expert_gtp > 1,
-        }
-    else:
-        heads, kv_heads, hidden, vocabulary = config.heads, config.kv_heads, config.hidden_dim, config.vocab_size
-        rules = {
-            f"tp {tp} does not divide {heads} heads and {kv_heads} of keys and values": heads % tp or kv_heads % tp,
-            f"tp {tp} does not divide the feed-forward or the vocabulary": hidden % tp or vocabulary % tp,
-            f"pp {pp} has more stages than the model has layers ({config.layers})": pp > config.layers,
-            f"cp {cp} and tp {tp} do not divide {job.seq_len} tokens": job.seq_len % (cp * tp),
-            "ep without experts": not config.experts and experts > 1,
-            f"ep {ep} does not divide {config.experts} experts": config.experts % ep,
-            f"ep {ep} and expert_gtp {expert_gtp} do not divide the {stage} ranks of a stage": stage % experts,
-        }
-    rules[f"tp {tp} leaves the fast link of {domain} GPUs"] = tp > domain
-    batch = f"{data_ranks} data ranks with {layout.micro_batch} sequences each do not divide {job.batch}"
-    rules[batch] = job.batch % (data_ranks * layout.micro_batch)
-    return next((reason for reason, is_broken in rules.items() if is_broken), None)

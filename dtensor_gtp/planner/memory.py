@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from .._comm.collectives import enough_nbytes, round_nbytes
@@ -43,6 +44,11 @@ class Use(NamedTuple):
     def buffer(self) -> int:
         return 0 if self.is_in_ring else self.wgrad
 
+    @property
+    def pending(self) -> int:
+        """What there is while the full gradient waits for others; those of a group are not packed until then."""
+        return self.waiting + self.unreduced if self.waiting else self.buffer
+
 
 class Peak(NamedTuple):
     moment: str  # the pass, and the name of the weight that is in use, or was or will be
@@ -57,21 +63,16 @@ class Peak(NamedTuple):
         return sum(self[1:])
 
 
-def moments(
-    uses: Sequence[Use], state: int, max_inflight: int, together: int = 0, *, wgrad_first: bool = True
-) -> list[Peak]:
+def moments(uses: Sequence[Use], state: int, schedule: Schedule) -> list[Peak]:
     """The moments of a forward and backward that may be the fullest, in order; see :func:`predict_peak`."""
     found: list[Peak] = []
     grads = 0
-    waiting, groups = Together[Use](together), Together[Use](together, of_groups=True)
-    inflight: deque[list[Use]] = deque(maxlen=max_inflight)  # once it is full, the oldest are waited for
+    gradients = Together[Use](schedule.coalesce_grad_nbytes)
+    inflight = deque[list[Use]](maxlen=schedule.max_inflight_reduce_scatters)  # once full, the oldest are waited for
 
     def reducing() -> int:
         on_the_way = sum(use.buffer + use.sent for launch in inflight for use in launch)
-        return on_the_way + sum(use.buffer for use in waiting.waiting) + unpacked()
-
-    def unpacked() -> int:
-        return sum(use.waiting + use.unreduced for use in groups.waiting)
+        return on_the_way + sum(use.pending for use in gradients.waiting)
 
     def add(moment: str, use: Use, gathered: int, activations: int, wgrad: int = 0) -> None:
         found.append(Peak(f"{moment} of {use.name}", state, grads, gathered, wgrad, activations))
@@ -84,44 +85,40 @@ def moments(
         gathered, activations = use.gathered, use.activations
         before = reducing() + use.waiting
         add("before backward", use, gathered.before_backward, activations.before_backward, before)
-        if not wgrad_first:
+        if not schedule.wgrad_first:
             add("in backward", use, gathered.dgrad, activations.dgrad, before)
             # The gathered weight is freed, and the gradient of the input is there.
             released = gathered.wgrad if following is None else following.gathered.before_backward
             gathered, activations = gathered._replace(wgrad=released), activations._replace(wgrad=activations.dgrad)
         # The buffers of a reduction are made while as many as may be are in flight; then the oldest is waited for.
-        launches, buffer = list[list[Use]](), use.buffer
-        if use.waiting and not use.is_exchanged:  # of a group
-            held = unpacked() + use.waiting
-            launches = [*waiting.flush(), *groups.submit(use, use.wgrad)]
-            buffer = sum(other.buffer for launch in launches for other in launch)
-            if launches:  # compute has waited for all others
+        launches: list[list[Use]] = []
+        if not use.is_exchanged:
+            unpacked = sum(other.pending for other in gradients.waiting if other.waiting)
+            launches = gradients.submit(use, use.wgrad, is_group=use.waiting > 0)
+            if launches and use.waiting:  # of a group: compute has waited for all others
                 inflight.clear()
-                before = held
-        elif not use.is_exchanged:
-            launches = [*groups.flush(), *waiting.submit(use, use.wgrad)]
-        new_grads = sum(other.grad for launch in launches for other in launch) + use.grad * use.is_exchanged
-        new_buffers = new_grads + sum(other.sent for launch in launches for other in launch)
+                before = unpacked + use.waiting
+        launched = [other for launch in launches for other in launch]
+        buffer = sum(other.buffer for other in launched) if use.waiting else use.buffer
+        new_grads = sum(other.grad for other in launched) + use.grad * use.is_exchanged
+        new_buffers = new_grads + sum(other.sent for other in launched)
         add("in backward", use, gathered.wgrad, activations.wgrad, before + use.unreduced + buffer + new_buffers)
         inflight.extend(launches)
         grads += new_grads
-        if wgrad_first:
+        if schedule.wgrad_first:
             add("in backward", use, gathered.dgrad, activations.dgrad, reducing() + use.waiting)
     before = reducing()
-    if launches := [*waiting.flush(), *groups.flush()]:
+    if launches := gradients.flush():
         added = sum(other.sent + other.grad for launch in launches for other in launch)
         add("after backward", uses[0], uses[0].gathered.dgrad, uses[0].activations.dgrad, before + added)
     return found
 
 
-def predict_peak(
-    uses: Sequence[Use], state: int, max_inflight: int, together: int = 0, *, wgrad_first: bool = True
-) -> Peak:
-    """The fullest moment, by uses in the order of the forward; ``together`` is ``Schedule.coalesce_grad_nbytes``."""
+def predict_peak(uses: Sequence[Use], state: int, schedule: Schedule) -> Peak:
+    """The fullest moment, by uses in the order of the forward."""
     if not uses:
         raise ValueError("predict_peak expects at least one use of a weight, but got none.")
-    found = moments(uses, state, max_inflight, together, wgrad_first=wgrad_first)
-    return max(found, key=lambda moment: moment.total)
+    return max(moments(uses, state, schedule), key=lambda moment: moment.total)
 
 
 def make_use(item: Sharded, gathered: Amounts, reduce_nbytes: int, kind: str) -> Use:
@@ -145,8 +142,7 @@ def make_use(item: Sharded, gathered: Amounts, reduce_nbytes: int, kind: str) ->
 
 
 def make_lookup(item: Sharded, ends: tuple[int, int], tokens: int) -> Use:
-    """The first use of a forward, of a table that is not gathered: see ``embedding="exchange"``. ``ends`` are bytes of
-    gathered weights before the first use of forward and after the last one of backward."""
+    """The first use of a forward, of a table that exchanges rows; ``ends``: bytes there before and after all uses."""
     ahead, last = ends
     dim, amounts = item.weight.shape[1], item.weight.amounts
     # Rows of the shard and what they are cast to; in backward gradients of all ranks, and what those are cast to.
@@ -233,8 +229,8 @@ def predict(
     uses = _uses(setting, plan_step(setting, schedule), schedule)
     if num > 1:  # gradients of the shards stay from the first microbatch on
         uses = [use._replace(grad=0) for use in uses]
-    together = schedule.coalesce_grad_nbytes if setting.reduces_by(schedule, 0) != "all_to_all" else 0
-    peak = predict_peak(uses, 0, schedule.max_inflight_reduce_scatters, together, wgrad_first=schedule.wgrad_first)
+    is_alone = setting.reduces_by(schedule, 0) == "all_to_all"  # each gradient travels at once
+    peak = predict_peak(uses, 0, replace(schedule, coalesce_grad_nbytes=0) if is_alone else schedule)
     numel = sum(item.state_numel for item in weights) + trace.small_numel
     states = sum(map(setting.optimizer_numel, weights)) + trace.small_numel
     last = trace.weights[-1]

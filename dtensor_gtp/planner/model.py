@@ -7,7 +7,6 @@ embeddings in float32 and grouped-query or multi-head latent attention (DeepSeek
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
@@ -55,15 +54,13 @@ class ModelConfig:
     value_head_dim: int = _size("v_head_dim")  # of values, with latent attention
     is_tied: bool = False  # whether embedding and head are one matrix
     window: int = _size("sliding_window")  # tokens that attention looks back at; 0 for all
-    window_every: int = 0  # of so many blocks one looks at all tokens; 0 if all blocks have the window
 
     def looked_at(self, seq_len: int) -> float:
         """Of all pairs of tokens, the share that a block computes: half under a causal mask, less with a window."""
         if not 0 < self.window < seq_len:
             return 0.5
         part = self.window / seq_len
-        whole = 1 / self.window_every if self.window_every else 0.0
-        return (part - part * part / 2) * (1 - whole) + 0.5 * whole
+        return part - part * part / 2
 
     @property
     def kinds(self) -> list[bool]:
@@ -130,19 +127,8 @@ PRESETS: Mapping[str, ModelConfig] = {
 }
 
 
-def known_model(text: str) -> ModelConfig | None:
-    """The preset of that name, or the sizes of a ``config.json``; None if the text is something else."""
-    if text.lower() in PRESETS:
-        return PRESETS[text.lower()]
-    path = Path(text)
-    if os.path.isdir(text):  # false, too, of a name that no file can have
-        path /= "config.json"
-    return config_of_json(path) if path.suffix == ".json" else None
-
-
 class VocabularyLoss(torch.autograd.Function):
-    """What torch's ``loss_parallel`` computes on this rank's columns of the logits: its kernels are not fused, so
-    backward holds four tensors of their size at once."""
+    """torch's ``loss_parallel`` on this rank's logits. It is not fused, so backward holds four tensors of that size."""
 
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, targets_T: Tensor) -> Tensor:
@@ -176,8 +162,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class Collectives:
-    """The collectives of a layer, as the reference model calls them: an axis of one rank does nothing. In backward a
-    gather is a scatter, and the other way round."""
+    """The collectives of a layer; an axis of one rank does nothing. In backward a gather is a scatter."""
 
     def __init__(self, recorder: Recorder, tp: int, cp: int, ep: int) -> None:
         self._recorder, self._sizes = recorder, {Kind.TP: tp, Kind.CP: cp, Kind.EP: ep}
@@ -319,8 +304,7 @@ class _Block(nn.Module):
 
 
 class Reference(nn.Module):
-    """What one rank has of a decoder. ``kinds`` says of each block whether it is a mixture. A rank along cp has
-    ``num_tokens``, together with those along tp."""
+    """What one rank has of a decoder. ``kinds`` says which blocks are mixtures. Ranks of tp share ``num_tokens``."""
 
     def __init__(self, config: ModelConfig, kinds: list[bool], num_tokens: int, tp: int = 1, ep: int = 1) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ from .._schedule.plans import Plan, Together, Window
 from ..policy import Schedule
 from .costs import Load, Span, Stream, Task, Work, simulate
 from .recorder import Op
-from .setting import COMPUTE_NBYTES, PARAM_NBYTES, Setting, Sharded, Step, plan_step
+from .setting import COMPUTE_NBYTES, PARAM_NBYTES, Setting, Sharded, plan_step
 
 # A group costs the host as much as so many weights: fitted on Llama, BERT and GPT-2 (2 x H100, f6c622c).
 _GROUP = 6
@@ -126,135 +126,198 @@ class Program:
         return found
 
 
-class Gathers:
-    """The gathers of one pass, as ``_schedule.gathering`` launches them; ``kept`` has those that stay till backward."""
+class _GTPShard(Program):
+    """Gathers are launched as ``_schedule.gathering`` does, reductions as ``_schedule.reduce_gradients`` does."""
 
-    def __init__(self, tasks: Program, schedule: Schedule, plan: Plan, kept: dict[int, int]) -> None:
-        self._tasks, self._schedule, self._kept = tasks, schedule, kept
-        self._pending: dict[int, deque[int]] = {}  # tasks of gathers in flight, by weight
+    def __init__(self, setting: Setting, schedule: Schedule, *, is_last: bool) -> None:
+        super().__init__(setting)
+        self._schedule, self._is_last = schedule, is_last
+        self._step = plan_step(setting, schedule)
+        self._kept: dict[int, int] = {}  # gathers that stay from forward to backward, by unit
+        self._together: dict[int, Together[Sharded]] = {}  # gradients that wait for others, by lane
+        self._reducing: deque[int] = deque()
+
+    def forward_pass(self) -> None:
+        self._begin(self._step.forward)
+        for number, item in enumerate(self.setting.sharded):
+            self.operations(item.weight.before, "before", item)
+            unit = self.setting.unit_of[number]
+            if self.setting.is_exchanged(unit):
+                self._exchange_rows(item)
+            else:
+                self._use(number, is_kept=unit in self._step.kept)
+
+    def backward_pass(self) -> None:
+        setting, recomputed = self.setting, self._step.recomputed
+        self._begin(self._step.backward)
+        for number, item in reversed([*enumerate(setting.sharded)]):
+            again = recomputed.get(item.weight.block, ()) if setting.trace.ends_block(number) else ()
+            for other in setting.trace.numbers[item.weight.block] if again else ():
+                self.operations(setting.sharded[other].weight.before, "again before", setting.sharded[other])
+                if other in again:
+                    self._use(other)
+            self.operations(item.weight.backward, "before backward of", item)
+            unit = setting.unit_of[number]
+            group = setting.units[unit]
+            if setting.is_exchanged(unit):
+                self._exchange_grad(item)
+                continue
+            if group.is_group and number == group.members[-1]:
+                self.spend(self.host.use_us * _GROUP / 2)
+                if group.members[0] not in recomputed.get(item.weight.block, ()):
+                    self._gather(unit)
+            for part in item.gradients()[:: 1 if self._schedule.wgrad_first else -1]:
+                if not group.is_group:
+                    self.spend(self.host.use_us / 2)
+                    if part == "dgrad":
+                        self._gather(unit)
+                self.multiply(item, part)
+                if part == "wgrad" and not group.is_group:
+                    self._reduce(item)
+            if group.is_group and number == group.members[0]:
+                self.spend(self.host.use_us * _GROUP / 2)
+                self._reduce(group)
+
+    def finish(self) -> Program:
+        """Backward ends: compute waits for all reductions."""
+        for together in self._together.values():
+            for launch in together.flush():
+                self._launch_reduction(launch)
+        self._retire(0)
+        small, axis = self.setting.trace.small_numel * self.setting.reduce_nbytes, self.costs.axis("gtp")
+        if small:
+            self.spend(self.host.collective_us)
+            ms, load = self.costs.reduce_ms(small, axis), self.costs.load(axis, is_copy=False)
+            self.wait(self.add(Stream.SCATTER, load, ms, self.fork(), "whole parameters", "reductions"))
+        return self.end()
+
+    def _begin(self, plan: Plan) -> None:
+        """A pass begins with its first gathers."""
+        self._pending: dict[int, deque[int]] = {}  # gathers in flight, by unit
         self._chain = Chain(Window(0), tuple)  # the plan is given, so neither is used
         self._chain.plan = plan
         for positions in self._chain.expected():
             self._prefetch(positions)
 
-    def use(self, number: int, *, is_kept: bool = False) -> None:
+    def _use(self, number: int, *, is_kept: bool = False) -> None:
+        """The first weight of a unit is where it is gathered."""
+        unit = self.setting.unit_of[number]
+        group = self.setting.units[unit]
+        if number == group.members[0]:
+            self.spend(self.host.use_us * (_GROUP if group.is_group else 1))
+            self._gather(unit, is_kept=is_kept)
+        self.multiply(self.setting.sharded[number], "forward")
+
+    def _gather(self, unit: int, *, is_kept: bool = False) -> None:
         """A use begins: compute waits for its gather. Launches what follows."""
-        if number in self._kept:
-            done = self._kept.pop(number)
-        elif self._pending.get(number):
-            done = self._pending[number].popleft()
+        if unit in self._kept:
+            done = self._kept.pop(unit)
+        elif self._pending.get(unit):
+            done = self._pending[unit].popleft()
         else:
-            done = self._launch([number])
-        for launch in self._chain.advance(number, self._tasks.setting.units[number].lane) or ():
+            done = self._launch_gather([unit])
+        for launch in self._chain.advance(unit, self.setting.units[unit].lane) or ():
             self._prefetch(launch.positions)
         if is_kept:
-            self._kept[number] = done
-        self._tasks.wait(done)
+            self._kept[unit] = done
+        self.wait(done)
 
     def _prefetch(self, positions: Sequence[int]) -> None:
         uses = [self._chain.plan.uses[position] for position in positions]
         if missing := [use for use in uses if use not in self._kept]:
-            task = self._launch(missing)
-            for number in missing:
-                self._pending.setdefault(number, deque()).append(task)
+            task = self._launch_gather(missing)
+            for unit in missing:
+                self._pending.setdefault(unit, deque()).append(task)
 
-    def _launch(self, numbers: Sequence[int]) -> int:
-        tasks, costs = self._tasks, self._tasks.costs
-        weights = [tasks.setting.units[number] for number in numbers]
+    def _launch_gather(self, units: Sequence[int]) -> int:
+        weights = [self.setting.units[unit] for unit in units]
         first, names = weights[0], _names(weights)
-        is_copy = tasks.setting.gathers_by(self._schedule, first.lane) == "copy_engine"
-        tasks.spend(tasks.host.copy_us if is_copy and first.axis.size > 1 else tasks.host.collective_us)
+        is_copy = self.setting.gathers_by(self._schedule, first.lane) == "copy_engine"
+        self.spend(self.host.copy_us if is_copy and first.axis.size > 1 else self.host.collective_us)
         read_and_written = sum(weight.cast_nbytes for weight in weights)
-        cast_ms = (costs.cast_ms if first.is_quantized else costs.memory_ms)(read_and_written)
+        cast_ms = (self.costs.cast_ms if first.is_quantized else self.costs.memory_ms)(read_and_written)
         stream = Stream.EXPERT_GATHER if first.lane else Stream.GATHER
         if first.axis.size == 1 or not (is_copy or first.is_quantized):
-            cast = tasks.add(Stream.COMPUTE, Load.COMPUTE, cast_ms, label=f"cast {names}")
+            cast = self.add(Stream.COMPUTE, Load.COMPUTE, cast_ms, label=f"cast {names}")
         else:
-            cast = tasks.add(Stream.CAST if is_copy else stream, Load.KERNEL, cast_ms, tasks.fork(), f"cast {names}")
+            cast = self.add(Stream.CAST if is_copy else stream, Load.KERNEL, cast_ms, self.fork(), f"cast {names}")
         if first.axis.size == 1:
             return cast
         nbytes = sum(weight.wired for weight in weights)
         num = sum(len(weight.members) for weight in weights)
-        ms = costs.together_ms(nbytes, first.axis, num, is_copy=is_copy)
+        ms = self.costs.together_ms(nbytes, first.axis, num, is_copy=is_copy)
         label = f"gather {names}"
-        return tasks.transfer(stream, first.axis_name, nbytes, ms, [cast], label, "gathers", is_copy=is_copy)
+        return self.transfer(stream, first.axis_name, nbytes, ms, [cast], label, "gathers", is_copy=is_copy)
 
-
-class Reductions:
-    """The gradients of a backward, as ``_schedule.reduce_gradients`` sends them."""
-
-    def __init__(self, tasks: Program, schedule: Schedule, *, is_last: bool) -> None:
-        self._tasks, self._schedule, self._is_last = tasks, schedule, is_last
-        self._together: dict[tuple[int, bool], Together[Sharded]] = {}  # by lane, and whether they are groups
-        self._inflight: deque[int] = deque()
-
-    def submit(self, item: Sharded) -> None:
+    def _reduce(self, item: Sharded) -> None:
         """The gradient of a weight is there, or the backward of a block ends."""
-        self._flush((item.lane, not item.is_group))
-        together = self._together.setdefault(
-            (item.lane, item.is_group), Together(self._schedule.coalesce_grad_nbytes, of_groups=item.is_group)
-        )
-        for launch in together.submit(item, self._sent_nbytes([item]) if item.is_group else item.sent):
-            self._launch(launch)
-
-    def finish(self) -> None:
-        """Backward ends: compute waits for all of them."""
-        for key in self._together:
-            self._flush(key)
-        self._retire(0)
-
-    def _flush(self, key: tuple[int, bool]) -> None:
-        for launch in self._together[key].flush() if key in self._together else ():
-            self._launch(launch)
+        together = self._together.setdefault(item.lane, Together(self._schedule.coalesce_grad_nbytes))
+        nbytes = self._sent_nbytes([item]) if item.is_group else item.sent
+        for launch in together.submit(item, nbytes, is_group=item.is_group):
+            self._launch_reduction(launch)
 
     def _retire(self, most: int) -> None:
-        while len(self._inflight) > most:
-            self._tasks.wait(self._inflight.popleft())
+        while len(self._reducing) > most:
+            self.wait(self._reducing.popleft())
 
-    def _launch(self, weights: Sequence[Sharded]) -> None:
-        tasks, axis = self._tasks, weights[0].axis
+    def _launch_reduction(self, weights: Sequence[Sharded]) -> None:
+        axis, nbytes, names = weights[0].axis, self._sent_nbytes(weights), _names(weights)
         if weights[0].is_group:  # packed, once compute has waited for the last launch
             self._retire(0)
-            ms = tasks.costs.memory_ms(sum(group.gathered for group in weights) + self._sent_nbytes(weights))
-            tasks.add(Stream.COMPUTE, Load.COMPUTE, ms, label=f"pack {_names(weights)}")
+            ms = self.costs.memory_ms(sum(group.gathered for group in weights) + nbytes)
+            self.add(Stream.COMPUTE, Load.COMPUTE, ms, label=f"pack {names}")
         self._retire(self._schedule.max_inflight_reduce_scatters - 1)
-        is_copy = tasks.setting.reduces_by(self._schedule, weights[0].lane) == "copy_engine"
-        tasks.spend(tasks.host.copy_us if is_copy else tasks.host.collective_us)
-        nbytes = self._sent_nbytes(weights)
-        label, name = f"reduce {_names(weights)}", weights[0].axis_name
-        after = tasks.fork()
+        is_copy = self.setting.reduces_by(self._schedule, weights[0].lane) == "copy_engine"
+        self.spend(self.host.copy_us if is_copy else self.host.collective_us)
+        label, name, after = f"reduce {names}", weights[0].axis_name, self.fork()
         if axis.size > 1:
-            ms = tasks.costs.together_ms(nbytes, axis, len(weights), is_copy=is_copy, is_reduction=True)
-            after = [tasks.transfer(Stream.SCATTER, name, nbytes, ms, after, label, "reductions", is_copy=is_copy)]
+            ms = self.costs.together_ms(nbytes, axis, len(weights), is_copy=is_copy, is_reduction=True)
+            after = [self.transfer(Stream.SCATTER, name, nbytes, ms, after, label, "reductions", is_copy=is_copy)]
         shard = sum(weight.shard_numel for weight in weights)
         # The sum of the addends; else the reduced rows are cast to the dtype of the parameter.
-        has_addends = is_copy or tasks.setting.sends_narrow(self._schedule, weights[0])
-        read = nbytes if has_addends else shard * tasks.setting.reduce_nbytes
-        self.sum_up(weights, after, read + shard * PARAM_NBYTES)
+        has_addends = is_copy or self.setting.sends_narrow(self._schedule, weights[0])
+        read = nbytes if has_addends else shard * self.setting.reduce_nbytes
+        self._sum_up(weights, after, read + shard * PARAM_NBYTES)
 
     def _sent_nbytes(self, weights: Sequence[Sharded]) -> int:
-        if self._tasks.setting.sends_narrow(self._schedule, weights[0]):
+        if self.setting.sends_narrow(self._schedule, weights[0]):
             return sum(each.weight.numel for each in weights) * COMPUTE_NBYTES
         return sum(weight.sent for weight in weights)
 
-    def sum_up(self, weights: Sequence[Sharded], after: Sequence[int], nbytes: float) -> None:
+    def _sum_up(self, weights: Sequence[Sharded], after: Sequence[int], nbytes: float) -> None:
         """What follows a reduce-scatter: a kernel that touches ``nbytes``, and what replicas exchange."""
-        tasks, costs, names = self._tasks, self._tasks.costs, _names(weights)
-        is_copy = tasks.setting.reduces_by(self._schedule, weights[0].lane) == "copy_engine"
-        stream = Stream.FINISH if is_copy else Stream.SCATTER
-        done = tasks.add(stream, Load.KERNEL, costs.memory_ms(nbytes), after, f"sum {names}", "reductions")
+        is_copy = self.setting.reduces_by(self._schedule, weights[0].lane) == "copy_engine"
+        stream, names = Stream.FINISH if is_copy else Stream.SCATTER, _names(weights)
+        done = self.add(stream, Load.KERNEL, self.costs.memory_ms(nbytes), after, f"sum {names}", "reductions")
         name = weights[0].replicas
-        replicas = costs.axis(name)
+        replicas = self.costs.axis(name)
         if self._is_last and replicas.size > 1:
-            shard = sum(weight.shard_numel for weight in weights) * tasks.setting.reduce_nbytes
-            tasks.spend(tasks.host.collective_us)
-            if tasks.setting.shards_optimizer:  # each replica takes its part of the sum
-                ms, label = costs.scatter_ms(shard, replicas), f"reduce-scatter {names}"
+            shard = sum(weight.shard_numel for weight in weights) * self.setting.reduce_nbytes
+            self.spend(self.host.collective_us)
+            if self.setting.shards_optimizer:  # each replica takes its part of the sum
+                ms, label = self.costs.scatter_ms(shard, replicas), f"reduce-scatter {names}"
             else:
-                ms, label = costs.reduce_ms(shard, replicas), f"all-reduce {names}"
+                ms, label = self.costs.reduce_ms(shard, replicas), f"all-reduce {names}"
                 shard *= 2
-            done = tasks.transfer(stream, name, shard, ms, [done], label, "replicas")
-        self._inflight.append(done)
+            done = self.transfer(stream, name, shard, ms, [done], label, "replicas")
+        self._reducing.append(done)
+
+    def _exchange_rows(self, item: Sharded) -> None:
+        """A lookup by exchange: ids are gathered, rows are looked up for all ranks and reduce-scattered."""
+        nbytes = item.axis.size * self.setting.tokens * item.weight.shape[1] * COMPUTE_NBYTES
+        self.spend(self.host.use_us + 2 * self.host.collective_us)
+        self.add(Stream.COMPUTE, Load.COMPUTE, self.costs.memory_ms(3 * nbytes), label=f"look up {item.name}")
+        ms = self.costs.gather_ms(nbytes, item.axis)
+        self.transfer(Stream.COMPUTE, item.axis_name, nbytes, ms, (), f"exchange {item.name}", "lookup")
+
+    def _exchange_grad(self, item: Sharded) -> None:
+        nbytes = item.axis.size * self.setting.tokens * item.weight.shape[1] * COMPUTE_NBYTES
+        self.spend(self.host.use_us + self.host.collective_us)
+        ms, label = self.costs.gather_ms(nbytes, item.axis), f"exchange {item.name}"
+        self.wait(self.transfer(Stream.GATHER, item.axis_name, nbytes, ms, self.fork(), label, "lookup"))
+        sums = self.costs.memory_ms(3 * nbytes + 2 * item.shard_numel * PARAM_NBYTES)
+        self.add(Stream.COMPUTE, Load.COMPUTE, sums, label=f"wgrad {item.name}")
+        self._sum_up([item], self.fork(), 2 * item.shard_numel * PARAM_NBYTES)
 
 
 def build_compute(setting: Setting) -> Program:
@@ -269,87 +332,12 @@ def build_compute(setting: Setting) -> Program:
 
 def build(setting: Setting, schedule: Schedule, *, is_last: bool = True) -> Program:
     """One forward and backward. ``is_last``: gradients are summed over replicas too."""
-    step, tasks = plan_step(setting, schedule), Program(setting)
-    kept: dict[int, int] = {}
-    gathers = Gathers(tasks, schedule, step.forward, kept)
-    for number, item in enumerate(setting.sharded):
-        tasks.operations(item.weight.before, "before", item)
-        unit = setting.unit_of[number]
-        if setting.is_exchanged(unit):
-            _exchange_rows(tasks, item)
-        else:
-            _use(tasks, gathers, number, is_kept=unit in step.kept)
+    tasks = _GTPShard(setting, schedule, is_last=is_last)
+    tasks.forward_pass()
     tasks.operations(setting.trace.loss, "loss")
-    reductions = Reductions(tasks, schedule, is_last=is_last)
-    _backward(tasks, Gathers(tasks, schedule, step.backward, kept), reductions, step, schedule)
+    tasks.backward_pass()
     tasks.operations(setting.trace.tail, "backward of the input")
-    reductions.finish()
-    small, axis = setting.trace.small_numel * setting.reduce_nbytes, setting.costs.axis("gtp")
-    if small:
-        tasks.spend(tasks.host.collective_us)
-        ms, load = setting.costs.reduce_ms(small, axis), setting.costs.load(axis, is_copy=False)
-        tasks.wait(tasks.add(Stream.SCATTER, load, ms, tasks.fork(), "whole parameters", "reductions"))
-    return tasks.end()
-
-
-def _use(tasks: Program, gathers: Gathers, number: int, *, is_kept: bool = False) -> None:
-    """The first weight of a unit is where it is gathered."""
-    unit = tasks.setting.unit_of[number]
-    group = tasks.setting.units[unit]
-    if number == group.members[0]:
-        tasks.spend(tasks.host.use_us * (_GROUP if group.is_group else 1))
-        gathers.use(unit, is_kept=is_kept)
-    tasks.multiply(tasks.setting.sharded[number], "forward")
-
-
-def _exchange_rows(tasks: Program, item: Sharded) -> None:
-    """A lookup by exchange: ids are gathered, rows are looked up for all ranks and reduce-scattered."""
-    nbytes = item.axis.size * tasks.setting.tokens * item.weight.shape[1] * COMPUTE_NBYTES
-    tasks.spend(tasks.host.use_us + 2 * tasks.host.collective_us)
-    tasks.add(Stream.COMPUTE, Load.COMPUTE, tasks.costs.memory_ms(3 * nbytes), label=f"look up {item.name}")
-    ms = tasks.costs.gather_ms(nbytes, item.axis)
-    tasks.transfer(Stream.COMPUTE, item.axis_name, nbytes, ms, (), f"exchange {item.name}", "lookup")
-
-
-def _backward(tasks: Program, gathers: Gathers, reductions: Reductions, step: Step, schedule: Schedule) -> None:
-    setting = tasks.setting
-    for number, item in reversed([*enumerate(setting.sharded)]):
-        again = step.recomputed.get(item.weight.block, ()) if setting.trace.ends_block(number) else ()
-        for other in setting.trace.numbers[item.weight.block] if again else ():
-            tasks.operations(setting.sharded[other].weight.before, "again before", setting.sharded[other])
-            if other in again:
-                _use(tasks, gathers, other)
-        tasks.operations(item.weight.backward, "before backward of", item)
-        unit = setting.unit_of[number]
-        group = setting.units[unit]
-        if setting.is_exchanged(unit):
-            _exchanged_grad(tasks, reductions, item)
-            continue
-        if group.is_group and number == group.members[-1]:
-            tasks.spend(tasks.host.use_us * _GROUP / 2)
-            if group.members[0] not in step.recomputed.get(item.weight.block, ()):
-                gathers.use(unit)
-        for part in item.gradients()[:: 1 if schedule.wgrad_first else -1]:
-            if not group.is_group:
-                tasks.spend(tasks.host.use_us / 2)
-                if part == "dgrad":
-                    gathers.use(unit)
-            tasks.multiply(item, part)
-            if part == "wgrad" and not group.is_group:
-                reductions.submit(item)
-        if group.is_group and number == group.members[0]:
-            tasks.spend(tasks.host.use_us * _GROUP / 2)
-            reductions.submit(group)
-
-
-def _exchanged_grad(tasks: Program, reductions: Reductions, item: Sharded) -> None:
-    nbytes = item.axis.size * tasks.setting.tokens * item.weight.shape[1] * COMPUTE_NBYTES
-    tasks.spend(tasks.host.use_us + tasks.host.collective_us)
-    ms, label = tasks.costs.gather_ms(nbytes, item.axis), f"exchange {item.name}"
-    tasks.wait(tasks.transfer(Stream.GATHER, item.axis_name, nbytes, ms, tasks.fork(), label, "lookup"))
-    sums = tasks.costs.memory_ms(3 * nbytes + 2 * item.shard_numel * PARAM_NBYTES)
-    tasks.add(Stream.COMPUTE, Load.COMPUTE, sums, label=f"wgrad {item.name}")
-    reductions.sum_up([item], tasks.fork(), 2 * item.shard_numel * PARAM_NBYTES)
+    return tasks.finish()
 
 
 def _names(weights: Sequence[Sharded]) -> str:

@@ -143,9 +143,6 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return numel * tensor.element_size()
 
 
-_BACKWARD_OF_ATTENTION = 2.5  # five GEMMs instead of two
-
-
 class _Use(torch.autograd.Function):
     """A matrix in use: its own gradient is not computed, and only the input is saved."""
 
@@ -206,7 +203,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, *_saved = ctx.saved_tensors
-        ctx.recorder.note(Op(Kind.ATTENTION, flops=_BACKWARD_OF_ATTENTION * ctx.flops))
+        ctx.recorder.note(Op(Kind.ATTENTION, flops=2.5 * ctx.flops))  # five GEMMs instead of two
         grad_query = torch.empty_like(query)
         # Sums in fp32, and for grouped heads first gradients of keys and values for each head of queries.
         _sums = [query.new_empty(shape, dtype=torch.float32) for shape in (query.shape, query.shape[:-1])]

@@ -14,9 +14,10 @@ from typing import Any
 from .costs import Costs
 from .errors import PlanError
 from .evaluate import Answer, Problem, evaluate, is_too_wide, memory_of
-from .job import AXES, CHECKPOINTS, OPTIMIZERS, Job, Layout, refusal
+from .job import AXES, CHECKPOINTS, OPTIMIZERS, Job, Layout
 from .machine import GIB, load_machine, preset_names
 from .memory import FRAGMENTS
+from .model import ModelConfig
 from .setting import PARAM_NBYTES
 from .timing import compute_ms
 from .trace import Part
@@ -42,8 +43,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Found:
-    # The fastest of each family (equal pp, cp, tp and ep). If none fits, those that leaner code could run.
-    answers: tuple[Answer, ...]
+    answers: tuple[Answer, ...]  # the fastest of each family; if none fits, those that leaner code could run
     refused: tuple[Refused, ...]  # the most frequent first
     closest: Answer | None  # of those that do not fit, the one that lacks least memory; None if one fits
     num_layouts: int  # how many were considered
@@ -55,12 +55,12 @@ Report = Callable[[int, int, int], None]  # simulated, all, seconds
 
 
 def layouts_of(problem: Problem) -> Iterator[Layout]:
-    job, config = problem.job, problem.config
-    fixed, can_be_cut = job.fixed, problem.user is None or not problem.user.plan.refusal
+    job, model, fixed = problem.job, problem.model, problem.job.fixed
+    can_be_cut = isinstance(model, ModelConfig) or not model.plan.refusal
     most = {
         "tp": min(problem.machine.gpus_per_domain, 16) if can_be_cut else 1,
-        "pp": min(config.layers, 64) if config is not None else 1,
-        "cp": 16 if config is not None and job.seq_len >= 16384 else 1,
+        "pp": min(model.layers, 64),
+        "cp": 16 if isinstance(model, ModelConfig) and job.seq_len >= 16384 else 1,
     }
     divisors = _divisors(job.gpus)
     sizes = ([fixed[name]] if name in fixed else [size for size in divisors if size <= most[name]] for name in most)
@@ -82,11 +82,11 @@ def _divisors(number: int) -> list[int]:
 
 def _expert_axes(problem: Problem, stage: int, dense: int) -> list[tuple[int, int]]:
     """Sizes of ep and expert_gtp, for a stage of so many ranks whose dense weights are cut into so many parts."""
-    config, fixed = problem.config, problem.job.fixed
-    if config is None or not config.experts:
+    model, fixed = problem.model, problem.job.fixed
+    if not model.experts:
         return [(fixed.get("ep", 1), fixed.get("expert_gtp", 1))]
     found = []
-    for ep in [fixed["ep"]] if "ep" in fixed else [size for size in _divisors(stage) if config.experts % size == 0]:
+    for ep in [fixed["ep"]] if "ep" in fixed else [size for size in _divisors(stage) if model.experts % size == 0]:
         # As many ranks of experts as of dense weights, or all ranks of a stage.
         wanted = sorted({max(dense // ep, 1), max(stage // ep, 1)})
         found += [(ep, size) for size in ([fixed["expert_gtp"]] if "expert_gtp" in fixed else wanted)]
@@ -167,8 +167,7 @@ class Bounds:
 
     def _find_by_kind(self, alone: Layout) -> dict[object, Amounts]:
         """What there is in a block of each kind, and outside of blocks, where all is of a model of the user's code."""
-        config = self._problem.config
-        kinds = () if config is None else tuple(sorted(set(config.kinds)))
+        kinds = tuple(sorted(set(self._problem.model.kinds)))
         setting = self._problem.setting(alone, Part(kinds))
         loss_ms, *times = compute_ms(setting, "ep" if self._problem.job.dispatch == "hidden" else "")
         found: dict[object, list[Amounts]] = {_FIRST: [_NOTHING], _LAST: [(loss_ms, *_NOTHING[1:])]}
@@ -194,22 +193,16 @@ def _sum(each: Iterable[Amounts]) -> Amounts:
     return tuple(map(sum, zip(*each, strict=True)))
 
 
-def search(problem: Problem, *, top: int = 5, report: Report | None = None) -> Found:
-    """The fastest layouts that fit, ``top`` of them. Raises PlanError if no layout has the axes that were asked for."""
-    return _Search(problem, top).run(report)
-
-
-class _Search:
-    def __init__(self, problem: Problem, top: int) -> None:
+class Search:
+    def __init__(self, problem: Problem, top: int = 5) -> None:
         self._problem, self._bounds, self._top = problem, Bounds(problem), top
         self._capacity = problem.machine.memory_nbytes
         self._factors: dict[tuple[object, ...], float] = {}  # of times over their bounds
-        # Of those that compute alike and keep weights or not: they take less memory the more ranks share weights.
-        self._too_large: dict[tuple[Layout, bool], list[Layout]] = {}
         self._refused: dict[str, list[Layout]] = {}  # by the reason
         self._best: dict[tuple[int, ...], Answer] = {}  # of each family
 
-    def run(self, report: Report | None) -> Found:
+    def run(self, report: Report | None = None) -> Found:
+        """The fastest layouts that fit, ``top`` of them. Raises PlanError if no layout has the axes asked for."""
         begin, num = time.monotonic(), 0
         layouts = list(layouts_of(self._problem))
         queue = self._possible(layouts)
@@ -236,14 +229,12 @@ class _Search:
     def _possible(self, layouts: list[Layout]) -> list[tuple[float, int, Layout, float]]:
         """A heap of the layouts that can be, with the time that each is expected to take, and takes at least."""
         queue: list[tuple[float, int, Layout, float]] = []
-        job, user, machine = self._problem.job, self._problem.user, self._problem.machine
+        job, machine = self._problem.job, self._problem.machine
         is_free = not {"gtp", "replicate", "expert_gtp"} & job.fixed.keys()
         for number, layout in enumerate(layouts):
-            reason = refusal(layout, job, self._problem.config, machine)
+            reason = self._problem.refusal(layout)
             if is_free and (wide := is_too_wide(layout, machine)) is not None:
                 reason = f"{wide}: no published run was so wide; --gtp tries it all the same"
-            elif reason is None and user is not None:
-                reason = user.refuses(layout.tp)
             if reason is None:
                 least = self._bounds.ms(layout)
                 queue.append((least, number, layout, least))
@@ -265,11 +256,10 @@ class _Search:
         if self._bounds.state_nbytes(layout) > self._capacity:
             self._refused.setdefault(_STATE, []).append(layout)
             return False
-        is_hopeless = self._bounds.nbytes(layout) * _CERTAIN > self._capacity or self._is_hopeless(layout)
-        memory = None if is_hopeless else memory_of(self._problem, layout, self._capacity)
+        is_hopeless = self._bounds.nbytes(layout) * _CERTAIN > self._capacity
+        memory = None if is_hopeless else memory_of(self._problem, layout)
         if memory is None or memory.total > self._capacity:
             self._refused.setdefault(_MEMORY, []).append(layout)
-            self._too_large.setdefault((_alone(layout), layout.keep), []).append(layout)
             return False
         answer = evaluate(self._problem, layout, memory)
         factor = answer.step_ms / least
@@ -277,15 +267,6 @@ class _Search:
         if rival is None or answer.step_ms < rival.step_ms:
             self._best[_family(layout)] = answer
         return True
-
-    def _is_hopeless(self, layout: Layout) -> bool:
-        """Whether a layout of its kind does not fit that cuts weights into as many parts, or into most."""
-        kind = _alone(layout), layout.keep
-        if kind not in self._too_large:
-            experts = layout.ranks // layout.pp // layout.ep if layout.expert_gtp > 1 else 1
-            widest = replace(layout, gtp=layout.gtp * layout.replicate, replicate=1, expert_gtp=experts)
-            self._too_large[kind] = [widest] * (memory_of(self._problem, widest).total > self._capacity)
-        return any(other.gtp >= layout.gtp and other.expert_gtp >= layout.expert_gtp for other in self._too_large[kind])
 
     def _what_lacks_least(self) -> Answer | None:
         """Where no layout fits: takes those that leaner code could run as the best; else gives the smallest one."""
@@ -324,7 +305,7 @@ def advise(problem: Problem, closest: Answer) -> list[str]:
     for text, changed, layout in _changes(problem, closest.layout):
         if text.startswith("--gpus") and any(line.startswith("--gpus") for line in lines):
             continue  # fewer GPUs are enough
-        if refusal(layout, changed.job, changed.config, changed.machine) is None:
+        if changed.refusal(layout) is None:
             free = changed.machine.memory_gib - memory_of(changed, layout).total / GIB
             lines += [f"{text}: fits, {free:.1f} GiB are left"] * (free >= 0)
     return lines or ["no single change is enough: combine more GPUs, --checkpointing full and shorter sequences"]

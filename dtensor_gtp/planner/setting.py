@@ -11,7 +11,8 @@ import torch
 
 from .._comm.collectives import is_exact_in, may_send_narrow, resolve_reduce_scatter
 from .._schedule import choose_schedule as rules
-from .._schedule.plans import Plan, Traits, Window, choose_kept, may_wait, turning_point
+from .._schedule.passes import window_of
+from .._schedule.plans import Plan, Traits, choose_kept, may_wait, turning_point
 from ..placement import chunk_rows
 from ..policy import ReduceScatterKind, Schedule, SchedulePolicy
 from ..quant.planes import Direction
@@ -253,10 +254,7 @@ class Step(NamedTuple):
 
 def plan_step(setting: Setting, schedule: Schedule) -> Step:
     """The plans that the runtime has after one step of ``setting``, by units."""
-    trace, units = setting.trace, setting.units
-    window = Window(
-        schedule.prefetch_depth, schedule.prefetch_nbytes, schedule.coalesce_nbytes, schedule.expert_blocks_ahead
-    )
+    trace, units, window = setting.trace, setting.units, window_of(schedule)
     # The weights of one mesh that are in several blocks have one call; experts have a call for each block.
     traits = [Traits(unit.wired, unit.lane, unit.weight.block + 1 if unit.lane else 0) for unit in units]
     gathered = [number for number in range(len(units)) if not setting.is_exchanged(number)]

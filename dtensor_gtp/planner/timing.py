@@ -44,10 +44,8 @@ class Parts(NamedTuple):
 
 
 def few_and_more(setting: Setting) -> tuple[list[Setting], int, int]:
-    """What to compute instead of a step of many blocks: one of few and one of more. Then how many blocks the second
-    lacks, and how many it has beyond the first."""
-    traces = _few_and_more(setting.trace)
-    settings = [replace(setting, trace=trace) for trace in traces] if traces else [setting]
+    """What stands for many blocks: a step of few and one of more; how many this one lacks, and has beyond the other."""
+    settings = [replace(setting, trace=trace) for trace in _few_and_more(setting.trace)]
     return settings, len(setting.trace.blocks) - _MORE, _MORE - _FEW
 
 
@@ -57,7 +55,7 @@ def _few_and_more(trace: Trace) -> tuple[Trace, ...]:
     shapes = [tuple(weight.shape for weight in weights) for weights in trace.blocks.values()]
     are_alike = len(set(shapes[_FEW // 2 :])) == 1  # those after the first few
     if len(shapes) <= _MORE + 3 or block_nbytes < _LARGE_BLOCK or not are_alike:
-        return ()
+        return (trace,)
     return _with_blocks(trace, _FEW), _with_blocks(trace, _MORE)
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import re
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .errors import PlanError, expect
-from .model import PRESETS, ModelConfig, known_model
+from .model import PRESETS, ModelConfig, config_of_json
 from .recorder import Kind, Op, Recorder, through
 from .trace import Trace, record
 
@@ -42,8 +43,14 @@ class UserModel:
     """A model of the user's code: what one rank computes of one sequence, for each size of tp. ``build`` is called for
     each, since a recording changes the module; ``remedy`` is what to do if forward or backward does not run."""
 
+    # Where ``ModelConfig`` has sizes: it is one stage, and what is in it is not known.
+    layers = 1
+    kinds: Sequence[bool] = ()
+    experts = experts_per_token = 0
+
     def __init__(self, build: Callable[[], _Built], name: str, remedy: str) -> None:
-        self._build, self._name, self._remedy = build, name, remedy
+        self.name = name
+        self._build, self._remedy = build, remedy
         self.trace, self.refuses = functools.cache(self._record), functools.cache(self._refuses)
         built = build()
         self.plan, self.seq_len = plan_of(built.model), built.seq_len
@@ -85,17 +92,20 @@ class UserModel:
                 layer.forward = partial(_communicate, layer.forward, recorder, style)
             return loss_of(module)
 
-        expected = f"a forward and backward that run on the meta device, but {self._name} raised"
+        expected = f"a forward and backward that run on the meta device, but {self.name} raised"
         with _errors_of_others(expected, self._remedy):
             return record(lambda: model, loss)
 
 
-def load_model(text: str, seq_len: int) -> tuple[str, ModelConfig | None, UserModel | None]:
-    """A model by what the user wrote (see :func:`plan`): its name, and its sizes or its code. What a module returns, or
-    its ``loss``, is summed up for a backward."""
-    config = known_model(text)
-    if config is not None:
-        return config.name, config, None
+def load_model(text: str, seq_len: int) -> ModelConfig | UserModel:
+    """A model by what the user wrote, see :func:`plan`."""
+    if text.lower() in PRESETS:
+        return PRESETS[text.lower()]
+    path = Path(text)
+    if os.path.isdir(text):  # false, too, of a name that no file can have
+        path /= "config.json"
+    if path.suffix == ".json" and (config := config_of_json(path)) is not None:
+        return config
     if ":" in text:
         model = UserModel(_function(text), text, "Mend it.")
     else:
@@ -104,7 +114,7 @@ def load_model(text: str, seq_len: int) -> tuple[str, ModelConfig | None, UserMo
         expect(is_known, f"model expects one of {names}", f"got {text!r}. Name one of them.")
         model = UserModel(_transformers(text, seq_len), text, "Pass module:function instead.")
     model.trace(1)  # one rank can compute all of it
-    return text, None, model
+    return model
 
 
 @contextmanager
@@ -139,6 +149,7 @@ def _function(text: str) -> Callable[[], _Built]:
 
 
 def _loss_of(output: Any) -> Tensor:
+    """What is summed up for a backward."""
     if (loss := getattr(output, "loss", None)) is not None:
         return loss  # type: ignore[no-any-return]
     value = output[0] if isinstance(output, tuple | list) else getattr(output, "logits", output)
@@ -188,8 +199,7 @@ def _class_of(transformers: Any, config: Any, text: str) -> Callable[[Any], nn.M
 
 
 def step_of(model: Any, seq_len: int) -> _Built:
-    """One step of a model of transformers with one sequence. The loss of other models than causal ones, of images, of
-    speech, or with an encoder, is the sum of what they return."""
+    """One step with one sequence. The loss of other models than causal ones of text is the sum of what they return."""
     model.train()
     config, name = model.config, type(model).__name__
     if name.endswith(("ForCausalLM", "LMHeadModel")):
@@ -265,8 +275,7 @@ def plan_of(model: nn.Module) -> TPPlan:
 
 
 def _communicate(forward: Callable[..., Any], recorder: Recorder, style: str, input: Tensor) -> Any:
-    """Row-wise layers all-reduce what they return, column-wise ones the gradient of their input, each its own. That
-    takes as long as a reduce-scatter and an all-gather."""
+    """Row-wise layers all-reduce their output, column-wise ones their input's gradient: as a scatter and a gather."""
 
     def reduce(nbytes: int) -> None:
         for _ in range(2):

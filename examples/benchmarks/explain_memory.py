@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 import torch.nn as nn
@@ -100,6 +101,6 @@ def explain_peak(
     if uses is None:
         return None
     schedule = Schedule(**dict(SchedulePolicy.chosen(model)._numbers))
-    together = schedule.coalesce_grad_nbytes if schedule.reduce_scatter != "all_to_all" else 0
-    inflight, order = schedule.max_inflight_reduce_scatters, schedule.wgrad_first
-    return predict_peak(uses, state_bytes(model, optimizer), inflight, together, wgrad_first=order)
+    if schedule.reduce_scatter == "all_to_all":
+        schedule = replace(schedule, coalesce_grad_nbytes=0)
+    return predict_peak(uses, state_bytes(model, optimizer), schedule)

@@ -26,8 +26,8 @@ class UsersModels(ModuleType):
 
     def load(self, build: Callable[[], Any], num_tokens: int) -> UserModel:
         self.define(build)
-        user = load_model("users_models:build", num_tokens)[2]
-        assert user is not None
+        user = load_model("users_models:build", num_tokens)
+        assert isinstance(user, UserModel)
         return user
 
 

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtensor_gtp import gtp_shard, sharding_report
 from dtensor_gtp.planner import memory
+from dtensor_gtp.policy import Schedule
 from dtensor_gtp.report import PassReport
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "examples" / "benchmarks"
@@ -40,10 +41,14 @@ def use(name: str, **parts: Any) -> memory.Use:
     return memory.Use(name, **{"wgrad": 0, "sent": 0, "grad": 0, **parts})
 
 
+def waiting_for(max_inflight: int, together: int = 0) -> Schedule:
+    return Schedule(max_inflight_reduce_scatters=max_inflight, coalesce_grad_nbytes=together)
+
+
 def test_every_moment_of_two_uses() -> None:
     first = use("a", gathered=(1, 2, 3, 4, 5), activations=(10, 20, 30, 40, 50), wgrad=100, sent=7, grad=1000)
     second = use("b", gathered=(6, 7, 8, 9, 10), activations=(60, 70, 80, 90, 99), wgrad=200, sent=8, grad=2000)
-    assert [moment[2:] for moment in memory.moments([first, second], 5, 1)] == [
+    assert [moment[2:] for moment in memory.moments([first, second], 5, waiting_for(1))] == [
         (0, 1, 0, 10),
         (0, 2, 0, 20),
         (0, 6, 0, 60),
@@ -61,36 +66,39 @@ def test_gradients_and_sends_pile_up_towards_the_end() -> None:
     uses = [use(name, gathered=20, activations=1, wgrad=10, grad=5) for name in "abc"]
     expected = {1: 10 + 10, 2: 20 + 10, 3: 20 + 10}  # sends of b, or of c and b, and the gradient of a
     for max_inflight, wgrad in expected.items():
-        peak = memory.predict_peak(uses, 0, max_inflight)
+        peak = memory.predict_peak(uses, 0, waiting_for(max_inflight))
         assert peak == ("in backward of a", 0, 10, 20, wgrad + 5, 1)
     table = [use("table", gathered=0, activations=1, wgrad=10, grad=5, unreduced=100), *uses]
-    assert memory.predict_peak(table, 0, 1) == ("in backward of table", 0, 15, 0, 10 + 110 + 5, 1)
+    assert memory.predict_peak(table, 0, waiting_for(1)) == ("in backward of table", 0, 15, 0, 10 + 110 + 5, 1)
 
 
 def test_gradients_that_still_wait_are_reduced_at_the_end() -> None:
     uses = [use(name, gathered=(20, 20, 20, 20, 3), activations=1, wgrad=10, sent=2, grad=5) for name in "ab"]
-    *_, last = memory.moments(uses, 7, 1, 100)
+    *_, last = memory.moments(uses, 7, waiting_for(1, 100))
     # Both are computed, and as their rows arrive the shards' gradients are made.
     assert last == ("after backward of a", 7, 0, 3, 2 * 10 + 2 * (2 + 5), 1)
-    assert [moment[0] for moment in memory.moments(uses, 7, 1)].count(last[0]) == 0
+    assert [moment[0] for moment in memory.moments(uses, 7, waiting_for(1))].count(last[0]) == 0
 
 
 def test_gradients_in_the_ring_and_of_exchanged_tables() -> None:
     """Of what is in symmetric memory only what the allocator has beside it; a table has no full gradient."""
     table = use("table", gathered=0, activations=1, wgrad=0, grad=50, unreduced=300, is_exchanged=True)
     layer = use("a", gathered=0, activations=1, wgrad=10, sent=10, grad=5, is_in_ring=True)
-    wgrads = [moment.wgrad for moment in memory.moments([table, layer], 0, 2)]
+    wgrads = [moment.wgrad for moment in memory.moments([table, layer], 0, waiting_for(2))]
     # Forward; before, in and after the layer; before, in and after the table.
     assert wgrads == [0, 0, 0, 0, 0, 10 + 5, 10, 10, 10 + 300 + 50, 10]
-    assert memory.moments([table, layer], 0, 2)[-1].gradients == 5 + 50
-    waiting = [moment.wgrad for moment in memory.moments([table, layer], 0, 2, 100)]
+    assert memory.moments([table, layer], 0, waiting_for(2))[-1].gradients == 5 + 50
+    waiting = [moment.wgrad for moment in memory.moments([table, layer], 0, waiting_for(2, 100))]
     assert waiting == [0, 0, 0, 0, 0, 0, 0, 0, 300 + 50, 0, 10 + 5]
 
 
 def test_dgrad_before_wgrad() -> None:
     first = use("a", gathered=(1, 2, 3, 4, 5), activations=(10, 20, 30, 40, 50), wgrad=100, sent=7, grad=1000)
     second = use("b", gathered=(6, 7, 8, 9, 10), activations=(60, 70, 80, 90, 99), wgrad=200, sent=8, grad=2000)
-    assert [moment[2:] for moment in memory.moments([first, second], 5, 1, wgrad_first=False)[4:]] == [
+    assert [
+        moment[2:]
+        for moment in memory.moments([first, second], 5, dataclasses.replace(waiting_for(1), wgrad_first=False))[4:]
+    ] == [
         (0, 8, 0, 80),
         (0, 10, 0, 99),
         (0, 3, 200 + 8 + 2000, 99),  # of gathered weights what is there before a, of activations b's gradient too
@@ -103,14 +111,14 @@ def test_dgrad_before_wgrad() -> None:
 def test_peaks_outside_of_backward() -> None:
     small = use("b", gathered=1, activations=1, wgrad=1, grad=1)
     in_forward = use("a", gathered=(500, 1, 1, 1, 1), activations=1)
-    assert memory.predict_peak([in_forward, small], 7, 2) == ("in forward of a", 7, 0, 500, 0, 1)
+    assert memory.predict_peak([in_forward, small], 7, waiting_for(2)) == ("in forward of a", 7, 0, 500, 0, 1)
     in_loss = use("c", gathered=10, activations=(1, 1, 900, 1, 1), wgrad=100)
-    assert memory.predict_peak([small, in_loss], 7, 2) == ("before backward of c", 7, 0, 10, 0, 900)
+    assert memory.predict_peak([small, in_loss], 7, waiting_for(2)) == ("before backward of c", 7, 0, 10, 0, 900)
 
 
 def test_without_uses() -> None:
     with pytest.raises(ValueError, match="predict_peak expects at least one use"):
-        memory.predict_peak([], 0, 2)
+        memory.predict_peak([], 0, Schedule())
 
 
 def test_description_beside_a_measurement(scripts: Any) -> None:
@@ -194,7 +202,7 @@ def test_prediction_is_what_gpus_have_measured(scripts: Any, planned: Planned) -
     model, workload, num_ranks = planned
     for mode, seq_len, above_state, moment in MEASURED[num_ranks]:
         uses = scripts.explain_memory.explain_uses(model, mode, workload, seq_len, num_ranks)
-        found = memory.predict_peak(uses, 0, 2, TOGETHER)
+        found = memory.predict_peak(uses, 0, waiting_for(2, TOGETHER))
         assert found.moment == moment
         for measured in above_state:
             # Asked for are 5%. But nothing is fitted: what is not understood shows up as a whole buffer.

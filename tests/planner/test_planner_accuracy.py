@@ -71,9 +71,9 @@ def test_a_mixture_of_transformers_as_measured(transformers: Any, tmp_path: Path
     sizes |= {"head_dim": 128, "num_experts": 64, "num_experts_per_tok": 8, "vocab_size": 32000}
     config = transformers.Qwen3MoeConfig(**sizes).to_dict() | {"architectures": ["Qwen3MoeForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    _, _, user = load_model(str(tmp_path / "config.json"), 4096)
+    model = load_model(str(tmp_path / "config.json"), 4096)
     machine, layout = load_machine("h100"), Layout(gtp=2)
-    problem = Problem(Job(2, seq_len=4096, reduce_dtype="fp32", optimizer="adamw"), None, machine, user)
+    problem = Problem(Job(2, seq_len=4096, reduce_dtype="fp32", optimizer="adamw"), model, machine)
     setting = problem.setting(layout, problem.slowest(layout))
     schedule, _ = setting.choice(machine.memory_nbytes // 2)
     programs = {"plain": build_compute(setting), "fsdp2": build_fully_shard(setting), "gtp": build(setting, schedule)}

@@ -19,6 +19,7 @@ from test_planner_user_tp import PLAN, Model
 
 from dtensor_gtp import plan, quantize_
 from dtensor_gtp.planner.api import PlanResult
+from dtensor_gtp.planner.model import ModelConfig
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from llama import Llama, LlamaConfig
@@ -89,16 +90,15 @@ class Job(GlooTest):
         return {name: full(param.detach()).clone() for name, param in names}
 
     def build_model(self, result: PlanResult) -> Any:
-        return Llama(SIZES) if result.problem.user is None else Users(PLAN)
+        return Llama(SIZES) if isinstance(result.problem.model, ModelConfig) else Users(PLAN)
 
     def expected(self, result: PlanResult, before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         reference = self.build_model(result)
         reference.init_weights()
         reference.load_state_dict(before, strict=False)
         if result.job.quantization is not None:
-            quantize_(
-                reference.layers if result.problem.user is None else reference.base.layers, result.job.quantization
-            )
+            blocks = reference.layers if isinstance(reference, Llama) else reference.base.layers
+            quantize_(blocks, result.job.quantization)
         tokens = torch.randint(0, 64, (BATCH, 17), generator=torch.Generator().manual_seed(3))
         compute_loss(reference, tokens).backward()
         kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[result.job.optimizer]

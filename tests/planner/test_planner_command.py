@@ -161,6 +161,8 @@ def test_bad_input_is_one_line_and_status_2(refuse: Any, arguments: tuple[str, .
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"hidden_size": None}, "model expects hidden_size in .*, but there is none. Add it."),
+        ({"model_type": None}, "model expects a config.json with a model_type"),
         ({"hidden_size": "512"}, "expects an integer of at least 1 as dim, but .* has '512'"),
         ({"hidden_size": 1e15}, "expects an integer of at least 1 as dim"),
         ({"hidden_size": 10**15}, "expects at most 2147483648 as dim"),
@@ -182,7 +184,8 @@ def test_bad_input_is_one_line_and_status_2(refuse: Any, arguments: tuple[str, .
     ],
 )
 def test_bad_configurations_are_one_line(config: str, refuse: Any, changes: dict[str, Any], message: str) -> None:
-    Path(config).write_text(json.dumps(CONFIG | changes))
+    content = {name: value for name, value in (CONFIG | changes).items() if value is not None}
+    Path(config).write_text(json.dumps(content))
     refuse(message, config, "--gpus 8")
 
 

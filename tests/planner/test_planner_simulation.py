@@ -236,7 +236,8 @@ def test_small_groups_travel_together() -> None:
     assert together.host_ms < apart.host_ms
     assert together.received["gtp"] == apart.received["gtp"]
     waiting = [
-        moments(_uses(setting, plan_step(setting, each), each), 0, 1, each.coalesce_grad_nbytes) for each in schedules
+        moments(_uses(setting, plan_step(setting, each), each), 0, replace(each, max_inflight_reduce_scatters=1))
+        for each in schedules
     ]
     before = [
         max(moment.wgrad for moment in found if moment.moment == "before backward of layers.2.attention.wq.weight")
@@ -250,7 +251,8 @@ def test_gradients_of_a_group_wait_for_the_last_one() -> None:
     grouped = tiny(policy=SchedulePolicy())
     schedule = grouped.choice(0)[0]
     block = next(unit.gathered for unit in grouped.units if unit.is_group)
-    found = moments(_uses(grouped, plan_step(grouped, schedule), schedule), 0, 1)
+    alone = replace(schedule, coalesce_grad_nbytes=0, max_inflight_reduce_scatters=1)
+    found = moments(_uses(grouped, plan_step(grouped, schedule), schedule), 0, alone)
     last = next(moment for moment in found if moment.moment == "in backward of layers.0.attention.wq.weight")
     assert last.gathered == block
     whole = max(moment.wgrad for moment in found if moment.moment == last.moment)
