@@ -89,10 +89,6 @@ class StepsWithin(nn.Module):
         return x @ self.weight
 
 
-def same(table: torch.Tensor) -> torch.Tensor:
-    return table
-
-
 def linears(number: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(number)))
 
@@ -106,8 +102,8 @@ class TestReads(GlooTest):
             Filter(),
             Sliced(),
             ConvolvedTable(torch.clone, is_trained=True),
-            ConvolvedTable(same, is_trained=True),
-            ConvolvedTable(same, is_trained=False),
+            ConvolvedTable(lambda table: table, is_trained=True),
+            ConvolvedTable(lambda table: table, is_trained=False),
             ConvolvedTable(torch.detach, is_trained=True),
             ConvolvedWithItself(),
         ):
