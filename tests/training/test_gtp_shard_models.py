@@ -17,6 +17,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, GlooTest, assert_same_params, check_training, rows_of_rank
+from runtime_common import Calls
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 
 from dtensor_gtp import gtp_shard
@@ -92,15 +93,13 @@ class Attention(nn.Module):
         return self.attention(x, key, value)[0]
 
 
-class FirstOutput(nn.Module):
+def first_output(inner: nn.Module) -> nn.Module:
     """Of a recurrent layer: the sequence alone."""
+    return Calls(lambda own, x: own.inner(x)[0], inner=inner)
 
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)[0]
+def projection() -> nn.Module:
+    return Calls(lambda own, x: torch.tanh(x) @ own.matrix, matrix=torch.randn(8, 6))
 
 
 class Experts(nn.Module):
@@ -108,7 +107,7 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(6, 8), Projection()) for _ in range(4)])
+        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(6, 8), projection()) for _ in range(4)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         choice = (x[:, 0] * 100).long() % len(self.experts)
@@ -127,15 +126,6 @@ class CallableExperts(nn.ModuleDict):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.stack([expert(x) for expert in self.values()]).relu().sum(0)
-
-
-class Projection(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.matrix = nn.Parameter(torch.randn(8, 6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(x) @ self.matrix
 
 
 @dataclass
@@ -174,7 +164,7 @@ def encoder_layer(**options: Any) -> nn.TransformerEncoderLayer:
 
 
 def recurrent() -> nn.Module:
-    return nn.Sequential(*(FirstOutput(cls(6, 6, batch_first=True)) for cls in (nn.RNN, nn.GRU, nn.LSTM)))
+    return nn.Sequential(*(first_output(cls(6, 6, batch_first=True)) for cls in (nn.RNN, nn.GRU, nn.LSTM)))
 
 
 def conv_norms() -> nn.Module:
@@ -207,9 +197,9 @@ CASES = {
     "encoder_layer_eval_mode": Case(lambda: encoder_layer().eval(), (5, 8)),
     "encoder_layer_norm_first": Case(lambda: encoder_layer(norm_first=True, activation="gelu"), (5, 8), has_eval=True),
     "experts": Case(Experts),
-    "lstm_cell": Case(lambda: FirstOutput(nn.LSTMCell(6, 5))),
+    "lstm_cell": Case(lambda: first_output(nn.LSTMCell(6, 5))),
     "lstm_stacked": Case(
-        lambda: FirstOutput(nn.LSTM(6, 5, batch_first=True, num_layers=2, bidirectional=True, proj_size=3)),
+        lambda: first_output(nn.LSTM(6, 5, batch_first=True, num_layers=2, bidirectional=True, proj_size=3)),
         (4, 6),
         has_eval=True,
     ),

@@ -18,6 +18,7 @@ import torch.nn as nn
 from common import ALL, GlooTest, environment
 from runtime_common import (
     WIDTH,
+    Calls,
     Raw,
     Step,
     assert_idle,
@@ -247,16 +248,11 @@ class TestSelective(GlooTest):
         check_steps(reference, self.gtp_mesh(), by(selective(lambda: save(*GEMMS, others=True))))
 
     def test_policy_that_saves_lookups(self) -> None:
-        class Lookup(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.table = nn.Embedding(9, WIDTH)
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return self.table((x.detach().abs() * 4).long() % 9).sum(1) * x.sin()
+        def lookup(own: Any, x: torch.Tensor) -> torch.Tensor:
+            return own.table((x.detach().abs() * 4).long() % 9).sum(1) * x.sin()
 
         for op, expected in ((aten.embedding.default, 1), (aten.mm.default, 2)):
-            reference = nn.Sequential(Lookup(), nn.Linear(WIDTH, WIDTH))
+            reference = nn.Sequential(Calls(lookup, table=nn.Embedding(9, WIDTH)), nn.Linear(WIDTH, WIDTH))
             model = shard_copy(reference, self.gtp_mesh())
             used = self.gathers_of(reference, model, by(selective(partial(save, op))))
             assert used["0.table.weight"] == expected, used
