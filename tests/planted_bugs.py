@@ -66,42 +66,24 @@ _PRELOADED = (
 
 
 class Result(NamedTuple):
-    """What became of one bug.
-
-    Args:
-        name: Its name.
-        planted: Where it was.
-        outcome: "caught", "missed" or "error".
-        detail: By which test, or why.
-        seconds: Of wall time.
-        cpu_seconds: Of the child and of those of its workers that it has waited for.
-    """
+    """What became of one bug."""
 
     name: str
-    planted: Planted
-    outcome: str
-    detail: str
-    seconds: float
-    cpu_seconds: float
+    planted: Planted  # where it was
+    outcome: str  # "caught", "missed" or "error"
+    detail: str  # by which test, or why
+    seconds: float  # of wall time
+    cpu_seconds: float  # of the child and of those of its workers that it has waited for
 
 
 class _Run(NamedTuple):
-    """A bug that runs.
-
-    Args:
-        name: Its name.
-        tests: For pytest.
-        planted: Where it is.
-        directory: Of what it leaves behind.
-        place: The directory of its copy of the package, of one bug at a time.
-        begin: When.
-    """
+    """A bug that runs."""
 
     name: str
-    tests: list[str]
-    planted: Planted
-    directory: Path
-    place: Path
+    tests: list[str]  # for pytest
+    planted: Planted  # where it is
+    directory: Path  # of what it leaves behind
+    place: Path  # the directory of its copy of the package, of one bug at a time
     begin: float
 
 
@@ -316,7 +298,6 @@ def _run_child(run: _Run, tier: str) -> None:
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # to look for them in what is installed takes a while
         os.environ["PYTHONPATH"] = package  # of processes that tests start anew
-        os.environ["GTP_TESTS_START_METHOD"] = "fork"  # for a conftest that starts workers before the session does
         tempfile.tempdir = os.environ["TMPDIR"] = str(place / "temporary")
         os.chdir(PACKAGE.parent)
         import pytest

@@ -15,17 +15,11 @@ _OPERATORS = {"<": ast.Lt, "<=": ast.LtE, ">": ast.Gt, ">=": ast.GtE, "==": ast.
 
 
 class Change(NamedTuple):
-    """Of one node of a function.
+    """Of one node of a function."""
 
-    Args:
-        node: What it is, for errors.
-        is_it: Whether it is this one.
-        changed: What stands in its place; may be the node itself, changed.
-    """
-
-    node: str
-    is_it: Callable[[ast.AST], bool]
-    changed: Callable[[Any], ast.AST]
+    node: str  # what it is, for errors
+    is_it: Callable[[ast.AST], bool]  # whether it is this one
+    changed: Callable[[Any], ast.AST]  # what stands in its place; may be the node itself, changed
 
     def apply(self, tree: ast.Module, functions: Sequence[ast.AST]) -> None:
         """Change the one node in some functions of the tree.

@@ -16,17 +16,11 @@ TESTS = Path(__file__).parent
 
 
 class Planted(NamedTuple):
-    """A file of the package with a bug in it.
+    """A file of the package with a bug in it."""
 
-    Args:
-        file: Path below the package.
-        source: Its code without the bug.
-        tree: Its code with the bug.
-    """
-
-    file: str
-    source: str
-    tree: ast.Module
+    file: str  # path below the package
+    source: str  # its code without the bug
+    tree: ast.Module  # its code with the bug
 
     @property
     def before(self) -> str:
@@ -40,18 +34,14 @@ class Planted(NamedTuple):
 
 
 class Bug(NamedTuple):
-    """A plausible mistake in one function of the package.
+    """A plausible mistake in one function of the package."""
 
-    Args:
-        function: Its qualified name, in whichever file: ``Class.method``, ``function.inner``. Or the name of a class or
-            of a value of a module. ``module:name`` if several modules have the name.
-        change: What the bug makes of it.
-        tests: The tests that should fail, the fewest and quickest of the module concerned: the name of a test, or
-            ``file.py::name`` where several tests have the name, in whichever folder. Several are separated by spaces.
-    """
-
+    # its qualified name, in whichever file: ``Class.method``, ``function.inner``. Or the name of a class or of a value
+    # of a module. ``module:name`` if several modules have the name
     function: str
-    change: Change
+    change: Change  # what the bug makes of it
+    # the tests that should fail, the fewest and quickest of the module concerned: the name of a test, or
+    # ``file.py::name`` where several tests have the name, in whichever folder. Several are separated by spaces
     tests: str
 
     def node_ids(self) -> list[str]:

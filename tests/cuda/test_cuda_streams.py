@@ -142,7 +142,7 @@ LOOPBACK = {
 @contextlib.contextmanager
 def one_of(*shape: int) -> Iterator[DeviceMesh]:
     """The mesh of a world in which this process is the first rank."""
-    with fake_world(0, math.prod(shape)), mock.patch.multiple(compat, **LOOPBACK):
+    with fake_world(math.prod(shape)), mock.patch.multiple(compat, **LOOPBACK):
         names = ("replicate", "gtp")[-len(shape) :]
         yield init_device_mesh("cuda", shape, mesh_dim_names=names)
 
@@ -263,7 +263,7 @@ class TestStreams(unittest.TestCase):
         """What stands for their gathers lies on one stream of its own, in order of use, and begins before what precedes
         the experts has ended."""
         schedule = explicit(1, min_shard_numel=0, coalesce_nbytes=0, prefetch_nbytes=0)
-        with fake_world(0, 4), mock.patch.multiple(compat, **LOOPBACK):
+        with fake_world(4), mock.patch.multiple(compat, **LOOPBACK):
             mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("gtp", "expert_gtp"))
             model = nn.Sequential(*(MoEBlock() for _ in range(3))).cuda()
             for block in model:

@@ -31,7 +31,7 @@ class ClockTestCase(TestCase):
     def setUp(self) -> None:
         super().setUp()
         self.clock = SimulatedClock()
-        self.enterContext(self.clock.as_clock_of_the_package())
+        self.enterContext(self.clock.patched())
 
 
 class TestAgreement(ClockTestCase):

@@ -73,7 +73,7 @@ def train(is_compiled: bool, wgrad_first: bool) -> tuple[list[str], list[torch.T
     """The events of a backward, and all gradients of two of them."""
     torch.manual_seed(0)
     torch._dynamo.reset()
-    with fake_world(0, 1):
+    with fake_world(1):
         model = nn.Sequential(*make_layers(is_compiled))
         schedule = explicit(min_shard_numel=0, wgrad_first=wgrad_first)
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("gtp",))

@@ -1,10 +1,11 @@
-"""A time in which elastic training waits while the test does not."""
+"""Times in which elastic training waits while the test does not."""
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,36 @@ _LOOK_SECONDS = 0.005
 HANG_SECONDS = 300
 
 
-class SimulatedClock:
+def is_watch(thread: threading.Thread) -> bool:
+    return thread.name == "dtensor_gtp watch"
+
+
+class PackageClock(ABC):
+    """What may take the place of the package's clock."""
+
+    def patched(self) -> Any:
+        """``with`` it, or from its ``start()`` on, it is the clock of the package."""
+        names = ("now", "sleep", "wait", "wait_for_key")
+        return mock.patch.multiple(clock, **{name: getattr(self, name) for name in names})
+
+    @abstractmethod
+    def now(self) -> float: ...
+
+    @abstractmethod
+    def wait_for(self, is_there: Callable[[], bool], seconds: float = math.inf) -> bool:
+        """Until ``is_there()`` or the time is over; whether it is there."""
+
+    def sleep(self, seconds: float) -> None:
+        self.wait_for(lambda: False, seconds)
+
+    def wait(self, event: threading.Event, seconds: float) -> bool:
+        return self.wait_for(event.is_set, seconds)
+
+    def wait_for_key(self, store: Any, name: str, seconds: float) -> None:
+        self.wait_for(lambda: store.check([name]), seconds)
+
+
+class SimulatedClock(PackageClock):
     """Time that passes when every thread waits for it, and then at once, up to the first whose wait is over.
 
     The threads are that of the test, those that :meth:`run` starts, and those of watches. So however late the machine
@@ -31,22 +61,8 @@ class SimulatedClock:
         # Of each thread that waits: until when, and for what.
         self._waits: dict[threading.Thread, tuple[float, Callable[[], bool]]] = {}
 
-    @contextmanager
-    def as_clock_of_the_package(self) -> Iterator[None]:
-        with mock.patch.multiple(clock, now=self.now, sleep=self.sleep, wait=self.wait, wait_for_key=self.wait_for_key):
-            yield
-
     def now(self) -> float:
         return self._now
-
-    def sleep(self, seconds: float) -> None:
-        self._wait_for(seconds, lambda: False)
-
-    def wait(self, event: threading.Event, seconds: float) -> bool:
-        return self._wait_for(seconds, event.is_set)
-
-    def wait_for_key(self, store: Any, name: str, seconds: float) -> None:
-        self._wait_for(seconds, lambda: store.check([name]))
 
     def run(self, *jobs: Callable[[], None]) -> None:
         """Each job in a thread, to the end of all."""
@@ -61,7 +77,7 @@ class SimulatedClock:
             assert not thread.is_alive(), "a thread hangs"
         self._threads.add(threading.current_thread())
 
-    def _wait_for(self, seconds: float, is_there: Callable[[], bool]) -> bool:
+    def wait_for(self, is_there: Callable[[], bool], seconds: float = math.inf) -> bool:
         me = threading.current_thread()
         with self._changed:
             end = self._now + seconds
@@ -76,17 +92,13 @@ class SimulatedClock:
             return is_there()
 
     def _participants(self) -> list[threading.Thread]:
-        return [thread for thread in threading.enumerate() if thread in self._threads or _is_watch(thread)]
+        return [thread for thread in threading.enumerate() if thread in self._threads or is_watch(thread)]
 
     def _is_next(self, thread: threading.Thread) -> bool:
-        return _is_watch(thread) or all(self._is_waiting(t) for t in self._participants() if _is_watch(t))
+        return is_watch(thread) or all(self._is_waiting(t) for t in self._participants() if is_watch(t))
 
     def _is_waiting(self, thread: threading.Thread) -> bool:
         if thread not in self._waits:
             return False
         end, is_there = self._waits[thread]
         return self._now < end and not is_there()
-
-
-def _is_watch(thread: threading.Thread) -> bool:
-    return thread.name == "dtensor_gtp watch"

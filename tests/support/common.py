@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -181,7 +182,7 @@ def check_training(
 
 
 @contextmanager
-def fake_world(rank: int = 0, world_size: int = 4) -> Iterator[None]:
+def fake_world(world_size: int = 4, rank: int = 0) -> Iterator[None]:
     """Be one rank of a process group whose collectives communicate nothing, in this process."""
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
@@ -193,7 +194,7 @@ def fake_world(rank: int = 0, world_size: int = 4) -> Iterator[None]:
 @contextmanager
 def fake_mesh(*shape: int, names: tuple[str, ...] = ("gtp",), rank: int = 0) -> Iterator[DeviceMesh]:
     """A mesh of a ``fake_world`` that has just its ranks."""
-    with fake_world(rank, math.prod(shape)):
+    with fake_world(math.prod(shape), rank):
         yield init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
@@ -227,16 +228,8 @@ def imports_as(name: str, module: object) -> Iterator[None]:
 
 @contextmanager
 def environment(**variables: str) -> Iterator[None]:
-    """Set environment variables for a while."""
-    import os
-
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
+    """Set environment variables for a while. ``mock.patch.dict`` would take all others away for a moment."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name)
-            else:
-                os.environ[name] = value

@@ -68,21 +68,13 @@ POINTS = ("forward", "backward", "sync", "optimizer", "updated", "checkpoint")
 
 @dataclass(frozen=True)
 class Fault:
-    """Where in which step a rank is struck, and how.
+    """Where in which step a rank is struck, and how."""
 
-    Args:
-        step: Counted from 0.
-        rank: As it is counted at the time.
-        point: One of ``POINTS``; ``updated`` is after the optimizer, ``checkpoint`` while files are written.
-        kind: ``kill`` and ``stop`` are the signals; ``raise`` an exception.
-        generation: A step that is done again after a failure is not struck again.
-    """
-
-    step: int
-    rank: int
-    point: str
-    kind: str = "kill"
-    generation: int = 0
+    step: int  # counted from 0
+    rank: int  # as it is counted at the time
+    point: str  # one of ``POINTS``; ``updated`` is after the optimizer, ``checkpoint`` while files are written
+    kind: str = "kill"  # ``kill`` and ``stop`` are the signals; ``raise`` an exception
+    generation: int = 0  # a step that is done again after a failure is not struck again
 
     def strike(self, job_clock: JobClock, *args: Any, **kwargs: Any) -> None:
         if self.kind == "raise":
@@ -94,24 +86,16 @@ class Fault:
 
 @dataclass(frozen=True)
 class Setup:
-    """What all processes of a job are told.
-
-    Args:
-        path: Where checkpoints are written after each second step; None for none.
-        num_steps: How many to train; None until the store has ``stop``.
-        min_ranks: Steps wait until there are so many.
-        device: ``cuda`` gives each rank a GPU of its own, with NCCL between them.
-        timeout: Of process groups, by the machine's clock: how long a rank waits for one that is lost while they
-            connect.
-    """
+    """What all processes of a job are told."""
 
     port: int
     replicas: tuple[tuple[int, ...], ...]
     faults: tuple[Fault, ...] = ()
-    path: Path | None = None
-    num_steps: int | None = 5
-    min_ranks: int = 1
-    device: str = "cpu"
+    path: Path | None = None  # where checkpoints are written after each second step; None for none
+    num_steps: int | None = 5  # how many to train; None until the store has ``stop``
+    min_ranks: int = 1  # steps wait until there are so many
+    device: str = "cpu"  # ``cuda`` gives each rank a GPU of its own, with NCCL between them
+    # of process groups, by the machine's clock: how long a rank waits for one that is lost while they connect
     timeout: timedelta = HANG
 
     @property
@@ -292,7 +276,7 @@ def run_rank(setup: Setup, rank: int | None, place: int, pacemaker: Connection) 
     torch.set_num_threads(1)
     set_up_process()
     job_clock = JobClock(pacemaker)
-    job_clock.replace_that_of_the_package()
+    job_clock.patched().start()
     if setup.device == "cuda":
         take_gpu(place)
         os.environ.update(WATCHDOG)

@@ -14,10 +14,10 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, Pipe, wait
-from typing import Any
-from unittest import mock
 
-from dtensor_gtp.elastic import RankWatch, clock
+from clock_common import PackageClock, is_watch
+
+from dtensor_gtp.elastic import RankWatch
 
 # Beats are a whole number of ticks apart. In the job's seconds.
 TICK = 0.25
@@ -26,7 +26,7 @@ _PACE = 0.01
 _STOPS, _DONE = "stops", "done"
 
 
-class JobClock:
+class JobClock(PackageClock):
     """The time of one of the job's processes. Of those whose waits are over at the same time, watches come first.
 
     Args:
@@ -41,23 +41,8 @@ class JobClock:
         self._watches: dict[threading.Thread, float] = {}
         threading.Thread(target=self._run, name="ticks", daemon=True).start()
 
-    def replace_that_of_the_package(self) -> None:
-        """For as long as this process lives."""
-        mock.patch.multiple(
-            clock, now=self.now, sleep=self.sleep, wait=self.wait, wait_for_key=self._wait_for_key
-        ).start()
-
     def now(self) -> float:
-        return self._now_of_watches if _is_watch(threading.current_thread()) else self._now
-
-    def sleep(self, seconds: float) -> None:
-        self.wait_for(lambda: False, seconds)
-
-    def wait(self, event: threading.Event, seconds: float) -> bool:
-        return self.wait_for(event.is_set, seconds)
-
-    def _wait_for_key(self, store: Any, name: str, seconds: float) -> None:
-        self.wait_for(lambda: store.check([name]), seconds)
+        return self._now_of_watches if is_watch(threading.current_thread()) else self._now
 
     def wait_for(self, is_there: Callable[[], bool], seconds: float = math.inf) -> bool:
         """``is_there`` is asked by the thread that waits, once a tick."""
@@ -66,7 +51,7 @@ class JobClock:
         while not is_there() and self.now() < end:
             with self._changed:
                 last = self.now()
-                if _is_watch(me):
+                if is_watch(me):
                     self._watches[me] = end
                     self._changed.notify_all()
                 while self.now() == last:
@@ -93,15 +78,11 @@ class JobClock:
                 self._send(_DONE)
 
     def _have_watches_beaten(self) -> bool:
-        return all(self._watches.get(t, -1.0) > self._now_of_watches for t in threading.enumerate() if _is_watch(t))
+        return all(self._watches.get(t, -1.0) > self._now_of_watches for t in threading.enumerate() if is_watch(t))
 
     def _send(self, what: str) -> None:
         with self._sending:
             self._pacemaker.send(what)
-
-
-def _is_watch(thread: threading.Thread) -> bool:
-    return thread.name == "dtensor_gtp watch"
 
 
 class Pacemaker:

@@ -26,37 +26,22 @@ Problems = Iterator[tuple[bool, str]]
 
 @dataclass(frozen=True)
 class Layer:
-    """One module of the model.
+    """One module of the model."""
 
-    Args:
-        kind: What it is, see ``fuzz_model.make_layer``.
-        out: Width of its output; 0 keeps that of its input.
-        bias: Whether it has one.
-        dtype: A dtype of its own; empty for that of the model.
-        residual: Its output is added to its input.
-        tied: Index of an earlier layer whose weight it shares, or -1.
-        frozen: ``all`` of its parameters, only the ``first``, or none.
-        unfrozen_at: From this step on everything trains (0: what is frozen stays so).
-        period: Left out in every ``period``-th backward of the run (0: never).
-        nested: ``gtp_shard`` is called on it first: over the nested mesh (``mesh``) or over the same (``call``).
-        placement: What ``shard_placement_fn`` says of its matrices: ``dim1``, ``block``, ``replicate``, or default.
-        tp: Whether ``parallelize_module`` cuts it.
-        compiled: Whether it is compiled (``aot_eager``).
-    """
-
-    kind: str = "linear"
-    out: int = 0
+    kind: str = "linear"  # what it is, see ``fuzz_model.make_layer``
+    out: int = 0  # width of its output; 0 keeps that of its input
     bias: bool = True
-    dtype: str = ""
-    residual: bool = False
-    tied: int = -1
-    frozen: str = ""
-    unfrozen_at: int = 0
-    period: int = 0
-    nested: str = ""
+    dtype: str = ""  # a dtype of its own; empty for that of the model
+    residual: bool = False  # its output is added to its input
+    tied: int = -1  # index of an earlier layer whose weight it shares, or -1
+    frozen: str = ""  # ``all`` of its parameters, only the ``first``, or none
+    unfrozen_at: int = 0  # from this step on everything trains (0: what is frozen stays so)
+    period: int = 0  # left out in every ``period``-th backward of the run (0: never)
+    nested: str = ""  # ``gtp_shard`` is called on it first: over the nested mesh (``mesh``) or over the same (``call``)
+    # what ``shard_placement_fn`` says of its matrices: ``dim1``, ``block``, ``replicate``, or default
     placement: str = ""
-    tp: bool = False
-    compiled: bool = False
+    tp: bool = False  # whether ``parallelize_module`` cuts it
+    compiled: bool = False  # whether it is compiled (``aot_eager``)
 
 
 @dataclass(frozen=True)
@@ -70,52 +55,25 @@ class Span:
 
 @dataclass(frozen=True)
 class Draw:
-    """A model, how it is sharded, and how it is trained.
+    """A model, how it is sharded, and how it is trained."""
 
-    Args:
-        seed: Of initial values and batches.
-        layers: The modules.
-        order: The program: indices into ``layers``.
-        spans: Activation checkpointing; disjoint or nested.
-        dtype: Of parameters and input.
-        width: Of the input, or of the embedding's rows.
-        vocabulary: Input is tokens of an embedding with so many rows; 0: input is floats.
-        needs_input_grad: The input requires a gradient.
-        axes: Sizes of dp, replicate, gtp and tp; their product is the number of ranks (1, 2 or 4).
-        hsdp: ``gtp_shard`` gets the 2-D mesh (replicate, gtp), also if replicate has one rank.
-        uses_dp: ``fully_shard`` over dp goes around, also if dp has one rank.
-        order_of_axes: The root mesh has its axes in this order.
-        is_transposed: Neighbours along replicate are neighbours in rank, not those along gtp.
-        flipped: Axes along which ranks descend.
-        nested_axes: Sizes of replicate and gtp of the nested mesh, over the same ranks.
-        interleaves: The forwards of all microbatches of a step run before their backwards.
-        scales: Parameters are multiplied in place after each microbatch: each ``param``, or its ``local`` part.
-        calls: ``forward`` runs the model, a ``method`` registered to count as one, or both take ``turns``.
-        breaks: An exception ends a ``forward`` or a ``backward`` before each step; training goes on.
-        recipe: Quantizes the weights of linear layers.
-        groups: The library chooses the schedule: layers of one class are blocks, whose weights are gathered together.
-        shard_optimizer: The replicas split the states of optimizers.
-        offload: Shards live on the host.
-        any_use: A rank may leave out weights (``set_reduce_scatter_unused_params``).
-        hooks: Each parameter has a hook that halves its gradient.
-    """
-
-    seed: int = 0
+    seed: int = 0  # of initial values and batches
     layers: tuple[Layer, ...] = (Layer(out=5),)
-    order: tuple[int, ...] = (0,)
-    spans: tuple[Span, ...] = ()
-    dtype: str = "float64"
-    width: int = 4
-    vocabulary: int = 0
-    needs_input_grad: bool = False
+    order: tuple[int, ...] = (0,)  # the program: indices into ``layers``
+    spans: tuple[Span, ...] = ()  # activation checkpointing; disjoint or nested
+    dtype: str = "float64"  # of parameters and input
+    width: int = 4  # of the input, or of the embedding's rows
+    vocabulary: int = 0  # input is tokens of an embedding with so many rows; 0: input is floats
+    needs_input_grad: bool = False  # the input requires a gradient
     # composition
+    # sizes of dp, replicate, gtp and tp; their product is the number of ranks (1, 2 or 4)
     axes: tuple[int, int, int, int] = (1, 1, 1, 1)
-    hsdp: bool = False
-    uses_dp: bool = False
-    order_of_axes: tuple[int, int, int, int] = (0, 1, 2, 3)
-    is_transposed: bool = False
-    flipped: tuple[str, ...] = ()
-    nested_axes: tuple[int, int] = (1, 1)
+    hsdp: bool = False  # ``gtp_shard`` gets the 2-D mesh (replicate, gtp), also if replicate has one rank
+    uses_dp: bool = False  # ``fully_shard`` over dp goes around, also if dp has one rank
+    order_of_axes: tuple[int, int, int, int] = (0, 1, 2, 3)  # the root mesh has its axes in this order
+    is_transposed: bool = False  # neighbours along replicate are neighbours in rank, not those along gtp
+    flipped: tuple[str, ...] = ()  # axes along which ranks descend
+    nested_axes: tuple[int, int] = (1, 1)  # sizes of replicate and gtp of the nested mesh, over the same ranks
     # policies
     prefetch_depth: int = 2
     max_inflight: int = 2
@@ -139,9 +97,9 @@ class Draw:
     microbatches: int = 1
     unsynced: str = ""
     retains_graph: bool = False
-    interleaves: bool = False
-    breaks: str = ""
-    scales: str = ""
+    interleaves: bool = False  # the forwards of all microbatches of a step run before their backwards
+    breaks: str = ""  # an exception ends a ``forward`` or a ``backward`` before each step; training goes on
+    scales: str = ""  # parameters are multiplied in place after each microbatch: each ``param``, or its ``local`` part
     evaluates: bool = False
     unshards: bool = False
     divides_by: int = 0
@@ -150,13 +108,15 @@ class Draw:
     clips: bool = False
     wgrad_first: bool = True
     keep_last: bool = True
+    # ``forward`` runs the model, a ``method`` registered to count as one, or both take ``turns``
     calls: Literal["forward", "method", "turns"] = "forward"
-    recipe: str = ""
+    recipe: str = ""  # quantizes the weights of linear layers
+    # the library chooses the schedule: layers of one class are blocks, whose weights are gathered together
     groups: bool = False
-    shard_optimizer: bool = False
-    offload: bool = False
-    any_use: bool = False
-    hooks: bool = False
+    shard_optimizer: bool = False  # the replicas split the states of optimizers
+    offload: bool = False  # shards live on the host
+    any_use: bool = False  # a rank may leave out weights (``set_reduce_scatter_unused_params``)
+    hooks: bool = False  # each parameter has a hook that halves its gradient
 
     @property
     def world(self) -> int:

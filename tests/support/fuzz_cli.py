@@ -8,10 +8,9 @@ import multiprocessing
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, closing
 from datetime import timedelta
-from multiprocessing.connection import Connection
-from typing import Any
 
 import fuzz
 import torch
@@ -27,17 +26,20 @@ _COLLECTIVE_TIMEOUT = timedelta(minutes=2)
 _ROUND_TIMEOUT_S = 900
 
 
-def _work(rank: int, num_workers: int, file: str, connection: Connection) -> None:
+_meshes: list[Meshes] = []  # of this worker
+
+
+def _connect(rank: int, num_workers: int, file: str) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     store = dist.FileStore(file, num_workers)
     dist.init_process_group("gloo", rank=rank, world_size=num_workers, store=store, timeout=_COLLECTIVE_TIMEOUT)
-    meshes = Meshes()
-    while (draws := connection.recv()) is not None:
-        connection.send(run_round(draws, meshes))
-    dist.barrier()
-    dist.destroy_process_group()
+    _meshes.append(Meshes())
+
+
+def _run_round(draws: Sequence[Draw]) -> list[Outcome]:
+    return run_round(draws, _meshes[0])
 
 
 class Workers:
@@ -50,54 +52,32 @@ class Workers:
         self._context.set_forkserver_preload(
             ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "dtensor_gtp"]
         )
-        self._processes: list[Any] = []
-        self._connections: list[Connection] = []
-
-    def __enter__(self) -> Workers:
-        self._start()
-        return self
-
-    def _start(self) -> None:
-        with tempfile.NamedTemporaryFile(delete=False) as file:
-            pass
-        for rank in range(self.num_workers):
-            mine, theirs = self._context.Pipe()
-            process = self._context.Process(target=_work, args=(rank, self.num_workers, file.name, theirs), daemon=True)
-            process.start()
-            theirs.close()  # else the end of a worker that dies would not show
-            self._processes.append(process)
-            self._connections.append(mine)
+        self._ranks: list[ProcessPoolExecutor] = []  # of one process each
 
     def run(self, draws: Sequence[Draw]) -> list[Outcome]:
         """One round."""
-        if not self._processes:
-            self._start()
-        for connection in self._connections:
-            connection.send(list(draws))
-        if not self._connections[0].poll(_ROUND_TIMEOUT_S):
-            self._kill()
-            return [Outcome(draw, {0: f"no end after {_ROUND_TIMEOUT_S} s"}, True) for draw in draws]
+        if not self._ranks:
+            with tempfile.NamedTemporaryFile(delete=False) as file:
+                pass
+            of_all = (self.num_workers, file.name)
+            self._ranks = [
+                ProcessPoolExecutor(1, self._context, _connect, (rank, *of_all)) for rank in range(self.num_workers)
+            ]
         try:
-            results = [connection.recv() for connection in self._connections]
-            outcomes: list[Outcome] = results[0]
-        except EOFError:
-            outcomes = [Outcome(draw, {0: "a worker died"}, True) for draw in draws]
+            running = [rank.submit(_run_round, list(draws)) for rank in self._ranks]
+            outcomes, *_ = [future.result(_ROUND_TIMEOUT_S) for future in running]
+        except Exception as error:  # of a worker that died, or that waits for one
+            outcomes = [Outcome(draw, {0: f"no end: {error!r}"}, True) for draw in draws]
         if any(outcome.is_raised for outcome in outcomes):
-            self._kill()
+            self.close()
         return outcomes
 
-    def _kill(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
-        self._processes, self._connections = [], []
-
-    def __exit__(self, *args: Any) -> None:
-        for connection in self._connections:
-            connection.send(None)
-        for process in self._processes:
-            process.join(_ROUND_TIMEOUT_S)
-        self._kill()
+    def close(self) -> None:
+        for rank in self._ranks:
+            for process in list(rank._processes.values()):
+                process.kill()
+            rank.shutdown()
+        self._ranks = []
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -141,10 +121,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         def run(draw: Draw) -> Outcome:
             if draw.world not in pools:
-                pools[draw.world] = stack.enter_context(Workers(draw.world))
+                pools[draw.world] = stack.enter_context(closing(Workers(draw.world)))
             return pools[draw.world].run([draw])[0]
 
-        workers = stack.enter_context(Workers(NUM_WORKERS))
+        workers = stack.enter_context(closing(Workers(NUM_WORKERS)))
         for draws in rounds(_draws(options), NUM_WORKERS):
             num_draws += len(draws)
             for outcome in filter(lambda outcome: outcome.failures, workers.run(draws)):

@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 from fuzz import Draw, Layer, Span, widths
 from quant_common import spell_out
+from runtime_common import Calls
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from dtensor_gtp import quantize_
@@ -80,24 +81,12 @@ class Mlp(nn.Module):
         return self.down(torch.tanh(self.up(self.norm(x))))
 
 
-class Wrapped(nn.Module):
-    """A module of torch that takes another shape, or gives more than its output."""
-
-    def __init__(self, inner: nn.Module, call: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.inner = inner
-        self.call = call
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.call(self.inner, x)
+def _channels_first(own: Any, x: torch.Tensor) -> torch.Tensor:
+    return own.inner(x.transpose(1, 2)).transpose(1, 2)
 
 
-def _channels_first(inner: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return inner(x.transpose(1, 2)).transpose(1, 2)
-
-
-def _as_image(inner: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return inner(x.unsqueeze(1)).mean(1)
+def _as_image(own: Any, x: torch.Tensor) -> torch.Tensor:
+    return own.inner(x.unsqueeze(1)).mean(1)
 
 
 def make_layer(draw: Draw, layer: Layer, width: int, out: int) -> nn.Module:
@@ -106,21 +95,21 @@ def make_layer(draw: Draw, layer: Layer, width: int, out: int) -> nn.Module:
     makers: dict[str, Callable[[], nn.Module]] = {
         "embedding": lambda: nn.Embedding(draw.vocabulary, out),
         "linear": lambda: nn.Linear(width, out, bias=bias),
-        "conv1d": lambda: Wrapped(nn.Conv1d(width, out, 3, padding=1, bias=bias), _channels_first),
-        "conv2d": lambda: Wrapped(nn.Conv2d(1, 3, 3, padding=1, bias=bias), _as_image),
+        "conv1d": lambda: Calls(_channels_first, inner=nn.Conv1d(width, out, 3, padding=1, bias=bias)),
+        "conv2d": lambda: Calls(_as_image, inner=nn.Conv2d(1, 3, 3, padding=1, bias=bias)),
         "layer_norm": lambda: nn.LayerNorm(width, eps=0.1),
         "rms_norm": lambda: nn.RMSNorm(width, eps=0.1),
-        "group_norm": lambda: Wrapped(nn.GroupNorm(groups, width, eps=0.1), _channels_first),
-        "attention": lambda: Wrapped(
-            nn.MultiheadAttention(width, 1 + (width % 2 == 0), bias=bias, batch_first=True),
-            lambda inner, x: inner(x, x, x, need_weights=False)[0],
+        "group_norm": lambda: Calls(_channels_first, inner=nn.GroupNorm(groups, width, eps=0.1)),
+        "attention": lambda: Calls(
+            lambda own, x: own.inner(x, x, x, need_weights=False)[0],
+            inner=nn.MultiheadAttention(width, 1 + (width % 2 == 0), bias=bias, batch_first=True),
         ),
         "raw": lambda: Raw(width, out, bias),
         "stack": lambda: Stack(width, out, has_scalar=not draw.uses_dp),
         "list": lambda: Matrices(width, out),
         "late": lambda: Late(width),
         "mlp": lambda: Mlp(width, out, bias),
-        "gru": lambda: Wrapped(nn.GRU(width, out, bias=bias, batch_first=True), lambda inner, x: inner(x)[0]),
+        "gru": lambda: Calls(lambda own, x: own.inner(x)[0], inner=nn.GRU(width, out, bias=bias, batch_first=True)),
     }
     return makers[layer.kind]()
 

@@ -277,13 +277,6 @@ def _halve(param: torch.Tensor) -> None:
     param.grad.mul_(0.5)
 
 
-def _switch_sync(draw: Draw, model: Model, is_last: bool) -> None:
-    if draw.unsynced == "gradient":
-        model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
-    elif draw.unsynced == "all_reduce":
-        model.set_requires_all_reduce(is_last)  # type: ignore[operator]
-
-
 def _run_step(draw: Draw, model: Model, step: int, rows: slice) -> list[torch.Tensor]:
     """Forward and backward of all microbatches of a step; their inputs."""
     inputs, losses = [], []
@@ -322,8 +315,9 @@ def _loss(draw: Draw, model: Model, batch: torch.Tensor, phase: int) -> torch.Te
 
 
 def _backward(draw: Draw, model: Model, loss: torch.Tensor, micro: int) -> None:
-    if not _is_reference(model):
-        _switch_sync(draw, model, micro == draw.microbatches - 1)
+    if draw.unsynced and not _is_reference(model):
+        switches = {"gradient": "set_requires_gradient_sync", "all_reduce": "set_requires_all_reduce"}
+        getattr(model, switches[draw.unsynced])(micro == draw.microbatches - 1)
     if loss.requires_grad:
         if draw.retains_graph:
             loss.backward(retain_graph=True)

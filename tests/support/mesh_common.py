@@ -4,19 +4,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from common import fake_world
 
 from dtensor_gtp import WeightMesh, init_weight_mesh
-
-
-@contextmanager
-def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def on_each_rank(world_size: int, function: Callable[[WeightMesh], Any], **sizes: int) -> list[Any]:

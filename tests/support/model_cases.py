@@ -19,25 +19,16 @@ Batch = dict[str, torch.Tensor]
 
 
 class Case(NamedTuple):
-    """A model.
-
-    Args:
-        library: That it comes from.
-        make: Makes it; takes options of its config.
-        batch: A global batch.
-        loss: A mean over rows.
-        is_tied: The default of transformers' ``tie_word_embeddings``; None where the model has no such thing.
-        dtype: float32 where a kernel takes no float64.
-        lora: Names of the layers that adapters are put around.
-    """
+    """A model."""
 
     library: str
-    make: Callable[..., nn.Module]
-    batch: Callable[[torch.Generator], Batch]
-    loss: Callable[[nn.Module, Batch], torch.Tensor]
+    make: Callable[..., nn.Module]  # makes it; takes options of its config
+    batch: Callable[[torch.Generator], Batch]  # a global batch
+    loss: Callable[[nn.Module, Batch], torch.Tensor]  # a mean over rows
+    # the default of transformers' ``tie_word_embeddings``; None where the model has no such thing
     is_tied: bool | None = None
-    dtype: torch.dtype = torch.float64
-    lora: str | list[str] = "all-linear"
+    dtype: torch.dtype = torch.float64  # float32 where a kernel takes no float64
+    lora: str | list[str] = "all-linear"  # names of the layers that adapters are put around
 
 
 def _transformers(name: str, **config: Any) -> Callable[..., nn.Module]:

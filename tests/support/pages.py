@@ -49,20 +49,13 @@ _BASH_LIMIT_S = 300  # it only ends what hangs
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block, or the hidden code of a check.
+    """A fenced block, or the hidden code of a check."""
 
-    Attributes:
-        line: Of its first line of code, from 1.
-        language: What follows the fence: "python" or "bash" if it is to run, else "" or another word.
-        not_run: Why it does not run, if it is marked so.
-        is_shown: Readers see it.
-    """
-
-    line: int
-    language: str
+    line: int  # of its first line of code, from 1
+    language: str  # what follows the fence: "python" or "bash" if it is to run, else "" or another word
     text: str
-    not_run: str = ""
-    is_shown: bool = True
+    not_run: str = ""  # why it does not run, if it is marked so
+    is_shown: bool = True  # readers see it
 
     @property
     def runs(self) -> bool:

@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
+from common import fake_world
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from dtensor_gtp.placement import GTPShard
@@ -36,12 +35,8 @@ def make_meshes() -> Meshes:
 @contextmanager
 def simulated_meshes() -> Iterator[Meshes]:
     """Meshes over four ranks that all live in this process."""
-    dist.init_process_group("fake", rank=0, world_size=WORLD_SIZE, store=FakeStore())
-    try:
-        with LocalTensorMode(WORLD_SIZE):
-            yield make_meshes()
-    finally:
-        dist.destroy_process_group()
+    with fake_world(WORLD_SIZE), LocalTensorMode(WORLD_SIZE):
+        yield make_meshes()
 
 
 class Case(NamedTuple):

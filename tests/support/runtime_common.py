@@ -42,6 +42,20 @@ class Raw(nn.Module):
         return x + torch.tanh(x @ self.first) @ self.second
 
 
+class Calls(nn.Module):
+    """Calls ``call(self, x)``. Its modules and parameters are the keywords; tensors become parameters."""
+
+    def __init__(self, call: Callable[[Any, Any], Any], **members: nn.Module | torch.Tensor) -> None:
+        super().__init__()
+        self.call = call
+        for name, member in members.items():
+            is_value = isinstance(member, torch.Tensor) and not isinstance(member, nn.Parameter)
+            setattr(self, name, nn.Parameter(member) if is_value else member)
+
+    def forward(self, x: Any) -> Any:
+        return self.call(self, x)
+
+
 class Net(nn.Module):
     """Fused and generic weights, many of one shape, a whole parameter, and a tied head of uneven rows."""
 

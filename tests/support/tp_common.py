@@ -17,7 +17,7 @@ from checkpoint_common import job_state, load_job
 from common import ALL, assert_same_params, full, rows_of_rank, shared_directory
 from fsdp_common import mesh_of as root_mesh
 from fsdp_common import next_token_loss
-from runtime_common import gathers, local
+from runtime_common import Calls, gathers, local
 from runtime_common import square_loss as mean_square
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
@@ -160,21 +160,17 @@ def outside_cell() -> Cell:
     )
 
 
-class TwoEmbeddings(nn.Module):
+def embeddings_cell() -> Cell:
     """One cut by vocabulary, unevenly, so that each rank masks what it does not hold; one by columns."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows, self.columns = nn.Embedding(17, 6), nn.Embedding(17, 6)
-        self.head = nn.Linear(6, 17)
+    def both(own: Any, tokens: torch.Tensor) -> torch.Tensor:
+        return own.head(own.rows(tokens) + torch.tanh(own.columns(tokens)))
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.rows(tokens) + torch.tanh(self.columns(tokens)))
+    def make() -> nn.Module:
+        return Calls(both, rows=nn.Embedding(17, 6), columns=nn.Embedding(17, 6), head=nn.Linear(6, 17))
 
-
-def embeddings_cell() -> Cell:
     rows, columns = RowwiseParallel(input_layouts=Replicate()), ColwiseParallel(output_layouts=Replicate())
-    return Cell(TwoEmbeddings, {"rows": rows, "columns": columns}, (5,), 17, loss=next_token_loss)
+    return Cell(make, {"rows": rows, "columns": columns}, (5,), 17, loss=next_token_loss)
 
 
 def tied_cell() -> Cell:

@@ -1,4 +1,5 @@
-"""What is wrong with a sharded module is refused at its next use, by name and with the remedy.
+"""What is wrong with a sharded module is refused at its next use, by name and with the remedy; and optimizers that were
+made too early.
 
 A fake process group lets this process be rank 1 of 4.
 """
@@ -7,12 +8,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import unittest
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn as nn
@@ -31,26 +34,32 @@ class TestRefusalsLater(unittest.TestCase):
     def setUp(self) -> None:
         self.mesh = self.enterContext(fake_mesh(NUM_RANKS, rank=1))
         torch.manual_seed(0)
-        self.net = gtp_shard(Net(), self.mesh, schedule=ALL)
+        self.net = self.sharded()
         self.x = torch.randn(2, 6)
+
+    def sharded(self) -> Any:
+        return gtp_shard(Net(), self.mesh, schedule=ALL)
+
+    def refused(self, told: str) -> Any:
+        return self.assertRaisesRegex(RuntimeError, told)
 
     def test_meta_parameters_at_the_first_forward(self) -> None:
         with torch.device("meta"):
-            net = gtp_shard(Net(), self.mesh, schedule=ALL)
+            net = self.sharded()
         net.head.to_empty(device="cpu")
-        message = (
+        told = (
             r"'inner.0.weight' of shape \(8, 6\), 'inner.0.bias' of shape \(8,\) on mesh axes \('gtp',\) are "
             r"still on the meta device .*\(rank 1\). Materialize .* module.to_empty\(device='cpu'\)"
         )
         for use in (lambda: net(self.x), lambda: net.head(self.x), net.unshard):
-            with self.assertRaisesRegex(RuntimeError, message):
+            with self.refused(told):
                 use()
         net.to_empty(device="cpu")(self.x).sum().backward()
 
     def test_a_message_names_some_of_many_parameters(self) -> None:
         with torch.device("meta"):
             net = gtp_shard(nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(12))), self.mesh, schedule=ALL)
-        with self.assertRaisesRegex(RuntimeError, r"'7.weight' of shape \(6, 6\) and 4 more on mesh axes"):
+        with self.refused(r"'7.weight' of shape \(6, 6\) and 4 more on mesh axes"):
             net(self.x)
 
     def test_swapped_parameter(self) -> None:
@@ -60,19 +69,15 @@ class TestRefusalsLater(unittest.TestCase):
         other = gtp_shard(nn.Linear(8, 6), self.mesh, shard_placement_fn=lambda p: GTPShard(p.ndim - 1)).weight
         wrong = {
             r"a Parameter of shape \(6, 8\)": nn.Parameter(torch.randn(6, 8)),
-            r"a DTensor of shape \(8, 6\) with placements": nn.Parameter(
-                gtp_shard(Net(), self.mesh, schedule=ALL).inner[0].weight
-            ),
+            r"a DTensor of shape \(8, 6\) with placements": nn.Parameter(self.sharded().inner[0].weight),
             r"a DTensor of shape \(6, 8\) with placements \((GTP)?Shard\(dim=1\),\)": other,
             r"a DTensor of shape \(6, 8\) with placements": kept.detach(),
         }
         for described, param in wrong.items():
             for _ in range(2):
                 head._parameters["weight"] = param
-                message = (
-                    rf"'head.weight' was replaced after gtp_shard by {described}.*of shape \(6, 8\) .* \('gtp',\) "
-                )
-                with self.assertRaisesRegex(RuntimeError, message + r"\(rank 1\). Load values"):
+                told = rf"'head.weight' was replaced after gtp_shard by {described}.*of shape \(6, 8\) .* \('gtp',\) "
+                with self.refused(told + r"\(rank 1\). Load values"):
                     self.net(self.x)
                 head.weight = kept
                 self.net(self.x).sum().backward()  # and the module works on
@@ -86,13 +91,11 @@ class TestRefusalsLater(unittest.TestCase):
             "head.weight_orig": lambda net: nn.utils.spectral_norm(net.head),
         }
         for name, change in changes.items():
-            net = gtp_shard(Net(), self.mesh, schedule=ALL)
+            net = self.sharded()
             change(net)
-            message = (
-                rf"'{name}' of shape .* was added after gtp_shard.* \('gtp',\) \(rank 1\). Change the module before"
-            )
+            told = rf"'{name}' of shape .* was added after gtp_shard.* \('gtp',\) \(rank 1\). Change the module before"
             for _ in range(2):
-                with self.assertRaisesRegex(RuntimeError, message):
+                with self.refused(told):
                     net(self.x)
         gtp_shard(net := Net(), self.mesh, ignored_params=set(net.head.parameters()))
         net.register_parameter("frozen", nn.Parameter(torch.ones(3), requires_grad=False))
@@ -109,18 +112,18 @@ class TestRefusalsLater(unittest.TestCase):
         gtp_shard(net.inner, self.mesh, schedule=ALL)
         net.inner[0].register_parameter("lora", nn.Parameter(torch.ones(2, 8)))  # it will not take this one
         gtp_shard(net, self.mesh, schedule=ALL)
-        with self.assertRaisesRegex(RuntimeError, "'inner.0.lora' of shape .* was added after gtp_shard"):
+        with self.refused("'inner.0.lora' of shape .* was added after gtp_shard"):
             net(self.x)
 
     def test_removed_or_resized(self) -> None:
-        net, head = gtp_shard(Net(), self.mesh, schedule=ALL), self.net.head
+        net, head = self.sharded(), self.net.head
         del net.inner[0].bias
-        with self.assertRaisesRegex(RuntimeError, "'inner.0.bias' was replaced after gtp_shard by None"):
+        with self.refused("'inner.0.bias' was replaced after gtp_shard by None"):
             net(self.x)
         self.net(self.x)
         with torch.no_grad():
             head.weight._local_tensor = torch.cat([head.weight.to_local()] * 2).detach()
-        with self.assertRaisesRegex(RuntimeError, "'head.weight' was replaced after gtp_shard"):
+        with self.refused("'head.weight' was replaced after gtp_shard"):
             self.net(self.x)
 
     def test_resized_or_cast_in_place(self) -> None:
@@ -132,14 +135,14 @@ class TestRefusalsLater(unittest.TestCase):
             ),
             r"'head.bias' .* its shard of shape \(3,\)": lambda net: net.head.bias._local_tensor.resize_(3),
         }
-        for (message, change), is_used in product(changes.items(), (False, True)):
-            net = gtp_shard(Net(), self.mesh, schedule=ALL)
+        for (told, change), is_used in product(changes.items(), (False, True)):
+            net = self.sharded()
             if is_used:
                 net(self.x).sum().backward()
             with torch.no_grad():
                 change(net)
             expected = r".* but gtp_shard expects .* on mesh axes \('gtp',\) \(rank 1\).* Load values"
-            with self.assertRaisesRegex(RuntimeError, message + expected):
+            with self.refused(told + expected):
                 net(self.x)
         self.net.double()(self.x.double()).sum().backward()  # as modules are cast
         self.net.to(torch.float32)(self.x).sum().backward()
@@ -155,8 +158,8 @@ class TestRefusalsLater(unittest.TestCase):
             r"a tensor, but got a \[1.0\]": [1.0],
         }
         before = weight.to_local().clone()
-        for message, value in values.items():
-            with self.assertRaisesRegex(ValueError, f"param.data = value expects .*{message}.* Write with load_state"):
+        for told, value in values.items():
+            with self.assertRaisesRegex(ValueError, f"param.data = value expects .*{told}.* Write with load_state"):
                 weight.data = value
         torch.testing.assert_close(weight.to_local(), before)
         quantized = gtp_shard(quantize_(nn.Linear(32, 32), "mxfp8", storage="native"), self.mesh, schedule=ALL)
@@ -191,16 +194,12 @@ class TestRefusalsLater(unittest.TestCase):
 
     def test_copies(self) -> None:
         for module in (self.net, self.net.head, self.net.inner):
-            with self.assertRaisesRegex(
-                RuntimeError, "cannot be copied after gtp_shard.*Copy the module before gtp_shard"
-            ):
+            with self.refused("cannot be copied after gtp_shard.*Copy the module before gtp_shard"):
                 copy.deepcopy(module)
-            with self.assertRaisesRegex(RuntimeError, "for averages of weights use dtensor_gtp.optim.ShardedEMA"):
+            with self.refused("for averages of weights use dtensor_gtp.optim.ShardedEMA"):
                 AveragedModel(module)
             for attempt in (copy.copy, pickle.dumps):
-                with self.assertRaisesRegex(
-                    RuntimeError, r"cannot be pickled or copied after gtp_shard.* state_dict\(\)"
-                ):
+                with self.refused(r"cannot be pickled or copied after gtp_shard.* state_dict\(\)"):
                     attempt(module)
 
     def test_jit(self) -> None:
@@ -208,9 +207,9 @@ class TestRefusalsLater(unittest.TestCase):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch deprecates all of it
             for callee in (self.net, lambda x: self.net(x)):
-                with self.assertRaisesRegex(RuntimeError, f"torch.jit.trace cannot record a Net {advice}"):
+                with self.refused(f"torch.jit.trace cannot record a Net {advice}"):
                     torch.jit.trace(callee, self.x)
-            with self.assertRaisesRegex(RuntimeError, f"torch.jit.script cannot compile a Net {advice}"):
+            with self.refused(f"torch.jit.script cannot compile a Net {advice}"):
                 torch.jit.script(self.net)
 
     def test_methods(self) -> None:
@@ -220,3 +219,58 @@ class TestRefusalsLater(unittest.TestCase):
                 self.net.set_gradient_divide_factor(factor)
         with self.assertRaisesRegex(ValueError, "a module after gtp_shard, but got a plain Net"):
             sharding_report(Net())
+
+
+class Shared(nn.Module):
+    """Tied weights, one of them at two modules that share their parameters, and a module that holds its own again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.copied = copy.copy(self.first)
+        self.tied = nn.Linear(8, 8)
+        self.tied.weight = self.first.weight
+        self.norm = nn.LayerNorm(8)
+        self.last = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.tied(self.copied(self.first(x)))))
+
+
+class TestEarlyOptimizers(unittest.TestCase):
+    """An optimizer that holds a parameter which ``gtp_shard`` is to replace is found; else none is searched for.
+
+    That takes a look at all objects of the process. It is spared if nobody holds a parameter, by its reference count,
+    or nobody in a list.
+    """
+
+    def setUp(self) -> None:
+        self.mesh = self.enterContext(fake_mesh(4))
+
+    def refuses(self, net: nn.Module, name: str) -> None:
+        optimizer = torch.optim.SGD([net.get_parameter(name)])
+        with self.assertRaisesRegex(ValueError, rf"an optimizer \(SGD\) already holds parameter '{re.escape(name)}'"):
+            gtp_shard(net, self.mesh, schedule=ALL)
+        del optimizer
+
+    def test_of_any_one_parameter(self) -> None:
+        net = Shared()
+        names = [name for name, _ in net.named_parameters()]
+        self.assertEqual(len(names), 6)
+        for name in names:
+            self.refuses(net, name)
+        net(torch.randn(2, 8)).sum().backward()
+        self.refuses(net, names[0])
+        gtp_shard(net, self.mesh, schedule=ALL)
+        many = nn.Sequential(*(nn.Linear(2, 2) for _ in range(40)))
+        held = dict.fromkeys(many.parameters())
+        self.refuses(many, "39.bias")
+        gtp_shard(many, self.mesh, schedule=ALL)
+        self.assertEqual(len(held), 80)
+
+    def test_nobody_searches_where_nobody_holds_a_parameter(self) -> None:
+        sharded = Shared()
+        placements = {sharded.tied.weight: GTPShard(1)}
+        for net in (Shared(), copy.deepcopy(Shared()), Shared().bfloat16(), Shared().to_empty(device="meta"), sharded):
+            with mock.patch("gc.get_objects", side_effect=AssertionError("all objects of the process were looked at")):
+                gtp_shard(net, self.mesh, schedule=ALL, shard_placement_fn=placements.get)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from functools import cache
 
 import fuzz
 import pytest
@@ -21,20 +21,15 @@ LONG_SEEDS = range(12, 80)
 SOAK_SEEDS = range(80, 5000)
 
 
+meshes_of_worker = cache(Meshes)
+
+
 class TestFuzz(GlooTest):
-    meshes: Any = None
-
-    def _meshes(self) -> Meshes:
-        cls = type(self)
-        if cls.meshes is None:
-            cls.meshes = Meshes()
-        return cls.meshes
-
     def _check(self, draws: Iterable[Draw]) -> None:
         """Run all of them, unless one leaves the ranks in disorder, and report those that failed, on all ranks."""
         failed: list[Outcome] = []
         for some in rounds(draws, self.world_size):
-            failed += [outcome for outcome in run_round(some, self._meshes()) if outcome.failures]
+            failed += [outcome for outcome in run_round(some, meshes_of_worker()) if outcome.failures]
             if any(outcome.is_raised for outcome in failed):
                 break
         if failed:

@@ -17,6 +17,7 @@ from checkpoint_common import PLAIN, check_reload, topology
 from common import ALL, GlooTest, assert_same_params, full, rows_of_rank
 from runtime_common import (
     WIDTH,
+    Calls,
     Raw,
     assert_idle,
     check_step,
@@ -80,28 +81,16 @@ class Symmetric(nn.Module):
         return x.triu() + x.triu(1).transpose(-1, -2)
 
 
-class Scaled(nn.Module):
+def scaled() -> nn.Module:
     """A parametrization with a parameter of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.rand(WIDTH, WIDTH) + 0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.scale
+    return Calls(lambda own, x: x * own.scale, scale=torch.rand(WIDTH, WIDTH) + 0.5)
 
 
-class CachedParametrization(nn.Module):
+def cached(own: Any, x: torch.Tensor) -> torch.Tensor:
     """Uses its parametrized weight twice, and computes it once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with parametrize.cached():
-            result: torch.Tensor = self.linear(torch.tanh(self.linear(x)))
-        return result
+    with parametrize.cached():
+        result: torch.Tensor = own.linear(torch.tanh(own.linear(x)))
+    return result
 
 
 def linear(*parametrized_by: nn.Module) -> nn.Module:
@@ -127,9 +116,9 @@ PARAMETRIZED: dict[str, Callable[[], nn.Module]] = {
     "spectral_norm": lambda: parametrizations.spectral_norm(linear()),
     "orthogonal": lambda: parametrizations.orthogonal(linear()),
     "custom": lambda: linear(Symmetric()),
-    "custom with a parameter": lambda: linear(Scaled()),
-    "two in a row": lambda: linear(Scaled(), Symmetric()),
-    "cached": CachedParametrization,
+    "custom with a parameter": lambda: linear(scaled()),
+    "two in a row": lambda: linear(scaled(), Symmetric()),
+    "cached": lambda: Calls(cached, linear=parametrizations.weight_norm(linear())),
     "weight_norm by hook": lambda: old_weight_norm(linear()),
     "spectral_norm by hook": lambda: torch.nn.utils.spectral_norm(linear()),
     "pruned": pruned,
@@ -232,10 +221,12 @@ class TestHooks(GlooTest):
             for param in root.parameters():
                 param.register_hook(lambda grad: grad.clamp(-1e-2, 1e-2))
                 param.register_hook(lambda grad: grad * 2)
-        for _ in range(2):
-            square_step(reference, make_rows(0))
-            square_step(model, rows_of_rank(make_rows(0), self.gtp_mesh()))
-        assert_same_params(model, reference, "grad")
+
+        def twice(module: nn.Module, rows: torch.Tensor) -> None:
+            square_step(module, rows)
+            square_step(module, rows)
+
+        check_step(reference, model, self.gtp_mesh(), make_rows(0), twice)
 
     def test_parametrizations(self) -> None:
         """Beside one process, in training and evaluation, eager, recomputed and compiled."""

@@ -12,34 +12,28 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import passes_common
 import pytest
 import torch
 import torch.nn as nn
 from common import ALL, GROUPS, GlooTest, assert_same_params, full, rows_of_rank
-from passes_common import Block
+from passes_common import WIDTH
 from runtime_common import assert_idle, shard_copy
 from torch.utils.checkpoint import checkpoint
 
 import dtensor_gtp
 from dtensor_gtp import GTPModule, SchedulePolicy
 
-WIDTH = 16
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 PACKAGE = str(Path(dtensor_gtp.__file__).parent)
 
 
-class Model(nn.Module):
+class Model(passes_common.Model):
     """The last block is recomputed in backward."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Block(WIDTH) for _ in range(2))
-        self.last = nn.Linear(WIDTH, WIDTH)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.layers[0](self.first(x))
-        return self.last(checkpoint(self.layers[1], x, use_reentrant=False))
+        x = self.blocks[0](self.first(x))
+        return self.last(checkpoint(self.blocks[1], x, use_reentrant=False))
 
 
 def interrupted_at(line: int, run: Callable[[], None]) -> tuple[int, str]:
@@ -191,7 +185,7 @@ class TestInterrupted(GlooTest):
                     else:
                         output.register_hook(lambda _: errors.append(error_in_thread(run)))  # noqa: B023
 
-                with model.layers[0].register_forward_hook(begin) as hook:
+                with model.blocks[0].register_forward_hook(begin) as hook:
                     train()
                 assert_same_params(model, reference, "grad", **CLOSE)
                 model.zero_grad()
@@ -211,7 +205,7 @@ class TestInterrupted(GlooTest):
             model.set_requires_gradient_sync(False)
             backward(model, rows[0])
             fail = mock.Mock(side_effect=error)
-            with model.layers[1].register_forward_pre_hook(fail), self.assertRaises(error):
+            with model.blocks[1].register_forward_pre_hook(fail), self.assertRaises(error):
                 model(rows[1])
             model.set_requires_gradient_sync(True)
             backward(model, rows[1])

@@ -172,6 +172,9 @@ class TestLeaksOfCapturedSteps:
         with fake_world(world_size=1):
             setting = Setting()
 
+            def num_alive() -> int:
+                return sum(type(thing) is CapturedStep for thing in gc.get_objects())
+
             def make() -> None:
                 step = setting.captured()
                 for seed in range(5):
@@ -184,8 +187,3 @@ class TestLeaksOfCapturedSteps:
                 make()
             assert (*counts(), num_alive()) == before
             assert resident_nbytes() - nbytes < 32 << 20
-
-
-def num_alive() -> int:
-    """How many captured steps there are."""
-    return sum(type(thing) is CapturedStep for thing in gc.get_objects())

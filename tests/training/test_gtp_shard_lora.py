@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, GlooTest, check_training, full, shared_directory
-from runtime_common import assert_idle, counted, gathers, token_loss
+from runtime_common import Calls, assert_idle, counted, gathers, token_loss
 from schedules import explicit
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -63,15 +63,9 @@ class QuantizedLinear(nn.Module):
         return F.linear(x, self.quantized.to(x.dtype) * self.scale)
 
 
-class Raw(nn.Module):
+def raw() -> nn.Module:
     """A weight that is read as an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(DIM, DIM) / DIM**0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weight
+    return Calls(lambda own, x: x @ own.weight, weight=torch.randn(DIM, DIM) / DIM**0.5)
 
 
 class Block(nn.Module):
@@ -179,7 +173,7 @@ class TestLoRA(GlooTest):
             return saved
 
         x = torch.randn(24, DIM, requires_grad=True)
-        for make in (lambda: nn.Linear(DIM, DIM), lambda: nn.Linear(DIM, DIM, bias=False), Raw):
+        for make in (lambda: nn.Linear(DIM, DIM), lambda: nn.Linear(DIM, DIM, bias=False), raw):
             model = gtp_shard(nn.Sequential(make(), make()), self.gtp_mesh(), schedule=ALL)
             model.requires_grad_(False)
             self.assertEqual(saved_numel(model, x), [])

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from common import ALL, GlooTest, full
-from runtime_common import counted
+from runtime_common import Calls, counted
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -58,13 +58,8 @@ class Batch:
     others: list[dict[str, torch.Tensor]]
 
 
-class OfBatches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 4, bias=False)
-
-    def forward(self, batch: Batch) -> Batch:
-        return Batch(self.linear(batch.x) + batch.others[0]["shift"], batch.others)
+def of_batches(own: Any, batch: Batch) -> Batch:
+    return Batch(own.linear(batch.x) + batch.others[0]["shift"], batch.others)
 
 
 class Net(nn.Module):
@@ -206,7 +201,7 @@ class TestMixedPrecision(GlooTest):
         has_peer = TorchVersion(torch.__version__) >= "2.12"
         for shard in (partial(gtp_shard, schedule=ALL), *([fully_shard] if has_peer else [])):
             torch.manual_seed(0)
-            model = shard(OfBatches(), mesh=self.gtp_mesh(), mp_policy=policy)
+            model = shard(Calls(of_batches, linear=nn.Linear(6, 4, bias=False)), mesh=self.gtp_mesh(), mp_policy=policy)
             output = model(batch)
             output.x.sum().backward()
             inner = output.others[0]

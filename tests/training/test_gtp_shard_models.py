@@ -17,6 +17,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, GlooTest, assert_same_params, check_training, rows_of_rank
+from runtime_common import Calls
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 
 from dtensor_gtp import gtp_shard
@@ -32,12 +33,14 @@ def loss_of_output(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Case:
-    """A model and what it eats: floats of a shape, or indices below ``num_indices``."""
+    """A model and what it eats: floats of a shape, or indices below ``num_indices``. It ``has_eval`` if eval mode
+    without gradients takes other code paths (one fused kernel)."""
 
     make: Callable[[], nn.Module]
     shape: tuple[int, ...] = (6,)
     num_indices: int = 0
     loss: Callable[[nn.Module, Any], torch.Tensor] = loss_of_output
+    has_eval: bool = False
 
     def batch(self, generator: torch.Generator) -> torch.Tensor:
         shape = (8, *self.shape)
@@ -90,15 +93,13 @@ class Attention(nn.Module):
         return self.attention(x, key, value)[0]
 
 
-class FirstOutput(nn.Module):
+def first_output(inner: nn.Module) -> nn.Module:
     """Of a recurrent layer: the sequence alone."""
+    return Calls(lambda own, x: own.inner(x)[0], inner=inner)
 
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)[0]
+def projection() -> nn.Module:
+    return Calls(lambda own, x: torch.tanh(x) @ own.matrix, matrix=torch.randn(8, 6))
 
 
 class Experts(nn.Module):
@@ -106,7 +107,7 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(6, 8), Projection()) for _ in range(4)])
+        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(6, 8), projection()) for _ in range(4)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         choice = (x[:, 0] * 100).long() % len(self.experts)
@@ -125,15 +126,6 @@ class CallableExperts(nn.ModuleDict):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.stack([expert(x) for expert in self.values()]).relu().sum(0)
-
-
-class Projection(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.matrix = nn.Parameter(torch.randn(8, 6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(x) @ self.matrix
 
 
 @dataclass
@@ -172,7 +164,7 @@ def encoder_layer(**options: Any) -> nn.TransformerEncoderLayer:
 
 
 def recurrent() -> nn.Module:
-    return nn.Sequential(*(FirstOutput(cls(6, 6, batch_first=True)) for cls in (nn.RNN, nn.GRU, nn.LSTM)))
+    return nn.Sequential(*(first_output(cls(6, 6, batch_first=True)) for cls in (nn.RNN, nn.GRU, nn.LSTM)))
 
 
 def conv_norms() -> nn.Module:
@@ -181,10 +173,10 @@ def conv_norms() -> nn.Module:
 
 
 CASES = {
-    "attention": Case(Attention, (5, 8)),
+    "attention": Case(Attention, (5, 8), has_eval=True),
     "attention_bias_kv": Case(lambda: Attention(add_bias_kv=True, add_zero_attn=True), (5, 8)),
     "attention_eval_mode": Case(lambda: Attention().eval(), (5, 8)),
-    "attention_kdim_vdim": Case(lambda: Attention(kdim=6, vdim=4), (5, 8)),
+    "attention_kdim_vdim": Case(lambda: Attention(kdim=6, vdim=4), (5, 8), has_eval=True),
     "bilinear_and_foreign_weights": Case(UsesOthersWeights),
     "callable_container": Case(CallableExperts),
     "children_outside_root": Case(
@@ -196,21 +188,23 @@ CASES = {
     ),
     "conv2d_channels_last": Case(lambda: nn.Conv2d(3, 7, 3).to(memory_format=torch.channels_last), (3, 6, 6)),
     "conv3d": Case(lambda: nn.Sequential(nn.Conv3d(2, 5, 2), nn.ConvTranspose3d(5, 3, 2)), (2, 4, 4, 4)),
-    "conv_norms": Case(lambda: conv_norms().eval(), (3, 6, 6)),
+    "conv_norms": Case(lambda: conv_norms().eval(), (3, 6, 6), has_eval=True),
     "embedding_bag_max": Case(lambda: nn.EmbeddingBag(13, 6, mode="max"), (4,), 13),
     "embedding_bag_mean": Case(lambda: nn.EmbeddingBag(13, 6, mode="mean"), (4,), 13),
     "embedding_bag_sum": Case(lambda: nn.EmbeddingBag(13, 6, mode="sum", padding_idx=3), (4,), 13),
     "embedding_padding": Case(lambda: nn.Sequential(nn.Embedding(13, 6, padding_idx=2), nn.Linear(6, 3)), (4,), 13),
-    "encoder": Case(lambda: nn.TransformerEncoder(encoder_layer(), 2), (5, 8)),
+    "encoder": Case(lambda: nn.TransformerEncoder(encoder_layer(), 2), (5, 8), has_eval=True),
     "encoder_layer_eval_mode": Case(lambda: encoder_layer().eval(), (5, 8)),
-    "encoder_layer_norm_first": Case(lambda: encoder_layer(norm_first=True, activation="gelu"), (5, 8)),
+    "encoder_layer_norm_first": Case(lambda: encoder_layer(norm_first=True, activation="gelu"), (5, 8), has_eval=True),
     "experts": Case(Experts),
-    "lstm_cell": Case(lambda: FirstOutput(nn.LSTMCell(6, 5))),
+    "lstm_cell": Case(lambda: first_output(nn.LSTMCell(6, 5))),
     "lstm_stacked": Case(
-        lambda: FirstOutput(nn.LSTM(6, 5, batch_first=True, num_layers=2, bidirectional=True, proj_size=3)), (4, 6)
+        lambda: first_output(nn.LSTM(6, 5, batch_first=True, num_layers=2, bidirectional=True, proj_size=3)),
+        (4, 6),
+        has_eval=True,
     ),
     "parameter_containers": Case(Containers),
-    "recurrent": Case(recurrent, (4, 6)),
+    "recurrent": Case(recurrent, (4, 6), has_eval=True),
     "structured_output": Case(StructuredOutput, loss=structured_loss),
     "transformer": Case(
         lambda: nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True),
@@ -218,18 +212,6 @@ CASES = {
         loss=lambda model, x: mean_square(model(x, x.flip(1))),
     ),
 }
-
-
-# Of these, eval mode without gradients takes other code paths (one fused kernel).
-EVAL_CASES = (
-    "attention",
-    "attention_kdim_vdim",
-    "conv_norms",
-    "encoder",
-    "encoder_layer_norm_first",
-    "lstm_stacked",
-    "recurrent",
-)
 
 
 def wide(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -245,7 +227,7 @@ class TestModels(GlooTest):
         shard = partial(gtp_shard, mesh=self.gtp_mesh(), schedule=ALL)
         check_training(case.make().double(), shard, self.gtp_mesh(), case.batch, case.loss, steps=2)
 
-    @parametrize("name", EVAL_CASES)
+    @parametrize("name", [name for name in sorted(CASES) if CASES[name].has_eval])
     def test_eval_without_gradient(self, name: str) -> None:
         case = CASES[name]
         reference = case.make().double().eval()

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 import torch.nn as nn
 from common import ALL, GlooTest, assert_same_params, check_training, fake_mesh, fused_on, rows_of_rank
-from runtime_common import WIDTH, make_rows, members_of, runtime_of
+from runtime_common import WIDTH, Calls, make_rows, members_of, runtime_of
 from schedules import explicit
 from test_gtp_shard_training import Tied, next_token_loss, token_batch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -27,17 +27,15 @@ from dtensor_gtp._params.gradient import ReducedGradient
 OFFLOAD = {"offload_policy": CPUOffloadPolicy()}
 
 
-class Twice(nn.Module):
+def twice(own: Any, x: torch.Tensor) -> torch.Tensor:
+    x = own.first(x) + own.norm(own.first(x)) @ own.scale
+    return checkpoint(lambda z: own.last(z), x, use_reentrant=False)
+
+
+def make() -> Any:
     """Layers of which one is used twice, once again in backward; a norm; an attribute read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.scale = nn.Parameter(torch.randn(WIDTH, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x) + self.norm(self.first(x)) @ self.scale
-        return checkpoint(lambda z: self.last(z), x, use_reentrant=False)
+    layers = {"first": nn.Linear(WIDTH, WIDTH), "norm": nn.LayerNorm(WIDTH), "last": nn.Linear(WIDTH, WIDTH)}
+    return Calls(twice, **layers, scale=torch.randn(WIDTH, WIDTH))
 
 
 def storages(tensors: Any) -> set[int]:
@@ -52,7 +50,7 @@ class TestOffload(GlooTest):
             (self.hsdp_mesh(), {"mp_policy": bf16}),
             (self.gtp_mesh(), {"reshard_after_forward": False, "schedule": explicit(0, min_shard_numel=0)}),
         ):
-            model = Twice()
+            model = make()
             options = {"schedule": ALL, **options}
             plain, offloaded = (gtp_shard(copy.deepcopy(model), mesh, **options, **more) for more in ({}, OFFLOAD))
             for step in range(2):
@@ -82,7 +80,7 @@ class TestOffload(GlooTest):
     def test_copies_are_made(self) -> None:
         """A gather sends a copy of the shard, modules see a copy of a whole parameter, and a reduction is copied back;
         after a forward or backward the host has waited for all of it."""
-        model = gtp_shard(Twice(), self.gtp_mesh(), schedule=ALL, **OFFLOAD)
+        model = gtp_shard(make(), self.gtp_mesh(), schedule=ALL, **OFFLOAD)
         shards = storages(param.to_local() for param in model.parameters())
         sent, reduced, waits = [], [], []
         launch, to_host = runtime_of(model).comm.all_gather, ReducedGradient._to_host
@@ -113,9 +111,9 @@ class TestOffload(GlooTest):
     def test_writes_to_shards_count(self) -> None:
         """Of an optimizer, in place, and by ``data``; initialized on the meta device."""
         mesh, x = self.gtp_mesh(), make_rows(0)
-        reference = Twice()
+        reference = make()
         with torch.device("meta"):
-            model = Twice()
+            model = make()
         gtp_shard(model, mesh, schedule=ALL, **OFFLOAD)
         with self.assertRaisesRegex(RuntimeError, r"to_empty\(device='cpu'\)"):
             model(x)

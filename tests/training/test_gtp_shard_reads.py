@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, GlooTest, assert_same_params, full, rows_of_rank
-from runtime_common import WIDTH, check_steps, make_rows, members_of, runtime_of, shard_copy, square_loss
+from runtime_common import WIDTH, Calls, check_steps, make_rows, members_of, runtime_of, shard_copy, square_loss
 from schedules import explicit
 from torch.distributed.tensor import DTensor
 
@@ -22,54 +22,32 @@ from dtensor_gtp._modules.binding import binding_of
 from dtensor_gtp._schedule.members import Members
 
 
-class Filter(nn.Module):
-    """A filter of frequencies whose complex weight is kept as pairs of real numbers, as GFNet has it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, 2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        spectrum = torch.fft.fft(x) * torch.view_as_complex(self.weight)
-        return torch.fft.ifft(spectrum * torch.view_as_complex(self.weight).conj()).real
+def filtered(own: Any, x: torch.Tensor) -> torch.Tensor:
+    """By a filter of frequencies whose complex weight is kept as pairs of real numbers, as GFNet has it."""
+    spectrum = torch.fft.fft(x) * torch.view_as_complex(own.weight)
+    return torch.fft.ifft(spectrum * torch.view_as_complex(own.weight).conj()).real
 
 
-class ConvolvedTable(nn.Module):
+def convolved_table(weight_of: Callable[[torch.Tensor], torch.Tensor], is_trained: bool) -> nn.Module:
     """A table that is the input of a convolution; ``weight_of`` is what is done with it before."""
 
-    def __init__(self, weight_of: Callable[[torch.Tensor], torch.Tensor], is_trained: bool) -> None:
-        super().__init__()
-        self.weight_of = weight_of
-        self.table = nn.Parameter(torch.randn(WIDTH, 6), requires_grad=is_trained)
-        self.filters = nn.Parameter(torch.randn(4, WIDTH, 3))
-        self.out = nn.Linear(4, WIDTH)
+    def convolved(own: Any, x: torch.Tensor) -> torch.Tensor:
+        y = F.conv1d(weight_of(own.table)[None], own.filters, padding=1)
+        return x + own.out(y[0].t()).mean(0)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = F.conv1d(self.weight_of(self.table)[None], self.filters, padding=1)
-        return x + self.out(y[0].t()).mean(0)
+    table = nn.Parameter(torch.randn(WIDTH, 6), requires_grad=is_trained)
+    return Calls(convolved, table=table, filters=torch.randn(4, WIDTH, 3), out=nn.Linear(4, WIDTH))
 
 
-class ConvolvedWithItself(nn.Module):
+def convolved_with_itself(own: Any, x: torch.Tensor) -> torch.Tensor:
     """A filter whose correlation with itself, as a constant, is penalized (orthogonality of filters)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, 2, 3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * F.conv1d(self.weight.detach(), self.weight, padding=2).sum(0).mean(1)
+    return x * F.conv1d(own.weight.detach(), own.weight, padding=2).sum(0).mean(1)
 
 
-class Sliced(nn.Module):
+def sliced(own: Any, x: torch.Tensor) -> torch.Tensor:
     """Three weights in one parameter, of which each is used by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3 * WIDTH, WIDTH) / WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first, second, third = self.weight.chunk(3)
-        return F.linear(x, first) * F.linear(x, second).tanh() + F.linear(x, third)
+    first, second, third = own.weight.chunk(3)
+    return F.linear(x, first) * F.linear(x, second).tanh() + F.linear(x, third)
 
 
 class StepsWithin(nn.Module):
@@ -89,10 +67,6 @@ class StepsWithin(nn.Module):
         return x @ self.weight
 
 
-def same(table: torch.Tensor) -> torch.Tensor:
-    return table
-
-
 def linears(number: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(number)))
 
@@ -103,13 +77,13 @@ class TestReads(GlooTest):
     def test_views_slices_and_convolved_tables(self) -> None:
         """Backward needs the very rows that forward has used: what is saved of a slice begins in the middle."""
         for model in (
-            Filter(),
-            Sliced(),
-            ConvolvedTable(torch.clone, is_trained=True),
-            ConvolvedTable(same, is_trained=True),
-            ConvolvedTable(same, is_trained=False),
-            ConvolvedTable(torch.detach, is_trained=True),
-            ConvolvedWithItself(),
+            Calls(filtered, weight=torch.randn(WIDTH, 2)),
+            Calls(sliced, weight=torch.randn(3 * WIDTH, WIDTH) / WIDTH),
+            convolved_table(torch.clone, is_trained=True),
+            convolved_table(lambda table: table, is_trained=True),
+            convolved_table(lambda table: table, is_trained=False),
+            convolved_table(torch.detach, is_trained=True),
+            Calls(convolved_with_itself, weight=torch.randn(WIDTH, 2, 3)),
         ):
             reference = nn.Sequential(nn.Linear(WIDTH, WIDTH), model, nn.Linear(WIDTH, WIDTH))
             check_steps(reference, self.gtp_mesh(), tolerance={"atol": 1e-4, "rtol": 1e-4})

@@ -18,6 +18,7 @@ import torch.nn as nn
 from common import ALL, GlooTest, environment
 from runtime_common import (
     WIDTH,
+    Calls,
     Raw,
     Step,
     assert_idle,
@@ -115,16 +116,12 @@ class Stacked(nn.Module):
         return torch.cat([both.exp(), both.sin()]).sum(0).exp().clamp(max=2)
 
 
-def save(*ops: Any) -> Callable[..., CheckpointPolicy]:
+def save(*ops: Any, others: bool = False) -> Callable[..., CheckpointPolicy]:
+    """A policy that saves what these ops return, or what all ``others`` do."""
+
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if op in ops else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return policy
-
-
-def save_all_but(*ops: Any) -> Callable[..., CheckpointPolicy]:
-    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.PREFER_RECOMPUTE if op in ops else CheckpointPolicy.MUST_SAVE
+        is_saved = (op in ops) != others
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     return policy
 
@@ -213,15 +210,6 @@ class TestSelective(GlooTest):
             for seed in range(2):
                 check_step(reference, model, self.gtp_mesh(), make_rows(seed), square_step)
 
-    def test_nested_checkpoints(self) -> None:
-        """The inner checkpoint is recomputed within the outer one's recomputation, and once more for its backward."""
-
-        def twice(block: nn.Module, x: torch.Tensor) -> Any:
-            return recompute(lambda x: recompute(block, x).tanh(), x)
-
-        used = self.gathers_in_block(Blocks(twice))
-        assert used == dict.fromkeys(used, 4), used
-
     def test_policies_that_save_what_linears_return(self) -> None:
         """The runtime's own ops are nothing that a policy may count or save: a saved gather would leave the
         recomputation a buffer that nobody has filled."""
@@ -229,7 +217,7 @@ class TestSelective(GlooTest):
         without_gemms = everything | {"up.weight": 2, "down.weight": 2}  # raw weights are gathered when they are read
         cases: dict[str, tuple[Run, dict[str, int]]] = {
             "nothing": (selective(save), everything),
-            "everything": (selective(save_all_but), without_gemms),
+            "everything": (selective(partial(save, others=True)), without_gemms),
             "all GEMMs": (selective(lambda: save(*GEMMS)), without_gemms),
             "with bias": (selective(lambda: save(aten.addmm.default)), everything | {"up.weight": 2}),
             "without bias": (selective(lambda: save(aten.mm.default)), everything | {"down.weight": 2}),
@@ -257,19 +245,14 @@ class TestSelective(GlooTest):
     def test_policy_around_the_root(self) -> None:
         """Also in the first forward, where ranks tell each other that they can begin."""
         reference = nn.Sequential(Block(), Stacked(), Block())
-        check_steps(reference, self.gtp_mesh(), by(selective(lambda: save_all_but(*GEMMS))))
+        check_steps(reference, self.gtp_mesh(), by(selective(lambda: save(*GEMMS, others=True))))
 
     def test_policy_that_saves_lookups(self) -> None:
-        class Lookup(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.table = nn.Embedding(9, WIDTH)
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return self.table((x.detach().abs() * 4).long() % 9).sum(1) * x.sin()
+        def lookup(own: Any, x: torch.Tensor) -> torch.Tensor:
+            return own.table((x.detach().abs() * 4).long() % 9).sum(1) * x.sin()
 
         for op, expected in ((aten.embedding.default, 1), (aten.mm.default, 2)):
-            reference = nn.Sequential(Lookup(), nn.Linear(WIDTH, WIDTH))
+            reference = nn.Sequential(Calls(lookup, table=nn.Embedding(9, WIDTH)), nn.Linear(WIDTH, WIDTH))
             model = shard_copy(reference, self.gtp_mesh())
             used = self.gathers_of(reference, model, by(selective(partial(save, op))))
             assert used["0.table.weight"] == expected, used
@@ -315,17 +298,19 @@ class TestSelective(GlooTest):
             used = self.gathers_of(reference, model)
             assert {used[name] for name in used if name.startswith("1.")} == {expected}, f"{wrapper} {order}: {used}"
 
-    def test_save_on_cpu_inside_of_the_model_and_of_checkpoints(self) -> None:
+    def test_checkpoints_and_save_on_cpu_in_each_other(self) -> None:
         def plain(block: nn.Module, x: torch.Tensor) -> Any:
             with save_on_cpu():
                 return block(x)
 
-        # What the inner hooks take is not recomputed: a non-reentrant checkpoint never sees it.
+        # What the inner hooks take is not recomputed: a non-reentrant checkpoint never sees it. An inner checkpoint is
+        # recomputed within the outer one's recomputation, and once more for its backward.
         runs: dict[str, tuple[Run, int]] = {
             "plain": (plain, 2),
             "outside": (lambda block, x: plain(partial(recompute, block), x), 3),
             "inside": (lambda block, x: recompute(partial(plain, block), x), 2),
             "inside, reentrant": (lambda block, x: reentrant(partial(plain, block), x), 3),
+            "two checkpoints": (lambda block, x: recompute(lambda x: recompute(block, x).tanh(), x), 4),
         }
         for name, (run, expected) in runs.items():
             used = self.gathers_in_block(Blocks(run))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn as nn
 from common import ALL, GlooTest, assert_same_params, check_training, full, rows_of_rank
+from runtime_common import Calls
 from runtime_common import token_loss as next_token_loss
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -156,22 +158,23 @@ class TestTraining(GlooTest):
         check_training(Tied(), shard, self.gtp_mesh(), token_batch, next_token_loss, steps=2)
 
     def test_mixed_and_complex_dtypes_train(self) -> None:
-        class Mixed(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.wide = nn.Linear(6, 6, dtype=torch.float64)
-                self.phases = nn.Parameter(torch.randn(6, 6, dtype=torch.complex64))
-                self.order = nn.Parameter(torch.randperm(6), requires_grad=False)
-                self.out = nn.Linear(6, 4)
+        def call(own: Any, x: torch.Tensor) -> torch.Tensor:
+            x = own.wide(x.double()).float()[:, own.order]
+            return own.out((x.to(torch.complex64) @ own.phases).abs())
 
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                x = self.wide(x.double()).float()[:, self.order]
-                return self.out((x.to(torch.complex64) @ self.phases).abs())
+        def make() -> nn.Module:
+            phases, order = (
+                torch.randn(6, 6, dtype=torch.complex64),
+                nn.Parameter(torch.randperm(6), requires_grad=False),
+            )
+            return Calls(
+                call, wide=nn.Linear(6, 6, dtype=torch.float64), phases=phases, order=order, out=nn.Linear(6, 4)
+            )
 
         for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
             shard = partial(gtp_shard, mesh=mesh, schedule=ALL)
             adamw = partial(torch.optim.AdamW, lr=1e-2)  # torch has none for complex numbers that is fused
-            check_training(Mixed(), shard, mesh, float_batch, square_loss, steps=2, make_optimizer=adamw)
+            check_training(make(), shard, mesh, float_batch, square_loss, steps=2, make_optimizer=adamw)
 
     def test_ignored_parameters(self) -> None:
         """They stay the objects they are, train on each rank's own gradient, and nobody touches it."""

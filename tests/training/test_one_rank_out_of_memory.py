@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -91,27 +90,28 @@ class TestAllTryAgain(GlooTest):
 
 
 JOB = """
-import signal, sys
+import os, signal, sys
 import torch, torch.distributed as dist, torch.nn as nn
 from dtensor_gtp import SchedulePolicy, gtp_shard, init_weight_mesh
 from dtensor_gtp._params import gather
 from dtensor_gtp._schedule.launch_reductions import ReductionLaunches
 
 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends a job as soon as one process is dead
-point, at = sys.argv[1], int(sys.argv[2])
+pair, rank = divmod(int(os.environ["RANK"]), 2)
+point, at = sys.argv[1 + pair].split("-")
 
 def fail(*args):
     raise torch.OutOfMemoryError("no more memory")
 
-dist.init_process_group("gloo")
-rank = dist.get_rank()
+store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+dist.init_process_group("gloo", store=dist.PrefixStore(point, store), rank=rank, world_size=2)
 torch.manual_seed(0)
 blocks = (nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)) for _ in range(4))
 model = gtp_shard(nn.Sequential(*blocks), init_weight_mesh("cpu", gtp=2).weights, schedule=SchedulePolicy(
     min_shard_numel=0, prefetch_nbytes=0))
 try:
     for step in range(4):
-        if rank == 1 and step == at:
+        if rank == 1 and step == int(at):
             if point == "forward":
                 model[2].register_forward_pre_hook(fail)
             elif point == "gather":
@@ -123,18 +123,19 @@ try:
         model(torch.randn(4, 8)).square().mean().backward()
     print("all steps")
 except BaseException as error:
-    print(f"rank {rank} has {type(error).__name__}: {error}", flush=True)
+    print(f"{point}: rank {rank} has {type(error).__name__}: {error}", flush=True)
     raise SystemExit(1)
 """
 
 
-@pytest.mark.parametrize(("point", "step"), [("forward", 0), ("gather", 1), ("backward", 2), ("reduction", 2)])
-def test_the_others_end_with_an_error(point: str, step: int, tmp_path: Path) -> None:
-    """Where they wait for the rank that has failed, when its process has ended."""
-    script = tmp_path / "job.py"
+def test_the_others_end_with_an_error(tmp_path: Path) -> None:
+    """Where they wait for the rank that has failed, when its process has ended. A pair of ranks for each point."""
+    script, points = tmp_path / "job.py", ("forward-0", "gather-1", "backward-2", "reduction-2")
     script.write_text(JOB)
-    result = run_forked([script, point, str(step)], 2)
+    result = run_forked([script, *points], 2 * len(points))
     assert result.status == 1, result.output
-    assert "rank 1 has OutOfMemoryError: no more memory" in result.output, result.output
-    assert "rank 0 has RuntimeError" in result.output, result.output
+    for point in points:
+        name = point.partition("-")[0]
+        assert f"{name}: rank 1 has OutOfMemoryError: no more memory" in result.output, result.output
+        assert f"{name}: rank 0 has RuntimeError" in result.output, result.output
     assert "all steps" not in result.output

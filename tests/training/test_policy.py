@@ -27,52 +27,32 @@ def test_schedule_policy() -> None:
         dataclasses.replace(policy, prefetch_nbytes=-3)
 
 
-NUMBERS = ("prefetch_nbytes", "keep_nbytes", "min_shard_numel")
-REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    *(({name: -1}, ValueError, f"SchedulePolicy expects {name} >= 0, but got -1") for name in NUMBERS),
-    *(
-        ({name: value}, TypeError, f"SchedulePolicy expects an int.* for {name}, but got {value!r}")
-        for name in NUMBERS
-        for value in (1.0, True, "2")
-    ),
-    *(
-        ({"exchange_tokens": tokens}, error, f"SchedulePolicy expects .*exchange_tokens.*got {tokens!r}")
-        for tokens, error in ((0, ValueError), (2.0, TypeError), (True, TypeError))
-    ),
-    ({"memory": "little"}, ValueError, "'balanced' or 'least' or 'most_speed' as memory, but got 'little'"),
-    ({"embedding": "table"}, ValueError, "'gather' or 'exchange' or 'auto' as embedding, but got 'table'"),
-    *(
-        (
-            {"reduce_scatter": value},
-            ValueError,
-            f"'ring' or 'all_to_all' or 'copy_engine' or 'auto' as reduce_scatter, but got {value!r}",
-        )
-        for value in ("rign", None, 1)
-    ),
-    *(
-        ({"gather_backend": value}, ValueError, "'process_group' or 'copy_engine' or 'auto' as gather_backend, but got")
-        for value in ("nccl", "zero_cta", None, object())
-    ),
-    # fields of earlier versions
-    ({"prefetch_depth": 1}, TypeError, "no field prefetch_depth any more: .*pass prefetch_nbytes"),
-    ({"expert_blocks_ahead": 1}, TypeError, "no field expert_blocks_ahead any more: .*the library chooses"),
-    *(
-        ({name: 1}, TypeError, f"no field {name} any more: .*memory='least'")
-        for name in (
-            "coalesce_nbytes",
-            "coalesce_grad_nbytes",
-            "max_inflight_reduce_scatters",
-            "wgrad_first",
-            "keep_last",
-        )
-    ),
-]
+def refuses(error: type[Exception], message: str, **options: Any) -> None:
+    with pytest.raises(error, match=message):
+        SchedulePolicy(**options)
 
 
 def test_schedule_policy_refuses() -> None:
-    for options, error, message in REFUSED:
-        with pytest.raises(error, match=message):
-            SchedulePolicy(**options)
+    for name in ("prefetch_nbytes", "keep_nbytes", "min_shard_numel"):
+        refuses(ValueError, f"SchedulePolicy expects {name} >= 0, but got -1", **{name: -1})
+        for value in (1.0, True, "2"):
+            refuses(TypeError, f"SchedulePolicy expects an int.* for {name}, but got {value!r}", **{name: value})
+    for tokens, error in ((0, ValueError), (2.0, TypeError), (True, TypeError)):
+        refuses(error, f"SchedulePolicy expects .*exchange_tokens.*got {tokens!r}", exchange_tokens=tokens)
+    choices: dict[str, tuple[str, tuple[object, ...]]] = {
+        "memory": ("'balanced' or 'least' or 'most_speed'", ("little",)),
+        "embedding": ("'gather' or 'exchange' or 'auto'", ("table",)),
+        "reduce_scatter": ("'ring' or 'all_to_all' or 'copy_engine' or 'auto'", ("rign", None, 1)),
+        "gather_backend": ("'process_group' or 'copy_engine' or 'auto'", ("nccl", "zero_cta", None, object())),
+    }
+    for name, (known, values) in choices.items():
+        for value in values:
+            refuses(ValueError, f"{known} as {name}, but got {value!r}", **{name: value})
+    # fields of earlier versions
+    refuses(TypeError, "no field prefetch_depth any more: .*pass prefetch_nbytes", prefetch_depth=1)
+    refuses(TypeError, "no field expert_blocks_ahead any more: .*the library chooses", expert_blocks_ahead=1)
+    for name in ("coalesce_nbytes", "coalesce_grad_nbytes", "max_inflight_reduce_scatters", "wgrad_first", "keep_last"):
+        refuses(TypeError, f"no field {name} any more: .*memory='least'", **{name: 1})
     for name, value in (("prefetch_depth", -1), ("max_inflight_reduce_scatters", 0)):
         with pytest.raises(ValueError, match=f"Schedule expects {name} >= {value + 1}, but got {value}"):
             Schedule(**{name: value})

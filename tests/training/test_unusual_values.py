@@ -149,23 +149,12 @@ class Steps:
         finally:
             model.requires_grad_(True)
 
-    def frozen_or_unfrozen_between_forward_and_backward(model: Any, x: torch.Tensor) -> None:
-        loss = mean(model(x))
-        model.blocks[0].requires_grad_(False)
-        model.blocks[1].up.requires_grad_(False)
-        loss.backward()
-        model.requires_grad_(True)
+    def unfrozen_between_forward_and_backward(model: Any, x: torch.Tensor) -> None:
         model.blocks[0].requires_grad_(False)
         model.last.weight.requires_grad_(False)
         loss = mean(model(x))
         model.requires_grad_(True)
         loss.backward()
-
-    def a_step_between_two_forwards(model: Any, x: torch.Tensor) -> None:
-        usual(model, x)
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-        model.zero_grad()
-        usual(model, x + 1)
 
     def hooks_that_raise(model: Any, x: torch.Tensor) -> None:
         def fail(*args: Any) -> None:

@@ -1,0 +1,194 @@
+"""What changes a module after ``gtp_shard``: casts, modules that are added, code that works on whole weights."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.nn as nn
+from common import ALL, GROUPS, GlooTest, assert_same_params, rows_of_rank
+from runtime_common import (
+    WIDTH,
+    Net,
+    Raw,
+    check_step,
+    make_rows,
+    make_tokens,
+    shard_copy,
+    small_model,
+    square_loss,
+    square_step,
+    token_loss,
+)
+from torch.distributed.tensor import DTensor
+
+from dtensor_gtp import GTPShard, gtp_shard, shard_added, whole_weights
+
+
+class Casting(nn.Module):
+    """Casts a layer in its forward, as routers of Switch Transformers do."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.up, self.down, self.dtype = nn.Linear(8, 12), nn.Linear(12, 8), dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.down = self.down.to(self.dtype)
+        return x + self.down(torch.relu(self.up(x)).to(self.dtype)).to(x.dtype)
+
+
+def casting(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Casting(dtype) for _ in range(3)))
+
+
+class TestCasts(GlooTest):
+    """``module.to`` and the like: without effect in loops and forwards, and of frozen modules."""
+
+    world_size = 2
+
+    def test_without_effect_in_forwards_and_before_backwards(self) -> None:
+        def step(module: nn.Module, rows: torch.Tensor) -> None:
+            losses = [square_loss(module.to("cpu"), part) for part in (rows, rows + 1)]
+            module.float()
+            sum(losses).backward()
+
+        for policy in (ALL, GROUPS):
+            reference = casting()
+            model = shard_copy(reference, self.gtp_mesh(), schedule=policy)
+            before = list(model.parameters())
+            for seed in range(2):
+                check_step(reference, model, self.gtp_mesh(), make_rows(seed, 4, 8), step)
+            for param, same in zip(model.parameters(), before, strict=True):
+                self.assertIs(param, same)
+
+    def test_with_effect_in_a_forward(self) -> None:
+        rows = make_rows(1, 4, 8, torch.float64)
+        reference = casting(torch.float64)
+        model = shard_copy(reference, self.gtp_mesh())
+        for trained, batch in ((reference, rows), (model, rows_of_rank(rows, self.gtp_mesh()))):
+            square_loss(trained, batch.float()).backward()
+        self.assertEqual(model[0].down.weight.dtype, torch.float64)
+        assert_same_params(model, reference, "grad")
+        grouped = gtp_shard(casting(torch.float64), self.gtp_mesh(), schedule=GROUPS)
+        with self.assertRaisesRegex(RuntimeError, r"'0\.down\.weight' cannot be cast .*with block '0'.*before"):
+            grouped(rows.float())
+
+    def test_of_frozen_modules(self) -> None:
+        rows = make_rows(1, 4, 8)
+        for policy in (ALL, GROUPS):
+            reference = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(2)))
+            model = shard_copy(reference, self.gtp_mesh(), schedule=policy)
+            for trained, batch in ((reference, rows), (model, rows_of_rank(rows, self.gtp_mesh()))):
+                trained.requires_grad_(False)
+                trained.to(torch.float64)
+                self.assertFalse(any(param.requires_grad for param in trained.parameters()))
+                trained(batch.double())
+                trained.requires_grad_(True)
+                for _ in range(2):
+                    square_loss(trained, batch.double()).backward()
+            assert_same_params(model, reference, "grad")
+
+
+class TestShardAdded(GlooTest):
+    """Modules that come after ``gtp_shard`` train as in one process."""
+
+    def test_before_and_after_steps(self) -> None:
+        reference = small_model()
+        wrapped = nn.Sequential(shard_copy(reference, self.gtp_mesh()))  # as PEFT wraps
+        model = wrapped[0]
+
+        def train(num_steps: int) -> None:
+            for seed in range(num_steps):
+                check_step(reference, model, self.gtp_mesh(), make_rows(seed), square_step)
+
+        for is_trained in (False, True):
+            if is_trained:
+                train(2)
+            added = nn.Sequential(nn.Linear(WIDTH, WIDTH), Raw())
+            added[0].bias.requires_grad_(False)
+            reference.append(copy.deepcopy(added))
+            model.append(added)
+            self.assertIs(shard_added(wrapped), wrapped)
+            train(2)
+        self.assertIs(shard_added(model), model)  # nothing was added
+        train(1)
+
+    def test_what_it_refuses(self) -> None:
+        with self.assertRaisesRegex(ValueError, "shard_added expects a module after gtp_shard, but got a Linear"):
+            shard_added(nn.Linear(2, 2))
+        model = gtp_shard(small_model(), self.gtp_mesh(), schedule=ALL)
+        model[0].extra = nn.Parameter(torch.ones(2, 2))
+        with self.assertRaisesRegex(NotImplementedError, "'0.extra' was added to a Linear that gtp_shard has sharded"):
+            shard_added(model)
+
+
+@torch.no_grad()
+def normalize(model: nn.Module) -> list[float]:
+    """Each row of each matrix is divided by its norm, in place or by another tensor; returns norms of gradients."""
+    for name, param in model.named_parameters():
+        if param.ndim == 2 and "layers" in name:
+            param.data = param / param.norm(dim=1, keepdim=True)
+        else:
+            param.mul_(0.5)
+    return [float(param.grad.norm()) for param in model.parameters()]
+
+
+class TestWholeWeights(GlooTest):
+    """``whole_weights``: code that knows no DTensor reads and changes parameters as in one process."""
+
+    def test_changes_are_those_of_one_process(self) -> None:
+        reference, tokens = Net(), make_tokens(0)
+        for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
+            expected = copy.deepcopy(reference)
+            model = shard_copy(reference, mesh, reshard_after_forward=False)
+            norms = []
+            for trained in (expected, model):
+                token_loss(trained, tokens).backward()
+                if trained is model:
+                    model.unshard()  # kept weights are old afterwards
+                    with whole_weights(model):
+                        self.assertFalse(any(isinstance(param, DTensor) for param in model.parameters()))
+                        self.assertIs(model.head.weight, model.embedding.weight)
+                        norms.append(normalize(model))
+                    model.reshard()
+                else:
+                    norms.append(normalize(expected))
+                torch.optim.SGD(trained.parameters(), lr=0.1).step()
+                trained.zero_grad()
+                token_loss(trained, tokens).backward()
+            self.assertEqual(norms[1], norms[0], rtol=1e-4, atol=1e-6)
+            assert_same_params(model, expected)
+            assert_same_params(model, expected, "grad")
+
+    def test_modules_may_be_replaced_in_it_and_frozen_parts_left_alone(self) -> None:
+        model = gtp_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), self.gtp_mesh(), schedule=ALL)
+        model[0].requires_grad_(False)
+        with whole_weights(model, trained_only=True):
+            self.assertIsInstance(model[0].weight, DTensor)
+            self.assertNotIsInstance(model[1].weight, DTensor)
+            merged = nn.Linear(8, 8)
+            merged.weight = model[1].weight
+            model[1].weight = nn.Parameter(torch.zeros(8, 8))
+        self.assertEqual(merged.weight.shape, (8, 8))
+
+    def test_it_is_refused_in_a_forward(self) -> None:
+        class Reads(nn.Linear):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                with whole_weights(self):
+                    return super().forward(x)
+
+        model = gtp_shard(nn.Sequential(Reads(8, 8)), self.gtp_mesh(), schedule=ALL)
+        with self.assertRaisesRegex(RuntimeError, "whole_weights cannot be called during a forward or backward"):
+            model(torch.ones(2, 8))
+
+    def test_an_uneven_shard_of_another_dim_and_blocks(self) -> None:
+        for placement in (GTPShard(1), GTPShard(0, block_size=4)):
+            weight = torch.arange(130.0).view(10, 13)
+            model = nn.Linear(13, 10, bias=False)
+            model.weight = nn.Parameter(weight.clone())
+            gtp_shard(model, self.gtp_mesh(), shard_placement_fn=lambda param, placement=placement: placement)
+            with whole_weights(model), torch.no_grad():
+                self.assertEqual(model.weight, weight)
+                model.weight += 1
+            self.assertEqual(model.weight.full_tensor(), weight + 1)
