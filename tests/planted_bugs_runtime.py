@@ -41,10 +41,10 @@ RUNTIME = {
         "WeightGroup.carry_writes", drop("copy_"), "test_debugging_aids.py::TestPoisonOfWhatIsFreed"
     ),
     "shards are cast before replicas have sent what they wrote": Bug(
-        "_copied_ahead", without("weight.part is None"), "test_where_shards_are_cast.py::TestWhereShardsAreCast"
+        "_copied_ahead", without("weight.part is None"), "test_plan_report.py::TestWhereShardsAreCast"
     ),
     "whole parameters are cast before a recipe has cast the weights beside them": Bug(
-        "_copied_ahead", without("weight.form.is_plain"), "test_where_shards_are_cast.py::TestWhereShardsAreCast"
+        "_copied_ahead", without("weight.form.is_plain"), "test_plan_report.py::TestWhereShardsAreCast"
     ),
     "groups that travel together get the gradients of each other": Bug(
         "ReductionLaunches._scattered",
