@@ -32,9 +32,9 @@ RUNTIME = {
     "writes of a forward to weights of a group are lost":
         Bug("WeightGroup.carry_writes", drop("copy_"), "test_debugging_aids.py::TestPoisonOfWhatIsFreed"),
     "shards are cast before replicas have sent what they wrote":
-        Bug("_copied_ahead", without("weight.part is None"), "test_where_shards_are_cast.py::TestWhereShardsAreCast"),
+        Bug("_copied_ahead", without("weight.part is None"), "test_plan_report.py::TestWhereShardsAreCast"),
     "whole parameters are cast before a recipe has cast the weights beside them":
-        Bug("_copied_ahead", without("weight.form.is_plain"), "test_where_shards_are_cast.py::TestWhereShardsAreCast"),
+        Bug("_copied_ahead", without("weight.form.is_plain"), "test_plan_report.py::TestWhereShardsAreCast"),
     "groups that travel together get the gradients of each other":
         Bug("ReductionLaunches._scattered",
             replace("zip(together, slots, strict=True)", "zip(together[::-1], slots, strict=True)"),
@@ -129,7 +129,7 @@ RUNTIME = {
             "test_error_does_not_see_what_rounding_in_the_ring_loses"),
     "exchange sums where it should average":
         Bug("Scattering.finish", replace("scale.op == dist.ReduceOp.AVG", "False"),
-            "test_bf16_parameters_accumulate_in_fp32"),
+            "test_bf16_parameters_sum_microbatches_in_fp32"),
     "rows of the wrong rank are sent":
         Bug("SendRing.exchange", replace("place.begin + self.rank * nbytes", "place.begin"),
             "test_gradients_in_the_ring"),

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from common import ALL, GlooTest, assert_same_params
+from common import ALL, GlooTest, check_update
 from runtime_common import Raw, assert_idle
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import DeviceMesh
@@ -154,11 +154,7 @@ class TestDataAxes(GlooTest):
             for batch in batches:
                 (sum_loss(reference, *batch) / num_tokens).backward()
                 (sum_loss(model, *part_of(batch, mesh, rows)) / num_tokens * factor).backward()
-            assert_same_params(model, reference, "grad")
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            assert_same_params(model, reference)
+            check_update(model, reference, optimizers)
             if not is_checkpointed:
                 assert_idle(model)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from common import ALL, GlooTest, _mesh, assert_same_params, full, rows_of_rank
+from common import ALL, GlooTest, _mesh, check_update, full, rows_of_rank
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -71,23 +71,20 @@ class TestNorms(GlooTest):
             for clipped in (reference, model):
                 norm = full(nn.utils.clip_grad_norm_(clipped.parameters(), expected / 3, order, foreach=foreach))
                 self.assertEqual(norm.item(), expected, rtol=1e-5, atol=0, msg=f"{order} {foreach}")
-            assert_same_params(model, reference, "grad")
-            for clipped in (reference, model):
-                optimizer = torch.optim.SGD(clipped.parameters(), lr=0.5)
-                optimizer.step()
-                optimizer.zero_grad()
-            assert_same_params(model, reference)
+            check_update(model, reference, [torch.optim.SGD(each.parameters(), lr=0.5) for each in (reference, model)])
 
     def test_r10_tensor_parallel_beside_plain_layers(self) -> None:
+        """In rows, or in blocks of them, which are cut after and across those of tensor parallelism."""
         world = _mesh((2, 2), ("gtp", "tp"))
+        for options in ({}, in_blocks_of(4)):
 
-        def shard(model: nn.Module) -> nn.Module:
-            parallelize_module(model, world["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-            gtp_shard(model, world["gtp"], schedule=ALL)
-            self.assertEqual(len({param.device_mesh for param in model.parameters()}), 2)
-            return model
+            def shard(model: nn.Module, options: dict[str, Any] = options) -> nn.Module:
+                parallelize_module(model, world["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+                gtp_shard(model, world["gtp"], schedule=ALL, **options)
+                self.assertEqual(len({param.device_mesh for param in model.parameters()}), 2)
+                return model
 
-        self.check(Layers(), world["gtp"], shard)
+            self.check(Layers(), world["gtp"], shard)
 
     def test_r10_submodule_with_a_mesh_of_its_own(self) -> None:
         """The inner layer is replicated twice: its rows count once."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import ALL, assert_same_params, full, rows_of_rank
+from common import ALL, assert_same_params, check_update, full, rows_of_rank
 from pairs_common import CHOSEN, Pair, PairTest, halve_data, replace_data
 from runtime_common import WIDTH, Raw, make_rows, small_model, square_loss, square_step
 from schedules import explicit
@@ -40,6 +40,8 @@ def by_foreach(keys: list[nn.Parameter], queries: list[nn.Parameter]) -> None:
 class Momentum(nn.Module):
     """As MoCo and BYOL: the forward moves the keys' weights towards those of the queries."""
 
+    lists: Any = None  # of both, taken once, before any forward, as trainers do
+
     def __init__(self, update: Update, queries: nn.Module) -> None:
         super().__init__()
         self.queries = queries
@@ -52,12 +54,12 @@ class Momentum(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         queries = self.queries(x)
         with torch.no_grad():
-            self.move()
+            self.update(*(self.lists or self.both()))
             keys = self.keys(x)
         return (queries - keys).square().mean()
 
-    def move(self) -> None:
-        self.update(list(self.keys.parameters()), list(self.queries.parameters()))
+    def both(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        return list(self.keys.parameters()), list(self.queries.parameters())
 
 
 class Layer(nn.Module):
@@ -73,19 +75,6 @@ class Layer(nn.Module):
 def layers() -> nn.Sequential:
     """Each is a group."""
     return nn.Sequential(Layer(), Layer())
-
-
-class MomentumOfLists(Momentum):
-    """Takes the parameters once, before any forward, as trainers do."""
-
-    def __init__(self) -> None:
-        super().__init__(by_foreach, layers())
-
-    def take(self) -> None:
-        self.lists = list(self.keys.parameters()), list(self.queries.parameters())
-
-    def move(self) -> None:
-        self.update(*self.lists)
 
 
 def nothing(weight: Any) -> None:
@@ -144,11 +133,7 @@ class WriteTest(PairTest):
         optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in pair]
         for seed in range(steps):
             self.run_both(pair, step, seed)
-            assert_same_params(*pair, "grad")
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            assert_same_params(*pair)
+            check_update(*pair, optimizers)
 
 
 class TestWritesInForward(WriteTest):
@@ -162,10 +147,10 @@ class TestWritesInForward(WriteTest):
     def test_foreach_on_a_list_made_before_the_forward(self) -> None:
         """Weights of groups, single ones, and such as stay gathered after backward."""
         for schedule, is_kept in ((CHOSEN, False), (ALL, False), (ALL, True)):
-            pair = self.pair(MomentumOfLists, schedule)
+            pair = self.pair(lambda: Momentum(by_foreach, layers()), schedule)
             pair[0].set_reshard_after_backward(not is_kept)
             for each in pair:
-                each.take()
+                each.lists = each.both()
             self.train(pair, lambda each, x: each(x).backward())
 
     def test_a_write_to_what_is_read_is_refused(self) -> None:

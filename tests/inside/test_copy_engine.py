@@ -6,6 +6,7 @@ import ctypes
 import random
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -39,28 +40,23 @@ class Ranks:
         self.num_stages = [0] * NUM_RANKS
 
     def run(self, job: Callable[[Any], None]) -> None:
-        errors: list[BaseException] = []
-
         def guarded(rank: int) -> None:
             try:
                 job(Group(self, rank))
-            except BaseException as error:
-                errors.append(error)
+            except BaseException:
                 self.barrier.abort()
+                raise
 
-        threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(NUM_RANKS)]
         with (
             mock.patch.object(copy_engine, "refuse_without_symmetric_memory"),
             mock.patch.object(copy_engine.dist, "barrier", lambda group: group.ranks.barrier.wait()),
             mock.patch.object(compat, "resolve_group", lambda name: name),
             mock.patch.object(copy_engine.torch.accelerator, "current_stream"),
+            ThreadPoolExecutor(NUM_RANKS) as pool,
         ):
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        real = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
-        for error in real or errors:
+            ended = [pool.submit(guarded, rank) for rank in range(NUM_RANKS)]
+        errors = [error for each in ended if (error := each.exception()) is not None]
+        for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
             raise error
 
 

@@ -1,7 +1,7 @@
 """Groups of gloo: those that the package makes have one thread each, and of those that the user has made, with torch's
 two threads, it uses few, with one collective at a time.
 
-Workers of tests make all of their groups with one thread, so each case is a job of its own.
+Workers of tests make all of their groups with one thread, so this is a job of its own.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 from script_jobs import run_forked
 
 JOB = """
-import json, sys
+import json, os
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -25,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dtensor_gtp import SchedulePolicy, _torch_compat as compat, gtp_shard, init_weight_mesh
 from dtensor_gtp.optim import gathered
 
-used, overlaps, in_flight = set(), [], {}
+used, overlaps, in_flight, axes = set(), [], {}, {}
 
 class Watched:
     def __init__(self, work):
@@ -55,33 +54,43 @@ def watch(name):
 for name in ("all_gather_base", "all_gather_coalesced", "all_reduce", "all_to_all_base", "reduce_scatter_base",
              "reduce_scatter_coalesced"):
     watch(name)
-if sys.argv[1] == "own":
-    meshes = init_weight_mesh("cpu", replicate=2, gtp=2)
-    mesh, users = meshes.weights, []
-else:
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "gtp"))
-    users = list(distributed_c10d._world.pg_map)
-axes = {mesh.get_group(axis).group_name: name for axis, name in enumerate(mesh.mesh_dim_names)}
-torch.manual_seed(0)
-model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 24), nn.LayerNorm(24), nn.Linear(24, 8)) for _ in range(2)])
-gtp_shard(model, mesh, schedule=SchedulePolicy(min_shard_numel=0))
-optimizer = gathered(torch.optim.Adafactor)(model.parameters())
-for _ in range(2):
-    model(torch.randn(2, 8)).square().mean().backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-own = [group for group in distributed_c10d._world.pg_map if group not in users]
-found = {
-    "own": len(own),
-    "racing": [group.group_desc for group in own if compat.has_racing_threads(group)],
-    "racing of users": sum(compat.has_racing_threads(group) for group in users),
-    "used": sorted(used),
-    "overlaps": overlaps,
-}
-if dist.get_rank() == 0:
-    print("found " + json.dumps(found))
+
+
+def found_in(case):
+    used.clear()
+    in_flight.clear()
+    if case == "own":
+        mesh, users = init_weight_mesh("cpu", replicate=2, gtp=2).weights, []
+    else:
+        dist.init_process_group("gloo")
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "gtp"))
+        users = list(distributed_c10d._world.pg_map)
+    axes.update({mesh.get_group(axis).group_name: name for axis, name in enumerate(mesh.mesh_dim_names)})
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 24), nn.LayerNorm(24), nn.Linear(24, 8)) for _ in range(2)])
+    gtp_shard(model, mesh, schedule=SchedulePolicy(min_shard_numel=0))
+    optimizer = gathered(torch.optim.Adafactor)(model.parameters())
+    for _ in range(2):
+        model(torch.randn(2, 8)).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    own = [group for group in distributed_c10d._world.pg_map if group not in users]
+    return {
+        "own": len(own),
+        "racing": [group.group_desc for group in own if compat.has_racing_threads(group)],
+        "racing of users": sum(compat.has_racing_threads(group) for group in users),
+        "used": sorted(used),
+        "overlaps": overlaps,
+    }
+
+for attempt, case in enumerate(("own", "users")):
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)  # names other keys of the store
+    found = found_in(case)
+    if dist.get_rank() == 0:
+        print(f"found {json.dumps(found)}")
+    dist.barrier()
+    compat.leave_process_groups()  # with what DTensor remembers of them
 """
 
 
@@ -114,25 +123,19 @@ for caller in callers:
 """
 
 
-@pytest.mark.parametrize(
-    ("case", "found"),
-    [
-        ("own", {"racing": [], "racing of users": 0, "used": [], "overlaps": []}),
-        # Weights travel in groups beside the user's. There replicas are added, one collective after the other.
-        ("users", {"racing": [], "racing of users": 3, "used": ["all_reduce on replicate"], "overlaps": []}),
-    ],
-)
-def test_groups_of_the_package_and_of_users(case: str, found: dict[str, Any], tmp_path: Path) -> None:
+def test_groups_of_the_package_and_of_users(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(JOB)
-    result = run_forked([script, case], 4)
+    result = run_forked([script], 4)
     assert result.status == 0, result.output
-    (line,) = [line for line in result.output.splitlines() if line.startswith("found ")]
-    all_found = json.loads(line.removeprefix("found "))
-    num_own = all_found.pop("own")
+    lines = [line for line in result.output.splitlines() if line.startswith("found ")]
+    own, users = (json.loads(line.removeprefix("found ")) for line in lines)
     # of the world, of both axes, and beside the gtp axis; there is one beside each of the user's axes
-    assert num_own == 2 if case == "users" else num_own > 3
-    assert all_found == found
+    assert own.pop("own") > 3
+    assert users.pop("own") == 2
+    assert own == {"racing": [], "racing of users": 0, "used": [], "overlaps": []}
+    # Weights travel in groups beside the user's. There replicas are added, one collective after the other.
+    assert users == {"racing": [], "racing of users": 3, "used": ["all_reduce on replicate"], "overlaps": []}
 
 
 @pytest.mark.soak

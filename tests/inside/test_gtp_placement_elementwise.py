@@ -4,6 +4,7 @@ One process is one rank of a fake process group, which communicates nothing.
 """
 
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -67,59 +68,34 @@ T, HALF, INT, BOOL, S, LIST, STEPS = "T", "HALF", "INT", "BOOL", "S", "LIST", "S
 
 ADAM = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8, "amsgrad": False, "maximize": False}
 
-CALLS: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
-    # in place
-    (aten.add_.Tensor, (T, T), {"alpha": -0.1}),
-    (aten.mul_.Tensor, (T, 0.9), {}),
-    (aten.mul_.Tensor, (T, S), {}),
-    (aten.mul_.Tensor, (INT, 2), {}),
-    (aten.lerp_.Scalar, (T, T, 0.1), {}),
-    (aten.addcmul_.default, (T, HALF, HALF), {"value": 0.1}),
-    (aten.addcdiv_.default, (T, T, T), {"value": -0.1}),
-    (aten.copy_.default, (T, HALF), {}),
-    (aten.copy_.default, (HALF, INT), {}),
-    (aten.zero_.default, (T,), {}),
-    (aten.fill_.Scalar, (T, 1.0), {}),
-    (aten.normal_.default, (T,), {}),
-    (aten.uniform_.default, (T, -0.1, 0.1), {}),
-    (aten.sqrt_.default, (T,), {}),
-    (aten.relu_.default, (T,), {}),
-    (aten.masked_fill_.Scalar, (T, BOOL, 0.0), {}),
-    # out of place
-    (aten.add.Tensor, (T, 1e-8), {}),
-    (aten.mul.Tensor, (T, T), {}),
-    (aten.mul.Tensor, (HALF, T), {}),
-    (aten.mul.Tensor, (INT, 0.5), {}),
-    (aten.div.Tensor, (T, S), {}),
-    (aten.div.Tensor, (S, T), {}),
-    (aten.add.Tensor, (S, S), {}),
-    (aten.sqrt.default, (T,), {}),
-    (aten.sqrt.default, (INT,), {}),
-    (aten.pow.Tensor_Scalar, (T, 2), {}),
-    (aten.gt.Scalar, (T, 0), {}),
-    (aten.maximum.default, (T, T), {}),
-    (aten.maximum.out, (T, T), {"out": T}),
-    (aten.where.self, (BOOL, T, S), {}),
-    (aten.clone.default, (T,), {"memory_format": torch.preserve_format}),
-    (aten.detach.default, (T,), {}),
-    (aten._to_copy.default, (T,), {"dtype": torch.bfloat16}),
-    (aten._to_copy.default, (T,), {"dtype": torch.complex64}),
-    (aten.zeros_like.default, (T,), {"memory_format": torch.preserve_format}),
-    (aten.zeros_like.default, (T,), {"dtype": torch.int64}),
-    (aten.full_like.default, (T, 3), {}),
-    (aten.randn_like.default, (HALF,), {}),
-    (aten.native_dropout.default, (T, 0.5, True), {}),
-    # lists
-    (aten._foreach_add.List, (LIST, LIST), {}),
-    (aten._foreach_add_.Scalar, (LIST, 1), {}),
-    (aten._foreach_mul.ScalarList, (LIST, [1.0, 2.0]), {}),
-    (aten._foreach_mul_.Tensor, (LIST, S), {}),
-    (aten._foreach_lerp_.Scalar, (LIST, LIST, 0.1), {}),
-    (aten._foreach_addcdiv_.ScalarList, (LIST, LIST, LIST, [0.1, 0.2]), {}),
-    (aten._foreach_sqrt.default, (LIST,), {}),
-    (aten._foreach_pow.List, (LIST, LIST), {}),
-    (aten._fused_adamw_.default, (LIST, LIST, LIST, LIST, [], STEPS), ADAM),
-]  # fmt: skip
+
+def calls(text: str) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """Ops of aten, with their arguments."""
+    names = {**globals(), "arguments": lambda *args, **kwargs: (args, kwargs)}
+    found = []
+    for call in text.strip().replace("\n", ";").split(";"):
+        packet, overload, arguments = re.fullmatch(r"(\w+)\.(\w+)(.*)", call.strip()).groups()
+        found.append((getattr(getattr(aten, packet), overload), *eval(f"arguments{arguments}", names)))
+    return found
+
+
+CALLS = calls("""
+    add_.Tensor(T, T, alpha=-0.1); mul_.Tensor(T, 0.9); mul_.Tensor(T, S); mul_.Tensor(INT, 2)
+    lerp_.Scalar(T, T, 0.1); addcmul_.default(T, HALF, HALF, value=0.1); addcdiv_.default(T, T, T, value=-0.1)
+    copy_.default(T, HALF); copy_.default(HALF, INT); zero_.default(T); fill_.Scalar(T, 1.0); normal_.default(T)
+    uniform_.default(T, -0.1, 0.1); sqrt_.default(T); relu_.default(T); masked_fill_.Scalar(T, BOOL, 0.0)
+    add.Tensor(T, 1e-8); mul.Tensor(T, T); mul.Tensor(HALF, T); mul.Tensor(INT, 0.5); div.Tensor(T, S)
+    div.Tensor(S, T); add.Tensor(S, S); sqrt.default(T); sqrt.default(INT); pow.Tensor_Scalar(T, 2); gt.Scalar(T, 0)
+    maximum.default(T, T); maximum.out(T, T, out=T); where.self(BOOL, T, S)
+    clone.default(T, memory_format=torch.preserve_format); detach.default(T)
+    _to_copy.default(T, dtype=torch.bfloat16); _to_copy.default(T, dtype=torch.complex64)
+    zeros_like.default(T, memory_format=torch.preserve_format); zeros_like.default(T, dtype=torch.int64)
+    full_like.default(T, 3); randn_like.default(HALF); native_dropout.default(T, 0.5, True)
+    _foreach_add.List(LIST, LIST); _foreach_add_.Scalar(LIST, 1); _foreach_mul.ScalarList(LIST, [1.0, 2.0])
+    _foreach_mul_.Tensor(LIST, S); _foreach_lerp_.Scalar(LIST, LIST, 0.1)
+    _foreach_addcdiv_.ScalarList(LIST, LIST, LIST, [0.1, 0.2]); _foreach_sqrt.default(LIST)
+    _foreach_pow.List(LIST, LIST); _fused_adamw_.default(LIST, LIST, LIST, LIST, [], STEPS, **ADAM)
+""")
 
 ONE_OF_A_KIND = {
     aten._fused_adamw_.default,

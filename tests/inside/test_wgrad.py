@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,10 +12,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn as nn
-from common import fake_world
+from common import fake_mesh
+from counting import noted
+from runtime_common import local, runtime_of
 from schedules import explicit
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from dtensor_gtp import MixedPrecisionPolicy, gtp_shard, quantize_
 from dtensor_gtp._schedule.gathering import Gathering
@@ -51,7 +52,7 @@ def observed() -> Iterator[list[str]]:
     somebody still holds a gathered one by then."""
     events: list[str] = []
     used: list[weakref.ref[torch.Tensor]] = []
-    acquire, submit = Gathering.acquire, Gradients.submit
+    acquire = Gathering.acquire
 
     def use(*args: Any) -> Any:
         events.append("use")
@@ -63,37 +64,39 @@ def observed() -> Iterator[list[str]]:
     def reduce(*args: Any) -> None:
         is_held = any(ref() is not None for ref in used)
         events.append("reduce beside the weight" if is_held else "reduce")
-        submit(*args)
 
-    with mock.patch.object(Gathering, "acquire", use), mock.patch.object(Gradients, "submit", reduce):
+    with mock.patch.object(Gathering, "acquire", use), noted(Gradients, "submit", reduce):
         yield events
 
 
-def train(is_compiled: bool, wgrad_first: bool) -> tuple[list[str], list[torch.Tensor]]:
+def train(model: nn.Module, x: torch.Tensor) -> tuple[list[str], list[torch.Tensor]]:
     """The events of a backward, and all gradients of two of them."""
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    with fake_world(1):
-        model = nn.Sequential(*make_layers(is_compiled))
-        schedule = explicit(min_shard_numel=0, wgrad_first=wgrad_first)
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("gtp",))
-        gtp_shard(model, mesh, schedule=schedule, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-        if is_compiled:
-            model.compile(backend="aot_eager", fullgraph=True)
-        x = torch.randn(8, WIDTH, requires_grad=True)
-        for _ in range(2):
-            output = model(x)
-            with observed() as events:
-                output.square().sum().backward()
-        grads = [x.grad, *(param.grad for param in model.parameters())]
-        assert None not in grads
-        return events, [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    for _ in range(2):
+        output = model(x)
+        with observed() as events:
+            output.square().sum().backward()
+    leaves = [x, *model.parameters()]
+    grads = [local(leaf.grad).clone() for leaf in leaves if leaf.grad is not None]
+    assert len(grads) == len(leaves)
+    for leaf in leaves:
+        leaf.grad = None
+    return events, grads
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_order_of_a_backward(is_compiled: bool) -> None:
-    first, expected = train(is_compiled, wgrad_first=True)
-    last, grads = train(is_compiled, wgrad_first=False)
+    torch._dynamo.reset()
+    with fake_mesh(1) as mesh:
+        model = nn.Sequential(*make_layers(is_compiled))
+        policy = explicit(min_shard_numel=0, wgrad_first=False)
+        gtp_shard(model, mesh, schedule=policy, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        if is_compiled:
+            model.compile(backend="aot_eager", fullgraph=True)
+        x = torch.randn(8, WIDTH, requires_grad=True)
+        last, grads = train(model, x)
+        reductions = runtime_of(model).grads
+        reductions.schedule = dataclasses.replace(reductions.schedule, wgrad_first=True)
+        first, expected = train(model, x)
     num_weights = [1] * 4 if is_compiled else [2, 1, 1, 1, 1]  # of each layer, the last one first
     assert first == [event for num in num_weights for event in [*["reduce"] * num, *["use"] * num]]
     assert last == [event for num in num_weights for event in [*["use"] * num, *["reduce"] * num]]

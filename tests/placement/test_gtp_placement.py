@@ -107,6 +107,8 @@ def test_split_factor_is_the_layout_of_swapped_axes(meshes: Meshes, shape: tuple
     for rank, local in local_tensors(source).items():
         gtp, tp = divmod(rank, 2)
         assert torch.equal(local, swapped[tp * 2 + gtp])
+        sizes, offsets = local_shape_and_offset(shape, mesh.shape, [gtp, tp], placements)
+        assert torch.equal(local, tensor[offsets[0] : offsets[0] + sizes[0]])
     assert_holds(source.redistribute(mesh, [Replicate(), Shard(0)]), tensor, [Replicate(), Shard(0)])
     assert_holds(source + source, tensor * 2, placements)
     if shape == (16, 3):  # a block size that torch cuts, too

@@ -7,16 +7,18 @@ turn. Training, moving and initializing a sharded module needs four real ranks.
 import copy
 import inspect
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
 import torch.nn as nn
 from common import ALL, GlooTest, assert_same_params, check_training, fake_mesh, rows_of_rank
 from expecttest import TestCase
+from runtime_common import local
 from schedules import explicit
 from test_gtp_shard_training import Tied, next_token_loss, token_batch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor, zeros
 
 from dtensor_gtp import GTPModule, GTPShard, MixedPrecisionPolicy, gtp_shard, sharding_report
 
@@ -41,8 +43,11 @@ class Table(nn.Module):
         self.register_parameter("no_bias", None)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local()
+def rows_of(value: torch.Tensor, placement: Any, num_ranks: int, rank: int) -> torch.Tensor:
+    dim, block_size = placement.dim % value.ndim, getattr(placement, "block_size", 1)
+    num_rows = -(-value.shape[dim] // (block_size * num_ranks)) * block_size
+    parts = list(value.split(num_rows, dim)) if num_rows else [value]
+    return parts[rank] if rank < len(parts) else value.narrow(dim, 0, 0)
 
 
 class TestPlacements(TestCase):
@@ -165,16 +170,8 @@ GTPSequential(
 
         gtp_shard(model, self.mesh, shard_placement_fn=place)
         self.assertEqual(asked, ["0.weight", "1.bias", "2.weight", "2.bias"])
-        placements = {name: param.placements[0] for name, param in model.named_parameters()}
-        self.assertEqual(
-            placements,
-            {
-                "0.weight": GTPShard(1, block_size=4),
-                "1.bias": GTPShard(0),
-                "2.weight": GTPShard(0),
-                "2.bias": Replicate(),
-            },
-        )
+        placements = [param.placements[0] for param in model.parameters()]
+        self.assertEqual(placements, [GTPShard(1, block_size=4), GTPShard(0), GTPShard(0), Replicate()])
         self.assertEqual(tuple(local(model[0].weight).shape), (9, 4))
         self.assertIs(model[1].weight, model[0].weight)
 
@@ -217,15 +214,9 @@ GTPSequential(
 
 
 class TestShards(TestCase):
-    """As each rank of a fake process group."""
-
-    def as_each_rank(self, check: Callable[[DeviceMesh], None], shape: tuple[int, ...] = (NUM_RANKS,)) -> None:
-        for rank in range(NUM_RANKS):
-            with fake_mesh(*shape, names=("replicate", "gtp")[-len(shape) :], rank=rank) as mesh:
-                check(mesh)
-
     def test_shards_hold_their_rows(self) -> None:
-        """Every shape and memory layout: each rank has its rows, contiguous, and nobody else's memory."""
+        """Every shape and memory layout: each rank has its rows, contiguous, and nobody else's memory; replicas have
+        the same ones."""
         cases: dict[str, tuple[torch.Tensor, Placement]] = {
             "even": (torch.randn(8, 3), GTPShard(0)),
             "uneven": (torch.randn(10, 3), GTPShard(0)),
@@ -242,40 +233,19 @@ class TestShards(TestCase):
             "no rows": (torch.randn(0, 4), GTPShard(0)),
             "no columns": (torch.randn(4, 0), GTPShard(0)),
         }
-        parts: dict[str, list[torch.Tensor]] = {name: [] for name in cases}
-
-        def check(mesh: DeviceMesh) -> None:
-            for name, (value, placement) in cases.items():
-                module = nn.ParameterList([nn.Parameter(value)])
-                gtp_shard(nn.Sequential(module), mesh, shard_placement_fn=lambda param, it=placement: it)
-                param = module[0]
-                self.assertEqual((param.shape, param.stride()), (value.shape, torch.empty(value.shape).stride()))
-                self.assertTrue(local(param).is_contiguous())
-                self.assertNotEqual(local(param).untyped_storage().data_ptr(), value.untyped_storage().data_ptr() or -1)
-                parts[name].append(local(param).detach())
-
-        self.as_each_rank(check)
-        for name, (value, placement) in cases.items():
-            dim, block_size = placement.dim % value.ndim, getattr(placement, "block_size", 1)  # type: ignore[attr-defined]
-            rows = -(-value.shape[dim] // (block_size * NUM_RANKS)) * block_size
-            expected = list(value.split(rows, dim)) if rows else [value]
-            expected += [value.narrow(dim, 0, 0)] * (NUM_RANKS - len(expected))
-            for part, rows_of_part in zip(parts[name], expected, strict=True):
-                self.assertTrue(torch.equal(part, rows_of_part), f"{name}: {part} vs {rows_of_part}")
-
-    def test_replicas_hold_the_same_rows(self) -> None:
-        value, parts = torch.randn(5, 3), []
-
-        def check(mesh: DeviceMesh) -> None:
-            linear = nn.Linear(3, 5)
-            linear.weight.data = value
-            gtp_shard(linear, mesh, schedule=ALL)
-            self.assertEqual(linear.weight.placements, (Replicate(), GTPShard(0)))
-            parts.append(local(linear.weight).detach())
-
-        self.as_each_rank(check, (2, 2))
-        for part, expected in zip(parts, (value[:3], value[3:]) * 2, strict=True):
-            self.assertTrue(torch.equal(part, expected))
+        for shape, rank in product(((NUM_RANKS,), (2, 2)), range(NUM_RANKS)):
+            names = ("replicate", "gtp")[-len(shape) :]
+            with fake_mesh(*shape, names=names, rank=rank) as mesh:
+                for name, (value, placement) in cases.items():
+                    module = nn.ParameterList([nn.Parameter(value)])
+                    gtp_shard(nn.Sequential(module), mesh, shard_placement_fn=lambda param, it=placement: it)
+                    param, part = module[0], local(module[0]).detach()
+                    self.assertEqual((param.shape, param.stride()), (value.shape, torch.empty(value.shape).stride()))
+                    self.assertEqual(param.placements[:-1], (Replicate(),) * (len(shape) - 1))
+                    self.assertTrue(part.is_contiguous())
+                    self.assertNotEqual(part.untyped_storage().data_ptr(), value.untyped_storage().data_ptr() or -1)
+                    rows = rows_of(value, placement, shape[-1], rank % shape[-1])
+                    self.assertTrue(torch.equal(part, rows), f"{name}: {part} vs {rows}")
 
 
 class TestOnRanks(GlooTest):
@@ -328,3 +298,85 @@ class TestOnRanks(GlooTest):
                 return gtp_shard(model, mesh, schedule=ALL)
 
         check_training(Tied(), shard, mesh, token_batch, next_token_loss, steps=1)
+
+
+def build() -> nn.Module:
+    """Only built, never called; ``padding_idx`` names a row that ``reset_parameters`` zeros."""
+    return nn.Sequential(
+        nn.Embedding(33, 16, padding_idx=20),
+        nn.Linear(16, 21),
+        nn.LayerNorm(21),
+        nn.Conv1d(21, 9, 3),
+        nn.LSTM(9, 7),
+        nn.EmbeddingBag(5, 7, padding_idx=-1),
+    )
+
+
+def reset(model: nn.Module) -> None:
+    torch.manual_seed(5)
+    for module in model:  # type: ignore[attr-defined]
+        module.reset_parameters()
+
+
+def init_functions(model: nn.Module) -> None:
+    torch.manual_seed(6)
+    for function in (
+        nn.init.normal_,
+        nn.init.uniform_,
+        nn.init.trunc_normal_,
+        nn.init.xavier_normal_,
+        nn.init.kaiming_normal_,
+        nn.init.orthogonal_,
+    ):
+        function(model[1].weight)  # type: ignore[index]
+        nn.init.trunc_normal_(model[0].weight, std=2.0)  # type: ignore[index]
+        nn.init.normal_(model[1].bias)  # type: ignore[index]
+
+
+class TestRandomInit(GlooTest):
+    """On the shards: each rank holds the rows that the unsharded module would have drawn."""
+
+    def _check(self, init: Callable[[nn.Module], None], placement: GTPShard | None = None) -> None:
+        mesh = self.gtp_mesh()
+        torch.manual_seed(0)
+        reference = build()
+        init(reference)
+        state = torch.get_rng_state()
+        with torch.device("meta"):
+            model = build()
+        gtp_shard(model, mesh, schedule=ALL, shard_placement_fn=lambda p: placement if p.ndim == 2 else None)
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            for param, want in zip(model.parameters(), reference.parameters(), strict=True):
+                # what init leaves alone must not decide
+                param.copy_(distribute_tensor(want, param.device_mesh, param.placements))
+                param.mul_(3)
+        init(model)
+        self.assertTrue(torch.equal(torch.get_rng_state(), state), "the generators part")
+        if init is init_functions:
+            model, reference = nn.Sequential(model[0], model[1]), nn.Sequential(reference[0], reference[1])
+        assert_same_params(model, reference, rtol=0, atol=0)
+
+    def test_reset_parameters(self) -> None:
+        for placement in (None, GTPShard(1), GTPShard(0, block_size=4)):
+            self._check(reset, placement)
+
+    def test_init_functions(self) -> None:
+        self._check(init_functions)
+
+    def test_shards_are_distinct_without_a_common_seed(self) -> None:
+        mesh = self.gtp_mesh()
+        torch.manual_seed(self.rank)
+        model = gtp_shard(nn.Linear(24, 24, bias=False), mesh, schedule=ALL)
+        model.reset_parameters()
+        self.assertEqual(model.weight.full_tensor().unique(dim=0).shape[0], 24)
+
+    def test_other_meshes_are_drawn_as_before(self) -> None:
+        gtp_shard(nn.Linear(24, 24), self.gtp_mesh(), schedule=ALL)
+        other = init_device_mesh("cpu", (self.world_size,), mesh_dim_names=("other",))
+        tensor = zeros(8, device_mesh=other, placements=[Shard(0)])
+        torch.manual_seed(self.rank)
+        expected = torch.empty(2).normal_()
+        torch.manual_seed(self.rank)
+        tensor.normal_()
+        self.assertTrue(torch.equal(tensor.to_local(), expected))

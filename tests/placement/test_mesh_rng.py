@@ -249,7 +249,7 @@ def use_all(mesh: WeightMesh) -> list[float]:
     return values
 
 
-def test_states_restore_exactly() -> None:
+def test_states_and_seeds_restore_exactly() -> None:
     def run(mesh: WeightMesh) -> None:
         use_all(mesh)
         states = mesh.rng.state_dict()
@@ -259,9 +259,14 @@ def test_states_restore_exactly() -> None:
         assert [use_all(mesh) for _ in range(3)] == expected
         # a program that starts again, with another seed
         again = init_weight_mesh("cpu", gtp=2, tp=2, seed=17)
-        assert use_all(again) != expected[0]
+        of_seed = [use_all(again) for _ in range(2)]
+        assert of_seed[0] != expected[0]
         again.rng.load_state_dict(states)
         assert [use_all(again) for _ in range(3)] == expected
+        again.rng.manual_seed(17)
+        assert [use_all(again) for _ in range(2)] == of_seed
+        again.rng.manual_seed(18)
+        assert [use_all(again) for _ in range(2)] != of_seed
 
     on_each_rank(4, run, gtp=2, tp=2)
 
@@ -302,16 +307,6 @@ def test_states_inside_a_region_are_refused(mesh: WeightMesh) -> None:
         for name, arguments in (("state_dict", ()), ("load_state_dict", (states,)), ("manual_seed", (1,))):
             with pytest.raises(RuntimeError, match=f"MeshRNG.{name} was called inside fork_rng"):
                 getattr(mesh.rng, name)(*arguments)
-
-
-@pytest.mark.usefixtures("mesh")
-def test_seeding_again_starts_all_streams_anew() -> None:
-    mesh = init_weight_mesh("cpu", gtp=4, seed=3)
-    first = [use_all(mesh) for _ in range(2)]
-    mesh.rng.manual_seed(3)
-    assert [use_all(mesh) for _ in range(2)] == first
-    mesh.rng.manual_seed(4)
-    assert [use_all(mesh) for _ in range(2)] != first
 
 
 # --- a device ---------------------------------------------------------------------------------------------------------

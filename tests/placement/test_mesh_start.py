@@ -1,6 +1,7 @@
 """``init_weight_mesh`` where there is no process group yet: environment, rendezvous and devices."""
 
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -85,21 +86,9 @@ def test_rank_order_says_where_each_process_stands(job: pytest.MonkeyPatch, plac
     assert ranks == [place]
 
 
-class FakeDevices:
+def fake_devices(num_devices: int) -> mock.Mock:
     """Stands in for torch's module of a kind of device."""
-
-    def __init__(self, num_devices: int) -> None:
-        self.num_devices = num_devices
-        self.current: int | None = None
-
-    def is_available(self) -> bool:
-        return self.num_devices > 0
-
-    def device_count(self) -> int:
-        return self.num_devices
-
-    def set_device(self, index: int) -> None:
-        self.current = index
+    return mock.Mock(**{"is_available.return_value": num_devices > 0, "device_count.return_value": num_devices})
 
 
 @pytest.mark.parametrize(
@@ -113,7 +102,7 @@ class FakeDevices:
 def test_devices_that_are_not_there(
     job: pytest.MonkeyPatch, num_devices: int, local_rank: str | None, exception: type[Exception], message: str
 ) -> None:
-    job.setattr(torch, "get_device_module", lambda device_type: FakeDevices(num_devices))
+    job.setattr(torch, "get_device_module", lambda device_type: fake_devices(num_devices))
     job.setenv("LOCAL_RANK", local_rank) if local_rank is not None else job.delenv("LOCAL_RANK")
     with pytest.raises(exception, match=message):
         init_weight_mesh("cuda")
@@ -121,14 +110,14 @@ def test_devices_that_are_not_there(
 
 
 def test_local_rank_chooses_the_device(job: pytest.MonkeyPatch) -> None:
-    devices = FakeDevices(4)
+    devices = fake_devices(4)
     job.setattr(torch, "get_device_module", lambda device_type: devices)
     job.setenv("LOCAL_RANK", "3")
     job.setattr(dist, "init_process_group", lambda *args, **kwargs: pytest.exit("reached"))
     job.setattr("dtensor_gtp._comm.process_groups.rendezvous", lambda *args, **kwargs: iter([(dist.HashStore(), 0, 1)]))
     with pytest.raises(pytest.exit.Exception):
         init_weight_mesh("cuda")
-    assert devices.current == 3
+    devices.set_device.assert_called_with(3)
 
 
 def test_process_group_for_another_device(job: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import WeightMesh, gtp_shard, init_weight_mesh
+from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp.random import DENSE_AXES
 
 
@@ -140,12 +141,13 @@ class TestModels(GlooTest):
         with shared_directory() as directory:
             job = DropoutJob(init_weight_mesh("cpu", gtp=2, tp=2, seed=1))
             before = job.step()
-            job.save(directory)
+            dcp.save(job.state(), checkpoint_id=directory)
             expected = [job.step() for _ in range(2)]
             self.assertEqual(len({before, *expected}), 3)
             again = DropoutJob(init_weight_mesh("cpu", gtp=2, tp=2, seed=2))
             again.step()
-            again.load(directory)
+            dcp.load(state := again.state(), checkpoint_id=directory)
+            again.optimizer.load_state_dict(state["optimizer"])
             self.assertEqual([again.step() for _ in range(2)], expected)
             for name, param in job.model.named_parameters():
                 other = again.model.get_parameter(name)
@@ -205,14 +207,6 @@ class DropoutJob:
     def state(self) -> dict[str, Any]:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "rng": self.mesh.rng}
 
-    def save(self, directory: Any) -> None:
-        dcp.save(self.state(), checkpoint_id=directory)
-
-    def load(self, directory: Any) -> None:
-        state = self.state()
-        dcp.load(state, checkpoint_id=directory)
-        self.optimizer.load_state_dict(state["optimizer"])
-
 
 def train(mesh: WeightMesh) -> dict[str, torch.Tensor]:
     """Every place draws its data and its dropout from numbers of its own; all parameters and gradients at the end."""
@@ -231,16 +225,15 @@ def train(mesh: WeightMesh) -> dict[str, torch.Tensor]:
 
 
 def test_permuted_ranks_give_the_same_bits(tmp_path: Path) -> None:
-    """In jobs of their own: there ``init_weight_mesh`` initializes the process group."""
-    found = []
-    for order in ("0123", "2031"):  # place 0 is taken by the process with RANK 2, and so on
-        (tmp_path / order).mkdir()
-        result = run_forked([__file__, tmp_path / order, "cpu", order], 4)
-        assert result.status == 0, result.output
-        found += [torch.load(tmp_path / order / f"{rank}.pt") for rank in range(4)]
-    for actual in found[1:]:
-        assert actual.keys() == found[0].keys()
-        for name, value in found[0].items():
+    """In a job, where ``init_weight_mesh`` initializes the process group."""
+    # of the second one, place 0 is taken by the process with RANK 2, and so on
+    result = run_forked([__file__, tmp_path, "cpu", "0123", "2031"], 4)
+    assert result.status == 0, result.output
+    first, *others = (torch.load(path) for path in tmp_path.iterdir())
+    assert len(others) == 7
+    for actual in others:
+        assert actual.keys() == first.keys()
+        for name, value in first.items():
             torch.testing.assert_close(actual[name], value, rtol=0, atol=0, msg=name)
 
 
@@ -257,8 +250,8 @@ def permuted_job(folder: Path, device_type: str, order: Sequence[int]) -> None:
     first = place % sizes["tp"]
     assert dist.get_process_group_ranks(mesh["gtp"].get_group()) == [first, first + sizes["tp"]]
     assert device_type == "cpu" or torch.cuda.current_device() == int(os.environ["LOCAL_RANK"])
-    torch.save(train(mesh), folder / f"{rank}.pt")
-    dist.destroy_process_group()
+    torch.save(train(mesh), folder / f"{''.join(map(str, order))}_{rank}.pt")
+    dist.barrier()
 
 
 def run_job(folder: Path, world_size: int) -> subprocess.CompletedProcess[str]:
@@ -381,4 +374,9 @@ class TestCuda(CudaTest):
 
 
 if __name__ == "__main__":
-    permuted_job(Path(sys.argv[1]), sys.argv[2], [int(rank) for rank in sys.argv[3]])
+    for attempt, order in enumerate(sys.argv[3:]):
+        if attempt:
+            compat.leave_process_groups()  # with what DTensor remembers of them
+            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)  # names other keys of the store
+        permuted_job(Path(sys.argv[1]), sys.argv[2], [int(rank) for rank in order])
+    dist.destroy_process_group()

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 import torch.nn as nn
 from common import GlooTest, assert_same_params, check_training, rows_of_rank
+from counting import noted
 from runtime_common import runtime_of
 from test_gtp_shard_groups import CHOSEN, CLOSE, LOW, WIDTH, Block, Mixture, Model, rows, seeded, square
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,22 +39,19 @@ class Even(nn.Module):
 def launches(part_of_model: int, *, is_one_host: bool = False) -> Iterator[dict[str, list[list[str]]]]:
     """The blocks of each launch. One takes up to ``1 / part_of_model`` of all groups."""
     found: dict[str, list[list[str]]] = {"gathers": [], "reductions": []}
-    launch_gather, pack_groups = gather.launch, ReductionLaunches._packed
 
     def note_gather(targets: Any, comm: Any) -> None:
         found["gathers"].append([target.weight.fqn for target in targets])
-        launch_gather(targets, comm)
 
-    def note_reduction(launches: Any, together: Any) -> torch.Tensor:
+    def note_reduction(launches: Any, together: Any) -> None:
         found["reductions"].append([gradient.weight.fqn for gradient in together])
-        return pack_groups(launches, together)
 
     with (
         mock.patch.object(choose_schedule, "_LEAST_AHEAD", 0),
         mock.patch.object(choose_schedule, "_GROUPS_OF_MODEL", part_of_model),
         mock.patch.object(context, "is_one_host", return_value=is_one_host),
-        mock.patch.object(gather, "launch", note_gather),
-        mock.patch.object(ReductionLaunches, "_packed", note_reduction),
+        noted(gather, "launch", note_gather),
+        noted(ReductionLaunches, "_packed", note_reduction),
     ):
         yield found
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from common import GlooTest, _mesh, assert_same_params
+from common import GlooTest, _mesh, check_update
 from runtime_common import assert_idle
 from schedules import explicit
 
@@ -104,11 +104,7 @@ class TestLanes(GlooTest):
         for step in range(first_step, first_step + num_steps):
             loss_of(model, rank, step).backward()
             reference.backward(step)
-            assert_same_params(model, mine, "grad")
-            for each in (optimizer, reference.optimizer):
-                each.step()
-                each.zero_grad()
-            assert_same_params(model, mine)
+            check_update(model, mine, (optimizer, reference.optimizer))
         assert_idle(model)
 
     def test_first_passes_that_leave_out_experts(self) -> None:

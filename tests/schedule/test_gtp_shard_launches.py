@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import copy
 import unittest
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn as nn
 from common import assert_same_params, environment, fake_mesh
+from counting import noted
 from runtime_common import assert_idle, counted, gathers, members_of, num_gathers, runtime_of, weight_of
 from schedules import explicit
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import gtp_shard, sharding_report
-from dtensor_gtp._params.gathered import Gathered
 from dtensor_gtp._params.sharded_weight import Gatherable
 from dtensor_gtp.nn import GroupedLinear
 
@@ -52,24 +52,13 @@ class Block(nn.Module):
 def recorded(model: nn.Module) -> Iterator[list[str]]:
     """Uses and launches, these in brackets, in order; without the names of what all have."""
     gathering, events = runtime_of(model).gathering, []
-    gather, acquire = gathering._gather, gathering.acquire
 
     def name(target: Gatherable) -> str:
         return target.weight.fqn.removesuffix(".weight").replace("experts.", "")
 
-    def launch(targets: Sequence[Gatherable]) -> None:
-        events.append(f"[{' + '.join(map(name, targets))}]")
-        gather(targets)
-
-    def use(target: Gatherable) -> Gathered:
-        events.append(name(target))
-        return acquire(target)
-
-    gathering._gather, gathering.acquire = launch, use  # type: ignore[method-assign]
-    try:
+    launches = noted(gathering, "_gather", lambda targets: events.append(f"[{' + '.join(map(name, targets))}]"))
+    with launches, noted(gathering, "acquire", lambda target: events.append(name(target))):
         yield events
-    finally:
-        del gathering._gather, gathering.acquire  # type: ignore[method-assign]
 
 
 class TestLaunches(unittest.TestCase):
@@ -93,20 +82,17 @@ class TestLaunches(unittest.TestCase):
         """Ranks of the dense mesh use their experts or not, as all ranks of their expert mesh do."""
         model = self.make(coalesce_grad_nbytes=3 * WIDTH * WIDTH * 4)
         launched: list[list[str]] = []
-        grads = runtime_of(model).grads
-        launch = grads.launches.launch
 
-        def noted(together: Any) -> None:
+        def note(together: Any) -> None:
             launched[-1].append(" + ".join(one.weight.fqn.removesuffix(".weight") for one in together))
-            launch(together)
 
-        grads.launches.launch = noted  # type: ignore[method-assign]
         used = [block.experts for block in model]
         for experts in ((), (1,), (0, 1, 2)):
             launched.append([])
             for index, block in enumerate(model):
                 block.experts = used[index] if index in experts else nn.Identity()
-            self.step(model)
+            with noted(runtime_of(model).grads.launches, "launch", note):
+                self.step(model)
         dense = [[names for names in each if "experts" not in names] for each in launched]
         self.assertEqual(dense, [["2.o + 2.q + 1.o", "1.q + 0.o + 0.q"]] * 3)
         self.assertEqual([len(each) for each in launched], [2, 4, 8])

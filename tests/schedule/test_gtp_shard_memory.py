@@ -7,10 +7,12 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn as nn
 from common import ALL, GlooTest, rows_of_rank
+from counting import noted
 from runtime_common import (
     WIDTH,
     Net,
@@ -88,11 +90,8 @@ def watched_gathers(model: nn.Module) -> Iterator[Gathers]:
         for target in targets:
             gathers.note(target.weight.fqn, target.pending[-1])
 
-    runtime.gathering._gather = watch  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(runtime.gathering, "_gather", watch):
         yield gathers
-    finally:
-        del runtime.gathering._gather  # type: ignore[method-assign]
 
 
 def num_tensors() -> int:
@@ -180,14 +179,12 @@ class TestMemory(GlooTest):
             policy = explicit(max_inflight_reduce_scatters=max_inflight, min_shard_numel=0, coalesce_grad_nbytes=0)
             gtp_shard(model, self.gtp_mesh(), schedule=policy)
             reductions, seen = runtime_of(model).comm.reductions, []
-            launched = reductions.launched
 
-            def watch(*args: Any, r: Any = reductions, f: Any = launched, s: list[int] = seen) -> None:
-                f(*args)
-                s.append(len(r._reductions))
+            def note(*args: Any, reductions: Any = reductions, seen: list[int] = seen) -> None:
+                seen.append(len(reductions._reductions) + 1)  # with the one that is launched
 
-            reductions.launched = watch
-            square_step(model, make_rows(0))
+            with noted(reductions, "launched", note):
+                square_step(model, make_rows(0))
             assert max(seen) == max_inflight, seen
 
     def test_memory_does_not_grow(self) -> None:
@@ -246,18 +243,13 @@ class TestMemory(GlooTest):
             with save_on_cpu():
                 square_loss(module, x).backward()
 
-        def offloaded_forward(module: nn.Module, x: torch.Tensor) -> None:
-            with save_on_cpu():
-                loss = square_loss(module, x)
-            loss.backward()
-
         def without_hooks(module: nn.Module, x: torch.Tensor) -> None:
             with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
                 loss = square_loss(module, x)
             loss.backward()
 
         for seed in range(2):
-            for step in (offloaded, offloaded_forward, without_hooks):
+            for step in (offloaded, without_hooks):
                 check_step(reference, model, self.gtp_mesh(), make_rows(seed), step)
         packed: list[torch.Size] = []
         with watched_gathers(model) as gathers:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import unittest
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from runtime_common import (
     check_step,
     counted,
     gathers,
+    local,
     make_rows,
     make_tokens,
     runtime_of,
@@ -47,7 +49,9 @@ def policy(depth: int, max_inflight: int = 2, **options: int) -> SchedulePolicy:
     return explicit(depth, max_inflight_reduce_scatters=max_inflight, **{**one_by_one, **options})
 
 
-EAGER = policy(0, max_inflight=1)
+def repeated(seed: int) -> tuple[SchedulePolicy, str]:
+    """A schedule and debug flags."""
+    return policy(1 + seed % 4, coalesce_nbytes=seed % 3 * 600), f"delay={seed}"
 
 
 class Checkpointed(Net):
@@ -97,51 +101,49 @@ class TestPoison(unittest.TestCase):
 class TestOverlap(GlooTest):
     world_size = 2
 
-    def record(self, schedule: SchedulePolicy, model_cls: type[nn.Module] = Net, debug: str = "") -> list[torch.Tensor]:
-        """Two steps of a new model."""
-        torch.manual_seed(1)
-        with environment(DTENSOR_GTP_DEBUG=debug):
-            model = gtp_shard(model_cls(), self.gtp_mesh(), schedule=schedule)
-        return train_record(model, self.gtp_mesh(), steps=2)
+    def check_bits(self, model_cls: type[nn.Module], *cases: tuple[SchedulePolicy, str]) -> None:
+        """Two steps with each schedule and debug flags have the bits of those without prefetching."""
+
+        def record(schedule: SchedulePolicy, debug: str) -> list[torch.Tensor]:
+            torch.manual_seed(1)
+            with environment(DTENSOR_GTP_DEBUG=debug):
+                model = gtp_shard(model_cls(), self.gtp_mesh(), schedule=schedule)
+            return train_record(model, self.gtp_mesh(), steps=2)
+
+        expected = record(policy(0, max_inflight=1), "")
+        for case in cases:
+            assert_bit_equal(record(*case), expected, f"{case}")
 
     # --- nothing changes a bit ----------------------------------------------------------------------------------------
 
     def test_prefetch_depth_changes_no_bit(self) -> None:
-        """Nor do windows in bytes and gathers in one launch: some weights have short last shards, which are copied into
-        their slots; the others are sent as they are."""
-        expected = self.record(EAGER)
-        for depth in (1, 2, 5):
-            assert_bit_equal(self.record(policy(depth, depth + 1)), expected, f"depth {depth}")
-        for options in ({}, {"prefetch_nbytes": 1500}, {"prefetch_nbytes": 3000, "coalesce_nbytes": 1200}):
-            schedule = explicit(1, min_shard_numel=0, **options)
-            assert_bit_equal(self.record(schedule, debug="poison,delay=1"), expected, f"{schedule}")
-
-    def test_r2_poison_and_delays_with_same_shape_layers_equal_prefetch_off(self) -> None:
-        for model_cls in (Net, Checkpointed):
-            expected = self.record(EAGER, model_cls)
-            for depth in (1, 3):
-                schedule = policy(depth, coalesce_nbytes=1200 if depth == 3 else 0)
-                actual = self.record(schedule, model_cls, debug=f"poison,delay={depth}")
-                assert_bit_equal(actual, expected, f"{model_cls.__name__}, depth {depth}")
-
-    def test_r25_repeats_under_random_delays_are_bit_equal(self) -> None:
-        self.check_repeats(range(2, 4))
+        """Nor do windows in bytes and gathers in one launch, under poison and random delays: some weights have short
+        last shards, which are copied into their slots; the others, of one shape, are sent as they are."""
+        in_bytes = ({}, {"prefetch_nbytes": 1500}, {"prefetch_nbytes": 3000, "coalesce_nbytes": 1200})
+        delayed = ((policy(1), "poison,delay=1"), (policy(3, coalesce_nbytes=1200), "poison,delay=3"))
+        self.check_bits(
+            Net,
+            *((policy(depth, depth + 1), "") for depth in (1, 2, 5)),
+            *((explicit(1, min_shard_numel=0, **options), "poison,delay=1") for options in in_bytes),
+            *delayed,
+            *map(repeated, range(2, 4)),
+        )
+        self.check_bits(Checkpointed, *delayed)
 
     @pytest.mark.soak
     def test_r25_fifty_repeats_under_random_delays_are_bit_equal(self) -> None:
-        self.check_repeats(range(50))
-
-    def check_repeats(self, seeds: Iterable[int]) -> None:
-        expected = self.record(EAGER)
-        for seed in seeds:
-            schedule = policy(1 + seed % 4, coalesce_nbytes=seed % 3 * 600)
-            assert_bit_equal(self.record(schedule, debug=f"delay={seed}"), expected, f"delay={seed}")
+        self.check_bits(Net, *map(repeated, range(50)))
 
     # --- gathers read the present shard -------------------------------------------------------------------------------
 
+    def test_r3_next_forward_uses_the_updated_weight(self) -> None:
+        """After each huge step, it equals that of an unsharded model on the new values, though fused and foreach
+        optimizers leave no trace in the versions of the tensors they write to."""
+        self.check_updates_are_seen(lambda params: torch.optim.SGD(params, lr=30.0, foreach=False))
+        self.check_updates_are_seen(lambda params: torch.optim.AdamW(params, lr=1.0, foreach=True))
+        self.check_updates_are_seen(lambda params: torch.optim.AdamW(params, lr=1.0, fused=True))
+
     def check_updates_are_seen(self, make_optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer]) -> None:
-        """After each huge step, the next forward equals that of an unsharded model on the new values, though fused and
-        foreach optimizers leave no trace in the versions of the tensors they write to."""
         mesh = self.gtp_mesh()
         reference = nn.Sequential(nn.Linear(WIDTH, WIDTH), Raw(), nn.Linear(WIDTH, WIDTH)).double()
         batch = make_rows(0, dtype=torch.float64)
@@ -167,13 +169,6 @@ class TestOverlap(GlooTest):
                     what = f"step {step}, reshard {reshard}, pinned {is_pinned}"
                     torch.testing.assert_close(actual, rows_of_rank(expected, mesh), msg=lambda m, w=what: f"{w}: {m}")
 
-    def test_r3_next_forward_uses_the_updated_weight_sgd(self) -> None:
-        self.check_updates_are_seen(lambda params: torch.optim.SGD(params, lr=30.0, foreach=False))
-
-    def test_r3_next_forward_uses_the_updated_weight_adamw(self) -> None:
-        self.check_updates_are_seen(lambda params: torch.optim.AdamW(params, lr=1.0, foreach=True))
-        self.check_updates_are_seen(lambda params: torch.optim.AdamW(params, lr=1.0, fused=True))
-
     def test_values_written_between_forwards_are_used_at_once(self) -> None:
         """Also by weights that are kept gathered, and also where no backward or optimizer step ever happens."""
         reference = nn.Sequential(nn.Linear(WIDTH, WIDTH), Raw())
@@ -181,25 +176,22 @@ class TestOverlap(GlooTest):
         def load(model: nn.Module) -> None:
             model.load_state_dict({name: value * 1.5 for name, value in model.state_dict().items()})
 
-        def copy_in_place(model: nn.Module) -> None:
+        def write(model: nn.Module, how: Callable[[Any], object]) -> None:
             with torch.no_grad():
                 for param in model.parameters():
-                    param.copy_(param * 0.5)
-
-        def write_local(model: nn.Module) -> None:
-            with torch.no_grad():
-                for param in model.parameters():
-                    (param.to_local() if hasattr(param, "to_local") else param).mul_(1.25)
-
-        def write_data(model: nn.Module) -> None:
-            for param in model.parameters():
-                param.data.add_(0.125)
+                    how(param)
 
         def write_held_data(model: nn.Module) -> None:
             for data in held[model]:
                 data.add_(0.25)
 
         x = make_rows(1)
+        traced = (
+            load,
+            partial(write, how=lambda param: param.copy_(param * 0.5)),
+            partial(write, how=lambda param: local(param).mul_(1.25)),
+        )
+        untraced = (partial(write, how=lambda param: param.data.add_(0.125)), write_held_data)
         for reshard, is_pinned in ((True, False), (False, False), (True, True)):
             twin = copy.deepcopy(reference)
             model = shard_copy(reference, self.gtp_mesh(), reshard_after_forward=reshard)
@@ -207,13 +199,13 @@ class TestOverlap(GlooTest):
             if is_pinned:
                 model.unshard()
             # What writes through .data leaves no trace; after unshard(), only reshard() can make it seen.
-            for change in (load, copy_in_place, write_local, *(() if is_pinned else (write_data, write_held_data))):
+            for change in traced if is_pinned else (*traced, *untraced):
                 for grad_mode in (torch.no_grad(), torch.enable_grad()):
                     with grad_mode:
                         torch.testing.assert_close(model(x), twin(x))
                 change(model)
                 change(twin)
-                torch.testing.assert_close(model(x), twin(x), msg=lambda m, c=change: f"{c.__name__}: {m}")
+                torch.testing.assert_close(model(x), twin(x), msg=lambda m, c=change: f"{c}: {m}")
 
     # --- gathers equal uses -------------------------------------------------------------------------------------------
 

@@ -1,12 +1,10 @@
-"""What the plan says as data, what a profiler's trace calls the things that are done for a weight, and over which
-communicators they go."""
+"""What the plan says as data, what a profiler's trace calls the things that are done for a weight, over which
+communicators they go, and on which stream shards are cast."""
 
 from __future__ import annotations
 
-import contextlib
 import unittest
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -14,13 +12,15 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from common import fake_mesh
+from counting import noted
 from runtime_common import assert_idle, num_gathers, runtime_of
 from schedules import changed, explicit
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.profiler import ProfilerActivity, profile
 
+from dtensor_gtp import SchedulePolicy, gtp_shard, quantize_, sharding_report
 from dtensor_gtp import _torch_compat as compat
-from dtensor_gtp import gtp_shard, sharding_report
+from dtensor_gtp._comm.context import CommContext
 from dtensor_gtp._comm.copy_engine import CopyEngine
 from dtensor_gtp.report import PassReport
 
@@ -137,17 +137,44 @@ class TestPlanReport(unittest.TestCase):
     def test_gathers_and_scatters_have_communicators_of_their_own(self) -> None:
         """So that both can be under way at once in backward."""
         used: dict[str, set[str]] = {"all_gather_base": set(), "reduce_scatter_base": set()}
-        with contextlib.ExitStack() as stack:
-            for name, groups in used.items():
-                launch = getattr(compat, name)
+        for name, groups in used.items():
 
-                def noting(
-                    *args: Any, launch: Callable[..., Any] = launch, groups: set[str] = groups, **options: Any
-                ) -> Any:
-                    groups |= {arg.group_name for arg in args if isinstance(arg, dist.ProcessGroup)}
-                    return launch(*args, **options)
+            def note(*args: Any, groups: set[str] = groups, **options: Any) -> None:
+                groups |= {arg.group_name for arg in args if isinstance(arg, dist.ProcessGroup)}
 
-                stack.enter_context(mock.patch.object(compat, name, noting))
-            self.step()
+            with noted(compat, name, note):
+                self.step()
         (gather,), (scatter,) = used.values()
         self.assertNotEqual(gather, scatter)
+
+
+class TestWhereShardsAreCast(unittest.TestCase):
+    """On the compute stream, but for those that other streams have made. A CPU has no streams, so this looks at what a
+    gather is told to copy on its own."""
+
+    def copies(self, model: nn.Module, schedule: SchedulePolicy, **options: Any) -> set[bool]:
+        """Of all gathers of two steps, whether they copied on the gather stream."""
+        found: set[bool] = set()
+
+        def note(comm: CommContext, *args: Any) -> None:
+            found.add(len(args) > 4 and args[4] is not None)
+
+        with fake_mesh(2, 2, names=("replicate", "gtp")) as mesh, noted(CommContext, "all_gather", note):
+            gtp_shard(model, mesh, mp_policy=BF16, schedule=schedule, **options)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(2):
+                model(torch.randn(4, 64)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return found
+
+    def blocks(self) -> nn.Module:
+        """Their rows in blocks of 32 are cut into equal shards."""
+        return nn.Sequential(*(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)) for _ in range(4)))
+
+    def test_shards_replicas_and_recipes(self) -> None:
+        groups = SchedulePolicy(min_shard_numel=0)
+        for schedule in (explicit(min_shard_numel=0), groups):
+            self.assertEqual(self.copies(self.blocks(), schedule), {False})
+            self.assertEqual(self.copies(self.blocks(), schedule, shard_optimizer=True), {True}, "after replicas")
+        self.assertEqual(self.copies(quantize_(self.blocks(), "mxfp8"), groups), {True}, "after casts of a recipe")

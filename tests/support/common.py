@@ -12,7 +12,7 @@ import math
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,17 @@ def assert_same_params(model: nn.Module, reference: nn.Module, what: str = "para
             torch.testing.assert_close(a, b, msg=lambda m, n=name: f"{what} of {n}: {m}", **tolerance)
 
 
+def check_update(
+    model: nn.Module, reference: nn.Module, optimizers: Iterable[torch.optim.Optimizer], **tolerance: float
+) -> None:
+    """Gradients must agree, then parameters after a step of ``optimizers``. Then there are no gradients."""
+    assert_same_params(model, reference, "grad", **tolerance)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same_params(model, reference, "param", **tolerance)
+
+
 def comparable(tensor: torch.Tensor, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A tensor of the model and what it should be: this rank's own parts where the placements say what these are, which
     needs no communication; else both in full. The choice is the same on all ranks."""
@@ -173,11 +184,7 @@ def check_training(
         for batch in batches:
             (loss_fn(reference, batch) / num_microbatches).backward()
             (loss_fn(model, rows_of_rank(batch, mesh)) / num_microbatches).backward()
-        assert_same_params(model, reference, "grad", **tolerance)
-        for opt in (reference_optimizer, optimizer):
-            opt.step()
-            opt.zero_grad()
-        assert_same_params(model, reference, "param", **tolerance)
+        check_update(model, reference, (reference_optimizer, optimizer), **tolerance)
     return model
 
 

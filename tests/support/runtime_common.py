@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import ALL, assert_same_params, fused_on, rows_of_rank
+from common import ALL, check_update, fused_on, rows_of_rank
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -180,12 +180,8 @@ def check_step(
     """
     step(reference, batch)
     step(model, rows_of_rank(batch, mesh))
-    assert_same_params(model, reference, "grad", **tolerance)
-    for module in (reference, model):
-        optimizer = torch.optim.SGD(module.parameters(), lr=lr, fused=fused_on(mesh))
-        optimizer.step()
-        optimizer.zero_grad()
-    assert_same_params(model, reference, "param", **tolerance)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=lr, fused=fused_on(mesh)) for each in (reference, model)]
+    check_update(model, reference, optimizers, **tolerance)
     if is_idle:
         assert_idle(model)
 
