@@ -55,9 +55,10 @@ NUMBERS = {
     "rowwise and columnwise blocks are swapped":
         Bug("Recipe.scale_block", replace("Direction.COLUMNWISE", "Direction.ROWWISE"),
             f"{RECIPES}::test_equal_their_definitions"),
-    "columnwise data are those of forward": Bug("_direction", returns("Direction.ROWWISE"), "test_gtp_on_dim_1"),
+    "columnwise data are those of forward": Bug("_direction", returns("Direction.ROWWISE"),
+            f"{ONE_AXIS}::test_r19_gtp"),
     "backward reads the rowwise data":
-        Bug("ShardedWeight.set_wire", assign("self.for_backward", "self.for_forward"), "test_gtp_on_dim_1"),
+        Bug("ShardedWeight.set_wire", assign("self.for_backward", "self.for_forward"), f"{ONE_AXIS}::test_r19_gtp"),
     "largest e4m3 is that of another format":
         Bug("cast:E4M3_MAX", replace("448.0", "240.0"), f"{RECIPES}::test_equal_their_definitions"),
     "mxfp8 scale is rounded up too early":

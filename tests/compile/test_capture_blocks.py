@@ -18,7 +18,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, fake_mesh
-from runtime_common import Raw, assert_idle, local, members_of, runtime_of
+from runtime_common import Raw, assert_idle, local, members_of, runtime_of, weight_of
 from schedules import explicit
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
@@ -73,6 +73,9 @@ class Wire:
         return launched
 
 
+World = tuple[DeviceMesh, Wire]
+
+
 class Work:
     def __init__(self, complete: Callable[[], object]) -> None:
         self.complete: Callable[[], object] | None = complete
@@ -88,7 +91,7 @@ def _listed(tensors: Any) -> list[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def one_of(size: int) -> Iterator[tuple[DeviceMesh, Wire]]:
+def one_of(size: int) -> Iterator[World]:
     wire = Wire()
     ops = {
         "all_gather_base": wire.gather,
@@ -170,11 +173,11 @@ class Placed(Block):
 
 
 class Net(nn.Module):
-    def __init__(self, depth: int = DEPTH, is_checkpointed: bool = False) -> None:
+    def __init__(self, is_checkpointed: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList([Block() for _ in range(depth)])
+        self.blocks = nn.ModuleList([Block() for _ in range(DEPTH)])
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.gain = nn.Parameter(torch.eye(WIDTH))
         self.is_checkpointed = is_checkpointed
@@ -200,20 +203,16 @@ class Pair:
     """The same model twice, the blocks of one of them recorded."""
 
     def __init__(
-        self,
-        world: tuple[DeviceMesh, Wire],
-        model: nn.Module | None = None,
-        compares_launches: bool = True,
-        **options: Any,
+        self, world: World, model: nn.Module | None = None, compares_launches: bool = True, **options: Any
     ) -> None:
         mesh, self.wire = world
-        self._compares_launches = compares_launches
+        self.compares_launches = compares_launches
         model = Net() if model is None else model
         options = {"schedule": ALL, **options}
         self.models = [gtp_shard(copy.deepcopy(model), mesh, **options) for _ in range(2)]
         self.recorder = OnHost(runtime_of(self.models[1]))
         self.captured = CapturedBlocks(self.models[1], list(self.models[1].blocks), self.recorder, 2, 4)
-        self.optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in self.models]
+        self.optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in self.models]
 
     def run(self, step: Callable[[nn.Module], object]) -> list[str]:
         """One step of both, which must launch the same and leave the same bits. Returns what the recorder has done."""
@@ -233,15 +232,23 @@ class Pair:
         for (name, a), b in zip(self.models[1].named_parameters(), self.models[0].parameters(), strict=True):
             assert torch.equal(local(a), local(b)), name
             assert local(a).isfinite().all(), name
-        for kind in ("gather", "scatter", "exchange") if self._compares_launches else ():
+        for kind in ("gather", "scatter", "exchange") if self.compares_launches else ():
             sequences = [[shapes for name, shapes in launches if name == kind] for launches in launched]
             assert sequences[0] == sequences[1], f"sequence of {kind}s"
         events, self.recorder.events = self.recorder.events, []
         return events
 
+    def steps(self, *seeds: int) -> list[list[str]]:
+        return [self.run(train(seed)) for seed in seeds]
+
     def prepare(self) -> None:
         """Until all blocks are recorded."""
-        assert [self.run(train(seed)) for seed in range(3)] == [[], [], RECORDED]
+        assert self.steps(0, 1, 2) == [[], [], RECORDED]
+
+    def check_replays(self, *seeds: int) -> None:
+        """A step of microbatches, after all blocks have been recorded."""
+        self.prepare()
+        assert self.run(train(*seeds)) == REPLAYED * len(seeds)
 
 
 def train(*seeds: int, **options: Any) -> Callable[[nn.Module], None]:
@@ -257,13 +264,13 @@ RECORDED = ["record", "record", "replay"] * DEPTH + ["replay"] * DEPTH
 
 
 @pytest.fixture
-def world() -> Iterator[tuple[DeviceMesh, Wire]]:
+def world() -> Iterator[World]:
     with one_of(4) as world:
         yield world
 
 
 @pytest.fixture
-def pair(world: tuple[DeviceMesh, Wire]) -> Pair:
+def pair(world: World) -> Pair:
     pair = Pair(world)
     pair.prepare()
     return pair
@@ -273,25 +280,19 @@ class TestCaptureBlocks:
     @pytest.mark.parametrize(
         ("schedule", "policy"),
         [
-            ({}, MixedPrecisionPolicy()),
-            ({"prefetch_depth": 0}, MixedPrecisionPolicy(BF16, torch.float32)),
-            (
-                {"prefetch_nbytes": 64, "coalesce_nbytes": 0, "coalesce_grad_nbytes": 0},
-                MixedPrecisionPolicy(BF16, BF16),
-            ),
-            (
-                {"coalesce_grad_nbytes": 1024, "max_inflight_reduce_scatters": 1},
-                MixedPrecisionPolicy(reduce_dtype=BF16),
-            ),
-            ({"reduce_scatter": "all_to_all"}, MixedPrecisionPolicy(BF16)),
+            ({}, ()),
+            ({"prefetch_depth": 0}, (BF16, torch.float32)),
+            ({"prefetch_nbytes": 64, "coalesce_nbytes": 0, "coalesce_grad_nbytes": 0}, (BF16, BF16)),
+            ({"coalesce_grad_nbytes": 1024, "max_inflight_reduce_scatters": 1}, (None, BF16)),
+            ({"reduce_scatter": "all_to_all"}, (BF16,)),
             # between the sizes of a gradient in bf16, in which some are computed, and in float32
-            ({"coalesce_grad_nbytes": 768}, MixedPrecisionPolicy(BF16, torch.float32)),
+            ({"coalesce_grad_nbytes": 768}, (BF16, torch.float32)),
         ],
     )
-    def test_replays_are_eager_steps(self, world: Any, schedule: Any, policy: MixedPrecisionPolicy) -> None:
-        pair = Pair(world, schedule=explicit(min_shard_numel=0, **schedule), mp_policy=policy)
-        pair.prepare()
-        assert pair.run(train(3)) == REPLAYED
+    def test_replays_are_eager_steps(self, world: World, schedule: Any, policy: Any) -> None:
+        schedule = explicit(min_shard_numel=0, **schedule)
+        pair = Pair(world, schedule=schedule, mp_policy=MixedPrecisionPolicy(*policy))
+        pair.check_replays(3)
         assert pair.captured.num_graphs == DEPTH
         with torch.no_grad():
             losses = [model(tokens_of(9)) for model in pair.models]
@@ -303,8 +304,7 @@ class TestCaptureBlocks:
         """Eager blocks gather once what the policy keeps for backward; recorded ones twice, with the same results."""
         schedule = explicit(min_shard_numel=0, keep_nbytes=keep_nbytes, coalesce_nbytes=0)
         pair = Pair(world, schedule=schedule, compares_launches=False)
-        pair.prepare()
-        assert pair.run(train(3)) == REPLAYED
+        pair.check_replays(3)
         eager, recorded = (
             sum(weight.for_forward.num_gathers for weight in members_of(model).weights) for model in pair.models
         )
@@ -330,15 +330,11 @@ class TestCaptureBlocks:
         model = Net()
         model.blocks = nn.ModuleList(Placed() for _ in model.blocks)
         for schedule in ({}, {"reduce_scatter": "all_to_all"}, {"coalesce_grad_nbytes": 1024}):
-            pair = Pair(world, model, schedule=explicit(min_shard_numel=0, **schedule))
-            pair.prepare()
-            assert pair.run(train(3)) == REPLAYED
+            Pair(world, model, schedule=explicit(min_shard_numel=0, **schedule)).check_replays(3)
 
     def test_one_rank(self) -> None:
         with one_of(1) as world:
-            pair = Pair(world)
-            pair.prepare()
-            assert pair.run(train(4)) == REPLAYED
+            Pair(world).check_replays(3)
 
     def test_other_inputs_get_graphs_of_their_own(self, pair: Pair) -> None:
         mask = torch.randn(7, WIDTH)
@@ -349,22 +345,20 @@ class TestCaptureBlocks:
         assert pair.captured.num_graphs == 2 * DEPTH
         for model in pair.models:
             model.scale = 0.5
-        assert pair.run(train(7)) == []
-        assert pair.run(train(8)) == RECORDED
+        assert pair.steps(7, 8) == [[], RECORDED]
         pair.captured.reset()
-        assert [pair.run(train(seed)) for seed in range(3)] == [[], [], RECORDED]
+        pair.prepare()
 
     def test_what_is_baked_in(self, pair: Pair) -> None:
         for model in pair.models:
             model.blocks[1].up.weight.requires_grad_(False)
             model.blocks[2].eval()
-        assert pair.run(train(3)) == ["replay"] * 2  # the first block is as before
-        pair.run(train(4))
-        assert pair.run(train(5)).count("record") == 4
-        assert pair.run(train(6)) == REPLAYED
+        events = pair.steps(3, 4, 5, 6)
+        assert events[0] == ["replay"] * 2  # the first block is as before
+        assert (events[2].count("record"), events[3]) == (4, REPLAYED)
         for model in pair.models:
             model.blocks.requires_grad_(False)
-        assert [pair.run(train(seed)) for seed in range(3)] == [[], [], RECORDED]
+        pair.prepare()
 
     def test_inputs_without_gradient(self, world: Any) -> None:
         """And a module without parameters in all blocks, as a table of rotary embeddings is."""
@@ -373,9 +367,7 @@ class TestCaptureBlocks:
             block.shared = shared
         model.embedding.requires_grad_(False)
         model.gain.requires_grad_(False)
-        pair = Pair(world, model)
-        pair.prepare()
-        assert pair.run(train(3)) == REPLAYED
+        Pair(world, model).check_replays(3)
 
     def test_microbatches(self, pair: Pair) -> None:
         def step(model: nn.Module, *, is_pipelined: bool = False) -> None:
@@ -410,9 +402,7 @@ class TestCaptureBlocks:
             assert torch.equal(grad, kept_grad)
 
     def test_recomputation_is_eager(self, world: Any) -> None:
-        pair = Pair(world, Net(is_checkpointed=True))
-        for seed in range(4):
-            assert pair.run(train(seed)) == []
+        assert Pair(world, Net(is_checkpointed=True)).steps(0, 1, 2, 3) == [[]] * 4
 
     def test_autocast_is_eager(self, pair: Pair) -> None:
         x = torch.randn(7, WIDTH, requires_grad=True)
@@ -444,10 +434,7 @@ class TestCaptureBlocks:
         """Gathers find other buffers, and a gather for later moves out of the way."""
         model = pair.models[1]
         runtime = runtime_of(model)
-        weights = [
-            runtime.members.weights[[w.fqn for w in runtime.members.weights].index(f"blocks.{i}.up.weight")]
-            for i in (0, 2)
-        ]
+        weights = [weight_of(model, f"blocks.{index}.up.weight") for index in (0, 2)]
         assert weights[0].form.fixed is weights[1].form.fixed is not None
         holder = weights[0].form.fixed.gathered.view(-1)
         assert pair.run(train(3)) == REPLAYED
@@ -459,10 +446,8 @@ class TestCaptureBlocks:
         assert not gathered.is_in(weights[0].form.fixed.gathered)
         runtime.keeper.place(weights[0], gathered)
         assert not weights[1].for_forward.kept.is_in(weights[1].form.fixed.gathered)
-        for weight, value in (
-            (weights[0], weights[0].form.fixed.gathered),
-            (weights[1], weights[1].for_forward.kept.value),
-        ):
+        values = (weights[0].form.fixed.gathered, weights[1].for_forward.kept.value)
+        for weight, value in zip(weights, values, strict=True):
             assert torch.equal(value, torch.cat([weight.shard] * 4))
         runtime.gathering.release(weights[0].for_forward, gathered)
         runtime.keeper.drop_kept(weights[1])
