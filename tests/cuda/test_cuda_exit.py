@@ -4,8 +4,6 @@ See [Note: rules of the copy engine] in ``copy_engine.py``. All tests start proc
 others does not survive a rank that leaves.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue

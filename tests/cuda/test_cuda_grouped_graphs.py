@@ -3,8 +3,6 @@
 Replays with other counts leave the bits of eager steps. Needs 2 to 8 GPUs of one host.
 """
 
-from __future__ import annotations
-
 import copy
 import unittest
 

@@ -3,8 +3,6 @@
 Needs 2 to 8 GPUs of one host; uses as many as there are, an even number.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools

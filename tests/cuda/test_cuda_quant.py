@@ -1,7 +1,5 @@
 """Low precision on GPUs: float8 GEMMs against the reference arithmetic, casts against the CPU's, gathers of planes."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import unittest
