@@ -159,5 +159,5 @@ LAYOUT = {
     "files of a save that did not end stay":
         Bug("_Writer.prepare_global_plan", drop("unlink"), "test_a_save_that_fails_leaves_the_checkpoint_before"),
     "dtypes of planes are not compared":
-        Bug("_check_dtype", never("... or found.itemsize != dtype.itemsize"), "test_of_a_checkpoint"),
+        Bug("_check_dtype", never("... or found.itemsize != dtype.itemsize"), "test_planes_of_a_checkpoint"),
 }

@@ -2,12 +2,11 @@
 
 Every element of every tensor is a code of its own: which tensor it belongs to and where. A row that ends up elsewhere
 (swapped halves of a fused weight, a shard read at the wrong offset, padding taken for data) is seen by its value. Jobs
-of one to four ranks are sub-meshes of the four workers here; one test restarts with another number of processes.
+of one to four ranks are sub-meshes of the four workers here; ``test_train_llama`` restarts with other numbers of
+processes.
 """
 
 import math
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -18,7 +17,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from common import ALL, GlooTest, shared_directory
-from script_jobs import run_forked
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -223,33 +221,3 @@ class TestResharding(GlooTest):
             self.assertEqual(plain.differences(), [])
             job.load(directory)
         self.assertEqual(job.differences(), [])
-
-
-def test_restart_with_another_number_of_processes(tmp_path: Path) -> None:
-    """A job of three processes loads what four have saved, and saves in turn."""
-    for call, num_processes in (("save", 4), ("restart", 3)):
-        result = run_forked([__file__, tmp_path, call], num_processes)
-        assert result.status == 0, result.output
-    plain = Job(TOPOLOGIES[0], None, lr=0.5)
-    plain.load(tmp_path / "restart")
-    assert plain.differences() == []
-
-
-def main(folder: Path, call: str) -> None:
-    """What each of the processes does."""
-    dist.init_process_group("gloo")
-    topology = Topology("restarted", "gtp", tuple(range(dist.get_world_size())), block_size=2)
-    job = Job(topology, make_mesh(topology), lr=0.125 if call == "save" else 0.5)
-    if call == "save":
-        job.fill()
-    else:
-        job.wipe()
-        job.load(folder / "save")
-    assert job.differences() == []
-    job.save(folder / call)
-    dist.barrier()
-    os._exit(0)  # gloo's threads may abort an orderly exit after DTensor's collectives, with all work done
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,16 +1,25 @@
-"""A checkpoint that does not fit is refused in one message, which names the keys and what to write."""
+"""What cannot be loaded is refused in one message, which names the keys and what to write.
 
+Checkpoints that do not fit; planes of quantized weights that are missing, or are of another dtype or shape; headers and
+indexes of safetensors files that are damaged or planted.
+"""
+
+import json
+import struct
 import tempfile
 import unittest
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from checkpoint_common import job_state
 from common import GlooTest, full, shared_directory
 
-from dtensor_gtp import checkpoint, gtp_shard
+from dtensor_gtp import checkpoint, gtp_shard, quantize_
+from dtensor_gtp._safetensors import stored_in
 
 
 class TestMissingKeys(unittest.TestCase):
@@ -87,3 +96,88 @@ class TestOtherSizes(GlooTest):
             self.assertEqual(full(other[0][0].weight), before)
             with self.assertRaisesRegex(FileNotFoundError, "but there is none"):
                 checkpoint.load(states(*saved), checkpoint_id=f"{folder}/step-4")
+
+
+# --- planes of quantized weights --------------------------------------------------------------------------------------
+
+ELEMENTS, SCALES = "weight_mxfp8.elements", "weight_mxfp8.scales"
+CHANGES = (
+    (ELEMENTS, lambda plane: plane.view(torch.uint8).long(), "'weight_mxfp8.elements'.*int64"),
+    (SCALES, lambda plane: plane.view(torch.uint8).float(), "'weight_mxfp8.scales'.*float32"),
+    (SCALES, lambda plane: None, "a tensor 'weight_mxfp8.scales' of shape .*found none"),
+    (SCALES, lambda plane: plane[:1], "'weight_mxfp8.scales' of shape .*one of shape"),
+)
+
+
+@pytest.mark.parametrize(("key", "alter", "message"), CHANGES, ids=["int64", "float", "none", "fewer"])
+def test_planes_of_a_checkpoint(key: str, alter: Any, message: str, tmp_path: Path) -> None:
+    state = dict(quantize_(nn.Linear(64, 64, bias=False), "mxfp8", storage="native").state_dict())
+    changed = alter(state.pop(key))
+    if changed is not None:
+        state[key] = changed
+    model = nn.Linear(64, 64, bias=False)
+    with pytest.raises(ValueError, match=f"dequantize_state_dict expects .*{message}"):
+        checkpoint.dequantize_state_dict(state, model)
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    before = model.weight.clone()
+    with pytest.raises(ValueError, match=f"load expects .*{message}"):
+        checkpoint.load(model.state_dict(), checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(model.weight, before)
+
+
+# --- files of safetensors ---------------------------------------------------------------------------------------------
+
+FINE = {"dtype": "F32", "shape": [8, 8], "data_offsets": [0, 256]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": None},
+        {"dtype": ["F32"]},
+        {"shape": None},
+        {"shape": "88"},
+        {"shape": [8.0, 8]},
+        {"shape": [-8, -8]},
+        {"shape": [10**20, 8]},
+        {"data_offsets": None},
+        {"data_offsets": "ab"},
+        {"data_offsets": [0, 256, 3]},
+        {"data_offsets": [-256, 0]},
+        {"data_offsets": [256, 512]},
+    ],
+)
+def test_entries_of_a_file(change: dict[str, Any], tmp_path: Path) -> None:
+    entry = {name: value for name, value in (FINE | change).items() if value is not None}
+    write(tmp_path / "a.safetensors", json.dumps({"x": entry}))
+    with pytest.raises(ValueError, match=r"a.safetensors is damaged.*'x'"):
+        stored_in(tmp_path)
+    write(tmp_path / "a.safetensors", json.dumps({"x": FINE}))
+    assert stored_in(tmp_path)["x"].shape == (8, 8)
+
+
+@pytest.mark.parametrize("header", ["[]", "5", "{", "[" * 100_000, "\udcff", '{"x": 5}'])
+def test_headers_of_a_file(header: str, tmp_path: Path) -> None:
+    write(tmp_path / "a.safetensors", header)
+    with pytest.raises(ValueError, match=r"a.safetensors (cannot be read as JSON|is no safetensors file|is damaged)"):
+        stored_in(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "{", '{"weight_map": [1]}', '{"weight_map": {"x": 5}}', "[" * 100_000])
+def test_indexes_of_files(text: str, tmp_path: Path) -> None:
+    write(tmp_path / "a.safetensors", json.dumps({"x": FINE}))
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ValueError, match=r"index.json (cannot be read as JSON|is no index)"):
+        stored_in(tmp_path)
+
+
+def test_names_of_a_file_reach_no_terminal(tmp_path: Path) -> None:
+    write(tmp_path / "a.safetensors", json.dumps({"a\x1b[2Jb\nc": FINE | {"dtype": "F1"}}))
+    with pytest.raises(ValueError, match=r"has 'a\\x1b\[2Jb\\nc' in a dtype") as raised:
+        stored_in(tmp_path)
+    assert "\x1b" not in str(raised.value)
+
+
+def write(path: Path, header: str) -> None:
+    text = header.encode(errors="surrogateescape")
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(256))

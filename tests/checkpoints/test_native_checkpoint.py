@@ -4,13 +4,12 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from checkpoint_common import RANK0, job_state, load_job, local
+from checkpoint_common import RANK0, assert_same_state, job_state, load_job, whole_state
 from common import GlooTest, _mesh, full, rows_of_rank, shared_directory
 from quant_common import (
     COLUMNS,
@@ -65,10 +64,6 @@ def in_float32(shard: ShardFn) -> ShardFn:
     return lambda model: shard(model.float())
 
 
-def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: full(value).clone() for name, value in model.state_dict().items()}
-
-
 @dataclass(frozen=True)
 class Int8Rows(Recipe):
     """A recipe as a user writes one: whole numbers, with one scale for each row."""
@@ -92,11 +87,6 @@ class Int8Rows(Recipe):
 
 
 class TestNativeCheckpoint(GlooTest):
-    def assert_same(self, actual: dict[str, Any], expected: dict[str, Any], what: Any = None) -> None:
-        self.assertEqual(actual.keys(), expected.keys())
-        for name, value in expected.items():
-            self.assertTrue(torch.equal(local(actual[name]), local(value)), (what, name))
-
     def _check(self, recipe: Recipe, source: ShardFn, targets: list[ShardFn]) -> None:
         """Of each target: save by the source, load, same bytes, and forward computes with them."""
         saved = source(net(1))
@@ -109,7 +99,7 @@ class TestNativeCheckpoint(GlooTest):
                 state = {"model": get_model_state_dict(model)}
                 dcp.load(state, checkpoint_id=path)
                 set_model_state_dict(model, state["model"])
-                self.assert_same(whole_state(model), expected, (recipe, index))
+                assert_same_state(whole_state(model), expected, (recipe, index))
                 weight = full(model.layers[0].up.weight.detach())
                 self.assertTrue(torch.equal(weight, full(saved.layers[0].up.weight.detach())))
 
@@ -142,14 +132,14 @@ class TestNativeCheckpoint(GlooTest):
         for assign in (False, True):
             model = shard(net(2))
             model.load_state_dict(state, assign=assign)
-            self.assert_same(model.state_dict(), saved.state_dict(), assign)
+            assert_same_state(model.state_dict(), saved.state_dict(), assign)
             native = native_of(model.layers[0].up.weight)
             self.assertEqual(native.recipe, recipe)
         with shared_directory() as path:
             dcp.save(fsdp(net(1), mesh).state_dict(), checkpoint_id=path)
             model = shard(net(2))
             checkpoint.load(model.state_dict(), model=model, checkpoint_id=path)
-            self.assert_same(model.state_dict(), saved.state_dict())
+            assert_same_state(model.state_dict(), saved.state_dict())
 
     def test_a_recipe_of_the_user_into_a_plain_model(self) -> None:
         """The checkpoint does not say the recipe, so the caller does."""
@@ -160,12 +150,12 @@ class TestNativeCheckpoint(GlooTest):
             dcp.save(saved.state_dict(), checkpoint_id=path)
             plain = fsdp(net(2), mesh)
             checkpoint.load(plain.state_dict(), checkpoint_id=path, recipes=[recipe])
-            self.assert_same({name: full(param.detach()) for name, param in plain.named_parameters()}, expected)
+            assert_same_state({name: full(param.detach()) for name, param in plain.named_parameters()}, expected)
             with self.assertRaisesRegex(RuntimeError, "'layers.0.up.weight', did you mean 'layers.0.up.weight_"):
                 checkpoint.load(plain.state_dict(), checkpoint_id=path)
         alone = net(2)
         alone.load_state_dict(checkpoint.dequantize_state_dict(whole_state(saved), alone, [recipe]))
-        self.assert_same(dict(alone.named_parameters()), expected)
+        assert_same_state(dict(alone.named_parameters()), expected)
 
     def test_full_state_dicts(self) -> None:
         """Out to rank 0 and back, from rank 0 and from every rank; planes, and high-precision values."""
@@ -182,7 +172,7 @@ class TestNativeCheckpoint(GlooTest):
                 model = on_gtp(recipe, mesh)(net(2))
                 is_given = options is not RANK0 or self.rank == 0
                 set_model_state_dict(model, dict(source) if is_given else {}, options=options)
-                self.assert_same(model.state_dict(), expected, recipe)
+                assert_same_state(model.state_dict(), expected, recipe)
             other = net(2)
             other.load_state_dict(checkpoint.dequantize_state_dict(on_every_rank[0], other))
             for name, param in other.named_parameters():
@@ -252,14 +242,8 @@ class TestNativeCheckpoint(GlooTest):
             optimizer.step()
             optimizer.zero_grad()
 
-        def whole(model: nn.Module, optimizer: MasterOptimizer) -> dict[str, torch.Tensor]:
-            found = whole_state(model)
-            for name, param in model.named_parameters():
-                found |= {f"{name}/{key}": full(value).clone() for key, value in optimizer.state[param].items()}
-            return found
-
         saved = job(on_gtp(recipe, mesh), mesh, 1)
-        expected = whole(*saved)
+        expected = whole_state(*saved)
         self.assertEqual(expected["layers.0.up.weight/master"].dtype, torch.float32)
         self.assertEqual(expected["layers.0.up.weight/exp_avg"].dtype, torch.float32)
         with shared_directory() as path:
@@ -269,13 +253,13 @@ class TestNativeCheckpoint(GlooTest):
             for name, (shard, on, data_mesh) in ways.items():
                 loaded[name] = job(shard(recipe, on), data_mesh, 2)
                 load_job(*loaded[name], path)
-                self.assert_same(whole(*loaded[name]), expected, name)
+                assert_same_state(whole_state(*loaded[name]), expected, name)
         for model, optimizer in (saved, loaded["gtp"]):
             step(model, optimizer, mesh, 3)
-        self.assert_same(whole(*loaded["gtp"]), whole(*saved))
+        assert_same_state(whole_state(*loaded["gtp"]), whole_state(*saved))
         again = MasterOptimizer(copy.copy(list(saved[0].parameters())), torch.optim.AdamW, lr=1e-2)
         again.load_state_dict(saved[1].state_dict())
-        self.assert_same(whole(saved[0], again), whole(*saved))
+        assert_same_state(whole_state(saved[0], again), whole_state(*saved))
 
     def test_blocks_that_a_topology_cuts(self) -> None:
         mesh = self.gtp_mesh()

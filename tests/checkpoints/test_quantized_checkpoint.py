@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from checkpoint_common import job_state, load_job, local
+from checkpoint_common import assert_same_state, job_state, load_job, local, whole_state
 from common import GlooTest, _mesh, full, rows_of_rank, shared_directory
 from quant_common import COLUMNS, Net, cut_layers, dequantized, fsdp, fully_sharded, gtp, loss_of, tokens_of
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,14 +26,6 @@ class Job:
         loss_of(self.model, rows_of_rank(tokens_of(seed), data_mesh)).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-
-    def whole(self) -> dict[str, torch.Tensor]:
-        found = {}
-        for name, param in self.model.named_parameters():
-            found[name] = full(param.detach())
-            for key, value in self.optimizer.state[param].items():
-                found[f"{name}/{key}"] = full(value)
-        return {name: value.clone() for name, value in found.items()}
 
 
 class TestQuantizedCheckpoint(GlooTest):
@@ -82,18 +74,16 @@ class TestQuantizedCheckpoint(GlooTest):
         topologies = self._topologies()
         shard, mesh, _ = topologies[source]
         saved = Job(shard, mesh, seed=1)
-        expected = saved.whole()
+        expected = whole_state(saved.model, saved.optimizer)
         with shared_directory() as path:
             dcp.save(job_state(saved.model, saved.optimizer), checkpoint_id=path)
             for target in targets:
                 shard, mesh, recipe = topologies[target]
                 job = Job(shard, mesh, seed=2)
                 load_job(job.model, job.optimizer, path)
-                actual = job.whole()
+                actual = whole_state(job.model, job.optimizer)
                 self._check_forward(job, recipe)
-                self.assertEqual(actual.keys(), expected.keys())
-                for name, value in expected.items():
-                    self.assertTrue(torch.equal(actual[name], value), (source, target, name))
+                assert_same_state(actual, expected, (source, target))
 
     def test_any_to_any(self) -> None:
         """Plain ``fully_shard`` in bfloat16 to every recipe and back, and recipes to others."""

@@ -5,8 +5,6 @@ ranks meet. All gathers and reductions of its model are those of copy engines. A
 its GPU the step that a peer leaves, who leaves when all others have, and "done" if that is ever complete.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from datetime import timedelta

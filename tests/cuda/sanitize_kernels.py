@@ -10,8 +10,6 @@ must have the bits of the reference: a kernel that leaves out an element shows t
 ``--plant`` makes a mistake on purpose, which says whether the tool sees any. ``test_cuda_sanitizer`` runs all of it.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """``SelectiveOffload`` on GPUs: bits, races, and the memory that it frees. Needs two ranks."""
 
-from __future__ import annotations
-
 import unittest
 from collections.abc import Callable
 from functools import partial

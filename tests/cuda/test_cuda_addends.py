@@ -4,16 +4,16 @@ Without a GPU, but with Triton, its interpreter adds:
 ``TRITON_INTERPRET=1 python -m pytest tests/cuda/test_cuda_addends.py`` (Triton 3.6 needs numpy < 2.4 for it).
 """
 
-from __future__ import annotations
-
+import itertools
 import os
 import unittest
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
-from cuda_common import no_waits
+from cuda_common import kernels_of, no_waits
 from torch.distributed import ReduceOp
 
 from dtensor_gtp._comm import addends, reductions
@@ -59,11 +59,9 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cases() -> Iterator[tuple[int, list[int], torch.dtype, int]]:
-    for num_ranks in range(2, 9) if HAS_GPU else (2, 3, 6):
-        for sizes in SIZES:
-            for dtype in DTYPES:
-                for offset in (0, 1) if HAS_GPU else (0,):
-                    yield num_ranks, sizes, dtype, offset
+    if HAS_GPU:
+        return itertools.product(range(2, 9), SIZES, DTYPES, (0, 1))
+    return itertools.product((2, 3, 6), SIZES, DTYPES, (0,))
 
 
 @unittest.skipUnless(HAS_GPU or os.environ.get("TRITON_INTERPRET") == "1", "nothing runs Triton's kernels")
@@ -112,16 +110,20 @@ class TestOnOneGPU(unittest.TestCase):
         for op in (ReduceOp.SUM, ReduceOp.AVG):
             for shape in ((12, 5), (12, 1, 7), (4 * 128, 1024)):
                 full = torch.randn(shape, device="cuda").bfloat16()
-                slots = []
-                for kernel in (self._kernel(4), None):
-                    with mock.patch.object(reductions, "fused_sum", lambda like, num_ranks, it=kernel: it):
-                        scattering = Scattering("all_to_all", [full], 4, torch.bfloat16)
-                    received = scattering.keep()[-1]
-                    received.copy_(full.view_as(received))
-                    scattering.finish(ReduceScale(op, None, None))
-                    slots += scattering.slots
-                self.assertEqual(slots[0].shape, (shape[0] // 4, *shape[1:]))
-                self.assertTrue(torch.equal(bits(slots[0]), bits(slots[1])), (op, shape))
+                slot = self._check_slots(self._kernel(4), full, 4, op)
+                self.assertEqual(slot.shape, (shape[0] // 4, *shape[1:]))
+
+    def _check_slots(self, kernel: Any, full: torch.Tensor, num_ranks: int, op: Any, **options: Any) -> torch.Tensor:
+        slots = []
+        for taken in (kernel, None):
+            with mock.patch.object(reductions, "fused_sum", lambda like, num_ranks, taken=taken: taken):
+                scattering = Scattering("all_to_all", [full], num_ranks, torch.bfloat16, **options)
+            received = scattering.keep()[-1]
+            received.copy_(full.view_as(received))
+            scattering.finish(ReduceScale(op, None, None))
+            slots += scattering.slots
+        self.assertTrue(torch.equal(bits(slots[0]), bits(slots[1])), (op, full.shape))
+        return slots[0]
 
     def test_many_addends_are_added_by_the_kernel(self) -> None:
         """Of a gradient that travels as it is, beside torch's sum of the same."""
@@ -129,21 +131,11 @@ class TestOnOneGPU(unittest.TestCase):
         rows = torch.randn(2, numel, device="cuda").bfloat16()
         kernel = mock.Mock(side_effect=self._kernel(2))
         for number, op in enumerate((ReduceOp.SUM, ReduceOp.AVG), start=1):
-            slots = []
-            for taken in (kernel, None):
-                with mock.patch.object(reductions, "fused_sum", return_value=taken):
-                    scattering = Scattering("all_to_all", [rows.flatten()], 2, rows.dtype, dtype=torch.float32)
-                scattering.keep()[-1].copy_(rows)  # what is received
-                scattering.finish(ReduceScale(op, None, None))
-                slots += scattering.slots
+            self._check_slots(kernel, rows.flatten(), 2, op, dtype=torch.float32)
             self.assertEqual(kernel.call_count, number)
-            self.assertTrue(torch.equal(bits(slots[0]), bits(slots[1])), op)
 
     def test_cuda_graph_and_number_of_kernels(self) -> None:
         """One kernel for gradients that travel together, in a graph too, which may be the first to see their sizes."""
-        from torch.autograd import DeviceType
-        from torch.profiler import ProfilerActivity, profile
-
         kernel = self._kernel(4)
         for sizes in ([4096, 1024, 64], [1001, 7, 30]):
             rows = addends_of(4, sum(sizes), torch.bfloat16, 0)
@@ -158,11 +150,7 @@ class TestOnOneGPU(unittest.TestCase):
                 part *= 2
             graph.replay()
             self.assertTrue(torch.equal(bits(out), bits(by_torch(rows * 2, 0.25))), sizes)
-            torch.cuda.synchronize()
-            with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-                kernel(out, peers, own, 1, 4, 0.25)
-                torch.cuda.synchronize()
-            events = [event.name for event in recorded.events() if event.device_type == DeviceType.CUDA]
+            events = kernels_of(partial(kernel, out, peers, own, 1, 4, 0.25))
             self.assertEqual(len(events), 1, events)
 
     def test_first_use_in_a_graph(self) -> None:

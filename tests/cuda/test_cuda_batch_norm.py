@@ -1,7 +1,5 @@
 """``SyncBatchNorm`` on GPUs: gradients, parameters and running statistics of one process with the whole batch."""
 
-from __future__ import annotations
-
 import unittest
 from collections.abc import Callable
 

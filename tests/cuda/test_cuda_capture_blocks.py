@@ -1,7 +1,5 @@
 """``capture_blocks`` on GPUs: graphs of blocks between eager collectives leave the bits of eager steps."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import unittest
@@ -9,16 +7,14 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.nn as nn
 from common import environment
-from cuda_common import BF16, COPY_ENGINES, NUM_RANKS, CudaTest, assert_same, no_waits
+from cuda_common import COPY_ENGINES, NUM_RANKS, CudaTest, assert_same, no_waits
 from runtime_common import runtime_of
-from schedules import explicit
-from test_cuda_streams import SCHEDULES, WORLD_SIZE, Net, local_values, one_of, tokens_of
+from test_cuda_streams import SCHEDULES, WORLD_SIZE, local_values, make_parts, one_of, tokens_of
 from torch.distributed.device_mesh import DeviceMesh
 from trace_common import graph_kernels, trace_of
 
-from dtensor_gtp import capture_blocks, gtp_shard
+from dtensor_gtp import capture_blocks
 from dtensor_gtp._comm.context import CommContext
 from dtensor_gtp._trace.intervals import intersect, length, union
 from dtensor_gtp._trace.read import read_timeline
@@ -31,19 +27,11 @@ class Job:
     """A model that trains, its blocks in graphs or not."""
 
     def __init__(self, mesh: DeviceMesh, is_captured: bool, **options: Any) -> None:
-        self.model: nn.Module = gtp_shard(Net().cuda(), mesh, schedule=explicit(**options), mp_policy=BF16)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
+        self.model, _, self._step = make_parts(mesh, **options)
         self.captured = capture_blocks(self.model, self.model.blocks) if is_captured else None
 
     def step(self, seed: int, num_tokens: int = 256) -> torch.Tensor:
-        losses = []
-        for microbatch in range(2):
-            losses.append(self.model(tokens_of(2 * seed + microbatch)[:num_tokens]))
-            losses[-1].backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return torch.stack([*(loss.detach() for loss in losses), norm.to_local()])
+        return self._step(torch.cat([tokens_of(2 * seed + microbatch)[:num_tokens] for microbatch in range(2)]))
 
 
 def check(test: unittest.TestCase, mesh: DeviceMesh, steps: int = 10, is_captured: bool = True, **options: Any) -> Job:

@@ -1,7 +1,5 @@
 """Recordings of a step that fail, on one GPU: eager training goes on, and so does another recording."""
 
-from __future__ import annotations
-
 import unittest
 from typing import Any
 

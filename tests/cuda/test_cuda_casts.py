@@ -4,17 +4,16 @@ Without a GPU, but with Triton, its interpreter runs the arithmetic of GPUs that
 ``TRITON_INTERPRET=1 python -m pytest tests/cuda/test_cuda_casts.py`` (Triton 3.6 needs numpy < 2.4 for it).
 """
 
-from __future__ import annotations
-
 import os
 import unittest
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn as nn
 from common import environment
-from cuda_common import BF16, square_step, training_step
+from cuda_common import BF16, kernels_of, square_step, training_step
 from test_cuda_streams import one_of
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -219,18 +218,11 @@ class TestOnOneGPU(unittest.TestCase):
     assert_same_bits = assert_same_bits
 
     def test_number_of_kernels(self) -> None:
-        from torch.autograd import DeviceType
-        from torch.profiler import ProfilerActivity, profile
-
         matrix = torch.randn(1024, 2048, device="cuda").bfloat16()
         casts = casts_for(matrix)
         for name, (call, num_kernels) in (casts_of(matrix) | dequantizations_of(matrix, torch.bfloat16)).items():
             call(casts)
-            torch.cuda.synchronize()
-            with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-                call(casts)
-                torch.cuda.synchronize()
-            events = [event.name for event in recorded.events() if event.device_type == DeviceType.CUDA]
+            events = kernels_of(partial(call, casts))
             self.assertEqual(len(events), num_kernels, (name, events))
 
     def test_second_gpu_and_streams(self) -> None:

@@ -4,8 +4,6 @@ Needs 2 to 8 GPUs of one host. See [Note: rules of the copy engine] in ``copy_en
 leaves behind is the matter of ``test_cuda_exit``.
 """
 
-from __future__ import annotations
-
 import itertools
 import unittest
 from collections.abc import Callable, Iterator
@@ -31,7 +29,7 @@ from cuda_common import (
     training_step,
 )
 from schedules import explicit
-from test_cuda import Stack
+from test_cuda import Stack, trained
 from test_gtp_shard_copies import MIXED, SCHEDULE, launches, linears, rows
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -102,18 +100,7 @@ class TestCudaComm(CudaTest):
     def train(
         self, between: Callable[[nn.Module, int], None] | None = None, mesh: DeviceMesh | None = None, **options: Any
     ) -> list[torch.Tensor]:
-        """Parameters after four steps."""
-        torch.manual_seed(0)
-        mesh = self.gtp_mesh() if mesh is None else mesh
-        model = gtp_shard(Stack().cuda(), mesh, schedule=explicit(**options), mp_policy=BF16)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-        for step in range(4):
-            square_loss(model, self.rows(step)).backward()
-            if between is not None:
-                between(model, step)
-            optimizer.step()
-            optimizer.zero_grad()
-        return [param.full_tensor() for param in model.parameters()]
+        return trained(self.rank, self.gtp_mesh() if mesh is None else mesh, between, **options)
 
     def engine(self) -> CopyEngine:
         return CopyEngine(self.gtp_mesh().get_group(), torch.device("cuda", torch.cuda.current_device()))

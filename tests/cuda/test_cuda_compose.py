@@ -5,8 +5,6 @@ difference is no rounding. New here are streams that FSDP2, DTensor and ``gtp_sh
 CPU does not have (fused norms, inductor's). Needs 4 or 8 GPUs of one host.
 """
 
-from __future__ import annotations
-
 import unittest
 from typing import Any
 

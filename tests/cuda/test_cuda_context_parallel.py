@@ -4,8 +4,6 @@ Needs GPUs: torch has no ring attention for CPUs. ``test_gtp_shard_data_axes`` h
 values that are gathered by hand.
 """
 
-from __future__ import annotations
-
 import copy
 import unittest
 

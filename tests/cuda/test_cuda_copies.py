@@ -1,7 +1,5 @@
 """Copies by the driver: each byte, in eager code, on any stream, and in graphs."""
 
-from __future__ import annotations
-
 import unittest
 from unittest import mock
 

@@ -3,8 +3,6 @@
 Needs at least 4 GPUs of one host; uses an even number of those that there are.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import unittest
@@ -23,6 +21,7 @@ from cuda_common import BF16, NUM_RANKS, CudaTest, assert_same
 from elastic_faults import Fault, FaultyJob
 from test_elastic import HEAD_DIM, Elastic, Heads, shard_heads, token_loss, tokens_of
 from test_elastic_checkpoint import Job
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -225,15 +224,10 @@ def _replicas(ranks: Ranks) -> ElasticMesh:
     return nonuniform_mesh(DEVICE, replicas=ranks)
 
 
-def _values(state: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
+def _values(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Full values of all DTensors."""
-    found: dict[str, torch.Tensor] = {}
-    for key, value in state.items():
-        if isinstance(value, dict):
-            found |= _values(value, f"{prefix}{key}.")
-        elif isinstance(value, DTensor):
-            found[f"{prefix}{key}"] = full(value).clone()
-    return found
+    flat, _ = flatten_state_dict(state)
+    return {name: full(value).clone() for name, value in flat.items() if isinstance(value, DTensor)}
 
 
 # --- processes of their own -------------------------------------------------------------------------------------------

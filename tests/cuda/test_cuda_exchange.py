@@ -3,8 +3,6 @@
 Needs 2 to 8 GPUs of one host; uses as many as there are.
 """
 
-from __future__ import annotations
-
 import copy
 import unittest
 from typing import Any

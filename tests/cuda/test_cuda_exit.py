@@ -4,8 +4,6 @@ See [Note: rules of the copy engine] in ``copy_engine.py``. All tests start proc
 others does not survive a rank that leaves.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue
@@ -13,8 +11,9 @@ import subprocess
 import sys
 import tempfile
 import unittest
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import PIPE, STDOUT
 from typing import Any
 
 import torch
@@ -98,25 +97,6 @@ def _run(rank: int, store: str, leave: Callable[[int, Any], None], results: Any)
     os._exit(0)
 
 
-@contextlib.contextmanager
-def _started(commands: Sequence[Sequence[str]], **environment: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes, one for each command, with RANK as their index. Those that are left at the end are killed."""
-    processes = []
-    path = os.pathsep.join(folder for folder in sys.path if folder)  # a checkout may not be installed
-    try:
-        for rank, command in enumerate(commands):
-            variables = os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "PYTHONPATH": path} | environment
-            pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-            processes.append(subprocess.Popen(command, env=variables, **pipes))
-        yield processes
-    finally:
-        for process in processes:
-            process.terminate()  # a launcher ends its ranks
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=HANG_S)
-            process.kill()
-
-
 @unittest.skipIf(NUM_RANKS < 2, "needs at least 2 GPUs")
 class TestCudaExit(unittest.TestCase):
     def check(self, leave: Callable[[int, Any], None], values: list[float]) -> None:
@@ -146,10 +126,18 @@ class TestCudaExit(unittest.TestCase):
 
     def test_the_launcher_ends_a_job_whose_peer_has_left(self) -> None:
         """Nothing but copy engines communicates, and no time limit of a collective passes."""
+        variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # it may not be installed
         with tempfile.TemporaryDirectory() as directory:
             run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-            with _started([[*run, str(JOB), f"{directory}/store"]]) as (launcher,):
+            command = [*run, str(JOB), f"{directory}/store"]
+            launcher = subprocess.Popen(command, env=variables, stdout=PIPE, stderr=STDOUT, text=True)
+            try:
                 output, _ = launcher.communicate(timeout=HANG_S)
+            finally:
+                launcher.terminate()  # which ends its ranks
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    launcher.wait(HANG_S)
+                launcher.kill()
         self.assertIn("waits", output)
         self.assertNotIn("done", output)
         self.assertIn("exitcode  : 3", output)

@@ -3,8 +3,6 @@
 Needs 2 to 8 GPUs of one host; what is said of replicas needs 4 or 8.
 """
 
-from __future__ import annotations
-
 import gc
 import unittest
 from collections.abc import Callable, Sequence
@@ -16,7 +14,17 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from common import environment
-from cuda_common import BF16, COPY_ENGINES, NUM_RANKS, CudaTest, assert_same, assert_same_grads, drawn, square_loss
+from cuda_common import (
+    BF16,
+    COPY_ENGINES,
+    NUM_RANKS,
+    Block,
+    CudaTest,
+    assert_same,
+    assert_same_grads,
+    drawn,
+    square_loss,
+)
 from runtime_common import assert_idle
 from schedules import explicit
 from test_cuda import Stack
@@ -62,21 +70,8 @@ def free_workspaces() -> int:
     return freed
 
 
-class Block(nn.Module):
-    """To be compiled: a norm, whose parameters are whole, and two sharded weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
 def compiled_blocks() -> nn.Module:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), *(Block() for _ in range(3)))
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), *(Block(WIDTH, 2 * WIDTH) for _ in range(3)))
     for block in model[1:]:
         block.compile(fullgraph=True)
     return model

@@ -1,7 +1,5 @@
 """Blocks whose weights travel together, on GPUs with NCCL: their streams, their memory, captured and compiled steps."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import unittest
@@ -9,9 +7,8 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from common import assert_same_params, environment, full
-from cuda_common import BF16, NUM_RANKS, CudaTest, assert_same, drawn, square_loss, square_step, training_step
+from cuda_common import BF16, NUM_RANKS, Block, CudaTest, assert_same, drawn, square_loss, square_step, training_step
 from runtime_common import members_of
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -23,24 +20,13 @@ DEPTH = 4
 FP32 = MixedPrecisionPolicy()
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width + 1)
-        self.down = nn.Linear(2 * width + 1, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
 class Model(nn.Module):
     """Blocks of one shape: a gather that comes too early or too late has the weights of another block."""
 
     def __init__(self, is_checkpointed: bool = False, width: int = WIDTH, num_streams: int = 0) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, width, bias=False)
-        self.layers = nn.ModuleList(Block(width) for _ in range(DEPTH))
+        self.layers = nn.ModuleList(Block(width, 2 * width + 1) for _ in range(DEPTH))
         self.last = nn.Linear(width, WIDTH, bias=False)
         self.is_checkpointed = is_checkpointed
         self.streams = [torch.cuda.Stream() for _ in range(num_streams)]  # blocks run on them in turn

@@ -4,8 +4,6 @@
 three layers is profiled, each weight by itself, and every kernel must be one that the use cannot do without.
 """
 
-from __future__ import annotations
-
 import unittest
 from typing import Any
 

@@ -3,8 +3,6 @@
 Needs 2 to 8 GPUs of one host.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 import unittest

@@ -1,7 +1,5 @@
 """``StepMetrics`` on GPUs: what compute waits for a late rank is exposed, and rates agree with each other."""
 
-from __future__ import annotations
-
 import unittest
 
 import torch

@@ -3,8 +3,6 @@
 Needs 2 to 8 GPUs of one host; uses as many as there are, an even number.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import itertools
@@ -33,10 +31,10 @@ from cuda_common import NUM_RANKS as ALL_RANKS
 from schedules import changed, explicit
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from dtensor_gtp import GTPShard, SchedulePolicy, WeightMesh, gtp_shard, init_weight_mesh
+from dtensor_gtp import GTPShard, SchedulePolicy, WeightMesh, gtp_shard, init_weight_mesh, quantize_
 from dtensor_gtp.nn import GroupedExperts, GroupedLinear, GroupedMLP, convert_grouped_state_dict, parallelize_experts
 from dtensor_gtp.ops.grouped import grouped_mm, grouped_wgrad
-from dtensor_gtp.quant import MXFP8, Direction, Float8Rowwise
+from dtensor_gtp.quant import MXFP8, RECIPES, Direction, Float8Rowwise
 from dtensor_gtp.quant.grouped_gemms import GroupedMXGEMMs, GroupedRowwiseGEMMs
 
 NUM_RANKS = ALL_RANKS // 2 * 2
@@ -240,6 +238,54 @@ class TestCudaMoE(CudaTest):
         for group in range(EXPERTS):
             grad = getattr(several, f"weight{group}").grad.full_tensor()
             torch.testing.assert_close(grad, whole[group])
+
+
+@unittest.skipIf(NUM_RANKS < 2, "needs at least 2 GPUs")
+class TestGroupedGraphs(CudaTest):
+    """Replays with other counts leave the bits of eager steps."""
+
+    COUNTS = ([TOKENS, 0, 0, 0, 0, 0, 0, 0], [0] * EXPERTS, [1, 2, 3, 4, 5, 6, 7, 8])
+
+    def check(self, what: str, layer: GroupedLinear, recipe: str | None = None) -> None:
+        eager = copy.deepcopy(layer)
+        for module in (layer, eager):
+            if recipe is not None:
+                quantize_(module, recipe)
+            gtp_shard(module, self.gtp_mesh(), mp_policy=BF16)
+        torch.manual_seed(self.rank)
+        x = torch.randn(TOKENS, DIM, device="cuda").bfloat16().requires_grad_()
+        splits = torch.full((EXPERTS,), TOKENS // EXPERTS, device="cuda")
+        scales = torch.rand(TOKENS, device="cuda") if layer.scale_bias else None
+
+        def run(module: GroupedLinear) -> torch.Tensor:
+            output = module(x, splits, scales)
+            output.float().square().mean().backward()
+            return output
+
+        graph, output = captured(layer, lambda: run(layer))
+        for counts in self.COUNTS:
+            splits.copy_(torch.tensor(counts))
+            if scales is not None:
+                scales.copy_(torch.rand(TOKENS))
+            graph.replay()
+            expected = run(eager)
+            self.assertTrue(torch.equal(output, expected), f"{what} {counts}")
+            self.assertFalse(output[sum(counts) :].any(), f"{what} {counts}")
+            assert_same_grads(layer, eager, f"{what} {counts}")
+            eager.zero_grad()
+
+    def make(self, **options: bool) -> GroupedLinear:
+        torch.manual_seed(0)
+        return GroupedLinear(EXPERTS, DIM, HIDDEN, device="cuda", **options)
+
+    def test_each_kind_of_layer(self) -> None:
+        """Factors of biases are others than those of the recording, too."""
+        for options in ({}, {"scale_bias": True}, {"single_grouped_weight": False}):
+            self.check(f"{options}", self.make(**options))
+
+    def test_each_recipe(self) -> None:
+        for name in RECIPES:
+            self.check(name, self.make(bias=False), name)
 
 
 def sum_gradients(model: nn.Module, batches: list[torch.Tensor], dtype: torch.dtype) -> None:

@@ -3,8 +3,6 @@
 Needs two ranks, which may share one GPU: ``RANKS_PER_GPU=2 pytest tests/cuda/test_cuda_offload.py``.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import unittest

@@ -1,7 +1,5 @@
 """Low precision on GPUs: float8 GEMMs against the reference arithmetic, casts against the CPU's, gathers of planes."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import unittest
@@ -13,12 +11,12 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from common import ALL, environment, rows_of_rank
-from cuda_common import BF16, NUM_RANKS, CudaTest, assert_same, square_loss
+from cuda_common import BF16, NUM_RANKS, CudaTest, assert_same, square_loss, square_step, training_step
 from schedules import explicit
 from test_cuda_streams import one_of
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_gtp import SchedulePolicy, capture_step, gtp_shard, quantize_, sharding_report
+from dtensor_gtp import SchedulePolicy, gtp_shard, quantize_, sharding_report
 from dtensor_gtp.quant import MXFP8, NVFP4, RECIPES, Direction, Float8Blockwise, Float8Rowwise, Float8Tensorwise, Recipe
 from dtensor_gtp.quant.compute import choose_path
 from dtensor_gtp.quant.float8_gemms import Float8GEMMs
@@ -146,16 +144,10 @@ class TestTraining(CudaTest):
         gtp_shard(model, mesh, mp_policy=BF16, schedule=schedule)
         optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2, device="cuda"), capturable=True)
 
-        def step(x: torch.Tensor) -> torch.Tensor:
-            losses = []
-            for part in x.chunk(2):
-                losses.append(square_loss(model, part))
-                losses[-1].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return torch.stack([loss.detach() for loss in losses])
+        def run(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            return torch.stack([square_step(model, part).detach() for part in x.chunk(2)])
 
-        train = capture_step(step, model, optimizer) if is_captured else step
+        train = training_step(model, optimizer, run, is_captured=is_captured)
         torch.manual_seed(self.rank)
         losses = [train(torch.randn(32, 256, device="cuda").bfloat16()) for _ in range(8)]
         return [*losses, *(p.detach().to_local().clone() for p in model.parameters())]

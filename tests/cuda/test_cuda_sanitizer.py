@@ -4,8 +4,6 @@ end of a tensor, before it is written, or by two threads at once in shared memor
 The tool instruments every kernel, and not every machine lets it: a minute or two for each tool, so only on demand.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

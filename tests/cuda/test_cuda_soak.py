@@ -5,8 +5,6 @@ With evaluations between the steps, eagerly and as CUDA graphs; over NCCL on 2 t
 on one. A run takes less than a minute.
 """
 
-from __future__ import annotations
-
 import gc
 import random
 import unittest

@@ -1,7 +1,5 @@
 """torchtitan's own ``Trainer`` on GPUs, with Llama 3 sharded by ``gtp_shard`` and by torchtitan's FSDP2."""
 
-from __future__ import annotations
-
 import unittest
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@
 ``test_transformer_engine.py`` has a module that uses weights as they do, on CPUs.
 """
 
-from __future__ import annotations
-
 import unittest
 from typing import Any
 

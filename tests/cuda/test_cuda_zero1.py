@@ -4,8 +4,6 @@ New beside the tests on CPUs are streams (what replicas gather runs ahead of cop
 goes on), fused kernels, and memory. Two ranks may share a GPU: RANKS_PER_GPU=2.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import unittest

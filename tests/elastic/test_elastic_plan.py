@@ -63,25 +63,22 @@ def simulate(layout: ReplicaLayout, weight: WeightSpec, seed: int) -> None:
     total = sum(map(sum, counts))
     replica_grads = [torch.randn(weight.shape, generator=generator, dtype=torch.float64) for _ in layout.replicas]
     expected = sum(grad * sum(c) / total for grad, c in zip(replica_grads, counts, strict=True))
-    assert isinstance(expected, torch.Tensor)
-    shards = {}
-    for rank, place in layout.places.items():
-        box = box_of_rank(weight, layout, rank)
-        shards[rank] = replica_grads[place.replica][box.slices].clone()
+    boxes = {rank: box_of_rank(weight, layout, rank) for rank in layout.places}
+    shards = {rank: replica_grads[layout.places[rank].replica][box.slices].clone() for rank, box in boxes.items()}
     done = {rank: torch.zeros_like(shard, dtype=torch.int) for rank, shard in shards.items()}
-    for box, holders in segments_of(weight, layout):
-        parts = []
-        for replica, copies in enumerate(holders):
+    for segment, holders in segments_of(weight, layout):
+        value, owners = 0.0, []
+        for count, copies in zip(counts, holders, strict=True):
             for rank in copies:
-                own = shards[rank][box.within(box_of_rank(weight, layout, rank))]
-                parts.append((rank, own, sum(counts[replica]) / total / len(copies)))
-        value = sum(own * scale for _, own, scale in parts)
-        for rank, own, _ in parts:
-            own.copy_(value)
-            done[rank][box.within(box_of_rank(weight, layout, rank))] += 1
+                rows = segment.within(boxes[rank])
+                value = value + shards[rank][rows] * (sum(count) / total / len(copies))
+                owners.append((rank, rows))
+        for rank, rows in owners:
+            shards[rank][rows] = value
+            done[rank][rows] += 1
     for rank, shard in shards.items():
         assert bool((done[rank] == 1).all()), (str(layout), weight, rank, done[rank])
-        torch.testing.assert_close(shard, expected[box_of_rank(weight, layout, rank).slices])
+        torch.testing.assert_close(shard, expected[boxes[rank].slices])
 
 
 class TestReplicas(TestCase):

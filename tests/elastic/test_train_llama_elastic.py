@@ -13,8 +13,12 @@ import torch
 import torch.distributed as dist
 from common import environment
 from script_jobs import Result, run_forked
-from test_train_llama import EXAMPLES, SCRIPT, STEPS, finish, launch, metrics, popen, saved_tensors, tiny, wrapper
+from test_train_llama import SCRIPT, STEPS, final_tensors, finish, launch, metrics, popen, tiny, wrapper
 from torch.testing import assert_close
+
+# Of examples/, which test_train_llama has added to the path.
+from launch import Place, UsageError, _name_of_attempt
+from train_llama import build_replicas
 
 KILLED_AT = 3
 LAST_CHECKPOINT = 2
@@ -100,9 +104,9 @@ def check_as_one_process(folder: Path, done: int) -> None:
     assert [step for step, _ in resumed["losses"]] == list(range(done + 1, STEPS + 1))
     for (_, loss), (_, reference) in zip(resumed["losses"], expected["losses"][done:], strict=True):
         assert loss == pytest.approx(reference, abs=1e-5)
-    final = saved_tensors(folder / "whole" / f"step-{STEPS}", folder / "whole.pt")
-    for key, tensor in saved_tensors(folder / "elastic" / f"step-{STEPS}", folder / "elastic.pt").items():
-        if ".model." in key:
+    final = final_tensors(folder, "whole")
+    for key, tensor in final_tensors(folder, "elastic").items():
+        if key.startswith("model."):
             assert_close(tensor, final[key], rtol=1e-4, atol=1e-5)
 
 
@@ -142,20 +146,13 @@ def test_job_goes_on_without_a_node(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("size", "replicate", "message"), [(0, 1, "--elastic of at least 1"), (1, 2, "no --replicate")]
 )
-def test_options_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, size: int, replicate: int, message: str) -> None:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    from launch import Place, UsageError
-    from train_llama import build_replicas
-
+def test_options_that_do_not_fit(size: int, replicate: int, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         build_replicas(Place(0, 4, torch.device("cpu")), size, replicate)
 
 
-def test_processes_of_one_attempt_agree_on_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_one_attempt_agree_on_its_name() -> None:
     """Threads stand for processes. One of an attempt before has asked and is gone."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    from launch import _name_of_attempt
-
     store = dist.HashStore()
     store.set("asks/2", "of a process that is gone")
     seen = []

@@ -16,6 +16,7 @@ SCRIPT = ROOT / "examples" / "benchmarks" / "train_step.py"
 MODES = ["gtp", "compute", "fsdp2-fp32", "fsdp2-bf16", "gtp-fp32", "gtp-bf16", "gtp-bf16-lookup", "gtp-bf16-exchange"]
 PHASES = ["forward+backward", "full step"]
 SEQ_LENS = [16, 32]
+SMALL = ("--preset=tiny", "--seq-lens=16", "--steps=1", "--warmup=1", "--no-full-step")
 
 
 def run_script(
@@ -109,9 +110,8 @@ def test_compiled_modes_compute_what_their_eager_modes_do(tmp_path: Path) -> Non
     """
     script = tmp_path / "train_step.py"
     script.write_text(textwrap.dedent(patch))
-    sizes = ("--preset=tiny", "--layers=1", "--seq-lens=16", "--steps=1", "--warmup=1", "--no-full-step")
     modes = ("--modes", "compute", "gtp-fp32", "--compile")
-    output, content = run_script(tmp_path, *modes, *sizes, script=script)
+    output, content = run_script(tmp_path, *modes, *SMALL, "--layers=1", script=script)
     records = {r["mode"]: r for r in content["results"]}
     assert list(records) == ["compute", "compute-compiled", "gtp-fp32", "gtp-fp32-compiled"]
     assert "x eager" in output
@@ -125,11 +125,10 @@ def test_compiled_modes_compute_what_their_eager_modes_do(tmp_path: Path) -> Non
 
 
 def test_recipes_are_measured_beside_their_peers(tmp_path: Path) -> None:
-    sizes = ("--preset=tiny", "--layers=1", "--seq-lens=16", "--steps=1", "--warmup=1", "--no-full-step")
     recipes = ("--recipe", "float8_tensorwise", "float8_rowwise:float8", "nvfp4")
-    _, content = run_script(tmp_path, "--modes", "gtp-fp32", *recipes, *sizes)
+    _, content = run_script(tmp_path, "--modes", "gtp-fp32", *recipes, *SMALL, "--layers=1")
     records = {r["mode"]: r for r in content["results"]}
-    peers = [name for name in ("torchao-fp32",) if importlib.util.find_spec("torchao")]
+    peers = ["torchao-fp32"] if importlib.util.find_spec("torchao") else []
     names = [f"gtp-fp32@{name}" for name in recipes[1:]]
     assert list(records) == [*peers, "gtp-fp32", *names]
     plain = records.pop("gtp-fp32")
@@ -141,10 +140,9 @@ def test_recipes_are_measured_beside_their_peers(tmp_path: Path) -> None:
 
 
 def test_a_mode_named_in_full_is_measured_alone(tmp_path: Path) -> None:
-    sizes = ("--preset=tiny", "--layers=3", "--seq-lens=16", "--steps=1", "--warmup=1", "--no-full-step")
     modes = ["fsdp2-fp32", "fsdp2-bf16-tuned", "fsdp2-bf16-kept", "gtp-fp32@float8_tensorwise:dequantize"]
     sweep = ("--sweep", "prefetch_nbytes=0", "wgrad_first=False")
-    output, content = run_script(tmp_path, "--modes", *modes, *sizes, *sweep)
+    output, content = run_script(tmp_path, "--modes", *modes, *SMALL, "--layers=3", *sweep)
     assert [one["field"] for one in content["sweep"]] == list(sweep[1:])
     for one in content["sweep"]:
         (again,) = one["results"]
@@ -161,8 +159,8 @@ def test_a_mode_named_in_full_is_measured_alone(tmp_path: Path) -> None:
 
 
 def test_a_failing_mode_leaves_the_others_alone(tmp_path: Path) -> None:
-    arguments = ("--preset=tiny", "--seq-lens=16", "--steps=1", "--warmup=1", "--no-full-step", "--prefetch-depth=-1")
-    output, content = run_script(tmp_path, "--modes", "gtp-fp32", "compute", *arguments, is_failing=True)
+    modes = ("--modes", "gtp-fp32", "compute", "--prefetch-depth=-1")
+    output, content = run_script(tmp_path, *modes, *SMALL, is_failing=True)
     assert [r["mode"] for r in content["results"]] == ["compute"]
     assert list(content["errors"]) == ["gtp-fp32"]
     assert "Schedule expects prefetch_depth >= 0, but got -1" in content["errors"]["gtp-fp32"]
@@ -195,19 +193,17 @@ def test_what_is_left_without_a_wire(tmp_path: Path) -> None:
 
 @pytest.mark.soak  # their functions run in forked processes, and another test starts a script by torchrun
 @pytest.mark.parametrize(
-    ("name", "arguments"),
+    ("name", "processes", "arguments"),
     [
-        ("train_step.py", ("--preset=tiny", "--seq-lens=16", "--modes", "compute", "gtp-bf16", "--no-full-step")),
-        ("moe_block.py", ("--preset=tiny", "--tokens=16", "--modes", "compute", "gtp", "--no-block")),
-        ("gather_gemm.py", ("--preset=tiny", "--tokens", "4")),
-        ("elastic_step.py", ("--preset=tiny", "--rounds=1")),
+        ("train_step.py", 2, "--warmup=1 --seq-lens=16 --modes compute gtp-bf16 --no-full-step"),
+        ("moe_block.py", 2, "--warmup=1 --tokens=16 --modes compute gtp --no-block"),
+        ("gather_gemm.py", 2, "--tokens 4"),
+        ("elastic_step.py", 4, "--warmup=1 --rounds=1"),
     ],
 )
-def test_torchrun_starts_each_script(name: str, arguments: tuple[str, ...], tmp_path: Path) -> None:
-    steps = ("--steps=1",) if name == "gather_gemm.py" else ("--steps=1", "--warmup=1")
-    processes = 4 if name == "elastic_step.py" else 2
-    script = SCRIPT.with_name(name)
-    job = launch([script, *outputs(tmp_path), *arguments, *steps], processes)
+def test_torchrun_starts_each_script(name: str, processes: int, arguments: str, tmp_path: Path) -> None:
+    options = ["--preset=tiny", "--steps=1", *arguments.split()]
+    job = launch([SCRIPT.with_name(name), *outputs(tmp_path), *options], processes)
     assert job.status == 0, job.output
     assert written(tmp_path, job.output)["environment"]["world_size"] == processes
 

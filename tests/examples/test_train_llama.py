@@ -21,12 +21,20 @@ import torch
 import torch.distributed as dist
 from script_jobs import Result, run_forked
 from timing import HANG_S
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import dtensor_gtp
 from dtensor_gtp import checkpoint
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
+
+import checkpoints
+import train_llama
+from launch import Place
+from text_data import TextBatches, load_corpus
+
+EXAMPLES = Path(train_llama.__file__).parent
 SCRIPT = EXAMPLES / "train_llama.py"
 STEPS = 6
 KILLED_AT = 4
@@ -93,24 +101,14 @@ def wrapper(path: Path, patch: str) -> Path:
     return path
 
 
-def saved_tensors(checkpoint: Path, into: Path) -> dict[str, torch.Tensor]:
+def saved_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, unsharded, by its path in the nested state."""
-    dcp_to_torch_save(checkpoint, into)
-    tensors: dict[str, torch.Tensor] = {}
-
-    def visit(prefix: str, value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            tensors[prefix] = value
-        elif isinstance(value, dict | list | tuple):
-            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-                visit(f"{prefix}.{key}", item)
-
-    visit("", torch.load(into, weights_only=False))
-    return tensors
+    values, _ = flatten_state_dict(_load_state_dict_from_keys(checkpoint_id=checkpoint))
+    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
 def final_tensors(folder: Path, name: str) -> dict[str, torch.Tensor]:
-    return saved_tensors(folder / name / f"step-{STEPS}", folder / f"{name}.pt")
+    return saved_tensors(folder / name / f"step-{STEPS}")
 
 
 def metrics(path: Path) -> dict[str, Any]:
@@ -217,7 +215,7 @@ class TestResume:
             assert loss == pytest.approx(expected, abs=1e-5)
         final = final_tensors(folder, "whole")
         for key, tensor in final_tensors(folder, name).items():
-            if ".model." in key:
+            if key.startswith("model."):
                 torch.testing.assert_close(
                     tensor, final[key], rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}"
                 )
@@ -282,29 +280,19 @@ class TestFailure:
 
 
 @pytest.fixture
-def examples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-
-
-@pytest.fixture
 def one_process_group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
-def place(world_size: int = 1) -> Any:
-    from launch import Place
-
+def place(world_size: int = 1) -> Place:
     return Place(rank=0, world_size=world_size, device=torch.device("cpu"))
 
 
-@pytest.mark.usefixtures("examples")
 class TestDataOrder:
     @staticmethod
-    def batches(rank: int, world_size: int, batch_size: int = 12, seed: int = 0) -> Any:
-        from text_data import TextBatches
-
+    def batches(rank: int, world_size: int, batch_size: int = 12, seed: int = 0) -> TextBatches:
         text = (torch.arange(4 * 31 + 1) % 256).to(torch.uint8)
         return TextBatches(text, seq_len=4, batch_size=batch_size, seed=seed, rank=rank, world_size=world_size)
 
@@ -339,8 +327,6 @@ class TestDataOrder:
             self.batches(0, world_size, batch_size=batch_size)
 
     def test_corpus_splits_by_file(self, tmp_path: Path) -> None:
-        from text_data import load_corpus
-
         for index in range(17):
             (tmp_path / f"m{index:02}.py").write_text(f"x = {index}\n")
         (tmp_path / "test").mkdir()
@@ -369,34 +355,28 @@ class Number:
         self.value = state_dict["value"]
 
 
-@pytest.mark.usefixtures("examples", "one_process_group")
+@pytest.mark.usefixtures("one_process_group")
 class TestCheckpointDir:
     @staticmethod
-    def open(path: Path) -> Any:
-        from checkpoints import CheckpointDir
-
-        return CheckpointDir(path, place())
+    def open(path: Path) -> checkpoints.CheckpointDir:
+        return checkpoints.CheckpointDir(path, place())
 
     @staticmethod
-    def train_state(width: int = 2, *options: bool) -> Any:
-        from checkpoints import TrainState
-
+    def train_state(width: int = 2, *options: bool) -> checkpoints.TrainState:
         model = torch.nn.Linear(2, width)
         optimizer = torch.optim.AdamW(model.parameters())
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-        return TrainState(model, optimizer, scheduler, place(), *options)
+        return checkpoints.TrainState(model, optimizer, scheduler, place(), *options)
 
     def load_latest(self, path: Path) -> tuple[int, float]:
-        checkpoints, state = self.open(path), Number(0.0)
-        checkpoints.load(checkpoints.latest(), state)
-        return checkpoints.read_run(checkpoints.latest())["step"], state.value.item()
+        saved, state = self.open(path), Number(0.0)
+        saved.load(saved.latest(), state)
+        return saved.read_run(saved.latest())["step"], state.value.item()
 
     @pytest.mark.parametrize("failing", ["save", "write", "sync", "replace"])
     def test_a_save_that_stops_anywhere_leaves_the_earlier_one(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
     ) -> None:
-        import checkpoints
-
         self.open(tmp_path).save(2, Number(2.0), {})
         owner, name = {
             "save": (checkpoints.dcp, "save"),
@@ -426,45 +406,35 @@ class TestCheckpointDir:
 
     @pytest.mark.parametrize("with_rng", [True, False])
     def test_rng_continues_where_it_was_saved(self, tmp_path: Path, with_rng: bool) -> None:
-        checkpoints = self.open(tmp_path)
-        saved, state = self.train_state(), self.train_state(2, with_rng)
-        checkpoints.save(1, saved, {})
+        folder, state = self.open(tmp_path), self.train_state(2, with_rng)
+        folder.save(1, self.train_state(), {})
         expected = torch.rand(3)
-        checkpoints.load(checkpoints.latest(), state)
+        folder.load(folder.latest(), state)
         assert torch.equal(torch.rand(3), expected) == with_rng
 
     def test_it_has_the_shape_of_all_pages_and_names_what_does_not_fit(self, tmp_path: Path) -> None:
-        checkpoints, saved = self.open(tmp_path), self.train_state()
-        checkpoints.save(1, saved, {})
+        folder, saved = self.open(tmp_path), self.train_state()
+        folder.save(1, saved, {})
         found = {"model": torch.nn.Linear(2, 2).state_dict()}
-        checkpoint.load(found, checkpoint_id=checkpoints.latest(), no_dist=True)
+        checkpoint.load(found, checkpoint_id=folder.latest(), no_dist=True)
         assert torch.equal(found["model"]["weight"], saved.state_dict()["model"]["weight"])
         with pytest.raises(ValueError, match=r"'model.weight' is \(3, 2\) here and \(2, 2\) there"):
-            checkpoints.load(checkpoints.latest(), self.train_state(3))
-
-    def test_without_a_checkpoint_there_is_no_latest(self, tmp_path: Path) -> None:
+            folder.load(folder.latest(), self.train_state(3))
         assert self.open(tmp_path / "missing").latest() is None
 
 
-@pytest.mark.usefixtures("examples")
 class TestOptions:
     @staticmethod
     def resolve(*arguments: str) -> Any:
-        import train_llama
-
         return train_llama.resolve_preset(train_llama.parse_options(list(arguments)), place(4))
 
     def test_options_replace_the_defaults_of_the_preset(self) -> None:
-        import train_llama
-
         assert self.resolve() == train_llama.PRESETS["cpu"]
         preset = self.resolve("--preset", "tiny", "--steps", "7", "--seq-len", "9", "--lr", "0.5")
         assert (preset.steps, preset.model.max_seq_len, preset.lr) == (7, 9, 0.5)
         assert preset.batch_size == train_llama.PRESETS["tiny"].batch_size
 
     def test_values_out_of_range_are_refused(self) -> None:
-        import train_llama
-
         for name in ("steps", "batch-size", "seq-len", "log-every"):
             with pytest.raises(ValueError, match=f"expected --{name} of at least 1, but got 0"):
                 self.resolve(f"--{name}", "0")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from checkpoint_common import PLAIN, check_reload, topology
 from common import ALL, GlooTest, assert_same_params, check_training, rows_of_rank
-from integration_common import needs
+from integration_common import LibraryTest, needs
 from model_cases import CASES, Batch
 from runtime_common import assert_idle, num_gathers
 from torch._dynamo.utils import counters
@@ -68,12 +68,7 @@ def logits_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 @needs("transformers", extra="transformers", tier="default")
-class TestTransformers(GlooTest):
-    world_size = 2
-
-    def shard(self, model: nn.Module) -> Any:
-        return gtp_shard(model, self.gtp_mesh(), schedule=ALL)
-
+class TestTransformers(LibraryTest):
     def pair(self, name: str, **options: Any) -> tuple[Any, Any]:
         """A model for evaluation in one process, and sharded."""
         reference = make(name, **options).eval()

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from common import ALL, GlooTest, assert_same_params, rows_of_rank, shared_directory
-from integration_common import VOCABULARY, make_llama, needs, process
+from common import assert_same_params, rows_of_rank, shared_directory
+from integration_common import VOCABULARY, LibraryTest, make_llama, needs, process
 from test_integration_transformers import STEPS, arguments, logged, trained, trained_alone, trainer_of
 from torch.distributed.tensor import DTensor
 
-from dtensor_gtp import gtp_shard, whole_weights
+from dtensor_gtp import whole_weights
 
 ATTENTION = {"target_modules": ["q_proj", "v_proj"]}
 LORA: dict[str, Any] = {"r": 4, **ATTENTION}
@@ -77,12 +77,7 @@ def batch() -> torch.Tensor:
 
 
 @needs("transformers", "accelerate", "peft", extra="peft")
-class TestPeft(GlooTest):
-    world_size = 2
-
-    def shard(self, model: nn.Module) -> nn.Module:
-        return gtp_shard(model, self.gtp_mesh(), schedule=ALL)
-
+class TestPeft(LibraryTest):
     def train(self, models: tuple[nn.Module, nn.Module], after: Callable[[nn.Module, int], None] | None = None) -> None:
         """The first on the whole batch, the second, which is sharded, on this rank's rows."""
         for model, rows in zip(models, (batch(), rows_of_rank(batch(), self.gtp_mesh())), strict=True):

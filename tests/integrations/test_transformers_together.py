@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from common import ALL, GlooTest, check_training, full, shared_directory
-from integration_common import VOCABULARY, make_llama, needs, process
+from common import check_training, full, shared_directory
+from integration_common import VOCABULARY, LibraryTest, make_llama, needs, process
 from model_cases import CASES, SHAPE, SPEECH
 from test_integration_transformers import arguments
-
-from dtensor_gtp import gtp_shard
 
 TRANSLATION = {
     **{f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in (("layers", 3), ("ffn_dim", 24))},
@@ -50,12 +48,7 @@ def translation_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @needs("transformers", "accelerate", "peft", extra="transformers")
-class TestTogether(GlooTest):
-    world_size = 2
-
-    def shard(self, model: nn.Module) -> nn.Module:
-        return gtp_shard(model, self.gtp_mesh(), schedule=ALL)
-
+class TestTogether(LibraryTest):
     def check_layerdrop(self, model: nn.Module, reference: nn.Module, batch: torch.Tensor, loss_of: Any) -> None:
         """All ranks run all layers, whatever numbers each draws."""
         sharded, sgd = self.shard(model).train(), partial(torch.optim.SGD, lr=0.1)

@@ -28,8 +28,8 @@ def run(folder: Path, num_processes: int | None, *more: str) -> Run:
     options = [*OPTIONS, "--checkpoint-dir", folder, "--json", folder / "run.json", *more]
     result = launch([EXAMPLES / "train_moe.py", *options], num_processes, forked=True)
     assert result.status == 0, result.output
-    tensors = saved_tensors(folder / f"step-{STEPS}", folder / "whole.pt")
-    params = {name: tensor for name, tensor in tensors.items() if name.startswith(".model.")}
+    tensors = saved_tensors(folder / f"step-{STEPS}")
+    params = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
     return {**json.loads((folder / "run.json").read_text()), "output": result.output, "params": params}
 
 

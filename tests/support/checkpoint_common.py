@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
-from common import ALL, comparable, rows_of_rank, shared_directory
+from common import ALL, comparable, full, rows_of_rank, shared_directory
 from runtime_common import local
 from timing import HANG_S, until
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -88,6 +88,22 @@ def local_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
         found[name] = local(param).detach().clone()
         found |= {f"{name}/{key}": local(value).clone() for key, value in optimizer.state[param].items()}
     return found
+
+
+def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, torch.Tensor]:
+    """Copies of all that is saved of both, gathered."""
+    found = {name: full(value).clone() for name, value in model.state_dict().items()}
+    if optimizer is not None:
+        for name, param in model.named_parameters():
+            found |= {f"{name}/{key}": full(value).clone() for key, value in optimizer.state[param].items()}
+    return found
+
+
+def assert_same_state(actual: dict[str, Any], expected: dict[str, Any], what: object = None) -> None:
+    """Bit for bit what this rank has."""
+    assert actual.keys() == expected.keys(), what
+    for name, value in expected.items():
+        assert torch.equal(local(actual[name]), local(value)), (what, name)
 
 
 def job_state(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> dict[str, Any]:

@@ -9,9 +9,12 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from runtime_common import local
+from torch.autograd import DeviceType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.common_distributed import MultiProcContinuousTest
 
 from dtensor_gtp import capture_step
@@ -61,6 +64,19 @@ class CudaTest(MultiProcContinuousTest):
         return init_device_mesh("cuda", (2, self.world_size // 2), mesh_dim_names=names)
 
 
+class Block(nn.Module):
+    """A norm, whose parameters are whole, and two sharded weights."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
 def drawn(seed: int, *shape: int) -> torch.Tensor:
     """The same numbers for the same seed, whatever was drawn before."""
     return torch.randn(*shape, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
@@ -99,6 +115,15 @@ def no_waits() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def kernels_of(call: Callable[[], object]) -> list[str]:
+    """All that it gives the GPU to do."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        call()
+        torch.cuda.synchronize()
+    return [event.name for event in recorded.events() if event.device_type == DeviceType.CUDA]
 
 
 def training_step(

@@ -13,7 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from common import ALL, GlooTest
 from torchvision_ops import define_missing
+
+from dtensor_gtp import gtp_shard
 
 NUM_SAMPLES = 48
 VOCABULARY = 35
@@ -63,6 +66,13 @@ def process(num_processes: int) -> Iterator[None]:
         finally:
             AcceleratorState._reset_state(reset_partial_state=True)
             GradientState._reset_state()
+
+
+class LibraryTest(GlooTest):
+    world_size = 2
+
+    def shard(self, model: nn.Module) -> Any:
+        return gtp_shard(model, self.gtp_mesh(), schedule=ALL)
 
 
 def make_llama(**options: Any) -> nn.Module:
