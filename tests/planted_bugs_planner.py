@@ -104,7 +104,7 @@ PLANNER = {
     ),
     "small groups travel one by one": Bug(
         "Together.__init__",
-        replace("group_may_wait if of_groups else may_wait", "(lambda *_: False) if of_groups else may_wait"),
+        replace("group_may_wait", "(lambda *_: False)"),
         f"{PLANNER_SIMULATION}::test_small_groups_travel_together",
     ),
     "a block's backward reduces its gradients while others are reduced": Bug(
