@@ -368,13 +368,16 @@ class Gradients:
                 gradient = Gradient(weight, None, scale, True, self.launches.share(factor))
                 self.launches.complete_later(gradient, slot)
         if not self._comm.streams.is_capturing:
+            # Marks of the last step, for which the host did not wait then.
             self.launches.order.check(is_next_step=True)
         self.launches.reduce_whole(whole)
         self._comm.end_backward()
+        # Marks of this step, if the host has them already (without a GPU).
         self.launches.order.check(is_next_step=False)
         if self.launches.replicas is not None:
             self.launches.replicas.finish()
         if any(param.policies.offload is not None for param in params):
+            # The host reads its copies of gradients as soon as this returns.
             self._comm.host_copies.finish_on_host()
         is_recorded = self._comm.streams.is_capturing
         for param in params:
