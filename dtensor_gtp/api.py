@@ -126,7 +126,7 @@ def gtp_shard(
         >>> optimizer.step()
     """
     validate_mesh(mesh)
-    ignored = set() if ignored_params is None else ignored_params
+    ignored = ignored_params if ignored_params is not None else set()
     ranks = in_rank_order(mesh)
     arguments = Arguments(
         ranks, reshard_after_forward, shard_placement_fn, mp_policy, schedule, ignored, offload_policy, shard_optimizer
@@ -155,7 +155,8 @@ def gtp_shard(
         runtime = Runtime(device_of(mesh), schedule, debug)
         shard_module(module, arguments, decisions, unmanaged, runtime, own)
     _shard_added_adapters(module)
-    placed = "\n".join(f"{param.fqn}: {tuple(map(str, param.placements))}" for param in runtime.members.params)
+    params = runtime.members.params
+    placed = "\n".join(f"{param.fqn}: {tuple(map(str, param.placements))}" for param in params)
     logger.info("gtp_shard: %s over mesh axes %s\n%s", type(module).__name__, mesh.mesh_dim_names, placed)
     return module
 
@@ -218,8 +219,9 @@ def _shard_added(group: ShardGroup) -> None:
         for fqn, site, param in unmanaged_params(group.module):
             if binding_of(site.module) is not None and param not in arguments.ignored_params:
                 raise NotImplementedError(
-                    f"shard_added expects new parameters in new modules, but '{fqn}' was added to a "
-                    f"{type(site.module).__name__} that gtp_shard has sharded. Add it before gtp_shard."
+                    f"shard_added expects new parameters in new modules, but '{fqn}' was added to "
+                    f"a {type(site.module).__name__} that gtp_shard has sharded. Add it before "
+                    "gtp_shard."
                 )
         return decide(group.module, arguments)
 
@@ -270,7 +272,7 @@ def register_gtp_forward_method(module: nn.Module, method_name: str) -> None:
     stock = getattr(module, method_name, None)
     if not callable(stock) or isinstance(stock, nn.Module):
         raise ValueError(
-            f"register_gtp_forward_method expects the name of a method of {type(module).__name__}, but got "
-            f"{method_name!r}{did_you_mean(method_name, dir(type(module)))}."
+            f"register_gtp_forward_method expects the name of a method of {type(module).__name__}, "
+            f"but got {method_name!r}{did_you_mean(method_name, dir(type(module)))}."
         )
     setattr(module, method_name, as_forward(stock, method_name).__get__(module, type(module)))

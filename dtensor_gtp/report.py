@@ -11,28 +11,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
 
 from ._comm.debug import format_nbytes
-from ._comm.tokens import TokenExchange
 from ._howto import printable
 from ._modules.binding import Binding, binding_of, join_name, unmanaged_params
 from ._params.managed_param import ManagedParam
-from ._params.pack_planes import QuantizedWire
-from ._params.sharded_weight import ShardedWeight
-from ._params.whole_param import WholeParam
 from ._report.columns import terminal_width
 from ._report.facts import Cut, Facts, LaunchReport, PassReport, PlanReport, ReportRow, plan_report
 from ._report.page import fragment, page
+from ._report.rows import axes_of, exchanges_of, row_of
 from ._report.text import full_text, plan_text, summary
 from ._schedule.passes import ChainKey
 from ._schedule.plans import Plan, held_nbytes
 from ._schedule.runtime import Runtime
-from .placement import GTPShard
-from .quant.native import native_of
 
 if TYPE_CHECKING:
     from .planner.machine import Machine
@@ -94,8 +87,9 @@ class ShardingReport:
         return tuple(plan.memory for plan in self.plans if plan.memory is not None)
 
     def __str__(self) -> str:
-        shown = full_text if self.is_verbose else summary
-        return shown(self._facts, terminal_width())
+        if self.is_verbose:
+            return full_text(self._facts, terminal_width())
+        return summary(self._facts, terminal_width())
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Write the report as one page without scripts: what each rank holds, bytes, the plans as
@@ -172,8 +166,8 @@ def sharding_report(
     binding = binding_of(module)
     if binding is None:
         raise ValueError(
-            f"sharding_report expects a module after gtp_shard, but got a plain {type(module).__name__}. Pass the "
-            "module that you passed to gtp_shard."
+            "sharding_report expects a module after gtp_shard, but got a plain "
+            f"{type(module).__name__}. Pass the module that you passed to gtp_shard."
         )
     sites: dict[ManagedParam, dict[str, Binding]] = {}
     for prefix, submodule in module.named_modules():
@@ -181,16 +175,24 @@ def sharding_report(
         for name in submodule._parameters:
             if inner is not None and name in inner.params:
                 sites.setdefault(inner.params[name], {})[printable(join_name(prefix, name))] = inner
-    rows = [_row(managed, bindings) for managed, bindings in sites.items()]
+    rows = [row_of(managed, bindings) for managed, bindings in sites.items()]
     for fqn, _, param in unmanaged_params(module):
         nbytes = param.numel() * param.element_size()
         rows.append(ReportRow(fqn, tuple(param.shape), param.dtype, "-", nbytes, 0, "ignored"))
-    mesh, runtime = binding.group.arguments.mesh, binding.group.runtime
-    axes = _axes(mesh)
-    peak_nbytes = torch.cuda.max_memory_allocated(runtime.device) if runtime.device.type == "cuda" else None
-    sizes = ", ".join(f"{axis}={size}" for axis, size in zip(axes, mesh.shape, strict=True))
+    mesh = binding.group.arguments.mesh
+    runtime = binding.group.runtime
+    axes = axes_of(mesh)
+    shown = ", ".join(f"{axis}={size}" for axis, size in zip(axes, mesh.shape, strict=True))
+    if runtime.gathering.parts.weights:
+        shown += f"; optimizer states over {axes[0]}"
+    peak_nbytes = None
+    if runtime.device.type == "cuda":
+        peak_nbytes = torch.cuda.max_memory_allocated(runtime.device)
+    prediction: tuple[str, ...] = ()
+    if machine is not None:
+        prediction = _prediction(runtime, mesh, machine, peak_nbytes)
     return ShardingReport(
-        f"{sizes}; optimizer states over {axes[0]}" if runtime.gathering.parts.weights else sizes,
+        shown,
         tuple(rows),
         _plans(runtime),
         _exchanges(runtime),
@@ -198,7 +200,7 @@ def sharding_report(
         tuple(runtime.comm.choices),
         runtime.setup.reasons,
         verbose,
-        () if machine is None else _prediction(runtime, mesh, machine, peak_nbytes),
+        prediction,
         peak_nbytes,
         _advice(runtime, verbose, machine is not None),
     )
@@ -216,14 +218,11 @@ def _advice(runtime: Runtime, is_verbose: bool, has_machine: bool) -> tuple[str,
         )
     if not has_machine:
         advice.append("Predicted communication beside measured time: sharding_report(model, machine='h100').")
-    every = "" if is_verbose else "Each parameter and each launch: sharding_report(model, verbose=True). "
-    advice.append(f"{every}Timelines as a page: sharding_report(model).to_html('report.html').")
+    more = "Timelines as a page: sharding_report(model).to_html('report.html')."
+    if not is_verbose:
+        more = f"Each parameter and each launch: sharding_report(model, verbose=True). {more}"
+    advice.append(more)
     return tuple(advice)
-
-
-def _axes(mesh: DeviceMesh) -> tuple[str, ...]:
-    """Their names, also of those that have none."""
-    return mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
 
 
 def _prediction(runtime: Runtime, mesh: DeviceMesh, machine: str | Machine, peak_nbytes: int | None) -> tuple[str, ...]:
@@ -232,22 +231,29 @@ def _prediction(runtime: Runtime, mesh: DeviceMesh, machine: str | Machine, peak
     from .planner.costs import Axis, Costs
     from .planner.machine import load_machine
 
-    gpus = load_machine(machine) if isinstance(machine, str) else machine
+    gpus = machine
+    if isinstance(gpus, str):
+        gpus = load_machine(gpus)
     ranks = mesh.mesh.reshape(-1, mesh.size(mesh.ndim - 1))[0].tolist()
-    axis = Axis(len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1)
-    amounts, kept = [], 0
+    stride = 1
+    if len(ranks) > 1:
+        stride = ranks[1] - ranks[0]
+    axis = Axis(len(ranks), stride)
+    amounts = []  # what is sent, its bytes, and how many weights it is of
+    num_gathered = 0
     for key, chain in list(runtime.passes.chains.items()):
         if not key.is_grad_enabled or not chain.plan.uses:
             continue
         targets = [runtime.members.gatherables[use] for use in chain.plan.uses]
         uses = [target for target in targets if target.weight.mesh == mesh]
+        name = "forward gathers"
         if key.is_backward:
+            name = "backward gathers"
             stay = runtime.keeper.kept_from_forward(key.entry)
             uses = [target for target in uses if target.index not in stay]
-        nbytes = sum(target.nbytes for target in uses)
-        amounts.append((f"{'backward' if key.is_backward else 'forward'} gathers", nbytes, len(uses)))
-        kept += len(uses)
-    if not kept:
+        amounts.append((name, sum(target.nbytes for target in uses), len(uses)))
+        num_gathered += len(uses)
+    if not num_gathered:
         return (f"predicted on {gpus.describe()}: no plan yet, run a step",)
     sent = [
         weight.pending_grad.sent_nbytes
@@ -256,9 +262,12 @@ def _prediction(runtime: Runtime, mesh: DeviceMesh, machine: str | Machine, peak
     ]
     amounts.append(("gradients", sum(sent), len(sent)))
     is_copy = runtime.setup.schedule.gather_backend == "copy_engine"
-    costs, parts = Costs(gpus), []
+    costs = Costs(gpus)
+    parts = []
     for name, nbytes, num in amounts:
-        ms = costs.together_ms(nbytes, axis, num, is_copy=is_copy) if nbytes else 0.0
+        ms = 0.0
+        if nbytes:
+            ms = costs.together_ms(nbytes, axis, num, is_copy=is_copy)
         parts.append(f"{name} {format_nbytes(nbytes)}, {ms:.2f} ms")
     predicted = f"predicted on {gpus.describe()}, on the wire alone: {'; '.join(parts)}"
     return predicted, _describe_measured(tuple(runtime.steps.begins), peak_nbytes)
@@ -269,58 +278,18 @@ def _describe_measured(begins: Sequence[float], peak_nbytes: int | None) -> str:
     intervals = [later - earlier for earlier, later in zip(begins, list(begins)[1:], strict=False)]
     text = "measured: no two steps yet"
     if intervals:
-        text = f"measured: {statistics.median(intervals) * 1e3:.2f} ms a step (median of {len(intervals)})"
-    return text if peak_nbytes is None else f"{text}, at most {format_nbytes(peak_nbytes)} allocated"
-
-
-def _row(managed: ManagedParam, bindings: dict[str, Binding]) -> ReportRow:
-    """The row of a parameter; ``bindings`` has that of the one module of each of its names."""
-    param, shard = managed.param, managed.shard
-    placements = "(" + ", ".join(map(str, managed.placements)) + ")"
-    native = native_of(shard)
-    local_nbytes = shard.numel() * shard.element_size() if native is None else native.stored_nbytes
-    storage = "" if native is None else f"native {native.recipe.name}"
-    storage = storage if managed.policies.offload is None else "on the host"
-    gathered, use = 0, "attribute" if managed.group is None else "with its block"
-    if isinstance(managed, WholeParam):
-        use = f"whole ({managed.reason})"
-    if isinstance(managed, ShardedWeight):
-        if next(iter(bindings.values())).fused is not None:
-            exchanges = (f"{exchange.purpose}: {exchange.describe()}" for exchange in _exchanges_of(managed))
-            use = ", ".join(("fused op", *exchanges))
-        gathered = managed.layout.shape.numel() * managed.compute_dtype.itemsize
-        if native is None and isinstance(managed.form.wire, QuantizedWire):
-            storage = f"{managed.form.wire.recipe.name} from master"
-        if managed.form.wire is not None:
-            gathered = managed.for_forward.nbytes if managed.group is None else gathered
-            in_gemm = any(each.fused is not None and each.fused.multiplies for each in bindings.values())
-            use = f"{use}, {managed.form.wire.describe('' if in_gemm else 'no fused nn.Linear')}"
-    shape, name = tuple(param.shape), " = ".join(bindings)
-    return ReportRow(name, shape, param.dtype, placements, local_nbytes, gathered, use, storage, _cuts(managed))
-
-
-def _cuts(managed: ManagedParam) -> tuple[Cut, ...]:
-    mesh = managed.spec.mesh
-    (coordinates,) = (mesh.mesh == dist.get_rank()).nonzero().tolist()
-    found = []
-    for axis, size, index, placement in zip(_axes(mesh), mesh.shape, coordinates, managed.placements, strict=True):
-        if isinstance(placement, Shard | GTPShard):
-            dim = placement.dim % len(managed.param.shape)
-            found.append(Cut(axis, size, index, dim, getattr(placement, "block_size", 1)))
-        else:
-            found.append(Cut(axis, size, index))
-    return tuple(found)
-
-
-def _exchanges_of(weight: ShardedWeight) -> list[TokenExchange]:
-    return [exchange for exchange in (weight.fused.lookups, weight.fused.losses) if exchange is not None]
+        median_ms = statistics.median(intervals) * 1e3
+        text = f"measured: {median_ms:.2f} ms a step (median of {len(intervals)})"
+    if peak_nbytes is not None:
+        text += f", at most {format_nbytes(peak_nbytes)} allocated"
+    return text
 
 
 def _exchanges(runtime: Runtime) -> tuple[str, ...]:
     return tuple(
         f"{exchange.purpose} of {weight.fqn}: {exchange.describe()}"
         for weight in runtime.members.weights
-        for exchange in _exchanges_of(weight)
+        for exchange in exchanges_of(weight)
     )
 
 
@@ -328,23 +297,37 @@ def _plans(runtime: Runtime) -> tuple[PlanReport, ...]:
     columnwise = {
         id(weight.for_backward) for weight in runtime.members.weights if weight.for_backward is not weight.for_forward
     }
-    names = [g.weight.fqn + " (columnwise)" * (id(g) in columnwise) for g in runtime.members.gatherables]
+    names = []
+    for target in runtime.members.gatherables:
+        name = target.weight.fqn
+        if id(target) in columnwise:
+            name += " (columnwise)"
+        names.append(name)
     plans = []
     for key, chain in list(runtime.passes.chains.items()):
         if not chain.plan.uses:
             continue
-        kept = _kept(runtime, key, names) if key.is_grad_enabled and not key.is_backward else ""
-        memory = _memory(runtime, key, chain.plan) if key.is_grad_enabled else None
+        kept = ""
+        memory = None
+        if key.is_grad_enabled:
+            memory = _memory(runtime, key, chain.plan)
+            if not key.is_backward:
+                kept = _kept(runtime, key, names)
         plans.append(plan_report(_title(key), chain, names, kept, memory))
     return tuple(plans)
 
 
 def _title(key: ChainKey) -> str:
-    title = "backward" if key.is_backward else "forward"
+    title = "forward"
+    if key.is_backward:
+        title = "backward"
     if key.entry is not None:
         title += f" of {key.entry.module._get_name()}"
-        title += f".{key.entry.method}" * (key.entry.method != "forward")
-    return title if key.is_grad_enabled else f"{title} without gradient"
+        if key.entry.method != "forward":
+            title += f".{key.entry.method}"
+    if not key.is_grad_enabled:
+        title += " without gradient"
+    return title
 
 
 def _kept(runtime: Runtime, key: ChainKey, names: list[str]) -> str:
@@ -358,7 +341,8 @@ def _kept(runtime: Runtime, key: ChainKey, names: list[str]) -> str:
 
 def _memory(runtime: Runtime, key: ChainKey, plan: Plan) -> PassReport:
     nbytes = [gatherable.kept_nbytes for gatherable in runtime.members.gatherables]
-    held = held_nbytes(plan, runtime.keeper.kept_from_forward(key.entry), nbytes, is_backward=key.is_backward)
+    kept = runtime.keeper.kept_from_forward(key.entry)
+    held = held_nbytes(plan, kept, nbytes, is_backward=key.is_backward)
     names = tuple(runtime.members.gatherables[use].weight.fqn for use in plan.uses)
     return PassReport(key.is_backward, names, *held)
 

@@ -6,7 +6,7 @@ from planted_bugs_changes import argument, assign, drop, flip, never, replace, r
 from planted_bugs_type import Bug
 
 GROUPS = "test_gtp_shard_groups.py::TestGroups"
-QUANTIZED_GROUPS = "test_quantized_groups.py::TestQuantizedGroups"
+QUANTIZED_GROUPS = "test_quantized_gather.py::TestQuantizedGroups"
 WRITES, KEEPS = "test_writes_to_shards_are_quantized_anew", "test_what_keeps_float8_gemms_and_few_bytes"
 RECIPES = "test_quant_cast.py::TestRecipes"
 ONE_AXIS = "test_quantized_matrix.py::TestOneAxis"

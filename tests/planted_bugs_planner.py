@@ -72,7 +72,7 @@ PLANNER = {
             "test_small_blocks_are_groups"),
     "small groups travel one by one":
         Bug("Together.submit",
-            replace("group_may_wait if is_group else may_wait", "(lambda *_: False) if is_group else may_wait"),
+            replace("group_may_wait", "(lambda *_: False)"),
             f"{PLANNER_SIMULATION}::test_small_groups_travel_together"),
     "a block's backward reduces its gradients while others are reduced":
         Bug("_GTPShard._launch_reduction", drop("self._retire(0)"), "test_a_group_is_gathered_freed_and_reduced_once"),

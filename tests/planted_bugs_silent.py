@@ -117,7 +117,7 @@ SILENT = {
         Bug("LostWrites.refuse_new_data", never("member.group is not None"),
             "test_new_data_of_a_parameter_in_a_forward"),
     "a write through .data to a weight of a group is lost":
-        Bug("_call_block", replace("None if seen is None else group.untraced_write(seen)", "None"),
+        Bug("_call_block", replace("group.untraced_write(seen)", "None"),
             f"{SILENT_GROUPS}::test_writes_without_a_version_are_refused"),
     "items of a module's parameters are shards in a forward":
         Bug("ReadParams.__getitem__", replace("self._binding.read(name, registered)", "registered"),
@@ -182,8 +182,7 @@ SILENT = {
         Bug("LostWrites.note_read", replace("self._reads.frames or self._passes.is_in_backward", "self._reads.frames"),
             "test_in_a_backward"),
     "a block computes with shards that its forward has written":
-        Bug("LostWrites._drop_in_forward",
-            never("group.for_forward.live is not None and not is_seen and self._comm.streams.may_wait_on_host"),
+        Bug("LostWrites._drop_in_forward", never("is_new and self._comm.streams.may_wait_on_host"),
             "test_writes_to_shards_of_a_block_that_runs_are_refused"),
     "a block may return a tensor that autograd does not follow into it":
         Bug("BlockUse._hold_for_hidden",

@@ -1,6 +1,7 @@
 """The arguments of ``gtp_shard`` and their checks, before anything changes.
 
-Each rank checks for itself. Then one exchange tells all ranks of the mesh whether all passed and saw the same model.
+Each rank checks for itself. Then one exchange tells all ranks of the mesh whether all passed and
+saw the same model.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ logger = logging.getLogger(__name__)
 def validate_kinds(module: Any, arguments: Arguments) -> None:
     if isinstance(module, list | tuple):
         raise TypeError(
-            f"gtp_shard expects an nn.Module as module, but got a {type(module).__name__}. Call it once on the "
-            "module that contains them all: gtp_shard chooses which weights to gather together."
+            f"gtp_shard expects an nn.Module as module, but got a {type(module).__name__}. Call it "
+            "once on the module that contains them all: gtp_shard chooses which weights to gather "
+            "together."
         )
     in_part = (
-        "Leave out None; for a part of the weights pass SchedulePolicy(keep_nbytes=...), which keeps those that "
-        "backward uses first."
+        "Leave out None; for a part of the weights pass SchedulePolicy(keep_nbytes=...), which "
+        "keeps those that backward uses first."
     )
     mixed = "Pass MixedPrecisionPolicy(param_dtype=torch.bfloat16)."
     _check_kind("an nn.Module as module", module, nn.Module, "Pass the model.")
@@ -51,8 +53,8 @@ def validate_kinds(module: Any, arguments: Arguments) -> None:
         _check_kind(f"{what} as {name}", getattr(arguments, name), kind, advice)
     if arguments.shard_optimizer and arguments.offload is not None:
         raise NotImplementedError(
-            "gtp_shard does not support shard_optimizer=True with offload_policy, which keeps shards on the host: "
-            "replicas would gather them there. Leave out one of the two."
+            "gtp_shard does not support shard_optimizer=True with offload_policy, which keeps "
+            "shards on the host: replicas would gather them there. Leave out one of the two."
         )
     placement_fn = arguments.shard_placement_fn
     if placement_fn is not None and not callable(placement_fn):
@@ -62,7 +64,8 @@ def validate_kinds(module: Any, arguments: Arguments) -> None:
             raise TypeError(f"gtp_shard expects parameters in ignored_params, but got {type(param).__name__}.")
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError("gtp_shard expects an eager nn.Module, but got a ScriptModule. Shard it before scripting.")
-    is_container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
+    containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+    is_container = isinstance(module, containers)
     if is_container and type(module).forward is nn.Module.forward:
         what = f"a module with a forward, but got a {type(module).__name__}"
         raise ValueError(f"gtp_shard expects {what}. Call it on each element or on the module that contains it.")
@@ -78,7 +81,8 @@ def validate_mesh(mesh: Any) -> None:
     if isinstance(getattr(mesh, "weights", None), DeviceMesh):
         raise TypeError(f"gtp_shard expects a DeviceMesh as mesh, but got a {type(mesh).__name__}. Pass mesh.weights.")
     _check_kind("a DeviceMesh as mesh", mesh, DeviceMesh, "Build one with init_device_mesh.")
-    rank, axes = dist.get_rank(), mesh.mesh_dim_names
+    rank = dist.get_rank()
+    axes = mesh.mesh_dim_names
     if mesh.ndim not in (1, 2):
         got = f"a {mesh.ndim}-D mesh with axes {axes} of sizes {tuple(mesh.shape)} (rank {rank})"
         expected = "a 1-D (gtp) or 2-D (replicate, gtp) mesh"
@@ -103,54 +107,65 @@ def in_rank_order(mesh: DeviceMesh) -> DeviceMesh:
     ranks = mesh.mesh.cpu()
     if all(bool((ranks.diff(dim=axis) > 0).all()) for axis in range(mesh.ndim)):
         return mesh
-    if mesh.ndim == 1:
-        return DeviceMesh.from_group(mesh.get_group(), mesh.device_type, mesh_dim_names=mesh.mesh_dim_names)
-    rows = torch.tensor(sorted(row.sort().values.tolist() for row in ranks))
-    if {frozenset(column) for column in rows.t().tolist()} != {frozenset(column) for column in ranks.t().tolist()}:
-        raise ValueError(
-            f"gtp_shard expects a mesh whose ranks can be put in ascending order along each axis without changing its "
-            f"groups, but got {ranks.tolist()} on axes {mesh.mesh_dim_names} (rank {dist.get_rank()}): the replicas of "
-            "a shard would be in different groups. Build the mesh with init_device_mesh."
-        )
     names = mesh.mesh_dim_names
-    return DeviceMesh.from_group(mesh.get_all_groups(), mesh.device_type, mesh=rows, mesh_dim_names=names)
+    device_type = mesh.device_type
+    if mesh.ndim == 1:
+        return DeviceMesh.from_group(mesh.get_group(), device_type, mesh_dim_names=names)
+    rows = torch.tensor(sorted(row.sort().values.tolist() for row in ranks))
+    groups = {frozenset(column) for column in ranks.t().tolist()}
+    if {frozenset(column) for column in rows.t().tolist()} != groups:
+        raise ValueError(
+            "gtp_shard expects a mesh whose ranks can be put in ascending order along each axis "
+            f"without changing its groups, but got {ranks.tolist()} on axes {mesh.mesh_dim_names} "
+            f"(rank {dist.get_rank()}): the replicas of a shard would be in different groups. "
+            "Build the mesh with init_device_mesh."
+        )
+    return DeviceMesh.from_group(mesh.get_all_groups(), device_type, mesh=rows, mesh_dim_names=names)
 
 
 def validate_module(module: nn.Module, mesh: DeviceMesh, ignored: Set[nn.Parameter]) -> None:
     """Refuse a module that is wrapped or sharded already, and parameters of other devices, wrappers and optimizers."""
+    wrappers = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)
     for name, submodule in module.named_modules():
-        is_wrapped = isinstance(submodule, FSDPModule | FullyShardedDataParallel | DistributedDataParallel)
+        is_wrapped = isinstance(submodule, wrappers)
         if not is_wrapped and not compat.is_replicated_by_ddp(submodule):
             continue
         # A submodule without parameters of ours may be wrapped in any way.
         if any(param not in ignored for param in submodule.parameters()):
+            what = f"module {name!r}"
+            if not name:
+                what = "the module itself"
             raise ValueError(
                 "gtp_shard expects modules without another data parallelism around them, but "
-                f"{f'module {name!r}' if name else 'the module itself'} is a {type(submodule).__name__}. "
-                "Call gtp_shard first, then "
-                "fully_shard; or use a (replicate, gtp) mesh instead of DistributedDataParallel; or leave the "
+                f"{what} is a {type(submodule).__name__}. Call gtp_shard first, then fully_shard; "
+                "or use a (replicate, gtp) mesh instead of DistributedDataParallel; or leave the "
                 "module out by passing all its parameters in ignored_params."
             )
     if (sharded := binding_of(module)) is not None:
         raise ValueError(
-            f"gtp_shard was called on a {type(module).__name__} that an earlier call has sharded already, on it or "
-            f"on a module that contains it, over mesh axes {sharded.group.arguments.mesh.mesh_dim_names} (rank "
-            f"{dist.get_rank()}). Call it on submodules first, on the root last, and once on each."
+            f"gtp_shard was called on a {type(module).__name__} that an earlier call has sharded "
+            "already, on it or on a module that contains it, over mesh axes "
+            f"{sharded.group.arguments.mesh.mesh_dim_names} (rank {dist.get_rank()}). Call it on "
+            "submodules first, on the root last, and once on each."
         )
     if any(runtime.grads.launches.replicas is not None for runtime in runtimes_below(module)):
         raise ValueError(
-            f"gtp_shard was called on a {type(module).__name__}, but elastic.synchronize_replicas was already called "
-            "on a part of it. Call gtp_shard on the submodules and the root first, then "
-            "elastic.synchronize_replicas on the root."
+            f"gtp_shard was called on a {type(module).__name__}, but elastic.synchronize_replicas "
+            "was already called on a part of it. Call gtp_shard on the submodules and the root "
+            "first, then elastic.synchronize_replicas on the root."
         )
     managed = {id(param.param) for param in params_of(bindings_of(module.modules()))}
-    replaced = {n: p for n, p in module.named_parameters() if p not in ignored and id(p) not in managed}
+    replaced = {}
+    for name, param in module.named_parameters():
+        if param not in ignored and id(param) not in managed:
+            replaced[name] = param
     for name, param in replaced.items():
         if param.device.type not in ("meta", "cpu", mesh.device_type):
             raise ValueError(
-                f"gtp_shard expects parameters on '{mesh.device_type}' (the mesh's device), cpu or meta, but parameter "
-                f"{name!r} of shape {tuple(param.shape)} is on {param.device}, with mesh axes {mesh.mesh_dim_names} "
-                f"(rank {dist.get_rank()}). Move the module, or build the mesh for its device."
+                f"gtp_shard expects parameters on '{mesh.device_type}' (the mesh's device), cpu or "
+                f"meta, but parameter {name!r} of shape {tuple(param.shape)} is on {param.device}, "
+                f"with mesh axes {mesh.mesh_dim_names} (rank {dist.get_rank()}). Move the module, "
+                "or build the mesh for its device."
             )
     _refuse_params_of("fully_shard", compat.fully_shard_params(), replaced)
     _check_memory(module, replaced)
@@ -165,31 +180,42 @@ def _check_memory(module: nn.Module, params: dict[str, nn.Parameter]) -> None:
     for prefix, submodule in module.named_modules():
         attributes = ((f"{prefix}.{name}".lstrip("."), value) for name, value in vars(submodule).items())
         tensors |= {name: value for name, value in attributes if isinstance(value, Tensor)}
-    spans = sorted((*span, name) for name, tensor in tensors.items() if (span := _span(tensor)) is not None)
-    end, last, names = 0, "", list(tensors)
+    spans = []
+    for name, tensor in tensors.items():
+        span = _span(tensor)
+        if span is not None:
+            spans.append((*span, name))
+    spans.sort()
+    names = list(tensors)
+    end = 0  # of the memory that was looked at
+    last = ""  # the tensor that reaches so far
     for begin, new_end, name in spans:
         pair = [last, name]
         is_trained = any(each in params and params[each].requires_grad for each in pair)
         if begin < end and is_trained and tensors[name] is not tensors[last]:
             shared, other = sorted(pair, key=lambda each: (each not in params, names.index(each)))
             text = (
-                f"{'parameter' if isinstance(tensors[other], nn.Parameter) else 'tensor'} {other!r} of shape "
-                f"{tuple(tensors[other].shape)} lies in the memory of parameter {shared!r} (rank {dist.get_rank()}), "
-                "and would not follow it once that is sharded. Register one parameter in both places, or clone() it."
+                f"{other!r} of shape {tuple(tensors[other].shape)} lies in the memory of parameter "
+                f"{shared!r} (rank {dist.get_rank()}), and would not follow it once that is "
+                "sharded. Register one parameter in both places, or clone() it."
             )
             if isinstance(tensors[other], nn.Parameter):
-                raise ValueError(f"gtp_shard expects parameters with memory of their own, but {text}")
-            logger.warning("%s", text)
+                raise ValueError(f"gtp_shard expects parameters with memory of their own, but parameter {text}")
+            logger.warning("tensor %s", text)
         if new_end > end:
-            end, last = new_end, name
+            end = new_end
+            last = name
 
 
 def _span(tensor: Tensor) -> tuple[int, int] | None:
     """Where a tensor begins and ends in memory, if it has all that lies in between."""
     local = compat.local_part(tensor)
-    if type(local) not in (Tensor, nn.Parameter, nn.Buffer) or local.is_meta or local.layout is not torch.strided:
+    if type(local) not in (Tensor, nn.Parameter, nn.Buffer):
         return None
-    spanned = 1 + sum((size - 1) * stride for size, stride in zip(local.size(), local.stride(), strict=True))
+    if local.is_meta or local.layout is not torch.strided:
+        return None
+    dims = zip(local.size(), local.stride(), strict=True)
+    spanned = 1 + sum((size - 1) * stride for size, stride in dims)
     if local.numel() == 0 or spanned != local.numel():
         return None
     return local.data_ptr(), local.data_ptr() + local.numel() * local.itemsize
@@ -201,9 +227,10 @@ def _refuse_params_of(wrapper: str, held: Iterable[Tensor], params: dict[str, nn
     for param in held:
         if id(param) in names:
             raise ValueError(
-                f"gtp_shard expects parameters that no other data parallelism manages yet, but {wrapper} on an outer "
-                f"module manages parameter {names[id(param)]!r} of shape {tuple(param.shape)} (rank "
-                f"{dist.get_rank()}). Call gtp_shard first, then {wrapper}."
+                "gtp_shard expects parameters that no other data parallelism manages yet, but "
+                f"{wrapper} on an outer module manages parameter {names[id(param)]!r} of shape "
+                f"{tuple(param.shape)} (rank {dist.get_rank()}). Call gtp_shard first, then "
+                f"{wrapper}."
             )
 
 
@@ -213,37 +240,49 @@ def _held_elsewhere(module: nn.Module, params: dict[str, nn.Parameter]) -> dict[
     def num_references(held: dict[str, nn.Parameter]) -> list[int]:
         return [sys.getrefcount(param) for param in held.values()]
 
-    by_id = {id(m._parameters): m._parameters for m in module.modules()}  # shallow copies of a module share theirs
+    # By id, as shallow copies of a module share theirs.
+    by_id = {id(each._parameters): each._parameters for each in module.modules()}
     num_sites = Counter(id(param) for held in by_id.values() for param in held.values())
     # How many references Python and torch hold to each parameter differs between releases: count
     # them for a new one.
     (num_usual,) = num_references({"": nn.Parameter(torch.empty(0))})
-    numbers = zip(params, num_references(params), strict=True)
-    return {name: params[name] for name, number in numbers if number != num_usual + num_sites[id(params[name])]}
+    elsewhere = {}
+    for name, number in zip(params, num_references(params), strict=True):
+        if number != num_usual + num_sites[id(params[name])]:
+            elsewhere[name] = params[name]
+    return elsewhere
 
 
 def _refuse_holders(params: dict[str, nn.Parameter], mesh: DeviceMesh) -> None:
     """Refuse parameters that a DistributedDataParallel or an optimizer holds, as no module shows.
     All objects of the process are looked at, for 0.1 s or more, only if one of ``params`` may be in
     a list, as those of optimizers are."""
-    if len(params) <= 64 and not any(isinstance(held, list | tuple) for held in gc.get_referrers(*params.values())):
+    if len(params) <= 64 and not _are_in_lists(params):
         return
     names = {id(param): name for name, param in params.items()}
     holders = _living(DistributedDataParallel, torch.optim.Optimizer)
-    wrapped = [p for h in holders if isinstance(h, DistributedDataParallel) for p in h._module_parameters]
+    wrappers = [holder for holder in holders if isinstance(holder, DistributedDataParallel)]
+    wrapped = [param for wrapper in wrappers for param in wrapper._module_parameters]
     _refuse_params_of("DistributedDataParallel", wrapped, params)
     if (early := _early_optimizer(holders, names)) is not None:
-        # An optimizer that nobody uses any more may wait in a reference cycle: collect it and look again.
+        # An optimizer that nobody uses any more may wait in a reference cycle: collect it and look
+        # again.
         del holders
         gc.collect()
         early = _early_optimizer(_living(torch.optim.Optimizer), names)
     if early is not None:
         optimizer, name = early
         raise ValueError(
-            f"gtp_shard replaces parameters, but an optimizer ({optimizer}) already holds parameter {name!r} of shape "
-            f"{tuple(params[name].shape)}, to be sharded over mesh axes {mesh.mesh_dim_names}, and its updates would "
-            f"be lost (rank {dist.get_rank()}). Create the optimizer after gtp_shard."
+            f"gtp_shard replaces parameters, but an optimizer ({optimizer}) already holds "
+            f"parameter {name!r} of shape {tuple(params[name].shape)}, to be sharded over mesh "
+            f"axes {mesh.mesh_dim_names}, and its updates would be lost (rank {dist.get_rank()}). "
+            "Create the optimizer after gtp_shard."
         )
+
+
+def _are_in_lists(params: dict[str, nn.Parameter]) -> bool:
+    referrers = gc.get_referrers(*params.values())
+    return any(isinstance(held, list | tuple) for held in referrers)
 
 
 def _living(*classes: type[Any]) -> list[Any]:
@@ -254,7 +293,8 @@ def _living(*classes: type[Any]) -> list[Any]:
 def _early_optimizer(holders: list[Any], names: dict[int, str]) -> tuple[str, str] | None:
     """Class of an optimizer that holds one of the parameters, and the parameter's name."""
     for optimizer in holders:
-        for param in [param for group in getattr(optimizer, "param_groups", ()) for param in group["params"]]:
-            if id(param) in names:
-                return type(optimizer).__name__, names[id(param)]
+        for group in getattr(optimizer, "param_groups", ()):
+            for param in group["params"]:
+                if id(param) in names:
+                    return type(optimizer).__name__, names[id(param)]
     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -25,11 +25,12 @@ BINDING = "_gtp_binding"
 
 
 class Reads:
-    """Whether a forward, or a method that counts as one, reads sharded weights as attributes. True from the start for a
-    module that owns weights and has no fused forward; otherwise learned in the first call."""
+    """Whether a forward, or a method that counts as one, reads sharded weights as attributes. True
+    from the start for a module that owns weights and has no fused forward; otherwise learned in the
+    first call."""
 
     def __init__(self) -> None:
-        self.is_reading: bool | None = None
+        self.is_reading: bool | None = None  # None: not known yet
         # Number of optimizer steps before the call that read weights for the first time, though
         # earlier calls did not.
         self._learned_in: int | None = None
@@ -39,7 +40,8 @@ class Reads:
         answer changes between steps only: a recomputation (activation checkpointing) must save
         tensors as its forward did."""
         if self._learned_in is not None and num_steps != self._learned_in:
-            self.is_reading, self._learned_in = True, None
+            self.is_reading = True
+            self._learned_in = None
         return self.is_reading is not False
 
     def learn(self, is_reading: bool, num_steps: int) -> None:
@@ -69,7 +71,9 @@ class Arguments(NamedTuple):
 
     @property
     def offload(self) -> CPUOffloadPolicy | None:
-        return self.offload_policy if isinstance(self.offload_policy, CPUOffloadPolicy) else None
+        if isinstance(self.offload_policy, CPUOffloadPolicy):
+            return self.offload_policy
+        return None
 
 
 @dataclass(eq=False)
@@ -93,11 +97,14 @@ class Fused(NamedTuple):
 
 
 class Binding:
-    """What ``gtp_shard`` attaches to ``module``; ``params`` are those that are registered on this very module."""
+    """What ``gtp_shard`` attaches to ``module``. ``params`` are registered on this very module."""
 
     def __init__(self, module: nn.Module, group: ShardGroup, params: dict[str, ManagedParam]) -> None:
-        self.group, self.params, self.reads = group, params, Reads()
-        self.set_aside: dict[str, nn.Parameter | None] = {}  # parameters that a parametrization hides for a while
+        self.group = group
+        self.params = params
+        self.reads = Reads()
+        # Parameters that a parametrization hides for a while, see ``put_aside``.
+        self.set_aside: dict[str, nn.Parameter | None] = {}
         self.sites = {name: Site(module, name) for name in params}
         self.compiled = {  # the sharded weights as compiled code names them
             name: CompiledWeight(lambda: group.runtime, param, self.sites[name])
@@ -106,21 +113,28 @@ class Binding:
         }
         self.fused_alone: Fused | None = None  # where each weight is gathered by itself
         self.block: nn.Module | None = None  # the one around ``module`` that is gathered as a whole
-        self.weight_group: WeightGroup  # of that block; the block has it, and each module below with parameters
+        # Of that block. The block has it, and each module below with parameters.
+        self.weight_group: WeightGroup
         self.call_impl: Callable[..., Any]  # what a call runs within its frame
-        self.compiled_call = module._compiled_call_impl  # the same, of a module that was compiled before
+        # The same, of a module that was compiled before.
+        self.compiled_call = module._compiled_call_impl
         self.dressed: dict[str, Any] = {}  # attributes that the module has from us now
 
     @property
     def fused(self) -> Fused | None:
         """What runs in place of the module's forward; None for the stock one, as in a group."""
-        return self.fused_alone if self.block is None else None
+        if self.block is not None:
+            return None
+        return self.fused_alone
 
     def read(self, name: str, registered: Any) -> Any:
-        """What code reads as attribute ``name`` of the module, where ``registered`` is registered as that parameter."""
+        """What code reads as attribute ``name`` of the module, where ``registered`` is registered
+        as that parameter."""
         managed = self.params[name]
         if torch.compiler.is_compiling():
-            return managed.value() if isinstance(managed, WholeParam) else materialize(self.compiled[name])
+            if isinstance(managed, WholeParam):
+                return managed.value()
+            return materialize(self.compiled[name])
         runtime = self.group.runtime
         if runtime.is_materializing:
             managed.follow(self.sites[name])
@@ -130,7 +144,9 @@ class Binding:
         if not managed.is_pinned:
             return registered
         managed.follow(self.sites[name])
-        return runtime.reads.read_pinned(managed) if isinstance(managed, ShardedWeight) else runtime.reads.read(managed)
+        if isinstance(managed, ShardedWeight):
+            return runtime.reads.read_pinned(managed)
+        return runtime.reads.read(managed)
 
     def put_aside(self, params: dict[str, Any], name: str) -> None:
         """A parametrization that comes and goes within a forward, as PEFT's of experts, takes the
@@ -191,8 +207,9 @@ def managed_params(module: nn.Module, remove_duplicate: bool = True) -> Iterator
     """Names and managed parameters below ``module``, a tied one once for each name."""
     for prefix, submodule in module.named_modules(remove_duplicate=remove_duplicate):
         binding = binding_of(submodule)
-        for name, param in binding.params.items() if binding is not None else ():
-            yield join_name(prefix, name), param
+        if binding is not None:
+            for name, param in binding.params.items():
+                yield join_name(prefix, name), param
 
 
 def unmanaged_params(module: nn.Module) -> Iterator[tuple[str, Site, nn.Parameter]]:
@@ -216,7 +233,9 @@ def trains_unmanaged(group: ShardGroup) -> bool:
         seen.add(module)
         attributes = module.__dict__
         if params := attributes["_parameters"]:
-            managed = binding.params if (binding := attributes.get(BINDING)) is not None else ()
+            managed: Container[str] = ()
+            if (binding := attributes.get(BINDING)) is not None:
+                managed = binding.params
             for name, param in params.items():
                 is_trained = param is not None and name not in managed and param.requires_grad
                 if is_trained and Site(module, name) not in group.unmanaged:
@@ -227,4 +246,6 @@ def trains_unmanaged(group: ShardGroup) -> bool:
 
 
 def join_name(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
+    if not prefix:
+        return name
+    return f"{prefix}.{name}"

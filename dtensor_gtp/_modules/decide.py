@@ -35,21 +35,26 @@ class Decision:
     placement: Placement  # on the gtp axis
     reason: str = ""  # why the parameter stays whole; empty for a shard
     recipe: Recipe | None = None  # given by ``quantize_``
-    existing: ManagedParam | None = None  # set if an earlier call on a submodule manages the parameter (a tie)
+    # Set if an earlier call on a submodule manages the parameter (a tie).
+    existing: ManagedParam | None = None
 
     def describe(self) -> str:
         """What must be equal on all ranks; otherwise one rank would wait for a collective that
         another never starts."""
-        placements = (*(self.param.placements if isinstance(self.param, DTensor) else ()), self.placement)
+        placements: tuple[Placement, ...] = (self.placement,)
+        if isinstance(self.param, DTensor):
+            placements = (*self.param.placements, self.placement)
         return (
-            f"parameter '{self.fqn}' of shape {tuple(self.param.shape)} and {self.param.dtype} with placements "
-            f"{placements} on axes {self.mesh.mesh_dim_names} of sizes {tuple(self.mesh.shape)}, requires_grad="
-            f"{self.param.requires_grad}, at {len(self.sites)} sites, recipe={self.recipe}"
+            f"parameter '{self.fqn}' of shape {tuple(self.param.shape)} and {self.param.dtype} "
+            f"with placements {placements} on axes {self.mesh.mesh_dim_names} of sizes "
+            f"{tuple(self.mesh.shape)}, requires_grad={self.param.requires_grad}, at "
+            f"{len(self.sites)} sites, recipe={self.recipe}"
         )
 
 
 def decide(module: nn.Module, arguments: Arguments) -> tuple[list[Decision], set[Site]]:
-    """Decide about each parameter of a module that no earlier call manages; also return where ignored ones are."""
+    """Decide about each parameter of a module that no earlier call manages. Also return where
+    ignored ones are."""
     decisions: dict[int, Decision] = {}
     unmanaged: set[Site] = set()
     managed = {id(p.param): p for p in params_of(bindings_of(module.modules()))}
@@ -67,7 +72,8 @@ def decide(module: nn.Module, arguments: Arguments) -> tuple[list[Decision], set
                 decisions[id(param)].sites.append(site)
             else:
                 existing = managed.get(id(param)) or manager_of_replaced(param)
-                decisions[id(param)] = _decide(printable(join_name(prefix, name)), site, param, existing, arguments)
+                fqn = printable(join_name(prefix, name))
+                decisions[id(param)] = _decide(fqn, site, param, existing, arguments)
     for decision in decisions.values():
         _check_sites(decision)
     return list(decisions.values()), unmanaged
@@ -83,18 +89,21 @@ def _decide(fqn: str, site: Site, param: nn.Parameter, existing: ManagedParam | 
     recipe: Recipe | None = getattr(compat.local_part(param), "recipe", None)
     if arguments.shard_optimizer and has_replicas(mesh):
         _check_states(fqn, param, mesh)
-    if arguments.offload is not None and type(compat.local_part(param).detach()) is not torch.Tensor:
+    local = compat.local_part(param)
+    if arguments.offload is not None and type(local.detach()) is not torch.Tensor:
         raise NotImplementedError(
-            f"gtp_shard does not support offload_policy for parameter '{fqn}' of shape {tuple(param.shape)}, a "
-            f"{type(compat.local_part(param)).__name__} (rank {dist.get_rank()}): quantized shards stay on the device. "
-            f"Leave out offload_policy, or quantize_ of this weight. {see('offload')}"
+            f"gtp_shard does not support offload_policy for parameter '{fqn}' of shape "
+            f"{tuple(param.shape)}, a {type(local).__name__} (rank {dist.get_rank()}): quantized "
+            "shards stay on the device. Leave out offload_policy, or quantize_ of this weight. "
+            f"{see('offload')}"
         )
     if recipe is None:
         placement, reason = _place(site, param, asked, arguments.schedule.min_shard_numel)
         if placement.is_shard() and asked is None and _has_whole_groups(site, param, mesh):
             placement = GTPShard(0)
         return Decision(fqn, [site], param, mesh, placement, reason)
-    device, dtype = torch.device(mesh.device_type), mp_policy.param_dtype or param.dtype
+    device = torch.device(mesh.device_type)
+    dtype = mp_policy.param_dtype or param.dtype
     asked = asked or _placement_of_module(site)
     placement = place_quantized(fqn, param, recipe, asked, device, dtype)
     return Decision(fqn, [site], param, mesh, placement, recipe=recipe)
@@ -102,17 +111,18 @@ def _decide(fqn: str, site: Site, param: nn.Parameter, existing: ManagedParam | 
 
 def _check_states(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
     """Refuse what replicas cannot split: shards that are no plain tensors, and axes without names."""
-    kind, what = type(master_of(compat.local_part(param)).detach()), f"parameter '{fqn}' of shape {tuple(param.shape)}"
+    kind = type(master_of(compat.local_part(param)).detach())
+    what = f"parameter '{fqn}' of shape {tuple(param.shape)}"
     if param.requires_grad and kind is not torch.Tensor:
         raise NotImplementedError(
-            f"gtp_shard does not support shard_optimizer=True for {what}, a {kind.__name__} (rank {dist.get_rank()}): "
-            "replicas split plain tensors. Use quantize_(storage='master'), freeze the parameter before, or leave out "
-            "shard_optimizer."
+            f"gtp_shard does not support shard_optimizer=True for {what}, a {kind.__name__} (rank "
+            f"{dist.get_rank()}): replicas split plain tensors. Use quantize_(storage='master'), "
+            "freeze the parameter before, or leave out shard_optimizer."
         )
     if mesh.mesh_dim_names is None:
         raise ValueError(
-            f"gtp_shard expects a mesh with named axes for shard_optimizer=True, but the mesh of {what} has none (rank "
-            f"{dist.get_rank()}). Pass mesh_dim_names to init_device_mesh."
+            "gtp_shard expects a mesh with named axes for shard_optimizer=True, but the mesh of "
+            f"{what} has none (rank {dist.get_rank()}). Pass mesh_dim_names to init_device_mesh."
         )
 
 
@@ -123,7 +133,8 @@ def _asked_placement(fqn: str, param: nn.Parameter, arguments: Arguments) -> tup
 
     def on(mesh: DeviceMesh) -> str:
         axis = (mesh.mesh_dim_names or ("gtp",))[-1]
-        return f"parameter '{fqn}' of shape {tuple(param.shape)} on mesh axis '{axis}' (rank {dist.get_rank()})"
+        what = f"parameter '{fqn}' of shape {tuple(param.shape)}"
+        return f"{what} on mesh axis '{axis}' (rank {dist.get_rank()})"
 
     what = on(arguments.mesh)
     try:
@@ -137,8 +148,9 @@ def _asked_placement(fqn: str, param: nn.Parameter, arguments: Arguments) -> tup
         return placement, mesh
     if not isinstance(placement, Shard | GTPShard):
         raise TypeError(
-            f"gtp_shard expects shard_placement_fn to return a GTPShard, a Shard, a Replicate or None, or a pair of "
-            f"one of these and a DeviceMesh, but got {placement!r} for {what}. Return None where the default is right."
+            "gtp_shard expects shard_placement_fn to return a GTPShard, a Shard, a Replicate or "
+            f"None, or a pair of one of these and a DeviceMesh, but got {placement!r} for {what}. "
+            "Return None where the default is right."
         )
     returned = f"{what}, but shard_placement_fn returned {placement!r}"
     if not -param.ndim <= placement.dim < param.ndim:
@@ -147,7 +159,8 @@ def _asked_placement(fqn: str, param: nn.Parameter, arguments: Arguments) -> tup
     if getattr(placement, "split_factor", 1) != 1:
         rule = "gtp_shard derives the split factor from the tensor-parallel placements"
         raise ValueError(f"{rule} of {returned}. Leave split_factor out.")
-    return GTPShard(placement.dim % param.ndim, block_size=getattr(placement, "block_size", 1)), mesh
+    block_size = getattr(placement, "block_size", 1)
+    return GTPShard(placement.dim % param.ndim, block_size=block_size), mesh
 
 
 def _own_mesh(returned: Any, default: DeviceMesh, what: str) -> tuple[Any, DeviceMesh]:
@@ -155,12 +168,14 @@ def _own_mesh(returned: Any, default: DeviceMesh, what: str) -> tuple[Any, Devic
     if isinstance(returned, tuple) and len(returned) == 2:
         placement, mesh = returned
     elif hasattr(returned, "mesh_info"):  # torch's ShardPlacementResult
-        info, placement = returned.mesh_info, returned.placement
+        info = returned.mesh_info
+        placement = returned.placement
         mesh = info.mesh
         if info.shard_mesh_dim != mesh.ndim - 1:
             raise ValueError(
-                f"gtp_shard expects shards on the last axis of a mesh, but shard_placement_fn returned axis "
-                f"{info.shard_mesh_dim} of {mesh.ndim} for {what}. Return a pair (placement, mesh['replicate', 'gtp'])."
+                "gtp_shard expects shards on the last axis of a mesh, but shard_placement_fn "
+                f"returned axis {info.shard_mesh_dim} of {mesh.ndim} for {what}. Return a pair "
+                "(placement, mesh['replicate', 'gtp'])."
             )
     else:
         return returned, default
@@ -169,8 +184,9 @@ def _own_mesh(returned: Any, default: DeviceMesh, what: str) -> tuple[Any, Devic
     validate_mesh(mesh)
     if mesh.device_type != default.device_type:
         raise ValueError(
-            f"gtp_shard expects one device type, '{default.device_type}', but shard_placement_fn returned a mesh of "
-            f"'{mesh.device_type}' for {what}. Build all meshes for the device of the module."
+            f"gtp_shard expects one device type, '{default.device_type}', but shard_placement_fn "
+            f"returned a mesh of '{mesh.device_type}' for {what}. Build all meshes for the device "
+            "of the module."
         )
     return placement, in_rank_order(mesh)
 
@@ -189,11 +205,16 @@ def _place(site: Site, param: nn.Parameter, asked: Placement | None, min_numel: 
         return Replicate(), "no elements"
     if param.numel() < min_numel:
         return Replicate(), f"below min_shard_numel={min_numel}"
-    if (own := _placement_of_module(site)) is not None:
-        return own, f"by {type(site.module).__name__}" if isinstance(own, Replicate) else ""
-    # Dim 0; dim 1 if tensor parallelism has cut dim 0 in blocks: a cut in blocks must be the last one of its dim.
-    earlier = [p for p in getattr(param, "placements", ()) if isinstance(p, GTPShard) and p.block_size > 1]
-    return GTPShard(int(any(p.dim % param.ndim == 0 for p in earlier))), ""
+    own = _placement_of_module(site)
+    if isinstance(own, Replicate):
+        return own, f"by {type(site.module).__name__}"
+    if own is not None:
+        return own, ""
+    # A cut in blocks, as by tensor parallelism, must be the last one of its dim.
+    for earlier in getattr(param, "placements", ()):
+        if isinstance(earlier, GTPShard) and earlier.block_size > 1 and earlier.dim % param.ndim == 0:
+            return GTPShard(1), ""
+    return GTPShard(0), ""
 
 
 def _placement_of_module(site: Site) -> Placement | None:
@@ -207,8 +228,10 @@ def _placement_of_module(site: Site) -> Placement | None:
 def _has_whole_groups(site: Site, param: nn.Parameter, mesh: DeviceMesh) -> bool:
     """Whether each rank can have as many groups of a grouped weight. Then their gradients, which
     are made group by group, are sent without a copy."""
-    is_grouped = param.ndim == 3 and getattr(type(site.module), "has_grouped_weight", False)
-    return is_grouped and compat.local_part(param).shape[0] % mesh.size(mesh.ndim - 1) == 0
+    if param.ndim != 3 or not getattr(type(site.module), "has_grouped_weight", False):
+        return False
+    num_groups: int = compat.local_part(param).shape[0]
+    return num_groups % mesh.size(mesh.ndim - 1) == 0
 
 
 def _check_param(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
@@ -223,7 +246,8 @@ def _check_param(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
         raise ValueError(hook_at_node(fqn, param))
     if not isinstance(param, DTensor):
         return
-    axes, gtp_axes = param.device_mesh.mesh_dim_names, mesh.mesh_dim_names
+    axes = param.device_mesh.mesh_dim_names
+    gtp_axes = mesh.mesh_dim_names
     cut = f"DTensor with placements {param.placements} on mesh axes {axes}"
     what = f"parameter '{fqn}' of shape {tuple(param.shape)} is a {cut}"
     if axes is None or gtp_axes is None:
@@ -233,11 +257,12 @@ def _check_param(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
         )
     # Compare the ranks of the roots, not the objects: DTensor may have replaced the parameter's
     # mesh by an equal one.
-    if not torch.equal(*(compat.root_mesh(m).mesh.flatten() for m in (param.device_mesh, mesh))):
+    own_ranks = compat.root_mesh(param.device_mesh).mesh.flatten()
+    if not torch.equal(own_ranks, compat.root_mesh(mesh).mesh.flatten()):
         raise ValueError(
-            f"gtp_shard expects parameters on meshes with the same root as its own, but {what} of another root than "
-            f"axis '{gtp_axes[-1]}' (rank {dist.get_rank()}). Build one mesh with init_device_mesh and pass its "
-            "sub-meshes to parallelize_module and gtp_shard."
+            f"gtp_shard expects parameters on meshes with the same root as its own, but {what} of "
+            f"another root than axis '{gtp_axes[-1]}' (rank {dist.get_rank()}). Build one mesh "
+            "with init_device_mesh and pass its sub-meshes to parallelize_module and gtp_shard."
         )
     is_overlapping = bool(set(axes) & set(gtp_axes))
     try:
@@ -246,24 +271,27 @@ def _check_param(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
         is_overlapping = True
     if is_overlapping:
         raise ValueError(
-            f"gtp_shard expects a mesh whose axes no parameter uses yet, but {what}, which overlap with {gtp_axes} "
-            f"(rank {dist.get_rank()}). Pass a mesh of other axes, e.g. mesh['gtp'] beside mesh['tp']."
+            f"gtp_shard expects a mesh whose axes no parameter uses yet, but {what}, which overlap "
+            f"with {gtp_axes} (rank {dist.get_rank()}). Pass a mesh of other axes, e.g. "
+            "mesh['gtp'] beside mesh['tp']."
         )
 
 
 def _check_sites(decision: Decision) -> None:
     """Ask the modules of a parameter, and refuse embeddings whose options write the weight or
     change its gradient."""
+    placement = decision.placement
     for module, _ in decision.sites:
-        if isinstance(decision.placement, GTPShard) and hasattr(type(module), "check_gtp_placement"):
-            module.check_gtp_placement(decision.fqn, decision.param, decision.placement)  # type: ignore[operator]
+        if isinstance(placement, GTPShard) and hasattr(type(module), "check_gtp_placement"):
+            module.check_gtp_placement(decision.fqn, decision.param, placement)  # type: ignore[operator]
         if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
             continue
         for option in ("max_norm", "sparse", "scale_grad_by_freq"):
             if getattr(module, option):
                 raise NotImplementedError(
-                    f"gtp_shard does not support {type(module).__name__}({option}={getattr(module, option)}) for "
-                    f"parameter '{decision.fqn}' of shape {tuple(decision.param.shape)}: ranks see different tokens, "
-                    "so their copies of the weight or its gradient would differ. Build the module without it or pass "
-                    "the parameter in ignored_params."
+                    "gtp_shard does not support "
+                    f"{type(module).__name__}({option}={getattr(module, option)}) for parameter "
+                    f"'{decision.fqn}' of shape {tuple(decision.param.shape)}: ranks see different "
+                    "tokens, so their copies of the weight or its gradient would differ. Build the "
+                    "module without it or pass the parameter in ignored_params."
                 )

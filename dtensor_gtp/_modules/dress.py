@@ -10,6 +10,7 @@ as under ``fully_shard``.
 from __future__ import annotations
 
 from abc import ABCMeta
+from collections.abc import Callable
 from types import MethodType
 from typing import Any, cast
 
@@ -32,7 +33,8 @@ from .overrides import SEEN_BY_TRANSFORMERS, PreparedByAccelerate, override
 
 
 class ReadParams(dict[str, Any]):
-    """``nn.Module._parameters`` of a module; an item is what code shall read now. All else is as it is registered."""
+    """``nn.Module._parameters`` of a module: an item is what code shall read now. All else is as it
+    is registered."""
 
     def __init__(self, params: dict[str, Any], binding: Binding) -> None:
         super().__init__(params)
@@ -56,13 +58,15 @@ class OwnClass(BoundModule):
     _is_accelerate_prepared = PreparedByAccelerate()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Containers build slices with their own class (``sequential[:2]``): give them the original one."""
+        """Containers build slices with their own class (``sequential[:2]``): give them the original
+        one."""
         return cls._gtp_original(*args, **kwargs)
 
     def __repr__(self) -> str:
         """Marks the module. ``_get_name`` keeps the original's answer, as the class keeps its name:
         libraries go by them, e.g. transformers' ``Trainer`` where it smooths labels."""
-        text, name = super().__repr__(), f"{type(self).__name__}("
+        text = super().__repr__()
+        name = f"{type(self).__name__}("
         if not text.startswith(name):
             return text  # the module has a form of its own
         prefix = type(self).__name__.removesuffix(self._gtp_original.__name__)
@@ -77,8 +81,11 @@ def bind(module: nn.Module, binding: Binding, own: type | None) -> None:
         binding.reads.is_reading = True
     for weight in weights:
         weight.fused.is_any |= binding.fused is not None
-    if getattr(type(module), "gtp_gathers_together", False) and len({weight.mesh for weight in weights}) == 1:
-        gather_together([weight for weight in weights if weight.registration.sites[0].module is module])
+    has_one_mesh = len({weight.mesh for weight in weights}) == 1
+    if has_one_mesh and getattr(type(module), "gtp_gathers_together", False):
+        # A tied weight is gathered with those of its first module.
+        first_here = [weight for weight in weights if weight.registration.sites[0].module is module]
+        gather_together(first_here)
     attributes = module.__dict__
     attributes[BINDING] = binding
     if own is not None:
@@ -98,7 +105,8 @@ def dress(module: nn.Module) -> None:
             del attributes[name]
     binding.call_impl = type(module)._call_impl
     binding.dressed = {}
-    # A fused op needs no frame, but the module that was passed to ``gtp_shard`` has one: it casts inputs.
+    # A fused op needs no frame, but the module that was passed to ``gtp_shard`` has one: it casts
+    # inputs.
     is_frame = binding.fused_alone is None or binding.group.module is module
     if binding.block is module or (binding.block is None and is_frame):
         call = MethodType(call_in_frame, module)
@@ -113,7 +121,8 @@ def dress(module: nn.Module) -> None:
     attributes.update(binding.dressed)
     params = attributes["_parameters"]
     if isinstance(params, ReadParams):
-        params = attributes["_parameters"] = dict(dict.items(params))
+        params = dict(dict.items(params))
+        attributes["_parameters"] = params
     if binding.params and binding.block is None:
         attributes["_parameters"] = ReadParams(params, binding)
 
@@ -122,9 +131,15 @@ def own_class(module: nn.Module, mixin: type) -> type:
     """A subclass of the class of ``module``, which the module can have. The user's metaclass is not
     asked: it may refuse subclasses, or keep a list of all classes."""
     cls = type(module)
-    body: dict[str, Any] = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    body["_gtp_original"] = cls
-    maker = ABCMeta if issubclass(type(cls), ABCMeta) else type  # the former keeps what it knows beside each class
+    body: dict[str, Any] = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "_gtp_original": cls,
+    }
+    maker: type = type
+    if issubclass(type(cls), ABCMeta):
+        maker = ABCMeta  # it keeps what it knows beside each class
     own: type = maker.__new__(type(cls), cls.__name__, (mixin, OwnClass, cls), body)
     module.__class__ = own
     module.__class__ = cls
@@ -132,11 +147,13 @@ def own_class(module: nn.Module, mixin: type) -> type:
 
 
 def _forget_flat_weights(module: nn.Module) -> None:
+    """The list would keep full weights."""
     module.__dict__["_flat_weights"] = [None] * len(module._flat_weights_names)  # type: ignore[arg-type]
 
 
 def _call_recurrent(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A recurrent layer passes on a list of parameters, made anew for each call: the list keeps what it holds."""
+    """A recurrent layer passes on a list of parameters, made anew for each call: the list keeps
+    what it holds."""
     names: list[str] = module._flat_weights_names  # type: ignore[assignment]
     module.__dict__["_flat_weights"] = [getattr(module, name, None) for name in names]
     try:
@@ -147,17 +164,24 @@ def _call_recurrent(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def linear_forward(module: BoundModule, input: Tensor) -> Tensor:
     """Of ``nn.Linear``."""
-    layer, binding = cast("nn.Linear", module), module._gtp_binding
+    layer = cast("nn.Linear", module)
+    binding = module._gtp_binding
     if torch.compiler.is_compiling():
         if torch.is_autocast_enabled(input.device.type) or is_parametrized(module):
             return nn.Linear.forward(layer, input)
         compiled = binding.compiled["weight"]
-        op = compiled_linear if compiled.weight.tp_spec is None else compiled_parallel_linear
-        output = op(input, layer.bias, compiled)  # reads the bias as an attribute: the graph gets its value
-        return nn.Linear.forward(layer, input) if output is None else output
+        op: Callable[..., Tensor | None] = compiled_linear
+        if compiled.weight.tp_spec is not None:
+            op = compiled_parallel_linear
+        # Read as an attribute, so that the graph gets the value of the bias.
+        output = op(input, layer.bias, compiled)
+        if output is None:
+            return nn.Linear.forward(layer, input)
+        return output
     if binding.block is not None:  # a wrapper of a library has kept this function
         return nn.Linear.forward(layer, input)
-    params, runtime = binding.params, binding.group.runtime
+    params = binding.params
+    runtime = binding.group.runtime
     if torch.is_autocast_enabled(runtime.device.type) or is_parametrized(module):
         return forward_in_frame(module, nn.Linear.forward, input)
     value: Tensor | None = module._parameters.get("bias")
@@ -172,12 +196,15 @@ def linear_forward(module: BoundModule, input: Tensor) -> Tensor:
     if weight.tp_spec is None:
         return linear(input, value, runtime, weight)
     output = parallel_linear(input, value, runtime, weight)
-    return forward_in_frame(module, nn.Linear.forward, input) if output is None else output
+    if output is None:
+        return forward_in_frame(module, nn.Linear.forward, input)
+    return output
 
 
 def embedding_forward(module: BoundModule, input: Tensor) -> Tensor:
     """Of ``nn.Embedding``."""
-    layer, binding = cast("nn.Embedding", module), module._gtp_binding
+    layer = cast("nn.Embedding", module)
+    binding = module._gtp_binding
     weight = binding.params["weight"]
     assert isinstance(weight, ShardedWeight)
     if torch.compiler.is_compiling():
@@ -193,7 +220,10 @@ def embedding_forward(module: BoundModule, input: Tensor) -> Tensor:
 def is_parametrized(module: nn.Module) -> bool:
     """Whether a parametrization has taken a parameter in this forward, as PEFT's of parameters, or
     it was set to None."""
-    return module._parameters.get("weight") is None or ("bias" not in module._parameters and hasattr(module, "bias"))
+    params = module._parameters
+    if params.get("weight") is None:
+        return True
+    return "bias" not in params and hasattr(module, "bias")
 
 
 def find_fused(module: nn.Module, params: dict[str, ManagedParam]) -> Fused | None:
@@ -201,11 +231,15 @@ def find_fused(module: nn.Module, params: dict[str, ManagedParam]) -> Fused | No
     if (of_layer := getattr(type(module), "gtp_fused", None)) is not None:
         return cast("Fused | None", of_layer(module, params))
     weight = params.get("weight")
-    # What hooks make of a weight (HookWire), only code that knows the hooks can use.
-    if not isinstance(weight, ShardedWeight) or isinstance(weight.form.wire, HookWire) or "forward" in module.__dict__:
+    if not isinstance(weight, ShardedWeight) or "forward" in module.__dict__:
         return None
-    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+    # What hooks make of a weight, only code that knows the hooks can use.
+    if isinstance(weight.form.wire, HookWire):
+        return None
+    stock = type(module).forward
+    if isinstance(module, nn.Linear) and stock is nn.Linear.forward:
         return Fused(linear_forward, multiplies=True)
-    if weight.tp_spec is None and isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
+    is_embedding = isinstance(module, nn.Embedding) and stock is nn.Embedding.forward
+    if is_embedding and weight.tp_spec is None:
         return Fused(embedding_forward, multiplies=False)
     return None

@@ -27,8 +27,8 @@ from .binding import BoundModule, Reads, ShardGroup, trains_unmanaged, unmanaged
 from .outside_of_modules import follow_pipelining
 
 ADVICE_FOR_JIT = (
-    "Use torch.compile; or build the module again, load get_model_state_dict with full_state_dict=True, and give that "
-    "one to torch.jit."
+    "Use torch.compile; or build the module again, load get_model_state_dict with "
+    "full_state_dict=True, and give that one to torch.jit."
 )
 
 
@@ -50,14 +50,17 @@ def _call(module: BoundModule, call: Any, args: Any, kwargs: Any, *method: Any) 
     if torch.compiler.is_compiling() and (not is_of_group or compat.is_exporting()):
         return _call_in_graph(module, call, args, kwargs)
     if compat.is_jit_tracing():
-        raise RuntimeError(f"torch.jit.trace cannot record a {type(module).__name__} after gtp_shard. {ADVICE_FOR_JIT}")
+        what = type(module).__name__
+        raise RuntimeError(f"torch.jit.trace cannot record a {what} after gtp_shard. {ADVICE_FOR_JIT}")
     # torch.compile(module) compiles what is called from here, but neither this frame (see below)
     # nor the runtime.
     compiler = compat.set_eval_frame(None)
     try:
         if compat.is_recording() and (params := module._gtp_binding.group.params):
             refuse_recording("torch.fx", params[0].fqn)
-        return (_call_block if is_of_group else _call_in_frame)(module, call, args, kwargs, compiler, *method)
+        if is_of_group:
+            return _call_block(module, call, args, kwargs, compiler)
+        return _call_in_frame(module, call, args, kwargs, compiler, *method)
     finally:
         compat.set_eval_frame(compiler)
 
@@ -74,12 +77,15 @@ def as_forward(stock: Callable[..., Any], method: str) -> Callable[..., Any]:
         return _call(self, stock, args, kwargs, method, reads)
 
     compat.skip_code(call.__code__)
-    # The function behind the bound method, so that the signature keeps all arguments when this one is bound.
-    return functools.wraps(getattr(stock, "__func__", stock))(call)
+    # The function behind the bound method, so that the signature keeps all arguments when this one
+    # is bound.
+    function = getattr(stock, "__func__", stock)
+    return functools.wraps(function)(call)
 
 
 def _call_in_graph(module: BoundModule, call: Any, args: Any, kwargs: Any) -> Any:
-    """The call while the compiler traces it: frames are opened outside of compiled code, if at all."""
+    """The call while the compiler traces it: frames are opened outside of compiled code, if at
+    all."""
     group = module._gtp_binding.group
     if compat.is_exporting() and group.params:
         refuse_recording("torch.export", group.params[0].fqn)
@@ -93,7 +99,8 @@ def _call_in_frame(
     module: BoundModule, call: Any, args: Any, kwargs: Any, compiler: Any, method: str = "forward", reads: Any = None
 ) -> Any:
     binding = module._gtp_binding
-    group, runtime = binding.group, binding.group.runtime
+    group = binding.group
+    runtime = group.runtime
     if torch.is_grad_enabled() and not runtime.reads.frames:
         # Once a step, as containers change without a registration (``ModuleList.insert``), and
         # modules are unfrozen.
@@ -102,13 +109,15 @@ def _call_in_frame(
             if trains_unmanaged(group):
                 _refuse_added_params(group)
             group.checked = now
-    if not runtime.setup.is_done:
+    if not runtime.setup.is_done:  # for the choice of groups
         runtime.setup.expect_tokens(_num_tokens((args, kwargs)))
-    reads = binding.reads if reads is None else reads
-    output = _in_frame(module, reads.may_read, partial(_run, module, reads, call, args, kwargs, compiler), method)
+    reads = reads if reads is not None else binding.reads
+    run = partial(_run, module, reads, call, args, kwargs, compiler)
+    output = _in_frame(module, reads.may_read, run, method)
     if not runtime.is_materializing and torch.is_grad_enabled():
-        follow_pipelining()
-        # Tell the runtime when a backward through the output begins, so that its first gathers start at once.
+        follow_pipelining()  # which the user may import at any time
+        # Tell the runtime when a backward through the output begins, so that its first gathers
+        # start at once.
         note = partial(runtime.note_backward, Entry(module, method))
         for tensor in _tensors_in(output):
             if tensor.grad_fn is not None:
@@ -118,7 +127,8 @@ def _call_in_frame(
 
 def _call_block(block: BoundModule, call: Any, args: Any, kwargs: Any, compiler: Any) -> Any:
     """A use of the group of ``block``, which is a block or a part of one."""
-    group, runtime = block._gtp_binding.weight_group, block._gtp_binding.group.runtime
+    group = block._gtp_binding.weight_group
+    runtime = block._gtp_binding.group.runtime
     is_compiled = compiler is not None or block._compiled_call_impl is not None
 
     def run(frame: Frame) -> tuple[Any, BlockUse | None, list[Tensor]]:
@@ -126,13 +136,22 @@ def _call_block(block: BoundModule, call: Any, args: Any, kwargs: Any, compiler:
         gathered = None
         try:
             gathered = runtime.gathering.acquire(group.for_forward)
-            seen = group.leaves.seen() if runtime.reads.looks_at_bits else None
-            use = BlockUse(runtime, group) if torch.is_grad_enabled() else None
+            seen = None
+            if runtime.reads.looks_at_bits:
+                seen = group.leaves.seen()
+            use = None
+            if torch.is_grad_enabled():
+                use = BlockUse(runtime, group)
             if is_compiled or not was_in_pass:
+                # Outside of a pass modules have shards; compiled code takes plain dicts alone.
                 group.views.show(is_compiled=is_compiled)
-            inputs = [*_tensors_in((args, kwargs))] if use is not None else []
+            inputs: list[Tensor] = []
+            if use is not None:
+                inputs.extend(_tensors_in((args, kwargs)))
             output = _call_under(compiler, call, args, kwargs)
-            misuse = None if seen is None else group.untraced_write(seen)
+            misuse = None
+            if seen is not None:
+                misuse = group.untraced_write(seen)
             misuse = misuse or runtime.lost_writes.written_in_use(group)
             if misuse is not None:
                 raise misuse
@@ -143,7 +162,8 @@ def _call_block(block: BoundModule, call: Any, args: Any, kwargs: Any, compiler:
             if gathered is not None:
                 runtime.gathering.release(group.for_forward, gathered)
 
-    # Autograd saves leaves of a group as they are, without hooks: their memory is refilled for its backward.
+    # Autograd saves leaves of a group as they are, without hooks: their memory is refilled for its
+    # backward.
     output, use, inputs = _in_frame(block, lambda num_steps: False, run)
     if use is not None:
         use.watch(inputs, _tensors_in(output))
@@ -162,7 +182,8 @@ def _in_frame(
     """What ``run`` returns for a new frame."""
     runtime = module._gtp_binding.group.runtime
     depth = runtime.depth_of_call()
-    frame, is_complete = None, False
+    frame = None
+    is_complete = False
     try:
         try:
             frame = runtime.enter(module, needs_hooks, method)
@@ -170,7 +191,7 @@ def _in_frame(
             is_complete = True
             return output
         except torch.OutOfMemoryError as error:
-            if len(runtime.reads.frames) == 1:
+            if len(runtime.reads.frames) == 1:  # the outermost frame, so that it is said once
                 error.add_note(see("memory_too_high"))
             raise
         except RuntimeError as error:
@@ -180,6 +201,7 @@ def _in_frame(
             if frame is not None:
                 runtime.exit(frame, is_complete)
     finally:
+        # Also if a KeyboardInterrupt has ended one of the lines above in the middle.
         runtime.leave(depth)
 
 
@@ -192,6 +214,7 @@ def _run(module: BoundModule, reads: Reads, call: Any, args: Any, kwargs: Any, c
             args, kwargs = to_device((args, kwargs), runtime.device)
         args, kwargs = _cast_inputs(group, args, kwargs)
     if compiler is not None or module._compiled_call_impl is not None:
+        # Compiled code drops gradients of tensors that a collective has yet to fill.
         args, kwargs = compat.complete_collectives((args, kwargs))
     output = _call_under(compiler, call, args, kwargs)
     if group.module is module:
@@ -213,19 +236,22 @@ def _call_under(compiler: Any, call: Any, args: Any, kwargs: Any) -> Any:
 
 def _num_tokens(inputs: Any) -> int:
     """How many tokens a first forward gets: the size of its largest tensor of integers."""
-    return max((tensor.numel() for tensor in _tensors_in(inputs) if not tensor.is_floating_point()), default=0)
+    ids = (tensor for tensor in _tensors_in(inputs) if not tensor.is_floating_point())
+    return max((tensor.numel() for tensor in ids), default=0)
 
 
 def _refuse_added_params(group: ShardGroup) -> None:
-    """Refuse a parameter that nobody manages or ignores: it would train on this rank's data alone, silently."""
+    """Refuse a parameter that nobody manages or ignores: it would train on this rank's data alone,
+    silently."""
     axes = group.arguments.mesh.mesh_dim_names
     for fqn, site, param in unmanaged_params(group.module):
         if param.requires_grad and site not in group.unmanaged:
             raise RuntimeError(
-                f"Parameter '{fqn}' of shape {tuple(param.shape)} was added after gtp_shard, so its gradient is not "
-                f"reduced over mesh axes {axes} (rank {dist.get_rank()}). Change the module "
-                "before gtp_shard, or call shard_added(model) before you create the optimizer. If the parameter "
-                f"must stay local, pass it in ignored_params. {see('lora')}"
+                f"Parameter '{fqn}' of shape {tuple(param.shape)} was added after gtp_shard, so "
+                f"its gradient is not reduced over mesh axes {axes} (rank {dist.get_rank()}). "
+                "Change the module before gtp_shard, or call shard_added(model) before you create "
+                "the optimizer. If the parameter must stay local, pass it in ignored_params. "
+                f"{see('lora')}"
             )
 
 
@@ -244,19 +270,33 @@ def _registrations() -> list[int]:
 
 def _cast_inputs(group: ShardGroup, args: Any, kwargs: Any) -> Any:
     policy = group.arguments.mp_policy
-    return _cast((args, kwargs), policy.param_dtype if policy.cast_forward_inputs else None)
+    if not policy.cast_forward_inputs:
+        return args, kwargs
+    return _cast((args, kwargs), policy.param_dtype)
 
 
 def to_device(tree: Any, device: torch.device) -> Any:
     """All tensors in inputs of the outermost module on ``device``, as ``fully_shard`` moves them."""
-    return _map_tensors(tree, lambda tensor: tensor if tensor.device == device else tensor.to(device))
+
+    def move(tensor: Tensor) -> Tensor:
+        if tensor.device == device:
+            return tensor
+        return tensor.to(device)
+
+    return _map_tensors(tree, move)
 
 
 def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
     """All floating-point tensors, as ``fully_shard`` casts them; None: as they are."""
     if dtype is None:
         return tree
-    return _map_tensors(tree, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+    def convert(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        return tensor.to(dtype)
+
+    return _map_tensors(tree, convert)
 
 
 def _tensors_in(tree: Any) -> Iterator[Tensor]:
@@ -277,5 +317,6 @@ def _map_tensors(tree: Any, convert: Callable[[Tensor], Tensor]) -> Any:
         elif is_dataclass(leaf) and not isinstance(leaf, type):
             leaves[index] = copy.copy(leaf)
             for field in fields(leaf):  # also of a frozen one
-                object.__setattr__(leaves[index], field.name, _map_tensors(getattr(leaf, field.name), convert))
+                value = _map_tensors(getattr(leaf, field.name), convert)
+                object.__setattr__(leaves[index], field.name, value)
     return compat.tree_unflatten(leaves, spec)

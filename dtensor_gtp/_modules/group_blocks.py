@@ -6,8 +6,9 @@ lasts. A block keeps single weights if one is shared with other blocks, lies on 
 offloaded, tensor-parallel or cut again by an outer ``fully_shard``, or if the schedule was given
 number by number. ``sharding_report`` says which and why.
 
-The modules of a group multiply in the compute dtype. So a rank sends what a recipe makes of the values of its shard, in
-that dtype: within a host, more bytes take less time than casts of each layer.
+The modules of a group multiply in the compute dtype. So a rank sends what a recipe makes of the
+values of its shard, in that dtype: within a host, more bytes take less time than casts of each
+layer.
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ def make_groups(runtime: Runtime, num_tokens: int) -> tuple[str, ...]:
     """Turn blocks of the outermost call into groups. Returns what was chosen and why."""
     call = runtime.members.calls[-1]
     assert isinstance(call, ShardGroup)
-    if runtime.policy._numbers or runtime.grads.launches.replicas is not None or len(runtime.members.calls) > 1:
+    has_one_call = len(runtime.members.calls) == 1
+    if runtime.policy._numbers or runtime.grads.launches.replicas is not None or not has_one_call:
         return ()
-    # Ranks ask each other once for a mesh.
+    # Cached, because ranks ask each other for a mesh: once, on all ranks alike.
     is_near = cache(lambda mesh: is_one_host(mesh.get_group(mesh.ndim - 1), runtime.device))
     groups: list[WeightGroup] = []
     reasons: dict[str, list[str]] = {}
@@ -52,9 +54,11 @@ def make_groups(runtime: Runtime, num_tokens: int) -> tuple[str, ...]:
         experts = [module for module in block.modules() if _has_large_experts(module, num_tokens)]
         modules = [module for module in block.modules() if module not in experts]
         params = params_of(bindings_of(modules))
-        why = "its own weights are those of experts" if block in experts else None
-        why = why or _why_single(modules, params, num_tokens)
-        why = why or _why_not_rounded(params, is_near, may_replay=runtime.comm.may_replay_steps)
+        why: str | None = "its own weights are those of experts"
+        if block not in experts:
+            why = _why_single(modules, params, num_tokens)
+        if why is None:
+            why = _why_not_rounded(params, is_near, may_replay=runtime.comm.may_replay_steps)
         if why is not None:
             reasons.setdefault(why, []).append(name)
             continue
@@ -62,20 +66,25 @@ def make_groups(runtime: Runtime, num_tokens: int) -> tuple[str, ...]:
         if experts:
             why = "products of experts last longer than the host needs for a weight"
             reasons.setdefault(why, []).append(f"experts of {name}")
+    chosen = []
     if groups:
         runtime.use_groups(groups)
-    sizes = f"{groups[0].fqn} to {groups[-1].fqn}" if groups else ""
-    chosen = [f"groups: {len(groups)} blocks, each gathered as a whole ({sizes})"] if groups else []
-    return (*chosen, *(f"no group: {_named(names)}, because {why}" for why, names in reasons.items()))
+        sizes = f"{groups[0].fqn} to {groups[-1].fqn}"
+        chosen.append(f"groups: {len(groups)} blocks, each gathered as a whole ({sizes})")
+    chosen += [f"no group: {_named(names)}, because {why}" for why, names in reasons.items()]
+    return tuple(chosen)
 
 
 def _make_group(name: str, block: nn.Module, modules: list[nn.Module], params: list[ManagedParam]) -> WeightGroup:
     weights = [param for param in params if isinstance(param, ShardedWeight)]
     whole = [param for param in params if isinstance(param, WholeParam)]
-    _dress_as_group(modules, block)  # before: the group keeps what its modules have as ``_parameters``
+    # Before: the group keeps what its modules have as ``_parameters``.
+    _dress_as_group(modules, block)
     group = WeightGroup(name, block, weights, whole)
     group.for_forward.call = weights[0].for_forward.call
     group.on_dissolved = partial(_dress_as_group, modules, None)
+    # Modules that read weights of the group, besides the block: outside of passes their calls are
+    # frames of the block's group, see ``frames``.
     parts = {site.module for param in params for site in param.registration.sites} - {block}
     for binding in bindings_of((block, *parts)):
         binding.weight_group = group
@@ -93,11 +102,16 @@ def _dress_as_group(modules: list[nn.Module], block: nn.Module | None) -> None:
 
 
 def _named(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+    if len(names) == 1:
+        return names[0]
+    return f"{names[0]} and {len(names) - 1} more"
 
 
 def _numel(param: ManagedParam) -> int:
-    return param.param.numel() if isinstance(param, ShardedWeight) else 0
+    """Elements of a sharded weight; whole parameters do not count."""
+    if isinstance(param, ShardedWeight):
+        return param.param.numel()
+    return 0
 
 
 def _blocks(module: nn.Module, prefix: str, total: int) -> Iterator[tuple[str, nn.Module]]:
@@ -108,10 +122,11 @@ def _blocks(module: nn.Module, prefix: str, total: int) -> Iterator[tuple[str, n
         is_container = isinstance(child, nn.ModuleList | nn.ModuleDict)
         if child in blocks and not is_container:
             inner = list(_blocks(child, fqn, total))
-            if not inner or sum(map(_numel, params_of(bindings_of(child.modules())))) <= _MOST_OF_MODEL * total:
+            params = params_of(bindings_of(child.modules()))
+            if inner and sum(map(_numel, params)) > _MOST_OF_MODEL * total:
+                yield from inner
+            else:
                 yield fqn, child
-                continue
-            yield from inner
         else:
             yield from _blocks(child, fqn, total)
 
@@ -120,10 +135,11 @@ def _has_large_experts(module: nn.Module, num_tokens: int) -> bool:
     """Whether a module has weights of several experts in one that are too large for a group. The
     rest of its block may be one."""
     binding = binding_of(module)
-    return binding is not None and any(
-        isinstance(param, ShardedWeight) and param.param.ndim == 3 and not is_worth_a_group(_numel(param), num_tokens)
-        for param in binding.params.values()
-    )
+    if binding is None:
+        return False
+    params = (param for param in binding.params.values() if isinstance(param, ShardedWeight))
+    numels = [param.param.numel() for param in params if param.param.ndim == 3]
+    return any(not is_worth_a_group(numel, num_tokens) for numel in numels)
 
 
 def _why_single(modules: list[nn.Module], params: list[ManagedParam], num_tokens: int) -> str | None:
@@ -132,9 +148,12 @@ def _why_single(modules: list[nn.Module], params: list[ManagedParam], num_tokens
     if len(weights) < 2:
         return "it has fewer than two sharded weights"
     numel = sum(map(_numel, weights)) / len(weights)
-    if not is_worth_a_group(numel, num_tokens, has_float8=any(weight.form.gemms is not None for weight in weights)):
-        return f"a GEMM lasts longer than the host needs for a weight ({numel:.3g} elements, {num_tokens} tokens)"
-    first, inside = weights[0], set(modules)
+    has_float8 = any(weight.form.gemms is not None for weight in weights)
+    if not is_worth_a_group(numel, num_tokens, has_float8=has_float8):
+        sizes = f"{numel:.3g} elements, {num_tokens} tokens"
+        return f"a GEMM lasts longer than the host needs for a weight ({sizes})"
+    first = weights[0]
+    inside = set(modules)
     if first.flags.reduce_scatter_unused_params:
         return "set_reduce_scatter_unused_params lets ranks use each weight as they like"
     for param in params:
@@ -146,6 +165,7 @@ def _why_single(modules: list[nn.Module], params: list[ManagedParam], num_tokens
             return f"'{param.fqn}' was sharded again or replaced"
         if param.policies.offload is not None or getattr(param, "tp_spec", None) is not None:
             return f"'{param.fqn}' is offloaded or tensor-parallel"
+        # One buffer has them all.
         if (param.compute_dtype, param.reduce_dtype) != (first.compute_dtype, first.reduce_dtype):
             return f"'{param.fqn}' has another dtype"
     for weight in weights:
@@ -164,7 +184,8 @@ def _why_single(modules: list[nn.Module], params: list[ManagedParam], num_tokens
 def _why_not_rounded(
     params: Iterable[ManagedParam], is_near: Callable[[DeviceMesh], bool], *, may_replay: bool
 ) -> str | None:
-    """Why quantized weights of a block are not gathered as values; None if they are, or if none is quantized."""
+    """Why quantized weights of a block are not gathered as values; None if they are, or if none is
+    quantized."""
     weights = [param for param in params if isinstance(param, ShardedWeight)]
     quantized = [weight for weight in weights if weight.form.wire is not None]
     for weight in quantized:

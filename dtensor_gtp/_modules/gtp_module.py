@@ -112,8 +112,9 @@ class GTPModule(RefusedMethods, BoundModule):
     tensors given become the parameters, and ties stay ties; a tensor that is placed in another way
     is refused. Create the optimizer after that, for it holds the old parameters.
 
-    ``param.data = tensor`` takes a whole tensor, of which each rank copies its part, or an earlier ``param.data``.
-    Inside of ``fully_shard`` it raises: write with ``copy_`` under ``torch.no_grad()``.
+    ``param.data = tensor`` takes a whole tensor, of which each rank copies its part, or an earlier
+    ``param.data``. Inside of ``fully_shard`` it raises: write with ``copy_`` under
+    ``torch.no_grad()``.
 
     Example:
         >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
@@ -127,8 +128,11 @@ class GTPModule(RefusedMethods, BoundModule):
     """
 
     def _params(self, recurse: bool = True) -> list[ManagedParam]:
+        bindings = bindings_of(self.modules())
+        if recurse:
+            return params_of(bindings)
         group = self._gtp_binding.group
-        return params_of(each for each in bindings_of(self.modules()) if recurse or each.group is group)
+        return params_of(binding for binding in bindings if binding.group is group)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather all weights below this module and keep them gathered until :meth:`reshard`.
@@ -321,14 +325,15 @@ class GTPModule(RefusedMethods, BoundModule):
             >>> heads[0].bias.grad.to_local()[0]  # of 2 samples on one of 4 ranks
             tensor(0.5000)
         """
-        params, runtime = self._params(recurse), self._gtp_binding.group.runtime
-        if reduce_scatter_unused_params and (groups := {param.group for param in params} - {None}):
+        params = self._params(recurse)
+        groups = {param.group for param in params if param.group is not None}
+        if reduce_scatter_unused_params and groups:
             if not all(group.pending_grad.is_empty for group in groups):
                 raise RuntimeError(
                     "set_reduce_scatter_unused_params(True) expects no gradients of microbatches without sync. Call it "
                     "before the first forward, or after a backward that syncs them."
                 )
-            runtime.split_groups()
+            self._gtp_binding.group.runtime.split_groups()
         for param in params:
             param.flags.reduce_scatter_unused_params = reduce_scatter_unused_params
 

@@ -42,7 +42,8 @@ from .binding import runtimes_below
 
 @functools.cache
 def install() -> None:
-    """Look at runs of the engine, at ``full_tensor()``, ``param.data`` and foreach functions; once in a process."""
+    """Look at runs of the engine, at ``full_tensor()``, ``param.data`` and foreach functions; once
+    in a process."""
     compat.wrap_engine(_run)
     compat.wrap_full_tensor(_averaged)
     compat.wrap_data_getter(_note_data)
@@ -58,7 +59,9 @@ def _runtimes() -> list[Runtime]:
 
 def _run(stock: Callable[..., Any], outputs: Any, grads: Any, retain: Any, create: Any, inputs: Any, *args: Any) -> Any:
     """As torch's function. The last one of ``args`` says whether gradients go to ``.grad``."""
-    runtimes = _runtimes() if inputs else []  # without inputs, all leaves get their gradients
+    runtimes = []  # without inputs, all leaves get their gradients
+    if inputs:
+        runtimes = _runtimes()
     before = [runtime.asked_for for runtime in runtimes]
     try:
         if any(isinstance(_tensor_of(given), DTensor) for given in inputs or ()):
@@ -81,7 +84,9 @@ def _with_leaves(
     """For ``backward``: ``inputs`` and the leaves that stand for those that are ours."""
     by_id = {id(managed.param): managed for runtime in runtimes for managed in runtime.members.params}
     found: list[Any] = list(inputs)
-    reached = None if accumulates else _leaves_below(outputs)
+    reached = None
+    if not accumulates:  # ``torch.autograd.grad``: refuse only parameters that it would find
+        reached = _leaves_below(outputs)
     for given in inputs:
         param = _tensor_of(given)
         if not isinstance(param, DTensor):
@@ -94,33 +99,41 @@ def _with_leaves(
             found += leaves
         elif any(id(leaf) in reached for leaf in leaves):
             raise NotImplementedError(
-                f"torch.autograd.grad cannot return the gradient of parameter '{managed.fqn}' of shape "
-                f"{tuple(param.shape)}, which gtp_shard reduces over mesh axes {managed.mesh.mesh_dim_names} outside "
-                f"of autograd (rank {dist.get_rank()}). Call loss.backward(inputs=[...]) with the same parameters, "
-                "and read their .grad."
+                f"torch.autograd.grad cannot return the gradient of parameter '{managed.fqn}' of "
+                f"shape {tuple(param.shape)}, which gtp_shard reduces over mesh axes "
+                f"{managed.mesh.mesh_dim_names} outside of autograd (rank {dist.get_rank()}). Call "
+                "loss.backward(inputs=[...]) with the same parameters, and read their .grad."
             )
     return tuple(found)
 
 
 def _tensor_of(given: Tensor | GradientEdge) -> Any:
     """The tensor, or the leaf whose gradient edge was given."""
-    return getattr(given.node, "variable", None) if isinstance(given, GradientEdge) else given
+    if isinstance(given, GradientEdge):
+        return getattr(given.node, "variable", None)
+    return given
 
 
 def _leaves_of(managed: ManagedParam) -> list[Tensor]:
     if isinstance(managed, WholeParam) and managed.is_widened:
         raise NotImplementedError(
-            f"backward(inputs=...) cannot name parameter '{managed.fqn}' of shape {tuple(managed.param.shape)}, "
-            f"which is {managed.param.dtype} and computes in {managed.compute_dtype} (rank {dist.get_rank()}): "
-            "gtp_shard reads its gradient before autograd rounds it. Freeze the other parameters with "
-            "requires_grad_(False), and call backward() without inputs."
+            f"backward(inputs=...) cannot name parameter '{managed.fqn}' of shape "
+            f"{tuple(managed.param.shape)}, which is {managed.param.dtype} and computes in "
+            f"{managed.compute_dtype} (rank {dist.get_rank()}): gtp_shard reads its gradient "
+            "before autograd rounds it. Freeze the other parameters with requires_grad_(False), "
+            "and call backward() without inputs."
         )
-    return managed.leaves if managed.group is None else [*managed.leaves, managed.group.leaves.by_member[managed]]
+    leaves = list(managed.leaves)
+    if managed.group is not None:
+        leaves.append(managed.group.leaves.by_member[managed])
+    return leaves
 
 
 def _leaves_below(outputs: Any) -> set[int]:
     """Ids of the leaves in the graph of ``outputs``."""
-    waiting: list[Node | None] = [out.node if isinstance(out, GradientEdge) else out.grad_fn for out in outputs]
+    waiting: list[Node | None] = []
+    for output in outputs:
+        waiting.append(output.node if isinstance(output, GradientEdge) else output.grad_fn)
     seen: set[Node] = set()
     while waiting:
         node = waiting.pop()
@@ -131,38 +144,48 @@ def _leaves_below(outputs: Any) -> set[int]:
 
 
 def _refuse_cut_again(param: DTensor) -> None:
-    """A parameter with a shard of ours that no runtime registers is one that ``fully_shard`` has cut again."""
-    if isinstance(param, torch.nn.Parameter) and any(isinstance(each, GTPShard) for each in param.placements):
+    """A parameter with a shard of ours that no runtime registers is one that ``fully_shard`` has
+    cut again."""
+    is_sharded = any(isinstance(each, GTPShard) for each in param.placements)
+    if isinstance(param, torch.nn.Parameter) and is_sharded:
         raise NotImplementedError(
-            f"backward(inputs=...) and torch.autograd.grad cannot name a parameter of shape {tuple(param.shape)} "
-            f"with placements {param.placements}, which an outer fully_shard has sharded, too (rank "
-            f"{dist.get_rank()}). Freeze the other parameters with requires_grad_(False), and call backward() "
-            "without inputs."
+            "backward(inputs=...) and torch.autograd.grad cannot name a parameter of shape "
+            f"{tuple(param.shape)} with placements {param.placements}, which an outer fully_shard "
+            f"has sharded, too (rank {dist.get_rank()}). Freeze the other parameters with "
+            "requires_grad_(False), and call backward() without inputs."
         )
 
 
 def _averaged(param: DTensor) -> list[Placement] | None:
-    """How ranks hold the gradient of the full tensor of a sharded weight: each that of its own data."""
-    if torch.compiler.is_compiling() or not (param.is_leaf and param.requires_grad and torch.is_grad_enabled()):
+    """How ranks hold the gradient of the full tensor of a sharded weight: each that of its own
+    data."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return None
+    if not (param.is_leaf and param.requires_grad):
         return None
     for runtime in _runtimes():
         weight = runtime.members.member_of(param)
         if isinstance(weight, WholeParam):
             return [Replicate()] * param.device_mesh.ndim
         if isinstance(weight, ShardedWeight) and not weight.registration.is_cut_again:
-            num_tp = 0 if weight.tp_spec is None else weight.tp_spec.mesh.ndim
-            is_tp = [axis < num_tp for axis in range(param.device_mesh.ndim)]
-            return [Replicate() if each else Partial("avg") for each in is_tp]
+            num_tp = 0
+            if weight.tp_spec is not None:  # its axes come first; ranks along them see the same data
+                num_tp = weight.tp_spec.mesh.ndim
+            placements: list[Placement] = [Partial("avg")] * param.device_mesh.ndim
+            placements[:num_tp] = [Replicate()] * num_tp
+            return placements
     return None
 
 
 def _write_foreach(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A foreach function writes to the tensors of its first argument. Its caller may have them since long before."""
+    """A foreach function writes to the tensors of its first argument. Its caller may have them
+    since long before."""
     if not compat.is_in_compiler():
         for runtime in _runtimes():
-            # Compute waits for gathers in flight that read these, before it writes.
-            for param in args[0] if runtime.holds_weights else ():
-                runtime.lost_writes.note_untraced_write(param)
+            if runtime.holds_weights:
+                # Compute waits for gathers in flight that read these, before it writes.
+                for param in args[0]:
+                    runtime.lost_writes.note_untraced_write(param)
             runtime.lost_writes.note_written(args[0])
     with compat.stock_dtensor_dispatch(op):
         return op(*args, **kwargs)
@@ -204,29 +227,35 @@ def _replace_backward(stage_class: Any) -> None:
 
     @functools.wraps(run)
     def run_part(stage: Any, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> Any:
-        runtimes = runtimes_below(stage.submod) if last_backward or backward_type in ("input", "weight") else []
+        is_part = backward_type in ("input", "weight")
+        runtimes = []
+        if last_backward or is_part:
+            runtimes = runtimes_below(stage.submod)
         if any(runtime.grads.launches.replicas is not None for runtime in runtimes):
             raise NotImplementedError(
-                "Pipelines do not support elastic.synchronize_replicas: its replicas span all ranks of the job, a "
-                "stage only some. Use a mesh of init_weight_mesh with pp."
+                "Pipelines do not support elastic.synchronize_replicas: its replicas span all "
+                "ranks of the job, a stage only some. Use a mesh of init_weight_mesh with pp."
             )
-        if backward_type == "full":
-            runtimes = []
-        if not runtimes:
+        if backward_type == "full" or not runtimes:
             return run(stage, backward_type, bwd_kwargs, last_backward)
         if backward_type == "input":
             outputs = bwd_kwargs["stage_output"]
-            if bwd_kwargs["output_grads"] is None:  # a loss, which a whole backward expects outside of a tuple
-                (outputs,) = outputs
+            if bwd_kwargs["output_grads"] is None:
+                (outputs,) = outputs  # a loss, which a whole backward expects outside of a tuple
+            postponed = []
             with ExitStack() as stack:
-                postponed = [(runtime, stack.enter_context(runtime.grads.postponing())) for runtime in runtimes]
-                grads, _ = run(stage, "full", {**bwd_kwargs, "stage_output": outputs}, last_backward)
+                for runtime in runtimes:
+                    jobs = stack.enter_context(runtime.grads.postponing())
+                    postponed.append((runtime, jobs))
+                whole = {**bwd_kwargs, "stage_output": outputs}
+                grads, _ = run(stage, "full", whole, last_backward)
             return grads, postponed  # the stage passes the list to the second part as param_groups
         # A backward of nothing, in which torch sets the flags of an outer fully_shard. As "weight"
         # it would make a view of each parameter, which is slow, and which placements with a block
         # size do not have.
         nothing = torch.zeros((), requires_grad=True)
-        result = run(stage, "full", {"stage_output": nothing, "output_grads": None, "input_values": ()}, last_backward)
+        of_nothing = {"stage_output": nothing, "output_grads": None, "input_values": ()}
+        result = run(stage, "full", of_nothing, last_backward)
         with torch.no_grad():
             for runtime, jobs in bwd_kwargs["param_groups"]:
                 for job in jobs:

@@ -1,4 +1,5 @@
-"""Methods of ``nn.Module`` that modules with managed parameters have from us, as attributes of the instance.
+"""Methods of ``nn.Module`` that modules with managed parameters have from us, as attributes of the
+instance.
 
 Other libraries ask a module whether they may wrap it in ``DistributedDataParallel``, and whether
 its ranks must stay together; these answers are here, too.
@@ -50,8 +51,9 @@ class _Changed(dict[str, Any]):
 
     def __init__(self, params: dict[str, Any], fn: Callable[[Tensor], Tensor], note: Callable[[str], None]) -> None:
         super().__init__(dict.items(params))
-        self._fn, self._note = fn, note
-        self._last: tuple[Tensor, Tensor] | None = None
+        self._fn = fn
+        self._note = note  # called with the name of each that changes
+        self._last: tuple[Tensor, Tensor] | None = None  # a tensor, and ``fn`` of it
 
     def items(self) -> Any:
         for name, param in dict.items(self):
@@ -81,11 +83,16 @@ class _Changed(dict[str, Any]):
 
 
 def _apply(self: BoundModule, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-    """``to``, ``to_empty`` and the like may register new parameter objects: follow them, and keep ties tied."""
-    binding, attributes = self._gtp_binding, self.__dict__
+    """``to``, ``to_empty`` and the like may register new parameter objects: follow them, and keep
+    ties tied."""
+    binding = self._gtp_binding
+    attributes = self.__dict__
     shown = attributes["_parameters"]
-    group = shown.group if isinstance(shown, FullParams) else None
-    registered = shown if group is None else shown.sharded
+    registered = shown
+    group = None
+    if isinstance(shown, FullParams):  # the module is in a group whose full weights are there
+        registered = shown.sharded
+        group = shown.group
 
     def refuse_in_group(name: str) -> None:
         if group is not None and name in binding.params:
@@ -95,9 +102,11 @@ def _apply(self: BoundModule, fn: Callable[[Tensor], Tensor], *args: Any, **kwar
                 "gtp_shard, which gathers blocks of several dtypes weight by weight."
             )
 
-    changed = attributes["_parameters"] = _Changed(registered, fn, refuse_in_group)
+    changed = _Changed(registered, fn, refuse_in_group)
+    attributes["_parameters"] = changed
+    stock: Any = type(self)._apply
     try:
-        result = type(self)._apply(self, changed.apply, *args, **kwargs)  # type: ignore[no-untyped-call]
+        result = stock(self, changed.apply, *args, **kwargs)
         registered.update(dict.items(changed))
         attributes["_parameters"] = registered
         for name, managed in binding.params.items():
@@ -112,7 +121,8 @@ def _named_members(self: BoundModule, *args: Any, **kwargs: Any) -> Any:
     members = type(self)._named_members(self, *args, **kwargs)
     if compat.is_in_compiler():
         return members
-    # Without children it is mostly asked by hooks of tools (CommDebugMode), which must not launch a gather.
+    # Without children it is mostly asked by hooks of tools (CommDebugMode), which must not launch a
+    # gather.
     may_gather = kwargs.get("recurse", True)
     return _as_users_see(self._gtp_binding.group.runtime, members, may_gather)
 
@@ -158,7 +168,8 @@ def register_parameter(self: BoundModule, name: str, param: nn.Parameter | None)
 
 
 def _save_to_state_dict(self: BoundModule, *args: Any, **kwargs: Any) -> None:
-    """Free gathered weights: whoever gets the shard may write to it without a trace, as ``dcp.load`` does."""
+    """Free gathered weights: whoever gets the shard may write to it without a trace, as
+    ``dcp.load`` does."""
     type(self)._save_to_state_dict(self, *args, **kwargs)
     for managed in self._gtp_binding.params.values():
         if isinstance(managed, ShardedWeight):
@@ -169,9 +180,12 @@ def _load_from_state_dict(self: BoundModule, state_dict: dict[str, Any], prefix:
     """Each rank takes its part of whole tensors. ``assign=True`` registers other objects: follow
     them, and report an error for what is no shard."""
     before = dict(self._parameters.items())
-    parts = {prefix + name: _part_of(state_dict.get(prefix + name), param) for name, param in before.items()}
-    # In place, as hooks of torch rename keys: the caller looks for missing ones in this very dict.
-    state_dict.update((key, part) for key, part in parts.items() if part is not None)
+    for name, param in before.items():
+        part = _part_of(state_dict.get(prefix + name), param)
+        if part is not None:
+            # In place, as hooks of torch rename keys: the caller looks for missing ones in this
+            # very dict.
+            state_dict[prefix + name] = part
     type(self)._load_from_state_dict(self, state_dict, prefix, *args)
     binding = self._gtp_binding
     for name, managed in binding.params.items():
@@ -182,11 +196,15 @@ def _load_from_state_dict(self: BoundModule, state_dict: dict[str, Any], prefix:
 
 
 def _part_of(value: Any, param: nn.Parameter | None) -> Tensor | None:
-    """This rank's part of a whole tensor for a sharded ``param``; None for all that is loaded as it is."""
-    if not isinstance(param, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+    """This rank's part of a whole tensor for a sharded ``param``; None for all that is loaded as it
+    is."""
+    if not isinstance(param, DTensor) or not isinstance(value, Tensor):
         return None
-    if value.shape != param.shape or type(compat.local_tensor(param)) not in (Tensor, nn.Parameter):
+    if isinstance(value, DTensor) or value.shape != param.shape:
         return None
+    if type(compat.local_tensor(param)) not in (Tensor, nn.Parameter):
+        return None
+    # Without communication: each rank has the whole tensor.
     return distributed_tensor.distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
 
 
@@ -211,9 +229,16 @@ def _refuse_script(self: nn.Module) -> NoReturn:
 
 def extra_repr(self: BoundModule) -> str:
     own = type(self).extra_repr(self)
-    shown = ", ".join(f"{name}: {param.placements[param.gtp_axis]}" for name, param in self._gtp_binding.params.items())
-    separator = "\n  " if "\n" in own else ", "  # lists of parameters have one line for each
-    return separator.join(filter(None, (own, f"gtp=[{shown}]" if shown else "")))
+    params = self._gtp_binding.params
+    if not params:
+        return own
+    placements = [f"{name}: {param.placements[param.gtp_axis]}" for name, param in params.items()]
+    shown = f"gtp=[{', '.join(placements)}]"
+    if not own:
+        return shown
+    if "\n" in own:  # lists of parameters have one line for each
+        return f"{own}\n  {shown}"
+    return f"{own}, {shown}"
 
 
 def _zero_padding_row(self: Any) -> None:
@@ -236,12 +261,15 @@ class PreparedByAccelerate:
             return self
         reader = sys._getframe(1).f_globals.get("__name__", "")
         if reader.partition(".")[0] != "accelerate":
-            raise AttributeError(f"'{type(module).__name__}' object has no attribute '_is_accelerate_prepared'")
-        raise RuntimeError(f"accelerate cannot prepare a {type(module).__name__} after gtp_shard: {INSTEAD_OF_DDP}")
+            what = f"'{type(module).__name__}' object"
+            raise AttributeError(f"{what} has no attribute '_is_accelerate_prepared'")
+        what = type(module).__name__
+        raise RuntimeError(f"accelerate cannot prepare a {what} after gtp_shard: {INSTEAD_OF_DDP}")
 
 
 class SeenByTransformers:
-    """Value of ``_is_fsdp_managed_module`` of a module whose ranks must run the same layers: true for transformers.
+    """Value of ``_is_fsdp_managed_module`` of a module whose ranks must run the same layers: true
+    for transformers.
 
     There ``generate`` then goes on until all ranks have stopped (``synced_gpus``), and LayerDrop
     skips no layer. torch.compile reads the attribute, too, and would take the module for one of
@@ -264,12 +292,16 @@ def run_all_layers(module: nn.Module) -> None:
     The config, which is saved, keeps the number."""
     names = []
     for name, submodule in module.named_modules():
-        if type(submodule).__module__.startswith("transformers.") and submodule.__dict__.get("layerdrop"):
+        is_of_transformers = type(submodule).__module__.startswith("transformers.")
+        if is_of_transformers and submodule.__dict__.get("layerdrop"):
             submodule.layerdrop = 0.0
             names.append(printable(name))
     if names:
-        text = "layerdrop of %s is 0 after gtp_shard: all ranks must run the same layers. Those of transformers that "
-        logger.warning(text + "support fully_shard do so, too", ", ".join(names))
+        text = (
+            "layerdrop of %s is 0 after gtp_shard: all ranks must run the same layers. Those of "
+            "transformers that support fully_shard do so, too"
+        )
+        logger.warning(text, ", ".join(names))
 
 
 def resize_or_refuse(stock: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
@@ -281,7 +313,7 @@ def resize_or_refuse(stock: Callable[..., nn.Module]) -> Callable[..., nn.Module
         self: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, **options: Any
     ) -> Any:
         num_rows: int = self.get_input_embeddings()._parameters.get("weight").shape[0]
-        wanted = num_rows if new_num_tokens is None else new_num_tokens
+        wanted = new_num_tokens if new_num_tokens is not None else num_rows
         if pad_to_multiple_of is not None:
             wanted = -(-wanted // pad_to_multiple_of) * pad_to_multiple_of
         if wanted != num_rows:
@@ -323,13 +355,14 @@ class Refusal(str):
 
 _OF_ALL: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
-        **{
-            function.__name__: function
-            for function in (
-                *(_apply, _named_members, get_parameter, register_buffer, register_parameter),
-                *(_save_to_state_dict, _load_from_state_dict, extra_repr),
-            )
-        },
+        "_apply": _apply,
+        "_named_members": _named_members,
+        "get_parameter": get_parameter,
+        "register_buffer": register_buffer,
+        "register_parameter": register_parameter,
+        "_save_to_state_dict": _save_to_state_dict,
+        "_load_from_state_dict": _load_from_state_dict,
+        "extra_repr": extra_repr,
         "__deepcopy__": _refuse_copy,
         "__getstate__": _refuse_pickle,  # also asked by copy.copy
         "__prepare_scriptable__": _refuse_script,  # by ``torch.jit.script``
@@ -339,17 +372,20 @@ _OF_ALL: Mapping[str, Callable[..., Any]] = MappingProxyType(
 
 def override(module: nn.Module) -> None:
     """Give ``module``, which has a binding, these methods."""
-    cls, attributes = type(module), module.__dict__
+    cls = type(module)
+    attributes = module.__dict__
     for name, function in _OF_ALL.items():
         attributes[name] = MethodType(function, module)
     if callable(resize := getattr(cls, "resize_token_embeddings", None)):
         attributes["resize_token_embeddings"] = MethodType(resize_or_refuse(resize), module)
     generate = getattr(cls, "generate", None)
-    if "_is_fsdp_managed_module" in attributes and inspect.isfunction(generate) and is_alone_by_default(generate):
+    are_together = "_is_fsdp_managed_module" in attributes
+    if are_together and inspect.isfunction(generate) and is_alone_by_default(generate):
         attributes["generate"] = MethodType(generate_together(generate), module)
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         attributes["_fill_padding_idx_with_zero"] = MethodType(_zero_padding_row, module)
-    # ``torch.distributed.tensor.distribute_module``, which ``parallelize_module`` calls, asks for this first.
+    # ``torch.distributed.tensor.distribute_module``, which ``parallelize_module`` calls, asks for
+    # this first.
     attributes["_distribute_module_applied"] = Refusal(
         f"parallelize_module expects modules that gtp_shard has not sharded yet, but got a {cls.__name__}: tensor "
         "parallelism would split the shards of gtp_shard. Call parallelize_module first, then gtp_shard, then "

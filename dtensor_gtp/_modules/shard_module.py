@@ -38,9 +38,11 @@ from .overrides import run_all_layers
 def shard_module(
     module: nn.Module, arguments: Arguments, decisions: list[Decision], ignored: set[Site], runtime: Runtime, own: type
 ) -> None:
-    """Replace the parameters and bind the modules. Nothing in here may fail on bad input. ``runtime`` also serves
-    earlier calls on submodules from now on; ``own`` becomes the class of ``module`` alone."""
-    for submodule in module.modules():  # buffers stay whole; like ``fully_shard``, move them to the mesh's device
+    """Replace the parameters and bind the modules. Nothing in here may fail on bad input.
+    ``runtime`` also serves earlier calls on submodules from now on; ``own`` becomes the class of
+    ``module`` alone."""
+    # Buffers stay whole. Like ``fully_shard``, move them to the mesh's device.
+    for submodule in module.modules():
         for name, buffer in submodule._buffers.items():
             if buffer is not None and not buffer.is_meta and buffer.device != runtime.device:
                 submodule._buffers[name] = buffer.to(runtime.device)
@@ -54,7 +56,7 @@ def shard_module(
         if param is None:
             param = _make_param(decision, arguments, runtime.device)
             group.params.append(param)
-        else:
+        else:  # a tie with a parameter of an earlier call
             param.registration.sites.extend(decision.sites)
         for site in decision.sites:
             site.module._parameters[site.name] = param.param
@@ -65,10 +67,10 @@ def shard_module(
             binding = Binding(submodule, group, owned.get(submodule, {}))
             bind(submodule, binding, own if submodule is module else None)
     runtime.add(group.params)
-    runtime.members.calls.append(group)
+    runtime.members.calls.append(group)  # last: it is the outermost one so far
     runtime.setup.make_groups_by(partial(make_groups, runtime))
-    for changed in (gradients, data_setter, remedies, torch_patches, outside_of_modules):  # parts of torch
-        changed.install()
+    for part_of_torch in (gradients, data_setter, remedies, torch_patches, outside_of_modules):
+        part_of_torch.install()
     for mesh_of_param in {param.spec.mesh for param in group.params}:
         random_init.whole_draws().add_mesh(mesh_of_param)
 
@@ -80,33 +82,46 @@ def _adopt_earlier(module: nn.Module, decisions: list[Decision], runtime: Runtim
     tied = [d.existing.registration.sites[0].module for d in decisions if d.existing is not None]
     # In an order that is the same on all ranks: it becomes the order of collectives.
     for earlier in dict.fromkeys(binding.group.runtime for binding in bindings_of((*nested, *tied))):
-        for call in earlier.members.calls:  # all of them: a weight with two runtimes would be reduced by both
+        for call in earlier.members.calls:  # all: both runtimes of a weight would reduce it
             runtime.add(call.params)
             call.runtime = runtime
         runtime.members.calls += earlier.members.calls
         optimizer_steps().watchers.discard(earlier)
-    for name, param in reversed(list(managed_params(module))):  # reversed: a tied parameter keeps its first name
+    # Reversed, so that a tied parameter keeps its first name.
+    for name, param in reversed(list(managed_params(module))):
         param.fqn = printable(name)
     return set(nested)
 
 
 def _make_param(decision: Decision, arguments: Arguments, device: torch.device) -> ManagedParam:
-    old, recipe, placement, mesh = decision.param, decision.recipe, decision.placement, decision.mesh
+    old = decision.param
+    recipe = decision.recipe
+    placement = decision.placement
+    mesh = decision.mesh
     spec_mesh, placements = _where(decision, arguments)
-    tp_spec = compat.dtensor_spec(old) if isinstance(old, DTensor) else None
+    tp_spec = None
+    if isinstance(old, DTensor):
+        tp_spec = compat.dtensor_spec(old)
     local = master_of(compat.local_part(old)).detach()
     layout: WeightLayout | None = None
     part: ReplicaPart | None = None
     if isinstance(placement, GTPShard):
-        rank, world = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+        rank = mesh.get_local_rank(mesh.ndim - 1)
+        world = mesh.size(mesh.ndim - 1)
         layout = WeightLayout(local.shape, placement.dim, world, rank, placement.block_size)
         shard = layout.shard_of(local)
-        if _splits_states(decision, arguments) and (cut := _cut_by_replicas(old, spec_mesh, placements)) is not None:
+        cut = None
+        if _splits_states(decision, arguments):
+            cut = _cut_by_replicas(old, spec_mesh, placements)
+        if cut is not None:
+            placements = cut
             part = ReplicaPart(WeightLayout(shard.shape, 0, mesh.size(0), mesh.get_local_rank(0)))
-            shard, placements = part.layout.shard_of(shard), cut
+            shard = part.layout.shard_of(shard)
     else:
         shard = local.clone(memory_format=torch.contiguous_format)
-    shard = shard if shard.is_meta else shard.to(device if arguments.offload is None else "cpu")
+    if not shard.is_meta:
+        home = torch.device("cpu") if arguments.offload is not None else device
+        shard = shard.to(home)
     spec = compat.make_spec(spec_mesh, placements, old.shape, old.dtype)
     if isinstance(shard, NativeWeight):
         assert recipe is not None
@@ -119,14 +134,18 @@ def _make_param(decision: Decision, arguments: Arguments, device: torch.device) 
     compat.move_hooks(old, new)
     managed: ManagedParam
     policies = Policies(arguments.mp_policy, arguments.offload, device_of(mesh))
+    fqn = decision.fqn
+    sites = decision.sites
     if layout is not None:
-        managed = weight = ShardedWeight(decision.fqn, decision.sites, new, mesh, policies, layout, tp_spec, part)
+        weight = ShardedWeight(fqn, sites, new, mesh, policies, layout, tp_spec, part)
         weight.set_wire(make_wire(weight, recipe, arguments.mp_policy))
+        managed = weight
     else:
-        managed = WholeParam(decision.fqn, decision.sites, new, mesh, policies, tp_spec, decision.reason)
+        managed = WholeParam(fqn, sites, new, mesh, policies, tp_spec, decision.reason)
     managed.flags.reshard_after_forward = arguments.reshard_after_forward
-    managed.registration.replaced = replaced = ReplacedParam(old)
+    replaced = ReplacedParam(old)
     replaced.manager = managed
+    managed.registration.replaced = replaced
     if old.requires_grad:
         old.register_hook(partial(refuse_gradient_of_replaced, replaced))
     return managed
@@ -138,13 +157,17 @@ def _splits_states(decision: Decision, arguments: Arguments) -> bool:
 
 
 def _where(decision: Decision, arguments: Arguments) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-    """The mesh and placements of a parameter, as if replicas did not cut it. Placements apply from left to right."""
-    mesh, placement = decision.mesh, decision.placement
-    placements: tuple[Placement, ...] = (*(Replicate(),) * (mesh.ndim - 1), placement)
+    """The mesh and placements of a parameter, as if replicas did not cut it. Placements apply from
+    left to right."""
+    mesh = decision.mesh
+    placements: tuple[Placement, ...] = (decision.placement,)
+    if mesh.ndim == 2:
+        placements = (Replicate(), decision.placement)
     if arguments.shard_optimizer and has_replicas(mesh):  # replicas cut what gtp has left
         assert mesh.mesh_dim_names is not None
         replicate, gtp = mesh.mesh_dim_names
-        mesh, placements = compat.concatenate_meshes([mesh[gtp], mesh[replicate]]), (placement, Replicate())
+        mesh = compat.concatenate_meshes([mesh[gtp], mesh[replicate]])
+        placements = (decision.placement, Replicate())
     if isinstance(decision.param, DTensor):  # gtp cuts what tp has left, also unevenly
         spec = compat.dtensor_spec(decision.param)
         return compat.concatenate_meshes([spec.mesh, mesh]), (*spec.placements, *placements)

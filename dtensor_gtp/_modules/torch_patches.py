@@ -1,4 +1,5 @@
-"""Replaces functions of torch that have no hooks, so that they work with modules of ours, or refuse them."""
+"""Replaces functions of torch that have no hooks, so that they work with modules of ours, or refuse
+them."""
 
 from __future__ import annotations
 
@@ -28,13 +29,15 @@ from .overrides import INSTEAD_OF_DDP
 
 @functools.cache
 def install() -> None:
-    """Replace the functions once in a process; those of pipelines follow when pipelines are imported."""
+    """Replace the functions once in a process. Those of pipelines follow when pipelines are
+    imported."""
     _wrap_fully_shard()
     _refuse_wrappers()
 
 
 def _wrap_fully_shard() -> None:
-    """Let ``fully_shard`` around modules of ours cut our parameters once more, over a data-parallel axis.
+    """Let ``fully_shard`` around modules of ours cut our parameters once more, over a data-parallel
+    axis.
 
     In forward and backward it registers DTensors like ours, which the runtime follows. A gather
     must not read a shard that ``fully_shard`` has freed, so gathers in flight are dropped before.
@@ -45,8 +48,10 @@ def _wrap_fully_shard() -> None:
     group_class = compat.fully_shard_group_class()
     if group_class is None:
         return
-    stock_init, stock_post_backward = group_class.__init__, group_class.post_backward
-    stock_to_sharded, stock_to_unsharded = group_class._to_sharded, group_class._to_unsharded
+    stock_init = group_class.__init__
+    stock_post_backward = group_class.post_backward
+    stock_to_sharded = group_class._to_sharded
+    stock_to_unsharded = group_class._to_unsharded
 
     @functools.wraps(stock_init)
     def init(group: Any, params: list[nn.Parameter], modules: tuple[nn.Module, ...], *args: Any, **kwargs: Any) -> None:
@@ -57,18 +62,20 @@ def _wrap_fully_shard() -> None:
             runtime.members.forget_objects()
             param.registration.is_cut_again = True
             if module._parameters.get(name) is not param.param:
+                # An optimizer that holds the old object would step to no effect.
                 optimizer_steps().note_replaced(param.param, param.fqn)
 
     @functools.wraps(stock_post_backward)
     def post_backward(group: Any, *unused: Any) -> None:
         for runtime, managed in _by_runtime(group).items():
-            runtime.steps.publish(managed)
+            runtime.steps.publish(managed)  # into ``.grad``, from where ``fully_shard`` takes them
         with compat.empty_grads_set_aside(group):
             stock_post_backward(group, *unused)
 
     @functools.wraps(stock_to_sharded)
     def to_sharded(group: Any) -> None:
         if not group.is_sharded:
+            # It frees the shards that these gathers read.
             for runtime, managed in _by_runtime(group).items():
                 runtime.gathering.drop_prefetched_of(managed)
         stock_to_sharded(group)
@@ -102,7 +109,8 @@ def _by_runtime(group: Any) -> dict[Runtime, list[ManagedParam]]:
 
 
 def _check_cuts(params: Sequence[nn.Parameter], modules: Sequence[nn.Module], cut: compat.FullyShardCut) -> None:
-    """Refuse a mesh that shares other ranks with that of a parameter, and a cut that would split whole blocks."""
+    """Refuse a mesh that shares other ranks with that of a parameter, and a cut that would split
+    whole blocks."""
     ours = {id(managed.param): managed for module in modules for _, managed in managed_params(module)}
     outer = set(cut.mesh.mesh.flatten().tolist())
     for param in params:
@@ -112,37 +120,44 @@ def _check_cuts(params: Sequence[nn.Parameter], modules: Sequence[nn.Module], cu
         what = f"parameter '{managed.fqn}' of shape {tuple(param.shape)} (rank {dist.get_rank()})"
         if managed.policies.offload is not None:
             raise NotImplementedError(
-                f"fully_shard cannot wrap gtp_shard with offload_policy, which keeps {what} on the host. Pass a "
-                f"(replicate, gtp) mesh to gtp_shard instead, or leave out offload_policy. {see('offload')}"
+                f"fully_shard cannot wrap gtp_shard with offload_policy, which keeps {what} on the "
+                "host. Pass a (replicate, gtp) mesh to gtp_shard instead, or leave out "
+                f"offload_policy. {see('offload')}"
             )
         if isinstance(managed, ShardedWeight) and managed.has_parts:
             raise NotImplementedError(
-                f"fully_shard cannot wrap gtp_shard(shard_optimizer=True), which has split the optimizer states of "
-                f"{what} already. Pass a mesh whose first axis has all copies to gtp_shard (mesh.weights), or leave "
-                "out shard_optimizer: an outer fully_shard splits states over its axis."
+                "fully_shard cannot wrap gtp_shard(shard_optimizer=True), which has split the "
+                f"optimizer states of {what} already. Pass a mesh whose first axis has all copies "
+                "to gtp_shard (mesh.weights), or leave out shard_optimizer: an outer fully_shard "
+                "splits states over its axis."
             )
         if len(outer & set(managed.mesh.mesh.flatten().tolist())) > 1:
             raise ValueError(
-                f"fully_shard expects a mesh of other axes than gtp_shard, but mesh axes {cut.mesh.mesh_dim_names} "
-                f"and {managed.mesh.mesh_dim_names} share ranks for {what}, whose gradient gtp_shard averages over "
-                "the latter already. Pass a mesh of other axes of the same root, e.g. mesh['dp'] beside "
-                "mesh['gtp']; or, if fully_shard is for other modules, pass the parameters of gtp_shard in "
+                "fully_shard expects a mesh of other axes than gtp_shard, but mesh axes "
+                f"{cut.mesh.mesh_dim_names} and {managed.mesh.mesh_dim_names} share ranks for "
+                f"{what}, whose gradient gtp_shard averages over the latter already. Pass a mesh "
+                "of other axes of the same root, e.g. mesh['dp'] beside mesh['gtp']; or, if "
+                "fully_shard is for other modules, pass the parameters of gtp_shard in "
                 "ignored_params."
             )
-        placement, dim = param.placements[-1], cut.dim_of(param)
-        is_same_dim = isinstance(placement, GTPShard) and placement.dim == dim and cut.num_shards > 1
-        if is_same_dim and not has_torch_chunks(compat.dtensor_spec(param), param.device_mesh.ndim - 1):
+        placement = param.placements[-1]
+        dim = cut.dim_of(param)
+        if cut.num_shards == 1 or not isinstance(placement, GTPShard) or placement.dim != dim:
+            continue
+        if not has_torch_chunks(compat.dtensor_spec(param), param.device_mesh.ndim - 1):
             raise NotImplementedError(
-                f"fully_shard over mesh axes {cut.mesh.mesh_dim_names} cannot shard dim {dim} of {what} with "
-                f"placements {param.placements}: its shards hold whole blocks, which torch.chunk would split, and "
-                "DTensor has no placement for the result. Let fully_shard shard another dim, with "
-                f"shard_placement_fn=lambda param: Shard({1 if dim == 0 else 0}) for this parameter; or choose sizes "
-                "so that each rank of the gtp axis gets the same number of blocks; or use block_size=1."
+                f"fully_shard over mesh axes {cut.mesh.mesh_dim_names} cannot shard dim {dim} of "
+                f"{what} with placements {param.placements}: its shards hold whole blocks, which "
+                "torch.chunk would split, and DTensor has no placement for the result. Let "
+                "fully_shard shard another dim, with shard_placement_fn=lambda param: "
+                f"Shard({int(dim == 0)}) for this parameter; or choose sizes so that each rank of "
+                "the gtp axis gets the same number of blocks; or use block_size=1."
             )
 
 
 def _refuse_wrappers() -> None:
-    """``DistributedDataParallel`` and others take each parameter for a plain tensor that all ranks hold alike.
+    """``DistributedDataParallel`` and others take each parameter for a plain tensor that all ranks
+    hold alike.
 
     They would broadcast one rank's shard, and wait for gradients that never come, because ours do
     not pass through autograd; ``make_graphed_callables`` would train nothing. One case is right:
@@ -153,8 +168,9 @@ def _refuse_wrappers() -> None:
     _before_init(DistributedDataParallel, _check_ddp)
     _before_init(FullyShardedDataParallel, _check_others)
     _before_init(DataParallel, _check_others)
-    torch_module, make_graphed = compat.localizing_module(), torch.cuda.make_graphed_callables
+    torch_module = compat.localizing_module()
     localize = torch_module._localize_dtensor
+    make_graphed = torch.cuda.make_graphed_callables
 
     @functools.wraps(localize)
     def localize_or_refuse(module: nn.Module, *args: Any, ignored_params: set[nn.Parameter] | None = None) -> None:
@@ -164,13 +180,17 @@ def _refuse_wrappers() -> None:
 
     @functools.wraps(make_graphed)
     def make_graphed_or_refuse(callables: Any, *args: Any, **kwargs: Any) -> Any:
-        for module in callables if isinstance(callables, tuple) else (callables,):
-            for name, _ in _managed(module) if isinstance(module, nn.Module) else ():
+        given = callables
+        if not isinstance(callables, tuple):
+            given = (callables,)
+        modules = [module for module in given if isinstance(module, nn.Module)]
+        for module in modules:
+            for name, _ in _managed(module):
                 raise RuntimeError(
-                    f"torch.cuda.make_graphed_callables does not support a {type(module).__name__} after gtp_shard: "
-                    f"the gradient of {name!r} is reduced over ranks outside of autograd, so the graph would not "
-                    "have it. Use dtensor_gtp.capture_step for whole steps, dtensor_gtp.capture_blocks for single "
-                    "modules."
+                    f"torch.cuda.make_graphed_callables does not support a {type(module).__name__} "
+                    f"after gtp_shard: the gradient of {name!r} is reduced over ranks outside of "
+                    "autograd, so the graph would not have it. Use dtensor_gtp.capture_step for "
+                    "whole steps, dtensor_gtp.capture_blocks for single modules."
                 )
         return make_graphed(callables, *args, **kwargs)
 
@@ -202,34 +222,39 @@ def _managed(module: nn.Module, ignored: Collection[nn.Parameter] = ()) -> list[
 
 def _refusal(what: str, name: str, param: ManagedParam) -> ValueError:
     return ValueError(
-        f"{what} cannot wrap a module after gtp_shard: parameter {name!r} of shape {tuple(param.param.shape)} is "
-        f"sharded, and its gradient averaged, over mesh axes {param.mesh.mesh_dim_names} only (rank "
-        f"{dist.get_rank()}). Pass a 2-D (replicate, gtp) mesh to gtp_shard instead, or call fully_shard over the "
-        "outer mesh axis after it. To reduce only other parameters, pass the sharded modules to replicate as "
-        "ignored_modules, or process_group=mesh.get_group() of their mesh to DistributedDataParallel."
+        f"{what} cannot wrap a module after gtp_shard: parameter {name!r} of shape "
+        f"{tuple(param.param.shape)} is sharded, and its gradient averaged, over mesh axes "
+        f"{param.mesh.mesh_dim_names} only (rank {dist.get_rank()}). Pass a 2-D (replicate, gtp) "
+        "mesh to gtp_shard instead, or call fully_shard over the outer mesh axis after it. To "
+        "reduce only other parameters, pass the sharded modules to replicate as ignored_modules, "
+        "or process_group=mesh.get_group() of their mesh to DistributedDataParallel."
     )
 
 
 def _check_ddp(cls: type, arguments: dict[str, Any]) -> None:
-    module, mesh = arguments["module"], arguments.get("device_mesh")
+    module = arguments["module"]
+    mesh = arguments.get("device_mesh")
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     managed = {name: param for name, param in _managed(module) if name not in ignored}
     if not managed:
         return
-    group = mesh.get_group() if mesh is not None else arguments.get("process_group")
+    group = arguments.get("process_group")
+    if mesh is not None:
+        group = mesh.get_group()
     ranks = sorted(dist.get_process_group_ranks(group))  # None: DDP takes the default group
     for name, param in managed.items():
         if mesh is not None or ranks != sorted(param.mesh.mesh.flatten().tolist()):
             raise _refusal(f"DistributedDataParallel over ranks {ranks}", name, param)
+    ignored.update(managed)
     # DDP looks for the parameters of the outermost module under a name with a dot in front as well.
-    names = {name if "." in name else f".{name}" for name in managed} | managed.keys()
-    compat.ignore_in_ddp(module, sorted(ignored | names))
-    params = {param for name, param in module.named_parameters() if param.requires_grad and name not in ignored | names}
-    if not params:
+    ignored.update(f".{name}" for name in managed if "." not in name)
+    compat.ignore_in_ddp(module, sorted(ignored))
+    left = [name for name, param in module.named_parameters() if param.requires_grad]
+    if ignored.issuperset(left):
         axes = next(iter(managed.values())).mesh.mesh_dim_names
         raise RuntimeError(
-            f"DistributedDataParallel finds nothing to reduce in a {type(module).__name__} after gtp_shard over "
-            f"mesh axes {axes} (rank {dist.get_rank()}): {INSTEAD_OF_DDP}"
+            f"DistributedDataParallel finds nothing to reduce in a {type(module).__name__} after "
+            f"gtp_shard over mesh axes {axes} (rank {dist.get_rank()}): {INSTEAD_OF_DDP}"
         )
 
 
@@ -237,6 +262,9 @@ def _check_others(cls: type, arguments: dict[str, Any]) -> None:
     ignored: set[nn.Parameter] = set()
     for name in ("ignored_modules", "ignored_states", "ignored_parameters"):
         for item in arguments.get(name) or ():
-            ignored.update(item.parameters() if isinstance(item, nn.Module) else [item])
+            if isinstance(item, nn.Module):
+                ignored.update(item.parameters())
+            else:
+                ignored.add(item)
     for name, param in _managed(arguments["module"], ignored):
         raise _refusal(cls.__name__, name, param)

@@ -103,12 +103,15 @@ def whole_weights(module: nn.Module, *, trained_only: bool = False) -> Iterator[
         raise RuntimeError(
             "whole_weights cannot be called during a forward or backward. There, module.weight is whole already."
         )
-    managed = [(name, param) for name, param in managed_params(module) if param.param.requires_grad or not trained_only]
+    managed = list(managed_params(module))
+    if trained_only:
+        managed = [(name, param) for name, param in managed if param.param.requires_grad]
     for name, param in managed:
         if native_of(param.param) is not None:
             raise NotImplementedError(
                 f"whole_weights cannot write high-precision values to parameter {name!r} of shape "
-                f"{tuple(param.param.shape)} with native storage. Use storage='master', or trained_only=True."
+                f"{tuple(param.param.shape)} with native storage. Use storage='master', or "
+                "trained_only=True."
             )
     pinned = [param for _, param in managed if param.is_pinned]
     for param in pinned:
@@ -141,7 +144,8 @@ def _put_whole(param: ManagedParam) -> nn.Parameter:
 def _put_shard(param: ManagedParam, whole: nn.Parameter) -> None:
     sharded = param.param
     spec = compat.dtensor_spec(sharded)  # type: ignore[arg-type]
-    master_of(compat.local_part(sharded)).copy_(compat.own_part(whole.detach(), spec.mesh, spec.placements))
+    own = compat.own_part(whole.detach(), spec.mesh, spec.placements)
+    master_of(compat.local_part(sharded)).copy_(own)
     torch.autograd.graph.increment_version(sharded)
     for module, name in param.registration.sites:
         if module._parameters.get(name) is whole:  # unless the code has put another one there

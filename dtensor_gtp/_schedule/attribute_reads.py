@@ -31,7 +31,7 @@ from .saved_weights import SavedWeights
 
 
 class Seen(NamedTuple):
-    """A full weight that was handed out. It is a copy: what is written to it does not reach the shard."""
+    """A full weight that was handed out. It is a copy: writes to it do not reach the shard."""
 
     value: Tensor
     version: int
@@ -40,8 +40,13 @@ class Seen(NamedTuple):
 
     @classmethod
     def of(cls, value: Tensor, looks_at_bits: bool) -> Seen:
-        version = 0 if value.is_inference() else value._version
-        return cls(value, version, sum_of_bits(value) if looks_at_bits else None, _address(value))
+        version = 0
+        if not value.is_inference():  # such a tensor has no version
+            version = value._version
+        bits = None
+        if looks_at_bits:
+            bits = sum_of_bits(value)
+        return cls(value, version, bits, _address(value))
 
     @property
     def is_written(self) -> bool:
@@ -53,9 +58,11 @@ class Seen(NamedTuple):
 
 
 def _address(value: Tensor) -> int:
-    """Where the values are; 0 where that says nothing: of subclasses, and of what a transform has wrapped."""
+    """Where the values are; 0 where that says nothing: of subclasses, and of what a transform has
+    wrapped."""
     local = compat.local_part(value)
-    if type(local) not in (Tensor, torch.nn.Parameter) or compat.in_func_transform() or local.is_meta:
+    is_plain = type(local) in (Tensor, torch.nn.Parameter)
+    if not is_plain or compat.in_func_transform() or local.is_meta:
         return 0
     return local.data_ptr()
 
@@ -80,10 +87,11 @@ class Frame:
     """One running forward of a module, and the weights it holds."""
 
     def __init__(self, saved: SavedWeights | None = None) -> None:
-        self.saved = saved
+        self.saved = saved  # None if autograd may keep full weights
+        # What was read, by parameter and by whether it was read as differentiable.
         self.values: dict[tuple[ManagedParam, bool], tuple[Version, Tensor]] = {}
         self.seen: list[tuple[ShardedWeight, Seen]] = []  # what was read, as it was then
-        self.held: list[tuple[Gatherable, Gathered]] = []
+        self.held: list[tuple[Gatherable, Gathered]] = []  # uses that end with the frame
 
 
 class AttributeReads:
@@ -92,24 +100,35 @@ class AttributeReads:
     def __init__(
         self, gathering: Gathering, keeper: Keeper, grads: Gradients, note_backward: Callable[[], None]
     ) -> None:
-        self._gathering, self._keeper, self._grads, self._note_backward = gathering, keeper, grads, note_backward
-        self.frames: list[Frame] = []
-        self.in_backward = Frame()
+        self._gathering = gathering
+        self._keeper = keeper
+        self._grads = grads
+        self._note_backward = note_backward
+        self.frames: list[Frame] = []  # the innermost one is last
+        self.in_backward = Frame()  # of reads in a backward outside of a recomputed forward
+        # Those of ended frames for which the running backward has gathered.
         self.saved_in_backward: list[SavedWeights] = []
         self.is_differentiated = False  # whether the outermost forward began with gradients enabled
-        # Whether reads of this forward sum up bits, to find writes that leave no version. It costs time.
+        # Whether reads of this forward sum up bits, to find writes that leave no version. It costs
+        # time.
         self.looks_at_bits = False
 
     def push(self, saves_handles: bool) -> Frame:
-        """Begin a frame. With ``saves_handles``, autograd saves handles of the weights that are read in it."""
+        """Begin a frame. With ``saves_handles``, autograd saves handles of the weights that are
+        read in it."""
         saved = None
         if saves_handles:
-            saved = SavedWeights(self._gathering, self._note_backward, lambda each: self.saved_in_backward.append(each))
+            saved = SavedWeights(self._gathering, self._note_backward, self._note_saved)
         frame = Frame(saved)
+        # First: if ``push`` is interrupted, whoever ends the frames finds this one.
         self.frames.append(frame)
         if saved is not None:
             saved.push()
         return frame
+
+    def _note_saved(self, saved: SavedWeights) -> None:
+        """A backward begins to gather for these handles."""
+        self.saved_in_backward.append(saved)
 
     def end(self, frame: Frame) -> None:
         """Release what the last frame holds; it stays in ``frames``. A second call does nothing."""
@@ -123,7 +142,8 @@ class AttributeReads:
         """A frame for a pass of a block that is recorded. It shares no reads with code outside,
         because a recording reads fixed buffers instead of gathers. Only the forward saves handles,
         which the recorded backward asks for."""
-        depth, outside = len(self.frames), self.saved_in_backward
+        depth = len(self.frames)
+        outside = self.saved_in_backward
         try:
             self.push(is_forward)
             self.saved_in_backward = []
@@ -149,22 +169,26 @@ class AttributeReads:
         if isinstance(param, WholeParam):
             return param.value()
         assert isinstance(param, ShardedWeight)
-        frame = self.frames[-1] if self.frames else self.in_backward
+        frame = self.in_backward
+        if self.frames:
+            frame = self.frames[-1]
         is_differentiable = torch.is_grad_enabled() and param.param.requires_grad
         version, value = frame.values.get((param, is_differentiable), (None, None))
-        if value is None or version != param.version:  # an optimizer may step in the middle of a forward
-            if not self.frames and compat.current_graph_task_id() != -1:
-                self._note_backward()
-            if is_differentiable:
-                check_differentiable(param)
-            gathered = self._acquire(param)
-            frame.held.append((param.for_forward, gathered))
-            if frame.saved is not None:
-                frame.saved.watch(param, gathered)
-            value = self._value(param, gathered, is_differentiable)
-            frame.values[(param, is_differentiable)] = param.version, value
-            if not gathered.is_alias:  # without peers the shard itself is read, and written
-                frame.seen.append((param, Seen.of(value, self.looks_at_bits)))
+        # An optimizer may step in the middle of a forward.
+        if value is not None and version == param.version:
+            return value
+        if not self.frames and compat.current_graph_task_id() != -1:
+            self._note_backward()
+        if is_differentiable:
+            check_differentiable(param)
+        gathered = self._acquire(param)
+        frame.held.append((param.for_forward, gathered))
+        if frame.saved is not None:
+            frame.saved.watch(param, gathered)
+        value = self._value(param, gathered, is_differentiable)
+        frame.values[(param, is_differentiable)] = param.version, value
+        if not gathered.is_alias:  # without peers the shard itself is read, and written
+            frame.seen.append((param, Seen.of(value, self.looks_at_bits)))
         return value
 
     @property
@@ -184,24 +208,29 @@ class AttributeReads:
         """A parametrization has taken the full weight. Torch has called ``value.set_(value)``,
         unless there was a ``right_inverse``: that counts as a write and is none."""
         for frame in (*self.frames, self.in_backward):
-            values = [gathered.contiguous() for held, gathered in frame.held if held.weight is weight]
+            gathers = [gathered for held, gathered in frame.held if held.weight is weight]
+            values = [gathered.contiguous() for gathered in gathers]
             for i, (other, seen) in enumerate(frame.seen):
                 is_itself = other is weight and any(map(seen.value.is_set_to, values))
                 if is_itself and seen.value._version == seen.version + 1:
                     frame.seen[i] = other, seen._replace(version=seen.version + 1)
 
     def misuse_in(self, frame: Frame) -> RuntimeError | None:
-        """What the code of a frame, or of a backward, did to weights that it has read, to no effect."""
-        where = "in a backward" if frame is self.in_backward else "in a forward"
+        """What the code of a frame, or of a backward, did to weights that it has read, to no
+        effect."""
+        where = "in a forward"
+        if frame is self.in_backward:
+            where = "in a backward"
         for weight, seen in frame.seen:
             if seen.is_written:
                 return written_to_no_effect(weight, where)
             if weight.fused.is_any and seen.value.requires_grad and compat.tensor_hooks(seen.value):
                 return RuntimeError(
-                    f"A forward registered a hook on the gathered parameter '{weight.fqn}' of shape "
-                    f"{tuple(weight.layout.shape)}, but the layer does not read its weight, so the hook would never "
-                    f"run (rank {dist.get_rank()}). Register it once, outside of forward, on the parameter that "
-                    "named_parameters() yields: it gets the averaged gradient."
+                    f"A forward registered a hook on the gathered parameter '{weight.fqn}' of "
+                    f"shape {tuple(weight.layout.shape)}, but the layer does not read its weight, "
+                    f"so the hook would never run (rank {dist.get_rank()}). Register it once, "
+                    "outside of forward, on the parameter that named_parameters() yields: it gets "
+                    "the averaged gradient."
                 )
         return None
 
@@ -223,8 +252,9 @@ class AttributeReads:
             self._gathering.release(weight.for_forward, gathered)
 
     def full_params(self, members: Iterator[tuple[str, Any]], managed: Mapping[int, ManagedParam]) -> Iterator[Any]:
-        """``members`` of ``named_parameters()`` with the full weights of those in ``managed``, by id. They are held as
-        long as the caller holds them: one who goes over a model needs memory for one at a time."""
+        """``members`` of ``named_parameters()`` with the full weights of those in ``managed``, by
+        id. They are held as long as the caller holds them: one who goes over a model needs memory
+        for one at a time."""
         for name, member in members:
             param = managed.get(id(member))
             if param is None or not isinstance(member, DTensor) or param.registration.is_cut_again:
@@ -261,7 +291,9 @@ class AttributeReads:
     def is_written_outside(self, weight: ShardedWeight) -> bool:
         """Whether somebody has written to what ``read_pinned`` gave."""
         kept = weight.for_forward.kept
-        return kept is not None and kept.seen is not None and any(seen.is_written for seen in kept.seen.values())
+        if kept is None or kept.seen is None:
+            return False
+        return any(seen.is_written for seen in kept.seen.values())
 
     def _value(self, weight: ShardedWeight, gathered: Gathered, is_differentiable: bool) -> Tensor:
         if not is_differentiable:
@@ -291,14 +323,16 @@ class AttributeReads:
 def written_to_no_effect(weight: ShardedWeight, where: str) -> RuntimeError:
     return RuntimeError(
         f"A write {where} changed only the gathered copy of parameter '{weight.fqn}' of shape "
-        f"{tuple(weight.layout.shape)}, not its shards (rank {dist.get_rank()}). Write to the parameter itself, "
-        "outside of forwards: 'for param in module.parameters(): param.clamp_(...)' under torch.no_grad(); or "
-        "compute the new weight from the old one in each forward."
+        f"{tuple(weight.layout.shape)}, not its shards (rank {dist.get_rank()}). Write to the "
+        "parameter itself, outside of forwards: 'for param in module.parameters(): "
+        "param.clamp_(...)' under torch.no_grad(); or compute the new weight from the old one in "
+        "each forward."
     )
 
 
 class _Materialize(torch.autograd.Function):
-    """The full weight as a differentiable function of its shard. Its backward reduce-scatters the gradient."""
+    """The full weight as a differentiable function of its shard. Its backward reduce-scatters the
+    gradient."""
 
     @staticmethod
     def forward(
@@ -309,7 +343,9 @@ class _Materialize(torch.autograd.Function):
         grads: Gradients,
         note_backward: Callable[[], None],
     ) -> Tensor:
-        ctx.weight, ctx.grads, ctx.note_backward = weight, grads, note_backward
+        ctx.weight = weight
+        ctx.grads = grads
+        ctx.note_backward = note_backward
         return weight.for_modules(gathered)
 
     @staticmethod
@@ -318,7 +354,8 @@ class _Materialize(torch.autograd.Function):
         weight: ShardedWeight = ctx.weight
         ctx.note_backward()
         if weight.tp_spec is not None:
-            grad = compat.local_tensor(grad.redistribute(placements=weight.tp_spec.placements))  # type: ignore[attr-defined]
+            placements = weight.tp_spec.placements
+            grad = compat.local_tensor(grad.redistribute(placements=placements))  # type: ignore[attr-defined]
         # Autograd may give one gradient to several inputs. With more than one rank we only read it.
         is_owned = weight.layout.world > 1 and weight.reduce_dtype != torch.float16
         ctx.grads.add_full(weight, grad, is_owned and weight.flags.sends_at_once)

@@ -27,7 +27,9 @@ class BlockUse:
     __slots__ = ("_group", "_leaves", "_runtime")
 
     def __init__(self, runtime: Runtime, group: WeightGroup) -> None:
-        self._runtime, self._group, self._leaves = runtime, group, group.leaves
+        self._runtime = runtime
+        self._group = group
+        self._leaves = group.leaves  # those of this forward: the group may get others
 
     def watch(self, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
         """Call ``begin`` and ``end`` with the backward of the block, see the note above."""
@@ -40,8 +42,10 @@ class BlockUse:
         # after all blocks. If that is all it returns, its backward may begin there all the same.
         for node in made - before or made:
             node.register_prehook(self.begin)
-        if not made and (needed or any(leaf.requires_grad for leaf in self._leaves.by_member.values())):
-            self._hold_for_hidden(outputs, leaves)
+        if not made:
+            members = self._leaves.by_member.values()
+            if needed or any(leaf.requires_grad for leaf in members):
+                self._hold_for_hidden(outputs, leaves)
         last = max(before, key=lambda node: node._sequence_nr(), default=None)
         if last is not None:
             last.register_prehook(self.end)
@@ -49,7 +53,8 @@ class BlockUse:
             leaves[0].register_hook(self.end)
 
     def _hold_for_hidden(self, outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:
-        """No output that we see shows when the backward begins: they are in an object, or in a transform."""
+        """No output that we see shows when the backward begins: they are in an object, or in a
+        transform."""
         known = set(map(id, inputs))
         if any(output.requires_grad and id(output) not in known for output in outputs):
             raise NotImplementedError(

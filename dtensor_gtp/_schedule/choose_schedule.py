@@ -97,16 +97,24 @@ def choose(policy: SchedulePolicy, facts: Facts) -> tuple[Schedule, tuple[str, .
         )
     is_least = policy.memory == "least"
     no_copies = facts.no_copies(policy)
-    ahead = min(max(facts.block_nbytes, _LEAST_AHEAD), _MOST_AHEAD // 2 if is_least else _MOST_AHEAD)
     by_copies = no_copies in (None, _FAKE)
-    num_launches = 1 if by_copies else 2
-    together, why_together = _together(facts, ahead, num_launches, is_least=is_least)
-    grads_together, inflight = _REDUCTIONS_BY_COPIES if by_copies else _REDUCTIONS
+    most_ahead = _MOST_AHEAD
+    if is_least:
+        most_ahead = _MOST_AHEAD // 2
+    ahead = min(max(facts.block_nbytes, _LEAST_AHEAD), most_ahead)
+    why_ahead = f"the largest block has {format_nbytes(facts.block_nbytes)}"
+    why_ahead += _bound(ahead, facts.block_nbytes)
+    together, why_together = _together(facts, ahead, by_copies=by_copies, is_least=is_least)
+    if policy.prefetch_nbytes is not None:  # it does not change what is gathered together
+        ahead = policy.prefetch_nbytes
+        why_ahead = "SchedulePolicy(prefetch_nbytes=)"
+    depth = Schedule.prefetch_depth
+    if facts.group_nbytes:
+        depth = 1  # a group is a block: one ahead is enough, as in ``fully_shard``
+    grads_together, inflight = _REDUCTIONS
+    if by_copies:
+        grads_together, inflight = _REDUCTIONS_BY_COPIES
     keep_last = policy.memory == "most_speed" or not (by_copies or is_least)
-    block = f"the largest block has {format_nbytes(facts.block_nbytes)}"
-    why_ahead = block + _bound(ahead, facts.block_nbytes)
-    if policy.prefetch_nbytes is not None:
-        ahead, why_ahead = policy.prefetch_nbytes, "SchedulePolicy(prefetch_nbytes=)"
     kept, why_kept = _kept(policy, facts)
     gathers, why_gathers = _gathers(policy, no_copies)
     reduces, why_reduces = _reduces(policy, facts)
@@ -119,9 +127,7 @@ def choose(policy: SchedulePolicy, facts: Facts) -> tuple[Schedule, tuple[str, .
     reasons += [f"gathers by {_word(gathers)}: {why_gathers}"] * (gathers != "auto")
     reasons += [f"reduce-scatters by {_word(reduces)}: {why_reduces}"] * (reduces != "auto")
     schedule = Schedule(
-        # 0 bytes ahead: no uses ahead either. A group is a block: one ahead is enough, as in
-        # ``fully_shard``.
-        prefetch_depth=min(1 if facts.group_nbytes else Schedule.prefetch_depth, ahead),
+        prefetch_depth=min(depth, ahead),  # 0 bytes ahead: no uses ahead either
         prefetch_nbytes=ahead,
         coalesce_nbytes=together,
         coalesce_grad_nbytes=min(together, grads_together),
@@ -142,8 +148,9 @@ def adds_addends(policy: SchedulePolicy, facts: Facts) -> bool:
     """Whether ranks will exchange gradients and then add them, as far as is known before
     communicators are made."""
     reduces, _ = _reduces(policy, facts)
-    may_follow = policy.gather_backend in ("auto", "copy_engine")  # "auto" takes copy engines where gathers do
-    return reduces != "ring" and (reduces != "auto" or may_follow)
+    if reduces == "auto":  # which takes copy engines where gathers do
+        return policy.gather_backend in ("auto", "copy_engine")
+    return reduces != "ring"
 
 
 def _gathers(policy: SchedulePolicy, no_copies: str | None) -> tuple[GatherBackendName | type[GatherBackend], str]:
@@ -168,7 +175,8 @@ def is_worth_a_group(mean_numel: float, num_tokens: int, *, has_float8: bool = F
     ``has_float8``: alone, they would be multiplied in float8."""
     if not num_tokens:
         return mean_numel <= _SMALL_NUMEL
-    return mean_numel * num_tokens <= (_SMALL_FLOAT8_GEMM if has_float8 else _SMALL_GEMM)
+    small = _SMALL_FLOAT8_GEMM if has_float8 else _SMALL_GEMM
+    return mean_numel * num_tokens <= small
 
 
 def is_worth_asking(weight_nbytes: int) -> bool:
@@ -185,17 +193,22 @@ def is_exchange_worth(num_ranks: int, num_tokens: int, token_nbytes: int, weight
 
 def lookup_nbytes(dim: int, itemsize: int, *, has_gradient: bool = True) -> int:
     """What an exchange moves for one token and rank: its id, the row, and the gradient of the row."""
-    return (2 if has_gradient else 1) * dim * itemsize + torch.int64.itemsize
+    return (1 + has_gradient) * dim * itemsize + torch.int64.itemsize
 
 
-def _together(facts: Facts, ahead: int, num_launches: int, *, is_least: bool) -> tuple[int, str]:
+def _together(facts: Facts, ahead: int, *, by_copies: bool, is_least: bool) -> tuple[int, str]:
     """Bytes of one launch of gathers, and why."""
-    share = facts.block_nbytes // num_launches
+    # A launch costs the host more with copy engines, so a block takes one of those, or two of NCCL.
+    share = facts.block_nbytes
+    what = "the largest block"
+    if not by_copies:
+        share //= 2
+        what = "half of the largest block"
     together = min(max(share, _LEAST_AHEAD), ahead)
     of_groups = min(facts.group_nbytes // _GROUPS_OF_MODEL, _GROUPS_TOGETHER)
     if facts.has_small_weights and not is_least and together < of_groups:
         return of_groups, "several small blocks take the host one launch"
-    return together, f"{'half of the' if num_launches == 2 else 'the'} largest block{_bound(together, share)}"
+    return together, what + _bound(together, share)
 
 
 def _kept(policy: SchedulePolicy, facts: Facts) -> tuple[int, str]:
@@ -209,22 +222,27 @@ def _kept(policy: SchedulePolicy, facts: Facts) -> tuple[int, str]:
 
 
 def _what_is_kept(kept: int, keep_last: bool) -> str:
-    last = "the last weight of the forward"
-    if not kept:
-        return last if keep_last else "nothing"
-    return f"{last} and {format_nbytes(kept)}" if keep_last else format_nbytes(kept)
+    what = []
+    if keep_last:
+        what.append("the last weight of the forward")
+    if kept:
+        what.append(format_nbytes(kept))
+    return " and ".join(what) or "nothing"
 
 
 def _bound(chosen: int, wanted: int) -> str:
     """The end of a reason where a limit and not the model has decided."""
     if chosen == wanted:
         return ""
-    return f"; {format_nbytes(chosen)} is the {'minimum' if chosen > wanted else 'maximum'}"
+    limit = "minimum" if chosen > wanted else "maximum"
+    return f"; {format_nbytes(chosen)} is the {limit}"
 
 
 def _word(name: str | type) -> str:
+    if not isinstance(name, str):
+        return name.__name__
     words = {"process_group": "the process group", "copy_engine": "copy engines", "ring": "the process group"}
-    return words.get(name, name) if isinstance(name, str) else name.__name__
+    return words.get(name, name)
 
 
 def block_nbytes(roots: Iterable[nn.Module], weights: Iterable[ShardedWeight]) -> int:

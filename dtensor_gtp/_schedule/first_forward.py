@@ -49,13 +49,17 @@ class Setup:
     def __init__(
         self, policy: SchedulePolicy, members: Members, passes: Passes, comm: CommContext, grads: Gradients
     ) -> None:
-        self._policy, self._members, self._passes, self._comm, self._grads = policy, members, passes, comm, grads
+        self._policy = policy
+        self._members = members
+        self._passes = passes
+        self._comm = comm
+        self._grads = grads
         self.is_done = False
         self.schedule = Schedule()  # until one is chosen
         self.reasons: tuple[str, ...] = ()  # for what was chosen
         # Called once, with the most tokens of any rank.
         self._make_groups: Callable[[int], tuple[str, ...]] | None = None
-        self._num_tokens = 0
+        self._num_tokens = 0  # of this rank, in the first forward
 
     def make_groups_by(self, make_groups: Callable[[int], tuple[str, ...]] | None) -> None:
         self._make_groups = make_groups
@@ -75,20 +79,26 @@ class Setup:
         logger.info("chosen: %s", "; ".join((*self._comm.choices, *self.reasons)))
 
     def _run(self, progress: Progress) -> None:
-        members, params, device = self._members, self._members.params, self._comm.streams.device
+        members = self._members
+        params = members.params
+        device = self._comm.streams.device
         gathering = [mesh.get_group(mesh.ndim - 1) for mesh in {param.mesh for param in params}]
         no_copies = no_copy_engines(device, gathering, self._grads.launches.replicas is not None)
         if members.is_offloaded:
             no_copies = "offload_policy keeps shards on the host"
             if self._policy.gather_backend == "copy_engine":
                 raise ValueError(
-                    "gtp_shard does not support SchedulePolicy(gather_backend='copy_engine') with offload_policy: "
-                    "copy engines send only from the device. Leave gather_backend at its default."
+                    "gtp_shard does not support SchedulePolicy(gather_backend='copy_engine') with "
+                    "offload_policy: copy engines send only from the device. Leave gather_backend "
+                    "at its default."
                 )
         with compat.unseen_by_checkpoint_policies():
             free_nbytes, num_tokens = agree_to_begin(params, device, self._num_tokens)
         warn_of_holders(params)
-        why_groups = () if self._make_groups is None else self._make_groups(num_tokens)
+        why_groups: tuple[str, ...] = ()
+        if self._make_groups is not None:
+            why_groups = self._make_groups(num_tokens)
+        # After groups are made, which are among the facts.
         facts = Facts(
             no_copies,
             block_nbytes((call.module for call in members.calls), members.weights),
@@ -125,7 +135,8 @@ class Setup:
         self._set_rings()
         gatherables = self._members.gatherables
         lanes: dict[Groups, int] = {}
-        for target in reversed(gatherables):  # the weights of the outermost call come last: they get lane 0
+        # The weights of the outermost call come last: they get lane 0.
+        for target in reversed(gatherables):
             target.lane = lanes.setdefault(target.weight.groups, len(lanes))
         numbers: Counter[Groups] = Counter()
         for target in gatherables:
@@ -139,20 +150,22 @@ class Setup:
         reduced: list[Reducible] = [*self._members.single_weights, *self._members.groups]
         for weight in reduced:
             if weight.groups.reduce_scatter == "copy_engine" and weight.layout.world > 1:
-                weight.pending_grad.ring = self._comm.send_ring(weight.groups)
-                sizes.setdefault(weight.pending_grad.ring, []).append(
-                    weight.pending_grad.sent_nbytes * weight.has_gradient
-                )
+                ring = self._comm.send_ring(weight.groups)
+                weight.pending_grad.ring = ring
+                nbytes = weight.pending_grad.sent_nbytes * weight.has_gradient
+                sizes.setdefault(ring, []).append(nbytes)
         for ring, expected in sizes.items():
             ring.expect(expected)
 
     def chosen_policy(self) -> SchedulePolicy | None:
-        """What was asked for and chosen, as a policy that leaves nothing open; None before the first forward."""
+        """What was asked for and chosen, as a policy that leaves nothing open. None before the
+        first forward."""
         if not self.is_done:
             return None
         schedule = replace(self.schedule, **self._comm.chosen_backends())
         numbers = vars(schedule)
-        fixed = {name: numbers[name] for name in ("gather_backend", "reduce_scatter", "prefetch_nbytes", "keep_nbytes")}
+        of_policy = ("gather_backend", "reduce_scatter", "prefetch_nbytes", "keep_nbytes")
+        fixed = {name: numbers[name] for name in of_policy}
         return replace(self._policy, **fixed, _numbers=tuple(numbers.items()))
 
 
@@ -178,8 +191,11 @@ def agree_to_begin(params: Sequence[ManagedParam], device: torch.device, num_tok
         found = digests(_on_host([_comparable(param) for param in everything], device), host)
     except RuntimeError as caught:  # raised below, because the other ranks wait in the collectives
         error = caught
+    failed_rank = -1
+    if error is not None:
+        failed_rank = dist.get_rank()
     # The largest of all ranks counts, so the complement of the least free memory.
-    most = torch.tensor([-1 if error is None else dist.get_rank(), ~_free_nbytes(device), num_tokens], device=host)
+    most = torch.tensor([failed_rank, ~_free_nbytes(device), num_tokens], device=host)
     result = _compare(compared, most, found, device)
     if error is not None:
         raise error
@@ -190,9 +206,10 @@ def agree_to_begin(params: Sequence[ManagedParam], device: torch.device, num_tok
     if unequal:
         raise _refusal(unequal)
     if failed_rank >= 0:
+        axes = " and ".join(str(mesh.mesh_dim_names) for mesh in compared)
         raise RuntimeError(
-            f"The first forward failed on rank {failed_rank}, whose error says why, so it fails on all ranks of mesh "
-            f"axes {' and '.join(str(mesh.mesh_dim_names) for mesh in compared)} (rank {dist.get_rank()})."
+            f"The first forward failed on rank {failed_rank}, whose error says why, so it fails on "
+            f"all ranks of mesh axes {axes} (rank {dist.get_rank()})."
         )
     return ~int(taken), int(num_tokens)
 
@@ -203,7 +220,8 @@ def agree_on_order(uses: Sequence[ShardedWeight], weights: Sequence[ShardedWeigh
     differ: gathers of one size would have mixed up the weights without an error."""
     for mesh in dict.fromkeys(weight.mesh for weight in weights if weight.layout.world > 1):
         # A weight that stays gathered may be read by one rank alone.
-        names = [f"'{weight.fqn}'" for weight in uses if weight.mesh is mesh and not weight.is_pinned]
+        used = [weight for weight in uses if weight.mesh is mesh and not weight.is_pinned]
+        names = [f"'{weight.fqn}'" for weight in used]
         group = mesh.get_group(mesh.ndim - 1)
         with compat.unseen_by_checkpoint_policies():
             alike = is_alike("\n".join(names), group, device_of(mesh))
@@ -221,19 +239,25 @@ def _compare(
     Only the collectives run on ``device``. A GPU would load half a dozen kernels for the rest.
     """
     results = []
-    for (mesh, params), part in zip(compared.items(), digests.split([len(p) for p in compared.values()]), strict=True):
-        is_whole = torch.tensor([isinstance(p, WholeParam) for p in params], dtype=torch.bool, device=most.device)
-        extremes = torch.stack([part, ~part])  # the largest digest and, as its complement, the smallest
+    by_mesh = digests.split([len(params) for params in compared.values()])
+    for (mesh, params), part in zip(compared.items(), by_mesh, strict=True):
+        are_whole = [isinstance(param, WholeParam) for param in params]
+        is_whole = torch.tensor(are_whole, dtype=torch.bool, device=most.device)
+        # The largest digest of all ranks and, as its complement, the smallest.
+        extremes = torch.stack([part, ~part])
         for axis in range(mesh.ndim):
             if mesh.size(axis) > 1:
                 sent = torch.cat([most, extremes.flatten()]).to(device)
                 dist.all_reduce(sent, dist.ReduceOp.MAX, group=mesh.get_group(axis))
                 sent = sent.to(most.device)
-                most, extremes = sent[: len(most)], sent[len(most) :].view_as(extremes)
+                extremes = sent[len(most) :].view_as(extremes)
+                most = sent[: len(most)]
             if axis == 0 and has_replicas(mesh):
-                # Other ranks of the gtp axis have other shards: tell them only whether replicas differ.
+                # Other ranks of the gtp axis have other shards: tell them only whether replicas
+                # differ. 0 everywhere, and ~0 as its complement, are alike.
                 differs = (extremes[0] != ~extremes[1]).long()
-                extremes = torch.where(is_whole, extremes, torch.stack([differs, torch.full_like(differs, ~0)]))
+                of_shards = torch.stack([differs, torch.full_like(differs, ~0)])
+                extremes = torch.where(is_whole, extremes, of_shards)
         differs = (extremes[0] != ~extremes[1]) & (most[0] < 0)
         most[0] = torch.where(differs.any(), dist.get_rank(), most[0])
         results.append(differs)
@@ -262,20 +286,25 @@ def _comparable(param: ManagedParam) -> Tensor:
     ``fully_shard`` or over replicas, or several tensors (a quantized weight)."""
     values = param.shard.detach()
     has_parts = isinstance(param, ShardedWeight) and param.has_parts
-    if has_parts or param.registration.is_cut_again or type(values) is not Tensor or values.is_quantized:
+    if has_parts or param.registration.is_cut_again:
+        return torch.empty(0)
+    if type(values) is not Tensor or values.is_quantized:
         return torch.empty(0)
     return values
 
 
 def _refusal(unequal: Sequence[ManagedParam]) -> RuntimeError:
     param, *others = unequal
-    more = f" and {len(others)} more" if others else ""
+    what = f"'{param.fqn}' of shape {tuple(param.param.shape)}"
+    if others:
+        what += f" and {len(others)} more"
     return RuntimeError(
-        f"Parameter '{param.fqn}' of shape {tuple(param.param.shape)}{more} has different values on ranks of mesh "
-        f"axes {param.mesh.mesh_dim_names}, with placements {param.placements} (rank {dist.get_rank()}), so each "
-        "rank would train another model. Call torch.manual_seed with the same seed on all ranks before you build or "
-        "initialize the model, initialize all parameters after to_empty(), or load the same state dict on all "
-        f"ranks. If a parameter must differ, pass it in ignored_params. {see('ranks_diverge')}"
+        f"Parameter {what} has different values on ranks of mesh axes {param.mesh.mesh_dim_names}, "
+        f"with placements {param.placements} (rank {dist.get_rank()}), so each rank would train "
+        "another model. Call torch.manual_seed with the same seed on all ranks before you build or "
+        "initialize the model, initialize all parameters after to_empty(), or load the same state "
+        "dict on all ranks. If a parameter must differ, pass it in ignored_params. "
+        f"{see('ranks_diverge')}"
     )
 
 
@@ -293,16 +322,21 @@ def _check_materialized(params: Sequence[ManagedParam], device: torch.device) ->
             param.check_memory()
             if isinstance(param, ShardedWeight) and param.form.wire is None and has_hooks(param.shard):
                 raise RuntimeError(
-                    "gtp_shard expects fsdp_pre_all_gather on a parameter before the call, but parameter "
-                    f"'{param.fqn}' of shape {tuple(param.param.shape)} got it later (rank {dist.get_rank()}). "
-                    "Define the hooks in a tensor subclass, and create the parameter from it before gtp_shard."
+                    "gtp_shard expects fsdp_pre_all_gather on a parameter before the call, but "
+                    f"parameter '{param.fqn}' of shape {tuple(param.param.shape)} got it later "
+                    f"(rank {dist.get_rank()}). Define the hooks in a tensor subclass, and create "
+                    "the parameter from it before gtp_shard."
                 )
         return
     named = [f"'{param.fqn}' of shape {tuple(param.param.shape)}" for param in meta[:_MAX_NAMED]]
-    more = f" and {len(meta) - _MAX_NAMED} more" if len(meta) > _MAX_NAMED else ""
-    where = device.type if meta[0].policies.offload is None else "cpu"
+    names = ", ".join(named)
+    if len(meta) > _MAX_NAMED:
+        names += f" and {len(meta) - _MAX_NAMED} more"
+    where = device.type
+    if meta[0].policies.offload is not None:
+        where = "cpu"
     raise RuntimeError(
-        f"Parameters {', '.join(named)}{more} on mesh axes {meta[0].mesh.mesh_dim_names} are still on the meta device "
-        f"at the first forward (rank {dist.get_rank()}). Materialize them with "
+        f"Parameters {names} on mesh axes {meta[0].mesh.mesh_dim_names} are still on the meta "
+        f"device at the first forward (rank {dist.get_rank()}). Materialize them with "
         f"module.to_empty(device='{where}') and initialize them, or load a state dict."
     )

@@ -31,65 +31,20 @@ from .._comm.debug import profiler_range
 from .._params import gather
 from .._params.gathered import Gathered
 from .._params.managed_param import ManagedParam
-from .._params.pack_planes import QuantizedWire, agree_on_amax
 from .._params.refusals import refuse_recording
 from .._params.sharded_weight import Gatherable, ShardedWeight
 from .._params.weight_group import GatherableGroup, Reducible, WeightGroup
 from .first_forward import Setup
-from .guesses import NUM_SEEN
+from .guesses import NUM_SEEN, Blocks
 from .keep_and_free import Keeper
 from .members import Members
 from .parted_ranks import PartedRanks
 from .passes import Chain, Passes
 from .reduce_gradients import Gradients
 from .replica_gathers import ReplicaGathers
+from .shard_statistics import Statistics
 
 logger = logging.getLogger(__name__)
-
-
-class Statistics:
-    """Lets ranks agree on statistics of quantized shards."""
-
-    def __init__(self, comm: CommContext) -> None:
-        self._comm = comm
-        # Weights whose ranks have yet to agree in this forward, by mesh; meshes that agreed on some.
-        self.waiting: dict[Groups, list[ShardedWeight]] = {}
-        self._agreeing: set[Groups] = set()
-
-    def begin_forward(self, weights: Sequence[ShardedWeight]) -> None:
-        """At the start of a forward, let the ranks agree on statistics of quantized shards that
-        changed. Each mesh does so in its first gathers, if that runs on streams beside compute.
-        Otherwise all do so at once: later, compute or the host would wait for ranks of other
-        meshes, which gather other weights by then."""
-        self.waiting.clear()
-        self._agreeing.clear()
-        changed = []
-        for weight in weights:
-            wire = weight.form.wire
-            if wire is not None and isinstance(wire, QuantizedWire) and wire.begin_forward():
-                is_beside_compute = weight.groups.casts_shards or self._comm.streams.has_streams
-                if wire.is_within_mesh and is_beside_compute:
-                    self.waiting.setdefault(weight.groups, []).append(weight)
-                else:
-                    changed.append(weight)
-        agree_on_amax(changed, self._comm)
-
-    def agree(self, targets: Sequence[Gatherable]) -> None:
-        """Before a gather, let the ranks of the mesh agree on statistics, where shards are packed.
-        The first gather agrees on the weights that it sends only, so that it does not wait for
-        others; the second one on all others."""
-        groups = targets[0].weight.groups
-        waiting = self.waiting.get(groups, [])
-        sent = {weight for target in targets for weight in gather.weights_of(target)}
-        if sent.isdisjoint(waiting):
-            return
-        later: list[ShardedWeight] = []
-        if groups not in self._agreeing:
-            waiting, later = [w for w in waiting if w in sent], [w for w in waiting if w not in sent]
-        self.waiting[groups] = later
-        self._agreeing.add(groups)
-        with self._comm.packing(groups):
-            agree_on_amax(waiting, self._comm)
 
 
 class Gathering:
@@ -98,20 +53,28 @@ class Gathering:
     def __init__(
         self, members: Members, passes: Passes, setup: Setup, keeper: Keeper, comm: CommContext, grads: Gradients
     ) -> None:
-        self._members, self._passes, self._setup, self._keeper = members, passes, setup, keeper
-        self._comm, self._grads = comm, grads
+        self._members = members
+        self._passes = passes
+        self._setup = setup
+        self._keeper = keeper
+        self._comm = comm
+        self._grads = grads
         self.parts = ReplicaGathers(comm)
         self.parted = PartedRanks(members)
         self.statistics = Statistics(comm)
-        self._read_outside: list[tuple[Gatherable, Gathered]] = []  # by code outside of a use, see ``hold_until_end``
-        self.handed_out: set[ShardedWeight] = set()  # in this pass, to code that may write to them without a trace
-        self._gaps: set[int] = set()  # lanes in which a gather that the plan expects is not in flight
+        # What code outside of a use reads in this pass, see ``hold_until_end``.
+        self._read_outside: list[tuple[Gatherable, Gathered]] = []
+        # In this pass, to code that may write to them without a trace.
+        self.handed_out: set[ShardedWeight] = set()
+        # Lanes in which a gather that the plan expects is not in flight.
+        self._gaps: set[int] = set()
 
     def acquire(self, target: Gatherable) -> Gathered:
-        """Begin a use: the full weight, ready on the current stream. Launch the next gathers of the plan."""
+        """Begin a use: the full weight, ready on the current stream. Launch what the plan has next."""
         if self._grads.recording is not None:
             return self._grads.recording.acquire(target)
-        gathered, comm = target.live, self._comm
+        comm = self._comm
+        gathered = target.live
         if gathered is None or not target.weight.is_fresh(gathered):
             gathered = self._begin_use(target)
         gathered.holds += 1
@@ -119,14 +82,22 @@ class Gathering:
             comm.streams.delay()
         done = gathered.done
         stream = comm.streams.wait(done)
-        uploaded, gathered.uploaded = gathered.uploaded, None
+        # With offload, the copy of the shard on the device: the gather has read it by now.
+        uploaded = gathered.uploaded
+        gathered.uploaded = None
         if done.origin is not stream:
-            comm.streams.note_reading(done, (gathered.buffer,) if uploaded is None else (gathered.buffer, uploaded))
+            # Another stream launched the gather and owns the memory of both, see [Note: several
+            # compute streams] in ``streams``.
+            if uploaded is None:
+                comm.streams.note_reading(done, (gathered.buffer,))
+            else:
+                comm.streams.note_reading(done, (gathered.buffer, uploaded))
         return gathered
 
     def _begin_use(self, target: Gatherable) -> Gathered:
-        """Take or launch the gather of a weight that is not live, and launch those that the plan has next."""
-        if not self._setup.is_done:
+        """Take or launch the gather of a weight that is not live, and launch what the plan has
+        next."""
+        if not self._setup.is_done:  # code outside of a forward may be the first
             self._setup.ensure()
         if compat.is_recording():
             refuse_recording("torch.fx", target.weight.fqn)
@@ -135,6 +106,7 @@ class Gathering:
         gathered = target.live = self._keeper.take(target) or self._gather_now(target)
         if (chain := self._passes.running) is not None and not target.may_be_left_out:
             launches = chain.advance(target.index, target.lane)
+            # As planned, the rest takes no look at what is in flight.
             if launches is None or self._gaps:
                 self._catch_up(chain, target, launches is not None)
             for launch in launches or ():
@@ -142,11 +114,14 @@ class Gathering:
         return gathered
 
     def compute(self, op: Callable[..., Tensor], input: Tensor, target: Gatherable, *rest: Any) -> Tensor:
-        """``op(input, full, *rest)`` with the full weight: a use without the cost of a context of ours."""
+        """``op(input, full, *rest)`` with the full weight: ``using`` without the cost of a context."""
         gathered = self.acquire(target)
         try:
             with profiler_range("GTP::compute", target.weight.fqn):
-                return op(input, gathered.value if gathered.unpack is None else gathered.full, *rest)
+                full = gathered.value
+                if gathered.unpack is not None:
+                    full = gathered.full
+                return op(input, full, *rest)
         finally:
             self.release(target, gathered)
 
@@ -163,7 +138,7 @@ class Gathering:
     def release(self, target: Gatherable, gathered: Gathered) -> None:
         """End a use."""
         if self._grads.recording is not None:
-            return
+            return  # what ``acquire`` gave is the fixed buffer of a block
         gathered.holds -= 1
         if gathered.holds:
             return
@@ -172,6 +147,7 @@ class Gathering:
         is_kept = self._keeper.stays_after_use(target)
         if isinstance(target, GatherableGroup):
             is_kept = is_kept or self._is_next(target)
+        # What an optimizer step or other code may have outdated meanwhile is gathered again.
         if is_kept and target.weight.is_fresh(gathered) and target.weight not in self.handed_out:
             target.kept = gathered
         else:
@@ -182,8 +158,9 @@ class Gathering:
         chain = self._passes.running
         if chain is None or chain.plan.uses.count(group.index) < 2:
             return False
+        expected = chain.expected((group.lane,))
         uses = chain.plan.uses
-        return any(uses[position] == group.index for launch in chain.expected((group.lane,)) for position in launch)
+        return any(uses[position] == group.index for launch in expected for position in launch)
 
     def gather_kept(self, weight: Reducible) -> None:
         """Gather a weight or a group ahead of any use, for ``unshard``."""
@@ -191,7 +168,7 @@ class Gathering:
         if target.live is not None or (target.kept is not None and weight.is_fresh(target.kept)):
             return
         if isinstance(weight, WeightGroup):
-            self._keeper.forget_kept(target)
+            self._keeper.forget_kept(target)  # it is stale
         else:
             self._keeper.drop_kept(weight)
             weight.follow(weight.registration.sites[0])
@@ -204,7 +181,7 @@ class Gathering:
 
     def gather_and_keep(self, targets: Sequence[Gatherable]) -> None:
         """Gather weights of one mesh ahead of any use, in one launch."""
-        for target in targets:
+        for target in targets:  # what is older than this gather
             self._keeper.forget_kept(target)
             self.forget_pending(target)
         self._gather(targets)
@@ -212,7 +189,8 @@ class Gathering:
             target.kept = target.pending.pop()
 
     def gather_for_any_use(self, *, is_in_backward: bool) -> None:
-        """At the start of a pass, gather what is absent of weights that a rank may leave out, all ranks alike."""
+        """At the start of a pass, on all ranks alike, gather what is absent of weights that a rank
+        may leave out."""
         by_mesh: dict[Groups, list[Gatherable]] = {}
         for target in self._members.gatherables:
             weight = target.weight
@@ -226,7 +204,8 @@ class Gathering:
                     "instead of the fully_shard around it."
                 )
             is_needed = is_in_backward or target is weight.for_forward
-            if is_needed and (target.kept is None or not weight.is_fresh(target.kept)) and target.live is None:
+            is_kept = target.kept is not None and weight.is_fresh(target.kept)
+            if is_needed and not is_kept and target.live is None:
                 by_mesh.setdefault(weight.groups, []).append(target)
         for targets in by_mesh.values():
             self.gather_and_keep(targets)
@@ -246,7 +225,8 @@ class Gathering:
 
     def release_block(self, group: WeightGroup) -> None:
         """End the hold of the backward of a block."""
-        held, group.in_backward.held = group.in_backward.held, None
+        held = group.in_backward.held
+        group.in_backward.held = None
         if held is not None:
             self.release(group.for_forward, held)
 
@@ -270,12 +250,17 @@ class Gathering:
         text = "use of %s was not expected next; %d deviations so far"
         logger.debug(text, used.weight.fqn, chain.num_deviations)
         self._drop_unexpected(chain, used)
-        self._fill(chain, None if lane == 0 else (lane,))
+        if lane == 0:
+            self._fill(chain)
+        else:
+            self._fill(chain, (lane,))
 
     def _guess_backward(self, chain: Chain) -> None:
         """Guess the rest of a first backward from its first uses."""
         forward = self._passes.forward_of_backward
-        blocks = [] if forward is None else self._setup.guesses.backward(forward.plan.uses, chain.observed)
+        blocks: Blocks | None = []  # nothing to guess from
+        if forward is not None:
+            blocks = self._setup.guesses.backward(forward.plan.uses, chain.observed)
         if blocks is not None:
             chain.guess(blocks, NUM_SEEN)
 
@@ -290,20 +275,27 @@ class Gathering:
 
     def _fill(self, chain: Chain, lanes: Collection[int] | None = None) -> None:
         """Launch every gather that should already be in flight, in these lanes or all."""
-        self._gaps = set() if lanes is None else self._gaps.difference(lanes)
+        if lanes is None:
+            self._gaps = set()
+        else:
+            self._gaps = self._gaps.difference(lanes)
         for positions in chain.expected(lanes):
             self._prefetch(chain, positions)
 
     def _prefetch(self, chain: Chain, positions: Sequence[int]) -> None:
-        """Launch one gather of the weights that are neither in memory nor in flight for these uses of the plan."""
-        missing, uses = [], chain.plan.uses
+        """Launch one gather of the weights that are neither in memory nor in flight for these uses
+        of the plan."""
+        missing = []
+        uses = chain.plan.uses
         for position in positions:
             target = self._members.gatherables[uses[position]]
             if target.weight in self.handed_out:
                 continue
             if target.weight.registration.is_cut_again and not target.weight.is_readable:
                 self._gaps.add(target.lane)  # until an outer fully_shard has gathered it
-            elif not (target.live or target.kept or target.pending) or self._is_missing(chain, target, position):
+                continue
+            is_present = target.live or target.kept or target.pending
+            if not is_present or self._is_missing(chain, target, position):
                 missing.append(target)
         if missing:
             self._gather(missing)
@@ -311,6 +303,7 @@ class Gathering:
     def _is_missing(self, chain: Chain, target: Gatherable, position: int) -> bool:
         if self._keeper.stays(target) or isinstance(target, GatherableGroup):
             return target.is_absent
+        # Each use to come takes one gather: that of an earlier use does not serve this one.
         available = len(target.pending) + (target.kept is not None)
         return available == 0 or available < chain.num_expected(target.index, position)
 
@@ -320,25 +313,32 @@ class Gathering:
         if not (compat.num_dispatch_modes() or self.statistics.waiting or self.parts.weights):
             gather.launch(targets, self._comm)
             return
-        # Policies of activation checkpointing see all ops, but a recomputation may launch other gathers.
+        # Policies of activation checkpointing see all ops, but a recomputation may launch other
+        # gathers.
         with compat.unseen_by_checkpoint_policies():
             if self.parts.weights:
                 for target in targets:
-                    self.parts.bring(gather.weights_of(target), is_outdated=target.weight in self.handed_out)
+                    is_outdated = target.weight in self.handed_out
+                    self.parts.bring(gather.weights_of(target), is_outdated=is_outdated)
             self.statistics.agree(targets)
             gather.launch(targets, self._comm)
 
     def _gather_now(self, target: Gatherable) -> Gathered:
         """Gather for a use that nothing was launched for, together with its companions."""
-        if target.may_be_left_out:  # outside of a pass: all ranks gather the same, whichever weight they need
+        if target.may_be_left_out:
+            # Outside of a pass: all ranks gather the same, whichever weight they need.
             groups = target.weight.groups
             alike = (each for each in self._members.gatherables if each.may_be_left_out)
             alike = (each for each in alike if each.weight.groups == groups)
             self._gather([each for each in alike if each is target or each.is_absent])
             return target.pending.pop()
-        others = [other for other in target.companions if other is not target and other.is_absent]
-        others = [other for other in others if not other.weight.registration.is_cut_again or other.weight.is_readable]
+        others = []  # of its bundle, which one launch gathers
+        for other in target.companions:
+            is_readable = not other.weight.registration.is_cut_again or other.weight.is_readable
+            if other is not target and other.is_absent and is_readable:
+                others.append(other)
         if (chain := self._passes.running) is not None:
+            # Before the launch, in which this rank may wait forever or end.
             self.parted.note(chain, target.index, len(chain.observed))
         self._gather([target, *others])
         return target.pending.pop()
@@ -352,7 +352,8 @@ class Gathering:
         """Drop gathers in flight that ``chain`` does not expect, but keep companions of ``used``,
         the weight in use. If that is not in lane 0, drop only gathers of its lane: ranks of other
         meshes may use other weights now."""
-        expected = Counter(chain.plan.uses[position] for positions in chain.expected() for position in positions)
+        uses = chain.plan.uses
+        expected = Counter(uses[position] for launch in chain.expected() for position in launch)
         expected.update(other.index for other in used.companions)
         for target in self._members.gatherables:
             if target.pending and used.lane in (0, target.lane):
@@ -361,11 +362,12 @@ class Gathering:
     def drop_prefetched_of(self, params: Sequence[ManagedParam]) -> None:
         """Drop gathers in flight whose shards are about to be freed."""
         for param in params:
-            for target in param.gatherables if isinstance(param, ShardedWeight) else ():
-                self.forget_pending(target)
+            if isinstance(param, ShardedWeight):
+                for target in param.gatherables:
+                    self.forget_pending(target)
 
     def forget_pending(self, target: Gatherable, num_left: int = 0) -> None:
         """Drop what is in flight of a weight or a group, but for the first ``num_left`` gathers."""
         while len(target.pending) > num_left:
-            self._gaps.add(target.lane)  # if this pass interrupts another one, that one gathers again
+            self._gaps.add(target.lane)  # a pass that this one interrupts gathers it again
             self._keeper.discard(target, target.pending.pop())

@@ -33,8 +33,11 @@ def blocks_in(container: nn.Module, children: Iterable[nn.Module] | None = None)
     """The modules, of ``children`` or all, whose class stands at least twice in a container."""
     if not isinstance(container, nn.ModuleList | nn.Sequential | nn.ModuleDict):
         return []
-    children = list(container.children() if children is None else children)
-    classes = [getattr(child, "_gtp_original", type(child)) for child in children]  # before each call made its own
+    if children is None:
+        children = container.children()
+    children = list(children)
+    # What they were before each ``gtp_shard`` call made a class of its own.
+    classes = [getattr(child, "_gtp_original", type(child)) for child in children]
     counts = Counter(classes)
     return [child for child, cls in zip(children, classes, strict=True) if counts[cls] > 1]
 
@@ -51,13 +54,16 @@ def guess_backward(
         seen: What backward has used so far, in blocks and elsewhere.
 
     Returns:
-        The uses, of which ``NUM_SEEN`` have happened; none if they are others; None if fewer have happened.
+        The uses, of which ``NUM_SEEN`` have happened; none if they are others; None if fewer have
+        happened.
     """
     guessable = {*block_of, *in_backward.values()}
     begin = [use for use in seen if use in guessable][:NUM_SEEN]
     if len(begin) < NUM_SEEN:
         return None
-    blocks = [list(block) for _, block in groupby((use for use in uses if use in block_of), block_of.get)][::-1]
+    in_blocks = [use for use in uses if use in block_of]
+    blocks = [list(block) for _, block in groupby(in_blocks, block_of.get)]
+    blocks.reverse()
     reverse = [[in_backward[use] for use in reversed(block)] for block in blocks]
     recomputed = [[*block, *back] for block, back in zip(blocks, reverse, strict=True)]
     for guess in (reverse, recomputed):
@@ -94,15 +100,18 @@ class Guesses:
     def __init__(self, roots: Iterable[nn.Module], gatherables: Sequence[Gatherable], most_nbytes: int) -> None:
         by_module: dict[nn.Module, list[Gatherable]] = {}
         for target in gatherables:
-            is_forward = target is target.weight.for_forward and target.lane == 0 and target.nbytes <= most_nbytes
-            is_forward = is_forward and not target.may_be_left_out
-            for site in target.weight.registration.sites if is_forward else ():
+            is_forward = target is target.weight.for_forward and not target.may_be_left_out
+            if not is_forward or target.lane != 0 or target.nbytes > most_nbytes:
+                continue
+            for site in target.weight.registration.sites:
                 if not isinstance(site.module, nn.Embedding | nn.EmbeddingBag):
                     by_module.setdefault(site.module, []).append(target)
-        self._uses_of: dict[nn.Module, list[int]] = {}  # of modules in blocks
-        self._block_of: dict[int, int] = {}
-        self._in_backward: dict[int, int] = {}
-        owners, numbers = set(by_module), count()
+        # By module in a block: what its forward uses, as indices.
+        self._uses_of: dict[nn.Module, list[int]] = {}
+        self._block_of: dict[int, int] = {}  # by index: the number of its block
+        self._in_backward: dict[int, int] = {}  # by index: of what backward gathers instead
+        owners = set(by_module)
+        numbers = count()
         for container in (module for root in roots for module in root.modules()):
             children = (c for c in container.children() if not owners.isdisjoint(c.modules()))
             for block, number in zip(blocks_in(container, children), numbers, strict=False):

@@ -18,12 +18,17 @@ from .reduce_gradients import Gradients
 
 
 class Keeper:
-    """Keeps gathered weights as the policy and the user ask, and frees all others after their last use."""
+    """Keeps gathered weights as the policy and the user ask, and frees all others after their last
+    use."""
 
     def __init__(self, members: Members, passes: Passes, setup: Setup, comm: CommContext, grads: Gradients) -> None:
-        self._members, self._passes, self._setup, self._comm, self._grads = members, passes, setup, comm, grads
-        # In the running forward: weights that ``keep_nbytes`` keeps; weights that ``keep_last``
-        # keeps if used last.
+        self._members = members
+        self._passes = passes
+        self._setup = setup
+        self._comm = comm
+        self._grads = grads
+        # In the running forward, as indices of gatherables: what ``keep_nbytes`` keeps, and what
+        # ``keep_last`` keeps if it is used last.
         self._until_backward: frozenset[int] = frozenset()
         self._if_last: frozenset[int] = frozenset()
 
@@ -34,22 +39,27 @@ class Keeper:
         forward, backward, turning = self._passes.turning_point(entry)
         sizes = [0] * len(self._members.gatherables)
         for target in self._members.gatherables:
-            weight = target.weight
-            if weight.flags.reshard_after_forward and weight.form.fixed is None and target.index not in turning:
+            flags = target.weight.flags
+            is_fixed = target.weight.form.fixed is not None
+            # What stays anyway has no part in the budget, and what cannot stay has none.
+            if flags.reshard_after_forward and not is_fixed and target.index not in turning:
                 sizes[target.index] = target.kept_nbytes
         lanes = [target.lane for target in self._members.gatherables]
-        return choose_kept(forward, backward, sizes, lanes, self._setup.schedule.keep_nbytes)
+        budget = self._setup.schedule.keep_nbytes
+        return choose_kept(forward, backward, sizes, lanes, budget)
 
     def kept_from_forward(self, entry: Entry | None) -> frozenset[int]:
         """All weights that are kept from a forward of ``entry`` to its backward, for reports."""
-        _, _, turning = self._passes.turning_point(entry)
-        last = turning if self._setup.schedule.keep_last else ()
-        asked = (
-            t.index
-            for t in self._members.gatherables
-            if t.weight.is_pinned or (not t.weight.flags.reshard_after_forward and t.weight.for_backward is t)
-        )
-        return frozenset((*self.kept_until_backward(entry), *last, *asked))
+        kept = set(self.kept_until_backward(entry))
+        if self._setup.schedule.keep_last:
+            _, _, turning = self._passes.turning_point(entry)
+            kept.update(turning)
+        for target in self._members.gatherables:
+            weight = target.weight
+            is_asked_for = not weight.flags.reshard_after_forward and weight.for_backward is target
+            if weight.is_pinned or is_asked_for:
+                kept.add(target.index)
+        return frozenset(kept)
 
     def stays(self, target: Gatherable) -> bool:
         """Whether the weight stays gathered after all of its uses in this pass."""
@@ -60,8 +70,10 @@ class Keeper:
             return False  # see [Note: fixed buffers]
         if self._passes.is_in_backward:
             return not weight.flags.reshard_after_backward
-        is_asked_for = not weight.flags.reshard_after_forward and weight.for_backward is target
-        return is_asked_for or target.index in self._until_backward
+        if target.index in self._until_backward:
+            return True
+        # What the user keeps, in the form that backward uses.
+        return not weight.flags.reshard_after_forward and weight.for_backward is target
 
     def choose(self, entry: Entry) -> None:
         """At the start of a forward, choose the weights that stay for its backward."""
@@ -71,25 +83,31 @@ class Keeper:
         self._until_backward = frozenset(self.kept_until_backward(entry))
         if self._setup.schedule.keep_last:
             backward = self._passes.chain(entry, is_backward=True).plan
-            first = [use for lane in backward.lanes if (use := backward.first(lane)) is not None]
-            companions = [other.index for use in first for other in self._members.gatherables[use].companions]
-            self._if_last = frozenset((*first, *companions))
+            chosen: set[int] = set()
+            for lane in backward.lanes:
+                first = backward.first(lane)
+                if first is not None:
+                    companions = self._members.gatherables[first].companions
+                    chosen.update((first, *(other.index for other in companions)))
+            self._if_last = frozenset(chosen)
 
     def stays_after_use(self, target: Gatherable) -> bool:
         """As ``stays``. What ``keep_last`` keeps stays, too, if it is the last weight of a forward:
         it is the first of the backward, so nothing would hide a gather in between."""
         if self.stays(target):
             return True
-        chain = self._passes.forward
-        if target.index not in self._if_last or self._passes.is_in_backward or target.weight.form.fixed is not None:
+        if target.index not in self._if_last or self._passes.is_in_backward:
             return False
-        return chain is not None and chain.is_at_end(target.lane)
+        chain = self._passes.forward
+        if chain is None or target.weight.form.fixed is not None:
+            return False
+        return chain.is_at_end(target.lane)
 
     def take(self, target: Gatherable) -> Gathered | None:
-        """The present weight, if it is kept or its gather was launched ahead. Discards older ones."""
+        """The present weight, if it is kept or its gather was launched ahead. Discards stale ones."""
         pending = target.pending
         if target.kept is not None:
-            pending.appendleft(target.kept)
+            pending.appendleft(target.kept)  # it is older than what is in flight
             target.kept = None
         while pending:
             gathered = pending.popleft()
@@ -110,21 +128,25 @@ class Keeper:
                     self.forget_kept(target)
 
     def end_uses(self) -> None:
-        """Nobody uses a weight any more, though uses may not have ended: what is present counts as kept."""
+        """Nobody uses a weight any more, though uses may not have ended: what is present counts as
+        kept."""
         for target in self._members.gatherables:
-            live, target.live = target.live, None
+            live = target.live
+            target.live = None
             if live is not None:
-                live.holds = 0
+                live.holds = 0  # of frames and ops that an error has ended
                 self.forget_kept(target)
                 target.kept = live
             if target.kept is not None and not target.weight.is_fresh(target.kept):
                 self.forget_kept(target)
 
     def forget_recording(self) -> None:
-        """After a failed recording into a CUDA graph, whose gathers never ran: nothing may reuse or wait for them."""
+        """After a failed recording into a CUDA graph, whose gathers never ran: nothing may reuse or
+        wait for them."""
         for target in self._members.gatherables:
             target.pending.clear()
-            target.live = target.kept = None
+            target.live = None
+            target.kept = None
         for group in self._members.groups:
             group.in_backward.held = None
             group.free()
@@ -147,7 +169,8 @@ class Keeper:
 
     def forget_kept(self, target: Gatherable) -> None:
         """Drop what stays in memory of a weight or a group without a use."""
-        kept, target.kept = target.kept, None
+        kept = target.kept
+        target.kept = None
         if kept is not None:
             self.discard(target, kept)
 
@@ -160,7 +183,9 @@ class Keeper:
     def free(self, target: Gatherable, gathered: Gathered) -> None:
         """Drop a buffer that this runtime no longer needs. Poison it if nobody else holds it."""
         if isinstance(target, GatherableGroup):
-            if self._comm.debug.poison:  # whoever reads the memory before the next gather is complete finds it
+            if self._comm.debug.poison:
+                # Whoever reads the memory before the next gather is complete finds it. What the
+                # forward has written to weights goes to the shards first.
                 target.group.carry_writes()
                 with compat.unseen_by_checkpoint_policies():
                     for output in target.group.leaves.outputs:
@@ -174,25 +199,26 @@ class Keeper:
                     poison(gathered.buffer)
 
     def place(self, weight: ShardedWeight, gathered: Gathered) -> None:
-        """Bring a weight in use to the fixed buffer, where the graph of a recorded block reads it."""
+        """Bring a weight in use to the fixed buffer, where the graph of a recorded block reads
+        it."""
         assert weight.form.fixed is not None
         fixed = weight.form.fixed.gathered
-        if not gathered.is_in(fixed):
-            # A gather for a later use may have the fixed buffer, or one for eager code that did not
-            # pass the weight on (see ``leave_fixed``). Move those to other buffers.
-            for target in self._members.gatherables:
-                for other in (*target.pending, *filter(None, (target.kept, target.live))):
-                    if other is not gathered and other.is_in(fixed):
-                        self._comm.streams.wait(other.done)
-                        other.move(target.weight.form.new_buffer(), target.weight.layout)
-            fixed.copy_(gathered.buffer)
+        if gathered.is_in(fixed):
+            return
+        # A gather for a later use may have the fixed buffer, or one for eager code that did not
+        # pass the weight on (see ``leave_fixed``). Move those to other buffers.
+        for target in self._members.gatherables:
+            for other in (*target.pending, target.kept, target.live):
+                if other is not None and other is not gathered and other.is_in(fixed):
+                    self._comm.streams.wait(other.done)
+                    other.move(target.weight.form.new_buffer(), target.weight.layout)
+        fixed.copy_(gathered.buffer)
 
     def leave_fixed(self, weight: ShardedWeight, gathered: Gathered) -> None:
         """Copy the weight out of the fixed buffer before eager code keeps it: the next replay
         overwrites the buffer."""
-        if (
-            weight.form.fixed is not None
-            and self._grads.recording is None
-            and gathered.is_in(weight.form.fixed.gathered)
-        ):
+        fixed = weight.form.fixed
+        if fixed is None or self._grads.recording is not None:
+            return
+        if gathered.is_in(fixed.gathered):
             gathered.move(weight.form.new_buffer(), weight.layout)

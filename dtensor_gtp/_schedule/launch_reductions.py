@@ -35,9 +35,12 @@ class UnequalReplicas(Protocol):
     """Sums gradients with replicas that may have another number of ranks:
     ``elastic.sync.ReplicaSync``."""
 
-    def share(self, factor: float | None) -> float: ...  # of this replica's gradient in the sum over replicas
-    def weigh_full(self, grad: Tensor, factor: float | None) -> Tensor: ...  # for the average over this replica
-    def add(self, weight: ShardedWeight, slot: Tensor, share: float) -> None: ...  # reduced rows; accumulated later
+    # The share of this replica's gradient in the sum over replicas.
+    def share(self, factor: float | None) -> float: ...
+    # A full gradient, for the average over this replica.
+    def weigh_full(self, grad: Tensor, factor: float | None) -> Tensor: ...
+    # Reduced rows, which are accumulated later.
+    def add(self, weight: ShardedWeight, slot: Tensor, share: float) -> None: ...
     def reduce_whole(self, dtype: torch.dtype, factor: float | None, bucket: WholeBucket) -> None: ...
     def finish(self) -> None: ...  # all sums, on the compute stream
     def reset(self) -> None: ...  # forget gradients that are not summed yet
@@ -48,14 +51,15 @@ class Gradient:
     """A gradient, with the settings of its submission: the user may change them for the next one."""
 
     weight: Reducible
-    buffer: Tensor | None  # the full gradient of this rank; None after the launch, or if an op has summed it over gtp
+    # The full gradient of this rank. None after the launch, and if an op has summed it over gtp.
+    buffer: Tensor | None
     scale: collectives.ReduceScale
     requires_all_reduce: bool  # whether it is summed over replicas now
     share: float = 1.0  # its factor in the sum over unequal replicas
     place: Place | None = None  # from where copy engines fetch it, if the ring has room
     bundle: object | None = None  # gradients of one bundle are sent together
     waiting_nbytes: int = 0  # of it and those that wait before it
-    taken: list[Tensor] | None = None  # instead of ``buffer``: what a group gave, which the launch packs
+    taken: list[Tensor] | None = None  # instead of ``buffer``: of a group, packed by the launch
 
 
 class ReductionLaunches:
@@ -64,7 +68,14 @@ class ReductionLaunches:
     def __init__(self, comm: CommContext) -> None:
         self._comm = comm
         self.order = OrderOfLaunches()
-        self.replicas: UnequalReplicas | None = None  # set if the mesh is one of several replicas of unequal sizes
+        # Set if the mesh is one of several replicas of unequal sizes.
+        self.replicas: UnequalReplicas | None = None
+
+    def share(self, factor: float | None) -> float:
+        """The factor of a gradient of this rank in the sum over unequal replicas."""
+        if self.replicas is None:
+            return 1.0
+        return self.replicas.share(factor)
 
     def launch(self, together: list[Gradient]) -> None:
         self.order.note("reduce_scatter", [gradient.weight.for_forward for gradient in together])
@@ -73,8 +84,10 @@ class ReductionLaunches:
 
     def _packed(self, together: list[Gradient]) -> Tensor:
         """The gradients of groups, to be sent as one."""
-        weight, world = together[0].weight, together[0].weight.layout.world
+        weight = together[0].weight
+        world = weight.layout.world
         taken = [part for gradient in together for part in gradient.taken or ()]
+        # Blocks may have left these on other streams than the one that packs them now.
         self._comm.streams.note_reading_earlier(taken)
         dtype = weight.reduce_dtype
         if self.sends_narrow(weight, taken[0].dtype):
@@ -82,7 +95,7 @@ class ReductionLaunches:
         buffer = taken[0].new_empty(world * sum(_slot_numels(together)), dtype=dtype)
         pack(taken, world, buffer)
         for gradient in together:
-            gradient.taken = None
+            gradient.taken = None  # frees the memory: what is sent has been copied
         return buffer
 
     def can_pack(self, weight: Reducible, scale: collectives.ReduceScale) -> bool:
@@ -98,7 +111,8 @@ class ReductionLaunches:
         keep: list[Tensor],
         places: Sequence[Place] = (),
     ) -> None:
-        """The collective for these gradients is launched. The communication stream uses ``keep``, peers ``places``."""
+        """The collective for these gradients is launched. Until it is complete, the communication
+        stream uses ``keep``, and peers use ``places``."""
         for gradient in together:
             earlier = gradient.weight.pending_grad.unreplicated
             if earlier is not None:
@@ -106,13 +120,15 @@ class ReductionLaunches:
         self._comm.reductions.launched(work, complete, keep, places)
 
     def sends_narrow(self, weight: Reducible, dtype: torch.dtype) -> bool:
-        """Whether a gradient of this dtype travels as it is, and its receivers add in ``reduce_dtype``."""
+        """Whether a gradient travels in this dtype, and its receivers add in ``reduce_dtype``."""
         is_exact = collectives.is_exact_in(dtype, weight.reduce_dtype)
         return weight.groups.sends_narrow and is_exact and self.replicas is None
 
     def _reduce_scatter(self, together: list[Gradient]) -> None:
         """Launch one reduce-scatter of these gradients on the scatter stream."""
-        comm, weight, scale = self._comm, together[0].weight, together[0].scale
+        comm = self._comm
+        weight = together[0].weight
+        scale = together[0].scale
         fulls = []
         if together[0].taken is not None:
             fulls.append(self._packed(together))
@@ -120,38 +136,48 @@ class ReductionLaunches:
             for gradient in together:
                 assert gradient.buffer is not None
                 fulls.append(gradient.buffer)
-                gradient.buffer = None
+                gradient.buffer = None  # ``scattering`` says below how long it has to live
         ring = weight.pending_grad.ring
-        places, held = ((), ()) if ring is None else self._places(ring, together, fulls)
+        places: Sequence[Place] = ()
+        held: Sequence[Place] = ()
+        if ring is not None:
+            places, held = self._places(ring, together, fulls)
         world = weight.layout.world
+        dtype = weight.reduce_dtype
         if len(fulls) == 1 and self.sends_narrow(weight, fulls[0].dtype):
-            scattering = Scattering("all_to_all", fulls, world, fulls[0].dtype, dtype=weight.reduce_dtype)
+            scattering = Scattering("all_to_all", fulls, world, fulls[0].dtype, dtype=dtype)
         else:
             kind = weight.groups.reduce_scatter
-            scattering = Scattering(kind, fulls, world, weight.reduce_dtype, ring, places)
+            scattering = Scattering(kind, fulls, world, dtype, ring, places)
         with comm.reductions.reducing():
             if comm.is_debugged:
                 self._look_at(together, fulls)
             is_async = not comm.streams.has_streams
             work = scattering.launch(scale, weight.groups, comm.reductions, async_op=is_async)
-            keep = scattering.keep()  # among them the full gradients, while the collective reads them
-            self._launched(together, work, partial(self._scattered, together, scattering), keep, held)
+            keep = scattering.keep()  # also the full gradients, while the collective reads them
+            complete = partial(self._scattered, together, scattering)
+            self._launched(together, work, complete, keep, held)
 
     def _look_at(self, together: Sequence[Gradient], fulls: Sequence[Tensor]) -> None:
-        """Debugging aids, before gradients travel together. Nobody writes to the padding of fulls."""
-        weights, groups = [gradient.weight for gradient in together], together[0].weight.groups
+        """Debugging aids, before gradients travel together."""
+        weights = [gradient.weight for gradient in together]
+        groups = weights[0].groups
         if len(fulls) < len(together):  # packed
             columns = fulls[0].view(weights[0].layout.world, -1).split(_slot_numels(together), 1)
             fulls = [part.flatten() for part in columns]
-        self._comm.before_collective("reduce_scatter", ", ".join(weight.fqn for weight in weights), groups)
-        values = [(weight.fqn, weight.layout.full_view(full)) for weight, full in zip(weights, fulls, strict=True)]
+        names = ", ".join(weight.fqn for weight in weights)
+        self._comm.before_collective("reduce_scatter", names, groups)
+        values = [  # without the padding, to which nobody writes
+            (weight.fqn, weight.layout.full_view(full)) for weight, full in zip(weights, fulls, strict=True)
+        ]
         self._comm.check_finite("the reduce_scatter of gradients", values, groups)
 
     def _places(self, ring: SendRing, together: list[Gradient], fulls: list[Tensor]) -> tuple[list[Place], list[Place]]:
-        """From where copy engines fetch the gradients, and all places that must live until they have done so."""
+        """From where copy engines fetch the gradients, and all places that must live until they
+        have done so."""
         held = [gradient.place for gradient in together if gradient.place is not None]
         if len(held) == len(together):
-            return held, held
+            return held, held  # the GEMMs have written into the ring
         with self._comm.reductions.scattering():
             self._comm.reductions.wait_finished()
             places = ring.lay_out(fulls, together[0].weight.reduce_dtype)
@@ -172,8 +198,9 @@ class ReductionLaunches:
 
     def _complete(self, gradient: Gradient, slot: Tensor) -> None:
         """After the reduce-scatter, on its stream: sum over replicas, divide and accumulate."""
-        weight, scale = gradient.weight, gradient.scale
-        if weight.pending_grad.unreplicated is not None:
+        weight = gradient.weight
+        scale = gradient.scale
+        if weight.pending_grad.unreplicated is not None:  # of earlier microbatches
             slot += weight.pending_grad.unreplicated
             weight.pending_grad.unreplicated = None
         if not gradient.requires_all_reduce:
@@ -195,22 +222,25 @@ class ReductionLaunches:
 
     def _all_reduce_in_order(self, tensor: Tensor, scale: collectives.ReduceScale, group: dist.ProcessGroup) -> None:
         """All-reduce on the current stream. Without streams, wait for the result."""
-        work = compat.all_reduce(tensor, scale.op, group, not self._comm.streams.has_streams)
-        if work is not None and not self._comm.streams.has_streams:
+        is_async = not self._comm.streams.has_streams
+        work = compat.all_reduce(tensor, scale.op, group, is_async)
+        if work is not None and is_async:
             work.wait()
 
     def _reduce_scatter_in_order(
         self, rows: Tensor, scale: collectives.ReduceScale, group: dist.ProcessGroup
     ) -> Tensor:
-        """Reduce-scatter one row for each rank on the current stream. Without streams, wait for the result."""
+        """Reduce-scatter one row for each rank, as ``_all_reduce_in_order``."""
         row = rows.new_empty(rows.shape[1])
-        work = compat.reduce_scatter_base(row, rows.reshape(-1), scale.op, group, not self._comm.streams.has_streams)
-        if work is not None and not self._comm.streams.has_streams:
+        is_async = not self._comm.streams.has_streams
+        work = compat.reduce_scatter_base(row, rows.reshape(-1), scale.op, group, is_async)
+        if work is not None and is_async:
             work.wait()
         return row
 
     def reduce_whole(self, params: Iterable[WholeParam]) -> None:
-        """All-reduce local gradients of whole parameters, in one call for each mesh, dtype and divide factor.
+        """All-reduce local gradients of whole parameters, in one call for each mesh, dtype and
+        divide factor.
 
         All trained parameters take part, with zeros where this rank has not used them: other ranks
         may have used others, and nothing else would tell the ranks apart. A parameter that no rank
@@ -219,28 +249,31 @@ class ReductionLaunches:
         """
         buckets: dict[tuple[Any, ...], list[tuple[WholeParam, Tensor | None]]] = {}
         for param in params:
-            grad, flags = param.take_local_grad(), param.flags
+            grad = param.take_local_grad()
+            flags = param.flags
             if not (flags.requires_gradient_sync and flags.requires_all_reduce):
-                param.unsynced_grad = None if grad is None else grad.to(param.reduce_dtype)
+                if grad is not None:
+                    grad = grad.to(param.reduce_dtype)
+                param.unsynced_grad = grad
             elif grad is not None or (self.replicas is None and param.gradient.awaits_reduction):
                 key = param.groups, param.reduce_dtype, flags.gradient_divide_factor
                 buckets.setdefault(key, []).append((param, grad))
-        for (_, dtype, factor), bucket in buckets.items():
+        for (groups, dtype, factor), bucket in buckets.items():
             if self.replicas is None:
-                self._reduce_bucket(bucket, sum_dtype(bucket[0][0].groups.reduce_scatter, dtype))
+                self._reduce_bucket(bucket, sum_dtype(groups.reduce_scatter, dtype))
             else:
-                self.replicas.reduce_whole(
-                    dtype, factor, [(param, grad.to(dtype)) for param, grad in bucket if grad is not None]
-                )
+                present = [(param, grad.to(dtype)) for param, grad in bucket if grad is not None]
+                self.replicas.reduce_whole(dtype, factor, present)
         for bucket in buckets.values():
             for param, _ in bucket:
                 param.gradient.awaits_reduction = False
 
     def _reduce_bucket(self, bucket: list[tuple[WholeParam, Tensor | None]], dtype: torch.dtype) -> None:
         comm = self._comm
-        first, groups = bucket[0][0], bucket[0][0].groups
+        first = bucket[0][0]
+        groups = first.groups
         active = [group for group in (groups.scatter, groups.replicate) if group is not None and group.size() > 1]
-        if not active:
+        if not active:  # no peer can have used what this rank has not
             bucket = [(param, grad) for param, grad in bucket if grad is not None]
             if not bucket:
                 return
@@ -254,12 +287,16 @@ class ReductionLaunches:
         marks = None
         if groups.scatter.size() > 1:
             marks = self.order.marks(groups, used, dtype, is_recorded=comm.streams.is_capturing)
-            sent += [] if marks is None else [marks.values]
+            if marks is not None:
+                sent.append(marks.values)
         flat = _flatten(sent, dtype)
-        wire = torch.view_as_real(flat) if flat.is_complex() else flat
+        wire = flat
+        if flat.is_complex():
+            wire = torch.view_as_real(flat)
 
         def complete() -> None:
-            if marks is not None and not comm.streams.is_capturing:  # replicas need not launch alike
+            # Before the sum over replicas, which need not launch alike.
+            if marks is not None and not comm.streams.is_capturing:
                 self.order.compare(marks, flat[-len(marks.values) :], first.mesh, groups)
             for group in active[1:]:
                 self._all_reduce_in_order(wire, scale, group)
@@ -271,23 +308,31 @@ class ReductionLaunches:
                     param.gradient.note_use_elsewhere(is_used)
                 param.gradient.accumulate(part)
 
-        with profiler_range("GTP::all_reduce", f"{len(bucket)} whole parameters"), comm.reductions.reducing():
+        title = f"{len(bucket)} whole parameters"
+        with profiler_range("GTP::all_reduce", title), comm.reductions.reducing():
             if comm.is_debugged:
-                comm.before_collective("all_reduce", ", ".join(param.fqn for param, _ in bucket), groups)
+                names = ", ".join(param.fqn for param, _ in bucket)
+                comm.before_collective("all_reduce", names, groups)
                 values = [(param.fqn, grad) for (param, _), grad in zip(bucket, grads, strict=True)]
                 comm.check_finite("the all_reduce of gradients", values, groups)
             if scale.predivide is not None:
                 wire.div_(scale.predivide)
-            work = compat.all_reduce(wire, scale.op, active[0], not comm.streams.has_streams) if active else None
+            work = None
+            if active:
+                work = compat.all_reduce(wire, scale.op, active[0], not comm.streams.has_streams)
             comm.reductions.launched(work, complete, (flat,))
 
 
 def _flatten(grads: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """All gradients one after the other, in the order that all ranks have. Those of one dtype are cast together."""
+    """All gradients one after the other, in the order that all ranks have. Neighbours of one dtype
+    are cast together."""
     flats = []
     for _, alike in groupby(grads, lambda grad: grad.dtype):
-        flats.append(torch.cat([grad if grad.ndim == 1 else grad.reshape(-1) for grad in alike]).to(dtype))
-    return flats[0] if len(flats) == 1 else torch.cat(flats)
+        rows = [grad if grad.ndim == 1 else grad.reshape(-1) for grad in alike]
+        flats.append(torch.cat(rows).to(dtype))
+    if len(flats) == 1:
+        return flats[0]
+    return torch.cat(flats)
 
 
 def _slot_numels(together: Sequence[Gradient]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Writes to parameters and to gathered weights that leave no version behind, or that would reach no shard.
+"""Writes to parameters and to gathered weights that leave no version, or that would reach no shard.
 
 ``.data``, foreach functions and optimizers of others write so. Whoever may do it is noted before,
 and what was gathered of the old values is dropped; where that comes too late, the write is found
@@ -39,9 +39,14 @@ class LostWrites:
         reads: AttributeReads,
         comm: CommContext,
     ) -> None:
-        self._members, self._passes, self._keeper, self._gathering = members, passes, keeper, gathering
-        self._reads, self._comm = reads, comm
-        self._outdated: set[ShardedWeight] = set()  # unsharded, and perhaps written since without a trace
+        self._members = members
+        self._passes = passes
+        self._keeper = keeper
+        self._gathering = gathering
+        self._reads = reads
+        self._comm = comm
+        # Weights that are unsharded, and that somebody may have written since without a trace.
+        self._outdated: set[ShardedWeight] = set()
         # Groups that a forward reads outside of their blocks, and that a backward uses, as they
         # were then; only if ``reads.looks_at_bits``.
         self._seen_outside: dict[WeightGroup, Any] = {}
@@ -51,8 +56,10 @@ class LostWrites:
     def begin_forward(self) -> None:
         """Gather anew what may have been written since the last pass."""
         errors = self.written_outside(self._members.weights)
-        pinned = (weight for weight in self._members.weights if weight.is_pinned)
-        for weight in pinned if errors else self._outdated:
+        stale: Iterable[ShardedWeight] = self._outdated
+        if errors:  # drop the values that were written to no effect
+            stale = [weight for weight in self._members.weights if weight.is_pinned]
+        for weight in stale:
             self._keeper.drop_kept(weight)
         self._outdated.clear()
         self._seen_outside.clear()
@@ -70,19 +77,29 @@ class LostWrites:
         groups = {weight.group for weight in self._outdated}
         for group in self._members.groups:  # in one order on all ranks
             if group in groups:
-                # What was read outside of the block is in the memory of the group, so that has to be full.
+                # What was read outside of the block is in the memory of the group, so that has to
+                # be full.
                 self._gathering.gather_and_keep([group.for_forward])
                 self._keeper.wait_kept(group.weights[0])
         self._outdated.clear()
 
     def written_outside(self, weights: Iterable[ShardedWeight]) -> list[RuntimeError]:
         """Errors of writes to full weights that ``unshard`` keeps, outside of forwards and to no effect."""
-        weights = [weight for weight in weights if weight.is_pinned]
         where = "between unshard() and reshard()"
-        single = [weight for weight in weights if weight.group is None and self._reads.is_written_outside(weight)]
-        groups = {weight.group: None for weight in weights if weight.group is not None}
-        found = [group.write_outside() for group in groups]
-        return [*(written_to_no_effect(weight, where) for weight in single), *filter(None, found)]
+        errors = []
+        groups: dict[WeightGroup, None] = {}  # each once, in order
+        for weight in weights:
+            if not weight.is_pinned:
+                continue
+            if weight.group is not None:
+                groups[weight.group] = None
+            elif self._reads.is_written_outside(weight):
+                errors.append(written_to_no_effect(weight, where))
+        for group in groups:
+            error = group.write_outside()
+            if error is not None:
+                errors.append(error)
+        return errors
 
     def note_handed_out(self, param: object) -> None:
         """Somebody has got hold of a parameter in a way in which writes to it leave no version."""
@@ -92,13 +109,15 @@ class LostWrites:
         if isinstance(member, ShardedWeight):
             weight = member
         elif group is not None:
-            weight = group.weights[0]  # the values of a whole parameter are gathered with these weights
+            weight = group.weights[0]  # with which the values of a whole parameter are gathered
         else:
             return
         if self._reads.frames:
             self._drop_in_forward(weight, group)
         elif member.is_pinned:
-            self._outdated.add(weight)  # until the next forward, as one rank alone may read it until then
+            # Until the next forward: before it one rank alone may read the weight, and a gather
+            # would wait for the others.
+            self._outdated.add(weight)
         else:
             for target in (group or weight).gatherables:
                 self._keeper.forget_kept(target)
@@ -113,11 +132,12 @@ class LostWrites:
         count_writes(self._members.among(set(map(id, params))))
 
     def _drop_in_forward(self, weight: ShardedWeight, group: WeightGroup | None) -> None:
-        """Drop what was gathered of a shard that is about to be written, and gather it at its next use alone."""
+        """Drop what was gathered of a shard that is about to be written, and gather it at its next
+        use alone."""
         gathering = self._gathering
         if group is not None:
-            is_seen = group in self._seen_shards
-            if group.for_forward.live is not None and not is_seen and self._comm.streams.may_wait_on_host:
+            is_new = group.for_forward.live is not None and group not in self._seen_shards
+            if is_new and self._comm.streams.may_wait_on_host:
                 self._seen_shards[group] = _bits_of_shards(group)
             gathering.handed_out.add(group.for_forward.weight)
             gathering.forget_pending(group.for_forward)
@@ -131,12 +151,16 @@ class LostWrites:
         self._keeper.drop_kept(weight)
 
     def refuse_new_data(self, param: object) -> None:
-        """``param.data = ...`` in a forward: the leaves of a group would keep the old values until the next one."""
-        member = self._members.member_of(param) if self._reads.frames else None
+        """``param.data = ...`` in a forward: the leaves of a group would keep the old values until
+        the next one."""
+        if not self._reads.frames:
+            return
+        member = self._members.member_of(param)
         if member is not None and member.group is not None:
             raise RuntimeError(
-                f"A forward replaces the data of parameter '{member.fqn}' of shape {tuple(member.param.shape)}, which "
-                f"is gathered together with block '{member.group.fqn}' (rank {dist.get_rank()}). Write to it under "
+                f"A forward replaces the data of parameter '{member.fqn}' of shape "
+                f"{tuple(member.param.shape)}, which is gathered together with block "
+                f"'{member.group.fqn}' (rank {dist.get_rank()}). Write to it under "
                 "torch.no_grad(): param.copy_(value)."
             )
 
@@ -156,9 +180,13 @@ class LostWrites:
             self._seen_outside[group] = group.leaves.seen()
 
     def check(self, group: WeightGroup) -> None:
-        """Before the backward of a block frees ``group``: raise if it has written to weights to no effect."""
+        """Before the backward of a block frees ``group``: raise if it has written to weights to no
+        effect."""
         seen = self._seen_outside.pop(group, None)
-        if seen is not None and (misuse := group.untraced_write(seen, "in a backward")) is not None:
+        if seen is None:
+            return
+        misuse = group.untraced_write(seen, "in a backward")
+        if misuse is not None:
             raise misuse
 
     def written_in_use(self, group: WeightGroup) -> RuntimeError | None:
@@ -173,13 +201,15 @@ class LostWrites:
         if not is_written:
             return None
         return RuntimeError(
-            f"Parameters of block '{group.fqn}' were written while its forward runs, which computes with their values "
-            f"from before (rank {dist.get_rank()}). Write to the attributes of its modules, e.g. self.weight, under "
-            "torch.no_grad(), or before the forward of the block."
+            f"Parameters of block '{group.fqn}' were written while its forward runs, which "
+            f"computes with their values from before (rank {dist.get_rank()}). Write to the "
+            "attributes of its modules, e.g. self.weight, under torch.no_grad(), or before the "
+            "forward of the block."
         )
 
     def found(self, where: str = "in a forward") -> RuntimeError | None:
-        """What a pass has written to weights, outside of the blocks whose groups they are in, to no effect."""
+        """What a pass has written to weights to no effect, outside of the blocks whose groups they
+        are in."""
         if not self._reads.looks_at_bits:
             return None
         found = [group.untraced_write(seen, where) for group, seen in self._seen_outside.items()]
@@ -189,7 +219,8 @@ class LostWrites:
 
 
 def count_writes(written: Sequence[ManagedParam]) -> None:
-    """Of what leaves no version: autograd shall refuse a backward through what was computed with the values before."""
+    """Of what leaves no version: autograd shall refuse a backward through what was computed with
+    the values before."""
     for group in {param.group for param in written if param.group is not None}:
         group.shards.num_updates += 1
     for param in written:
@@ -204,7 +235,8 @@ def _bits_of_shards(group: WeightGroup) -> list[Tensor | None]:
 
 
 def refuse_hooks_at_nodes(weights: Sequence[ShardedWeight]) -> None:
-    """Raise if code has registered hooks where autograd would bring gradients to the parameters: they never run."""
+    """Raise if code has registered hooks where autograd would bring gradients to the parameters:
+    they never run."""
     with compat.unseen_by_checkpoint_policies():
         for weight in weights:
             if not weight.registration.is_cut_again and compat.has_hooks_at_node(weight.param):

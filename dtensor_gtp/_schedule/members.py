@@ -30,9 +30,11 @@ class Members:
         self.weights: list[ShardedWeight] = []
         self.whole: list[WholeParam] = []
         self.groups: list[WeightGroup] = []
-        self.gatherables: list[Gatherable] = []  # of single weights, and groups; plans name them by index
+        # Of single weights, and groups. Plans name them by index.
+        self.gatherables: list[Gatherable] = []
         self.is_offloaded = False  # whether shards are on the host
-        # Of parameters that are cut again, optimizers hold the objects that an outer fully_shard has made.
+        # Of parameters that are cut again, optimizers hold the objects that an outer ``fully_shard``
+        # has made.
         self.is_cut_again = False
         self._num_calls = 0
         # By the ids of their objects, for optimizer steps; ``by_id`` rebuilds it if it is empty.
@@ -59,11 +61,12 @@ class Members:
             elif isinstance(param, ShardedWeight):
                 self.weights.append(param)
                 for target in param.gatherables:
-                    target.index, target.call = len(self.gatherables), self._num_calls
+                    target.index = len(self.gatherables)
+                    target.call = self._num_calls
                     self.gatherables.append(target)
 
     def use_groups(self, groups: Sequence[WeightGroup]) -> None:
-        """The members of these groups are gathered together from now on, all other weights alone."""
+        """The members of these groups are gathered together from now on, all others alone."""
         self.groups = list(groups)
         singles = (target for weight in self.single_weights for target in weight.gatherables)
         self.gatherables = [*singles, *(group.for_forward for group in groups)]
@@ -84,7 +87,9 @@ class Members:
     def member_of(self, param: object) -> ManagedParam | None:
         """The managed parameter with this object; None if it is another one that has got its id."""
         member = self.by_id().get(id(param))
-        return member if member is not None and member.param is param else None
+        if member is None or member.param is not param:
+            return None
+        return member
 
     def among(self, ids: set[int]) -> list[ManagedParam]:
         """The managed parameters among objects with these ids."""

@@ -46,7 +46,8 @@ _NUM_PASSES = 4  # that are remembered: what was launched ahead fails in a later
 class _Launches:
     """Of one mesh since the last comparison."""
 
-    code: int = 0
+    code: int = 0  # digest of all of them
+    # What was launched for which weights and groups.
     last: deque[tuple[str, Sequence[Gatherable]]] = field(default_factory=lambda: deque(maxlen=_NUM_NAMED))
 
 
@@ -64,7 +65,7 @@ class _Comparison(NamedTuple):
     mesh: DeviceMesh
     groups: Groups
     sums: Tensor  # of the marks, on the host
-    arrived: torch.Event | None
+    arrived: torch.Event | None  # when ``sums`` can be read; None if they can at once
 
 
 class OrderOfLaunches:
@@ -82,21 +83,24 @@ class OrderOfLaunches:
         if (launches := self._launches.get(name)) is None:
             launches = self._launches[name] = _Launches()
         numbers = [target.number for target in targets]
-        launches.code = hash((launches.code, len(kind), *numbers))  # of numbers alone: the same in each process
+        # Of numbers alone: hashes of strings differ between processes.
+        launches.code = hash((launches.code, len(kind), *numbers))
         launches.last.append((kind, targets))
 
     def marks(self, groups: Groups, like: Tensor, dtype: torch.dtype, *, is_recorded: bool) -> Marks | None:
         """What to send in an all-reduce in ``dtype`` over the gtp axis, as ``like``: what has been
         launched since the last call. None if the sums would be too coarse, on all ranks alike. A
         graph sends marks, too: its peers may run eagerly."""
-        name, num_ranks = groups.scatter_name, groups.scatter.size()
+        name = groups.scatter_name
+        num_ranks = groups.scatter.size()
         launches = self._launches.pop(name, None) or _Launches()
         if dtype.is_complex or num_ranks**2 * torch.finfo(dtype).eps > 1:
             return None
-        code, values = self._values.get(name, (0, None))
         if is_recorded:  # a graph keeps addresses: it gets marks of its own
-            values = _signs(launches.code, like)
-        elif values is None or code != launches.code or values.dtype != like.dtype or values.device != like.device:
+            return Marks(launches, _signs(launches.code, like))
+        code, values = self._values.get(name, (0, like))
+        is_same = name in self._values and code == launches.code
+        if not is_same or values.dtype != like.dtype or values.device != like.device:
             values = _signs(launches.code, like)
             self._values[name] = launches.code, values
         return Marks(launches, values)
@@ -105,12 +109,15 @@ class OrderOfLaunches:
         """Take the sums of ``marks`` over the gtp axis, on the current stream."""
         if type(sums) is not Tensor:
             return  # a fake one
+        arrived = None
         if sums.is_cuda:
-            host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
+            # The host waits for this event in the next step, see ``check``.
+            host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
+            host.copy_(sums, non_blocking=True)
             arrived = torch.cuda.current_stream().record_event()
-            self._running.append(_Comparison(marks.launches, mesh, groups, host, arrived))
         else:
-            self._running.append(_Comparison(marks.launches, mesh, groups, sums.clone(), None))
+            host = sums.clone()
+        self._running.append(_Comparison(marks.launches, mesh, groups, host, arrived))
 
     def check(self, *, is_next_step: bool) -> None:
         """Raise a RuntimeError on all ranks that have launched different collectives. On a GPU in
@@ -122,20 +129,26 @@ class OrderOfLaunches:
                 compared.arrived.synchronize()
             always, *bits = compared.sums.abs().tolist()
             # Half a rank, because the sums are rounded. One rank that differs takes away two.
-            if min(bits) < always * (1 - 0.5 / compared.groups.scatter.size()):
-                last = compared.launches.last
-                names = [f"{kind} of {', '.join(target.weight.fqn for target in targets)}" for kind, targets in last]
-                raise parted(compared.mesh, "a step", [*names, f"{compared.launches.code:x}"], compared.groups.scatter)
+            group = compared.groups.scatter
+            if min(bits) < always * (1 - 0.5 / group.size()):
+                names = []
+                for kind, targets in compared.launches.last:
+                    fqns = ", ".join(target.weight.fqn for target in targets)
+                    names.append(f"{kind} of {fqns}")
+                names.append(f"{compared.launches.code:x}")  # of those before, which have no names
+                raise parted(compared.mesh, "a step", names, group)
 
 
 def parted(mesh: DeviceMesh, what: str, names: Sequence[str], group: dist.ProcessGroup) -> RuntimeError:
-    """The error for ranks of ``group`` that differ in what they have used or launched. Collective."""
+    """The error for ranks of ``group`` that differ in what they have used or launched.
+    Collective."""
+    difference = first_difference(by_rank(names, [group]))
     return RuntimeError(
-        f"gtp_shard expects that all ranks of mesh axes {mesh.mesh_dim_names} use the same weights in the same order, "
-        f"because each use is a collective, but in {what} {first_difference(by_rank(names, [group]))}: ranks received "
-        "parts of different weights. Run the same modules in the same order on all ranks (a rank without data on an "
-        "empty input), or call set_reduce_scatter_unused_params(True) on modules that may differ. "
-        f"{see('ranks_diverge')}"
+        f"gtp_shard expects that all ranks of mesh axes {mesh.mesh_dim_names} use the same weights "
+        f"in the same order, because each use is a collective, but in {what} {difference}: ranks "
+        "received parts of different weights. Run the same modules in the same order on all ranks "
+        "(a rank without data on an empty input), or call set_reduce_scatter_unused_params(True) "
+        f"on modules that may differ. {see('ranks_diverge')}"
     )
 
 
@@ -150,8 +163,9 @@ class _Pass:
     """A forward or backward, and the plan that it follows."""
 
     def __init__(self, number: int, chain: Chain) -> None:
-        self.number, self.chain = number, chain
-        self.planned = chain.plan.uses
+        self.number = number
+        self.chain = chain
+        self.planned = chain.plan.uses  # before the pass; the plan becomes its uses when it ends
         self.written: dict[int, str] = {}  # names of weights, by position
         self._uses: tuple[int, ...] | None = None  # once it has ended
 
@@ -161,22 +175,29 @@ class _Pass:
     @property
     def uses(self) -> Sequence[int]:
         """Its uses, as far as it is."""
-        return self.chain.observed if self._uses is None else self._uses
+        if self._uses is None:
+            return self.chain.observed
+        return self._uses
 
 
 class PartedRanks:
-    """What this rank uses against its plan, and what its peers have written, see [Note: uses in the store]."""
+    """What this rank uses against its plan, and what its peers have written, see
+    [Note: uses in the store]."""
 
     def __init__(self, members: Members) -> None:
         self._members = members
         self._passes: deque[_Pass] = deque(maxlen=_NUM_PASSES)
         self._num_passes = 0
-        self._stores: list[tuple[compat.Store, list[int]]] = []  # with the peers, as global ranks, that share it
+        # Each with the peers that share it, as global ranks.
+        self._stores: list[tuple[compat.Store, list[int]]] = []
 
     def _watch(self) -> None:
         """From now on, write for the other ranks of the weights' meshes."""
-        me, weights = dist.get_rank(), self._members.weights
-        title = f"{weights[0].fqn} {len(weights)}" if weights else ""  # tells models on one mesh apart
+        me = dist.get_rank()
+        weights = self._members.weights
+        if not weights:
+            return
+        title = f"{weights[0].fqn} {len(weights)}"  # tells models on one mesh apart
         for mesh in {weight.mesh for weight in weights}:
             group = mesh.get_group(mesh.ndim - 1)
             peers = [rank for rank in dist.get_process_group_ranks(group) if rank != me]
@@ -195,7 +216,8 @@ class PartedRanks:
         self._passes.append(_Pass(self._num_passes, chain))
 
     def note(self, chain: Chain, use: int, position: int) -> None:
-        """Call before anything is launched for a use, the one at ``position`` of a pass, that was not planned so."""
+        """Call before anything is launched for a use, the one at ``position`` of a pass, that was
+        not planned so."""
         if not self._stores or not self._passes:
             return
         running = self._passes[-1]
@@ -204,7 +226,8 @@ class PartedRanks:
         if running.planned and len(running.written) >= _MOST_WRITTEN:
             return
         running.written[position] = self._name_of(use)
-        notes = json.dumps([(each.number, *note) for each in self._passes for note in each.written.items()])
+        written = [(each.number, *note) for each in self._passes for note in each.written.items()]
+        notes = json.dumps(written)
         try:
             for store, _ in self._stores:
                 store.set(str(dist.get_rank()), notes)
@@ -212,21 +235,24 @@ class PartedRanks:
             self._stores.clear()
 
     def explain(self, error: RuntimeError) -> RuntimeError:
-        """An error that says where ranks have parted, or ``error`` itself if they have not as far as one knows."""
+        """An error that says where ranks have parted. ``error`` itself if they have not, as far as
+        one knows."""
         if not self._stores or not self._passes:
             return error
         parted = self._find()
         if parted is None:
             error.add_note(
-                "A collective of weights or gradients failed. If no other rank raised another error, the ranks use "
-                f"different weights: DTENSOR_GTP_DEBUG=order names them. {see('ranks_diverge')}"
+                "A collective of weights or gradients failed. If no other rank raised another "
+                "error, the ranks use different weights: DTENSOR_GTP_DEBUG=order names them. "
+                f"{see('ranks_diverge')}"
             )
             return error
         return RuntimeError(
-            f"The ranks of one mesh use different weights ({parted}), so their collectives do not fit together. If "
-            "another rank raised an error of its own, that is the cause. Else: all ranks must use the same weights in "
-            "the same order: a branch that depends on a rank's data or random numbers must not decide whether a layer "
-            f"runs. {see('ranks_diverge')}"
+            f"The ranks of one mesh use different weights ({parted}), so their collectives do not "
+            "fit together. If another rank raised an error of its own, that is the cause. Else: "
+            "all ranks must use the same weights in the same order: a branch that depends on a "
+            "rank's data or random numbers must not decide whether a layer runs. "
+            f"{see('ranks_diverge')}"
         )
 
     def _find(self) -> str | None:
@@ -235,7 +261,8 @@ class PartedRanks:
         written = {peer: _written_by(peer, store) for store, peers in self._stores for peer in peers}
         for each in self._passes:
             of_peers = {peer: notes.get(each.number, {}) for peer, notes in written.items()}
-            for position in sorted({*each.written, *(number for notes in of_peers.values() for number in notes)}):
+            positions = set(each.written).union(*of_peers.values())
+            for position in sorted(positions):
                 mine = self._name_at(each, position)
                 for peer, notes in of_peers.items():
                     other = notes.get(position)
@@ -252,20 +279,27 @@ class PartedRanks:
         """What this rank has used, or None if it has not come so far."""
         if position < len(each.uses):
             return self._name_of(each.uses[position])
-        # Among those written is the use that waits.
-        return each.written.get(position, None if each is self._passes[-1] else "none")
+        if position in each.written:  # the use that waits
+            return each.written[position]
+        if each is self._passes[-1]:
+            return None
+        return "none"  # that pass has ended
 
     def _planned_at(self, each: _Pass, position: int) -> str | None:
         if not each.planned:
             return None
-        return self._name_of(each.planned[position]) if position < len(each.planned) else "none"
+        if position >= len(each.planned):
+            return "none"
+        return self._name_of(each.planned[position])
 
 
 def _written_by(rank: int, store: compat.Store) -> dict[int, dict[int, str]]:
     """Names of weights, by the number of a pass and the position in it."""
     passes: dict[int, dict[int, str]] = {}
     try:
-        notes = json.loads(store.get(str(rank))) if store.check([str(rank)]) else []
+        if not store.check([str(rank)]):  # ``get`` would wait for the key
+            return passes
+        notes = json.loads(store.get(str(rank)))
     except RuntimeError:  # the store is gone with its rank
         return passes
     for number, position, name in notes:

@@ -1,4 +1,4 @@
-"""The passes of one runtime: in which order each kind uses weights, which one runs, and in which thread.
+"""The passes of one runtime: in which order each kind uses weights, which one runs, in which thread.
 
 The order is recorded in one pass and expected in the next one of its kind, see [Note: what is gathered when].
 """
@@ -31,7 +31,7 @@ class Entry(NamedTuple):
 
 
 class ChainKey(NamedTuple):
-    """Names a kind of pass. Stages of a pipeline may share a runtime, so each entry has passes of its own."""
+    """Names a kind of pass. Stages of a pipeline may share a runtime, so each entry has its own."""
 
     entry: Entry | None  # None for a backward that did not begin at the output of a module
     is_grad_enabled: bool
@@ -49,8 +49,8 @@ class Chain:
         self.may_guess = True  # nothing was observed or guessed yet, see [Note: guesses]
         self._guessed: Blocks | None = None  # the plan, if it was not observed
         self._num_reordered = 0
-        self.num_deviations = 0
-        self._traits = traits
+        self.num_deviations = 0  # uses of all passes that were not expected, for logs
+        self._traits = traits  # a function, since weights join and leave groups
         self.begin()
 
     def begin(self) -> None:
@@ -60,15 +60,18 @@ class Chain:
         self._cursors_after_deviation: dict[int, int] = {}
 
     def guess(self, blocks: Blocks, num_past: int = 0) -> None:
-        """Expect these uses of lane 0 in a first pass, which has made the first ``num_past`` of them."""
-        self.may_guess, self._guessed = False, blocks
+        """Expect these uses of lane 0 in a first pass, which has made the first ``num_past``."""
+        self.may_guess = False
+        self._guessed = blocks
         self.plan = Plan([use for block in blocks for use in block], self._traits(), self.window)
         self._cursors_after_deviation = {0: num_past}
 
     def advance(self, use: int, lane: int = 0) -> Sequence[Launch] | None:
-        """Record a use. Gives the launches that follow it in the plan, or None if the plan did not expect the use."""
+        """Record a use. Gives the launches that follow it in the plan, or None if the plan did not
+        expect the use."""
         if self._observed is None:
-            number, plan = self._num_as_planned, self.plan
+            number = self._num_as_planned
+            plan = self.plan
             expected, launches = plan.steps[number]
             if expected == use:
                 self._num_as_planned = number + 1
@@ -78,10 +81,12 @@ class Chain:
         return self._advance_in_lane(self._observed, use, lane)
 
     def _advance_in_lane(self, observed: list[int], use: int, lane: int) -> Sequence[Launch] | None:
-        """After a deviation, or if lanes mix in another order: follow the plan in the lane of this use alone."""
+        """After a deviation, or if lanes mix in another order: follow the plan in the lane of this
+        use alone."""
         observed.append(use)
         cursors = self._cursors_after_deviation
-        uses, cursor = self.plan.uses_of.get(lane, ()), cursors.get(lane, 0)
+        cursor = cursors.get(lane, 0)
+        uses = self.plan.uses_of.get(lane, ())
         if cursor < len(uses) and uses[cursor] == use:
             cursors[lane] = cursor + 1
             return self.plan.launches[self.plan.lanes[lane][cursor] + 1]
@@ -100,19 +105,23 @@ class Chain:
         if blocks is not None:
             self._num_reordered += 1
             if self._num_reordered > _MOST_REORDERED:
-                blocks = []
+                blocks = []  # no guess any more
             self.guess(blocks, cursor + 1)
         return blocks is not None
 
     @property
     def _cursors(self) -> dict[int, int]:
         """How many uses of each lane happened or were left out."""
-        return self.plan.cursors(self._num_as_planned) if self._observed is None else self._cursors_after_deviation
+        if self._observed is None:
+            return self.plan.cursors(self._num_as_planned)
+        return self._cursors_after_deviation
 
     @property
     def observed(self) -> Sequence[int]:
         """The uses of this pass so far."""
-        return self.plan.uses[: self._num_as_planned] if self._observed is None else self._observed
+        if self._observed is None:
+            return self.plan.uses[: self._num_as_planned]
+        return self._observed
 
     def expected(self, lanes: Container[int] | None = None) -> list[tuple[int, ...]]:
         """Positions of later uses, in these lanes or all, whose weights should already be in memory
@@ -122,12 +131,17 @@ class Chain:
     def num_expected(self, use: int, position: int) -> int:
         """How many of the uses to come, up to ``position``, are ``use``."""
         lane, number = self.plan.places[position]
-        return self.plan.uses_of[lane][self.plan.num_past(lane, self._cursors) : number + 1].count(use)
+        num_past = self.plan.num_past(lane, self._cursors)
+        return self.plan.uses_of[lane][num_past : number + 1].count(use)
 
     def is_at_end(self, lane: int = 0) -> bool:
-        """Whether all planned uses of a lane and of lane 0 have happened. False if the plan does not have the lane."""
-        lanes, cursors = self.plan.lanes, self._cursors
-        return lane in lanes and all(cursors.get(key, 0) == len(lanes.get(key, ())) for key in {0, lane})
+        """Whether all planned uses of a lane and of lane 0 have happened. False if the plan does
+        not have the lane."""
+        lanes = self.plan.lanes
+        if lane not in lanes:
+            return False
+        cursors = self._cursors
+        return all(cursors.get(key, 0) == len(lanes.get(key, ())) for key in {0, lane})
 
     def sizes(self) -> list[int]:
         """Bytes of each gathered weight, by index."""
@@ -138,13 +152,18 @@ class Chain:
         observed = tuple(self.observed)
         if observed != self.plan.uses:
             self.plan = Plan(observed, self._traits(), self.window)
-        self.may_guess, self._guessed = False, None
+        self.may_guess = False
+        self._guessed = None
         self.begin()
 
 
 def window_of(schedule: Schedule) -> Window:
-    ahead = schedule.prefetch_depth, schedule.prefetch_nbytes
-    return Window(*ahead, schedule.coalesce_nbytes, schedule.expert_blocks_ahead)
+    return Window(
+        depth=schedule.prefetch_depth,
+        nbytes=schedule.prefetch_nbytes,
+        together_nbytes=schedule.coalesce_nbytes,
+        num_blocks=schedule.expert_blocks_ahead,
+    )
 
 
 class Passes:
@@ -165,12 +184,20 @@ class Passes:
 
     def _traits(self) -> list[Traits]:
         """Of each gatherable, for plans: the same on all ranks of its mesh."""
-        targets = self._members.gatherables
-        return [Traits(t.nbytes, t.lane, t.call, t.companions[0].index if t.companions else -1) for t in targets]
+        traits = []
+        for target in self._members.gatherables:
+            bundle = -1  # none
+            if target.companions:
+                bundle = target.companions[0].index
+            traits.append(Traits(target.nbytes, target.lane, target.call, bundle))
+        return traits
 
     @property
     def running(self) -> Chain | None:
-        return self.backward if self.is_in_backward else self.forward
+        # First: a backward may recompute forwards, whose uses are in its plan.
+        if self.is_in_backward:
+            return self.backward
+        return self.forward
 
     def chain(self, entry: Entry | None, *, is_backward: bool, is_grad_enabled: bool = True) -> Chain:
         key = ChainKey(entry, is_grad_enabled, is_backward)
@@ -182,7 +209,8 @@ class Passes:
         """The plans of a forward of ``entry`` and of its backward, and the weights that are last in
         the forward and first in the backward, on all ranks of their mesh. Only ``keep_last``
         decides whether those are kept."""
-        forward, backward = (self.chain(entry, is_backward=is_backward).plan for is_backward in (False, True))
+        forward = self.chain(entry, is_backward=False).plan
+        backward = self.chain(entry, is_backward=True).plan
         return forward, backward, turning_point(forward, backward)
 
     def begin_forward(self, entry: Entry) -> Chain:
@@ -195,7 +223,9 @@ class Passes:
     def begin_backward(self, entry: Entry | None) -> None:
         self.is_in_backward = True
         self.backward = self.chain(entry, is_backward=True)
-        self.forward_of_backward = None if entry is None else self.chain(entry, is_backward=False)
+        self.forward_of_backward = None
+        if entry is not None:
+            self.forward_of_backward = self.chain(entry, is_backward=False)
 
     def end_backward(self) -> None:
         self.is_in_backward = False
@@ -205,8 +235,10 @@ class OneThread:
     """Refuses a second thread: two passes at a time would take each other's weights and gradients."""
 
     def __init__(self) -> None:
+        # Idents of threads; 0: none.
         self._in_frame = 0  # that is in a frame now
-        self._of_forward = self._of_backward = 0  # of the last one
+        self._of_forward = 0  # that began the last one
+        self._of_backward = 0
 
     def enter(self) -> None:
         """Before a frame."""
@@ -228,7 +260,8 @@ class OneThread:
         self._of_forward = thread
 
     def begin_backward(self, is_running: bool) -> None:
-        """A backward begins; it may be running already. On a CPU autograd runs in the thread that calls it."""
+        """A backward begins; it may be running already. On a CPU autograd runs in the thread that
+        calls it."""
         thread = threading.get_ident()
         if self._in_frame not in (0, thread) or (is_running and self._of_backward != thread):
             _refuse("backward")

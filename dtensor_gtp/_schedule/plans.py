@@ -66,11 +66,15 @@ class Window:
         if self.depth == 0:
             return "nothing is gathered ahead"
         text = f"{self.depth} use{'s' * (self.depth > 1)}"
-        text += f" or {format_nbytes(self.nbytes)}" if self.nbytes else ""
-        text += " is gathered ahead" if (self.depth, self.nbytes) == (1, 0) else " are gathered ahead"
-        more = ", whichever is more" if self.nbytes else ""
-        together = f"; one launch carries up to {format_nbytes(self.together_nbytes)}" if self.together_nbytes else ""
-        return f"{text}{more}{together}"
+        if self.nbytes:
+            text += f" or {format_nbytes(self.nbytes)} are gathered ahead, whichever is more"
+        elif self.depth == 1:
+            text += " is gathered ahead"
+        else:
+            text += " are gathered ahead"
+        if self.together_nbytes:
+            text += f"; one launch carries up to {format_nbytes(self.together_nbytes)}"
+        return text
 
 
 class Launch(NamedTuple):
@@ -86,30 +90,38 @@ class Plan:
     def __init__(self, uses: Sequence[int] = (), traits: Sequence[Traits] = (), window: Window = Window(0)) -> None:
         self.uses = tuple(uses)
         self.lanes: dict[int, list[int]] = {}  # the positions of each lane
-        self.places: list[tuple[int, int]] = []  # by position: its lane, and how many of the lane are before it
+        # By position: its lane, and how many uses of the lane are before it.
+        self.places: list[tuple[int, int]] = []
         for position, use in enumerate(self.uses):
             own = self.lanes.setdefault(traits[use].lane, [])
             self.places.append((traits[use].lane, len(own)))
             own.append(position)
-        self.uses_of = {lane: tuple(self.uses[p] for p in positions) for lane, positions in self.lanes.items()}
+        self.uses_of = {
+            lane: tuple(self.uses[position] for position in positions) for lane, positions in self.lanes.items()
+        }
         self.launches: list[tuple[Launch, ...]] = [()] * (len(self.uses) + 1)  # by step
-        self._launch_of: dict[int, Launch] = {}
-        for launch in _plan_launches(self.uses, self.lanes, traits, window) if window.depth else ():
-            self.launches[launch.step] += (launch,)
-            self._launch_of.update(dict.fromkeys(launch.positions, launch))
+        self._launch_of: dict[int, Launch] = {}  # by position of the use that it is for
+        if window.depth:
+            for launch in _plan_launches(self.uses, self.lanes, traits, window):
+                self.launches[launch.step] += (launch,)
+                self._launch_of.update(dict.fromkeys(launch.positions, launch))
         # Each use with the launches that follow it, and a final None that never matches.
         self.steps = [*zip((*self.uses, None), (*self.launches[1:], ()), strict=True)]
 
     def first(self, lane: int) -> int | None:
         """The first use of the lane, if none of lane 0 comes before it."""
-        return self._use_at(min((self.lanes[key][0] for key in {0, lane} & self.lanes.keys()), default=None), lane)
+        begins = [self.lanes[key][0] for key in {0, lane} & self.lanes.keys()]
+        return self._use_at(min(begins, default=None), lane)
 
     def last(self, lane: int) -> int | None:
         """The last use of the lane, if none of lane 0 comes after it."""
-        return self._use_at(max((self.lanes[key][-1] for key in {0, lane} & self.lanes.keys()), default=None), lane)
+        ends = [self.lanes[key][-1] for key in {0, lane} & self.lanes.keys()]
+        return self._use_at(max(ends, default=None), lane)
 
     def _use_at(self, position: int | None, lane: int) -> int | None:
-        return self.uses[position] if position is not None and self.places[position][0] == lane else None
+        if position is None or self.places[position][0] != lane:
+            return None
+        return self.uses[position]
 
     def cursors(self, step: int) -> dict[int, int]:
         """How many uses of each lane are among the first ``step``."""
@@ -126,18 +138,20 @@ class Plan:
             for position in positions[self.num_past(lane, cursors) :]:
                 launch = self._launch_of.get(position)
                 if launch is None or launch.step > step:
-                    break
+                    break  # later uses of the lane are launched no earlier
                 found.setdefault(launch, []).append(position)
         return [tuple(positions) for _, positions in sorted(found.items())]
 
     def num_past(self, lane: int, cursors: Mapping[int, int]) -> int:
-        """How many uses of a lane happened, or were left out because lane 0 is already beyond them."""
+        """How many uses of a lane happened, or were left out: lane 0 is already beyond them."""
         return max(cursors.get(lane, 0), bisect_left(self.lanes[lane], self._step(0, cursors)))
 
     def _step(self, lane: int, cursors: Mapping[int, int]) -> int:
         """The step of the plan that a lane has reached."""
         cursor = cursors.get(lane, 0)
-        return self.lanes[lane][cursor - 1] + 1 if cursor else 0
+        if cursor == 0:
+            return 0
+        return self.lanes[lane][cursor - 1] + 1
 
 
 def _plan_launches(
@@ -147,21 +161,30 @@ def _plan_launches(
     launches: list[Launch] = []
     used = [traits[use] for use in uses]
     for lane, positions in lanes.items():
-        # Positions that all ranks of the lane's mesh share. Blocks of the lane, as indices of ``alike``.
-        alike = positions if lane == 0 else sorted([*lanes.get(0, ()), *positions])
-        blocks = [[bisect_left(alike, p) for p in block] for _, block in groupby(positions, lambda p: used[p].call)]
+        # Positions that all ranks of the lane's mesh share: steps are counted in these alone.
+        alike = positions
+        if lane != 0:
+            alike = sorted([*lanes.get(0, ()), *positions])
+        # After so many uses of ``alike``, this many uses of the pass have happened.
+        num_uses = [0, *(position + 1 for position in alike)]
+        # Blocks of the lane, as indices of ``alike``.
+        blocks = [
+            [bisect_left(alike, position) for position in block]
+            for _, block in groupby(positions, lambda position: used[position].call)
+        ]
         own = [index for block in blocks for index in block]
         borders: set[int] = set()
         if lane == 0 or window.num_blocks == 0:
-            steps = _steps_by_size([used[position].nbytes for position in positions], window)
-            steps = [0 if step == 0 else own[step - 1] + 1 for step in steps]  # count in ``alike`` as well
+            steps_of_own = _steps_by_size([used[position].nbytes for position in positions], window)
+            num_alike = [0, *(index + 1 for index in own)]
+            steps = [num_alike[step] for step in steps_of_own]
         elif len(blocks) == 1:
             steps_of_alike = _steps_by_size([used[position].nbytes for position in alike], window)
             steps = [steps_of_alike[index] for index in own]
         else:
             steps = _steps_by_block(blocks, window.num_blocks)
             borders.update(alike[block[0]] for block in blocks)
-        due = {position: alike[step - 1] + 1 if step else 0 for position, step in zip(positions, steps, strict=True)}
+        due = {position: num_uses[step] for position, step in zip(positions, steps, strict=True)}
         launches += _put_together(uses, traits, due, borders, window.together_nbytes)
     return sorted(launches)
 
@@ -171,7 +194,9 @@ def _steps_by_size(sizes: list[int], window: Window) -> list[int]:
     begins = list(accumulate(sizes, initial=0))
     steps = []
     for position, size in enumerate(sizes):
-        reach = max(window.nbytes, size) if window.nbytes else 0
+        reach = 0
+        if window.nbytes:
+            reach = max(window.nbytes, size)
         by_bytes = bisect_right(begins, begins[position] - reach)
         steps.append(min(by_bytes, max(position - window.depth + 1, 0)))
     # A use is launched no later than those that follow it.
@@ -202,17 +227,20 @@ def _put_together(
     taken: set[int] = set()  # weights of the launch that is being put together
     total = before = 0  # bytes of it, and of those before it
     for position, step in due.items():
-        nbytes, bundle = traits[uses[position]].nbytes, traits[uses[position]].bundle
+        use = uses[position]
+        nbytes = traits[use].nbytes
+        bundle = traits[use].bundle
         total += nbytes
         if launches and position not in borders:
             begun = launches[-1]
             is_bundled = bundle != -1 and bundle == traits[uses[begun.positions[-1]]].bundle
-            if uses[position] not in taken and (is_bundled or total <= min(limit, max(before, _QUICK_NBYTES))):
+            is_small = total <= min(limit, max(before, _QUICK_NBYTES))
+            if use not in taken and (is_bundled or is_small):
                 launches[-1] = Launch(begun.step, (*begun.positions, position))
-                taken.add(uses[position])
+                taken.add(use)
                 continue
         launches.append(Launch(step, (position,)))
-        taken = {uses[position]}
+        taken = {use}
         before += total - nbytes
         total = nbytes
     return launches
@@ -265,9 +293,10 @@ class Held(NamedTuple):
 
 
 def held_nbytes(plan: Plan, kept: AbstractSet[int], nbytes: Sequence[int], *, is_backward: bool) -> Held:
-    """What a pass holds. ``kept`` are the weights that stay from forward to backward; ``nbytes`` is by weight index."""
+    """What a pass holds. ``kept``: weights that stay from forward to backward. ``nbytes``: by weight index."""
     reasons: Counter[int] = Counter()  # by weight: how many gathers ahead are for it, and whether it is kept
-    during, between = [], []
+    during = []
+    between = []
     ahead: set[int] = set()  # positions whose gathers have been launched
     used: set[int] = set()
     total = 0
@@ -278,21 +307,27 @@ def held_nbytes(plan: Plan, kept: AbstractSet[int], nbytes: Sequence[int], *, is
         reasons[index] += number
         total += nbytes[index] * ((reasons[index] > 0) - was_held)
 
-    for index in kept if is_backward else ():
-        change(index, 1)
+    # In a forward the first use begins to keep a weight. In a backward it ends that.
+    at_first_use = 1
+    if is_backward:
+        at_first_use = -1
+        for index in kept:
+            change(index, 1)
     for step, launches in enumerate(plan.launches):
         if step:
             index = plan.uses[step - 1]
             change(index, -(step - 1 in ahead))
             if index in kept and index not in used:
-                change(index, -1 if is_backward else 1)
+                change(index, at_first_use)
             used.add(index)
-        for position in (position for launch in launches for position in launch.positions):
-            ahead.add(position)
-            change(plan.uses[position], 1)
+        for launch in launches:
+            ahead.update(launch.positions)
+            for position in launch.positions:
+                change(plan.uses[position], 1)
         between.append(total)
         if step:
-            during.append(total if reasons[index] else total + nbytes[index])
+            in_use = nbytes[index] if reasons[index] == 0 else 0  # unless it counts already
+            during.append(total + in_use)
     return Held(tuple(during), tuple(between))
 
 
@@ -320,14 +355,19 @@ class Together(Generic[T]):
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self.waiting: list[T] = []
-        self._nbytes = 0
+        self._nbytes = 0  # of those that wait
         self._are_groups = False  # what waits
 
     def submit(self, gradient: T, nbytes: int, *, is_group: bool) -> list[list[T]]:
         """What a gradient launches: those that wait and do not take it along, and itself if it travels alone."""
-        is_alone = not (group_may_wait if is_group else may_wait)(nbytes, self._limit)
+        may_join = may_wait
+        if is_group:
+            may_join = group_may_wait
+        is_alone = not may_join(nbytes, self._limit)
         joins = is_group == self._are_groups and fits(self._nbytes, nbytes, self._limit)
-        launches = [] if joins and not is_alone else self.flush()
+        launches: list[list[T]] = []
+        if is_alone or not joins:
+            launches = self.flush()
         self._are_groups = is_group
         if is_alone:
             return [*launches, [gradient]]
@@ -337,5 +377,9 @@ class Together(Generic[T]):
 
     def flush(self) -> list[list[T]]:
         """What waits is launched: backward ends."""
-        waiting, self.waiting, self._nbytes = self.waiting, [], 0
-        return [waiting] if waiting else []
+        waiting = self.waiting
+        self.waiting = []
+        self._nbytes = 0
+        if not waiting:
+            return []
+        return [waiting]

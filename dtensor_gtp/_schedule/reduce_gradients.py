@@ -7,10 +7,10 @@ reduce-scatter on the scatter stream, which adds this rank's rows to the gradien
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -20,34 +20,15 @@ from .._comm.agreement import any_rank_has
 from .._comm.context import CommContext
 from .._comm.debug import poison
 from .._comm.reductions import can_travel_together, sum_dtype
-from .._params.gathered import Gathered
 from .._params.group_memory import pack
 from .._params.managed_param import ManagedParam
-from .._params.sharded_weight import Gatherable, ShardedWeight
+from .._params.sharded_weight import ShardedWeight
 from .._params.weight_group import Reducible, WeightGroup
 from .._params.whole_param import WholeParam
 from ..policy import Schedule
+from .block_recording import BlockRecording, Written
 from .launch_reductions import Gradient, ReductionLaunches, single
 from .plans import fits, group_may_wait, may_wait
-
-
-class Written(NamedTuple):
-    """A gradient that a recorded block leaves in a buffer."""
-
-    weight: ShardedWeight
-    buffer: Tensor
-    bundle: int | None  # gradients with the same number are sent together
-
-
-class BlockRecording(Protocol):
-    """Replaces gathers and reductions while a pass of a block is recorded:
-    ``graphs.record_block.Recording``."""
-
-    def acquire(self, target: Gatherable) -> Gathered: ...  # the weight where the graph will read it
-    def target(self, weight: ShardedWeight) -> Tensor: ...  # a buffer for the gradient of a use
-    def keep(self, weight: ShardedWeight, rows: Tensor) -> Tensor: ...  # a copy of a gradient, in the same dtype
-    def submit(self, weight: ShardedWeight, buffer: Tensor) -> None: ...
-    def together(self) -> AbstractContextManager[None]: ...  # bundles the gradients that are submitted in it
 
 
 class Gradients:
@@ -60,10 +41,11 @@ class Gradients:
         # By scatter group: ranks of different meshes may use different weights, so each mesh
         # launches its own.
         self._waiting: dict[str, list[Gradient]] = {}
-        self._bundle: object | None = None
-        self._postponed: list[Callable[[], None]] | None = None
+        self._bundle: object | None = None  # of the running ``together``
+        self._postponed: list[Callable[[], None]] | None = None  # jobs of the running ``postponing``
         self.recording: BlockRecording | None = None  # set while a block is recorded
-        self._num_launched = 0  # reductions of the runtime, when the last group had launched its own
+        # Reductions of the runtime, when the last group had launched its own.
+        self._num_launched = 0
 
     def compute(self, job: Callable[..., None], *args: Any) -> None:
         """Run ``job``, which computes and submits the gradient of a weight; in ``postponing``,
@@ -78,7 +60,9 @@ class Gradients:
         result is returned."""
         if wgrad is not None and self.schedule.wgrad_first:
             wgrad()
-        grad_input = None if dgrad is None else dgrad()
+        grad_input = None
+        if dgrad is not None:
+            grad_input = dgrad()
         if wgrad is not None and not self.schedule.wgrad_first:
             wgrad()
         return grad_input
@@ -95,7 +79,8 @@ class Gradients:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Launch the gradients that are submitted in this context together, if their kind of reduction can."""
+        """Launch the gradients that are submitted in this context together, if their kind of
+        reduction can."""
         if self.recording is not None:
             with self.recording.together():
                 yield
@@ -111,13 +96,15 @@ class Gradients:
                 self._launch(self._waiting.pop(name))
 
     def target(self, weight: Reducible) -> tuple[Tensor, bool]:
-        """A buffer for a gradient, and whether it holds an earlier gradient, to which the new one is to be added."""
+        """A buffer for a gradient, and whether it holds an earlier gradient, to which the new one
+        is to be added."""
         if self.recording is not None:
             return self.recording.target(single(weight)), False
         self._comm.streams.note_compute()
         if weight.pending_grad.unsharded is not None:
             return weight.pending_grad.unsharded, True
-        ring, buffer = weight.pending_grad.ring, None
+        ring = weight.pending_grad.ring
+        buffer = None
         if ring is not None and weight.flags.sends_at_once:
             self._launch_others(weight, self._scale(weight))
             buffer = ring.offer(weight.layout.buffer_shape, weight.reduce_dtype)
@@ -134,7 +121,9 @@ class Gradients:
         if is_owned and self._can_send(weight, grad):
             self._comm.streams.note_compute()
             rows = layout.rows_of(grad)
-            self.submit(weight, rows if self.recording is None else self.recording.keep(single(weight), rows))
+            if self.recording is not None:
+                rows = self.recording.keep(single(weight), rows)
+            self.submit(weight, rows)
             return
         buffer, is_accumulating = self.target(weight)
         view = layout.full_view(buffer)
@@ -145,19 +134,25 @@ class Gradients:
         self.submit(weight, buffer)
 
     def _can_send(self, weight: Reducible, grad: Tensor) -> bool:
-        """Whether a gradient needs no copy now. The scattering can cast it and move the sharded dim to the front."""
-        layout, is_recorded = weight.layout, self.recording is not None  # a recording serves all kinds of microbatches
-        if (weight.pending_grad.unsharded is not None and not is_recorded) or not grad.is_contiguous():
+        """Whether a gradient needs no copy now. The scattering can cast it and move the sharded dim
+        to the front."""
+        layout = weight.layout
+        is_recorded = self.recording is not None  # a recording serves all kinds of microbatches
+        if weight.pending_grad.unsharded is not None and not is_recorded:
+            return False  # there is a sum to add to
+        if not grad.is_contiguous():
             return False
         if grad.shape[layout.dim] != layout.buffer_shape[0]:
             return False
         is_cast = grad.dtype != weight.reduce_dtype
         if layout.dim == 0 and not is_cast:
             return True
-        # Sums of microbatches have the dtype of the reduction. An all-reduce over replicas takes
-        # contiguous tensors.
-        has_replicas = self.launches.replicas is not None or (layout.world == 1 and weight.groups.replicate is not None)
-        return not has_replicas and (weight.flags.sends_at_once or is_recorded or not is_cast)
+        if self.launches.replicas is not None:
+            return False
+        if layout.world == 1 and weight.groups.replicate is not None:
+            return False  # an all-reduce over replicas takes contiguous tensors
+        # Sums of microbatches have the dtype of the reduction.
+        return weight.flags.sends_at_once or is_recorded or not is_cast
 
     def reduce_group(self, group: WeightGroup) -> None:
         """Reduce the gradients that the leaves of a group have got, on all ranks of its mesh."""
@@ -165,11 +160,13 @@ class Gradients:
         if not group.has_gradient or grads.is_left_out:
             return
         if not grads.is_agreed or grads.have_new:
-            # Once: which weights get gradients on any rank. The others have no gradient, as in one process.
+            # Once: which weights get gradients on any rank. The others have no gradient, as in one
+            # process.
             found = any_rank_has(grads.known, group.mesh, group.device)
             if not any(found):
                 return
-            self.launch_waiting()  # in the layout that they have
+            # What was packed before has the layout of the weights that were known then.
+            self.launch_waiting()
             self._comm.reductions.retire_all()
             grads.agree(found)
         if not grads.weights:
@@ -179,14 +176,17 @@ class Gradients:
         if not is_sum and self.launches.can_pack(group, scale):
             self._comm.streams.note_compute()
             self._launch_others(group, scale, is_taken=True)
-            self._join(Gradient(group, None, scale, group.flags.requires_all_reduce, taken=grads.take()))
+            is_summed = group.flags.requires_all_reduce
+            self._join(Gradient(group, None, scale, is_summed, taken=grads.take()))
             return
         self._wait_for_last_group()
         buffer, is_accumulating = self.target(group)
-        packed = grads.send_buffer() if is_accumulating else buffer
-        pack(grads.take(), group.layout.world, packed)
         if is_accumulating:
+            packed = grads.send_buffer()
+            pack(grads.take(), group.layout.world, packed)
             buffer += packed
+        else:
+            pack(grads.take(), group.layout.world, buffer)
         self.submit(group, buffer)
         self._num_launched = self._comm.reductions.num_launched
 
@@ -224,53 +224,67 @@ class Gradients:
     def _send(self, weight: Reducible, buffer: Tensor) -> None:
         flags = weight.flags
         weight.pending_grad.unsharded = None
-        share = 1.0
+        share = self.launches.share(flags.gradient_divide_factor)
         if self.launches.replicas is not None:
-            share = self.launches.replicas.share(flags.gradient_divide_factor)
             buffer = self.launches.replicas.weigh_full(buffer, flags.gradient_divide_factor)
-        scale, ring = self._scale(weight), weight.pending_grad.ring
-        if self._waiting and (ring is None or not ring.has_offered(buffer)):  # otherwise ``target`` has launched them
+        scale = self._scale(weight)
+        ring = weight.pending_grad.ring
+        is_offered = ring is not None and ring.has_offered(buffer)
+        if self._waiting and not is_offered:  # otherwise ``target`` has launched them
             self._launch_others(weight, scale)
-        place = None if ring is None else ring.take(buffer, weight.reduce_dtype)
-        self._join(Gradient(weight, buffer, scale, flags.requires_all_reduce, share, place, self._bundle))
+        place = None
+        if ring is not None:
+            place = ring.take(buffer, weight.reduce_dtype)
+        is_summed = flags.requires_all_reduce
+        self._join(Gradient(weight, buffer, scale, is_summed, share, place, self._bundle))
 
     def _join(self, gradient: Gradient) -> None:
         """A gradient waits for others to travel with, or is launched."""
-        weight, is_taken = gradient.weight, gradient.taken is not None
-        if self._may_wait(weight, is_taken=is_taken):
-            waiting = self._waiting.setdefault(weight.groups.scatter_name, [])
-            gradient.waiting_nbytes = self._nbytes(weight) + (waiting[-1].waiting_nbytes if waiting else 0)
-            waiting.append(gradient)
-        else:
+        weight = gradient.weight
+        if not self._may_wait(weight, is_taken=gradient.taken is not None):
             self._launch([gradient])
+            return
+        waiting = self._waiting.setdefault(weight.groups.scatter_name, [])
+        gradient.waiting_nbytes = self._nbytes(weight)
+        if waiting:
+            gradient.waiting_nbytes += waiting[-1].waiting_nbytes
+        waiting.append(gradient)
 
     def _scale(self, weight: Reducible) -> collectives.ReduceScale:
         dtype = sum_dtype(weight.groups.reduce_scatter, weight.reduce_dtype)
-        return collectives.reduce_scale(dtype, weight.num_ranks, weight.flags.gradient_divide_factor)
+        factor = weight.flags.gradient_divide_factor
+        return collectives.reduce_scale(dtype, weight.num_ranks, factor)
 
     def _nbytes(self, weight: Reducible) -> int:
         """Bytes of a gradient in a launch."""
         nbytes = weight.pending_grad.sent_nbytes
-        if isinstance(weight, WeightGroup) and self.launches.sends_narrow(weight, weight.leaves.dtype):
-            return nbytes * weight.leaves.dtype.itemsize // weight.reduce_dtype.itemsize
+        if isinstance(weight, WeightGroup):
+            dtype = weight.leaves.dtype
+            if self.launches.sends_narrow(weight, dtype):
+                return nbytes * dtype.itemsize // weight.reduce_dtype.itemsize
         return nbytes
 
     def _may_wait(self, weight: Reducible, *, is_taken: bool = False) -> bool:
         """Whether a gradient may wait for others, to travel with them. ``is_taken``: of a group,
         and not packed yet."""
-        limit, nbytes = self.schedule.coalesce_grad_nbytes, self._nbytes(weight)
+        limit = self.schedule.coalesce_grad_nbytes
+        nbytes = self._nbytes(weight)
         if isinstance(weight, WeightGroup):
-            # A stream that is new to a backward waits for the one before: with one alone it is safe to pack later.
-            return is_taken and len(self._comm.streams.computing) <= 1 and group_may_wait(nbytes, limit)
+            # A stream that is new to a backward waits for the one before: with one alone it is safe
+            # to pack later.
+            has_one_stream = len(self._comm.streams.computing) <= 1
+            return is_taken and has_one_stream and group_may_wait(nbytes, limit)
         is_small = self._bundle is not None or may_wait(nbytes, limit)
         return is_small and can_travel_together(weight.groups.reduce_scatter, weight.layout.world)
 
     def _launch_others(self, weight: Reducible, scale: collectives.ReduceScale, *, is_taken: bool = False) -> None:
-        """Launch the gradients that wait in the scatter group, unless the next one, of ``weight``, may join them."""
+        """Launch the gradients that wait in the scatter group, unless the next one, of ``weight``,
+        may join them."""
         waiting = self._waiting.get(weight.groups.scatter_name)
         if waiting is None:
             return
-        first, other = waiting[0], waiting[0].weight
+        first = waiting[0]
+        other = first.weight
         is_alike = (other.groups, other.reduce_dtype) == (weight.groups, weight.reduce_dtype)
         is_alike = is_alike and (first.scale, first.bundle) == (scale, self._bundle)
         is_alike = is_alike and (first.taken is not None) == is_taken
@@ -283,7 +297,8 @@ class Gradients:
     def submit_recorded(self, written: Sequence[Written]) -> None:
         """Reduce the gradients that the replay of a recorded block has written to these buffers."""
         for bundle, members in groupby(written, lambda gradient: gradient.bundle):
-            with self._comm.reductions.unbounded(), nullcontext() if bundle is None else self.together():
+            travelling = nullcontext() if bundle is None else self.together()
+            with self._comm.reductions.unbounded(), travelling:
                 for weight, buffer, _ in members:
                     self._submit_recorded(weight, buffer)
 
@@ -294,7 +309,9 @@ class Gradients:
         # The next replay overwrites the buffer. So copy a gradient that waits for others, or that
         # becomes ``.grad``.
         is_sent_at_once = weight.layout.world > 1 and not self._may_wait(weight)
-        self.submit(weight, buffer if is_sent_at_once else buffer.clone())
+        if not is_sent_at_once:
+            buffer = buffer.clone()
+        self.submit(weight, buffer)
 
     def launch_waiting(self) -> None:
         """Launch the gradients that wait for others to travel with."""
@@ -302,19 +319,23 @@ class Gradients:
             self._launch(self._waiting.pop(name))
 
     def add_rows(self, weight: Reducible, rows: Tensor) -> None:
-        """Take this rank's rows of a gradient that an op has summed over the gtp axis, and do what follows a
-        reduce-scatter. They have the dtype of the sum or a wider one, and nothing else reads them."""
+        """Take this rank's rows of a gradient that an op has summed over the gtp axis, and do what
+        follows a reduce-scatter. They have the dtype of the sum or a wider one, and nothing else
+        reads them."""
         if isinstance(weight, ShardedWeight) and not weight.param.requires_grad:
             return  # as in ``submit``
-        flags, scale = weight.flags, self._scale(weight)
+        flags = weight.flags
+        scale = self._scale(weight)
         if self._comm.is_debugged:
             values = [(weight.fqn, weight.layout.filled(rows))]
             self._comm.check_finite("the sum of gradients", values, weight.groups)
         # As the reduce-scatter would do.
-        divisor = weight.layout.world if scale.op == dist.ReduceOp.AVG else scale.predivide
-        slot = (rows if divisor is None else rows.div_(divisor)).to(
-            sum_dtype(weight.groups.reduce_scatter, weight.reduce_dtype)
-        )
+        divisor = scale.predivide
+        if scale.op == dist.ReduceOp.AVG:
+            divisor = weight.layout.world
+        if divisor is not None:
+            rows.div_(divisor)
+        slot = rows.to(sum_dtype(weight.groups.reduce_scatter, weight.reduce_dtype))
         is_synced = flags.requires_gradient_sync and flags.requires_all_reduce
         self.launches.complete_later(Gradient(weight, None, scale, is_synced), slot)
 
@@ -336,23 +357,27 @@ class Gradients:
                 weight.gradient.awaits_reduction = False
         self.launch_waiting()
         if not self._comm.streams.has_streams:
-            self._comm.reductions.retire_all()  # completes reductions, which set and clear ``unreplicated_grad``
+            # This completes reductions, which set and clear ``pending_grad.unreplicated``.
+            self._comm.reductions.retire_all()
         for weight in synced:
             slot = weight.pending_grad.unreplicated
             if slot is not None and weight.flags.requires_all_reduce:
                 weight.pending_grad.unreplicated = None
                 factor = weight.flags.gradient_divide_factor
                 scale = collectives.reduce_scale(slot.dtype, weight.num_ranks, factor)
-                share = 1.0 if self.launches.replicas is None else self.launches.replicas.share(factor)
-                self.launches.complete_later(Gradient(weight, None, scale, True, share), slot)
+                gradient = Gradient(weight, None, scale, True, self.launches.share(factor))
+                self.launches.complete_later(gradient, slot)
         if not self._comm.streams.is_capturing:
+            # Marks of the last step, for which the host did not wait then.
             self.launches.order.check(is_next_step=True)
         self.launches.reduce_whole(whole)
         self._comm.end_backward()
+        # Marks of this step, if the host has them already (without a GPU).
         self.launches.order.check(is_next_step=False)
         if self.launches.replicas is not None:
             self.launches.replicas.finish()
         if any(param.policies.offload is not None for param in params):
+            # The host reads its copies of gradients as soon as this returns.
             self._comm.host_copies.finish_on_host()
         is_recorded = self._comm.streams.is_capturing
         for param in params:

@@ -25,9 +25,11 @@ class ReplicaGathers:
 
     def __init__(self, comm: CommContext) -> None:
         self._comm = comm
-        self.weights: list[ShardedWeight] = []  # of which each replica has a part, in order of registration
+        # Of which each replica has a part, in order of registration.
+        self.weights: list[ShardedWeight] = []
         self.num_writes = 0  # times that somebody may have written without a new version
-        self._seen: tuple[int, int] | None = None  # what had been written when the last gathers were planned
+        # ``num_writes`` and the sum of all versions when the last gathers were planned.
+        self._seen: tuple[int, int] | None = None
         self._waiting: dict[Groups, deque[list[ShardedWeight]]] = {}  # launches to come
         self._last: dict[Groups, Done] = {}  # the last launch
 
@@ -50,7 +52,8 @@ class ReplicaGathers:
         for weight in self.weights:
             assert weight.part is not None
             weight.part.gathered = None
-            launches, size = self._waiting.setdefault(weight.groups, deque()), weight.part.buffer.nbytes
+            launches = self._waiting.setdefault(weight.groups, deque())
+            size = weight.part.buffer.nbytes
             if not launches or size > room[weight.groups]:
                 launches.append([])
                 room[weight.groups] = nbytes
@@ -88,13 +91,15 @@ class ReplicaGathers:
             self.complete(left)
 
     def _launch(self, together: list[ShardedWeight]) -> None:
-        groups, sent = together[0].groups, []
+        groups = together[0].groups
+        sent = []
         for weight in together:
             assert weight.part is not None
             weight.part.gathered = _version(weight)
             if weight.part.buffer.numel():
-                # What is quantized, is so from all bits.
-                dtype = weight.compute_dtype if weight.form.wire is None else weight.shard.dtype
+                dtype = weight.compute_dtype
+                if weight.form.wire is not None:
+                    dtype = weight.shard.dtype  # what is quantized, is so from all bits
                 sent.append((weight.part, dtype))
         if not sent:
             return

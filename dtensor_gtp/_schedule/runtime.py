@@ -36,7 +36,8 @@ class Runtime:
     """Runtime of a root module and everything below it."""
 
     def __init__(self, device: torch.device, policy: SchedulePolicy, debug: DebugFlags) -> None:
-        self.device, self.policy = device, policy
+        self.device = device
+        self.policy = policy
         self.comm = comm = CommContext(device, debug)
         self.grads = grads = Gradients(comm)
         self.members = members = Members()
@@ -44,6 +45,7 @@ class Runtime:
         self.setup = setup = Setup(policy, members, passes, comm, grads)
         self.keeper = keeper = Keeper(members, passes, setup, comm, grads)
         self.gathering = gathering = Gathering(members, passes, setup, keeper, comm, grads)
+        # Errors of collectives that this rank waits for name where ranks have parted.
         comm.streams.explain = gathering.parted.explain
         self.reads = AttributeReads(gathering, keeper, grads, self.note_backward)
         self.lost_writes = LostWrites(members, passes, keeper, gathering, self.reads, comm)
@@ -51,32 +53,37 @@ class Runtime:
         # Autograd alone holds the callback: if it is gone, that backward has failed.
         self._end_of_backward: weakref.ref[partial[None]] | None = None
         self._records_graph = False  # whether the running backward has ``create_graph=True``
-        self.asked_for: set[int] | None = None  # ids of the tensors to which the running backward is confined
+        # Ids of the tensors to which the running backward is confined (``inputs=``).
+        self.asked_for: set[int] | None = None
         self._thread = OneThread()
         optimizer_steps().watchers.add(self)
 
     @property
     def holds_weights(self) -> bool:
-        """Whether a forward runs, or what was gathered stays for later ones. Steps of optimizers ask, for each op."""
-        is_kept = any(target.kept is not None for target in self.members.gatherables)
-        return bool(self.reads.frames) or is_kept
+        """Whether a forward runs, or what was gathered stays for later ones. Steps of optimizers
+        ask, for each op."""
+        if self.reads.frames:
+            return True
+        return any(target.kept is not None for target in self.members.gatherables)
 
     def hold_until_end(self, group: WeightGroup) -> None:
         self.gathering.hold_until_end(group)
         self.lost_writes.note_read(group)
 
     def note_step(self, updated: set[int]) -> None:
-        """An optimizer has written to the parameters with these ids. There may be very many optimizers."""
+        """An optimizer has written to the parameters with these ids. There may be very many
+        optimizers."""
         written = self.members.among(updated)
         self.steps.count_step(is_ours=bool(written) or self.members.is_cut_again)
-        errors = self.lost_writes.written_outside(param for param in written if isinstance(param, ShardedWeight))
+        weights = [param for param in written if isinstance(param, ShardedWeight)]
+        errors = self.lost_writes.written_outside(weights)
         count_writes(written)
         for param in written:
             if param.group is not None:
                 self.keeper.forget_kept(param.group.for_forward)
             elif isinstance(param, ShardedWeight):
                 self.keeper.drop_kept(param)
-        if errors:
+        if errors:  # last: what was gathered before the step is dropped in any case
             raise errors[0]
 
     def add(self, params: Sequence[ManagedParam]) -> None:
@@ -94,19 +101,19 @@ class Runtime:
         return bool(self.reads.frames) or compat.current_graph_task_id() != -1
 
     def depth_of_call(self) -> int:
-        """How many frames run. Call it before ``enter``, and ``leave`` with the result after ``exit``, whatever happens
-        in between: a KeyboardInterrupt may be raised between any two lines."""
+        """How many frames run. Call it before ``enter``, and ``leave`` with the result after
+        ``exit``, whatever happens in between: a KeyboardInterrupt may be raised between any two
+        lines."""
         self._thread.enter()
         return len(self.reads.frames)
 
     def enter(self, module: nn.Module, needs_hooks: Callable[[int], bool], method: str = "forward") -> Frame:
-        """Begin a forward. ``needs_hooks`` of the number of optimizer steps: whether saved weights become handles."""
+        """Begin a forward. ``needs_hooks`` of the number of optimizer steps: whether saved weights
+        become handles."""
         if not self.is_materializing:
             self._begin_forward(Entry(module, method))
-        needs_handles = (
-            torch.is_grad_enabled() and needs_hooks(self.steps.num_steps) and compat.saved_tensors_hooks_enabled()
-        )
-        frame = self.reads.push(needs_handles)
+        needs_handles = torch.is_grad_enabled() and needs_hooks(self.steps.num_steps)
+        frame = self.reads.push(needs_handles and compat.saved_tensors_hooks_enabled())
         if len(self.reads.frames) == 1:
             for group in self.members.groups:
                 group.views.show()
@@ -114,7 +121,9 @@ class Runtime:
 
     def exit(self, frame: Frame, is_complete: bool) -> None:
         """End a forward; ``is_complete`` is False if it raised."""
-        misuse = self.reads.misuse_in(frame) if is_complete and frame.seen else None
+        misuse = None
+        if is_complete and frame.seen:
+            misuse = self.reads.misuse_in(frame)
         if is_complete and len(self.reads.frames) == 1:
             misuse = misuse or self.lost_writes.found()
         self.reads.end(frame)
@@ -125,7 +134,8 @@ class Runtime:
                 self.gathering.release_read_outside()
             if self.passes.forward is not None:
                 self._end_forward(self.passes.forward, is_complete)
-        self.reads.frames.pop()  # last: ``leave`` takes a frame that is left for one that has not ended
+        # Last: ``leave`` takes a frame that is left for one that has not ended.
+        self.reads.frames.pop()
         if misuse is not None:
             raise misuse
 
@@ -133,17 +143,20 @@ class Runtime:
         if not is_complete:
             self._drop_broken_forward()
             return
+        # The optimizer may write to shards from now on: no gather may read them.
         self.gathering.drop_prefetched()
         self.comm.host_copies.finish_uploads()
         self.gathering.parts.finish()
         uses = chain.observed
         chain.end()
+        # The host waits for the comparison, which a recording cannot.
         if not (chain.is_compared or self.comm.streams.is_capturing):
             self._compare_order(chain, uses)
         self.passes.end_forward()
 
     def leave(self, depth: int) -> None:
-        """After ``exit``. If that has not run to its end, or ``enter`` has not, end the frames behind ``depth``."""
+        """After ``exit``. If that or ``enter`` has not run to its end, end the frames behind
+        ``depth``."""
         while len(self.reads.frames) > depth:
             self.reads.end(self.reads.frames[-1])
             self.reads.frames.pop()
@@ -165,8 +178,9 @@ class Runtime:
         self.passes.end_forward()
 
     def _drop_gathers(self, *, is_in_forward: bool = False) -> None:
-        """Nobody uses a weight any more, though uses may not have ended: free all but what the user asks to keep. With
-        ``is_in_forward``, a forward runs around the broken backward, and has weights in use."""
+        """Nobody uses a weight any more, though uses may not have ended: free all but what the user
+        asks to keep. With ``is_in_forward``, a forward runs around the broken backward, and has
+        weights in use."""
         self.gathering.release_read_outside()
         self.gathering.release_blocks()
         self.gathering.drop_prefetched()
@@ -175,11 +189,15 @@ class Runtime:
         self.keeper.end_keeps()
 
     def _compare_order(self, chain: Chain, uses: Sequence[int]) -> None:
-        """After a first forward, raise on all ranks if they have used other weights, or in another order."""
+        """After a first forward, raise on all ranks if they have used other weights, or in another
+        order."""
         chain.is_compared = True
-        entry = next((key.entry for key, known in self.passes.chains.items() if known is chain), None)
-        what = "a forward" if entry is None else f"the first {entry.method} of a {type(entry.module).__name__}"
-        agree_on_order([self.members.gatherables[use].weight for use in uses], self.members.weights, what)
+        what = "a forward"
+        for key, known in self.passes.chains.items():
+            if known is chain and key.entry is not None:
+                what = f"the first {key.entry.method} of a {type(key.entry.module).__name__}"
+        weights = [self.members.gatherables[use].weight for use in uses]
+        agree_on_order(weights, self.members.weights, what)
 
     def _begin_forward(self, entry: Entry) -> None:
         self._thread.begin_forward(self._is_backward_running)
@@ -215,7 +233,8 @@ class Runtime:
         self.gathering.begin(chain)
 
     def note_backward(self, entry: Entry | None = None) -> None:
-        """Begin a backward, unless it has begun: e.g. the output of an ``entry`` gets its gradient."""
+        """Begin a backward, unless it has begun: e.g. the output of an ``entry`` gets its
+        gradient."""
         if self.grads.recording is not None:
             return  # the backward of a block that is recorded is not one of this runtime
         is_running = self._is_backward_running
@@ -229,9 +248,12 @@ class Runtime:
             if each.group is None:
                 each.follow_writes()
         asked = self.asked_for
-        free = (weight for weight in self.members.weights if weight.flags.reduce_scatter_unused_params)
-        for param in (*self.members.whole, *free):
-            leaf = param.leaf if param.group is None else param.group.leaves.by_member[param]
+        # All ranks reduce these at the end, whether or not they have used them.
+        left_out = [weight for weight in self.members.weights if weight.flags.reduce_scatter_unused_params]
+        for param in (*self.members.whole, *left_out):
+            leaf = param.leaf
+            if param.group is not None:
+                leaf = param.group.leaves.by_member[param]
             if param.param.requires_grad and (asked is None or id(leaf) in asked):
                 param.gradient.awaits_reduction = True
         for group in self.members.groups:
@@ -292,7 +314,9 @@ class Runtime:
 
     @property
     def _is_backward_running(self) -> bool:
-        return self.passes.is_in_backward and self._end_of_backward is not None and self._end_of_backward() is not None
+        if not self.passes.is_in_backward or self._end_of_backward is None:
+            return False
+        return self._end_of_backward() is not None  # the callback lives as long as its backward
 
     def _hide_groups(self) -> None:
         """Let modules have what they have outside of forwards, unless one runs."""
@@ -308,7 +332,7 @@ class Runtime:
             self._finish_blocks()
             misuse = misuse or self.lost_writes.found("in a backward")
             self.gathering.release_read_outside()
-            self.gathering.drop_prefetched()
+            self.gathering.drop_prefetched()  # as at the end of a forward
             self.keeper.end_keeps()
             self.comm.host_copies.finish_uploads()
             self.passes.backward.end()
@@ -336,10 +360,13 @@ class Runtime:
                 self.grads.reduce_group(group)
 
     def drop_broken_backward(self) -> None:
-        """If the last backward raised before its end, drop its prefetched weights and its gradients."""
+        """If the last backward raised before its end, drop its prefetched weights and its
+        gradients."""
         if not self.passes.is_in_backward:
             return
-        others = ", with those of earlier microbatches that were not synced" if self.steps.has_unsynced else ""
+        others = ""
+        if self.steps.has_unsynced:
+            others = ", with those of earlier microbatches that were not synced"
         text = "the last backward did not complete; its gradients are dropped%s (rank %d)"
         logger.warning(text, others, dist.get_rank())
         self.steps.forget()
@@ -355,7 +382,8 @@ class Runtime:
         self.steps.forget()
 
     def forget_recording(self) -> None:
-        """After a failed recording into a CUDA graph: nobody can wait for its collectives, because they never ran."""
+        """After a failed recording into a CUDA graph: nobody can wait for its collectives, because
+        they never ran."""
         self.comm.forget_recording()
         self.keeper.forget_recording()
         self.passes.end_backward()

@@ -1,4 +1,4 @@
-"""What autograd saves of a gathered weight becomes a handle. In backward the handle gathers the weight again.
+"""What autograd saves of a gathered weight becomes a handle, which gathers it again in backward.
 
 While a module that reads full weights runs its forward, a pair of saved-tensor hooks is active.
 Tensors that are not views of such a weight go to the hooks that were active before (activation
@@ -37,28 +37,29 @@ class _WeightUse:
 
 
 class _Watched(NamedTuple):
-    """A full weight, or one of the tensors that it consists of, and where it begins and ends in its storage."""
+    """A full weight, or one of the tensors that it consists of, and where that lies."""
 
     use: _WeightUse
-    part: str
-    begin: int
+    part: str  # attribute of the weight; "" for the weight itself
+    begin: int  # in its storage, in elements
     end: int
     dtype: torch.dtype
 
 
 class _Handle(NamedTuple):
-    """Replaces a saved view of a full weight, or of one of its tensors. ``offset`` counts from the start of that."""
+    """Replaces a saved view of a full weight, or of one of its tensors."""
 
     use: _WeightUse
-    part: str
+    part: str  # as in ``_Watched``
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: int  # from the start of the part
     dtensor_spec: compat.DTensorSpec | None
 
 
 class _Composed(NamedTuple):
-    """Replaces a saved tensor subclass. Its parts are handles (float8 data of a weight) and saved tensors (scales)."""
+    """Replaces a saved tensor subclass. Its parts are handles (float8 data of a weight) and saved
+    tensors (scales)."""
 
     parts: dict[str, Any]
     compose: Callable[[dict[str, Tensor]], Tensor]
@@ -76,13 +77,13 @@ class _Delegated(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """Any other tensor, if no other hooks are active. It is detached, because an op that saves its output would keep
-    itself alive. Autograd does not check the version of a packed tensor, so ``unpack`` does."""
+    """Any other tensor, if no other hooks are active."""
 
-    tensor: Tensor
+    tensor: Tensor  # detached, because an op that saves its output would keep itself alive
     version: int
 
     def unpack(self) -> Tensor:
+        # Autograd does not check the version of a packed tensor.
         if self.tensor._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -98,12 +99,15 @@ class SavedWeights:
     def __init__(
         self, gathering: Gathering, note_backward: Callable[[], None], note_gather: Callable[[SavedWeights], None]
     ) -> None:
-        """``note_gather`` is called if a backward gathers for handles: it releases them all when it ends."""
-        self._gathering, self._note_backward, self._note_gather = gathering, note_backward, note_gather
+        self._gathering = gathering
+        self._note_backward = note_backward  # called before a backward gathers
+        # Called when a backward first gathers for handles: it releases them all when it ends.
+        self._note_gather = note_gather
         # By address of the storage. Weights that are gathered side by side share a storage.
         self._watched: dict[int, list[_Watched]] = {}
-        self.outer: tuple[compat.PackHook, compat.UnpackHook] | None = None  # the hooks that were active before
-        self._in_use: list[_WeightUse] = []
+        # The hooks that were active before. Other tensors go to them.
+        self.outer: tuple[compat.PackHook, compat.UnpackHook] | None = None
+        self._in_use: list[_WeightUse] = []  # gathered by the running backward
 
     def push(self) -> None:
         self.outer = compat.top_saved_tensors_hooks()
@@ -125,27 +129,45 @@ class SavedWeights:
         use = _WeightUse(weight, gathered.version)
         for name, part in _parts_of(gathered.contiguous()).items():
             watched = self._watched.setdefault(part.untyped_storage().data_ptr(), [])
-            if all(other.begin != part.storage_offset() for other in watched):
-                watched.append(_Watched(use, name, int(part.storage_offset()), _end_of(part), part.dtype))
+            begin = int(part.storage_offset())
+            if all(other.begin != begin for other in watched):
+                watched.append(_Watched(use, name, begin, _end_of(part), part.dtype))
 
     def _pack(self, tensor: Tensor) -> Any:
         if not self._watched:  # before a module is known to read no weights, all that it saves comes here
             return self._pack_as_it_is(tensor)
-        spec = compat.dtensor_spec(tensor) if isinstance(tensor, DTensor) else None
+        spec = None
+        if isinstance(tensor, DTensor):
+            spec = compat.dtensor_spec(tensor)
         inner = compat.local_part(tensor)
+        is_plain = type(inner) in _PLAIN
         parts = _parts_of(inner)
-        part_spec = spec if type(inner) in _PLAIN else None
-        handles = {name: h for name, part in parts.items() if (h := self._handle(part, part_spec)) is not None}
+        part_spec = None
+        if is_plain:
+            part_spec = spec
+        handles = {}
+        for name, part in parts.items():
+            handle = self._handle(part, part_spec)
+            if handle is not None:
+                handles[name] = handle
         if not handles:
             return self._pack_as_it_is(tensor)
         for handle in handles.values():
             handle.use.num_saved += 1
-        if type(inner) in _PLAIN:
+        if is_plain:
             return handles[""]
         others = {name: _Saved(part.detach(), part._version) for name, part in parts.items() if name not in handles}
-        context, size, stride = inner.__tensor_flatten__()[1], inner.size(), inner.stride()  # type: ignore[attr-defined]
+        # Not ``inner`` itself: the handles would not free its memory.
+        _, context = inner.__tensor_flatten__()  # type: ignore[attr-defined]
+        size = inner.size()
+        stride = inner.stride()
         unflatten: Any = type(inner).__tensor_unflatten__  # type: ignore[attr-defined]
-        return _Composed({**handles, **others}, lambda parts: unflatten(parts, context, size, stride), spec)
+
+        def compose(parts: dict[str, Tensor]) -> Tensor:
+            composed: Tensor = unflatten(parts, context, size, stride)
+            return composed
+
+        return _Composed({**handles, **others}, compose, spec)
 
     def _pack_as_it_is(self, tensor: Tensor) -> Any:
         if self.outer is not None:
@@ -158,9 +180,10 @@ class SavedWeights:
             return None
         offset = int(part.storage_offset())
         for use, name, begin, end, dtype in watched:
-            # Offsets in another dtype count other elements. A view of a weight that is alone in its
-            # storage may include the padding behind it.
-            if dtype == part.dtype and (len(watched) == 1 or (begin <= offset and _end_of(part) <= end)):
+            if dtype != part.dtype:  # its offsets count other elements
+                continue
+            # A view of a weight that is alone in its storage may include the padding behind it.
+            if len(watched) == 1 or (begin <= offset and _end_of(part) <= end):
                 return _Handle(use, name, part.size(), part.stride(), offset - begin, spec)
         return None  # a view of several weights, or in another dtype
 
@@ -170,7 +193,9 @@ class SavedWeights:
         if isinstance(packed, _Composed):
             view = packed.compose({name: self._unpack(part) for name, part in packed.parts.items()})
         elif packed.use.weight.form.wire is None and _is_ignored(packed):
-            dtype, device = packed.use.weight.compute_dtype, packed.use.weight.device
+            # Nobody reads the values, so nothing is gathered.
+            dtype = packed.use.weight.compute_dtype
+            device = packed.use.weight.device
             view = torch.empty_strided(packed.size, packed.stride, dtype=dtype, device=device)
         else:
             base = _parts_of(self._gathered_for(packed.use).contiguous())[packed.part]
@@ -179,7 +204,9 @@ class SavedWeights:
             packed.use.num_left -= 1
             if packed.use.num_left == 0:
                 self._release(packed.use)
-        return view if packed.dtensor_spec is None else compat.wrap_local(view, packed.dtensor_spec)
+        if packed.dtensor_spec is None:
+            return view
+        return compat.wrap_local(view, packed.dtensor_spec)
 
     def _gathered_for(self, use: _WeightUse) -> Gathered:
         """Gather the weight for the first of its handles, and hold it until the last one is unpacked."""
@@ -195,7 +222,8 @@ class SavedWeights:
         return use.gathered
 
     def _release(self, use: _WeightUse) -> None:
-        gathered, use.gathered = use.gathered, None
+        gathered = use.gathered
+        use.gathered = None
         self._in_use.remove(use)
         if gathered is not None:
             self._gathering.release(use.weight.for_backward, gathered)
@@ -212,7 +240,8 @@ for _hook in (SavedWeights._pack, SavedWeights._unpack):
 
 
 def _is_ignored(handle: _Handle) -> bool:
-    """Whether the op that unpacks the handle ignores its values, as a convolution's backward may ignore its weight."""
+    """Whether the op that unpacks the handle ignores its values, as a convolution's backward may
+    ignore its weight."""
     packed = compat.ignored_saved_weight()
     while isinstance(packed, _Delegated):  # inner frames pass tensors on to the frame of the handle
         packed = packed.packed
@@ -221,12 +250,16 @@ def _is_ignored(handle: _Handle) -> bool:
 
 def _end_of(tensor: Tensor) -> int:
     """Offset in the storage, in elements, behind the last element."""
-    spans = ((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-    return int(tensor.storage_offset()) + (sum(spans) + 1 if tensor.numel() else 0)
+    begin = int(tensor.storage_offset())
+    if tensor.numel() == 0:
+        return begin
+    dims = zip(tensor.size(), tensor.stride(), strict=True)
+    return begin + sum((size - 1) * stride for size, stride in dims) + 1
 
 
 def _parts_of(tensor: Tensor) -> dict[str, Tensor]:
-    """The plain tensors that ``tensor`` consists of, by attribute (a plain tensor itself: ""), as far as it tells."""
+    """The plain tensors that ``tensor`` consists of, by attribute (a plain tensor itself: ""), as
+    far as it tells."""
     if tensor.layout is not torch.strided:  # a sparse tensor has no storage
         return {}
     if type(tensor) in _PLAIN:
@@ -234,4 +267,6 @@ def _parts_of(tensor: Tensor) -> dict[str, Tensor]:
     if not hasattr(tensor, "__tensor_flatten__"):
         return {}
     parts = {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
-    return parts if all(type(part) in _PLAIN for part in parts.values()) else {}
+    if not all(type(part) in _PLAIN for part in parts.values()):
+        return {}
+    return parts

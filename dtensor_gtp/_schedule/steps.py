@@ -1,4 +1,4 @@
-"""Training steps of one runtime, and steps of optimizers, about which all runtimes of a process hear.
+"""Training steps of one runtime, and steps of optimizers, of which all runtimes of a process hear.
 
 A training step may have several backwards: when are its gradients complete, and when are they
 dropped? Fused and foreach optimizers do not change the versions of tensors, so their steps are
@@ -37,15 +37,19 @@ class Steps:
     """The steps of one runtime: how many there were, and the gradients of the running one."""
 
     def __init__(self, members: Members, comm: CommContext, grads: Gradients) -> None:
-        self._members, self._comm, self._grads = members, comm, grads
+        self._members = members
+        self._comm = comm
+        self._grads = grads
         self.num_steps = 0  # of optimizers, on parameters of this runtime
         self.num_trained = 0  # backwards that gave gradients, and optimizer steps
         self._num_forwards = 0
         # When forwards after an optimizer step began, in seconds on the host's clock: for reports.
         self.begins: deque[float] = deque(maxlen=_NUM_BEGINS)
-        self._num_begun = -1
-        self.is_last_backward = True  # whether the running or next backward is the last one of its step
-        self.has_unsynced = False  # whether the last complete backward has left gradients for the next one to add to
+        self._num_begun = -1  # ``num_steps`` when the last of them began
+        # Whether the running or next backward is the last one of its step.
+        self.is_last_backward = True
+        # Whether the last complete backward has left gradients for the next one to add to.
+        self.has_unsynced = False
         # What had ended the last cell of an interactive session by then, while gradients are
         # unsynced: held, because the id of a freed exception may be that of the next one, and no
         # weak reference leads to one.
@@ -57,7 +61,8 @@ class Steps:
         self.num_trained += 1
 
     def count_forward(self) -> bool:
-        """Whether it has the number 1, 2, 4, 8 and so on: what is done in these costs nothing in the long run."""
+        """Whether it has the number 1, 2, 4, 8 and so on: what is done in these costs nothing in
+        the long run."""
         self._num_forwards += 1
         return self._num_forwards & (self._num_forwards - 1) == 0
 
@@ -68,20 +73,23 @@ class Steps:
             self.begins.append(time.perf_counter())
 
     def complete(self) -> None:
-        """Reduce all remaining gradients. After the last backward, all are in ``.grad`` when this returns."""
+        """Reduce all remaining gradients. After the last backward, all are in ``.grad`` when this
+        returns."""
         with self.forgetting_on_failure():
             self._grads.launch_waiting()
             if self.is_last_backward:
                 self.num_trained += 1
                 self._grads.complete(self._members.params, self._members.groups)
         flags = (param.flags for param in self._members.params)
-        self.has_unsynced = not self.is_last_backward or not all(
-            each.requires_gradient_sync and each.requires_all_reduce for each in flags
-        )
-        self._unhandled_then = getattr(sys, "last_value", None) if self.has_unsynced else None
+        are_synced = all(each.requires_gradient_sync and each.requires_all_reduce for each in flags)
+        self.has_unsynced = not self.is_last_backward or not are_synced
+        self._unhandled_then = None
+        if self.has_unsynced:
+            self._unhandled_then = getattr(sys, "last_value", None)
 
     def publish(self, params: Sequence[ManagedParam]) -> None:
-        """In the last backward, complete the gradients of ``params`` now, e.g. for an outer ``fully_shard``."""
+        """In the last backward, complete the gradients of ``params`` now, e.g. for an outer
+        ``fully_shard``."""
         if self.is_last_backward:
             with self.forgetting_on_failure():
                 self._grads.complete(params)
@@ -96,7 +104,8 @@ class Steps:
             raise
 
     def forget(self) -> None:
-        """After an exception: wait for launched reductions, and drop all gradients that are not in ``.grad`` yet."""
+        """After an exception: wait for launched reductions, and drop all gradients that are not in
+        ``.grad`` yet."""
         self._grads.abandon()
         self.has_unsynced = False
         self._unhandled_then = None
@@ -117,7 +126,8 @@ class Steps:
         on: the next forward is one of a new step. A program that handles the interrupt calls
         ``reset_iter_state``."""
         unhandled = getattr(sys, "last_value", None)
-        if self.has_unsynced and isinstance(unhandled, KeyboardInterrupt) and unhandled is not self._unhandled_then:
+        is_new = unhandled is not self._unhandled_then
+        if self.has_unsynced and is_new and isinstance(unhandled, KeyboardInterrupt):
             self._give_up("a step was interrupted between microbatches")
 
     def _give_up(self, what: str) -> None:
@@ -126,17 +136,20 @@ class Steps:
 
     @property
     def are_in_flight(self) -> bool:
-        """Whether earlier backwards, none of them the last one, have left gradients for the next one to add to."""
-        members = self._members
-        of_whole = (grad for param in members.whole for grad in (param.leaf.grad, param._wide_local_grad))
-        reduced = (param.gradient.reduced for param in members.params)
-        return self._comm.reductions.is_reducing or any(grad is not None for grad in (*reduced, *of_whole))
+        """Whether earlier backwards, none of them the last one, have left gradients for the next
+        one to add to."""
+        if self._comm.reductions.is_reducing:
+            return True
+        if any(param.gradient.reduced is not None for param in self._members.params):
+            return True
+        return any(param.leaf.grad is not None or param._wide_local_grad is not None for param in self._members.whole)
 
 
 class Watcher(Protocol):
     """A runtime, or another object that follows optimizer steps."""
 
-    def note_step(self, updated: set[int]) -> None: ...  # after each step, with the ids of the optimizer's parameters
+    # After each step, with the ids of the optimizer's parameters.
+    def note_step(self, updated: set[int]) -> None: ...
 
 
 class OptimizerSteps:
@@ -162,8 +175,9 @@ class OptimizerSteps:
             watcher.note_step(updated)
 
     def note_replaced(self, param: nn.Parameter, fqn: str) -> None:
-        """``fully_shard`` has put another parameter instead of this one, so refuse steps of this one."""
-        key, replaced = id(param), self._replaced
+        """``fully_shard`` has put another parameter instead of this one: refuse steps of this one."""
+        key = id(param)
+        replaced = self._replaced
         replaced[key] = weakref.ref(param, lambda _: replaced.pop(key, None)), fqn
 
 
