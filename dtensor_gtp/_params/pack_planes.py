@@ -24,9 +24,10 @@ from ..quant.cast import WIDENS
 from ..quant.casts import describe_casts
 from ..quant.compute import ComputePath, choose_path, warn_dequantized
 from ..quant.float8_gemms import Float8GEMMs
-from ..quant.native import NativeWeight, recipe_groups
+from ..quant.native import NativeWeight
+from ..quant.native_data import recipe_groups
 from ..quant.planes import Direction, PlaneSpec, Quantized
-from ..quant.recipes import Recipe
+from ..quant.recipe import Recipe
 from ..quant.weight import GatheredWeight
 from .gathered import Packed, Version, Wire
 from .layout import WeightLayout
