@@ -32,9 +32,11 @@ from . import _torch_compat as compat
 from ._howto import see
 from ._progress import Progress
 from ._saves import async_save, latest, save
-from .quant.native import PLANE_NAMES, groups_of, native_of, native_planes, quantize_parts
+from .quant.native import native_of
+from .quant.native_data import PLANE_NAMES, groups_of, native_planes, quantize_parts
 from .quant.planes import Direction, Quantized
-from .quant.recipes import RECIPES, Recipe
+from .quant.recipe import Recipe
+from .quant.recipes import RECIPES
 
 _LOG = logging.getLogger(__name__)
 

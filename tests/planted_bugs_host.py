@@ -29,7 +29,7 @@ HOST = {
         Bug("ReductionLaunches._look_at", replace("weight.layout.full_view(full)", "full"),
             "test_padding_is_not_looked_at"),
     "finite skips quantized weights":
-        Bug("gather:launch", without("isinstance(s, WeightWithRecipe)"), "test_weights_in_every_storage"),
+        Bug("gather:launch", without("isinstance(shard, WeightWithRecipe)"), "test_weights_in_every_storage"),
     "activation that is written while it leaves is not noticed":
         Bug("_Offloaded.let_go", drop("get_val"), "test_outputs_written_while_they_are_copied_raise"),
     "activations come back when they are needed":

@@ -19,7 +19,7 @@ from .._params.refusals import hook_at_node
 from .._params.ties import check_tie, manager_of_replaced
 from ..placement import GTPShard
 from ..quant.master import master_of, place_quantized
-from ..quant.recipes import Recipe
+from ..quant.recipe import Recipe
 from .bad_arguments import in_rank_order, validate_mesh
 from .binding import Arguments, binding_of, bindings_of, join_name, params_of
 

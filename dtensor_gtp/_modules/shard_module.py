@@ -26,7 +26,8 @@ from .._schedule.runtime import Runtime
 from .._schedule.steps import optimizer_steps
 from ..placement import GTPShard
 from ..quant.master import master_of
-from ..quant.native import NativeWeight, recipe_groups
+from ..quant.native import NativeWeight
+from ..quant.native_data import recipe_groups
 from . import outside_of_modules, torch_patches
 from .binding import Arguments, Binding, ShardGroup, binding_of, bindings_of, managed_params
 from .decide import Decision

@@ -1,4 +1,5 @@
-"""Launches one gather of one or several weights: buffers, the collective, and how the full weights are read later."""
+"""Launches one gather of one or several weights: buffers, the collective, and how the full weights
+are read later."""
 
 from __future__ import annotations
 
@@ -25,18 +26,23 @@ _Plane = tuple[WeightLayout, Tensor, Tensor]
 
 
 def launch(targets: Sequence[Gatherable], comm: CommContext) -> None:
-    """Launch the gathers of present shards of one mesh, as one operation. They become the last ones ``pending``."""
+    """Launch the gathers of present shards of one mesh, as one operation. They become the last ones
+    ``pending``."""
     weight = targets[0].weight
     if comm.is_debugged and weight.layout.world > 1:
         weights = [weight for target in targets for weight in weights_of(target)]
         shards = {weight.fqn: weight.shard for weight in weights}
-        # A tensor of another library may have no isfinite.
-        values = [(n, s) for n, s in shards.items() if type(s) is Tensor or isinstance(s, WeightWithRecipe)]
+        values = [
+            (name, shard)
+            for name, shard in shards.items()
+            # A tensor of another library may have no isfinite.
+            if type(shard) is Tensor or isinstance(shard, WeightWithRecipe)
+        ]
         comm.check_finite("the all_gather of weights", values, weight.groups)
     if weight.form.is_plain and len(targets) == 1:
         with profiler_range("GTP::all_gather", weight.fqn):
             _launch_plain(targets[0], comm)
-    elif weight.layout.world == 1:
+    elif weight.layout.world == 1:  # nothing is sent
         for target in targets:
             target.add(_alone(target, comm))
     else:
@@ -45,28 +51,32 @@ def launch(targets: Sequence[Gatherable], comm: CommContext) -> None:
 
 
 def _launch_plain(target: Gatherable, comm: CommContext) -> None:
-    """As ``_launch_together``, but for one weight that is gathered as it is: the most frequent case, so it is short."""
+    """As ``_launch_together``, but for one weight that is gathered as it is: the most frequent
+    case, so it is short."""
     weight = target.weight
-    layout, shard, form, rows = weight.layout, weight.shard, weight.form, weight.form.rows
-    buffer = torch.empty_like(form.full_like) if form.fixed is None else form.gather_buffer()
+    layout = weight.layout
+    form = weight.form
+    # Allocated on the compute stream, which also frees it, see [Note: streams and memory].
+    buffer = form.gather_buffer()
     if form.is_sendable or weight.groups.casts_shards:
-        done = comm.all_gather(weight.groups, weight.fqn, [buffer], [rows])
+        done = comm.all_gather(weight.groups, weight.fqn, [buffer], [form.rows])
     else:
         slot = layout.slot(buffer)
-        copies = _copied_ahead(([layout.filled(slot)], [rows]), [target], comm)
+        copies = _copied_ahead(([layout.filled(slot)], [form.rows]), [target], comm)
         done = comm.all_gather(weight.groups, weight.fqn, [buffer], [slot], copies)
-    full = buffer if layout.is_as_buffer else layout.full_view(buffer)
-    version = weight.param._version, weight.local._version, weight.versions.num_updates
-    target.add(Gathered(buffer, full, done, shard, version))
+    target.add(Gathered(buffer, layout.full_view(buffer), done, weight.shard, weight.version))
 
 
 def _copied_ahead(copies: Copies, targets: Sequence[Gatherable], comm: CommContext) -> Copies | None:
-    """Copy on the compute stream, between two GEMMs. On another stream each kernel would wait until a GEMM ends, which
-    takes all multiprocessors: 67.0, 67.6, 68.9 to 65.7, 66.1, 67.1 ms with Llama on 2 x H200, T=2048. Returns what is
-    left to copy: all, if other streams have made the sources (gathers from replicas, casts of recipes, uploads)."""
-    if not all(weight.part is None and weight.form.is_plain for target in targets for weight in weights_of(target)):
-        return copies
-    comm.streams.note_compute()
+    """Copy on the compute stream, between two GEMMs. On another stream each kernel would wait until
+    a GEMM ends, which takes all multiprocessors: 67.0, 67.6, 68.9 to 65.7, 66.1, 67.1 ms with Llama
+    on 2 x H200, T=2048. Returns what is left to copy: all, if other streams have made the sources
+    (gathers from replicas, casts of recipes, uploads)."""
+    for target in targets:
+        for weight in weights_of(target):
+            if weight.part is not None or not weight.form.is_plain:
+                return copies
+    comm.streams.note_compute()  # the stream of gathers waits for this one, and so for the copies
     with profiler_range("GTP::cast", *[target.weight.fqn for target in targets]):
         compat.copy_all(*copies)
     return None
@@ -74,8 +84,11 @@ def _copied_ahead(copies: Copies, targets: Sequence[Gatherable], comm: CommConte
 
 def _alone(target: Gatherable, comm: CommContext) -> Gathered:
     """Make the full weight from the shard on an axis of one rank, without communication."""
-    weight, done = target.weight, comm.streams.at_once()
-    layout, shard, version = weight.layout, weight.shard, weight.version
+    weight = target.weight
+    layout = weight.layout
+    shard = weight.shard
+    version = weight.version
+    done = comm.streams.at_once()
     if weight.form.wire is not None:
         packed = weight.form.wire.pack(_direction(target), comm)
         own = [plane for _, plane in packed.planes]
@@ -85,38 +98,45 @@ def _alone(target: Gatherable, comm: CommContext) -> Gathered:
     rows = layout.rows_of(shard)
     if weight.policies.offload is not None:
         (copy,), uploaded = comm.host_copies.upload([shard])
+        # No stream of gathers takes part: compute itself waits for the upload and reads the copy.
         comm.streams.wait(Done(uploaded))
         buffer = layout.rows_of(copy).to(weight.compute_dtype)
         return Gathered(buffer, layout.full_view(buffer), done, shard, version)
     buffer = rows.to(weight.compute_dtype)
     gathered = Gathered(buffer, layout.full_view(buffer), done, shard, version)
-    gathered.is_alias = buffer is rows
+    gathered.is_alias = buffer is rows  # in float32, say, nothing is cast
     return gathered
 
 
 def _pack(targets: Sequence[Gatherable], comm: CommContext) -> dict[Gatherable, Packed]:
     """Quantize or pack the shards that are not sent as they are."""
-    wires = [(target, wire) for target in targets if (wire := target.weight.form.wire) is not None]
-    if not wires:
+    if all(target.weight.form.wire is None for target in targets):
         return {}
+    packed = {}
     with comm.packing(targets[0].weight.groups):
-        return {target: wire.pack(_direction(target), comm) for target, wire in wires}
+        for target in targets:
+            wire = target.weight.form.wire
+            if wire is not None:
+                packed[target] = wire.pack(_direction(target), comm)
+    return packed
 
 
 def _rounded(group: WeightGroup, comm: CommContext) -> dict[ShardedWeight, Tensor]:
     """What the gather sends of quantized members."""
     with comm.packing(group.groups):
-        agree_on_stale(group.quantized, comm)
+        agree_on_stale(group.quantized, comm)  # collective, before the gather
         return rounded(group.quantized)
 
 
 def _direction(target: Gatherable) -> Direction:
-    return Direction.ROWWISE if target is target.weight.for_forward else Direction.COLUMNWISE
+    if target is target.weight.for_forward:
+        return Direction.ROWWISE
+    return Direction.COLUMNWISE
 
 
 def _side_by_side(targets: Sequence[Gatherable]) -> dict[Gatherable, Tensor]:
-    """Buffers of weights that are always gathered together. They are slices of one tensor, so that an op that computes
-    with all of the weights gets their stack as a view."""
+    """Buffers of weights that are always gathered together. They are slices of one tensor, so that
+    an op that computes with all of the weights gets their stack as a view."""
     buffers: dict[Gatherable, Tensor] = {}
     for companions in dict.fromkeys(target.companions for target in targets if target.companions):
         weights = [target.weight for target in companions]
@@ -131,39 +151,50 @@ def _side_by_side(targets: Sequence[Gatherable]) -> dict[Gatherable, Tensor]:
 
 def weights_of(target: Gatherable) -> list[ShardedWeight]:
     """The weight itself, or those of a group."""
-    return target.group.weights if isinstance(target, GatherableGroup) else [target.weight]
+    if isinstance(target, GatherableGroup):
+        return target.group.weights
+    return [target.weight]
 
 
 def _planes(weight: ShardedWeight, packed: Packed | None, buffer: Tensor | None, copy: Tensor | None) -> list[_Plane]:
-    """What to gather of a weight: the weight itself in ``buffer``, or the planes that it is packed in. ``copy`` is that
-    of a shard on the host."""
+    """What to gather of a weight: the weight itself in ``buffer``, or the planes that it is packed
+    in. ``copy`` is that of a shard on the host."""
     if packed is None:
         shard = weight.shard if copy is None else copy
-        return [(weight.layout, shard, weight.form.gather_buffer() if buffer is None else buffer)]
+        if buffer is None:
+            buffer = weight.form.gather_buffer()
+        return [(weight.layout, shard, buffer)]
     planes = []
     for layout, plane in packed.planes:
         part = compat.as_sendable(plane)
-        planes.append((layout, part, torch.empty(layout.buffer_shape, dtype=part.dtype, device=part.device)))
+        full = torch.empty(layout.buffer_shape, dtype=part.dtype, device=part.device)
+        planes.append((layout, part, full))
     return planes
 
 
 def _launch_together(targets: Sequence[Gatherable], comm: CommContext) -> None:
-    """Gather several tensors in one launch, each into a buffer of its own, so that each weight is freed by itself."""
-    groups, names = targets[0].weight.groups, ", ".join(target.weight.fqn for target in targets)
-    grouped = [target for target in targets if isinstance(target, GatherableGroup)]
-    singles = targets if not grouped else [target for target in targets if not isinstance(target, GatherableGroup)]
+    """Gather several tensors in one launch, each into a buffer of its own, so that each weight is
+    freed by itself."""
+    groups = targets[0].weight.groups
+    names = ", ".join(target.weight.fqn for target in targets)
+    grouped: list[GatherableGroup] = []
+    singles: list[Gatherable] = []
+    for target in targets:
+        if isinstance(target, GatherableGroup):
+            grouped.append(target)
+        else:
+            singles.append(target)
     parts = Parts([], [], [], [])
-    for target in grouped:
-        group = target.group
-        group.leaves.allocate(group.version)
-        values = _rounded(group, comm) if group.quantized else {}
-        more = group.shards.parts(group.leaves.outputs, groups.casts_shards, values)
-        for all_parts, those_of_group in zip(parts, more, strict=True):
-            all_parts += those_of_group
-    packed, buffers = _pack(singles, comm), _side_by_side(singles)
+    for in_place in grouped:
+        parts.extend(_parts_of_group(in_place.group, comm))
+    packed = _pack(singles, comm)
+    buffers = _side_by_side(singles)
     hosted = [target for target in singles if target.weight.policies.offload is not None]
-    uploads, uploaded = comm.host_copies.upload([target.weight.shard for target in hosted]) if hosted else ([], None)
-    copies = dict(zip(hosted, uploads, strict=True))
+    copies: dict[Gatherable, Tensor] = {}
+    uploaded = None  # the event after the uploads, for which the gather waits
+    if hosted:
+        uploads, uploaded = comm.host_copies.upload([target.weight.shard for target in hosted])
+        copies = dict(zip(hosted, uploads, strict=True))
     planes_of = {
         target: _planes(target.weight, packed.get(target), buffers.get(target), copies.get(target))
         for target in singles
@@ -171,30 +202,43 @@ def _launch_together(targets: Sequence[Gatherable], comm: CommContext) -> None:
     for planes in planes_of.values():
         for layout, part, buffer in planes:
             parts.add(layout, layout.rows_of(part), buffer, groups.casts_shards)
-    left = _copied_ahead((parts.copied, parts.sources), targets, comm) if parts.copied else None
+    left = None
+    if parts.copied:
+        left = _copied_ahead((parts.copied, parts.sources), targets, comm)
     done = comm.all_gather(groups, names, parts.outputs, parts.slots, left, uploaded)
-    for target in grouped:
-        group = target.group
-        assert group.leaves.version is not None
-        first = group.leaves.outputs[0]
-        target.add(Gathered(first, first, done, group.weights[0].shard, group.leaves.version))
+    for in_place in grouped:
+        leaves = in_place.group.leaves
+        assert leaves.version is not None
+        first = leaves.outputs[0]  # stands for all of them: they are filled and freed together
+        shard = in_place.group.weights[0].shard
+        in_place.add(Gathered(first, first, done, shard, leaves.version))
     for single, planes in planes_of.items():
         gathered = _gathered(single.weight, planes, packed.get(single), done, comm)
         gathered.uploaded = copies.get(single)
         single.add(gathered)
 
 
+def _parts_of_group(group: WeightGroup, comm: CommContext) -> Parts:
+    """What the gather of a group sends and fills. Allocates the memory of its leaves."""
+    group.leaves.allocate(group.version)
+    values: dict[ShardedWeight, Tensor] = {}
+    if group.quantized:
+        values = _rounded(group, comm)
+    return group.shards.parts(group.leaves.outputs, group.groups.casts_shards, values)
+
+
 def _gathered(
     weight: ShardedWeight, planes: list[_Plane], packed: Packed | None, done: Done, comm: CommContext
 ) -> Gathered:
     buffers = [buffer for _, _, buffer in planes]
-    full = buffers[0] if packed is not None else weight.layout.full_view(buffers[0])
-    gathered = Gathered(buffers[0], full, done, weight.shard, weight.version)
     if packed is None:
-        return gathered
+        full = weight.layout.full_view(buffers[0])
+        return Gathered(buffers[0], full, done, weight.shard, weight.version)
+    gathered = Gathered(buffers[0], buffers[0], done, weight.shard, weight.version)
     layouts = [(layout, plane.dtype) for layout, plane in packed.planes]
 
     def parts() -> list[Tensor]:
+        # The stream of the use may be another one than that which owns the planes.
         comm.streams.note_reading(done, buffers)
         views = zip(layouts, buffers, strict=True)
         return [layout.full_view(buffer).view(dtype) for (layout, dtype), buffer in views]
@@ -204,6 +248,7 @@ def _gathered(
 
 def _with_planes(gathered: Gathered, packed: Packed, parts: Callable[[], list[Tensor]]) -> Gathered:
     gathered.unpack = lambda: packed.unpack(parts())
-    if (assemble := packed.quantized) is not None:
+    assemble = packed.quantized
+    if assemble is not None:
         gathered.quantized = lambda: assemble(parts())
     return gathered

@@ -1,4 +1,5 @@
-"""How one weight is gathered, as it is or packed into planes, and what a gather gives: a full weight in a buffer."""
+"""How one weight is gathered, as it is or packed into planes, and what a gather gives: a full
+weight in a buffer."""
 
 from __future__ import annotations
 
@@ -16,15 +17,17 @@ from ..quant.float8_gemms import Float8GEMMs
 from ..quant.planes import Direction, Quantized
 from .layout import WeightLayout
 
-# Changes with each write to a shard: counts of in-place ops on the DTensor, of in-place ops on its local tensor, and of
-# optimizer steps, because fused and foreach optimizers change neither of the first two.
+# Changes with each write to a shard: counts of in-place ops on the DTensor, of in-place ops on its
+# local tensor, and of optimizer steps, because fused and foreach optimizers change neither of the
+# first two.
 Version = tuple[int, int, int]
 
 
 class ShardVersions:
     """Counts of writes that leave no other version behind."""
 
-    compiled: Version  # read by the last use in compiled code, which cannot save it for its backward
+    # Read by the last use in compiled code, which cannot save it for its backward.
+    compiled: Version
 
     def __init__(self) -> None:
         self.num_updates = 0  # optimizer steps that may have written to the shard
@@ -35,9 +38,12 @@ class Gathered:
     """A full weight in a buffer."""
 
     # What most objects keep as it is stands at the class, which saves the host the time to set it.
-    is_alias = False  # ``buffer`` is the shard itself or a fixed buffer, so it is not freed with this object
-    uploaded: Tensor | None = None  # a copy of ``source``, if that is on the host. It is read until ``done``.
-    holds = 0  # number of current users: running ops, forwards of modules, saved tensors in backward
+    # ``buffer`` is the shard itself or a fixed buffer, so it is not freed with this object.
+    is_alias = False
+    # A copy of ``source``, if that is on the host. It is read until ``done``.
+    uploaded: Tensor | None = None
+    # Number of current users: running ops, forwards of modules, saved tensors in backward.
+    holds = 0
     # Makes the full weight from the gathered planes; None if the weight itself was gathered.
     unpack: Callable[[], Tensor] | None = None
     # Gives the gathered planes to GEMMs that multiply with quantized weights.
@@ -47,7 +53,8 @@ class Gathered:
 
     def __init__(self, buffer: Tensor, value: Tensor, done: Done, source: Tensor, version: Version) -> None:
         self.buffer = buffer
-        self.value = value  # the full weight, a view of ``buffer``; with ``unpack`` the first of the gathered planes
+        # The full weight, a view of ``buffer``; with ``unpack`` the first of the gathered planes.
+        self.value = value
         self.done = done  # when the gather is complete
         self.source = source  # the shard that was gathered
         self.version = version  # version of ``source`` that was gathered
@@ -56,19 +63,26 @@ class Gathered:
     def full(self) -> Tensor:
         """The full weight. The caller has waited for ``done``."""
         if self.unpack is not None:
-            # Dropping ``unpack`` frees the gathered planes, unless the weight is a view of them or GEMMs may read them.
-            unpack, self.unpack = self.unpack, None
+            # Dropping ``unpack`` frees the gathered planes, unless the weight is a view of them or
+            # GEMMs may read them.
+            unpack = self.unpack
+            self.unpack = None
             with compat.unseen_by_checkpoint_policies():
                 self.value = unpack()
             if type(self.value) is Tensor:
-                self.buffer, self.is_alias = self.value, False
+                # A tensor of its own, to be freed with this object.
+                self.buffer = self.value
+                self.is_alias = False
         return self.value
 
     def forget(self) -> None:
         """Drop all references except that to the buffer."""
         self.uploaded = None
         self.done = Done()  # a background work keeps its tensors alive even after it is complete
-        self.value, self._contiguous, self.unpack, self.quantized = self.buffer, None, None, None
+        self.value = self.buffer
+        self._contiguous = None
+        self.unpack = None  # it and ``quantized`` hold the gathered planes
+        self.quantized = None
 
     def is_in(self, buffer: Tensor) -> bool:
         return self.buffer.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
@@ -76,14 +90,18 @@ class Gathered:
     def move(self, buffer: Tensor, layout: WeightLayout) -> None:
         """Copy the weight to another buffer. The caller has waited for ``done``."""
         buffer.copy_(self.buffer)
-        self.buffer, self.value, self._contiguous = buffer, layout.full_view(buffer), None
+        self.buffer = buffer
+        self.value = layout.full_view(buffer)
+        self._contiguous = None  # in the old buffer
 
     def contiguous(self) -> Tensor:
-        """The full weight contiguous: the buffer itself if dim 0 is sharded, otherwise one copy for all callers."""
+        """The full weight contiguous: the buffer itself if dim 0 is sharded, otherwise one copy for
+        all callers."""
         if self._contiguous is None:
-            is_plain = type(self.full) is Tensor
-            with compat.unseen_by_checkpoint_policies():
-                self._contiguous = self.full.contiguous() if is_plain else self.full
+            self._contiguous = self.full
+            if type(self.full) is Tensor:
+                with compat.unseen_by_checkpoint_policies():
+                    self._contiguous = self.full.contiguous()
         return self._contiguous
 
 
@@ -92,7 +110,8 @@ class Packed(NamedTuple):
 
     planes: list[tuple[WeightLayout, Tensor]]  # tensors to gather, each with the layout of its rows
     unpack: Callable[[list[Tensor]], Tensor]  # makes the full weight
-    quantized: Callable[[list[Tensor]], Quantized] | None = None  # the quantized weight, if GEMMs use it
+    # The quantized weight, if GEMMs use it.
+    quantized: Callable[[list[Tensor]], Quantized] | None = None
 
 
 class Wire(ABC):
@@ -133,30 +152,38 @@ class FixedBuffers(NamedTuple):
 
 
 class GatherForm:
-    """That of one weight. A group has one, too, in which nothing is set: each of its weights has its own."""
+    """That of one weight. A group has one, too, in which nothing is set: each of its weights has
+    its own."""
 
     rows: Tensor  # the shard with the sharded dim in front
-    is_sendable: bool  # whether ``rows`` are sent as they are, or copied into their slot of the buffer first
+    # Whether ``rows`` are sent as they are, or copied into their slot of the buffer first.
+    is_sendable: bool
     full_like: Tensor  # template of the buffer
 
     def __init__(self, *, is_plain: bool = False) -> None:
         self.is_plain = is_plain  # what other ranks have of the weight is gathered as it is
         self.wire: Wire | None = None
-        self.gemms: Float8GEMMs | None = None  # multiply with the quantized weight; None: with the full weight
+        # Multiply with the quantized weight; None: with the full weight.
+        self.gemms: Float8GEMMs | None = None
         self.fixed: FixedBuffers | None = None  # set for weights of recorded blocks
 
     def set_wire(self, wire: Wire | None) -> None:
         """Gather the weight as ``wire`` says; None gathers the weight itself."""
         self.wire = wire
         self.is_plain = self.is_plain and wire is None
-        self.gemms = None if wire is None else wire.gemms()
+        self._choose_gemms()
+
+    def _choose_gemms(self) -> None:
+        self.gemms = None
+        if self.wire is not None:
+            self.gemms = self.wire.gemms()
 
     def follow(self, layout: WeightLayout, shard: Tensor, dtype: torch.dtype, device: torch.device) -> None:
         """The weight has this shard from now on, and is gathered in this dtype."""
         self.rows = layout.rows_of(shard)
         self.full_like = compat.template(layout.buffer_shape, dtype, device)
         self.is_sendable = layout.is_sendable(self.rows, dtype)
-        self.gemms = None if self.wire is None else self.wire.gemms()
+        self._choose_gemms()  # the new dtype may have others
 
     def new_buffer(self) -> Tensor:
         """An uninitialized buffer for the full weight."""
@@ -166,7 +193,8 @@ class GatherForm:
         """A buffer to gather into: the fixed one, if the weight has one that nobody holds."""
         if self.fixed is not None and self.fixed.gathered.dtype == self.full_like.dtype:
             buffer = self.fixed.gathered
-            # Two owners are ``buffer`` and the Python object of its storage. A third one would be another gather.
+            # Two owners are ``buffer`` and the Python object of its storage. A third one would be
+            # another gather.
             if compat.storage_use_count(buffer.untyped_storage()) <= 2:
                 return buffer.view(buffer.shape)
         return self.new_buffer()

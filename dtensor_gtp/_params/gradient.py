@@ -22,13 +22,15 @@ wider = functools.cache(torch.promote_types)
 
 
 class PendingGradient:
-    """What of the gradient of a weight, or of a group of weights, is not reduced yet; and buffers for it."""
+    """What of the gradient of a weight, or of a group of weights, is not reduced yet; and buffers
+    for it."""
 
     def __init__(self) -> None:
         self.unsharded: Tensor | None = None  # full gradient of microbatches without gradient sync
         # Rows reduced over gtp but not yet over the replicas (set_requires_all_reduce(False)).
         self.unreplicated: Tensor | None = None
-        self.ring: SendRing | None = None  # set where copy engines fetch the gradient, before the first forward
+        # Set where copy engines fetch the gradient, before the first forward.
+        self.ring: SendRing | None = None
         self.sent_nbytes = 0  # in a reduce-scatter
 
     def lay_out(self, layout: WeightLayout, dtype: torch.dtype, device: torch.device) -> None:
@@ -59,15 +61,20 @@ class ReducedGradient:
         self.awaits_reduction = False  # trained in a backward since the last reduction
         self.reduced: Tensor | None = None  # of the running backward
         self._more_reduced: list[Tensor] = []  # those of further uses, with shards on the host
-        self.is_used_elsewhere = False  # in the last backward in which this rank did not use the parameter
-        self._use_elsewhere: Tensor | None = None  # positive if other ranks have used it in this backward
-        self.wide: Tensor | None = None  # sum over microbatches, if .grad has a narrower dtype than the sum
+        # In the last backward in which this rank did not use the parameter.
+        self.is_used_elsewhere = False
+        # Positive if other ranks have used it in this backward.
+        self._use_elsewhere: Tensor | None = None
+        # Sum over microbatches, if .grad has a narrower dtype than the sum.
+        self.wide: Tensor | None = None
 
     def follow(self, param: nn.Parameter) -> None:
-        """Gradients are those of ``param`` from now on. It may be the same object as before, with other data."""
+        """Gradients are those of ``param`` from now on. It may be the same object as before, with
+        other data."""
         if self.wide is not None and param.dtype != self.dtype:
             self.wide = None
-        self.param, self.dtype = param, param.dtype
+        self.param = param
+        self.dtype = param.dtype
 
     def forget_if_cleared(self) -> None:
         """Forget the sum over microbatches if the user has cleared ``.grad``."""
@@ -75,9 +82,11 @@ class ReducedGradient:
             self.wide = None
 
     def accumulate(self, reduced: Tensor) -> None:
-        """Add a reduced gradient (shape of the shard) to those of this backward, on the current stream."""
+        """Add a reduced gradient (shape of the shard) to those of this backward, on the current
+        stream."""
         if reduced.dtype != self.dtype:
-            reduced = reduced.to(wider(reduced.dtype, self.dtype))  # sum in the wider of the two dtypes
+            # Sum in the wider of the two dtypes.
+            reduced = reduced.to(wider(reduced.dtype, self.dtype))
         if self._offload is not None:
             reduced = self._to_host(reduced, self._offload)
         if self.reduced is not None and self._offload is not None:
@@ -94,13 +103,15 @@ class ReducedGradient:
         return host.copy_(reduced, non_blocking=True)
 
     def note_use_elsewhere(self, is_used: Tensor | None) -> None:
-        """This rank has no gradient of its own, and ``is_used`` is positive if another one has; None: it has one."""
+        """This rank has no gradient of its own, and ``is_used`` is positive if another one has;
+        None: it has one."""
         if is_used is not None and self._use_elsewhere is not None:
             is_used = is_used + self._use_elsewhere
         self._use_elsewhere = is_used
 
     def _drop_zeros(self, is_used: Tensor, is_recorded: bool) -> None:
-        """What no rank has used gets no gradient, not zeros, with which an optimizer would decay and move it."""
+        """What no rank has used gets no gradient, not zeros, with which an optimizer would decay
+        and move it."""
         self._use_elsewhere = None
         if not is_recorded:  # a graph cannot ask: it does as the last eager step did
             self.is_used_elsewhere = bool(is_used != 0)  # waits for the device
@@ -109,13 +120,16 @@ class ReducedGradient:
             self._more_reduced.clear()
 
     def publish(self, fqn: str, hook: Callable[[Tensor], None] | None, *, is_recorded: bool) -> None:
-        """Move the reduced gradient into ``param.grad``, on the compute stream, and run the user's hooks; ``hook`` is
-        that of all-reduces. If the gradient was copied to the host, the caller has waited for that."""
+        """Move the reduced gradient into ``param.grad``, on the compute stream, and run the user's
+        hooks; ``hook`` is that of all-reduces. If the gradient was copied to the host, the caller
+        has waited for that."""
         if self._use_elsewhere is not None:
             self._drop_zeros(self._use_elsewhere, is_recorded)
-        if (reduced := self.reduced) is None:
+        reduced = self.reduced
+        if reduced is None:
             return
-        self.reduced, param = None, self.param
+        self.reduced = None
+        param = self.param
         for more in self._more_reduced:
             reduced += more
         self._more_reduced.clear()
@@ -123,18 +137,22 @@ class ReducedGradient:
             # Here, not behind backward: replicas may launch their reductions in different orders.
             hook(reduced)
         spec = compat.dtensor_spec(param)  # type: ignore[arg-type]
-        if hooks := compat.tensor_hooks(param):
+        hooks = compat.tensor_hooks(param)
+        if hooks:
             reduced = _run_tensor_hooks(hooks, fqn, param, reduced)
-        grad, dtype = param.grad, compat.grad_dtype(param)
-        earlier, self.wide = self.wide, None
+        grad = param.grad
+        dtype = compat.grad_dtype(param)
+        earlier = self.wide
+        self.wide = None
         if grad is None:
-            param.grad = compat.wrap_local(reduced if reduced.dtype == dtype else reduced.to(dtype), spec)
+            param.grad = compat.wrap_local(reduced.to(dtype), spec)
         else:
             local = compat.local_tensor(as_dtensor(grad))
             total = local.to(reduced.dtype)  # .grad itself if the dtypes are equal
             if earlier is not None:
-                # Add to the wide sum where .grad still equals the rounded sum. Elsewhere the user has changed .grad
-                # (clipping, zeroing), perhaps without a change of its version: add to .grad.
+                # Add to the wide sum where .grad still equals the rounded sum. Elsewhere the user
+                # has changed .grad (clipping, zeroing), perhaps without a change of its version:
+                # add to .grad.
                 total = torch.where(earlier.to(dtype) == local, earlier, total)
             total += reduced
             if total is not local:
@@ -160,13 +178,15 @@ def as_dtensor(tensor: Tensor) -> DTensor:
 def _run_tensor_hooks(
     hooks: list[Callable[[Tensor], Tensor | None]], fqn: str, param: Tensor, reduced: Tensor
 ) -> Tensor:
-    """Hooks of ``Tensor.register_hook`` get the gradient in the dtype of ``param``, and may return another one."""
+    """Hooks of ``Tensor.register_hook`` get the gradient in the dtype of ``param``, and may return
+    another one."""
     for hook in hooks:
         if compat.is_multi_grad_hook(hook):
             raise RuntimeError(
-                f"Parameter '{fqn}' of shape {tuple(param.shape)} has a hook of register_multi_grad_hook(mode='all'), "
-                f"which would never run, because its gradient does not come from autograd (rank {dist.get_rank()}). "
-                "Register hooks by param.register_post_accumulate_grad_hook(hook)."
+                f"Parameter '{fqn}' of shape {tuple(param.shape)} has a hook of "
+                "register_multi_grad_hook(mode='all'), which would never run, because its gradient "
+                f"does not come from autograd (rank {dist.get_rank()}). Register hooks by "
+                "param.register_post_accumulate_grad_hook(hook)."
             )
         replaced = hook(compat.wrap_local(reduced.to(param.dtype), compat.dtensor_spec(as_dtensor(param))))
         if replaced is not None:

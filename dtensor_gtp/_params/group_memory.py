@@ -1,4 +1,5 @@
-"""The memory of a group: full weights that autograd sees as leaves, and packed gradients. See [Note: groups]."""
+"""The memory of a group: full weights that autograd sees as leaves, and packed gradients. See
+[Note: groups]."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ _ALIGNMENT = 128  # bytes: GEMMs and copies are fastest on aligned rows
 
 
 class Parts(NamedTuple):
-    """What one launch gathers: slots of this rank into outputs, after sources were copied to where they are sent."""
+    """What one launch gathers: slots of this rank into outputs, after sources were copied to where
+    they are sent."""
 
     outputs: list[Tensor]
     slots: list[Tensor]
@@ -39,6 +41,11 @@ class Parts(NamedTuple):
             self.copied.append(layout.filled(rows))
         self.slots.append(rows)
         self.outputs.append(output)
+
+    def extend(self, others: Parts) -> None:
+        """Gather these parts, too."""
+        for own, more in zip(self, others, strict=True):
+            own += more
 
 
 class GroupShards:
@@ -56,7 +63,8 @@ class GroupShards:
         self._parts: Parts | None = None  # until the first gather of these shards
 
     def parts(self, outputs: Sequence[Tensor], casts_shards: bool, rounded: Mapping[ShardedWeight, Tensor]) -> Parts:
-        """What a gather sends and fills, to be read only. ``rounded``: what is sent of quantized members."""
+        """What a gather sends and fills, to be read only. ``rounded``: what is sent of quantized
+        members."""
         if self._parts is not None:
             return self._parts
         parts = Parts([], [], [], [])
@@ -74,7 +82,8 @@ class GroupShards:
 
 
 class GroupLeaves:
-    """The full weights: leaves of autograd in one storage, which gathers fill through views of their own."""
+    """The full weights: leaves of autograd in one storage, which gathers fill through views of
+    their own."""
 
     def __init__(
         self, weights: Sequence[ShardedWeight], whole: Sequence[WholeParam], dtype: torch.dtype, device: torch.device
@@ -83,7 +92,8 @@ class GroupLeaves:
         step = _ALIGNMENT // dtype.itemsize
         shapes: list[tuple[int, ...]] = [weight.layout.buffer_shape for weight in weights]
         shapes += [tuple(param.shard.shape) for param in whole]
-        offsets, end = [], 0
+        offsets = []
+        end = 0
         for shape in shapes:
             offsets.append(end)
             end += -(-math.prod(shape) // step) * step
@@ -91,7 +101,8 @@ class GroupLeaves:
             all_bytes = torch.empty(end, dtype=dtype, device=device)
             self.storage = all_bytes.untyped_storage()
             self.nbytes = self.storage.nbytes()
-            # Gathers write through views with versions of their own: a gather of the same values is no modification.
+            # Gathers write through views with versions of their own: a gather of the same values is
+            # no modification.
             places = list(zip(shapes, offsets, strict=True))
             self.outputs = [_view(self.storage, all_bytes, *place) for place in places]
             views = [_view(self.storage, all_bytes, *place) for place in places]
@@ -100,11 +111,14 @@ class GroupLeaves:
             members: list[ManagedParam] = [*weights, *whole]
             self.by_member = {member: _leaf_of(member, full) for member, full in zip(members, fulls, strict=True)}
             self._fulls = fulls  # what the leaves are set to
+        # All leaves as integers, to notice writes that leave no version behind.
         words = torch.empty(0, dtype=torch.int64, device=device)
         self._bits = words.set_(self.storage, 0, (self.nbytes // 8,), (1,))
-        self.storage.resize_(0)
-        self.refusal: str | None = None  # why no backward may compute with them: parameters were replaced
-        self.version: Version | None = None  # of the shards that the leaves have, or are being filled with
+        self.storage.resize_(0)  # the first gather allocates
+        # Why no backward may compute with them: parameters were replaced.
+        self.refusal: str | None = None
+        # Of the shards that the leaves have, or are being filled with.
+        self.version: Version | None = None
         self.written = self.versions()  # those of the leaves, as far as the shards know
 
     def versions(self) -> list[int]:
@@ -134,7 +148,8 @@ class GroupLeaves:
         return self.storage.nbytes() == 0 and any(leaf.data_ptr() for leaf in self.by_member.values())
 
     def put_back(self) -> bool:
-        """Let leaves be views of the storage again. Returns whether ``set_`` or ``.data = ...`` had changed that."""
+        """Let leaves be views of the storage again. Returns whether ``set_`` or ``.data = ...`` had
+        changed that."""
         leaves = self.by_member.values()
         moved = [(leaf, full) for leaf, full in zip(leaves, self._fulls, strict=True) if not leaf.is_set_to(full)]
         for leaf, full in moved:
@@ -148,33 +163,44 @@ class GroupLeaves:
 
 
 class GroupGradients(PendingGradient):
-    """The gradients of weights of a group, packed rank by rank, so that they are reduce-scattered as one."""
+    """The gradients of weights of a group, packed rank by rank, so that they are reduce-scattered
+    as one."""
 
     def __init__(self, leaves: GroupLeaves, dtype: torch.dtype) -> None:
         super().__init__()
-        self.leaves, self.dtype = leaves, dtype  # the dtype in which they are sent
-        self.weights: list[ShardedWeight] = []  # that get gradients on any rank, or that may get some
-        self.owed: set[ShardedWeight] = set()  # that were trained since gradients moved into ``.grad``
-        self._used: set[ShardedWeight] = set()  # of these, those of which this rank has had a gradient
-        self.asked_for: set[int] | None = None  # ids of the leaves to which the running backward is confined; None: all
+        self.leaves = leaves
+        self.dtype = dtype  # in which they are sent
+        # That get gradients on any rank, or that may get some.
+        self.weights: list[ShardedWeight] = []
+        # That were trained since gradients moved into ``.grad``.
+        self.owed: set[ShardedWeight] = set()
+        # Of these, those of which this rank has had a gradient.
+        self._used: set[ShardedWeight] = set()
+        # Ids of the leaves to which the running backward is confined; None: all.
+        self.asked_for: set[int] | None = None
         self.is_agreed = False  # whether all ranks know which members get gradients
-        self._is_layout_old = False  # from before weights were frozen, for gradients of earlier microbatches
+        # From before weights were frozen, for gradients of earlier microbatches.
+        self._is_layout_old = False
         self.layout: WeightLayout  # of the packed gradients
         self._all = [member for member in leaves.by_member if isinstance(member, ShardedWeight)]
         step = _ALIGNMENT // dtype.itemsize
         self._num_marks = -(-len(self._all) // step) * step
-        self._all_used = torch.empty(0)  # what is sent in most steps: a graph keeps its address, so it stays
+        # What is sent in most steps: a graph keeps its address, so it stays.
+        self._all_used = torch.empty(0)
 
     def reduce_only(self, weights: Iterable[ShardedWeight]) -> None:
-        """Reduce gradients of these weights from now on. Sums of earlier microbatches keep their values."""
-        before, old = self.weights, slot_numels(weight.layout for weight in self.weights)
+        """Reduce gradients of these weights from now on. Sums of earlier microbatches keep their
+        values."""
+        before = self.weights
+        old = slot_numels(weight.layout for weight in before)
         self.weights = list(weights)
         first = self._all[0]
-        world, rank = first.layout.world, first.layout.rank
+        world = first.layout.world
         # Behind the rows for a rank, a mark for each weight says whether the sender has a gradient of it.
         shapes = [*(weight.layout.slot_shape for weight in self.weights), (self._num_marks,)]
         self._slots_like = [compat.template(shape, self.dtype, first.device) for shape in shapes]
-        self.layout = WeightLayout(torch.Size((world * sum(map(math.prod, shapes)),)), 0, world, rank)
+        numel = world * sum(map(math.prod, shapes))
+        self.layout = WeightLayout(torch.Size((numel,)), 0, world, first.layout.rank)
         self.lay_out(self.layout, self.dtype, first.device)
         if self._all_used.dtype != self.leaves.dtype or not self._all_used.numel():
             with torch.inference_mode(False):
@@ -191,7 +217,9 @@ class GroupGradients(PendingGradient):
         *columns, marks = total.view(num_rows, -1).split([*numels, self._num_marks], 1)
         parts = dict(zip(weights, columns, strict=True))
         new = zip(self.weights, slot_numels(weight.layout for weight in self.weights), strict=True)
-        rows = [parts[weight] if weight in parts else total.new_zeros(num_rows, numel) for weight, numel in new]
+        rows = []
+        for weight, numel in new:
+            rows.append(parts[weight] if weight in parts else total.new_zeros(num_rows, numel))
         return torch.cat([*rows, marks], 1).flatten()
 
     @property
@@ -210,14 +238,19 @@ class GroupGradients(PendingGradient):
     @property
     def known(self) -> list[bool]:
         """For each member whether it gets gradients, as far as this rank knows."""
-        known = {*self.weights} if self.is_agreed else self.owed
-        return [member in known or leaf.grad is not None for member, leaf in self.leaves.by_member.items()]
+        known = self.owed
+        if self.is_agreed:
+            known = set(self.weights)
+        leaves = self.leaves.by_member.items()
+        return [member in known or leaf.grad is not None for member, leaf in leaves]
 
     @property
     def is_left_out(self) -> bool:
         """Whether the running backward is confined to other parameters, on all ranks."""
         asked = self.asked_for
-        return asked is not None and not any(id(leaf) in asked for leaf in self.leaves.by_member.values())
+        if asked is None:
+            return False
+        return not any(id(leaf) in asked for leaf in self.leaves.by_member.values())
 
     def agree(self, found: Sequence[bool]) -> None:
         """All ranks know which members get gradients."""
@@ -228,19 +261,25 @@ class GroupGradients(PendingGradient):
         self.is_agreed = True
 
     def note_frozen(self, is_frozen: bool) -> None:
-        """At the start of a forward; ``is_frozen`` if members were frozen or unfrozen since the last one."""
+        """At the start of a forward; ``is_frozen`` if members were frozen or unfrozen since the
+        last one."""
         self.is_agreed = self.is_agreed and not is_frozen
         self._is_layout_old = self._is_layout_old or is_frozen
-        if self._is_layout_old and not self.owed:  # otherwise sums and gradients in flight have this layout
+        if self._is_layout_old and not self.owed:
+            # Otherwise sums and gradients in flight have this layout.
             self.is_agreed = self._is_layout_old = False
             self.reduce_only(weight for weight in self._all if weight.param.requires_grad)
 
     def take(self) -> list[Tensor]:
-        """Take the gradients from the leaves, zeros where there is none, and the marks. :func:`pack` sends them."""
-        grads, asked, unused = [], self.asked_for, []
+        """Take the gradients from the leaves, zeros where there is none, and the marks.
+        :func:`pack` sends them."""
+        grads = []
+        unused = []  # without a gradient on this rank
+        asked = self.asked_for
         for weight in self.weights:
             leaf = self.leaves.by_member[weight]
-            grad, leaf.grad = leaf.grad, None
+            grad = leaf.grad
+            leaf.grad = None
             # Autograd, too, skips a leaf that was frozen after its forward.
             is_trained = weight.param.requires_grad and (asked is None or id(leaf) in asked)
             if is_trained:
@@ -251,7 +290,9 @@ class GroupGradients(PendingGradient):
             else:
                 unused.append(weight)
                 grads.append(leaf.new_zeros(leaf.shape))
-        marks = self._all_used.clone() if unused else self._all_used
+        marks = self._all_used
+        if unused:
+            marks = marks.clone()
         for weight in unused:  # on the device, as a graph may record it
             marks[:, self._all.index(weight)].zero_()
         return [*grads, marks]
@@ -265,9 +306,13 @@ class GroupGradients(PendingGradient):
 
     def _takes(self, weight: ShardedWeight, marks: Tensor) -> bool:
         """Whether a weight gets its reduced gradient; notes whether other ranks alone have used it."""
-        if weight in self.owed:
-            weight.gradient.note_use_elsewhere(None if weight in self._used else marks[self._all.index(weight)])
-        return weight in self.owed
+        if weight not in self.owed:
+            return False
+        use_elsewhere = None
+        if weight not in self._used:
+            use_elsewhere = marks[self._all.index(weight)]
+        weight.gradient.note_use_elsewhere(use_elsewhere)
+        return True
 
     def for_replicas(self, slot: Tensor) -> Tensor:
         """Reduced rows of the gtp axis, with one row for each replica, each with all marks."""
@@ -314,6 +359,7 @@ def _view(storage: torch.UntypedStorage, like: Tensor, shape: tuple[int, ...], o
 
 def _leaf_of(member: ManagedParam, full: Tensor) -> nn.Parameter:
     leaf = nn.Parameter(full, requires_grad=member.param.requires_grad)
+    # Attributes that user code has put on the parameter, without those that each DTensor has.
     own = member.param.detach().__dict__
     leaf.__dict__.update({key: value for key, value in member.param.__dict__.items() if key not in own})
     return leaf

@@ -1,8 +1,9 @@
 """Where the rows of one weight lie: in the shard, in the gather buffer, and in the gradient to send.
 
-Every buffer has the sharded dim in front. So a gather and a reduce-scatter exchange contiguous blocks of rows, and the
-full weight is a view of the buffer: no copy is needed before or after the GEMM. Each rank has one slot of a buffer.
-Only slots have rows beyond the end of the weight (padding).
+Every buffer has the sharded dim in front. So a gather and a reduce-scatter exchange contiguous
+blocks of rows, and the full weight is a view of the buffer: no copy is needed before or after the
+GEMM. Each rank has one slot of a buffer. Only slots have rows beyond the end of the weight
+(padding).
 """
 
 from __future__ import annotations
@@ -63,32 +64,46 @@ class WeightLayout:
 
     def shard_of(self, full: Tensor) -> Tensor:
         """A contiguous copy of this rank's part of ``full`` (shape ``shape``)."""
-        part = full.narrow(self.dim, min(self.local_offset, self.num_rows), self.local_rows)
+        part = self.part_of(full)
         return part.clone(memory_format=torch.contiguous_format)
+
+    def part_of(self, full: Tensor) -> Tensor:
+        """This rank's part of ``full``, a view."""
+        # The offset of a rank without rows may lie beyond the end.
+        return full.narrow(self.dim, min(self.local_offset, self.num_rows), self.local_rows)
 
     def rows_of(self, shard: Tensor) -> Tensor:
         """``shard`` with the sharded dim in front."""
-        return shard.movedim(self.dim, 0) if self.dim else shard
+        if self.dim == 0:
+            return shard
+        return shard.movedim(self.dim, 0)
 
     def is_sendable(self, rows: Tensor, dtype: torch.dtype) -> bool:
-        """Whether the rows of a shard are sent as they are. Otherwise they are copied into their slot first."""
+        """Whether the rows of a shard are sent as they are. Otherwise they are copied into their
+        slot first."""
         return rows.dtype == dtype and rows.shape[0] == self.chunk_rows and rows.is_contiguous()
 
     def shard_of_rows(self, slot: Tensor) -> Tensor:
         """The inverse of ``rows_of``: the shard, contiguous, from a slot without its padding."""
         rows = self.filled(slot)
-        return rows.movedim(0, self.dim).contiguous() if self.dim else rows
+        if self.dim == 0:
+            return rows
+        return rows.movedim(0, self.dim).contiguous()
 
     def full_view(self, buffer: Tensor) -> Tensor:
         """The weight (shape ``shape``) as a view of a buffer of ``buffer_shape``."""
         if self.is_as_buffer:
             return buffer
-        rows = buffer.narrow(0, 0, self.num_rows)
-        return rows.movedim(0, self.dim) if self.dim else rows
+        rows = buffer.narrow(0, 0, self.num_rows)  # without the padding
+        if self.dim == 0:
+            return rows
+        return rows.movedim(0, self.dim)
 
     def filled(self, slot: Tensor) -> Tensor:
         """The rows of this rank's slot that are not padding."""
-        return slot if self.local_rows == self.chunk_rows else slot.narrow(0, 0, self.local_rows)
+        if self.local_rows == self.chunk_rows:
+            return slot
+        return slot.narrow(0, 0, self.local_rows)
 
     def slot(self, buffer: Tensor) -> Tensor:
         """This rank's slot of a buffer."""

@@ -1,8 +1,9 @@
 """One managed parameter: who holds it, and when it is replaced.
 
-``ShardedWeight`` lives on every rank as a shard and is gathered for each use. ``WholeParam`` is small and stays whole;
-only its gradient is reduced. Both know the modules that hold the parameter (several, if it is tied). If the user or
-another library registers another parameter object there, ``follow`` takes it over or raises.
+``ShardedWeight`` lives on every rank as a shard and is gathered for each use. ``WholeParam`` is
+small and stays whole; only its gradient is reduced. Both know the modules that hold the parameter
+(several, if it is tied). If the user or another library registers another parameter object there,
+``follow`` takes it over or raises.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class SyncFlags:
 
     @property
     def sends_at_once(self) -> bool:
-        """Whether backward reduces each gradient as it comes. Otherwise full ones are summed on this rank."""
+        """Whether backward reduces each gradient as it comes. Otherwise full ones are summed on
+        this rank."""
         return self.requires_gradient_sync and not self.reduce_scatter_unused_params
 
 
@@ -63,14 +65,18 @@ class Policies(NamedTuple):
 class Registration:
     """Where a parameter is registered, and what may take its place."""
 
-    extent: tuple[torch.Size, torch.dtype, torch.Size]  # with that of the shard: no optimizer and no load changes them
+    # With that of the shard: no optimizer and no load changes them.
+    extent: tuple[torch.Size, torch.dtype, torch.Size]
 
     def __init__(self, sites: list[Site]) -> None:
         self.sites = sites  # all places where the parameter is registered
-        # An outer fully_shard cuts the parameter again. It registers our parameter only while it has gathered it.
+        # An outer fully_shard cuts the parameter again. It registers our parameter only while it
+        # has gathered it.
         self.is_cut_again = False
-        self.replaced: weakref.ref[nn.Parameter] | None = None  # the parameter that gtp_shard replaced by ours
-        self.on_replaced: Callable[[], None] | None = None  # called after another object was taken over
+        # The parameter that gtp_shard replaced by ours.
+        self.replaced: weakref.ref[nn.Parameter] | None = None
+        # Called after another object was taken over.
+        self.on_replaced: Callable[[], None] | None = None
 
     @property
     def current(self) -> Tensor | None:
@@ -98,8 +104,10 @@ class ManagedParam:
         self.policies = policies
         self.gradient = ReducedGradient(policies.offload)
         self._set_param(param)
-        self.group: Any = None  # the ``WeightGroup`` that gathers and reduces it, if one does, see [Note: groups]
-        self.is_pinned = False  # after ``unshard`` modules see the full parameter outside of forwards, too
+        # The ``WeightGroup`` that gathers and reduces it, if one does, see [Note: groups].
+        self.group: Any = None
+        # After ``unshard`` modules see the full parameter outside of forwards, too.
+        self.is_pinned = False
 
     def _set_param(self, param: nn.Parameter) -> None:
         self.param = param
@@ -107,13 +115,17 @@ class ManagedParam:
         self.shard = self.local  # unless the replicas split it, see ``ReplicaPart``
         self.gradient.follow(param)
         self.registration.extent = param.shape, param.dtype, self.local.shape
-        policy = self.policies.mp if param.is_floating_point() else MixedPrecisionPolicy()
+        policy = self.policies.mp
+        if not param.is_floating_point():
+            policy = MixedPrecisionPolicy()  # integers, booleans and complex numbers keep their dtype
         self.compute_dtype: torch.dtype = policy.param_dtype or param.dtype
-        # As in fully_shard: without a reduce_dtype, gradients are reduced in the dtype in which they are computed.
+        # As in fully_shard: without a reduce_dtype, gradients are reduced in the dtype in which
+        # they are computed.
         self.reduce_dtype: torch.dtype = policy.reduce_dtype or self.compute_dtype
 
     def _pinned(self, param: DTensor) -> Tensor:
-        """The local tensor of ``param``, moved into pinned memory if copies to a GPU are to overlap with compute."""
+        """The local tensor of ``param``, moved into pinned memory if copies to a GPU are to overlap
+        with compute."""
         local = compat.local_tensor(param)
         _, offload, device = self.policies
         if device.type == "cpu" or offload is None or not offload.pin_memory:
@@ -131,25 +143,35 @@ class ManagedParam:
     @property
     def device(self) -> torch.device:
         """Where the parameter is gathered and computed with."""
-        return self.shard.device if self.policies.offload is None else self.policies.device
+        if self.policies.offload is None:
+            return self.shard.device
+        return self.policies.device
 
     @property
     def gtp_axis(self) -> int:
-        """The axis of the parameter's mesh along which it is gathered; the last one, or before that of the replicas."""
-        axes, name = self.spec.mesh.mesh_dim_names, (self.mesh.mesh_dim_names or (None,))[-1]
-        return self.spec.mesh.ndim - 1 if axes is None or name is None else axes.index(name)
+        """The axis of the parameter's mesh along which it is gathered; the last one, or before that
+        of the replicas."""
+        axes = self.spec.mesh.mesh_dim_names
+        names = self.mesh.mesh_dim_names
+        if axes is None or names is None:
+            return self.spec.mesh.ndim - 1
+        return axes.index(names[-1])
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """Placements of the parameter. Torch may report an equal placement of its own (2.15: ``Shard``)."""
+        """Placements of the parameter. Torch may report an equal placement of its own (2.15:
+        ``Shard``)."""
         return self.spec.placements
 
     def follow(self, site: Site) -> None:
-        """Take over the parameter object that is registered at ``site``, or raise a RuntimeError if its layout differs.
+        """Take over the parameter object that is registered at ``site``, or raise a RuntimeError if
+        its layout differs.
 
-        ``to_empty``, ``to(dtype)``, ``load_state_dict(assign=True)`` and an outer ``fully_shard`` replace the object.
+        ``to_empty``, ``to(dtype)``, ``load_state_dict(assign=True)`` and an outer ``fully_shard``
+        replace the object.
         """
         current = site.module._parameters.get(site.name)
+        # ``param.data = ...`` keeps the object, but gives it another local tensor.
         if current is self.param and self.local is compat.local_tensor(current):  # type: ignore[arg-type]
             if self.leaf.requires_grad is not self.param.requires_grad:
                 self.follow_frozen()
@@ -157,14 +179,19 @@ class ManagedParam:
         if isinstance(current, DTensor) and self._is_cut_by_fully_shard(current):
             if not self.registration.is_cut_again:
                 raise NotImplementedError(
-                    f"Parameter '{self.fqn}' was sharded again by the fully_shard of torch {torch.__version__}, "
-                    "which this package does not know. Use a torch release that it was tested with, or shard the "
-                    "parameter over one mesh: pass a (replicate, gtp) mesh to gtp_shard."
+                    f"Parameter '{self.fqn}' was sharded again by the fully_shard of torch "
+                    f"{torch.__version__}, which this package does not know. Use a torch release "
+                    "that it was tested with, or shard the parameter over one mesh: pass a "
+                    "(replicate, gtp) mesh to gtp_shard."
                 )
             return
-        # functional_call registers a tensor that is no parameter. Such a tensor would never get its gradient.
-        if not isinstance(current, nn.Parameter) or not isinstance(current, DTensor) or not self._same_layout(current):
+        # functional_call registers a tensor that is no parameter. Such a tensor would never get its
+        # gradient.
+        if not isinstance(current, nn.Parameter) or not isinstance(current, DTensor):
             raise self._replaced_by(current)
+        if not self._same_layout(current):
+            raise self._replaced_by(current)
+        # An outer fully_shard registers the same values again: graphs stay valid.
         if not self.registration.is_cut_again:
             self.refuse_graphs()
         self._set_param(current)
@@ -181,8 +208,8 @@ class ManagedParam:
         return [self.leaf]
 
     def refuse_graphs(self) -> None:
-        """Other data, or another parameter, take the place of this one. The backward of a graph that was made with it
-        would gather the new one, and give it the gradient of the old one."""
+        """Other data, or another parameter, take the place of this one. The backward of a graph
+        that was made with it would gather the new one, and give it the gradient of the old one."""
         text = self.replaced_before_backward()
 
         def refuse(_: object) -> None:
@@ -197,18 +224,20 @@ class ManagedParam:
     def replaced_before_backward(self) -> str:
         """What an error says."""
         return (
-            f"Parameter '{self.fqn}' of shape {tuple(self.param.shape)} was replaced between a forward and its "
-            f"backward (rank {dist.get_rank()}), by load_state_dict(assign=True), param.data = ..., a cast of the "
-            "module or functional_call with other parameters. Run each backward before you replace parameters."
+            f"Parameter '{self.fqn}' of shape {tuple(self.param.shape)} was replaced between a "
+            f"forward and its backward (rank {dist.get_rank()}), by load_state_dict(assign=True), "
+            "param.data = ..., a cast of the module or functional_call with other parameters. Run "
+            "each backward before you replace parameters."
         )
 
     def follow_assigned(self, site: Site, before: nn.Parameter | None) -> None:
-        """Take over what ``load_state_dict(assign=True)`` registered. If its placements are not those of ``before``,
-        register ``before`` again and raise a RuntimeError."""
+        """Take over what ``load_state_dict(assign=True)`` registered. If its placements are not
+        those of ``before``, register ``before`` again and raise a RuntimeError."""
         current = site.module._parameters.get(site.name)
         try:
             if isinstance(before, DTensor) and isinstance(current, DTensor):
-                spec, expected = compat.dtensor_spec(current), compat.dtensor_spec(before)
+                spec = compat.dtensor_spec(current)
+                expected = compat.dtensor_spec(before)
                 if (spec.mesh, spec.placements) != (expected.mesh, expected.placements):
                     raise self._replaced_by(current)
             self.follow(site)
@@ -221,20 +250,23 @@ class ManagedParam:
         """What error messages say that ``gtp_shard`` expects."""
         shape = tuple(self.registration.extent[0])
         return (
-            f"gtp_shard expects a parameter of shape {shape} with placements {tuple(self.placements)} "
-            f"on mesh axes {self.spec.mesh.mesh_dim_names} (rank {dist.get_rank()})"
+            f"gtp_shard expects a parameter of shape {shape} with placements "
+            f"{tuple(self.placements)} on mesh axes {self.spec.mesh.mesh_dim_names} (rank "
+            f"{dist.get_rank()})"
         )
 
     def _replaced_by(self, current: object) -> RuntimeError:
-        found = "None" if current is None else f"a {type(current).__name__}"
+        found = f"a {type(current).__name__}"
+        if current is None:
+            found = "None"
         if isinstance(current, Tensor):
             found += f" of shape {tuple(current.shape)}"
         if isinstance(current, DTensor):
             found += f" with placements {current.placements}"
         return RuntimeError(
-            f"Parameter '{self.fqn}' was replaced after gtp_shard by {found}, but {self._expected}. Load values with "
-            "load_state_dict or copy_ into the DTensor, change the module before gtp_shard, and call it without "
-            "functional_call."
+            f"Parameter '{self.fqn}' was replaced after gtp_shard by {found}, but "
+            f"{self._expected}. Load values with load_state_dict or copy_ into the DTensor, change "
+            "the module before gtp_shard, and call it without functional_call."
         )
 
     @property
@@ -242,13 +274,17 @@ class ManagedParam:
         return compat.dtensor_spec(as_dtensor(self.param))
 
     def _same_layout(self, other: DTensor) -> bool:
-        spec, mine = compat.dtensor_spec(other), self.spec
-        is_same_size = other.shape == self.param.shape and compat.local_tensor(other).shape == self.local.shape
-        return is_same_size and spec.mesh == mine.mesh and spec.placements == mine.placements
+        if other.shape != self.param.shape or compat.local_tensor(other).shape != self.local.shape:
+            return False
+        spec = compat.dtensor_spec(other)
+        mine = self.spec
+        return spec.mesh == mine.mesh and spec.placements == mine.placements
 
     def _is_cut_by_fully_shard(self, other: DTensor) -> bool:
-        """Whether ``other`` is this parameter as an outer ``fully_shard`` keeps it between its gathers."""
-        spec, mine = compat.dtensor_spec(other), self.spec
+        """Whether ``other`` is this parameter as an outer ``fully_shard`` keeps it between its
+        gathers."""
+        spec = compat.dtensor_spec(other)
+        mine = self.spec
         if spec.mesh.ndim <= mine.mesh.ndim or other.shape != self.param.shape:
             return False
         inner = slice(-mine.mesh.ndim, None)
@@ -257,16 +293,18 @@ class ManagedParam:
 
     @property
     def is_readable(self) -> bool:
-        """Whether the shard is in memory: an outer ``fully_shard`` registers it only while it has gathered it."""
+        """Whether the shard is in memory: an outer ``fully_shard`` registers it only while it has
+        gathered it."""
         return self.registration.current is self.param
 
     def check_readable(self) -> None:
         """Raise a RuntimeError if an outer ``fully_shard`` has not gathered the shard."""
         if self.registration.is_cut_again and not self.is_readable:
             raise RuntimeError(
-                f"Parameter '{self.fqn}' of shape {tuple(self.param.shape)} is used outside of the forward or backward "
-                "of the fully_shard module that manages it, so its gtp shard is not gathered over the outer axes. Call "
-                "fully_shard on a module whose forward contains all uses of it."
+                f"Parameter '{self.fqn}' of shape {tuple(self.param.shape)} is used outside of the "
+                "forward or backward of the fully_shard module that manages it, so its gtp shard "
+                "is not gathered over the outer axes. Call fully_shard on a module whose forward "
+                "contains all uses of it."
             )
 
     def _rebound(self) -> None:
@@ -279,13 +317,15 @@ class ManagedParam:
             self.param.grad = compat.undifferentiable(grad)
 
     def begin_forward(self, is_captured: bool) -> None:
-        """Follow what the user has changed since the last pass, or raise a RuntimeError if that is not possible."""
+        """Follow what the user has changed since the last pass, or raise a RuntimeError if that is
+        not possible."""
         for module, name in self.registration.sites:
             if name not in module._parameters:
                 raise RuntimeError(
-                    f"Parameter '{self.fqn}' was removed from its module, but {self._expected}: weight_norm, a "
-                    "parametrization or pruning after gtp_shard put other parameters in its place, which gtp_shard "
-                    "does not shard. Change the module before gtp_shard."
+                    f"Parameter '{self.fqn}' was removed from its module, but {self._expected}: "
+                    "weight_norm, a parametrization or pruning after gtp_shard put other "
+                    "parameters in its place, which gtp_shard does not shard. Change the module "
+                    "before gtp_shard."
                 )
         self.check_memory()
         param = self.param
@@ -295,30 +335,36 @@ class ManagedParam:
             self.follow_frozen()
 
     def check_memory(self) -> None:
-        """Raise a RuntimeError if the parameter or its shard has another size or dtype than before, or no memory."""
-        param, shard, extent = self.param, self.local, self.registration.extent
+        """Raise a RuntimeError if the parameter or its shard has another size or dtype than before,
+        or no memory."""
+        param = self.param
+        shard = self.local
+        extent = self.registration.extent
         is_same = (param.shape, param.dtype, shard.shape) == extent
         # A tensor subclass may have no memory of its own.
         has_memory = type(shard) is not Tensor or shard.data_ptr() != 0 or shard.numel() == 0
         is_on_host = self.policies.offload is None or shard.device.type in ("cpu", "meta")
         if is_same and has_memory and is_on_host:
             return
-        # An outer fully_shard frees the shard that it has gathered. Another shard is taken over at its next use.
+        # An outer fully_shard frees the shard that it has gathered. Another shard is taken over at
+        # its next use.
         if self.registration.is_cut_again or shard is not compat.local_tensor(param):  # type: ignore[arg-type]
             return
         if not is_on_host:
             raise RuntimeError(
-                f"gtp_shard expects parameter '{self.fqn}' of shape {tuple(param.shape)} on the host, as "
-                f"offload_policy says, but it is on {shard.device} (rank {dist.get_rank()}). Move it back with "
-                f"module.to('cpu'). {see('offload')}"
+                f"gtp_shard expects parameter '{self.fqn}' of shape {tuple(param.shape)} on the "
+                f"host, as offload_policy says, but it is on {shard.device} (rank "
+                f"{dist.get_rank()}). Move it back with module.to('cpu'). {see('offload')}"
             )
         _, dtype, local_shape = extent
-        found = f"it is of shape {tuple(param.shape)} and {param.dtype}, its shard of shape {tuple(shard.shape)}"
+        found = "its shard has no memory"
+        if has_memory:
+            found = f"it is of shape {tuple(param.shape)} and {param.dtype}, its shard of shape {tuple(shard.shape)}"
         raise RuntimeError(
             f"Parameter '{self.fqn}' was resized or cast in place after gtp_shard: "
-            f"{found if has_memory else 'its shard has no memory'}, but {self._expected}, a shard of shape "
-            f"{tuple(local_shape)} and {dtype}. Load values with load_state_dict or copy_ into the DTensor, cast the "
-            "module with module.to(dtype), and change shapes before gtp_shard."
+            f"{found}, but {self._expected}, a shard of shape {tuple(local_shape)} and {dtype}. "
+            "Load values with load_state_dict or copy_ into the DTensor, cast the module with "
+            "module.to(dtype), and change shapes before gtp_shard."
         )
 
     def follow_frozen(self) -> None:
@@ -331,5 +377,6 @@ class ManagedParam:
 
 
 def _cuts_alike(outer: Placement, mine: Placement) -> bool:
-    """Whether two placements are equal, or differ only in a block size: fully_shard drops one that has no effect."""
+    """Whether two placements are equal, or differ only in a block size: fully_shard drops one that
+    has no effect."""
     return outer == mine or (isinstance(mine, GTPShard) and outer == GTPShard(mine.dim))

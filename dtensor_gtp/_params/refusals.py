@@ -1,4 +1,5 @@
-"""What uses of a weight refuse: transforms, recordings, hooks and writes that would lose values or gradients."""
+"""What uses of a weight refuse: transforms, recordings, hooks and writes that would lose values or
+gradients."""
 
 from __future__ import annotations
 
@@ -14,60 +15,67 @@ from .sharded_weight import ShardedWeight
 
 
 def check_unmodified(weight: ShardedWeight, version: Version) -> None:
-    """Raise a RuntimeError, as autograd does, if the weight was written after the forward that used it."""
+    """Raise a RuntimeError, as autograd does, if the weight was written after the forward that used
+    it."""
     if version[2] < weight.versions.replaced_at:
         raise RuntimeError(weight.replaced_before_backward())
     if weight.version != version:
         raise RuntimeError(
-            f"Parameter '{weight.fqn}' is needed for gradient computation, but it has been modified by an inplace "
-            f"operation since its forward: it is at {weight.version}; expected {version}. Run backward before the "
-            "optimizer step, or the forward again after it."
+            f"Parameter '{weight.fqn}' is needed for gradient computation, but it has been "
+            f"modified by an inplace operation since its forward: it is at {weight.version}; "
+            f"expected {version}. Run backward before the optimizer step, or the forward again "
+            "after it."
         )
 
 
 def check_differentiable(weight: ShardedWeight) -> None:
-    """Raise a NotImplementedError if a transform of ``torch.func`` asks for derivatives of a use of the weight."""
+    """Raise a NotImplementedError if a transform of ``torch.func`` asks for derivatives of a use of
+    the weight."""
     if compat.in_func_transform():
         raise NotImplementedError(
-            f"Transforms of torch.func (grad, vmap, jacrev, jvp) do not see gathers and reductions, so gtp_shard does "
-            f"not support them on uses of parameter '{weight.fqn}' of shape {tuple(weight.layout.shape)}. Take "
-            "derivatives for inputs with torch.autograd.grad or torch.autograd.functional, those for parameters with "
-            "backward(). Run vmap under torch.no_grad()."
+            "Transforms of torch.func (grad, vmap, jacrev, jvp) do not see gathers and reductions, "
+            f"so gtp_shard does not support them on uses of parameter '{weight.fqn}' of shape "
+            f"{tuple(weight.layout.shape)}. Take derivatives for inputs with torch.autograd.grad "
+            "or torch.autograd.functional, those for parameters with backward(). Run vmap under "
+            "torch.no_grad()."
         )
 
 
 def refuse_recording(recorder: str, fqn: str) -> NoReturn:
-    """Called while a program is recorded that is to run without our modules: it would keep a weight's present values,
-    or a number that names another weight elsewhere."""
+    """Called while a program is recorded that is to run without our modules: it would keep a
+    weight's present values, or a number that names another weight elsewhere."""
     raise RuntimeError(
-        f"{recorder} cannot record a use of parameter '{fqn}' after gtp_shard: the program would not have its weights. "
-        "Use torch.compile; or build the module again, load get_model_state_dict with full_state_dict=True, and export "
-        f"that one. {see('export')}"
+        f"{recorder} cannot record a use of parameter '{fqn}' after gtp_shard: the program would "
+        "not have its weights. Use torch.compile; or build the module again, load "
+        f"get_model_state_dict with full_state_dict=True, and export that one. {see('export')}"
     )
 
 
 def refuse_symbolic_tracing(fqn: str) -> None:
-    """Called where code reads a full weight, which the program of a symbolic trace would keep as it is now."""
+    """Called where code reads a full weight, which the program of a symbolic trace would keep as it
+    is now."""
     if compat.is_symbolic_tracing():
         refuse_recording("torch.fx.symbolic_trace", fqn)
 
 
 def refuse_partial_recording(weight: ShardedWeight, is_capturing: bool) -> None:
-    """Called in a backward that skips the gradient of a trained weight: a recording of it would skip it for ever."""
+    """Called in a backward that skips the gradient of a trained weight: a recording of it would
+    skip it for ever."""
     if is_capturing:
         raise RuntimeError(
-            f"A CUDA graph records a backward without the gradient of '{weight.fqn}', which is trained: "
-            "torch.cuda.make_graphed_callables calls torch.autograd.grad, which does not return gradients of "
-            "sharded weights. Use dtensor_gtp.capture_step for whole steps and dtensor_gtp.capture_blocks for "
-            "single modules. If you do not need the gradient, freeze the parameter with requires_grad_(False)."
+            f"A CUDA graph records a backward without the gradient of '{weight.fqn}', which is "
+            "trained: torch.cuda.make_graphed_callables calls torch.autograd.grad, which does not "
+            "return gradients of sharded weights. Use dtensor_gtp.capture_step for whole steps and "
+            "dtensor_gtp.capture_blocks for single modules. If you do not need the gradient, "
+            "freeze the parameter with requires_grad_(False)."
         )
 
 
 def hook_at_node(fqn: str, param: Tensor) -> str:
     """What is wrong with a hook of autograd's node of a parameter."""
     return (
-        "gtp_shard expects no hook on the autograd node of a parameter, which will get no gradients any more, but "
-        f"code registered one for parameter '{fqn}' of shape {tuple(param.shape)} (rank {dist.get_rank()}), as "
-        "optimizers in backward do. Register it on the parameter: "
-        "param.register_post_accumulate_grad_hook(hook)."
+        "gtp_shard expects no hook on the autograd node of a parameter, which will get no "
+        f"gradients any more, but code registered one for parameter '{fqn}' of shape "
+        f"{tuple(param.shape)} (rank {dist.get_rank()}), as optimizers in backward do. Register it "
+        "on the parameter: param.register_post_accumulate_grad_hook(hook)."
     )

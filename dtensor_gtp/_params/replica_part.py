@@ -1,12 +1,13 @@
 """The part of a shard whose optimizer states this replica has.
 
 [Note: parts of replicas]
-With ``gtp_shard(shard_optimizer=True)`` the replicas of a shard split its dim 0. Each replica registers its part as the
-parameter, a DTensor that is cut over gtp first and over the replicas then. So optimizers, clipping, averages and
-checkpoints see a cut parameter as any other. The part is memory of the shard: what the optimizer writes is in the shard
-at once, and the replicas gather the rest of it in place, once after each write (``_schedule/replica_gathers.py``).
-Gathers over gtp and all that is made from a shard do not know of it. Gradients are reduce-scattered over the replicas
-where they would be all-reduced.
+With ``gtp_shard(shard_optimizer=True)`` the replicas of a shard split its dim 0. Each replica
+registers its part as the parameter, a DTensor that is cut over gtp first and over the replicas
+then. So optimizers, clipping, averages and checkpoints see a cut parameter as any other. The part
+is memory of the shard: what the optimizer writes is in the shard at once, and the replicas gather
+the rest of it in place, once after each write (``_schedule/replica_gathers.py``). Gathers over gtp
+and all that is made from a shard do not know of it. Gradients are reduce-scattered over the
+replicas where they would be all-reduced.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class ReplicaPart:
         assert layout.dim == 0
         self.layout = layout
         self.buffer: Tensor  # the shard, with padding that makes all parts equally long
-        self.gathered: int | None = None  # the version of the parameter whose rows the replicas have gathered
+        # The version of the parameter whose rows the replicas have gathered.
+        self.gathered: int | None = None
 
     def take(self, local: Tensor) -> Tensor:
         """Make memory for the shard, and give the part in it, with the values of ``local``."""
@@ -32,7 +34,8 @@ class ReplicaPart:
         self.gathered = None
         own = self.layout.filled(self.slot)
         if own.numel() and not own.is_meta:
-            # A storage that begins with the part: compilers refuse an offset, and ``torch.save`` would save the shard.
+            # A storage that begins with the part: compilers refuse an offset, and ``torch.save``
+            # would save the shard.
             own = torch.from_dlpack(own)  # type: ignore[attr-defined]
         own.copy_(local.detach())
         return own
@@ -47,7 +50,8 @@ class ReplicaPart:
         return self.layout.full_view(self.buffer)
 
     def pack(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Where the parts of all replicas are gathered, and this one, in ``dtype`` if that has fewer bytes."""
+        """Where the parts of all replicas are gathered, and this one, in ``dtype`` if that has
+        fewer bytes."""
         # ``.data``: a gather is no write, so it counts no version.
         if dtype.itemsize >= self.buffer.dtype.itemsize:
             return self.buffer.data, self.slot.data
@@ -60,8 +64,9 @@ class ReplicaPart:
         """Take the parts of the others. This one keeps all its bits."""
         if output.dtype == self.buffer.dtype:
             return
-        shard, rows = self.buffer.data, self.layout.chunk_rows
-        begin, end = self.layout.rank * rows, (self.layout.rank + 1) * rows
+        shard = self.buffer.data
+        begin = self.layout.rank * self.layout.chunk_rows
+        end = begin + self.layout.chunk_rows
         shard[:begin].copy_(output[:begin])
         shard[end:].copy_(output[end:])
 

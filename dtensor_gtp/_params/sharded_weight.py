@@ -1,4 +1,5 @@
-"""A weight that lives on every rank as a shard and is gathered for each use, and what is gathered of it."""
+"""A weight that lives on every rank as a shard and is gathered for each use, and what is gathered
+of it."""
 
 from __future__ import annotations
 
@@ -23,11 +24,13 @@ from .replica_part import ReplicaPart
 
 
 class StandIn:
-    """Stands for a weight in the autograd graph of compiled code (``ops/compiled_weight.py``): a leaf of one number."""
+    """Stands for a weight in the autograd graph of compiled code (``ops/compiled_weight.py``): a
+    leaf of one number."""
 
     def __init__(self, requires_grad: bool) -> None:
         with torch.inference_mode(False):
             self.leaf = torch.zeros(1, device="cpu", requires_grad=requires_grad)
+        # A node of the graph lives while somebody holds it.
         self._node = compat.accumulate_node(self.leaf) if requires_grad else None
 
     @property
@@ -37,16 +40,18 @@ class StandIn:
 
 
 class Gatherable:
-    """What is gathered of a weight: all of it, or the columnwise data that backward needs in some low-precision
-    formats. Has the gathers that are in memory or in flight."""
+    """What is gathered of a weight: all of it, or the columnwise data that backward needs in some
+    low-precision formats. Has the gathers that are in memory or in flight."""
 
     def __init__(self, weight: ShardedWeight) -> None:
         self.weight = weight
         self.index = -1  # in plans
         self.call = -1  # number of the gtp_shard call
         self.lane = 0  # number of the mesh, see [Note: what is gathered when]
-        self.number = -1  # among those of the mesh: ranks of other meshes may have other weights in between
-        # All that is always gathered together, itself included, in order of use; empty if it is gathered alone.
+        # Among those of the mesh: ranks of other meshes may have other weights in between.
+        self.number = -1
+        # All that is always gathered together, itself included, in order of use; empty if it is
+        # gathered alone.
         self.companions: tuple[Gatherable, ...] = ()
         self.num_gathers = 0
         self.live: Gathered | None = None  # in use
@@ -62,7 +67,11 @@ class Gatherable:
     def nbytes(self) -> int:
         """Number of gathered bytes."""
         wire = self.weight.form.wire
-        return (None if wire is None else wire.num_bytes()) or self.kept_nbytes
+        if wire is not None:
+            packed_nbytes = wire.num_bytes()
+            if packed_nbytes:
+                return packed_nbytes
+        return self.kept_nbytes
 
     @property
     def kept_nbytes(self) -> int:
@@ -71,7 +80,8 @@ class Gatherable:
 
     @property
     def may_be_left_out(self) -> bool:
-        """Whether ranks may use the weight in different ways, see [Note: weights that a rank may leave out]."""
+        """Whether ranks may use the weight in different ways, see
+        [Note: weights that a rank may leave out]."""
         return self.weight.flags.reduce_scatter_unused_params
 
     @property
@@ -81,7 +91,8 @@ class Gatherable:
 
 
 def gather_together(weights: Sequence[ShardedWeight]) -> None:
-    """From now on gather these weights of one ``gtp_shard`` call in one launch, as soon as one is needed."""
+    """From now on gather these weights of one ``gtp_shard`` call in one launch, as soon as one is
+    needed."""
     if len(weights) < 2:
         return
     for number in range(min(len(weight.gatherables) for weight in weights)):
@@ -117,10 +128,12 @@ class ShardedWeight(ManagedParam):
         super().__init__(fqn, sites, param, mesh, policies)
         self.layout = layout
         self.part = part  # of the shard, if the replicas split its optimizer states
-        self.tp_spec = tp_spec  # of the tp-local slice that modules see; None without tensor parallelism
+        # Of the tp-local slice that modules see; None without tensor parallelism.
+        self.tp_spec = tp_spec
         self.form = GatherForm(is_plain=layout.world > 1 and self.policies.offload is None)
         self.for_forward = Gatherable(self)
-        self.for_backward = self.for_forward  # gathered in backward to compute the gradient of the input
+        # Gathered in backward to compute the gradient of the input.
+        self.for_backward = self.for_forward
         self.pending_grad = PendingGradient()
         self.fused = FusedUses(may_exchange=self.policies.offload is None)
         self.versions = ShardVersions()
@@ -129,7 +142,9 @@ class ShardedWeight(ManagedParam):
     def set_wire(self, wire: Wire | None) -> None:
         """Gather the weight as ``wire`` says; None gathers the weight itself."""
         self.form.set_wire(wire)
-        self.for_backward = Gatherable(self) if wire is not None and wire.has_columnwise else self.for_forward
+        self.for_backward = self.for_forward
+        if wire is not None and wire.has_columnwise:
+            self.for_backward = Gatherable(self)
 
     def _rebound(self) -> None:
         self.forget_made()
@@ -138,8 +153,9 @@ class ShardedWeight(ManagedParam):
             self.local = self.part.take(self.local)
             self.shard = self.part.shard
             compat.set_local(self.param, self.local, self.spec)  # type: ignore[arg-type]
-        # The gradient does not go through autograd. An empty leaf stands for the parameter in the graph: autograd would
-        # call post-accumulate-grad hooks of the parameter itself long before its gradient is reduced.
+        # The gradient does not go through autograd. An empty leaf stands for the parameter in the
+        # graph: autograd would call post-accumulate-grad hooks of the parameter itself long before
+        # its gradient is reduced.
         self.leaf = torch.empty(0, dtype=self.param.dtype, device=self.device)
         if self.param.is_floating_point():
             self.leaf.requires_grad_(self.param.requires_grad)
@@ -157,12 +173,13 @@ class ShardedWeight(ManagedParam):
 
     def forget_stale(self, pending_grad: PendingGradient, is_captured: bool) -> None:
         """At the start of a forward: quantized data that were made of the shard may be stale."""
-        # [Note: data made from a shard]
-        # Quantized data are slow to make. So those that a forward has made of a shard serve its backward and all
-        # microbatches until the optimizer steps, unless the version of the shard changes. The first microbatch makes
-        # new ones, because writes to ``.data`` do not change the version. A CUDA graph that records a forward makes
+        # [Note: data made from a shard] Quantized data are slow to make. So those that a forward
+        # has made of a shard serve its backward and all microbatches until the optimizer steps,
+        # unless the version of the shard changes. The first microbatch makes new ones, because
+        # writes to ``.data`` do not change the version. A CUDA graph that records a forward makes
         # them, too, because its replays read other shards.
-        is_first_microbatch = pending_grad.is_empty and self.gradient.reduced is None and self.param.grad is None
+        has_no_sum = pending_grad.is_empty and self.gradient.reduced is None
+        is_first_microbatch = has_no_sum and self.param.grad is None
         if is_captured or self.registration.is_cut_again or is_first_microbatch:
             self.forget_made()
 
@@ -173,7 +190,8 @@ class ShardedWeight(ManagedParam):
 
     def refuse_graphs(self) -> None:
         super().refuse_graphs()
-        self.versions.num_updates += 1  # a frozen weight has no leaf in the graph, but its values count
+        # A frozen weight has no leaf in the graph, but its values count.
+        self.versions.num_updates += 1
         self.versions.replaced_at = self.versions.num_updates
 
     def follow_frozen(self) -> None:
@@ -198,7 +216,8 @@ class ShardedWeight(ManagedParam):
     @property
     def shard_spec(self) -> compat.DTensorSpec:
         """That of the shard, which the replicas have alike."""
-        spec, placements = self.spec, list(self.placements)
+        spec = self.spec
+        placements = list(self.placements)
         if self.part is not None:
             placements[-1] = Replicate()
         return compat.make_spec(spec.mesh, tuple(placements), self.param.shape, self.param.dtype)
@@ -220,15 +239,19 @@ class ShardedWeight(ManagedParam):
         return [*dict.fromkeys((self.for_forward, self.for_backward))]
 
     def for_modules(self, gathered: Gathered) -> Tensor:
-        """The full weight for module code: contiguous, and a DTensor where the module is tensor-parallel."""
+        """The full weight for module code: contiguous, and a DTensor where the module is
+        tensor-parallel."""
         if self.form.wire is not None:
             self.form.wire.note_read()
+        # Detached: a graph of the code that reads it must not reach our buffer.
         full = gathered.contiguous().detach()
-        return full if self.tp_spec is None else compat.wrap_local(full, self.tp_spec)
+        if self.tp_spec is not None:
+            return compat.wrap_local(full, self.tp_spec)
+        return full
 
     def accumulate(self, slot: Tensor) -> None:
         """Add this rank's rows of a reduced gradient."""
-        self.gradient.accumulate(slot if self.layout.is_as_buffer else self.layout.shard_of_rows(slot))
+        self.gradient.accumulate(self.layout.shard_of_rows(slot))
 
     # Gradients that the replicas reduce-scatter: as rows for all of them, and as the row of this one.
 
@@ -239,15 +262,22 @@ class ShardedWeight(ManagedParam):
     def for_replicas(self, slot: Tensor) -> Tensor:
         """Reduced rows of the gtp axis, with one row for each replica."""
         grad = self.layout.shard_of_rows(slot)
-        return grad.reshape(1, -1).expand(self.mesh.size(0), -1) if self.part is None else self.part.spread(grad)
+        if self.part is not None:
+            return self.part.spread(grad)
+        return grad.reshape(1, -1).expand(self.mesh.size(0), -1)  # each replica gets all of it
 
     @property
     def part_numel(self) -> int:
         """Length of such a row."""
-        return self.shard.numel() if self.part is None else math.prod(self.part.layout.slot_shape)
+        if self.part is not None:
+            return math.prod(self.part.layout.slot_shape)
+        return self.shard.numel()
 
     def accumulate_part(self, row: Tensor) -> None:
-        self.gradient.accumulate(row.view(self.shard.shape) if self.part is None else self.part.of_received(row))
+        if self.part is not None:
+            self.gradient.accumulate(self.part.of_received(row))
+        else:
+            self.gradient.accumulate(row.view(self.shard.shape))
 
     def reset_grads(self) -> None:
         super().reset_grads()

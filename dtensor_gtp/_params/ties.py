@@ -1,4 +1,5 @@
-"""Tied weights: all sites of one parameter share one ``ManagedParam``, and so its gradient, also across calls."""
+"""Tied weights: all sites of one parameter share one ``ManagedParam``, and so its gradient, also
+across calls."""
 
 from __future__ import annotations
 
@@ -18,14 +19,15 @@ from .managed_param import ManagedParam
 logger = logging.getLogger(__name__)
 
 _REMEDY = (
-    "Read the parameter from its module when it is used (self.layer.weight); for a tied weight, call gtp_shard on the "
-    "module that contains both, or on the other module as well."
+    "Read the parameter from its module when it is used (self.layer.weight); for a tied weight, "
+    "call gtp_shard on the module that contains both, or on the other module as well."
 )
 
 
 class ReplacedParam(weakref.ref[nn.Parameter]):
-    """Leads from a parameter that ``gtp_shard`` has replaced to the manager of the new one: a module outside of the
-    sharded one may still hold the old parameter (a tied weight), and a later call on that module must find the tie."""
+    """Leads from a parameter that ``gtp_shard`` has replaced to the manager of the new one: a
+    module outside of the sharded one may still hold the old parameter (a tied weight), and a later
+    call on that module must find the tie."""
 
     manager: ManagedParam
 
@@ -37,27 +39,31 @@ def manager_of_replaced(param: nn.Parameter) -> ManagedParam | None:
 
 
 def check_tie(fqn: str, existing: ManagedParam, mesh: DeviceMesh) -> None:
-    """Raise a ValueError if a later call shards a tied parameter over other ranks: its gradient has one average."""
+    """Raise a ValueError if a later call shards a tied parameter over other ranks: its gradient has
+    one average."""
     before, now = (sorted(m.mesh.flatten().tolist()) for m in (existing.mesh, mesh))
     if before != now:
         raise ValueError(
-            "gtp_shard expects the same ranks in both calls for a parameter that modules of two calls share, but "
-            f"parameter '{fqn}' of shape {tuple(existing.param.shape)} is '{existing.fqn}' of an earlier call on "
-            f"ranks {before} of mesh axes {existing.mesh.mesh_dim_names}, and this call's mesh axes "
-            f"{mesh.mesh_dim_names} have ranks {now} (rank {dist.get_rank()}). Shard both modules over the same "
-            "mesh, put tied weights on one pipeline stage, or untie them and add up their gradients."
+            "gtp_shard expects the same ranks in both calls for a parameter that modules of two "
+            f"calls share, but parameter '{fqn}' of shape {tuple(existing.param.shape)} is "
+            f"'{existing.fqn}' of an earlier call on ranks {before} of mesh axes "
+            f"{existing.mesh.mesh_dim_names}, and this call's mesh axes {mesh.mesh_dim_names} have "
+            f"ranks {now} (rank {dist.get_rank()}). Shard both modules over the same mesh, put "
+            "tied weights on one pipeline stage, or untie them and add up their gradients."
         )
 
 
 def refuse_gradient_of_replaced(replaced: ReplacedParam, _: object) -> None:
-    """A hook of a parameter that ``gtp_shard`` has replaced: something still computes with it, on this rank alone."""
-    param, managed = replaced(), replaced.manager
-    holders = _holders_of([param])
+    """A hook of a parameter that ``gtp_shard`` has replaced: something still computes with it, on
+    this rank alone."""
+    managed = replaced.manager
+    holders = _holders_of([replaced()])
     raise RuntimeError(
-        f"A gradient was computed for the old parameter, which gtp_shard replaced by '{managed.fqn}' of shape "
-        f"{tuple(managed.param.shape)} on mesh axes {managed.mesh.mesh_dim_names} (rank {dist.get_rank()}): "
-        f"{' and '.join(holders) or 'something'} still uses the old one, so the sharded one would lose this part of "
-        f"its gradient. {_REMEDY}"
+        "A gradient was computed for the old parameter, which gtp_shard replaced by "
+        f"'{managed.fqn}' of shape {tuple(managed.param.shape)} on mesh axes "
+        f"{managed.mesh.mesh_dim_names} (rank {dist.get_rank()}): "
+        f"{' and '.join(holders) or 'something'} still uses the old one, so the sharded one would "
+        f"lose this part of its gradient. {_REMEDY}"
     )
 
 
@@ -68,8 +74,8 @@ def warn_of_holders(params: Iterable[ManagedParam]) -> None:
     if held and (holders := _holders_of(replaced)):
         names = ", ".join(f"'{managed.fqn}'" for managed in held[:8])
         text = (
-            "%s still holds old parameters that gtp_shard has replaced, such as those of %s: they take memory and "
-            "are not trained (rank %d). %s"
+            "%s still holds old parameters that gtp_shard has replaced, such as those of %s: they "
+            "take memory and are not trained (rank %d). %s"
         )
         logger.warning(text, " and ".join(holders), names, dist.get_rank(), _REMEDY)
 
@@ -78,11 +84,13 @@ def _holders_of(params: list[nn.Parameter | None]) -> list[str]:
     """What holds them, as far as Python tells: modules, containers, partial functions and closures."""
     found: dict[str, None] = {}
     for holder in gc.get_referrers(*params):
-        if holder is params:
+        if holder is params:  # this function's own argument
             continue
         if isinstance(holder, tuple):  # perhaps the arguments of a partial function
-            holder = next((p for p in gc.get_referrers(holder) if isinstance(p, functools.partial)), holder)
+            around_tuple = gc.get_referrers(holder)
+            holder = next((p for p in around_tuple if isinstance(p, functools.partial)), holder)
         if isinstance(holder, dict):
+            # Of a module: its ``__dict__`` has this one as ``_parameters``.
             around = [outer for outer in gc.get_referrers(holder) if isinstance(outer, dict)]
             attributes = [outer for outer in around if outer.get("_parameters") is holder] or [holder]
             owners = gc.get_referrers(*attributes)
@@ -92,6 +100,7 @@ def _holders_of(params: list[nn.Parameter | None]) -> list[str]:
                 found["a dict"] = None
         elif isinstance(holder, list | tuple | set | frozenset):
             found[f"a {type(holder).__name__} of {len(holder)} items"] = None
-        elif not isinstance(holder, types.FrameType | types.GeneratorType):  # a local variable harms nobody
+        elif not isinstance(holder, types.FrameType | types.GeneratorType):
+            # A local variable harms nobody.
             found[f"a {type(holder).__name__}"] = None
     return list(found)

@@ -1,25 +1,28 @@
 """Small weights of one block, which are gathered, held, freed and reduced together: a *group*.
 
 [Note: groups]
-A group costs the host once per block what single weights cost it each. The full weights of a group are leaves of
-autograd that view one storage. It is resized to be filled and to be freed, as in torch's ``fully_shard``
-(``FSDPParam.unsharded_param``), so stock forwards, stock backwards and torch.compile run on plain tensors. No function
-of ours runs for a layer or a saved tensor. Parameters that stay whole (biases, norms) have a place in the storage, too:
-their values in the compute dtype, copied with each gather.
+A group costs the host once per block what single weights cost it each. The full weights of a group
+are leaves of autograd that view one storage. It is resized to be filled and to be freed, as in
+torch's ``fully_shard`` (``FSDPParam.unsharded_param``), so stock forwards, stock backwards and
+torch.compile run on plain tensors. No function of ours runs for a layer or a saved tensor.
+Parameters that stay whole (biases, norms) have a place in the storage, too: their values in the
+compute dtype, copied with each gather.
 
-Memory that is freed must not be read. So modules read leaves through ``FullParams``, which gathers the group of a
-weight that other code than its block reads, and keeps it until the end of backward. A leaf that code keeps beyond its
-forward must not be read while the group is freed: as with ``fully_shard``, it has no memory then.
+Memory that is freed must not be read. So modules read leaves through ``FullParams``, which gathers
+the group of a weight that other code than its block reads, and keeps it until the end of backward.
+A leaf that code keeps beyond its forward must not be read while the group is freed: as with
+``fully_shard``, it has no memory then.
 
-Gradients arrive in ``.grad`` of the leaves. When the backward of the block is done, one kernel packs those of sharded
-weights into the buffer that is reduce-scattered. A rank without a gradient for a weight sends zeros.
+Gradients arrive in ``.grad`` of the leaves. When the backward of the block is done, one kernel
+packs those of sharded weights into the buffer that is reduce-scattered. A rank without a gradient
+for a weight sends zeros.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -35,22 +38,14 @@ from .sharded_weight import Gatherable, ShardedWeight
 from .whole_param import WholeParam
 
 
-class ReadsWeights(Protocol):
-    """The runtime, for code outside of a use that reads weights."""
-
-    @property
-    def gives_full_params(self) -> bool: ...
-    @property
-    def is_in_backward(self) -> bool: ...
-    def hold_until_end(self, group: WeightGroup) -> None: ...
-
-
 class FullParams(dict[str, Any]):
-    """``nn.Module._parameters`` of a module during a pass: the full weights, which are gathered if they are not."""
+    """``_parameters`` of a module during a pass: full weights, which a read gathers."""
 
     def __init__(self, params: dict[str, Any], group: WeightGroup, grouped: set[str], sharded: dict[str, Any]) -> None:
         super().__init__(params)
-        self.group, self._grouped, self.sharded = group, grouped, sharded
+        self.group = group
+        self._grouped = grouped  # names of parameters that the group gathers
+        self.sharded = sharded  # what the module has as ``_parameters`` outside of passes
 
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
@@ -65,10 +60,12 @@ class FullParams(dict[str, Any]):
         return self[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if self.group.views.is_pinned and not self.group.views.is_in_pass and value is not self.get(name):
+        views = self.group.views
+        if views.is_pinned and not views.is_in_pass and value is not self.get(name):
             raise RuntimeError(
-                f"Parameter '{name}' of block '{self.group.fqn}' was replaced between unshard() and reshard() (rank "
-                f"{dist.get_rank()}). Call reshard() before you replace parameters."
+                f"Parameter '{name}' of block '{self.group.fqn}' was replaced between unshard() "
+                f"and reshard() (rank {dist.get_rank()}). Call reshard() before you replace "
+                "parameters."
             )
         super().__setitem__(name, value)
 
@@ -83,53 +80,59 @@ class FullParams(dict[str, Any]):
 
 
 class GroupViews:
-    """What the modules of a group have as ``_parameters``: in and out of passes, for compiled code and for other."""
+    """What the modules of a group have as ``_parameters``, in and out of passes."""
 
     def __init__(self, group: WeightGroup) -> None:
         self._group = group
-        self.calls: dict[nn.Module, Any] = {}  # what calls of parts of the block run outside of passes
-        self.is_pinned = self.is_in_pass = False
-        self._hooks: list[Any] = []
+        # What calls of parts of the block run outside of passes.
+        self.calls: dict[nn.Module, Any] = {}
+        self.is_pinned = False  # after ``unshard``, until ``reshard``
+        self.is_in_pass = False
+        self._hooks: list[Any] = []  # of ``note_gradients``
         self.make()
 
     def make(self) -> None:
         """Look up the parameters of the modules anew."""
-        leaf_of = {
-            site: leaf for member, leaf in self._group.leaves.by_member.items() for site in member.registration.sites
-        }
+        leaf_of: dict[Site, nn.Parameter] = {}
+        for member, leaf in self._group.leaves.by_member.items():
+            leaf_of |= dict.fromkeys(member.registration.sites, leaf)
         self._of_modules = []
         for module in dict.fromkeys(site.module for site in leaf_of):
             sharded = module._parameters
             full = {name: leaf_of.get(Site(module, name), param) for name, param in sharded.items()}
             grouped = {name for name in full if Site(module, name) in leaf_of}
-            self._of_modules.append((module, sharded, full, FullParams(full, self._group, grouped, sharded)))
+            gathering = FullParams(full, self._group, grouped, sharded)
+            # Compiled code cannot trace ``gathering``: it gets the plain dict.
+            self._of_modules.append((module, sharded, full, gathering))
 
     def show(self, *, is_compiled: bool = False, is_in_pass: bool = True) -> None:
-        """Let the modules read the full weights. In a pass (a forward), they are their parameters, too."""
+        """Let modules read the full weights. In a pass (a forward) they are parameters, too."""
         self.is_in_pass = is_in_pass
         for module, _, plain, full in self._of_modules:
             module.__dict__["_parameters"] = plain if is_compiled else full
         for module in self.calls:
-            module.__dict__.pop("_call_impl", None)
+            module.__dict__.pop("_call_impl", None)  # the method of the class
 
     def hide(self) -> None:
-        """Let the modules have the sharded parameters again. After ``pin``, and in a backward, where activation
-        checkpointing calls modules, they still read the full ones."""
+        """Let the modules have the sharded parameters again. After ``pin``, and in a backward,
+        where activation checkpointing calls modules, they still read the full ones."""
         self.is_in_pass = False
-        reads_full = self.is_pinned or self._group.reader.is_in_backward
-        for module, sharded, _, full in self._of_modules:
-            module.__dict__["_parameters"] = full if reads_full else sharded
-        for module, call in self.calls.items() if not reads_full else ():
+        if self.is_pinned or self._group.reader.is_in_backward:
+            for module, _, _, full in self._of_modules:
+                module.__dict__["_parameters"] = full
+            return
+        self.put_back()
+        for module, call in self.calls.items():
             module.__dict__["_call_impl"] = call
 
     def put_back(self) -> None:
-        """Give the modules their sharded parameters: they have the full ones after ``unshard``, or if the last
-        ``show`` or ``hide`` was interrupted."""
+        """Give the modules their sharded parameters: they have the full ones after ``unshard``, or
+        if the last ``show`` or ``hide`` was interrupted."""
         for module, sharded, *_ in self._of_modules:
             module.__dict__["_parameters"] = sharded
 
     def pin(self, note_backward: Callable[[], None]) -> None:
-        """Let modules read full weights outside of passes, too. ``note_backward`` is called with each gradient."""
+        """Let modules read full weights outside of passes, too; see ``note_gradients``."""
         if not self.is_pinned:
             self.is_pinned = True
             self.note_gradients(note_backward)
@@ -142,14 +145,14 @@ class GroupViews:
         self.hide()
 
     def note_gradients(self, note_backward: Callable[[], None]) -> None:
-        """Call ``note_backward`` with each gradient that comes outside of the backward of a block, until the next
-        forward."""
-        if not self._hooks:
-            self._hooks = [
-                leaf.register_post_accumulate_grad_hook(lambda _: note_backward())
-                for leaf in self._group.leaves.by_member.values()
-                if leaf.requires_grad
-            ]
+        """Call ``note_backward`` with each gradient that comes outside of the backward of a block,
+        until the next forward."""
+        if self._hooks:
+            return
+        for leaf in self._group.leaves.by_member.values():
+            if leaf.requires_grad:
+                hook = leaf.register_post_accumulate_grad_hook(lambda _: note_backward())
+                self._hooks.append(hook)
 
     def forget_hooks(self) -> None:
         for hook in self._hooks:
@@ -179,7 +182,7 @@ class GatherableGroup(Gatherable):
 
 
 class WeightGroup:
-    """The weights and whole parameters of one ``module``, all of one mesh, dtype and ``gtp_shard`` call."""
+    """Weights and whole parameters of a ``module``, of one mesh, dtype and ``gtp_shard`` call."""
 
     # What a single weight may have and a group never has: the schedule asks both.
     group = None
@@ -191,17 +194,22 @@ class WeightGroup:
         self.gatherables: list[Gatherable] = [self.for_forward]
         self.fqn = fqn
         self.registration = Registration([Site(module, "")])
-        self.weights, self.whole = list(weights), list(whole)
+        self.weights = list(weights)
+        self.whole = list(whole)
         self.members: list[ManagedParam] = [*self.weights, *self.whole]
         first = self.weights[0]
-        self.flags, self.policies = first.flags, first.policies
-        self.mesh, self.num_ranks = first.mesh, first.num_ranks
-        self.on_dissolved: Callable[[], None]  # makes modules of single weights of the modules again
-        self.reader: ReadsWeights
+        self.flags = first.flags  # one object for all members
+        self.policies = first.policies
+        self.mesh = first.mesh
+        self.num_ranks = first.num_ranks
+        # Makes modules of single weights of the modules again.
+        self.on_dissolved: Callable[[], None]
+        self.reader: Any  # the runtime, for code outside of a use that reads weights
         self.in_backward = InBackward()
         self.form = GatherForm()
         for member in self.members:
-            member.flags, member.group = self.flags, self
+            member.flags = self.flags
+            member.group = self
         self.shards = GroupShards(self.members)
         # Their shards are rounded to what a recipe can say, and gathered in the compute dtype.
         self.quantized = [weight for weight in self.weights if weight.form.wire is not None]
@@ -237,7 +245,7 @@ class WeightGroup:
         self.leaves.storage.resize_(0)
 
     def carry_writes(self) -> None:
-        """Write to the shards what a forward wrote to full weights, as weight clipping does: else it would be lost."""
+        """Write to the shards what a forward wrote to full weights, as weight clipping does."""
         leaves = self.leaves
         versions = leaves.versions()
         if versions == leaves.written:
@@ -248,8 +256,7 @@ class WeightGroup:
                     continue
                 part: Tensor = leaf.detach()
                 if isinstance(member, ShardedWeight):
-                    layout = member.layout
-                    part = part.narrow(layout.dim, min(layout.local_offset, layout.num_rows), layout.local_rows)
+                    part = member.layout.part_of(part)
                 member.shard.copy_(part)
         leaves.put_back()
         leaves.written = versions
@@ -264,11 +271,11 @@ class WeightGroup:
         self.views.hide()
         self.on_dissolved()
         for member in self.members:
-            member.group, member.flags = None, replace(member.flags)
+            member.group = None
+            member.flags = replace(member.flags)  # a copy for each
 
     def untraced_write(self, seen: tuple[list[int], Tensor], where: str = "in a forward") -> RuntimeError | None:
-        """An error if somebody has written to leaves since they were ``seen``, and has left no version. The host
-        waits."""
+        """An error if leaves were written since ``seen``, without a version. The host waits."""
         with compat.unseen_by_checkpoint_policies():
             versions, bits = self.leaves.seen()
             is_elsewhere = self.leaves.put_back()
@@ -278,9 +285,9 @@ class WeightGroup:
 
     def _lost_write(self, where: str) -> RuntimeError:
         return RuntimeError(
-            f"A write {where} has changed weights of block '{self.fqn}' through .data, but the shards keep their "
-            f"values (rank {dist.get_rank()}). Write to the weight itself under torch.no_grad(), or outside of "
-            "forwards to the parameter."
+            f"A write {where} has changed weights of block '{self.fqn}' through .data, but the "
+            f"shards keep their values (rank {dist.get_rank()}). Write to the weight itself under "
+            "torch.no_grad(), or outside of forwards to the parameter."
         )
 
     def note_read_outside(self) -> None:
@@ -302,7 +309,7 @@ class WeightGroup:
         return shards.num_updates + sum(map(version_of, shards.tensors)), 0, 0
 
     def is_fresh(self, gathered: Gathered) -> bool:
-        """Whether ``gathered`` has the present values of all shards. One in use has those of the start of its use."""
+        """Whether it has the present values of all shards; in use, those of the start of the use."""
         return gathered is self.for_forward.live or gathered.version == self.version
 
     @property
@@ -329,10 +336,12 @@ class WeightGroup:
     def begin_forward(self, is_captured: bool = False) -> None:
         """Follow parameter objects that were replaced or frozen since the last pass, or raise."""
         self.views.put_back()
+        # ``.data = ...`` gave a leaf memory of its own, which no gather fills.
         if self.leaves.are_elsewhere and self.leaves.put_back():
             raise self._lost_write("in an earlier forward")
         replaced: list[ManagedParam] = []
-        is_frozen, shards = False, self.shards.tensors
+        is_frozen = False  # whether members were frozen or unfrozen
+        shards = self.shards.tensors  # as they were: the parameter and the local tensor of each
         for index, (member, leaf) in enumerate(self.leaves.by_member.items()):
             param = member.param
             module, name = member.registration.sites[0]
@@ -362,7 +371,8 @@ class WeightGroup:
             self.views.forget_hooks()
 
     def _follow_replaced(self, first: ManagedParam) -> None:
-        """Other objects are registered as parameters, perhaps of another dtype (``to``, ``load_state_dict``)."""
+        """Other objects are registered as parameters, perhaps of another dtype (``to``,
+        ``load_state_dict``)."""
         self.leaves.refuse_graphs(first.replaced_before_backward())
         for param in self.whole:
             param.set_grad_aside()
@@ -371,9 +381,10 @@ class WeightGroup:
         dtypes = {(member.compute_dtype, member.reduce_dtype) for member in self.members}
         if len(dtypes) > 1:
             raise RuntimeError(
-                f"gtp_shard expects one dtype for all parameters of block '{self.fqn}', which are gathered together, "
-                f"but got {sorted(str(member.param.dtype) for member in self.members)}. Cast the whole module with "
-                "module.to(dtype)."
+                f"gtp_shard expects one dtype for all parameters of block '{self.fqn}', which are "
+                "gathered together, but got "
+                f"{sorted(str(member.param.dtype) for member in self.members)}. Cast the whole "
+                "module with module.to(dtype)."
             )
         ((compute_dtype, reduce_dtype),) = dtypes
         grads = self.pending_grad

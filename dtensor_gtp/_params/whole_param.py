@@ -1,4 +1,5 @@
-"""A parameter that stays whole on every rank: what modules see of it, and its local gradient before the reduction."""
+"""A parameter that stays whole on every rank: what modules see of it, and its local gradient before
+the reduction."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from .managed_param import ManagedParam, Policies, Site
 class WholeParam(ManagedParam):
     """A parameter that every rank of the axis holds whole.
 
-    Modules see ``leaf``, an ordinary parameter in the same memory (with shards on the host, a copy on the device that
-    each forward makes anew). Autograd accumulates its gradient locally. After
+    Modules see ``leaf``, an ordinary parameter in the same memory (with shards on the host, a copy
+    on the device that each forward makes anew). Autograd accumulates its gradient locally. After
     backward, one coalesced call reduces the gradients of all such parameters.
     """
 
@@ -38,10 +39,14 @@ class WholeParam(ManagedParam):
         super().__init__(fqn, sites, param, mesh, policies)
         self.tp_spec = tp_spec  # of ``leaf``; None without tensor parallelism
         self.reason = reason  # why the parameter is not sharded, for the report
-        self.unsynced_grad: Tensor | None = None  # of microbatches without gradient sync, in reduce_dtype
-        self._wide_local_grad: Tensor | None = None  # of uses in a compute dtype that is wider than that of ``leaf``
+        # Of microbatches without gradient sync, in reduce_dtype.
+        self.unsynced_grad: Tensor | None = None
+        # Of uses in a compute dtype that is wider than that of ``leaf``.
+        self._wide_local_grad: Tensor | None = None
+        # Called when a local gradient has arrived; set by the runtime.
         self.on_local_grad: Callable[[], None] | None = None
-        self.record_use: Callable[[WholeParam], Tensor] | None = None  # set while a block is recorded
+        # Set while a block is recorded.
+        self.record_use: Callable[[WholeParam], Tensor] | None = None
         self._make_leaf()
 
     def _rebound(self) -> None:
@@ -57,10 +62,11 @@ class WholeParam(ManagedParam):
             self.tp_spec = compat.make_spec(spec.mesh, spec.placements, spec.shape, value.dtype)
             value = compat.wrap_local(value, self.tp_spec)
         self.leaf = nn.Parameter(value, requires_grad=self.param.requires_grad)
-        self._version = self.param._version
+        self._version = self.param._version  # of the values that modules have seen
         if self.leaf.is_floating_point() or self.leaf.is_complex():
             self.leaf.requires_grad_(True)  # torch demands it of a tensor that gets a hook
-            # Autograd owns the hook, where the garbage collector does not see it: it must not keep this object alive.
+            # Autograd owns the hook, where the garbage collector does not see it: it must not keep
+            # this object alive.
             this = weakref.ref(self)
             self.leaf.register_post_accumulate_grad_hook(lambda leaf: _notify(this()))
             self.leaf.requires_grad_(self.param.requires_grad)
@@ -76,26 +82,28 @@ class WholeParam(ManagedParam):
         self.unsynced_grad = self._with_unsynced(self._take_grad_of_leaf())
 
     def _take_direct_grads(self) -> None:
-        """Reduce what arrives at the parameter itself, a DTensor, which code outside of forwards reads
-        (``param.full_tensor()`` in a loss): autograd would add this rank's part to ``.grad``."""
+        """Reduce what arrives at the parameter itself, a DTensor, which code outside of forwards
+        reads (``param.full_tensor()`` in a loss): autograd would add this rank's part to
+        ``.grad``."""
         self._node = None
         if not self.param.requires_grad:
             return
-        # The graph's node, and not the parameter, whose hooks are the user's. A node lives while somebody holds it.
+        # The graph's node, and not the parameter, whose hooks are the user's. A node lives while
+        # somebody holds it.
         self._node = compat.accumulate_node(self.param)
         this = weakref.ref(self)
         self._node.register_prehook(lambda grads: _take_direct(this(), grads))
 
     def follow_writes(self) -> None:
-        """The leaf has the parameter's memory, but counts writes by itself. Autograd shall refuse a backward through
-        the values before."""
+        """The leaf has the parameter's memory, but counts writes by itself. Autograd shall refuse a
+        backward through the values before."""
         if self._version != self.param._version:
             self._version = self.param._version
             torch.autograd.graph.increment_version(self.leaf)
 
     def take_back(self) -> RuntimeError | None:
-        """Let modules see the parameter's own memory. Returns an error if ``set_`` or ``.data = ...`` had given them
-        other memory, which no optimizer and no checkpoint knows."""
+        """Let modules see the parameter's own memory. Returns an error if ``set_`` or
+        ``.data = ...`` had given them other memory, which no optimizer and no checkpoint knows."""
         leaf = compat.local_part(self.leaf)  # no op: torch.func would wrap the result
         is_plain = self.group is None and self.policies.offload is None and type(self.shard) is Tensor
         if not is_plain or leaf.is_meta or leaf.data_ptr() == self.shard.data_ptr():
@@ -105,19 +113,21 @@ class WholeParam(ManagedParam):
         else:
             compat.set_local(self.leaf, self.shard.detach(), self.tp_spec)  # type: ignore[arg-type]
         return RuntimeError(
-            f"Code has replaced the data of parameter '{self.fqn}' of shape {tuple(self.param.shape)} where "
-            f"modules see it, in a forward or before reshard(), by .data = ... or set_ (rank {dist.get_rank()}). "
-            "Write to it under torch.no_grad(): module.weight.copy_(value)."
+            f"Code has replaced the data of parameter '{self.fqn}' of shape "
+            f"{tuple(self.param.shape)} where modules see it, in a forward or before reshard(), by "
+            f".data = ... or set_ (rank {dist.get_rank()}). Write to it under torch.no_grad(): "
+            "module.weight.copy_(value)."
         )
 
     def begin_forward(self, is_captured: bool) -> None:
         super().begin_forward(is_captured)
         self.follow_writes()
-        if (misuse := self.take_back()) is not None:
+        misuse = self.take_back()
+        if misuse is not None:
             raise misuse
         if self.policies.offload is not None and not self.shard.is_meta:
-            # Without a new version: a graph of an earlier forward may have saved the leaf, whose values are the same
-            # unless the optimizer has stepped, which changes the version.
+            # Without a new version: a graph of an earlier forward may have saved the leaf, whose
+            # values are the same unless the optimizer has stepped, which changes the version.
             compat.local_part(self.leaf.detach()).data.copy_(self.shard, non_blocking=True)
 
     def value(self) -> Tensor:
@@ -141,51 +151,76 @@ class WholeParam(ManagedParam):
 
     def add_local_grad(self, grad: Tensor) -> None:
         """Accumulate the gradient of one ``value()`` as autograd would. ``grad`` is only read."""
-        leaf = self.leaf if self.group is None else self.group.leaves.by_member[self]
+        leaf = self._leaf_in_use
         if wider(grad.dtype, leaf.dtype) != leaf.dtype:
-            self._add_wide(grad if self._wide_local_grad is not None else grad.clone())
+            if self._wide_local_grad is None:
+                grad = grad.clone()  # it is kept, and belongs to others
+            self._add_wide(grad)
         elif leaf.grad is None:
             leaf.grad = grad.to(leaf.dtype, copy=True)
         else:
             leaf.grad += grad.to(leaf.dtype)
         _notify(self)
 
+    @property
+    def _leaf_in_use(self) -> Tensor:
+        """What modules compute with: a group has a leaf of its own."""
+        leaf: Tensor = self.leaf
+        if self.group is not None:
+            leaf = self.group.leaves.by_member[self]
+        return leaf
+
     def _add_wide(self, grad: Tensor) -> None:
-        self._wide_local_grad = grad if self._wide_local_grad is None else self._wide_local_grad + grad
+        self._wide_local_grad = _sum(self._wide_local_grad, grad)
 
     def take_local_grad(self) -> Tensor | None:
         """Return the local gradient since the last reduction, and forget it."""
         grad = self._take_grad_of_leaf()
-        # Autograd, too, skips a leaf that was frozen after its forward.
-        return self._with_unsynced(grad if self.param.requires_grad else None)
+        if not self.param.requires_grad:
+            grad = None  # autograd, too, skips a leaf that was frozen after its forward
+        return self._with_unsynced(grad)
 
     def new_zero_grad(self) -> Tensor:
         """What this rank adds to the sum if it has not used the parameter."""
         return torch.zeros(self.shard.shape, dtype=self.reduce_dtype, device=self.device)
 
     def _take_grad_of_leaf(self) -> Tensor | None:
-        leaf = self.leaf if self.group is None else self.group.leaves.by_member[self]
-        grad, leaf.grad = leaf.grad, None
-        early, self.leaf.grad = self.leaf.grad, None  # of a use before the group was made: of a layer called alone
-        if early is not None:
-            grad = early if grad is None else grad + early
-        wide, self._wide_local_grad = self._wide_local_grad, None
-        if wide is not None:
-            grad = wide if grad is None else wide + grad
+        leaf = self._leaf_in_use
+        grad = leaf.grad
+        leaf.grad = None
+        # Of a use before the group was made: of a layer called alone.
+        grad = _sum(grad, self.leaf.grad)
+        self.leaf.grad = None
+        grad = _sum(self._wide_local_grad, grad)
+        self._wide_local_grad = None
         if isinstance(grad, DTensor):
             assert self.tp_spec is not None
             grad = compat.local_tensor(grad.redistribute(placements=self.tp_spec.placements))
-        return None if grad is None else grad.detach()
+        if grad is not None:
+            grad = grad.detach()
+        return grad
 
     def _with_unsynced(self, grad: Tensor | None) -> Tensor | None:
-        unsynced, self.unsynced_grad = self.unsynced_grad, None
-        if unsynced is None or grad is None:
-            return unsynced if grad is None else grad
+        unsynced = self.unsynced_grad
+        self.unsynced_grad = None
+        if unsynced is None:
+            return grad
+        if grad is None:
+            return unsynced
         return unsynced.add_(grad)  # rounded once, after the addition
 
     def reset_grads(self) -> None:
         super().reset_grads()
         self.leaf.grad = self.unsynced_grad = self._wide_local_grad = None
+
+
+def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """None where there is nothing to add."""
+    if first is None:
+        return second
+    if second is None:
+        return first
+    return first + second
 
 
 def _notify(param: WholeParam | None) -> None:
@@ -208,7 +243,8 @@ def _take_direct(param: WholeParam | None, grads: tuple[Tensor | None, ...]) -> 
 
 
 def _take_wide(param: WholeParam | None, used: Tensor) -> None:
-    grad, used.grad = used.grad, None
+    grad = used.grad
+    used.grad = None
     if param is not None and grad is not None:
         param._add_wide(grad)
         _notify(param)

@@ -1,4 +1,5 @@
-"""Linear and grouped layers and embeddings in compiled code: each op gathers the weight, uses and frees it."""
+"""Linear and grouped layers and embeddings in compiled code: each op gathers the weight, uses and
+frees it."""
 
 from __future__ import annotations
 
@@ -23,17 +24,23 @@ from .linear import check_float8_input, dgrad, float8_dgrad, float8_wgrad, paral
 
 
 def linear(input: Tensor, bias: Tensor | None, compiled: CompiledWeight) -> Tensor:
-    """``F.linear`` as one op of the compiled graph. In float8 the casts before the op are the compiler's."""
-    weight, leaf = compiled.weight, compiled.weight.stand_in.leaf
+    """``F.linear`` as one op of the compiled graph. In float8 the casts before the op are the
+    compiler's."""
+    weight = compiled.weight
+    leaf = weight.stand_in.leaf
+    out_features = weight.layout.shape[0]
     output: Tensor
     if weight.form.gemms is None:
-        output = _linear(input, leaf, bias, compiled.handle, weight.layout.shape[0])
+        output = _linear(input, leaf, bias, compiled.handle, out_features)
         return output
     check_float8_input(input, weight)
     # Detached: ``_float8_grad`` gives the gradient of the input, not of its cast.
     casts = weight.form.gemms.cast_input(input.detach().reshape(-1, input.shape[-1]))
-    output = _float8_linear(input, leaf, casts, compiled.handle, weight.layout.shape[0], weight.form.gemms.name)
-    return output if bias is None else output + bias
+    gemms = weight.form.gemms.name
+    output = _float8_linear(input, leaf, casts, compiled.handle, out_features, gemms)
+    if bias is not None:
+        output = output + bias
+    return output
 
 
 def parallel_linear(input: Tensor, bias: Tensor | None, compiled: CompiledWeight) -> Tensor | None:
@@ -42,34 +49,45 @@ def parallel_linear(input: Tensor, bias: Tensor | None, compiled: CompiledWeight
     if plan is None or not isinstance(input, DTensor):
         return None
     is_sum = plan.output == Partial()
-    local = input.to_local(grad_placements=[plan.grad_input])
-    local = linear(local, bias.to_local() if isinstance(bias, DTensor) and not is_sum else None, compiled)
-    stride = tuple(math.prod(plan.shape[dim + 1 :]) for dim in range(len(plan.shape)))
-    mesh, placements = input.device_mesh, [plan.output]
-    result = DTensor.from_local(local, mesh, placements, run_check=False, shape=plan.shape, stride=stride)
-    return result + bias if is_sum and bias is not None else result
+    local_bias = None
+    if isinstance(bias, DTensor) and not is_sum:
+        local_bias = bias.to_local()
+    local = linear(input.to_local(grad_placements=[plan.grad_input]), local_bias, compiled)
+    mesh = input.device_mesh
+    # The slices of the ranks may differ in size, so from_local needs the logical shape.
+    shape = plan.shape
+    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    result: Tensor = DTensor.from_local(local, mesh, [plan.output], run_check=False, shape=shape, stride=stride)
+    if is_sum and bias is not None:
+        result = result + bias  # DTensor lets only one rank add it
+    return result
 
 
 def grouped_linear(
     x: Tensor, bias: Tensor | None, split_sizes: Tensor, scales: Tensor | None, compiled: CompiledWeight
 ) -> Tensor:
     """A grouped layer as one op of the compiled graph, and its bias."""
-    ends, weight = split_sizes.cumsum(0, dtype=torch.int32), compiled.weight
-    output: Tensor = _grouped_linear(x, weight.stand_in.leaf, ends, compiled.handle, weight.layout.shape[1])
+    weight = compiled.weight
+    # Group sizes stay on the device: the op gets where each group ends.
+    ends = split_sizes.cumsum(0, dtype=torch.int32)
+    out_features = weight.layout.shape[1]
+    output: Tensor = _grouped_linear(x, weight.stand_in.leaf, ends, compiled.handle, out_features)
     return add_bias(output, bias, ends, scales)
 
 
 def embedding(indices: Tensor, padding_idx: int | None, compiled: CompiledWeight) -> Tensor:
     """``F.embedding`` as one op of the compiled graph."""
-    padding = -1 if padding_idx is None else padding_idx
-    dim = compiled.weight.layout.shape[1]
-    leaf, dtype = compiled.weight.stand_in.leaf, compiled.weight.compute_dtype
+    weight = compiled.weight
+    padding = -1 if padding_idx is None else padding_idx  # as aten wants it
     # An op cannot see whether gradients are computed around it.
-    output: Tensor = _embedding(indices, leaf, compiled.handle, dim, padding, dtype, torch.is_grad_enabled())
+    may_exchange = torch.is_grad_enabled()
+    about = (weight.layout.shape[1], padding, weight.compute_dtype, may_exchange)
+    output: Tensor = _embedding(indices, weight.stand_in.leaf, compiled.handle, *about)
     return output
 
 
-# The third argument is a bias, the ends of groups, or casts of the input, which is here to be differentiated.
+# The third argument is a bias, the ends of groups, or casts of the input, which is here to be
+# differentiated.
 @torch.library.custom_op("dtensor_gtp::linear", mutates_args=())
 def _linear(input: Tensor, leaf: Tensor, bias: Tensor | None, handle: Tensor, out_features: int) -> Tensor:
     runtime, weight = handles()[handle].resolve_in_forward()
@@ -99,9 +117,12 @@ def _linear_backward(
 ) -> tuple[Tensor, Tensor]:
     runtime, weight = handles()[handle].resolve_in_backward()
     job = None
+    product = None
     if input is not None:
-        job = partial(wgrad, runtime, weight, grad.reshape(-1, grad.shape[-1]), input.reshape(-1, width))
-    product = partial(dgrad, runtime, weight, grad) if needs_input else None
+        grad_2d = grad.reshape(-1, grad.shape[-1])
+        job = partial(wgrad, runtime, weight, grad_2d, input.reshape(-1, width))
+    if needs_input:
+        product = partial(dgrad, runtime, weight, grad)
     return _gradients(job, product, runtime, weight, leaf, grad.dtype)
 
 
@@ -118,8 +139,12 @@ def _grouped_backward(
 ) -> tuple[Tensor, Tensor]:
     runtime, weight = handles()[handle].resolve_in_backward()
     grad = grad.contiguous()
-    job = None if input is None else partial(reduce_wgrad, runtime, (weight,), (True,), grad, input, ends)
-    product = partial(multiply, grad, ends, runtime, (weight,), Direction.COLUMNWISE) if needs_input else None
+    job = None
+    product = None
+    if input is not None:
+        job = partial(reduce_wgrad, runtime, (weight,), (True,), grad, input, ends)
+    if needs_input:
+        product = partial(multiply, grad, ends, runtime, (weight,), Direction.COLUMNWISE)
     return _gradients(job, product, runtime, weight, leaf, grad.dtype)
 
 
@@ -134,24 +159,29 @@ def _float8_backward(
     gemms: str,
     call: int,
 ) -> tuple[Tensor, Tensor]:
-    """``casts`` are those of the output's gradient, empty if the input needs none. ``for_wgrad`` are the casts for
-    wgrad, both matrices as they are if it does not quantize, or empty if the weight is frozen."""
+    """``casts`` are those of the output's gradient, empty if the input needs none. ``for_wgrad``
+    are the casts for wgrad, both matrices as they are if it does not quantize, or empty if the
+    weight is frozen."""
     runtime, weight = handles()[handle].resolve_in_backward()
     float8 = gemms_of_name(gemms)
     job = None
+    product = None
     if for_wgrad and float8.high_precision_wgrad:
         job = partial(wgrad, runtime, weight, *for_wgrad)
     elif for_wgrad:
         job = partial(float8_wgrad, runtime, weight, float8, for_wgrad)
-    product = partial(float8_dgrad, runtime, weight, float8, casts) if casts else None
+    if casts:
+        product = partial(float8_dgrad, runtime, weight, float8, casts)
     return _gradients(job, product, runtime, weight, leaf, dtype)
 
 
 def _gradients(
     job: Any, product: Any, runtime: Runtime, weight: ShardedWeight, leaf: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Run ``job`` (wgrad) and ``product`` (dgrad), where they are needed. Returns what a backward op does: the gradient
-    of the input, of this dtype and empty if it is not needed, and that of ``leaf``."""
+    """Run ``job`` (wgrad) and ``product`` (dgrad), where they are needed. Returns what a backward
+    op does: the gradient of the input, of this dtype and empty if it is not needed, and that of
+    ``leaf``."""
+    # Dgrad alone reads the weight again.
     if product is not None:
         check_unmodified(weight, weight.versions.compiled)
     if not weight.stand_in.is_awaited:
@@ -162,23 +192,29 @@ def _gradients(
     return grad_input, gradient_of(leaf)
 
 
-for _op in (_linear, _grouped_linear, _float8_linear):
-    _op.register_fake(
-        lambda input, leaf, other, handle, out_features, gemms="": input.new_empty((*input.shape[:-1], out_features))
-    )
+@_linear.register_fake
+@_grouped_linear.register_fake
+@_float8_linear.register_fake
+def _(input: Tensor, leaf: Tensor, other: Any, handle: Tensor, out_features: int, *_: Any) -> Tensor:
+    return input.new_empty((*input.shape[:-1], out_features))
 
 
 @_linear_backward.register_fake
 @_grouped_backward.register_fake
 def _(grad: Tensor, input: Tensor | None, leaf: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    width, needs_input, _ = others[-3:]
-    return grad.new_empty((*grad.shape[:-1], width) if needs_input else 0), gradient_of(leaf)
+    width, needs_input, _ = others[-3:]  # as in both ops
+    shape: tuple[int, ...] = (0,)  # of a gradient that is not needed, as ``_gradients`` returns it
+    if needs_input:
+        shape = (*grad.shape[:-1], width)
+    return grad.new_empty(shape), gradient_of(leaf)
 
 
 @_float8_backward.register_fake
 def _(casts: list[Tensor], for_wgrad: list[Tensor], leaf: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     _, width, dtype, *_ = others
-    shape = (casts[0].shape[0], width) if casts else (0,)
+    shape: tuple[int, ...] = (0,)
+    if casts:
+        shape = (casts[0].shape[0], width)
     return (casts or for_wgrad)[0].new_empty(shape, dtype=dtype), gradient_of(leaf)
 
 
@@ -190,7 +226,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor, *ends: Tensor) -> N
 
 
 def _save_float8(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.num_casts, ctx.gemms = len(inputs[2]), inputs[5]
+    ctx.num_casts = len(inputs[2])  # each gets a gradient of None
+    ctx.gemms = inputs[5]
     _save(ctx, inputs, output)
 
 
@@ -198,14 +235,14 @@ def _grad(backward: Any, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     grads: list[Tensor | None] = [None] * 5
     if needs_input or needs_weight:
-        call = handles().next_call()
+        call = handles().next_call()  # see [Note: effects of opaque ops]
         grad_input, grad_leaf = backward(grad, *ctx.saved_tensors, ctx.width, needs_input, call)
         if needs_input:
             grads[0] = grad_input
         if needs_weight:
             grads[1] = grad_leaf
     if needs_bias:
-        grads[2] = grad.reshape(-1, grad.shape[-1]).sum(0)
+        grads[2] = grad.reshape(-1, grad.shape[-1]).sum(0)  # the bias is an input of the op
     return tuple(grads)
 
 
@@ -213,25 +250,35 @@ def _float8_grad(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     """The casts are traced into the compiled backward, where they fuse with the ops before them."""
     input, leaf, handle = ctx.saved_tensors
     needs_input, needs_weight = ctx.needs_input_grad[:2]
-    gemms, width = gemms_of_name(ctx.gemms), ctx.width
+    gemms = gemms_of_name(ctx.gemms)
     grad_2d = grad.reshape(-1, grad.shape[-1])
-    casts = gemms.cast_grad(grad_2d) if needs_input or not gemms.high_precision_wgrad else []
+    casts: list[Tensor] = []
     for_wgrad: list[Tensor] = []
+    if needs_input or not gemms.high_precision_wgrad:
+        casts = gemms.cast_grad(grad_2d)
     if needs_weight:
-        input_2d = input.reshape(-1, width)
-        for_wgrad = [grad_2d, input_2d] if gemms.high_precision_wgrad else gemms.cast_wgrad(grad_2d, input_2d, casts)
-    call = handles().next_call()
-    grad_input, grad_leaf = _float8_backward(
-        casts if needs_input else [], for_wgrad, leaf, handle, width, grad.dtype, ctx.gemms, call
-    )
-    grad_input = grad_input.view(*grad.shape[:-1], width) if needs_input else None
-    return grad_input, grad_leaf if needs_weight else None, [None] * ctx.num_casts, None, None, None
+        input_2d = input.reshape(-1, ctx.width)
+        for_wgrad = [grad_2d, input_2d]
+        if not gemms.high_precision_wgrad:
+            for_wgrad = gemms.cast_wgrad(grad_2d, input_2d, casts)
+    if not needs_input:
+        casts = []  # wgrad alone has read them
+    about = (leaf, handle, ctx.width, grad.dtype, ctx.gemms, handles().next_call())
+    grad_input, grad_leaf = _float8_backward(casts, for_wgrad, *about)
+    grads: list[Any] = [None, None, [None] * ctx.num_casts, None, None, None]
+    if needs_input:
+        grads[0] = grad_input.view(*grad.shape[:-1], ctx.width)
+    if needs_weight:
+        grads[1] = grad_leaf
+    return tuple(grads)
+
+
+def _save_grouped(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _save(ctx, inputs, output, inputs[2])
 
 
 _linear.register_autograd(partial(_grad, _linear_backward), setup_context=_save)
-_grouped_linear.register_autograd(
-    partial(_grad, _grouped_backward), setup_context=lambda ctx, inputs, output: _save(ctx, inputs, output, inputs[2])
-)
+_grouped_linear.register_autograd(partial(_grad, _grouped_backward), setup_context=_save_grouped)
 _float8_linear.register_autograd(_float8_grad, setup_context=_save_float8)
 
 
@@ -240,22 +287,23 @@ def _embedding(
     indices: Tensor, leaf: Tensor, handle: Tensor, dim: int, padding_idx: int, dtype: torch.dtype, may_exchange: bool
 ) -> Tensor:
     runtime, weight = handles()[handle].resolve_in_forward()
-    found = exchanged_lookup(indices, runtime, weight) if may_exchange else None
-    if found is not None:
+    if may_exchange and (found := exchanged_lookup(indices, runtime, weight)) is not None:
         return found[0]
     return runtime.gathering.compute(F.embedding, indices, weight.for_forward)
 
 
-_embedding.register_fake(
-    lambda indices, leaf, handle, dim, padding, dtype, *_: indices.new_empty((*indices.shape, dim), dtype=dtype)
-)
+@_embedding.register_fake
+def _(indices: Tensor, leaf: Tensor, handle: Tensor, dim: int, padding: int, dtype: torch.dtype, *_: Any) -> Tensor:
+    return indices.new_empty((*indices.shape, dim), dtype=dtype)
 
 
 @torch.library.custom_op("dtensor_gtp::embedding_backward", mutates_args=())
 def _embedding_backward(grad: Tensor, indices: Tensor, leaf: Tensor, handle: Tensor, padding: int, call: int) -> Tensor:
     runtime, weight = handles()[handle].resolve_in_backward()
     if weight.stand_in.is_awaited:
-        embedding_grad(runtime, weight, grad, indices, exchanged_ids(indices, runtime, weight), padding)
+        # Asked of all ranks again: the op of forward returns its output alone.
+        ids = exchanged_ids(indices, runtime, weight)
+        embedding_grad(runtime, weight, grad, indices, ids, padding)
     return gradient_of(leaf)
 
 

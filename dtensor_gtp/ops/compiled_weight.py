@@ -1,12 +1,15 @@
-"""How ``torch.compile`` sees a sharded weight: opaque custom ops use it, so that a block compiles with ``fullgraph``.
+"""How ``torch.compile`` sees a sharded weight: opaque custom ops use it, so that a block compiles
+with ``fullgraph``.
 
-A 0-dim tensor on the host, the *handle*, names the weight: an input of the compiled graph, so that all layers of one
-shape share one graph. ``leaf``, one number on the host, stands for the weight in autograd's graph.
+A 0-dim tensor on the host, the *handle*, names the weight: an input of the compiled graph, so that
+all layers of one shape share one graph. ``leaf``, one number on the host, stands for the weight in
+autograd's graph.
 
 [Note: effects of opaque ops]
-The compiler does not know that a backward op reduces a gradient. Two things keep it from dropping or merging the op: it
-returns a gradient of ``leaf`` with one element (Inductor drops ops that return empty tensors), and its argument
-``call`` differs in each call (in ``linear(x) + linear(x)``, two ops have equal inputs, and both gradients count).
+The compiler does not know that a backward op reduces a gradient. Two things keep it from dropping
+or merging the op: it returns a gradient of ``leaf`` with one element (Inductor drops ops that
+return empty tensors), and its argument ``call`` differs in each call (in ``linear(x) + linear(x)``,
+two ops have equal inputs, and both gradients count).
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ class Handles:
 
     def __init__(self) -> None:
         self._uses: WeakValueDictionary[int, CompiledWeight] = WeakValueDictionary()
-        self._numbers, self._calls = itertools.count(), itertools.count()
+        self._numbers = itertools.count()  # of weights
+        self._calls = itertools.count()  # of backward ops
 
     def add(self, weight: CompiledWeight) -> Tensor:
         number = next(self._numbers)
@@ -54,11 +58,13 @@ def handles() -> Handles:
 
 
 class CompiledWeight:
-    """A weight at one module, as compiled code uses it. ``runtime_of`` gives the runtime, which a later ``gtp_shard``
-    call on an outer module replaces; ``site`` is where the parameter is registered."""
+    """A weight at one module, as compiled code uses it."""
 
     def __init__(self, runtime_of: Any, weight: ShardedWeight, site: Any) -> None:
-        self._runtime_of, self.weight, self.site = runtime_of, weight, site
+        # A function: a later ``gtp_shard`` call on an outer module replaces the runtime.
+        self._runtime_of = runtime_of
+        self.weight = weight
+        self.site = site  # where the parameter is registered
         self._handle = handles().add(self)
 
     @property
@@ -71,18 +77,22 @@ class CompiledWeight:
     def resolve_in_forward(self) -> tuple[Runtime, ShardedWeight]:
         """For a use in forward, or in its recomputation in backward."""
         weight = self.weight
+        # What was compiled has the gradient of the leaf, or lacks it.
         is_traced_alike = weight.stand_in.leaf.requires_grad == weight.param.requires_grad
         weight.follow(self.site)
         runtime: Runtime = self._runtime_of()
         if not is_traced_alike:
-            # The frame of a compiled module follows such a change, but a compiled function has no frame around it.
+            # The frame of a compiled module follows such a change, but a compiled function has no
+            # frame around it.
             raise RuntimeError(
-                f"Parameter '{weight.fqn}' was frozen or unfrozen after the compilation of a function that calls its "
-                "module. Compile the module instead, with module.compile() or torch.compile(module)."
+                f"Parameter '{weight.fqn}' was frozen or unfrozen after the compilation of a "
+                "function that calls its module. Compile the module instead, with module.compile() "
+                "or torch.compile(module)."
             )
+        # A recomputation runs in a backward.
         if compat.current_graph_task_id() != -1:
             runtime.note_backward()
-        weight.versions.compiled = weight.version
+        weight.versions.compiled = weight.version  # backward compares it
         return runtime, weight
 
     def resolve_in_backward(self) -> tuple[Runtime, ShardedWeight]:
@@ -105,9 +115,11 @@ def show_to_policies(*ops: Any) -> None:
 
 
 def _ask_policy(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """While a checkpoint is compiled, save the output of a linear layer if the policy would save that of its GEMM."""
+    """While a checkpoint is compiled, save the output of a linear layer if the policy would save
+    that of its GEMM."""
     if not compat.is_tracing():
-        # Compiled code runs within a checkpoint. It may write to what an op returns, so nothing may be saved.
+        # Compiled code runs within a checkpoint. It may write to what an op returns, so nothing may
+        # be saved.
         return op(*args, **(kwargs or {}))
     ask = getattr(mode, "policy_fn", None)
     if ask is None or op is not torch.ops.dtensor_gtp.linear.default:
@@ -132,11 +144,13 @@ def _ask_policy(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = No
 
 
 def materialize(compiled: CompiledWeight) -> Tensor:
-    """The full weight as one op of the compiled graph; a DTensor around it where the module is tensor-parallel."""
+    """The full weight as one op of the compiled graph; a DTensor around it where the module is
+    tensor-parallel."""
     weight = compiled.weight
-    shape, device = list(weight.layout.shape), weight.device
-    full: Tensor = _materialize(weight.stand_in.leaf, compiled.handle, shape, weight.compute_dtype, device)
-    if (spec := weight.tp_spec) is None:
+    about = (list(weight.layout.shape), weight.compute_dtype, weight.device)
+    full: Tensor = _materialize(weight.stand_in.leaf, compiled.handle, *about)
+    spec = weight.tp_spec
+    if spec is None:
         return full
     # The slices of the ranks may differ in size, so from_local needs the logical shape.
     return DTensor.from_local(full, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
@@ -148,21 +162,25 @@ def _materialize(leaf: Tensor, handle: Tensor, shape: list[int], dtype: torch.dt
     if weight.form.wire is not None:
         weight.form.wire.note_read()
     gathered = runtime.gathering.acquire(weight.for_forward)
-    full = gathered.contiguous().detach()  # owns the memory: without an owner, DTENSOR_GTP_DEBUG=poison overwrites it
+    # Owns the memory: without an owner, DTENSOR_GTP_DEBUG=poison overwrites it.
+    full = gathered.contiguous().detach()
     runtime.gathering.release(weight.for_forward, gathered)
-    # The compiler may write to what an op returns after its last use.
-    is_shared = gathered.is_alias or gathered.holds > 0 or weight.for_forward.kept is gathered
-    return full.clone() if is_shared else full
+    if gathered.is_alias or gathered.holds > 0 or weight.for_forward.kept is gathered:
+        # Others read it, too, and the compiler may write to what an op returns after its last use.
+        full = full.clone()
+    return full
 
 
-_materialize.register_fake(lambda leaf, handle, shape, dtype, device: leaf.new_empty(shape, dtype=dtype, device=device))
+@_materialize.register_fake
+def _(leaf: Tensor, handle: Tensor, shape: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return leaf.new_empty(shape, dtype=dtype, device=device)
 
 
 @torch.library.custom_op("dtensor_gtp::reduce_grad", mutates_args=())
 def _reduce_grad(grad: Tensor, leaf: Tensor, handle: Tensor, call: int) -> Tensor:
     runtime, weight = handles()[handle].resolve_in_backward()
     if weight.stand_in.is_awaited:
-        runtime.grads.add_full(weight, grad, is_owned=False)
+        runtime.grads.add_full(weight, grad, is_owned=False)  # ``grad`` is the graph's
     return gradient_of(leaf)
 
 
@@ -170,6 +188,11 @@ def _full_grad(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return _reduce_grad(grad, *ctx.saved_tensors, handles().next_call()), None, None, None, None
 
 
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    leaf, handle, *_ = inputs
+    ctx.save_for_backward(leaf, handle)
+
+
 _reduce_grad.register_fake(lambda grad, leaf, *others: gradient_of(leaf))
-_materialize.register_autograd(_full_grad, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:2]))
+_materialize.register_autograd(_full_grad, setup_context=_save)
 show_to_policies(_materialize)

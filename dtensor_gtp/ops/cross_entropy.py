@@ -1,14 +1,16 @@
-"""Cross entropy of a linear layer whose vocabulary stays sharded: neither the logits nor the weight are ever whole.
+"""Cross entropy of a linear layer whose vocabulary stays sharded: neither the logits nor the weight
+are ever whole.
 
-The hidden states of all ranks are all-gathered in chunks of some tokens of each rank, while each rank computes the
-logits of its own rows of the vocabulary for the chunk before. The largest logit, the sum of exponentials and the
-target's logit of each token are all-reduced in float32. Backward computes the logits again, and reduce-scatters the
-gradient of the hidden states in float32. The gradient of the own rows stays on the rank.
+The hidden states of all ranks are all-gathered in chunks of some tokens of each rank, while each
+rank computes the logits of its own rows of the vocabulary for the chunk before. The largest logit,
+the sum of exponentials and the target's logit of each token are all-reduced in float32. Backward
+computes the logits again, and reduce-scatters the gradient of the hidden states in float32. The
+gradient of the own rows stays on the rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +28,8 @@ from .._params.sharded_weight import ShardedWeight
 from .._schedule.runtime import Runtime
 from .embedding import can_exchange, check_range, local_ids, new_exchange, padded
 
-# Size of a chunk's float32 logits on a rank: large enough for efficient products, small beside a layer's activations.
-# Hidden states of all ranks are kept for backward if they are no larger.
+# Size of a chunk's float32 logits on a rank: large enough for efficient products, small beside a
+# layer's activations. Hidden states of all ranks are kept for backward if they are no larger.
 CHUNK_NBYTES = 256 * 2**20
 
 # Replaces a target without a loss: no row, and none that a mistaken target could be.
@@ -35,16 +37,18 @@ IGNORED = -(2**62)
 
 
 def loss_exchange(runtime: Runtime, weight: ShardedWeight) -> TokenExchange | None:
-    """What ranks have agreed on for losses over the rows of ``weight``; None where it is always gathered."""
+    """What ranks have agreed on for losses over the rows of ``weight``; None where it is always
+    gathered."""
     choice = runtime.policy.head
     if choice == "gather" or (choice != "exchange" and not can_exchange(runtime, weight)):
         return None
     if not can_exchange(runtime, weight):
         raise NotImplementedError(
-            f"linear_cross_entropy expects whole rows of a plain matrix on each rank, but got parameter '{weight.fqn}' "
-            f"of shape {tuple(weight.param.shape)} with placements {weight.placements} on mesh axes "
-            f"{weight.mesh.mesh_dim_names}. Leave it out of tensor parallelism, quantize_, unequal replicas and "
-            "placements on other dims, or pass SchedulePolicy(head='auto') or 'gather' to gtp_shard."
+            "linear_cross_entropy expects whole rows of a plain matrix on each rank, but got "
+            f"parameter '{weight.fqn}' of shape {tuple(weight.param.shape)} with placements "
+            f"{weight.placements} on mesh axes {weight.mesh.mesh_dim_names}. Leave it out of "
+            "tensor parallelism, quantize_, unequal replicas and placements on other dims, or pass "
+            "SchedulePolicy(head='auto') or 'gather' to gtp_shard."
         )
     if weight.fused.losses is None:
         # A token's hidden states in forward and backward, and their gradient in float32.
@@ -62,8 +66,9 @@ def vocabulary_parallel_loss(
     exchange: TokenExchange,
     label_smoothing: float,
 ) -> Tensor | None:
-    """The loss of each token of this rank in float32 or wider, or None where ranks have agreed to gather the weight.
-    ``hidden`` is in the compute dtype; ``target`` is ``IGNORED`` for tokens without a loss, whose loss is zero."""
+    """The loss of each token of this rank in float32 or wider, or None where ranks have agreed to
+    gather the weight. ``hidden`` is in the compute dtype; ``target`` is ``IGNORED`` for tokens
+    without a loss, whose loss is zero."""
     check_differentiable(weight)
     runtime.setup.ensure()
     weight.check_readable()
@@ -91,6 +96,7 @@ class _Job:
     def chunks(self) -> list[slice]:
         """Tokens of each rank that are computed together, the same on all ranks."""
         layout, capacity = self.weight.layout, self.targets.shape[1]
+        # Of logits in float32, on this rank, for the tokens of all ranks.
         size = max(1, CHUNK_NBYTES // (4 * layout.world * layout.chunk_rows))
         return [slice(begin, min(begin + size, capacity)) for begin in range(0, capacity, size)]
 
@@ -101,7 +107,10 @@ class _Job:
 
     def logits(self, hidden: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor:
         """Those of the own rows, computed in the dtype of ``hidden``, returned in float32 or wider."""
-        logits = F.linear(hidden, rows, None if bias is None else self.own_part(bias).to(hidden.dtype))
+        own_bias = None
+        if bias is not None:
+            own_bias = self.own_part(bias).to(hidden.dtype)
+        logits = F.linear(hidden, rows, own_bias)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def local_targets(self, chunk: slice) -> tuple[Tensor, Tensor]:
@@ -111,15 +120,18 @@ class _Job:
         return local.masked_fill(is_other, 0), is_other
 
     def all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        comm, what = self.runtime.comm, f"logits' statistics of {self.weight.fqn}"
+        comm = self.runtime.comm
+        what = f"logits' statistics of {self.weight.fqn}"
         comm.streams.wait(comm.launch(compat.all_reduce, what, self.weight.groups, values, op))
 
     def all_gather(self, part: Tensor, what: str) -> tuple[Tensor, Done]:
-        """Gather contiguous rows of this rank, shape ``(n, ...)``, to ``(world * n, ...)``. Not in the gather group,
-        where the weights of earlier layers are on their way when backward begins."""
+        """Gather contiguous rows of this rank, shape ``(n, ...)``, to ``(world * n, ...)``. Not in
+        the gather group, where the weights of earlier layers are on their way when backward
+        begins."""
         received = part.new_empty((self.weight.layout.world * part.shape[0], *part.shape[1:]))
         what = f"{what} for the loss over {self.weight.fqn}"
-        return received, self.runtime.comm.launch(compat.all_gather_base, what, self.weight.groups, received, part)
+        gather = compat.all_gather_base
+        return received, self.runtime.comm.launch(gather, what, self.weight.groups, received, part)
 
     def hidden_of_all(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Each chunk with its hidden states of all ranks, while those of the next chunk are gathered."""
@@ -134,24 +146,29 @@ class _Job:
             yield chunk, received
 
     def reduce_scatter(self, full: Tensor, target: Tensor) -> None:
-        """Reduce a chunk's gradient of the hidden states of all ranks into ``target``, behind the next product."""
-        weight, comm = self.weight, self.runtime.comm
+        """Reduce a chunk's gradient of the hidden states of all ranks into ``target``, behind the
+        next product."""
+        weight = self.weight
+        comm = self.runtime.comm
         slot = full.new_empty((full.shape[0] // weight.layout.world, full.shape[1]))
 
         def complete() -> None:
             target.copy_(slot[: target.shape[0]])  # a rank may have fewer tokens than the chunk
 
         with comm.reductions.reducing():
-            comm.before_collective("reduce_scatter", f"hidden states for the loss over {weight.fqn}", weight.groups)
-            group, sum_op = weight.groups.scatter, dist.ReduceOp.SUM
-            work = compat.reduce_scatter_base(slot, full, sum_op, group, not comm.streams.has_streams)
+            what = f"hidden states for the loss over {weight.fqn}"
+            comm.before_collective("reduce_scatter", what, weight.groups)
+            args = (slot, full, dist.ReduceOp.SUM, weight.groups.scatter)
+            work = compat.reduce_scatter_base(*args, not comm.streams.has_streams)
+            # Both stay alive until compute has waited for the reduction.
             comm.reductions.launched(work, complete, (full, slot))
 
 
 class _VocabularyParallelLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, leaf: Tensor, bias: Tensor | None, job: _Job) -> Tensor:
-        ctx.job, ctx.version = job, job.weight.version
+        ctx.job = job
+        ctx.version = job.weight.version  # backward reads the shard again
         with (
             profiler_range("GTP::loss", job.weight.fqn),
             compat.unseen_by_checkpoint_policies(),
@@ -170,27 +187,34 @@ class _VocabularyParallelLoss(torch.autograd.Function):
         check_unmodified(job.weight, ctx.version)
         job.weight.check_readable()
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        # ``torch.autograd.grad`` may ask for other gradients alone.
         needs = (needs_hidden, needs_weight and compat.is_awaited(ctx, 1), needs_bias)
-        with profiler_range("GTP::loss", job.weight.fqn), torch.autocast(hidden.device.type, enabled=False):
-            grad_hidden, grad_bias = _backward(job, hidden, bias, grad_losses, normalizers, kept, needs)
+        no_autocast = torch.autocast(hidden.device.type, enabled=False)
+        with profiler_range("GTP::loss", job.weight.fqn), no_autocast:
+            args = (hidden, bias, grad_losses, normalizers, kept, needs)
+            grad_hidden, grad_bias = _backward(job, *args)
         return grad_hidden, None, grad_bias, None
 
 
 def _forward(job: _Job, hidden: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Losses of this rank's tokens, shape ``(num_tokens,)``; the logarithm of each token's sum of exponentials, shape
-    ``(world, capacity)``; and the hidden states that are kept, by chunk."""
-    layout, shape = job.weight.layout, job.targets.shape
+    """Losses of this rank's tokens, shape ``(num_tokens,)``; the logarithm of each token's sum of
+    exponentials, shape ``(world, capacity)``; and the hidden states that are kept, by chunk."""
+    layout = job.weight.layout
+    shape = job.targets.shape
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     rows = job.weight.shard.detach().to(hidden.device, hidden.dtype)
     largest = torch.full(shape, -torch.inf, dtype=dtype, device=hidden.device)
-    # Sums of exponentials relative to the largest logit of this rank; logits of targets; sums of logits.
-    exponentials, at_target, totals = sums = torch.zeros((3, *shape), dtype=dtype, device=hidden.device)
+    # One tensor of three, so that one all_reduce sums them: sums of exponentials relative to the
+    # largest logit of this rank; logits of targets; sums of logits.
+    sums = torch.zeros((3, *shape), dtype=dtype, device=hidden.device)
+    exponentials, at_target, totals = sums
     is_kept = job.targets.numel() * hidden.shape[1] * hidden.element_size() <= CHUNK_NBYTES
     kept = []
     # A rank without rows also takes part in the collectives.
     for chunk, received in job.hidden_of_all(hidden):
         if is_kept:
             kept.append(received)
+        # The vocabulary is shorter than the axis: this rank has none of it.
         if not layout.local_rows:
             continue
         logits = job.logits(received, rows, bias)
@@ -200,11 +224,13 @@ def _forward(job: _Job, hidden: Tensor, bias: Tensor | None) -> tuple[Tensor, Te
         if job.label_smoothing:
             totals[:, chunk] = logits.sum(1).view(layout.world, -1)
         peak = logits.amax(1)
+        # A row of -inf would give NaN: -inf - (-inf).
         logits -= peak.clamp(min=torch.finfo(dtype).min).unsqueeze(1)
         largest[:, chunk] = peak.view(layout.world, -1)
         exponentials[:, chunk] = logits.exp_().sum(1).view(layout.world, -1)
     own = largest.clone()
     job.all_reduce(largest, dist.ReduceOp.MAX)
+    # From now on relative to the largest logit of all ranks.
     exponentials *= (own - largest).exp_()
     job.all_reduce(sums, dist.ReduceOp.SUM)
     normalizers = largest + exponentials.log()
@@ -226,36 +252,46 @@ def _backward(
     needs: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of hidden states and bias, chunk by chunk. That of the weight is reduced."""
-    layout, comm, device = job.weight.layout, job.runtime.comm, hidden.device
+    layout = job.weight.layout
+    comm = job.runtime.comm
+    device = hidden.device
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     wgrad_dtype = torch.promote_types(job.weight.reduce_dtype, torch.float32)
     rows = job.weight.shard.detach().to(hidden.device, hidden.dtype)
     grad_hidden = torch.empty_like(hidden) if needs[0] else None
     wgrad = torch.zeros(layout.slot_shape, dtype=wgrad_dtype, device=device) if needs[1] else None
     grad_bias = torch.zeros(layout.num_rows, dtype=dtype, device=device) if needs[2] else None
-    grads, done = job.all_gather(padded(grad_losses.to(dtype), job.targets.shape[1]).contiguous(), "gradients")
+    own_grads = padded(grad_losses.to(dtype), job.targets.shape[1]).contiguous()
+    grads, done = job.all_gather(own_grads, "gradients")
     comm.streams.wait(done)
     grads = grads.view(job.targets.shape).masked_fill(job.targets == IGNORED, 0)
-    chunks = zip(job.chunks(), kept, strict=True) if kept else job.hidden_of_all(hidden)
+    chunks: Iterable[tuple[slice, Tensor]] = zip(job.chunks(), kept, strict=True)
+    if not kept:
+        chunks = job.hidden_of_all(hidden)  # gathered again
     for chunk, received in chunks:
         logits = job.logits(received, rows, bias)
-        grad_logits = _grad_logits(job, chunk, logits, grads[:, chunk].reshape(-1), normalizers[:, chunk].reshape(-1))
+        of_chunk = (grads[:, chunk].reshape(-1), normalizers[:, chunk].reshape(-1))
+        grad_logits = _grad_logits(job, chunk, logits, *of_chunk)
         if grad_bias is not None:
             job.own_part(grad_bias).add_(grad_logits.sum(0))
         grad_logits = grad_logits.to(received.dtype)
         if grad_hidden is not None:
             job.reduce_scatter(_product(grad_logits, rows, dtype), grad_hidden[chunk])
         if wgrad is not None and layout.local_rows:
+            # All tokens of all ranks have been seen here: nothing is to be reduced over gtp.
             layout.filled(wgrad).add_(_product(grad_logits.t(), received, wgrad_dtype))
         del logits, grad_logits  # before the next logits
     if wgrad is not None:
         job.runtime.grads.add_rows(job.weight, wgrad)
     comm.reductions.retire_all()  # the gradient of the hidden states is complete
-    return grad_hidden, None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
+    if grad_bias is not None and bias is not None:
+        grad_bias = grad_bias.to(bias.dtype)
+    return grad_hidden, grad_bias
 
 
 def _grad_logits(job: _Job, chunk: slice, logits: Tensor, grads: Tensor, normalizers: Tensor) -> Tensor:
-    """The gradient of the logits of this rank's rows for a chunk of tokens, in the memory of ``logits``."""
+    """The gradient of the logits of this rank's rows for a chunk of tokens, in the memory of
+    ``logits``."""
     local, is_other = job.local_targets(chunk)
     logits -= normalizers.unsqueeze(1)
     grad = logits.exp_().mul_(grads.unsqueeze(1))

@@ -1,9 +1,10 @@
 """Grouped matrix products: rows of one input, sorted by group, each group with its own weight.
 
-Group sizes stay on the device, so the host never waits for them. Rows beyond the last group, which ``F.grouped_mm``
-leaves uninitialized, are zeros in the output and in the input's gradient. A sharded layer has one weight of logical
-shape ``(num_groups, N, K)``, or one of shape ``(N, K)`` for each group. The latter are gathered in one launch into
-slices of one buffer, so that their stack is a view; it is a copy where they come from elsewhere (one rank, a recipe).
+Group sizes stay on the device, so the host never waits for them. Rows beyond the last group, which
+``F.grouped_mm`` leaves uninitialized, are zeros in the output and in the input's gradient. A
+sharded layer has one weight of logical shape ``(num_groups, N, K)``, or one of shape ``(N, K)`` for
+each group. The latter are gathered in one launch into slices of one buffer, so that their stack is
+a view; it is a copy where they come from elsewhere (one rank, a recipe).
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ Weights = tuple[ShardedWeight, ...]  # of one layer
 def grouped_linear(
     x_TK: Tensor, weight_GNK: Tensor, bias_GN: Tensor | None, split_sizes_G: Tensor, scales_T: Tensor | None = None
 ) -> Tensor:
-    """``F.linear`` of each group's rows with the group's weight and bias, which is multiplied by the row's scale."""
+    """``F.linear`` of each group's rows with the group's weight and bias, which is multiplied by
+    the row's scale."""
     ends_G = split_sizes_G.cumsum(0, dtype=torch.int32)
     output: Tensor = _GroupedMM.apply(x_TK, weight_GNK, ends_G)  # type: ignore[no-untyped-call]
     return add_bias(output, bias_GN, ends_G, scales_T)
@@ -48,7 +50,8 @@ def sharded_grouped_linear(
     ends_G = sizes_G.cumsum(0, dtype=torch.int32)
     if torch.is_grad_enabled():
         leaves = [weight.leaf for weight in weights]
-        output: Tensor = _ShardedGroupedMM.apply(x_TK, ends_G, runtime, weights, *leaves)  # type: ignore[no-untyped-call]
+        args = (x_TK, ends_G, runtime, weights, *leaves)
+        output: Tensor = _ShardedGroupedMM.apply(*args)  # type: ignore[no-untyped-call]
     else:
         output = multiply(x_TK, ends_G, runtime, weights, Direction.ROWWISE)
     return add_bias(output, bias_GN, ends_G, scales_T)
@@ -59,9 +62,11 @@ def add_bias(output_TN: Tensor, bias_GN: Tensor | None, ends_G: Tensor, scales_T
     if bias_GN is None:
         return output_TN
     rows = torch.arange(output_TN.shape[0], device=output_TN.device, dtype=ends_G.dtype)
+    # The group of each row; for rows beyond the last one any will do.
     bias_TN = bias_GN[torch.searchsorted(ends_G, rows, right=True).clamp_(max=bias_GN.shape[0] - 1)]
     if scales_T is not None:
         bias_TN = bias_TN * scales_T.unsqueeze(-1).to(bias_TN.dtype)
+    # Rows beyond the last group stay zeros.
     return torch.where((rows < ends_G[-1]).unsqueeze(-1), output_TN + bias_TN, 0)
 
 
@@ -76,14 +81,17 @@ def grouped_mm(x_TK: Tensor, w_GKN: Tensor, ends_G: Tensor) -> Tensor:
     _refuse_in_a_graph(x_TK)
     pad_K, pad_N = _paddings(x_TK, w_GKN)
     if pad_K or pad_N:
-        x_TK, w_GKN = F.pad(x_TK, (0, pad_K)), F.pad(w_GKN, (0, pad_N, 0, pad_K))
+        x_TK = F.pad(x_TK, (0, pad_K))
+        w_GKN = F.pad(w_GKN, (0, pad_N, 0, pad_K))
     output = F.grouped_mm(x_TK, w_GKN, offs=ends_G)
     return _without_tail(output, ends_G)[:, :num_columns]
 
 
 def grouped_wgrad(grad_TN: Tensor, x_TK: Tensor, ends_G: Tensor) -> Tensor:
-    """``grad[rows of g].T @ x[rows of g]`` for each group: shape ``(num_groups, N, K)``, zeros for an empty group."""
-    N, K = grad_TN.shape[-1], x_TK.shape[-1]
+    """``grad[rows of g].T @ x[rows of g]`` for each group: shape ``(num_groups, N, K)``, zeros for
+    an empty group."""
+    N = grad_TN.shape[-1]
+    K = x_TK.shape[-1]
     if x_TK.dtype == torch.float64:
         wgrad = x_TK.new_zeros(ends_G.shape[0], N, K)
         for group, (begin, end) in enumerate(pairwise([0, *ends_G.tolist()])):
@@ -91,19 +99,23 @@ def grouped_wgrad(grad_TN: Tensor, x_TK: Tensor, ends_G: Tensor) -> Tensor:
         return wgrad
     _refuse_in_a_graph(x_TK)
     pad_N, pad_K = _paddings(grad_TN, x_TK)
-    grad_TN = F.pad(grad_TN, (0, pad_N)) if pad_N else grad_TN
-    x_TK = F.pad(x_TK, (0, pad_K)) if pad_K else x_TK
+    if pad_N:
+        grad_TN = F.pad(grad_TN, (0, pad_N))
+    if pad_K:
+        x_TK = F.pad(x_TK, (0, pad_K))
     return F.grouped_mm(grad_TN.t(), x_TK, offs=ends_G)[:, :N, :K]
 
 
 def _refuse_in_a_graph(x_TK: Tensor) -> None:
-    """torch's kernel takes bfloat16 alone, also in 2.13; its loop for others reads ``ends_G`` on the host."""
+    """torch's kernel takes bfloat16 alone, also in 2.13; its loop for others reads ``ends_G`` on
+    the host."""
     is_eager = x_TK.is_cuda and not torch.compiler.is_compiling()
     if is_eager and x_TK.dtype != torch.bfloat16 and compat.is_stream_capturing():
         raise RuntimeError(
-            f"GroupedLinear expects bfloat16 in a CUDA graph, but got {x_TK.dtype}, for which torch's grouped product "
-            "waits on the host. Pass mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), or leave the layer "
-            "out of the graph."
+            f"GroupedLinear expects bfloat16 in a CUDA graph, but got {x_TK.dtype}, for which "
+            "torch's grouped product waits on the host. Pass "
+            "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), or leave the layer out of "
+            "the graph."
         )
 
 
@@ -114,31 +126,38 @@ def _paddings(left: Tensor, right: Tensor) -> tuple[int, int]:
 
 
 def _without_tail(output_TN: Tensor, ends_G: Tensor) -> Tensor:
-    """Write zeros beyond the last group. Returns a view: torch 2.11 compiles no gradient for what was written to."""
+    """Write zeros beyond the last group. Returns a view: torch 2.11 compiles no gradient for what
+    was written to."""
     rows = torch.arange(output_TN.shape[0], device=output_TN.device, dtype=ends_G.dtype)
     return output_TN.masked_fill_((rows >= ends_G[-1]).unsqueeze(-1), 0)[:]
 
 
 def multiply(rows: Tensor, ends_G: Tensor, runtime: Runtime, weights: Weights, direction: Direction) -> Tensor:
-    """The grouped GEMM of forward (ROWWISE) or dgrad, in float8 where the weight's recipe and the hardware have it."""
-    gemms = weights[0].form.gemms
-    gemms = gemms if isinstance(gemms, GroupedGEMMs) else None
-    targets = [weight.for_forward if direction is Direction.ROWWISE else weight.for_backward for weight in weights]
-    with ExitStack() as stack:
+    """The grouped GEMM of forward (ROWWISE) or dgrad, in float8 where the weight's recipe and the
+    hardware have it."""
+    gemms: GroupedGEMMs | None = None
+    if isinstance(weights[0].form.gemms, GroupedGEMMs):
+        gemms = weights[0].form.gemms
+    if direction is Direction.ROWWISE:
+        targets = [weight.for_forward for weight in weights]
+    else:
+        targets = [weight.for_backward for weight in weights]
+    with ExitStack() as stack:  # releases all weights after the product
         if gemms is not None:
             operand: Any = stack.enter_context(using_quantized(runtime, targets[0]))
         elif len(weights[0].layout.shape) == 3:
             operand = stack.enter_context(runtime.gathering.using(targets[0]))
         else:
-            operand = stacked([stack.enter_context(runtime.gathering.using(target)) for target in targets])
+            fulls = [stack.enter_context(runtime.gathering.using(target)) for target in targets]
+            operand = stacked(fulls)
         return _product(rows, operand, ends_G, direction, gemms, weights[0].compute_dtype)
 
 
 def _product(
     rows: Tensor, operand: Any, ends_G: Tensor, direction: Direction, gemms: GroupedGEMMs | None, dtype: torch.dtype
 ) -> Tensor:
-    """``operand``: the weight of shape ``(num_groups, N, K)``, in the quantized form that ``gemms`` take if there are
-    any."""
+    """``operand``: the weight of shape ``(num_groups, N, K)``, in the quantized form that ``gemms``
+    take if there are any."""
     is_forward = direction is Direction.ROWWISE
     if gemms is None:
         return grouped_mm(rows, operand.mT if is_forward else operand, ends_G)
@@ -149,6 +168,7 @@ def _product(
 def stacked(parts: Sequence[Tensor]) -> Tensor:
     """``torch.stack(parts)``, as a view if they lie at equal distances in one storage."""
     first = parts[0]
+    # As ``_side_by_side`` in ``_params/gather.py`` lays them out.
     distance = int(parts[-1].storage_offset() - first.storage_offset()) // max(len(parts) - 1, 1)
     storage = first.untyped_storage().data_ptr()
     is_regular = distance >= first.numel() > 0 and all(
@@ -159,9 +179,11 @@ def stacked(parts: Sequence[Tensor]) -> Tensor:
         and part.dtype == first.dtype
         for number, part in enumerate(parts)
     )
+    # They come from elsewhere: one rank, a recipe, fixed buffers.
     if not is_regular:
         return torch.stack(list(parts))
-    return first.as_strided((len(parts), *first.shape), (distance, *first.stride()), first.storage_offset())
+    strides = (distance, *first.stride())
+    return first.as_strided((len(parts), *first.shape), strides, first.storage_offset())
 
 
 def reduce_wgrad(
@@ -173,6 +195,7 @@ def reduce_wgrad(
     if len(weights[0].layout.shape) == 3:
         runtime.grads.add_full(weights[0], wgrad_GNK, is_owned=True)
         return
+    # One launch for all weights of the layer, where the kind of reduction allows it.
     with runtime.grads.together():
         for weight, wgrad_NK, is_awaited in zip(weights, wgrad_GNK.unbind(0), awaited, strict=True):
             if is_awaited:
@@ -182,7 +205,10 @@ def reduce_wgrad(
 class _ShardedGroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TK: Tensor, ends_G: Tensor, runtime: Runtime, weights: Weights, *leaves: Tensor) -> Tensor:
-        ctx.runtime, ctx.weights, ctx.versions = runtime, weights, [weight.version for weight in weights]
+        ctx.runtime = runtime
+        ctx.weights = weights
+        ctx.versions = [weight.version for weight in weights]  # compared before dgrad
+        # Wgrad alone reads the input.
         ctx.save_for_backward(x_TK if any(ctx.needs_input_grad[4:]) else None, ends_G)
         return multiply(x_TK, ends_G, runtime, weights, Direction.ROWWISE)
 
@@ -195,14 +221,16 @@ class _ShardedGroupedMM(torch.autograd.Function):
         x_TK, ends_G = ctx.saved_tensors
         grad_TN = grad_TN.contiguous()
         awaited = [False] * len(weights)
-        for index, (weight, needs_grad) in enumerate(zip(weights, ctx.needs_input_grad[4:], strict=True)):
-            if needs_grad:
-                awaited[index] = compat.is_awaited(ctx, 2 + index)  # counts tensors only: x, ends, leaves
+        for index, weight in enumerate(weights):
+            if ctx.needs_input_grad[4 + index]:
+                # Counts tensors only: x, ends, leaves.
+                awaited[index] = compat.is_awaited(ctx, 2 + index)
                 if not awaited[index]:
                     refuse_partial_recording(weight, runtime.comm.streams.is_capturing)
         job = None
         if any(awaited):  # a stage of a pipeline may put it off
-            job = partial(runtime.grads.compute, reduce_wgrad, runtime, weights, awaited, grad_TN, x_TK, ends_G)
+            args = (runtime, weights, awaited, grad_TN, x_TK, ends_G)
+            job = partial(runtime.grads.compute, reduce_wgrad, *args)
         dgrad = None
         if ctx.needs_input_grad[0]:
             for weight, version in zip(weights, ctx.versions, strict=True):
@@ -218,23 +246,30 @@ class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TK: Tensor, weight_GNK: Tensor, ends_G: Tensor) -> Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(x_TK if needs_weight else None, weight_GNK if needs_x else None, ends_G)
+        saved_x = x_TK if needs_weight else None
+        saved_weight = weight_GNK if needs_x else None
+        ctx.save_for_backward(saved_x, saved_weight, ends_G)
         return _product_with(weight_GNK, x_TK, ends_G, Direction.ROWWISE)
 
     @staticmethod
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
         x_TK, weight_GNK, ends_G = ctx.saved_tensors
         grad_TN = grad_TN.contiguous()
-        wgrad = None if x_TK is None else grouped_wgrad(grad_TN, x_TK, ends_G)
-        if weight_GNK is None:
-            return None, wgrad, None
-        return _product_with(weight_GNK, grad_TN, ends_G, Direction.COLUMNWISE), wgrad, None
+        wgrad = None
+        dgrad = None
+        if x_TK is not None:
+            wgrad = grouped_wgrad(grad_TN, x_TK, ends_G)
+        if weight_GNK is not None:
+            dgrad = _product_with(weight_GNK, grad_TN, ends_G, Direction.COLUMNWISE)
+        return dgrad, wgrad, None
 
 
 def _product_with(weight_GNK: Tensor, rows: Tensor, ends_G: Tensor, direction: Direction) -> Tensor:
     """As ``multiply``, with a weight that is not sharded."""
-    gemms = gemms_of(weight_GNK) if isinstance(weight_GNK, WeightWithRecipe) else None
-    if not isinstance(gemms, GroupedGEMMs):
-        return _product(rows, for_product(weight_GNK, direction), ends_G, direction, None, weight_GNK.dtype)
-    quantized = weight_GNK.quantized_for(direction)  # type: ignore[attr-defined]
-    return _product(rows, quantized, ends_G, direction, gemms, weight_GNK.dtype)
+    if isinstance(weight_GNK, WeightWithRecipe):
+        gemms = gemms_of(weight_GNK)
+        if isinstance(gemms, GroupedGEMMs):
+            quantized = weight_GNK.quantized_for(direction)
+            return _product(rows, quantized, ends_G, direction, gemms, weight_GNK.dtype)
+    operand = for_product(weight_GNK, direction)
+    return _product(rows, operand, ends_G, direction, None, weight_GNK.dtype)

@@ -1,9 +1,11 @@
-"""``F.linear`` on a sharded weight: gather, GEMM, free; in backward wgrad into the send buffer, gather, dgrad, free.
+"""``F.linear`` on a sharded weight: gather, GEMM, free; in backward wgrad into the send buffer,
+gather, dgrad, free.
 
-Wgrad comes first by default: it needs no weight, so it hides the end of the gather, and its reduce-scatter hides behind
-dgrad. In float8 the GEMMs multiply with the planes that were gathered.
+Wgrad comes first by default: it needs no weight, so it hides the end of the gather, and its
+reduce-scatter hides behind dgrad. In float8 the GEMMs multiply with the planes that were gathered.
 
-The policy of a selective activation checkpoint sees the GEMM (``aten.mm``, ``aten.addmm``) or the lookup on an
+The policy of a selective activation checkpoint sees the GEMM (``aten.mm``, ``aten.addmm``) or the
+lookup on an
 ``UngatheredWeight``: if the output was saved, the recomputation does not gather the weight.
 """
 
@@ -43,7 +45,7 @@ def linear(input: Tensor, bias: Tensor | None, runtime: Runtime, weight: Sharded
 def _forward(
     ctx: Any, input: Tensor, leaf: Tensor, bias: Tensor | None, runtime: Runtime, weight: ShardedWeight
 ) -> Tensor:
-    ctx.use = runtime, weight, weight.version, weight.form.gemms
+    ctx.use = (runtime, weight, weight.version, weight.form.gemms)
     is_policy_asked = compat.asks_checkpoint_policy()
     output = _product(input, bias, runtime, weight, is_policy_asked)
     if not is_policy_asked:  # torch must see writes to what a policy has saved
@@ -64,7 +66,9 @@ def _product(
         return runtime.gathering.compute(F.linear, input, weight.for_forward, bias)
     output = float8_product(input.reshape(-1, input.shape[-1]), runtime, weight)
     output = output.view(*input.shape[:-1], output.shape[-1])
-    return output if bias is None else output + bias
+    if bias is not None:
+        output = output + bias
+    return output
 
 
 def check_float8_input(input: Tensor, weight: ShardedWeight) -> None:
@@ -82,23 +86,28 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     gemms: Float8GEMMs | None
     runtime, weight, version, gemms = ctx.use
     needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+    # ``torch.autograd.grad`` and ``backward(inputs=...)`` may ask for other gradients alone.
     if needs_weight and not compat.is_awaited(ctx, 1):
         refuse_partial_recording(weight, runtime.comm.streams.is_capturing)
         needs_weight = False
     runtime.note_backward()
     (input,) = ctx.saved_tensors
-    grads, grad_MN = runtime.grads, as_matrix(grad_output)
-    float8 = None if gemms is None or gemms.high_precision_wgrad else gemms  # for wgrad
+    grads = runtime.grads
+    grad_MN = as_matrix(grad_output)
+    is_wgrad_quantized = gemms is not None and not gemms.high_precision_wgrad
     casts: Tensors = []
-    if gemms is not None and (needs_input or (needs_weight and float8 is not None)):
-        casts = gemms.cast_grad(grad_MN)
+    if gemms is not None and (needs_input or (needs_weight and is_wgrad_quantized)):
+        casts = gemms.cast_grad(grad_MN)  # dgrad and wgrad read the same casts
+    # The runtime decides which of the two runs first, see ``in_order``.
     job = None
     product = None
-    if needs_weight and float8 is None:
+    if needs_weight:
         job = partial(grads.compute, wgrad, runtime, weight, grad_MN, as_matrix(input))
-    elif needs_weight:
-        job = partial(grads.compute, _cast_and_wgrad, runtime, weight, grad_MN, as_matrix(input), float8, casts)
+        if is_wgrad_quantized:
+            args = (runtime, weight, grad_MN, as_matrix(input), gemms, casts)
+            job = partial(grads.compute, _cast_and_wgrad, *args)
     if needs_input:
+        # Dgrad alone reads the weight again.
         check_unmodified(weight, version)
         product = partial(dgrad, runtime, weight, grad_output)
         if gemms is not None:
@@ -106,7 +115,10 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     grad_input = grads.in_order(job, product)
     if grad_input is not None and gemms is not None:
         grad_input = grad_input.view(*grad_output.shape[:-1], grad_input.shape[-1])
-    return grad_input, None, grad_MN.sum(0) if needs_bias else None, None, None
+    grad_bias = None
+    if needs_bias:
+        grad_bias = grad_MN.sum(0)
+    return grad_input, None, grad_bias, None, None
 
 
 class _Linear(torch.autograd.Function):
@@ -117,7 +129,8 @@ class _Linear(torch.autograd.Function):
 _apply_linear = compat.quick_apply(_Linear)
 
 
-# Functions, so that nothing holds the gathered weight after dgrad: wgrad may come next, see ``wgrad_first``.
+# Functions, so that nothing holds the gathered weight after dgrad: wgrad may come next, see
+# ``wgrad_first``.
 def dgrad(runtime: Runtime, weight: ShardedWeight, grad_output: Tensor) -> Tensor:
     return runtime.gathering.compute(torch.matmul, grad_output, weight.for_backward)
 
@@ -129,23 +142,28 @@ def float8_dgrad(runtime: Runtime, weight: ShardedWeight, gemms: Float8GEMMs, ca
 
 
 def wgrad(runtime: Runtime, weight: ShardedWeight, grad_MN: Tensor, input_MK: Tensor) -> None:
-    """Compute the weight's gradient, written by the GEMM into the buffer that the reduce-scatter sends."""
+    """Compute the weight's gradient, written by the GEMM into the buffer that the reduce-scatter
+    sends."""
     with profiler_range("GTP::wgrad", weight.fqn):
         buffer, is_accumulating = runtime.grads.target(weight)
+        # A view of the buffer that is sent, so nothing is copied.
         _multiply_into(weight.layout.full_view(buffer), grad_MN.t(), input_MK, is_accumulating)
     runtime.grads.submit(weight, buffer)
 
 
 def _keeps_wide_sum(dtype: torch.dtype, operand: Tensor) -> bool:
-    """Whether a GEMM of 16-bit operands is to give a gradient of ``dtype`` itself. cuBLAS accumulates in fp32 anyway:
-    keep those bits instead of rounding them away and widening again."""
+    """Whether a GEMM of 16-bit operands is to give a gradient of ``dtype`` itself. cuBLAS
+    accumulates in fp32 anyway: keep those bits instead of rounding them away and widening again."""
     return dtype == torch.float32 and operand.is_cuda and operand.dtype in (torch.bfloat16, torch.float16)
 
 
 def _multiply_into(target: Tensor, left: Tensor, right: Tensor, is_accumulating: bool) -> None:
     is_wide = _keeps_wide_sum(target.dtype, left)
-    if is_accumulating:
-        target += torch.mm(left, right, torch.float32) if is_wide else left.mm(right)
+    # Without gradient sync: ``target`` holds the sum of earlier microbatches.
+    if is_accumulating and is_wide:
+        target += torch.mm(left, right, torch.float32)
+    elif is_accumulating:
+        target += left.mm(right)
     elif target.dtype == left.dtype:
         torch.mm(left, right, out=target)
     elif is_wide:
@@ -156,7 +174,10 @@ def _multiply_into(target: Tensor, left: Tensor, right: Tensor, is_accumulating:
 
 def as_matrix(x: Tensor) -> Tensor:
     """``x`` with all dims but the last one as rows."""
-    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    if x.ndim == 2:
+        return x
+    # Not -1 for the rows: torch cannot infer them where the last dim is empty.
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _cast_and_wgrad(
@@ -182,15 +203,17 @@ def using_quantized(runtime: Runtime, target: Gatherable) -> Iterator[Quantized]
 
 
 def float8_product(input_MK: Tensor, runtime: Runtime, weight: ShardedWeight) -> Tensor:
-    """``input @ weight.T`` in float8. The cast comes before the wait for the gather, which it helps to hide."""
+    """``input @ weight.T`` in float8. The cast comes before the wait for the gather, which it helps
+    to hide."""
     assert weight.form.gemms is not None
-    operands = weight.form.gemms.cast_input(input_MK)
+    operands = weight.form.gemms.cast_input(input_MK)  # before the wait
     with using_quantized(runtime, weight.for_forward) as quantized:
         return weight.form.gemms.output(operands, quantized, weight.compute_dtype)
 
 
 class UngatheredWeight(Tensor):
-    """Stands for the full weight, or its transpose, in the arguments of an op; the op itself gets the real one."""
+    """Stands for the full weight, or its transpose, in the arguments of an op; the op itself gets
+    the real one."""
 
     _runtime: Runtime
     _weight: ShardedWeight
@@ -198,30 +221,39 @@ class UngatheredWeight(Tensor):
 
     @staticmethod
     def __new__(cls, runtime: Runtime, weight: ShardedWeight, is_transposed: bool = False) -> UngatheredWeight:
-        shape = weight.layout.shape[::-1] if is_transposed else weight.layout.shape
-        strides = (1, shape[0]) if is_transposed else (shape[1], 1)
-        dtype, device = weight.compute_dtype, weight.device
-        self = compat.make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=device)
-        self._runtime, self._weight, self._is_transposed = runtime, weight, is_transposed
+        shape = weight.layout.shape
+        strides = (shape[1], 1)
+        if is_transposed:
+            shape = shape[::-1]
+            strides = strides[::-1]
+        options = {"dtype": weight.compute_dtype, "device": weight.device}
+        self = compat.make_wrapper_subclass(cls, shape, strides=strides, **options)
+        self._runtime = runtime
+        self._weight = weight
+        self._is_transposed = is_transposed
         return self  # type: ignore[no-any-return]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        # ``F.linear`` transposes the weight before the product.
         if func in (torch.ops.aten.t.default, torch.ops.aten.detach.default):
             (weight,) = args
             return cls(weight._runtime, weight._weight, weight._is_transposed != (func is torch.ops.aten.t.default))
         if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) and isinstance(args[-1], cls):
+            # aten.addmm has the bias first.
             *bias, matrix, weight = args
             if weight._weight.form.gemms is not None and weight._is_transposed:
                 output = float8_product(matrix, weight._runtime, weight._weight)
                 return output + bias[0] if bias else output
-        with ExitStack() as stack:
+        with ExitStack() as stack:  # releases the weights after the op
             real = compat.tree_map_only(cls, lambda weight: weight._gathered(stack), (args, kwargs or {}))
             return func(*real[0], **real[1])
 
     def _gathered(self, stack: ExitStack) -> Tensor:
         full = stack.enter_context(self._runtime.gathering.using(self._weight.for_forward))
-        return full.t() if self._is_transposed else full
+        if self._is_transposed:
+            full = full.t()
+        return full
 
 
 class TPPlan(NamedTuple):
@@ -235,42 +267,54 @@ class TPPlan(NamedTuple):
 def parallel_plan(input: Tensor, bias: Tensor | None, weight: ShardedWeight) -> TPPlan | None:
     """The plan of a layer that can run on its local tensors alone, None where DTensor has more to do."""
     spec = weight.tp_spec
+    # DTensor handles meshes of several axes, and converts between layouts.
     if spec is None or spec.mesh.ndim != 1 or not isinstance(input, DTensor):
         return None
     if input.device_mesh != spec.mesh or input.shape[-1] != spec.shape[1]:
         return None
     shape = torch.Size((*input.shape[:-1], spec.shape[0]))
-    of_weight, of_input = spec.placements[0], input.placements[0]
-    of_bias = bias.placements[0] if isinstance(bias, DTensor) else None
+    of_weight = spec.placements[0]
+    of_input = input.placements[0]
+    of_bias: Placement | None = None
+    if isinstance(bias, DTensor):
+        of_bias = bias.placements[0]
     if not isinstance(of_weight, Shard | GTPShard) or getattr(of_weight, "split_factor", 1) != 1:
         return None
     # Features of the input or the output are cut at the same places as the weight.
     block_size = getattr(of_weight, "block_size", 1)
-    last: Placement = Shard(input.ndim - 1) if block_size == 1 else GTPShard(input.ndim - 1, block_size=block_size)
+    last: Placement = Shard(input.ndim - 1)
+    if block_size != 1:
+        last = GTPShard(input.ndim - 1, block_size=block_size)
+    # Column-wise: each rank computes its features of the output.
     if of_weight.dim == 0 and of_input == Replicate() and (bias is None or of_bias == of_weight):
         return TPPlan(last, Partial(), shape)
+    # Row-wise: each rank computes a term of the sum.
     if of_weight.dim == 1 and of_input == last and (bias is None or of_bias == Replicate()):
         return TPPlan(Partial(), last, shape)
     return None
 
 
 def parallel_linear(input: Tensor, bias: Tensor | None, runtime: Runtime, weight: ShardedWeight) -> Tensor | None:
-    """``F.linear`` of DTensors on their local tensors, without DTensor's slow dispatch; None without a plan for it."""
+    """``F.linear`` of DTensors on their local tensors, without DTensor's slow dispatch; None
+    without a plan for it."""
     plan = parallel_plan(input, bias, weight)
     if plan is None:
         return None
     if torch.is_grad_enabled():
         check_differentiable(weight)
-    # DTensor adds the bias to a partial sum, because only one rank may do so.
     is_sum = plan.output == Partial()
-    output: Tensor = _ParallelLinear.apply(input, weight.leaf, None if is_sum else bias, runtime, weight, plan)  # type: ignore[no-untyped-call]
-    return output + bias if is_sum and bias is not None else output
+    output: Tensor = _ParallelLinear.apply(  # type: ignore[no-untyped-call]
+        input, weight.leaf, None if is_sum else bias, runtime, weight, plan
+    )
+    if is_sum and bias is not None:
+        output = output + bias  # by DTensor, because only one rank may add it to a partial sum
+    return output
 
 
 class _ParallelLinear(torch.autograd.Function):
-    """Takes DTensors apart on the way in and makes DTensors on the way out, in both directions. With ``to_local`` and
-    ``from_local`` around ``linear``, as compiled code has it, the host needs an eighth more (0.80 ms, not 0.71, for
-    forward and backward of a layer on a busy CPU)."""
+    """Takes DTensors apart on the way in and makes DTensors on the way out, in both directions.
+    With ``to_local`` and ``from_local`` around ``linear``, as compiled code has it, the host needs
+    an eighth more (0.80 ms, not 0.71, for forward and backward of a layer on a busy CPU)."""
 
     @staticmethod
     def forward(
@@ -278,19 +322,29 @@ class _ParallelLinear(torch.autograd.Function):
     ) -> DTensor:
         given = compat.dtensor_spec(input)
         input_spec = compat.make_spec(given.mesh, (plan.grad_input,), given.shape, input.dtype)
-        ctx.grad_specs = (input_spec, None if bias is None else compat.dtensor_spec(bias))
-        # The gradient of a partial sum is the gradient of each term.
-        ctx.placements = (Replicate() if plan.output == Partial() else plan.output,)
-        local_bias = None if bias is None else compat.completed_local(bias)
-        output = _forward(ctx, compat.completed_local(input), weight.leaf, local_bias, runtime, weight)
-        return compat.wrap_local(output, compat.make_spec(given.mesh, (plan.output,), plan.shape, output.dtype))
+        ctx.grad_specs = (input_spec, None)
+        local_bias = None
+        if bias is not None:
+            ctx.grad_specs = (input_spec, compat.dtensor_spec(bias))
+            local_bias = compat.completed_local(bias)
+        ctx.placements = (plan.output,)
+        if plan.output == Partial():
+            ctx.placements = (Replicate(),)  # the gradient of a sum is that of each term
+        local_input = compat.completed_local(input)
+        output = _forward(ctx, local_input, weight.leaf, local_bias, runtime, weight)
+        output_spec = compat.make_spec(given.mesh, (plan.output,), plan.shape, output.dtype)
+        return compat.wrap_local(output, output_spec)
 
     @staticmethod
     @compat.once_differentiable
     def backward(ctx: Any, grad_output: DTensor) -> tuple[Tensor | None, ...]:
+        # What follows the layer may have another layout.
         if grad_output.placements != ctx.placements:
             grad_output = grad_output.redistribute(placements=ctx.placements)
         local_input, _, local_bias, *_ = _backward(ctx, compat.completed_local(grad_output))
-        grads = zip((local_input, local_bias), ctx.grad_specs, strict=True)
-        grad_input, grad_bias = [None if grad is None else compat.wrap_local(grad, spec) for grad, spec in grads]
-        return grad_input, None, grad_bias, None, None, None
+        input_spec, bias_spec = ctx.grad_specs
+        if local_input is not None:
+            local_input = compat.wrap_local(local_input, input_spec)
+        if local_bias is not None:
+            local_bias = compat.wrap_local(local_bias, bias_spec)
+        return local_input, None, local_bias, None, None, None

@@ -8,7 +8,8 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, get_args
 
 from ..policy import Memory
-from ..quant.recipes import RECIPES, Recipe
+from ..quant.recipe import Recipe
+from ..quant.recipes import RECIPES
 from .costs import Axis
 from .errors import expect
 

@@ -16,7 +16,7 @@ from .._schedule.plans import Plan, Traits, choose_kept, may_wait, turning_point
 from ..placement import chunk_rows
 from ..policy import ReduceScatterKind, Schedule, SchedulePolicy
 from ..quant.planes import Direction
-from ..quant.recipes import Recipe
+from ..quant.recipe import Recipe
 from .costs import Axis, Costs, Work
 from .recorder import Kind
 from .trace import Trace, Weight, recomputed_uses

@@ -1,8 +1,10 @@
-"""Chooses the casts: ``Casts``, the reference in plain torch, or ``TritonCasts``, which equals it bit for bit.
+"""Chooses the casts: ``Casts``, the reference in plain torch, or ``TritonCasts``, which equals it
+bit for bit.
 
-``TritonCasts`` needs one or two kernels a cast: two where a scale of the whole matrix comes first, and a copy more for
-columns of odd strides. It runs on CUDA, outside of compilers, which trace the reference and fuse it with the ops before
-it. Before the first cast each kernel is tried on a small matrix. If it differs, the reference is used.
+``TritonCasts`` needs one or two kernels a cast: two where a scale of the whole matrix comes first,
+and a copy more for columns of odd strides. It runs on CUDA, outside of compilers, which trace the
+reference and fuse it with the ops before it. Before the first cast each kernel is tried on a small
+matrix. If it differs, the reference is used.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 _ENV = "DTENSOR_GTP_CASTS"
 _MAX_NUMEL = 2**31 - 2**24  # within a matrix, Triton's kernels count in int32
-_DTYPES = (*cast.WIDENS, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)  # of inputs of TritonCasts
+# Of inputs of TritonCasts.
+_DTYPES = (*cast.WIDENS, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
 _REFERENCE = Casts()
 
 
@@ -37,9 +40,11 @@ def _verdicts() -> dict[int, tuple[Casts, str]]:
 
 
 def casts_for(matrix: Tensor) -> Casts:
-    """What casts ``matrix``, or dequantizes it; ValueError if ``DTENSOR_GTP_CASTS`` is no choice of casts."""
+    """What casts ``matrix``, or dequantizes it; ValueError if ``DTENSOR_GTP_CASTS`` is no choice of
+    casts."""
     if torch.compiler.is_compiling() or type(matrix) not in (Tensor, nn.Parameter):
-        return _REFERENCE  # traced by a compiler, or a subclass that only looks like a tensor on a GPU
+        # Traced by a compiler, or a subclass that only looks like a tensor on a GPU.
+        return _REFERENCE
     if not matrix.is_cuda or matrix.dtype not in _DTYPES or not _is_wanted():
         return _REFERENCE
     if not 0 < matrix.shape[-1] * matrix.shape[-2] < _MAX_NUMEL or matrix.numel() == 0:
@@ -53,6 +58,7 @@ def round_together(
     """:meth:`Casts.round_together` by what casts all of these."""
     first = matrices[0]
     casts = casts_for(first)
+    # One launch casts four: all by the same kernel.
     if any(matrix.dtype != first.dtype or not 0 < matrix.numel() < _MAX_NUMEL for matrix in matrices):
         casts = _REFERENCE
     return casts.round_together(matrices, amaxes, dtype, mx_rounding)
@@ -62,8 +68,12 @@ def describe_casts(device: torch.device) -> str:
     """For the report: empty on devices that have the reference alone."""
     if device.type != "cuda":
         return ""
-    reason = _on_device(device)[1] if _is_wanted() else f"{_ENV}=reference"
-    return f"casts op by op: {reason}" if reason else "fused casts"
+    reason = f"{_ENV}=reference"
+    if _is_wanted():
+        _, reason = _on_device(device)
+    if not reason:
+        return "fused casts"
+    return f"casts op by op: {reason}"
 
 
 def _is_wanted() -> bool:
@@ -75,7 +85,8 @@ def _is_wanted() -> bool:
 
 def _on_device(device: torch.device) -> tuple[Casts, str]:
     index = torch.cuda.current_device() if device.index is None else device.index
-    warn = partial(logger.warning, "Low-precision casts run op by op on %s, with several kernels each: %s", device)
+    text = "Low-precision casts run op by op on %s, with several kernels each: %s"
+    warn = partial(logger.warning, text, device)
     return decided(_verdicts(), index, _REFERENCE, lambda: _try(torch.device("cuda", index)), warn)
 
 
@@ -87,9 +98,11 @@ def _try(device: torch.device) -> tuple[Casts, str]:
         from .triton_casts import TritonCasts  # needs Triton, which comes with torch for GPUs
 
         casts = TritonCasts(has_float8=torch.cuda.get_device_capability(device) >= (8, 9))
+        # Of sizes that fill no tile.
         matrix = torch.linspace(-2.0, 3.0, 1000, dtype=torch.float32, device=device).view(20, 50)
         with Progress(logger, f"compiling the fused casts for {device}") as progress:
-            for (name, actual), (_, expected) in zip(_probe(casts, matrix), _probe(_REFERENCE, matrix), strict=True):
+            pairs = zip(_probe(casts, matrix), _probe(_REFERENCE, matrix), strict=True)
+            for (name, actual), (_, expected) in pairs:
                 if not all(map(has_same_bits, actual, expected)):
                     return _REFERENCE, f"{name} by Triton differs from the reference"
                 progress.advance(name)

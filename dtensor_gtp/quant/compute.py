@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 from .float8_gemms import ALIGNMENT, Float8GEMMs
 from .grouped_gemms import GroupedGEMMs
-from .recipes import Recipe
+from .recipe import Recipe
 
 
 class ComputePath(NamedTuple):
@@ -20,23 +21,32 @@ class ComputePath(NamedTuple):
 
     def describe(self) -> str:
         """For the report."""
-        reason = f" ({self.reason})" if self.reason else ""
+        reason = ""
+        if self.reason:
+            reason = f" ({self.reason})"
         if self.gemms is None:
             return f"dequantized for the GEMM{reason}"
-        how = "" if self.gemms.on_hardware else f" by reference arithmetic{reason}"
-        return f"float8 GEMMs{how}{', wgrad not quantized' if self.gemms.high_precision_wgrad else ''}"
+        described = "float8 GEMMs"
+        if not self.gemms.on_hardware:
+            described += f" by reference arithmetic{reason}"
+        if self.gemms.high_precision_wgrad:
+            described += ", wgrad not quantized"
+        return described
 
 
 def choose_path(
     recipe: Recipe, device: torch.device, shape: torch.Size, dtype: torch.dtype, fqn: str, *, is_native: bool = False
 ) -> ComputePath:
-    """How to multiply with a weight (or a rank's slice of it) of ``shape``, with activations and outputs of ``dtype``.
-    ValueError if float8 GEMMs are forced, but the hardware does not have them for this recipe, shape or dtype.
+    """How to multiply with a weight (or a rank's slice of it) of ``shape``, with activations and
+    outputs of ``dtype``. ValueError if float8 GEMMs are forced, but the hardware does not have them
+    for this recipe, shape or dtype.
     ``is_native``: the weight has native storage, so there are data for forward alone."""
     if recipe.compute == "dequantize":
         return ComputePath(None, "asked for")
     is_grouped = len(shape) != 2
-    gemms = recipe.grouped_gemms if is_grouped else recipe.gemms
+    gemms: Callable[..., Any] = recipe.gemms
+    if is_grouped:
+        gemms = recipe.grouped_gemms
     unknown = _unknown(recipe, shape, is_native=is_native)
     missing = unknown or _missing(recipe, device, shape, dtype)
     if not missing:
@@ -46,8 +56,8 @@ def choose_path(
     if device.type == "cpu" and not unknown:
         if not is_grouped:
             warn_once(
-                f"The recipe {recipe} asks for float8 GEMMs, which torch lacks on CPUs: operands are quantized and "
-                "multiplied in float32. This is slower than compute='dequantize'."
+                f"The recipe {recipe} asks for float8 GEMMs, which torch lacks on CPUs: operands "
+                "are quantized and multiplied in float32. This is slower than compute='dequantize'."
             )
         return ComputePath(gemms(on_hardware=False), missing)
     if is_grouped:
@@ -55,8 +65,9 @@ def choose_path(
             warn_dequantized(recipe, fqn, missing)
         return ComputePath(None, missing)
     raise ValueError(
-        f"The recipe {recipe} of '{fqn}' of shape {tuple(shape)} on {device} asks for float8 GEMMs, but: {missing}. "
-        "Choose compute='auto' or 'dequantize', or leave the weight out of quantize_."
+        f"The recipe {recipe} of '{fqn}' of shape {tuple(shape)} on {device} asks for float8 "
+        f"GEMMs, but: {missing}. Choose compute='auto' or 'dequantize', or leave the weight out of "
+        "quantize_."
     )
 
 
@@ -66,9 +77,13 @@ def _unknown(recipe: Recipe, shape: torch.Size, *, is_native: bool) -> str:
     if len(shape) == 2:
         if recipe.has_gemms:
             return ""
-        return f"no GEMMs of {recipe.name}" if grouped is None else f"{recipe.name} has GEMMs for GroupedLinear alone"
+        if grouped is None:
+            return f"no GEMMs of {recipe.name}"
+        return f"{recipe.name} has GEMMs for GroupedLinear alone"
     if grouped is None or len(shape) != 3:
-        return f"no grouped GEMMs of {recipe.name}" if recipe.has_gemms else f"no GEMMs of {recipe.name}"
+        if recipe.has_gemms:
+            return f"no grouped GEMMs of {recipe.name}"
+        return f"no GEMMs of {recipe.name}"
     if grouped.needs_columnwise and is_native:
         return f"native storage has no data for the backward of {recipe.name}"
     return ""
@@ -76,15 +91,22 @@ def _unknown(recipe: Recipe, shape: torch.Size, *, is_native: bool) -> str:
 
 def _missing(recipe: Recipe, device: torch.device, shape: torch.Size, dtype: torch.dtype) -> str:
     """Why torch has no such GEMMs there; empty if it has."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return f"no float8 GEMMs on {'rocm' if device.type == 'cuda' else device.type}"
+    if device.type != "cuda":
+        return f"no float8 GEMMs on {device.type}"
+    if torch.version.hip is not None:
+        return "no float8 GEMMs on rocm"
     capability = torch.cuda.get_device_capability(device)
-    grouped = recipe.grouped_gemms(on_hardware=True) if len(shape) == 3 else None
+    grouped = None
+    if len(shape) == 3:
+        grouped = recipe.grouped_gemms(on_hardware=True)
     if grouped is None and not recipe.is_capable(capability):
         return f"no {recipe.name} GEMMs on compute capability {'.'.join(map(str, capability))}"
-    if grouped is not None and (why := _missing_kernel(recipe, grouped, capability)):
-        return why
-    alignment = ALIGNMENT if grouped is None else grouped.alignment
+    alignment = ALIGNMENT
+    if grouped is not None:
+        alignment = grouped.alignment
+        why = _missing_kernel(recipe, grouped, capability)
+        if why:
+            return why
     matrix = tuple(shape[-2:])
     if any(size % alignment for size in matrix):
         fits = tuple(-(-size // alignment) * alignment for size in matrix)
@@ -98,6 +120,7 @@ def _missing_kernel(recipe: Recipe, grouped: GroupedGEMMs, capability: tuple[int
     major, name = grouped.capability
     if capability[0] != major:
         return f"grouped GEMMs of {recipe.name} need {name}"
+    # Only who asks for it gets what no test has run.
     if recipe.compute == "auto" and not grouped.has_run:
         return f"grouped GEMMs of {recipe.name} never ran on a GPU; compute='float8' takes them"
     return ""
@@ -111,4 +134,5 @@ def warn_dequantized(recipe: Recipe, fqn: str, reason: str) -> None:
 
 def warn_once(message: str) -> None:
     """Warn, once for each text."""
-    warnings.warn(message, RuntimeWarning, stacklevel=2)  # Python shows one text from one place once
+    # Python shows one text from one place once.
+    warnings.warn(message, RuntimeWarning, stacklevel=2)

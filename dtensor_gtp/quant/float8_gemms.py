@@ -1,12 +1,14 @@
-"""The three GEMMs of a linear layer in float8, one class for each granularity, and the product they are made of.
+"""The three GEMMs of a linear layer in float8, one class for each granularity, and the product they
+are made of.
 
-Forward is ``x @ w.T``, dgrad ``g @ w``, wgrad ``g.T @ x``. The weight comes as it was gathered. Activations and
-gradients are quantized here by their own magnitudes (*dynamic* scaling). Compiled code traces a cast and hands its list
-of tensors to the opaque op that gathers the weight and multiplies. As in torchao and Transformer Engine, only forward
-sums in the tensor cores' own precision (``use_fast_accum``): in sums of gradients more terms cancel.
+Forward is ``x @ w.T``, dgrad ``g @ w``, wgrad ``g.T @ x``. The weight comes as it was gathered.
+Activations and gradients are quantized here by their own magnitudes (*dynamic* scaling). Compiled
+code traces a cast and hands its list of tensors to the opaque op that gathers the weight and
+multiplies. As in torchao and Transformer Engine, only forward sums in the tensor cores' own
+precision (``use_fast_accum``): in sums of gradients more terms cancel.
 
-Sources: ``torch.nn.functional.scaled_mm`` (2.11 to 2.15); cuBLAS 12.9 documentation, "1D and 2D block scaling for FP8
-data types", for the layout of block scales.
+Sources: ``torch.nn.functional.scaled_mm`` (2.11 to 2.15); cuBLAS 12.9 documentation, "1D and 2D
+block scaling for FP8 data types", for the layout of block scales.
 """
 
 from __future__ import annotations
@@ -41,7 +43,11 @@ class Granularity(enum.Enum):
     @property
     def block(self) -> tuple[int, int]:
         """Rows and columns of a block; 1 where the shape of the scale broadcasts."""
-        return {Granularity.ROW_BLOCK: (1, BLOCK), Granularity.SQUARE_BLOCK: (BLOCK, BLOCK)}.get(self, (1, 1))
+        if self is Granularity.ROW_BLOCK:
+            return (1, BLOCK)
+        if self is Granularity.SQUARE_BLOCK:
+            return (BLOCK, BLOCK)
+        return (1, 1)
 
 
 class Operand(NamedTuple):
@@ -53,39 +59,50 @@ class Operand(NamedTuple):
 
     def dequantize(self) -> Tensor:
         """The values in float32."""
-        return self.data.to(torch.float32) * cast.spread(self.scale, self.granularity.block, self.data.shape)
+        scale = cast.spread(self.scale, self.granularity.block, self.data.shape)
+        return self.data.to(torch.float32) * scale
 
 
 def product(
     left: Operand, right: Operand, dtype: torch.dtype, *, on_hardware: bool, use_fast_accum: bool = False
 ) -> Tensor:
-    """``left @ right.T`` of shapes ``(M, K)`` and ``(N, K)``: sums in float32, rounded to ``dtype``. The hardware
-    multiplies float8, with N and K multiples of 16; else dequantized values are multiplied in float32.
-    ``use_fast_accum``: on Hopper, sum in the tensor cores' own precision; ignored with scales of blocks."""
+    """``left @ right.T`` of shapes ``(M, K)`` and ``(N, K)``: sums in float32, rounded to
+    ``dtype``. The hardware multiplies float8, with N and K multiples of 16; else dequantized values
+    are multiplied in float32.
+    ``use_fast_accum``: on Hopper, sum in the tensor cores' own precision; ignored with scales of
+    blocks."""
     rows = left.data.shape[0]
     if not on_hardware:
         return left.dequantize().mm(right.dequantize().t()).to(dtype)
     if rows == 0 or left.data.shape[1] == 0:
         return left.data.new_zeros((rows, right.data.shape[0]), dtype=dtype)
     is_blockwise = left.granularity is Granularity.ROW_BLOCK
-    # The kernel wants the columns of block scales aligned.
-    missing = -rows % ALIGNMENT if is_blockwise else 0
-    if missing:
-        left = left._replace(data=_pad_rows(left.data, missing), scale=_pad_rows(left.scale, missing))
-    left_scale = left.scale.t().contiguous().t() if is_blockwise else left.scale
+    missing = 0
+    left_scale = left.scale
+    if is_blockwise:
+        # The kernel wants the columns of block scales aligned.
+        missing = -rows % ALIGNMENT
+        if missing:
+            scale = _pad_rows(left.scale, missing)
+            left = left._replace(data=_pad_rows(left.data, missing), scale=scale)
+        left_scale = left.scale.t().contiguous().t()
     result = scaled_mm(
         casts_for(left.data).row_major(left.data), casts_for(right.data).row_major(right.data).t(),
         left_scale, ScalingType.__members__[left.granularity.value],
         _right_scale(right), ScalingType.__members__[right.granularity.value],
         output_dtype=dtype, use_fast_accum=use_fast_accum and not is_blockwise,
     )  # fmt: skip
-    return result[:rows] if missing else result
+    if missing:
+        result = result[:rows]
+    return result
 
 
 def _pad_rows(matrix: Tensor, missing: int) -> Tensor:
     """Zeros below: in bytes, because padding is not defined for every float8."""
-    plain = matrix.view(torch.uint8) if matrix.itemsize == 1 else matrix
-    return F.pad(plain, (0, 0, 0, missing)).view(matrix.dtype)
+    dtype = matrix.dtype
+    if dtype.itemsize == 1:
+        matrix = matrix.view(torch.uint8)
+    return F.pad(matrix, (0, 0, 0, missing)).view(dtype)
 
 
 def _right_scale(operand: Operand) -> Tensor:
@@ -94,7 +111,8 @@ def _right_scale(operand: Operand) -> Tensor:
         return scale.reshape(1, -1)
     if operand.granularity is Granularity.ROW_BLOCK:
         return scale.t().contiguous().t()
-    if operand.granularity is Granularity.SQUARE_BLOCK:  # rows of four scales, along the contraction
+    if operand.granularity is Granularity.SQUARE_BLOCK:
+        # Rows of four scales, along the contraction.
         return F.pad(scale, (0, -scale.shape[1] % 4)).contiguous().t()
     return scale
 
@@ -112,7 +130,8 @@ class Float8GEMMs(ABC):
 
     granularity: ClassVar[Granularity]  # of activations and gradients
     weight_granularity: ClassVar[Granularity]
-    wgrad_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float32)  # that hardware gives
+    # That hardware gives.
+    wgrad_dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float32)
 
     @property
     def name(self) -> str:
@@ -139,20 +158,25 @@ class Float8GEMMs(ABC):
 
     @abstractmethod
     def cast_wgrad(self, grad_MN: Tensor, input_MK: Tensor, grad: Tensors) -> Tensors:
-        """What wgrad needs of both, without ``high_precision_wgrad``: transposes, whose columns (tokens) are the
-        contraction and filled up with zeros. ``grad`` is what :meth:`cast_grad` has made."""
+        """What wgrad needs of both, without ``high_precision_wgrad``: transposes, whose columns
+        (tokens) are the contraction and filled up with zeros. ``grad`` is what :meth:`cast_grad`
+        has made."""
 
     def grad_weight(self, operands: Tensors, dtype: torch.dtype) -> Tensor:
         """``g.T @ x`` of what :meth:`cast_wgrad` has made, shape ``(N, K)``."""
         grad, grad_scale, input, input_scale = operands
-        left, right = Operand(grad, grad_scale, self.granularity), Operand(input, input_scale, self.granularity)
-        out_dtype = dtype if not self.on_hardware or dtype in self.wgrad_dtypes else torch.bfloat16
+        left = Operand(grad, grad_scale, self.granularity)
+        right = Operand(input, input_scale, self.granularity)
+        out_dtype = dtype
+        if self.on_hardware and dtype not in self.wgrad_dtypes:
+            out_dtype = torch.bfloat16  # and then cast, once
         return product(left, right, out_dtype, on_hardware=self.on_hardware).to(dtype)
 
 
 class TensorwiseGEMMs(Float8GEMMs):
-    """One scale for each matrix. Gradients are e5m2 (Micikevicius et al., "FP8 Formats for Deep Learning", arXiv
-    2209.05433), everything else e4m3. Transposes are transposes of the same bytes."""
+    """One scale for each matrix. Gradients are e5m2 (Micikevicius et al., "FP8 Formats for Deep
+    Learning", arXiv 2209.05433), everything else e4m3. Transposes are transposes of the same
+    bytes."""
 
     granularity = weight_granularity = Granularity.TENSOR
 
@@ -160,14 +184,16 @@ class TensorwiseGEMMs(Float8GEMMs):
         return [*casts_for(input_MK).cast_matrix(input_MK)]
 
     def output(self, input: Tensors, weight: Quantized, dtype: torch.dtype) -> Tensor:
-        left, right = Operand(input[0], input[1], Granularity.TENSOR), self._operand(weight, weight.planes[0])
+        left = Operand(input[0], input[1], Granularity.TENSOR)
+        right = self._operand(weight, weight.planes[0])
         return product(left, right, dtype, on_hardware=self.on_hardware, use_fast_accum=True)
 
     def cast_grad(self, grad_MN: Tensor) -> Tensors:
         return [*casts_for(grad_MN).cast_matrix(grad_MN, torch.float8_e5m2)]
 
     def grad_input(self, grad: Tensors, weight: Quantized, dtype: torch.dtype) -> Tensor:
-        left, right = Operand(grad[0], grad[1], Granularity.TENSOR), self._operand(weight, weight.planes[0].t())
+        left = Operand(grad[0], grad[1], Granularity.TENSOR)
+        right = self._operand(weight, weight.planes[0].t())
         return product(left, right, dtype, on_hardware=self.on_hardware)
 
     def cast_wgrad(self, grad_MN: Tensor, input_MK: Tensor, grad: Tensors) -> Tensors:
@@ -181,8 +207,9 @@ class TensorwiseGEMMs(Float8GEMMs):
 
 
 class RowwiseGEMMs(Float8GEMMs):
-    """One scale for each row of each operand. In dgrad the weight's scales lie along the contraction, where no scale
-    can be. So the gradient is multiplied by them and quantized after the gather: ``g @ (s * q) = (g * s) @ q``."""
+    """One scale for each row of each operand. In dgrad the weight's scales lie along the
+    contraction, where no scale can be. So the gradient is multiplied by them and quantized after
+    the gather: ``g @ (s * q) = (g * s) @ q``."""
 
     granularity = weight_granularity = Granularity.ROW
     wgrad_dtypes = (torch.bfloat16,)  # some devices' kernels give no other
@@ -195,21 +222,27 @@ class RowwiseGEMMs(Float8GEMMs):
 
     def grad_input(self, grad: Tensors, weight: Quantized, dtype: torch.dtype) -> Tensor:
         data, scale = weight.planes
-        left = Operand(*casts_for(grad[0]).cast_rows(grad[0], factor=scale.reshape(-1)), Granularity.ROW)
+        quantized, grad_scale = casts_for(grad[0]).cast_rows(grad[0], factor=scale.reshape(-1))
+        left = Operand(quantized, grad_scale, Granularity.ROW)
+        # The weight's own scales are in the gradient now.
         ones = torch.ones((data.shape[1], 1), dtype=torch.float32, device=data.device)
-        return product(left, Operand(data.t(), ones, Granularity.ROW), dtype, on_hardware=self.on_hardware)
+        right = Operand(data.t(), ones, Granularity.ROW)
+        return product(left, right, dtype, on_hardware=self.on_hardware)
 
     def cast_wgrad(self, grad_MN: Tensor, input_MK: Tensor, grad: Tensors) -> Tensors:
         # Other scales than those of forward and dgrad: along the tokens.
-        turned = (casts_for(matrix).turned(matrix, ALIGNMENT) for matrix in (grad_MN, input_MK))
-        return [tensor for matrix in turned for tensor in self.cast_input(matrix)]
+        tensors: Tensors = []
+        for matrix in (grad_MN, input_MK):
+            tensors += self.cast_input(casts_for(matrix).turned(matrix, ALIGNMENT))
+        return tensors
 
 
 class BlockwiseGEMMs(Float8GEMMs):
-    """Weights in blocks of 128 x 128, activations and gradients in blocks of 128 along the contraction, all e4m3
-    (DeepSeek-V3, arXiv 2412.19437, section 3.3)."""
+    """Weights in blocks of 128 x 128, activations and gradients in blocks of 128 along the
+    contraction, all e4m3 (DeepSeek-V3, arXiv 2412.19437, section 3.3)."""
 
-    granularity, weight_granularity = Granularity.ROW_BLOCK, Granularity.SQUARE_BLOCK
+    granularity = Granularity.ROW_BLOCK  # of activations and gradients
+    weight_granularity = Granularity.SQUARE_BLOCK
 
     def cast_input(self, input_MK: Tensor) -> Tensors:
         return [*casts_for(input_MK).cast_blocks(input_MK, Granularity.ROW_BLOCK.block)]
@@ -221,8 +254,11 @@ class BlockwiseGEMMs(Float8GEMMs):
         return product(left, right, dtype, on_hardware=self.on_hardware)
 
     def cast_wgrad(self, grad_MN: Tensor, input_MK: Tensor, grad: Tensors) -> Tensors:
-        block, matrices = Granularity.ROW_BLOCK.block, (grad_MN, input_MK)
-        return [t for m in matrices for t in casts_for(m).cast_blocks_turned(m, block, ALIGNMENT)]
+        block = Granularity.ROW_BLOCK.block
+        tensors: Tensors = []
+        for matrix in (grad_MN, input_MK):
+            tensors += casts_for(matrix).cast_blocks_turned(matrix, block, ALIGNMENT)
+        return tensors
 
 
 _CLASSES = (TensorwiseGEMMs, RowwiseGEMMs, BlockwiseGEMMs)

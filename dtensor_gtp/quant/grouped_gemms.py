@@ -1,13 +1,13 @@
 """Grouped products in 8 bits: each group's rows with the group's weight, one class for each format.
 
-Forward and dgrad multiply quantized operands, wgrad those of the compute dtype. Group sizes stay on the device. Without
-the hardware the reference arithmetic multiplies dequantized values in float32.
+Forward and dgrad multiply quantized operands, wgrad those of the compute dtype. Group sizes stay on
+the device. Without the hardware the reference arithmetic multiplies dequantized values in float32.
 
-``mxfp8`` has never run on a GPU: it needs Blackwell and a torch that was built with such kernels. So only a recipe that
-asks for it by ``compute="float8"`` takes it.
+``mxfp8`` has never run on a GPU: it needs Blackwell and a torch that was built with such kernels.
+So only a recipe that asks for it by ``compute="float8"`` takes it.
 
-Sources: ``torch.nn.functional.scaled_grouped_mm`` and its checks of shapes (2.11 to 2.15); cuBLAS 12.9 documentation,
-"1D block scaling factors layout", for the order of block scales.
+Sources: ``torch.nn.functional.scaled_grouped_mm`` and its checks of shapes (2.11 to 2.15); cuBLAS
+12.9 documentation, "1D block scaling factors layout", for the order of block scales.
 """
 
 from __future__ import annotations
@@ -29,22 +29,24 @@ from .planes import Quantized
 
 MX_BLOCK = 32  # elements along the contraction that share a scale
 # Scales lie in tiles of this many rows and columns, and a tile holds rows of one group.
-TILE_ROWS, TILE_COLUMNS = 128, 4
+TILE_ROWS = 128
+TILE_COLUMNS = 4
 
 
 @dataclass(frozen=True)
 class GroupedGEMMs(RowwiseGEMMs):
     """How a grouped layer multiplies. Rows beyond the last group are not defined in what it returns."""
 
-    capability: ClassVar[tuple[int, str]]  # major compute capability of the GPUs that have the kernel, and their name
+    # Major compute capability of the GPUs that have the kernel, and their name.
+    capability: ClassVar[tuple[int, str]]
     alignment: ClassVar[int]  # of the rows and columns of each group's weight on hardware
     has_run: ClassVar[bool]  # on a GPU: else only a recipe that asks for it takes it
     needs_columnwise: ClassVar[bool]  # whether dgrad takes other data than forward
 
     @abstractmethod
     def grouped_output(self, x_TK: Tensor, weight: Quantized, ends_G: Tensor, dtype: torch.dtype) -> Tensor:
-        """``x[rows of g] @ w[g].T``, shape ``(num_rows, N)``. ``weight`` has the planes of ``(num_groups, N, K)`` for
-        forward; ``ends_G`` says where each group ends, int32."""
+        """``x[rows of g] @ w[g].T``, shape ``(num_rows, N)``. ``weight`` has the planes of
+        ``(num_groups, N, K)`` for forward; ``ends_G`` says where each group ends, int32."""
 
     @abstractmethod
     def grouped_grad_input(self, grad_TN: Tensor, weight: Quantized, ends_G: Tensor, dtype: torch.dtype) -> Tensor:
@@ -66,8 +68,11 @@ class GroupedRowwiseGEMMs(GroupedGEMMs):
 
     def grouped_grad_input(self, grad_TN: Tensor, weight: Quantized, ends_G: Tensor, dtype: torch.dtype) -> Tensor:
         data, scale = weight.planes
+        # Each row is multiplied by its group's scales of the weight, which lie along the
+        # contraction.
         group_T = group_of_rows(ends_G, grad_TN.shape[0])
         left = [*casts_for(grad_TN).cast_rows(grad_TN, factor=scale.squeeze(-1), group=group_T)]
+        # The weight's own scales are in the gradient now.
         ones_GK = torch.ones((data.shape[0], data.shape[2]), dtype=torch.float32, device=data.device)
         return self._grouped(left, data.mT, ones_GK, ends_G, dtype, is_forward=False)
 
@@ -93,8 +98,8 @@ class GroupedRowwiseGEMMs(GroupedGEMMs):
 
 @dataclass(frozen=True)
 class GroupedMXGEMMs(GroupedGEMMs):
-    """A power-of-two scale for 32 elements along the contraction of each operand. So dgrad takes the columnwise data of
-    the weight."""
+    """A power-of-two scale for 32 elements along the contraction of each operand. So dgrad takes
+    the columnwise data of the weight."""
 
     scale_rounding: str = "rceil"  # of activations and gradients, as of the weight
 
@@ -114,14 +119,16 @@ class GroupedMXGEMMs(GroupedGEMMs):
     def _grouped(
         self, rows_TC: Tensor, data_GRC: Tensor, scale_GRB: Tensor, ends_G: Tensor, dtype: torch.dtype
     ) -> Tensor:
-        """Rows times the transpose of each group's matrix, whose scales are for ``B`` blocks of its columns."""
+        """Rows times the transpose of each group's matrix, whose scales are for ``B`` blocks of its
+        columns."""
         left_data, left_scale = casts_for(rows_TC).cast_mx(rows_TC, (1, MX_BLOCK), self.scale_rounding)
         if self.on_hardware:
             return _multiply_tiles(left_data, left_scale, data_GRC, scale_GRB, ends_G, dtype)
         output = rows_TC.new_zeros(rows_TC.shape[0], data_GRC.shape[1], dtype=dtype)
         left = _dequantize(left_data, left_scale)
         for group, (begin, end) in enumerate(itertools.pairwise([0, *ends_G.tolist()])):
-            output[begin:end] = left[begin:end].mm(_dequantize(data_GRC[group], scale_GRB[group]).t()).to(dtype)
+            right = _dequantize(data_GRC[group], scale_GRB[group])
+            output[begin:end] = left[begin:end].mm(right.t()).to(dtype)
         return output
 
 
@@ -139,14 +146,15 @@ def _dequantize(data: Tensor, scale: Tensor) -> Tensor:
 def _multiply_tiles(
     left_TC: Tensor, scale_TB: Tensor, right_GRC: Tensor, scale_GRB: Tensor, ends_G: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """By torch's kernel. Rows of a group are moved to whole tiles, because the kernel looks for a group's scales at its
-    next tile; torch's own tests have no groups of odd sizes. The host needs no sizes: all groups together are at most a
-    tile each longer."""
-    num_rows, num_groups = left_TC.shape[0], ends_G.shape[0]
+    """By torch's kernel. Rows of a group are moved to whole tiles, because the kernel looks for a
+    group's scales at its next tile; torch's own tests have no groups of odd sizes. The host needs
+    no sizes: all groups together are at most a tile each longer."""
+    num_rows = left_TC.shape[0]
+    num_groups = ends_G.shape[0]
     sizes_G = ends_G.diff(prepend=ends_G.new_zeros(1))
     tiles_G = (sizes_G + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
     tile_ends_G = tiles_G.cumsum(0, dtype=torch.int32)
-    shift_G = (tile_ends_G - tiles_G) - (ends_G - sizes_G)
+    shift_G = (tile_ends_G - tiles_G) - (ends_G - sizes_G)  # how far each group moves
     places_T = torch.arange(num_rows, device=ends_G.device) + shift_G[group_of_rows(ends_G, num_rows)]
     num_padded = -(-num_rows // TILE_ROWS) * TILE_ROWS + num_groups * TILE_ROWS
     result: Tensor = F.scaled_grouped_mm(  # type: ignore[attr-defined]
@@ -161,7 +169,7 @@ def _multiply_tiles(
         offs=tile_ends_G,
         output_dtype=dtype,
     )
-    return result[places_T]
+    return result[places_T]  # without the rows between the groups
 
 
 def _spread_rows(matrix: Tensor, places: Tensor, num_rows: int) -> Tensor:
@@ -171,10 +179,12 @@ def _spread_rows(matrix: Tensor, places: Tensor, num_rows: int) -> Tensor:
 
 
 def in_tiles(scale: Tensor) -> Tensor:
-    """Scales of shape ``(*, rows, blocks)`` in the order in which tensor cores read them, filled up with zeros: tile by
-    tile, and in a tile rows 0, 32, 64, 96, then 1, 33... each with its four blocks."""
+    """Scales of shape ``(*, rows, blocks)`` in the order in which tensor cores read them, filled up
+    with zeros: tile by tile, and in a tile rows 0, 32, 64, 96, then 1, 33... each with its four
+    blocks."""
     plain = scale.view(torch.uint8)
     plain = F.pad(plain, (0, -plain.shape[-1] % TILE_COLUMNS, 0, -plain.shape[-2] % TILE_ROWS))
-    rows, columns = plain.shape[-2] // TILE_ROWS, plain.shape[-1] // TILE_COLUMNS
+    rows = plain.shape[-2] // TILE_ROWS
+    columns = plain.shape[-1] // TILE_COLUMNS
     tiles = plain.view(*plain.shape[:-2], rows, 4, TILE_ROWS // 4, columns, TILE_COLUMNS)
     return tiles.transpose(-4, -2).contiguous().flatten(-5).view(scale.dtype)

@@ -1,4 +1,5 @@
-"""A weight in high precision with a recipe, what parameters with a recipe stand for, and where they may be cut."""
+"""A weight in high precision with a recipe, what parameters with a recipe stand for, and where they
+may be cut."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from .. import _torch_compat as compat
 from ..placement import GTPShard
 from .compute import choose_path
 from .planes import Direction, Quantized
-from .recipes import Recipe
+from .recipe import Recipe
 from .weight import StoredWeight, WeightWithRecipe
 
 aten = torch.ops.aten
@@ -42,7 +43,8 @@ class MasterWeight(StoredWeight):
     @staticmethod
     def __new__(cls, master: Tensor, recipe: Recipe) -> MasterWeight:
         result = compat.wrapper_tensor(cls, master, master.shape, master.dtype)
-        result.master, result.recipe = master.detach(), recipe
+        result.master = master.detach()
+        result.recipe = recipe
         return result
 
     def dense(self) -> Tensor:
@@ -66,15 +68,18 @@ class MasterWeight(StoredWeight):
             recipes.append(tensor.recipe)
             return tensor.master
 
+        # They would multiply values that are not quantized.
         if func in _PRODUCTS:
             raise NotImplementedError(
-                f"{func} does not support a weight with a quantization recipe. Use F.linear or F.embedding. Under "
-                "tensor parallelism, call gtp_shard on the module; else leave it out with filter_fn."
+                f"{func} does not support a weight with a quantization recipe. Use F.linear or "
+                "F.embedding. Under tensor parallelism, call gtp_shard on the module; else leave "
+                "it out with filter_fn."
             )
         inner, options = compat.tree_map_only(MasterWeight, unwrap, (args, kwargs or {}))
         result = func(*inner, **options)
         if inner and result is inner[0]:
             return args[0]  # in place
+        # Any other op computes with the high-precision values.
         if func not in _PRESERVING:
             return result
         return compat.tree_map_only(Tensor, lambda t: MasterWeight(t, recipes[0]), result)
@@ -93,37 +98,51 @@ class MasterWeight(StoredWeight):
 def recipe_of(param: Tensor) -> Recipe | None:
     """The recipe of a weight or of the local part of a DTensor; None if it has none."""
     local = compat.local_part(param)
-    return local.recipe if isinstance(local, StoredWeight) else None
+    if isinstance(local, StoredWeight):
+        return local.recipe
+    return None
 
 
 def dense_of(param: Tensor) -> Tensor:
-    """The most precise local values of a parameter, an ordinary tensor: masters, or what native data stand for."""
+    """The most precise local values of a parameter, an ordinary tensor: masters, or what native
+    data stand for."""
     local = compat.local_part(param)
-    return local.dense() if isinstance(local, StoredWeight) else local
+    if isinstance(local, StoredWeight):
+        return local.dense()
+    return local
 
 
 def master_of(tensor: Tensor) -> Tensor:
     """The high-precision values of a weight with a recipe; any other tensor itself."""
-    return tensor.master if isinstance(tensor, MasterWeight) else tensor
+    if isinstance(tensor, MasterWeight):
+        return tensor.master
+    return tensor
 
 
 def for_product(weight: Tensor, direction: Direction) -> Tensor:
-    """What a product is computed with: a weight with a recipe is dequantized, any other tensor is itself."""
-    return weight.dequantize_for(direction) if isinstance(weight, WeightWithRecipe) else weight
+    """What a product is computed with: a weight with a recipe is dequantized, any other tensor is
+    itself."""
+    if isinstance(weight, WeightWithRecipe):
+        return weight.dequantize_for(direction)
+    return weight
 
 
 def placed_like(tensor: Tensor, local: Tensor) -> Tensor:
     """``local``, or the DTensor of it that lies as ``tensor`` if that is a DTensor."""
-    return compat.wrap_local(local, compat.dtensor_spec(tensor)) if isinstance(tensor, DTensor) else local
+    if isinstance(tensor, DTensor):
+        return compat.wrap_local(local, compat.dtensor_spec(tensor))
+    return local
 
 
 def with_recipe(param: nn.Parameter, recipe: Recipe) -> nn.Parameter:
-    """A parameter with the values of ``param`` and ``recipe``; a DTensor stays one with the same placements."""
+    """A parameter with the values of ``param`` and ``recipe``; a DTensor stays one with the same
+    placements."""
     return in_place_of(param, MasterWeight(dense_of(param).detach(), recipe))
 
 
 def in_place_of(param: nn.Parameter, local: Tensor) -> nn.Parameter:
-    """A parameter of ``local`` (the local part, if ``param`` is a DTensor) that is like ``param`` in all else."""
+    """A parameter of ``local`` (the local part, if ``param`` is a DTensor) that is like ``param``
+    in all else."""
     new = nn.Parameter(placed_like(param, local), requires_grad=param.requires_grad)
     for key, value in param.__dict__.items():
         if not key.startswith("_"):
@@ -134,11 +153,12 @@ def in_place_of(param: nn.Parameter, local: Tensor) -> nn.Parameter:
 def place_quantized(
     fqn: str, param: nn.Parameter, recipe: Recipe, asked: Placement | None, device: torch.device, dtype: torch.dtype
 ) -> GTPShard:
-    """The placement on the gtp axis: on dim 0 or the one that is asked for, in whole blocks of the recipe. A weight
-    with a recipe is sharded however small it is, because a weight that stays whole is not quantized.
+    """The placement on the gtp axis: on dim 0 or the one that is asked for, in whole blocks of the
+    recipe. A weight with a recipe is sharded however small it is, because a weight that stays whole
+    is not quantized.
 
-    ValueError if the weight is to stay whole, tensor parallelism cuts its blocks, or the recipe asks for GEMMs that
-    ``device``, where a layer computes in ``dtype``, does not have.
+    ValueError if the weight is to stay whole, tensor parallelism cuts its blocks, or the recipe
+    asks for GEMMs that ``device``, where a layer computes in ``dtype``, does not have.
     """
     local = compat.local_part(param)
     is_native = isinstance(local, StoredWeight) and local.is_native
@@ -146,13 +166,13 @@ def place_quantized(
         choose_path(recipe, device, local.shape, dtype, fqn, is_native=is_native)
     if isinstance(asked, Replicate):
         raise ValueError(
-            f"gtp_shard expects to shard parameter '{fqn}' of shape {tuple(param.shape)}, because quantize_ gave it "
-            f"the recipe {recipe}, but shard_placement_fn returned {asked!r}. Leave it out of quantize_, or return "
-            "None or a GTPShard for it."
+            f"gtp_shard expects to shard parameter '{fqn}' of shape {tuple(param.shape)}, because "
+            f"quantize_ gave it the recipe {recipe}, but shard_placement_fn returned {asked!r}. "
+            "Leave it out of quantize_, or return None or a GTPShard for it."
         )
     if isinstance(param, DTensor):
         check_slices("gtp_shard", fqn, param, recipe, is_native=is_native)
-    dim = getattr(asked, "dim", 0)
+    dim = getattr(asked, "dim", 0)  # rows, if nothing is asked for
     block_size = recipe.block_of(dim - param.ndim, getattr(asked, "block_size", 1), is_native=is_native)
     return GTPShard(dim, block_size=block_size)
 
@@ -164,14 +184,16 @@ def check_slices(caller: str, fqn: str, param: DTensor, recipe: Recipe, *, is_na
         dim = getattr(placement, "dim", None)
         if dim is None:
             continue
-        mesh, block = param.device_mesh, recipe.block_of(dim - param.ndim, is_native=is_native)
-        size, rows = mesh.size(axis), -(-shape[dim] // mesh.size(axis))
+        mesh = param.device_mesh
+        block = recipe.block_of(dim - param.ndim, is_native=is_native)
+        size = mesh.size(axis)
+        rows = -(-shape[dim] // size)  # of a slice
         if rows < shape[dim] and rows % block:
             name = mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else str(axis)
             raise ValueError(
-                f"{caller} expects slices of whole {recipe.name} blocks of {block} along dim {dim}, but mesh axis "
-                f"'{name}' of size {size} splits parameter '{fqn}' of shape {tuple(param.shape)} into slices of "
-                f"{rows}. Choose a size that is a multiple of {block * size}, another recipe, or leave it out of "
-                "quantize_."
+                f"{caller} expects slices of whole {recipe.name} blocks of {block} along dim "
+                f"{dim}, but mesh axis '{name}' of size {size} splits parameter '{fqn}' of shape "
+                f"{tuple(param.shape)} into slices of {rows}. Choose a size that is a multiple of "
+                f"{block * size}, another recipe, or leave it out of quantize_."
             )
-        shape[dim] = rows
+        shape[dim] = rows  # of what the next axis splits

@@ -1,8 +1,8 @@
 """An optimizer of native weights: float32 masters live in its state, quantized values are written back.
 
-It wraps a stock optimizer, which steps the masters instead of the weights, and every other parameter itself. Its
-state dict is that of the stock optimizer with one more entry for each native weight, ``master``: a DTensor placed as
-the weight is, so that DCP takes it to any topology.
+It wraps a stock optimizer, which steps the masters instead of the weights, and every other
+parameter itself. Its state dict is that of the stock optimizer with one more entry for each native
+weight, ``master``: a DTensor placed as the weight is, so that DCP takes it to any topology.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
 from .master import placed_like
-from .native import NativeWeight, groups_of, native_of, quantize_parts
+from .native import NativeWeight, native_of
+from .native_data import NativeInfo, groups_of, quantize_parts
 from .planes import Quantized
 
 _KEY = "master"
@@ -25,20 +26,24 @@ _Version = tuple[int, int]  # of a parameter, and of this rank's part of it
 
 
 class MasterOptimizer(torch.optim.Optimizer):
-    """Trains parameters with native storage (:func:`~dtensor_gtp.quantize_`), and any others, by a stock optimizer.
+    """Trains parameters with native storage (:func:`~dtensor_gtp.quantize_`), and any others, by a
+    stock optimizer.
 
-    A step updates masters in float32 and writes their quantized values into the parameters. Scales of whole weights
-    take one all-reduce for all weights on each mesh axis that cuts them. Masters and the optimizer's state cost what
-    they cost in ordinary mixed precision; native storage saves the second copy of the weights and their gradients'
-    width. Gradients are read in the dtype in which they come. A learning rate of zero changes no byte. The state dict
-    is the stock optimizer's with an entry ``master`` for each native weight. After a load of the model alone the next
-    step goes on from what was loaded; call ``reset()`` of a captured step, which does not look.
+    A step updates masters in float32 and writes their quantized values into the parameters. Scales
+    of whole weights take one all-reduce for all weights on each mesh axis that cuts them. Masters
+    and the optimizer's state cost what they cost in ordinary mixed precision; native storage saves
+    the second copy of the weights and their gradients' width. Gradients are read in the dtype in
+    which they come. A learning rate of zero changes no byte. The state dict is the stock
+    optimizer's with an entry ``master`` for each native weight. After a load of the model alone the
+    next step goes on from what was loaded; call ``reset()`` of a captured step, which does not
+    look.
 
     Args:
         params: As for any optimizer: parameters, named parameters, or groups of them.
         optimizer_class: Such as ``torch.optim.AdamW``; called once with the parameters and ``kwargs``.
-        masters: High-precision values to start from instead of the dequantized ones, by the parameters' names in the
-            module that ``quantize_`` was called on. Whole tensors of the weight's shape, or DTensors placed as it is.
+        masters: High-precision values to start from instead of the dequantized ones, by the
+            parameters' names in the module that ``quantize_`` was called on. Whole tensors of the
+            weight's shape, or DTensors placed as it is.
         kwargs: Arguments of ``optimizer_class``.
 
     Raises:
@@ -64,18 +69,22 @@ class MasterOptimizer(torch.optim.Optimizer):
     ) -> None:
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
             raise TypeError(f"MasterOptimizer expects a class of optimizers, but got {optimizer_class!r}.")
-        super().__init__(params, {})  # makes groups with lists of parameters of anything that an optimizer takes
-        self._initial = dict(masters or {})
+        # Makes groups with lists of parameters of anything that an optimizer takes.
+        super().__init__(params, {})
+        self._initial = dict(masters or {})  # by name, for ``_add_master``
         self._masters: dict[nn.Parameter, nn.Parameter] = {}  # by native weight
         # Of weight and master when one was last made of the other.
         self._versions: dict[nn.Parameter, tuple[_Version, _Version]] = {}
         members = [param for group in self.param_groups for param in group["params"]]
-        names = {native.info.name for param in members if (native := native_of(param)) is not None}
-        if unknown := self._initial.keys() - names:
+        natives = [native_of(param) for param in members]
+        names = {native.info.name for native in natives if native is not None}
+        unknown = self._initial.keys() - names
+        if unknown:
             raise ValueError(f"MasterOptimizer expects masters of its native parameters, but got {sorted(unknown)}.")
         for param in members:
             self._add_master(param)
-        self._inner: torch.optim.Optimizer = optimizer_class(list(map(self._stepped, self.param_groups)), **kwargs)
+        groups = list(map(self._stepped, self.param_groups))
+        self._inner: torch.optim.Optimizer = optimizer_class(groups, **kwargs)
         self.defaults = dict(self._inner.defaults)
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             group.update(_options(inner))
@@ -90,17 +99,21 @@ class MasterOptimizer(torch.optim.Optimizer):
         if native is None or not (param.requires_grad or param.grad is not None):
             return
         given = self._initial.get(native.info.name)
-        value = native.dequantized_to(torch.float32) if given is None else _local_part(param, native, given)
+        if given is None:
+            value = native.dequantized_to(torch.float32)
+        else:
+            value = _local_part(param, native, given)
         if isinstance(param, DTensor):
-            mesh, placements = param.device_mesh, param.placements
-            value = compat.wrap_local(value, compat.make_spec(mesh, placements, param.shape, torch.float32))
+            where = (param.device_mesh, param.placements)
+            value = compat.wrap_local(value, compat.make_spec(*where, param.shape, torch.float32))
         self._masters[param] = nn.Parameter(value)
         self._note_versions(param)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As of any optimizer."""
         super().add_param_group(param_group)
-        if "_inner" in self.__dict__:  # else torch calls it for the groups that the constructor gets
+        if "_inner" in self.__dict__:
+            # Else torch calls it for the groups that the constructor gets.
             added = self.param_groups[-1]
             for param in added["params"]:
                 self._add_master(param)
@@ -108,7 +121,8 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update masters and parameters; collective over the meshes of weights with one scale for the whole weight.
+        """Update masters and parameters; collective over the meshes of weights with one scale for
+        the whole weight.
 
         Args:
             closure: Evaluates the model again and returns the loss. It is called once.
@@ -116,40 +130,51 @@ class MasterOptimizer(torch.optim.Optimizer):
         Returns:
             What ``closure`` has returned, or None.
         """
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # First: a load must win over what a step would make of old masters.
         self._follow_weights()
         self._hand_over()
         trained = [param for param, master in self._masters.items() if master.grad is not None]
         self._inner.step()
         for param in trained:
-            self._masters[param].grad = None
-        still = {param for group in self.param_groups if _is_zero(group.get("lr")) for param in group["params"]}
-        for param, native, quantized in self._quantized([param for param in trained if param not in still]):
+            self._masters[param].grad = None  # the parameter's own is the user's
+        still: set[nn.Parameter] = set()  # what this step does not change
+        for group in self.param_groups:
+            if _is_zero(group.get("lr")):
+                still.update(group["params"])
+        moved = [param for param in trained if param not in still]
+        for param, native, quantized in self._quantized(moved):
             native.write(quantized)
-            torch.autograd.graph.increment_version(param)
+            torch.autograd.graph.increment_version(param)  # gathered data are stale now
         self._take_back()
+        # After the stock optimizer, which may have changed them.
         for param in self._masters:
             self._note_versions(param)
         return loss
 
     def _note_versions(self, param: nn.Parameter) -> None:
-        self._versions[param] = _version_of(param), _version_of(self._masters[param])
+        self._versions[param] = (_version_of(param), _version_of(self._masters[param]))
 
     def _follow_weights(self) -> None:
-        """Go on from weights that were written to since the last step (a state dict was loaded), unless the state of
-        this optimizer was, too. A master stays if the weight, swapped for a while, has its values. Alike on all ranks.
+        """Go on from weights that were written to since the last step (a state dict was loaded),
+        unless the state of this optimizer was, too. A master stays if the weight, swapped for a
+        while, has its values. Alike on all ranks.
         """
         written = []
         for param, master in self._masters.items():
             of_weight, of_master = self._versions[param]
             given = self.state.get(param, {}).get(_KEY)
-            is_loaded = of_master != _version_of(master) or (given is not None and _address(given) != _address(master))
+            is_replaced = given is not None and _address(given) != _address(master)
+            is_loaded = is_replaced or of_master != _version_of(master)
             if of_weight != _version_of(param) and not is_loaded:
                 written.append(param)
         for param, native, quantized in self._quantized(written):
             pairs = zip(native.quantized.planes, quantized.planes, strict=True)
-            if not all(torch.equal(mine.view(torch.uint8), made.view(torch.uint8)) for mine, made in pairs):
+            # As bytes: a NaN is unlike itself.
+            if not all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs):
                 compat.local_part(self._masters[param]).copy_(native.dequantized_to(torch.float32))
 
     def _hand_over(self) -> None:
@@ -158,18 +183,27 @@ class MasterOptimizer(torch.optim.Optimizer):
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update(_options(group))
             for index, param in enumerate(group["params"]):
-                if native_of(param) is not None and param.grad is not None and param not in self._masters:
+                is_trained = native_of(param) is not None and param.grad is not None
+                if is_trained and param not in self._masters:
                     self._add_master(param)  # it was frozen
-                stepped = inner["params"][index] = self._masters.get(param, param)
+                stepped = self._masters.get(param, param)
+                inner["params"][index] = stepped
                 state = self.state.get(param, {})
                 if stepped is not param:
-                    if (given := state.get(_KEY)) is not None and _address(given) != _address(stepped):
-                        stepped.copy_(given)
-                    grad = None if param.grad is None else compat.local_part(param.grad).to(torch.float32)
-                    stepped.grad = None if grad is None else placed_like(stepped, grad)
-                    state = {key: value for key, value in state.items() if key != _KEY}
+                    state = self._hand_over_master(param, stepped, state)
                 if state:
                     self._inner.state[stepped] = state
+
+    def _hand_over_master(self, param: nn.Parameter, master: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
+        """Give ``master`` the gradient, and what was loaded. Returns the stock optimizer's state of it."""
+        given = state.get(_KEY)
+        if given is not None and _address(given) != _address(master):
+            master.copy_(given)  # a state dict was loaded
+        master.grad = None
+        if param.grad is not None:
+            grad = compat.local_part(param.grad).to(torch.float32)
+            master.grad = placed_like(master, grad)
+        return {key: value for key, value in state.items() if key != _KEY}
 
     def _take_back(self) -> None:
         for group in self.param_groups:
@@ -183,20 +217,25 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     def _quantized(self, params: list[nn.Parameter]) -> Iterator[tuple[nn.Parameter, NativeWeight, Quantized]]:
         """Each with its native weight and with the data that its master quantizes to."""
-        natives = [cast("NativeWeight", native_of(param)) for param in params]
-        groups = [groups_of(param, native.recipe) for param, native in zip(params, natives, strict=True)]
-        infos = [native.info._replace(groups=names) for native, names in zip(natives, groups, strict=True)]
+        natives: list[NativeWeight] = []
+        infos: list[NativeInfo] = []
+        for param in params:
+            native = cast("NativeWeight", native_of(param))
+            natives.append(native)
+            infos.append(native.info._replace(groups=groups_of(param, native.recipe)))
         values = [compat.local_part(self._masters[param]).detach() for param in params]
         return zip(params, natives, quantize_parts(values, infos), strict=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load state and masters of an optimizer like this one. Parameters stay: load the model's state dict, too.
+        """Load state and masters of an optimizer like this one. Parameters stay: load the model's
+        state dict, too.
 
         Args:
             state_dict: What ``state_dict()`` of such an optimizer has given.
         """
         own = [group["params"] for group in self.param_groups]
-        # Torch gives loaded state the dtype of the parameter: for a native weight it must be that of its master.
+        # Torch gives loaded state the dtype of the parameter: for a native weight it must be that
+        # of its master.
         for group in self.param_groups:
             group["params"] = self._stepped(group)["params"]
         try:
@@ -206,7 +245,8 @@ class MasterOptimizer(torch.optim.Optimizer):
                 group["params"] = params
         for param, master in self._masters.items():
             if master in self.state:
-                state = self.state[param] = self.state.pop(master)
+                state = self.state.pop(master)
+                self.state[param] = state
                 if _KEY in state:
                     with torch.no_grad():
                         master.copy_(state[_KEY])
@@ -218,20 +258,24 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _local_part(param: nn.Parameter, native: NativeWeight, given: Tensor) -> Tensor:
-    """This rank's part of what the user gives as master, in memory of its own; ValueError if it does not fit."""
-    name, expected = native.info.name, tuple(param.shape)
+    """This rank's part of what the user gives as master, in memory of its own; ValueError if it
+    does not fit."""
+    name = native.info.name
+    expected = tuple(param.shape)
     if given.shape != param.shape:
         raise ValueError(f"MasterOptimizer expects a master of shape {expected} for '{name}', but got {given.shape}.")
     if isinstance(given, DTensor):
         if not isinstance(param, DTensor) or given.placements != param.placements:
             raise ValueError(
-                f"MasterOptimizer expects a master for '{name}' of shape {expected} that is placed as the parameter or "
-                f"whole on every rank, but got a DTensor with placements {given.placements}."
+                f"MasterOptimizer expects a master for '{name}' of shape {expected} that is placed "
+                "as the parameter or whole on every rank, but got a DTensor with placements "
+                f"{given.placements}."
             )
         given = compat.local_tensor(given)
     elif isinstance(param, DTensor):
         given = compat.own_part(given, param.device_mesh, param.placements)
-    return torch.empty(native.shape, dtype=torch.float32, device=native.device).copy_(given.detach())
+    part = torch.empty(native.shape, dtype=torch.float32, device=native.device)
+    return part.copy_(given.detach())
 
 
 def _version_of(tensor: Tensor) -> _Version:
@@ -243,8 +287,8 @@ def _address(tensor: Tensor) -> int:
 
 
 def _is_zero(lr: Any) -> bool:
-    """Whether a learning rate is zero, as far as the host knows. Torch steps so to give an optimizer its state: native
-    weights must keep their bits."""
+    """Whether a learning rate is zero, as far as the host knows. Torch steps so to give an
+    optimizer its state: native weights must keep their bits."""
     if isinstance(lr, Tensor):
         return lr.device.type == "cpu" and not bool(lr)
     return lr is not None and not lr

@@ -1,117 +1,36 @@
 """A weight that *is* its quantized data: rowwise planes, and no copy in high precision.
 
-``NativeWeight`` has the shape and dtype of the weight that it stands for. All ops read the dequantized values, in both
-directions of a layer: dgrad is the exact gradient of the forward that was run, without columnwise data. Gradients are
-in high precision. Only ``copy_`` writes: from another native weight bit for bit, else by quantizing.
+``NativeWeight`` has the shape and dtype of the weight that it stands for. All ops read the
+dequantized values, in both directions of a layer: dgrad is the exact gradient of the forward that
+was run, without columnwise data. Gradients are in high precision. Only ``copy_`` writes: from
+another native weight bit for bit, else by quantizing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
-from .planes import Direction, PlaneSpec, Quantized
-from .recipes import Recipe
+from .native_data import PLANE_NAMES, STORED_NAMES, NativeInfo, native_planes, quantize_parts, quantized_of
+from .planes import Direction, Quantized
 from .weight import StoredWeight
 
 aten = torch.ops.aten
-PLANE_NAMES = ("elements", "scales")
-STORED_NAMES = (*PLANE_NAMES, "amax")
-_AMAX = PlaneSpec(torch.float32, None, None)  # one for each matrix
-
-
-class NativeInfo(NamedTuple):
-    """What a native weight knows beside its data."""
-
-    recipe: Recipe
-    name: str  # of the parameter, for messages
-    whole: torch.Size  # shape of the weight of which this may be a part
-    matrix: torch.Size  # shape that the planes describe; a view of the native weight may have another
-    groups: tuple[str, ...] | None  # process groups over which a statistic of the whole runs; None if not known
-
-
 _Context = tuple[NativeInfo, torch.dtype]
-
-
-def _stores_amax(recipe: Recipe) -> bool:
-    return -2 in recipe.amax_dims  # dequantizing takes the largest magnitude of the whole weight
-
-
-def native_planes(recipe: Recipe) -> dict[str, PlaneSpec]:
-    """What is stored of a weight, by name."""
-    planes = dict(zip(PLANE_NAMES, recipe.rowwise, strict=False))
-    return planes | {"amax": _AMAX} if _stores_amax(recipe) else planes
-
-
-def quantized_of(stored: Mapping[str, Tensor]) -> Quantized:
-    """What the tensors of a native weight are, given by name."""
-    return Quantized(tuple(stored[name] for name in PLANE_NAMES if name in stored), stored.get("amax"))
-
-
-def quantize_parts(values: Sequence[Tensor], infos: Sequence[NativeInfo]) -> list[Quantized]:
-    """Quantize this rank's parts of weights: one all-reduce of maxima for all of them on each mesh axis.
-    NotImplementedError if a recipe needs a statistic of the whole weight and it is not known which ranks hold it."""
-    maxima = [info.recipe.amax(value) for value, info in zip(values, infos, strict=True)]
-    by_groups: dict[tuple[str, ...], list[Tensor]] = {}
-    for amax, info in zip(maxima, infos, strict=True):
-        if amax is None or amax.is_meta or info.groups == ():
-            continue
-        if info.groups is None:
-            raise NotImplementedError(
-                f"Native parameter '{info.name}' of shape {tuple(info.whole)} cannot be written by copy_ under "
-                f"fully_shard, because {info.recipe.name} has one scale for the whole weight, and fully_shard does "
-                "not pass the group of its shards. Use load_state_dict or dtensor_gtp.optim.MasterOptimizer."
-            )
-        by_groups.setdefault(info.groups, []).append(amax)
-    for names, members in by_groups.items():
-        _all_reduce_max(members, names)
-    results = []
-    for value, info, amax in zip(values, infos, maxima, strict=True):
-        quantized = info.recipe.quantize(value, Direction.ROWWISE, amax)
-        results.append(quantized if _stores_amax(info.recipe) else Quantized(quantized.planes, None))
-    return results
-
-
-def _all_reduce_max(maxima: Sequence[Tensor], groups: Sequence[str]) -> None:
-    """Replace magnitudes by their maximum over all ranks, in place, on the current stream.
-
-    [Note: magnitudes as integers]
-    The integers with the bits of non-negative floats have their order, with NaN as the largest. A maximum of floats
-    may lose a NaN.
-    """
-    flat = torch.cat([amax.reshape(-1) for amax in maxima])
-    for name in groups:
-        dist.all_reduce(flat.view(torch.int32), dist.ReduceOp.MAX, group=compat.resolve_group(name))
-    for amax, part in zip(maxima, flat.split([amax.numel() for amax in maxima]), strict=True):
-        amax.copy_(part.view(amax.shape))
-
-
-def groups_of(param: Tensor, recipe: Recipe) -> tuple[str, ...]:
-    """The process groups over which the recipe's statistic of a parameter runs."""
-    return recipe_groups(compat.dtensor_spec(param), recipe) if isinstance(param, DTensor) else ()
-
-
-def recipe_groups(spec: compat.DTensorSpec, recipe: Recipe) -> tuple[str, ...]:
-    """Those of the mesh axes that cut a dim over which the recipe's statistic runs, hence never of replicas."""
-    mesh, ndim = spec.mesh, len(spec.shape)
-    axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
-    cut = [axis for axis in axes if getattr(spec.placements[axis], "dim", ndim) - ndim in recipe.amax_dims]
-    return tuple(mesh.get_group(axis).group_name for axis in cut)
 
 
 class NativeWeight(StoredWeight):
     """A quantized weight, or a part of one, instead of a parameter in high precision. Made by
     :func:`~dtensor_gtp.quantize_`.
 
-    It consists of rowwise planes, and the statistic if the recipe needs it to dequantize. Its ``dtype`` is that of its
-    dequantized values and of its gradient.
+    It consists of rowwise planes, and the statistic if the recipe needs it to dequantize. Its
+    ``dtype`` is that of its dequantized values and of its gradient.
 
     Example:
         >>> weight = quantize_(nn.Linear(128, 64), "mxfp8", storage="native").weight
@@ -132,25 +51,34 @@ class NativeWeight(StoredWeight):
 
     @staticmethod
     def __new__(cls, quantized: Quantized, shape: torch.Size, dtype: torch.dtype, info: NativeInfo) -> NativeWeight:
-        device, strides = quantized.planes[0].device, torch.empty(shape, device="meta").stride()
-        result = compat.make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=device)
-        result.quantized, result.info, result.recipe, result.is_blank = quantized, info, info.recipe, False
+        options = {"dtype": dtype, "device": quantized.planes[0].device}
+        strides = torch.empty(shape, device="meta").stride()
+        result = compat.make_wrapper_subclass(cls, shape, strides=strides, **options)
+        result.quantized = quantized
+        result.info = info
+        result.recipe = info.recipe
+        result.is_blank = False
         for name, tensor in result.stored.items():
-            setattr(result, f"stored_{name}", tensor)
+            setattr(result, f"stored_{name}", tensor)  # for ``__tensor_flatten__``
         return result  # type: ignore[no-any-return]
 
     def like(
         self, quantized: Quantized | None = None, shape: torch.Size | None = None, dtype: Any = None, **changes: Any
     ) -> NativeWeight:
         """The same weight, but for what is given; ``changes`` are fields of its info."""
-        info = self.info._replace(**changes) if changes else self.info
-        return NativeWeight(quantized or self.quantized, shape or self.shape, dtype or self.dtype, info)
+        info = self.info
+        if changes:
+            info = info._replace(**changes)
+        quantized = quantized or self.quantized
+        return NativeWeight(quantized, shape or self.shape, dtype or self.dtype, info)
 
     @property
     def stored(self) -> dict[str, Tensor]:
         """All tensors that it consists of, by name, sharing memory."""
         found = dict(zip(PLANE_NAMES, self.quantized.planes, strict=False))
-        return found if self.quantized.amax is None else found | {"amax": self.quantized.amax}
+        if self.quantized.amax is not None:
+            found["amax"] = self.quantized.amax
+        return found
 
     @property
     def stored_nbytes(self) -> int:
@@ -186,28 +114,35 @@ class NativeWeight(StoredWeight):
             mine.copy_(other)
         if self.quantized.amax is not None:
             assert source.amax is not None
-            self.quantized.amax.copy_(source.amax)
+            self.quantized.amax.copy_(source.amax)  # it gives the scale
 
     def narrowed(self, dim: int, start: int, length: int) -> NativeWeight | None:
         """A part that shares memory; None if it does not consist of whole blocks."""
         dim %= self.ndim
-        if self.shape != self.info.matrix:
+        if self.shape != self.info.matrix:  # a view: its dims are not those of the planes
             return None
-        start = start if length else 0
-        specs, stored = native_planes(self.recipe), {}
+        if not length:
+            start = 0  # an empty part may begin anywhere
+        end = start + length
+        from_end = dim - self.ndim  # the dim as recipes count
+        specs = native_planes(self.recipe)
+        stored = {}
         for name, tensor in self.stored.items():
-            step = specs[name].period(dim - self.ndim)
+            step = specs[name].period(from_end)
             if step is None:
                 stored[name] = tensor
                 continue
-            ends_within = (start + length) % step and start + length != self.shape[dim] and not self.is_blank
-            if start % step or ends_within:
+            ends_within = end % step and end != self.shape[dim] and not self.is_blank
+            if start % step or ends_within:  # within a block
                 return None
-            begin = specs[name].size(dim - self.ndim, start)
-            stored[name] = tensor.narrow(dim, begin, specs[name].size(dim - self.ndim, length))
-        shape = torch.Size(length if d == dim else size for d, size in enumerate(self.shape))
-        is_cut = length != self.shape[dim] and dim - self.ndim in self.recipe.amax_dims
-        groups = None if is_cut else self.info.groups
+            begin = specs[name].size(from_end, start)
+            stored[name] = tensor.narrow(dim, begin, specs[name].size(from_end, length))
+        sizes = list(self.shape)
+        sizes[dim] = length
+        shape = torch.Size(sizes)
+        groups = self.info.groups
+        if length != self.shape[dim] and from_end in self.recipe.amax_dims:
+            groups = None  # the statistic is that of more than this part
         return self.like(quantized_of(stored), shape, matrix=shape, groups=groups)
 
     @classmethod
@@ -217,6 +152,7 @@ class NativeWeight(StoredWeight):
         if handler is not None and isinstance(args[0], NativeWeight):
             return handler(func, args, kwargs)
         _refuse_writes(func, args, kwargs)
+        # Any other op reads the values.
         args, kwargs = compat.tree_map_only(NativeWeight, NativeWeight.dense, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -231,9 +167,12 @@ class NativeWeight(StoredWeight):
 
     @classmethod
     def __metadata_guard__(cls, traced: _Context, other: _Context) -> bool:
-        """Whether compiled code of one weight serves another: names and groups do not count, so layers share graphs."""
-        (info, dtype), (other_info, other_dtype) = traced, other
-        return info._replace(name="", groups=()) == other_info._replace(name="", groups=()) and dtype == other_dtype
+        """Whether compiled code of one weight serves another: names and groups do not count, so
+        layers share graphs."""
+        info, dtype = traced
+        other_info, other_dtype = other
+        anonymous = info._replace(name="", groups=())
+        return anonymous == other_info._replace(name="", groups=()) and dtype == other_dtype
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"NativeWeight(shape={tuple(self.shape)}, dtype={self.dtype}, recipe={self.recipe})"
@@ -241,8 +180,12 @@ class NativeWeight(StoredWeight):
 
 def native_of(param: Tensor | None) -> NativeWeight | None:
     """The native weight that a parameter is or that is its local part; None if its storage is another."""
-    local = None if param is None else compat.local_part(param)
-    return local if isinstance(local, NativeWeight) else None
+    if param is None:
+        return None
+    local = compat.local_part(param)
+    if isinstance(local, NativeWeight):
+        return local
+    return None
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
@@ -250,15 +193,20 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _as_strided(func: Any, args: Any, kwargs: Any) -> Any:
-    weight, size, stride = args[:3]
-    if torch.Size(size) == weight.shape and tuple(stride) == weight.stride() and not (args[3:] and args[3]):
+    weight, size, stride, *offset = args
+    is_same = torch.Size(size) == weight.shape and tuple(stride) == weight.stride()
+    if is_same and not any(offset):
         return weight.like()
     return func(weight.dense(), *args[1:], **kwargs)
 
 
 def _copied(func: Any, args: Any, kwargs: Any) -> Any:
-    """``clone``, ``to``, ``empty_like``: the same of each plane; a dtype is that of what the weight stands for."""
-    options = {key: kwargs[key] for key in ("device", "pin_memory", "non_blocking") if kwargs.get(key) is not None}
+    """``clone``, ``to``, ``empty_like``: the same of each plane; a dtype is that of what the weight
+    stands for."""
+    options = {}
+    for key in ("device", "pin_memory", "non_blocking"):
+        if kwargs.get(key) is not None:
+            options[key] = kwargs[key]
     if func is aten.clone.default:
         options = {"memory_format": torch.contiguous_format}
     stored = {name: func(tensor, **options) for name, tensor in args[0].stored.items()}
@@ -270,13 +218,18 @@ def _slice(func: Any, args: Any, kwargs: Any) -> Any:
     rest: list[Any] = [*args[1:], *(0, None, None, 1)[len(args) - 1 :]]
     dim, start, end, step = rest
     begin, stop, _ = slice(start, end).indices(weight.shape[dim])
-    part = weight.narrowed(dim, begin, max(stop - begin, 0)) if step == 1 else None
-    return func(weight.dense(), *args[1:], **kwargs) if part is None else part
+    part = None
+    if step == 1:
+        part = weight.narrowed(dim, begin, max(stop - begin, 0))
+    if part is None:
+        return func(weight.dense(), *args[1:], **kwargs)
+    return part
 
 
 def _split(func: Any, args: Any, kwargs: Any) -> Any:
-    weight, sizes = args[:2]
-    dim = (args[2] if len(args) > 2 else kwargs.get("dim", 0)) % weight.ndim
+    weight, sizes, *given = args
+    dim = given[0] if given else kwargs.get("dim", 0)
+    dim %= weight.ndim
     if isinstance(sizes, int):
         rows = weight.shape[dim]
         sizes = [min(sizes, rows - begin) for begin in range(0, rows, sizes)] or [0]
@@ -284,21 +237,25 @@ def _split(func: Any, args: Any, kwargs: Any) -> Any:
     if any(part is None for part in parts):
         # fully_shard would keep a shard in high precision, without a word.
         raise NotImplementedError(
-            f"Native parameter '{weight.info.name}' of shape {tuple(weight.shape)} cannot be split along dim {dim} "
-            f"into {sizes}, because that splits {weight.recipe.name} blocks of "
-            f"{weight.recipe.block_of(dim - weight.ndim, is_native=True)}. Under fully_shard choose a size whose "
-            "parts are whole blocks, or use gtp_shard, which splits between blocks; elsewhere split weight.dense()."
+            f"Native parameter '{weight.info.name}' of shape {tuple(weight.shape)} cannot be split "
+            f"along dim {dim} into {sizes}, because that splits {weight.recipe.name} blocks of "
+            f"{weight.recipe.block_of(dim - weight.ndim, is_native=True)}. Under fully_shard "
+            "choose a size whose parts are whole blocks, or use gtp_shard, which splits between "
+            "blocks; elsewhere split weight.dense()."
         )
     return parts
 
 
 def _new_zeros(func: Any, args: Any, kwargs: Any) -> Any:
     """``fully_shard`` pads a shard with it: a weight of as many dims stays native."""
-    weight, shape = args[0], torch.Size(args[1])
+    weight = args[0]
+    shape = torch.Size(args[1])
     if len(shape) != weight.ndim or kwargs.get("dtype") not in (None, weight.dtype):
         return _high_precision(func, args, kwargs)
-    specs, device = native_planes(weight.recipe), kwargs.get("device")
-    stored = {name: weight.stored[name].new_zeros(spec.shape(shape), device=device) for name, spec in specs.items()}
+    device = kwargs.get("device")
+    stored = {}
+    for name, spec in native_planes(weight.recipe).items():
+        stored[name] = weight.stored[name].new_zeros(spec.shape(shape), device=device)
     result = weight.like(quantized_of(stored), shape, matrix=shape)
     result.is_blank = True
     return result
@@ -321,8 +278,9 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
         values = source.dequantized_to(torch.float32)
     if target.shape != target.info.matrix or target.is_meta:
         raise NotImplementedError(
-            f"Native parameter '{target.info.name}' of shape {tuple(target.info.matrix)} cannot be written through a "
-            f"view of shape {tuple(target.shape)} on {target.device}. Copy into the parameter itself."
+            f"Native parameter '{target.info.name}' of shape {tuple(target.info.matrix)} cannot be "
+            f"written through a view of shape {tuple(target.shape)} on {target.device}. Copy into "
+            "the parameter itself."
         )
     target.write(quantize_parts([values.to(target.device).expand(target.shape)], [target.info])[0])
     return target
@@ -330,17 +288,21 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
     """Raise NotImplementedError if ``func`` writes into a native weight."""
-    for index, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
+    if not func._schema.is_mutable:
+        return
+    for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[index] if index < len(args) else kwargs.get(argument.name)
-        for tensor in value if isinstance(value, Sequence) else (value,):
+        tensors = value if isinstance(value, Sequence) else (value,)
+        for tensor in tensors:
             if isinstance(tensor, NativeWeight):
                 raise NotImplementedError(
-                    f"Parameter '{tensor.info.name}' of shape {tuple(tensor.shape)} has native storage "
-                    f"({tensor.recipe.name}), which {func} cannot write. For training use "
-                    "dtensor_gtp.optim.MasterOptimizer, which keeps masters in float32, or storage='master'; else "
-                    "freeze the parameter with requires_grad_(False). To write values, use copy_, which quantizes them."
+                    f"Parameter '{tensor.info.name}' of shape {tuple(tensor.shape)} has native "
+                    f"storage ({tensor.recipe.name}), which {func} cannot write. For training use "
+                    "dtensor_gtp.optim.MasterOptimizer, which keeps masters in float32, or "
+                    "storage='master'; else freeze the parameter with requires_grad_(False). To "
+                    "write values, use copy_, which quantizes them."
                 )
 
 

@@ -28,14 +28,15 @@ def nvfp4_operand(matrix: Tensor, dim: int, *, seed: Tensor | None = None, signs
     Args:
         matrix: Shape ``(*, rows, columns)`` in float32, bfloat16 or float16.
         dim: The contraction, along which blocks of 16 lie: -1 or -2.
-        seed: Round stochastically. An int64 tensor with one element, on the device of ``matrix``; another one for each
-            cast. The same seed gives the same bits on each device.
-        signs: Transform blocks by a random Hadamard matrix first: bit ``i`` negates the value ``i`` of each block.
+        seed: Round stochastically. An int64 tensor with one element, on the device of ``matrix``;
+            another one for each cast. The same seed gives the same bits on each device.
+        signs: Transform blocks by a random Hadamard matrix first: bit ``i`` negates the value ``i``
+            of each block.
 
     Returns:
         Planes of shape ``(*, rows, ceil(columns / 16) * 8)`` (pairs of e2m1 in uint8) and
-        ``(*, rows, ceil(columns / 16))`` (e4m3), for ``dim`` -2 with rows instead of columns; and the largest
-        magnitude of each matrix after the transform, shape ``(*, 1, 1)``.
+        ``(*, rows, ceil(columns / 16))`` (e4m3), for ``dim`` -2 with rows instead of columns; and
+        the largest magnitude of each matrix after the transform, shape ``(*, 1, 1)``.
 
     Raises:
         ValueError: ``matrix`` has fewer than two dims, or ``dim``, ``seed`` or ``signs`` is not as above.
@@ -61,8 +62,12 @@ def nvfp4_operand(matrix: Tensor, dim: int, *, seed: Tensor | None = None, signs
         )
     if signs is not None and not 0 <= signs < 1 << BLOCK:
         raise ValueError(f"nvfp4_operand expects 16 bits as signs, but got {signs}.")
-    casts, block = casts_for(matrix), _block(dim)
-    amax = casts.amax(matrix, (-2, -1)) if signs is None else casts.nvfp4_amax(matrix, block, signs)
+    casts = casts_for(matrix)
+    block = _block(dim)
+    if signs is None:
+        amax = casts.amax(matrix, (-2, -1))
+    else:
+        amax = casts.nvfp4_amax(matrix, block, signs)
     return Quantized(casts.cast_nvfp4(matrix, block, amax, signs=signs, seed=seed), amax)
 
 
@@ -89,12 +94,16 @@ def nvfp4_values(
         >>> bool((values - matrix).abs().mean() < 0.1)
         True
     """
+    casts = casts_for(quantized.planes[0])
     if signs is None:
-        return casts_for(quantized.planes[0]).dequantize(quantized, _block(dim), shape, dtype)
-    padded = torch.Size(-(-size // BLOCK) * BLOCK if k - len(shape) == dim else size for k, size in enumerate(shape))
-    rotated = casts_for(quantized.planes[0]).dequantize(quantized, _block(dim), padded, torch.float32)
+        return casts.dequantize(quantized, _block(dim), shape, dtype)
+    padded = list(shape)  # whole blocks were transformed
+    padded[dim] = -(-shape[dim] // BLOCK) * BLOCK
+    rotated = casts.dequantize(quantized, _block(dim), torch.Size(padded), torch.float32)
     return rotate_back(rotated, dim, signs)[..., : shape[-2], : shape[-1]].to(dtype)
 
 
 def _block(dim: int) -> tuple[int, int]:
-    return (1, BLOCK) if dim == -1 else (BLOCK, 1)
+    if dim == -1:
+        return (1, BLOCK)
+    return (BLOCK, 1)

@@ -12,8 +12,8 @@ from torch import Tensor
 class Direction(enum.Enum):
     """Which data of a weight of shape ``(out_features, in_features)`` a GEMM needs.
 
-    ``ROWWISE`` has blocks along in_features, for forward. ``COLUMNWISE`` has blocks along out_features, for the
-    gradient of the input.
+    ``ROWWISE`` has blocks along in_features, for forward. ``COLUMNWISE`` has blocks along
+    out_features, for the gradient of the input.
 
     Example:
         >>> [MXFP8().scale_block(direction) for direction in Direction]
@@ -62,7 +62,12 @@ class PlaneSpec(NamedTuple):
             size: Elements of a weight along ``dim``, which begin with a whole period.
         """
         period = self.period(dim)
-        return 1 if period is None else -(-size // period) * (self.packed if period > 1 else 1)
+        if period is None:
+            return 1
+        steps = -(-size // period)
+        if period > 1:
+            steps *= self.packed
+        return steps
 
     def shape(self, weight: torch.Size) -> torch.Size:
         """Shape of the plane of a weight.
@@ -87,4 +92,5 @@ class Quantized(NamedTuple):
     """
 
     planes: tuple[Tensor, ...]  # as ``Recipe.planes`` describes them
-    amax: Tensor | None  # what ``Recipe.amax`` gave, over whole matrices; None for recipes that need none
+    # What ``Recipe.amax`` gave, over whole matrices; None for recipes that need none.
+    amax: Tensor | None

@@ -1,11 +1,12 @@
 """State dicts of modules with quantized weights.
 
-With master storage they hold the high-precision values, as ordinary tensors: a checkpoint loads into a module with
-another recipe or with none. With native storage the planes go out and come in bit for bit, under their own keys:
-``up.weight`` with recipe ``mxfp8`` becomes ``up.weight_mxfp8.elements`` and ``up.weight_mxfp8.scales`` (and ``.amax``,
-for recipes with a scale of the whole weight). Of a sharded weight they are DTensors on the memory of the shard, placed
-as its blocks are, so that any topology whose cuts lie between blocks loads them. Elements and scales of 8 bits appear
-as uint8, because not every backend and tool knows every float of that size.
+With master storage they hold the high-precision values, as ordinary tensors: a checkpoint loads
+into a module with another recipe or with none. With native storage the planes go out and come in
+bit for bit, under their own keys: ``up.weight`` with recipe ``mxfp8`` becomes
+``up.weight_mxfp8.elements`` and ``up.weight_mxfp8.scales`` (and ``.amax``, for recipes with a scale
+of the whole weight). Of a sharded weight they are DTensors on the memory of the shard, placed as
+its blocks are, so that any topology whose cuts lie between blocks loads them. Elements and scales
+of 8 bits appear as uint8, because not every backend and tool knows every float of that size.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from .. import _torch_compat as compat
 from .._howto import see
 from ..placement import GTPShard
 from .master import MasterWeight, placed_like, recipe_of, with_recipe
-from .native import STORED_NAMES, NativeWeight, groups_of, native_of, native_planes, quantize_parts, quantized_of
+from .native import NativeWeight, native_of
+from .native_data import STORED_NAMES, groups_of, native_planes, quantize_parts, quantized_of
 from .planes import PlaneSpec
-from .recipes import RECIPES, Recipe
+from .recipe import Recipe
+from .recipes import RECIPES
 
 
 class StateDictHooks:
@@ -32,52 +35,66 @@ class StateDictHooks:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.recipe: Recipe | None = None  # of master storage: for what ``load_state_dict(assign=True)`` puts in
+        # Of master storage: for what ``load_state_dict(assign=True)`` puts in.
+        self.recipe: Recipe | None = None
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        """After ``state_dict``: put the plain values in. Native planes are there already, see :class:`NativePlanes`."""
+        """After ``state_dict``: put the plain values in. Native planes are there already, see
+        :class:`NativePlanes`."""
         key = prefix + self.name
         value = state_dict.get(key)
         if native_of(module._parameters.get(self.name)) is not None:
             state_dict.pop(key, None)
-        elif isinstance(value, Tensor) and isinstance(local := compat.local_part(value), MasterWeight):
-            state_dict[key] = placed_like(value, local.master)
+        elif isinstance(value, Tensor):
+            local = compat.local_part(value)
+            if isinstance(local, MasterWeight):
+                state_dict[key] = placed_like(value, local.master)
 
     def before_load(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Make one native value of planes or of a high-precision weight. Functions for full state dicts put the
-        module's own values beside what is loaded: the parameter does not count, nor do its planes beside a weight."""
-        param, key, errors = module._parameters.get(self.name), prefix + self.name, args[-1]
+        """Make one native value of planes or of a high-precision weight. Functions for full state
+        dicts put the module's own values beside what is loaded: the parameter does not count, nor
+        do its planes beside a weight."""
+        param = module._parameters.get(self.name)
+        key = prefix + self.name
+        errors = args[-1]  # what ``load_state_dict`` raises together
         native = native_of(param)
         if param is None or native is None:
             return
-        found, value = _take_planes(state_dict, key, native.recipe), state_dict.get(key)
+        found = _take_planes(state_dict, key, native.recipe)
+        value = state_dict.get(key)
         weight = None if value is param else value
         if found is not None and (weight is None or not _is_own(found[1], native)):
             try:
                 state_dict[key] = _assemble(param, native, *found)
             except ValueError as error:
                 errors.append(str(error))
-                state_dict[key] = param
+                state_dict[key] = param  # else the key would be missing, too
         elif weight is not None and _is_alike(weight, param, param.shape):
             state_dict[key] = _quantized_like(param, native, weight)
 
     def after_load(self, module: nn.Module, incompatible_keys: Any) -> None:
-        """Give a plain parameter its recipe again. Parameters that ``gtp_shard`` manages have theirs elsewhere."""
+        """Give a plain parameter its recipe again. Parameters that ``gtp_shard`` manages have
+        theirs elsewhere."""
         param = module._parameters.get(self.name)
-        is_managed = "_gtp_binding" in module.__dict__
-        if self.recipe is not None and param is not None and not is_managed and recipe_of(param) is None:
+        if self.recipe is None or param is None or "_gtp_binding" in module.__dict__:
+            return
+        if recipe_of(param) is None:
             module._parameters[self.name] = with_recipe(param, self.recipe)
 
 
 def hook_state_dict(module: nn.Module, name: str, recipe: Recipe, *, is_native: bool) -> None:
-    """Register what the state dict of ``module`` needs for its parameter ``name``, or change it to another recipe."""
+    """Register what the state dict of ``module`` needs for its parameter ``name``, or change it to
+    another recipe."""
+    # Of another recipe, which this one replaces.
     for child_name, child in list(module._modules.items()):
         if isinstance(child, NativePlanes) and child.source[1] == name:
             del module._modules[child_name]
     if is_native:
         module.add_module(f"{name}_{recipe.name}", NativePlanes(module, name))
-    registered = [hooks for hooks in module._state_dict_hooks.values() if isinstance(hooks, StateDictHooks)]
-    hooks = next((hooks for hooks in registered if hooks.name == name), None)
+    hooks: StateDictHooks | None = None
+    for registered in module._state_dict_hooks.values():
+        if isinstance(registered, StateDictHooks) and registered.name == name:
+            hooks = registered
     if hooks is None:
         hooks = StateDictHooks(name)
         module.register_state_dict_post_hook(hooks)
@@ -87,8 +104,9 @@ def hook_state_dict(module: nn.Module, name: str, recipe: Recipe, *, is_native: 
 
 
 class NativePlanes(nn.Module):
-    """The planes of the native parameter ``name`` of ``owner`` in the module tree: torch's functions for distributed
-    state dicts walk the tree by the names of the keys. It has no parameters, and no call."""
+    """The planes of the native parameter ``name`` of ``owner`` in the module tree: torch's
+    functions for distributed state dicts walk the tree by the names of the keys. It has no
+    parameters, and no call."""
 
     def __init__(self, owner: nn.Module, name: str) -> None:
         super().__init__()
@@ -101,21 +119,28 @@ class NativePlanes(nn.Module):
         native = native_of(param)
         if native is None:
             return {}
-        planes = {name: t.view(torch.uint8) if t.itemsize == 1 else t for name, t in native.stored.items()}
-        if isinstance(param, DTensor):
-            for name, spec in native_planes(native.recipe).items():
-                planes[name] = compat.wrap_local(planes[name], _plane_spec(param, spec, planes[name].dtype))
+        planes = {}
+        specs = native_planes(native.recipe)
+        for plane_name, plane in native.stored.items():
+            if plane.itemsize == 1:
+                plane = plane.view(torch.uint8)
+            if isinstance(param, DTensor):
+                spec = _plane_spec(param, specs[plane_name], plane.dtype)
+                plane = compat.wrap_local(plane, spec)
+            planes[plane_name] = plane
         return planes
 
     def named_buffers(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """For torch's functions for distributed state dicts, which ask each module for its own tensors;
-        ``named_buffers`` of a module around this one does not come here."""
+        """For torch's functions for distributed state dicts, which ask each module for its own
+        tensors; ``named_buffers`` of a module around this one does not come here."""
         for name, plane in self.planes().items():
             yield f"{prefix}.{name}" if prefix else name, plane
 
     def __getattr__(self, name: str) -> Any:
-        if name in STORED_NAMES and (planes := self.planes()).keys() >= {name}:
-            return planes[name]
+        if name in STORED_NAMES:
+            planes = self.planes()
+            if name in planes:
+                return planes[name]
         return super().__getattr__(name)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -128,24 +153,32 @@ class NativePlanes(nn.Module):
     def extra_repr(self) -> str:
         owner, name = self.source
         native = native_of(owner._parameters.get(name))
-        return "" if native is None else f"{name}: {native.recipe}, {', '.join(native.stored)}"
+        if native is None:
+            return ""
+        return f"{name}: {native.recipe}, {', '.join(native.stored)}"
 
 
 def _plane_spec(param: DTensor, plane: PlaneSpec, dtype: torch.dtype) -> compat.DTensorSpec:
     """How a plane lies where the weight lies as ``param`` does."""
-    mesh, placements, shape = param.device_mesh, list(param.placements), list(param.shape)
+    mesh = param.device_mesh
+    placements = list(param.placements)
+    shape = list(param.shape)  # of what the next axis cuts
     for axis, placement in enumerate(param.placements):
         dim = getattr(placement, "dim", None)
         if dim is not None:
-            placements[axis] = _placement(placement, shape[dim], mesh.size(axis), plane, dim - param.ndim)
-            shape[dim] = -(-shape[dim] // mesh.size(axis))
+            size = shape[dim]
+            world = mesh.size(axis)
+            placements[axis] = _placement(placement, size, world, plane, dim - param.ndim)
+            shape[dim] = -(-size // world)
     return compat.make_spec(mesh, tuple(placements), plane.shape(param.shape), dtype)
 
 
 def _placement(placement: Placement, size: int, world: int, plane: PlaneSpec, dim: int) -> Placement:
-    """Placement of a plane along a dim of the weight, counted from its end, of which there are ``size`` elements."""
-    step, block_size = plane.period(dim), getattr(placement, "block_size", 1)
-    if step is None:
+    """Placement of a plane along a dim of the weight, counted from its end, of which there are
+    ``size`` elements."""
+    step = plane.period(dim)
+    block_size = getattr(placement, "block_size", 1)
+    if step is None:  # one number for all: every rank has it
         return Replicate()
     if step == 1:
         return placement
@@ -153,58 +186,79 @@ def _placement(placement: Placement, size: int, world: int, plane: PlaneSpec, di
     if block_size > 1:
         return GTPShard(own, block_size=plane.size(dim, block_size))
     steps = plane.size(dim, -(-size // world))
-    # torch cuts a plane into equal parts: where those are not the parts of the weight, say how long a part is
-    return placement if -(-plane.size(dim, size) // world) == steps else GTPShard(own, block_size=steps)
+    # torch cuts a plane into equal parts: where those are not the parts of the weight, say how long
+    # a part is
+    if -(-plane.size(dim, size) // world) == steps:
+        return placement
+    return GTPShard(own, block_size=steps)
 
 
 def _take_planes(state_dict: dict[str, Any], key: str, own: Recipe) -> tuple[Recipe, dict[str, Tensor]] | None:
-    """Remove the planes of the weight ``key`` from a state dict; None if there are none. Under the name of the weight's
-    ``own`` recipe they are of that recipe, with its arguments: it may be one that a user has written."""
+    """Remove the planes of the weight ``key`` from a state dict; None if there are none. Under the
+    name of the weight's ``own`` recipe they are of that recipe, with its arguments: it may be one
+    that a user has written."""
     for name in dict.fromkeys((own.name, *RECIPES)):
         prefix = f"{key}_{name}."
-        planes = {plane: state_dict.pop(prefix + plane) for plane in STORED_NAMES if prefix + plane in state_dict}
+        present = [plane for plane in STORED_NAMES if prefix + plane in state_dict]
+        planes = {plane: state_dict.pop(prefix + plane) for plane in present}
+        if planes and name == own.name:
+            return own, planes
         if planes:
-            return own if name == own.name else RECIPES[name](), planes
+            return RECIPES[name](), planes
     return None
 
 
 def _is_own(planes: Mapping[str, Tensor], native: NativeWeight) -> bool:
     own = {name: tensor.data_ptr() for name, tensor in native.stored.items()}
-    return all(own.get(name) == compat.local_part(plane).data_ptr() for name, plane in planes.items())
+    given = {name: compat.local_part(plane).data_ptr() for name, plane in planes.items()}
+    return all(own.get(name) == address for name, address in given.items())
 
 
 def _is_alike(tensor: Tensor | None, param: Tensor, shape: torch.Size) -> bool:
     """Whether ``tensor`` has that shape and is a DTensor as ``param`` is."""
-    return tensor is not None and tensor.shape == shape and isinstance(tensor, DTensor) == isinstance(param, DTensor)
+    if tensor is None or tensor.shape != shape:
+        return False
+    return isinstance(tensor, DTensor) == isinstance(param, DTensor)
 
 
 def _assemble(param: Tensor, native: NativeWeight, recipe: Recipe, planes: Mapping[str, Tensor]) -> Tensor:
-    """A native weight placed as ``param`` of planes from a state dict; planes of another recipe are quantized again.
-    ValueError if planes are missing, or are not those of a weight placed so."""
+    """A native weight placed as ``param`` of planes from a state dict; planes of another recipe are
+    quantized again. ValueError if planes are missing, or are not those of a weight placed so."""
     stored = {}
     for name, spec in native_planes(recipe).items():
-        plane, shape, placed = planes.get(name), spec.shape(param.shape), ""
+        plane = planes.get(name)
+        shape = spec.shape(param.shape)
+        placed = ""
         is_fit = _is_alike(plane, param, shape)
         if isinstance(param, DTensor):
             expected = _plane_spec(param, spec, torch.uint8)
             placed = f" with placements {expected.placements}"
             if isinstance(plane, DTensor):
-                is_fit &= (plane.device_mesh, plane.placements) == (expected.mesh, expected.placements)
+                is_fit &= plane.device_mesh == expected.mesh
+                is_fit &= plane.placements == expected.placements
         if plane is None or not is_fit:
-            got = "none" if plane is None else f"a {type(plane).__name__} of shape {tuple(plane.shape)}"
+            got = "none"
+            if plane is not None:
+                got = f"a {type(plane).__name__} of shape {tuple(plane.shape)}"
             raise ValueError(
-                f"Native parameter '{native.info.name}' of shape {tuple(param.shape)} expects {recipe.name} "
-                f"{name} of shape {tuple(shape)}{placed}, but got {got}. Load full tensors with set_model_state_dict, "
-                f"and other topologies with torch.distributed.checkpoint. {see('resume_on_other_gpus')}"
+                f"Native parameter '{native.info.name}' of shape {tuple(param.shape)} expects "
+                f"{recipe.name} {name} of shape {tuple(shape)}{placed}, but got {got}. Load full "
+                "tensors with set_model_state_dict, and other topologies with "
+                f"torch.distributed.checkpoint. {see('resume_on_other_gpus')}"
             )
         local = compat.local_part(plane)
-        stored[name] = local.view(spec.dtype) if local.dtype != spec.dtype else local
+        if local.dtype != spec.dtype:
+            local = local.view(spec.dtype)  # from uint8
+        stored[name] = local
     value = placed_like(param, native.like(quantized_of(stored), recipe=recipe))
-    return value if recipe.name == native.recipe.name else _quantized_like(param, native, value)
+    if recipe.name != native.recipe.name:
+        return _quantized_like(param, native, value)
+    return value
 
 
 def _quantized_like(param: Tensor, native: NativeWeight, value: Tensor) -> Tensor:
-    """Values on the mesh of ``param`` as a native weight like it; collective for a scale of the whole weight."""
+    """Values on the mesh of ``param`` as a native weight like it; collective for a scale of the
+    whole weight."""
     if isinstance(value, DTensor) and isinstance(param, DTensor) and value.placements != param.placements:
         value = value.redistribute(placements=param.placements)
     local = compat.local_part(value)

@@ -25,14 +25,16 @@ def _scale_of(largest, MAX: tl.constexpr = 448.0, SMALLEST: tl.constexpr = 2.0**
 def _divided(x, scale, HARDWARE: tl.constexpr):
     """``x / scale``, rounded as IEEE says, for quotients within the range of float8.
 
-    IEEE's division costs as much as all the rest of a cast. The correctly rounded reciprocal of the scale and two
-    corrections by the exact remainder give the same bits (Markstein, "Computation of elementary functions on the IBM
-    RISC System/6000 processor", 1990), if the remainder is a normal number: hence the shift.
+    IEEE's division costs as much as all the rest of a cast. The correctly rounded reciprocal of the
+    scale and two corrections by the exact remainder give the same bits (Markstein, "Computation of
+    elementary functions on the IBM RISC System/6000 processor", 1990), if the remainder is a normal
+    number: hence the shift.
     """
     if HARDWARE:
         shift = tl.where(scale < 2.0**-64, 2.0**64, 1.0)
         x = x * shift
-        reciprocal, negative = tl.div_rn(1.0, scale * shift), -scale * shift
+        reciprocal = tl.div_rn(1.0, scale * shift)
+        negative = -scale * shift
         first = x * reciprocal
         second = tl.fma(tl.fma(first, negative, x), reciprocal, first)
         third = tl.fma(tl.fma(second, negative, x), reciprocal, second)
@@ -51,7 +53,8 @@ def _to_float8(value, E5M2: tl.constexpr, HARDWARE: tl.constexpr, HAS_NAN: tl.co
         clamped = tl.minimum(tl.maximum(value, -element_max), element_max)
         dropped: tl.constexpr = 21 if E5M2 else 20  # bits of the mantissa
         smallest_normal: tl.constexpr = 2.0**-14 if E5M2 else 2.0**-6
-        denormal: tl.constexpr = 2.0**7 if E5M2 else 2.0**14  # the sum with it ends in the smallest denormal
+        # The sum with it ends in the smallest denormal.
+        denormal: tl.constexpr = 2.0**7 if E5M2 else 2.0**14
         denormal_bits: tl.constexpr = (127 + (7 if E5M2 else 14)) << 23
         bias: tl.constexpr = (127 - (15 if E5M2 else 7)) << 23
         bits = _magnitude(clamped)
@@ -109,9 +112,11 @@ def _to_e2m1(value):
 
 @triton.jit
 def _to_e2m1_stochastic(value, bits):
-    """float32 to 4-bit codes, rounded up where 16 random bits are below the fraction of the step; a NaN becomes 0."""
+    """float32 to 4-bit codes, rounded up where 16 random bits are below the fraction of the step; a
+    NaN becomes 0."""
     magnitude = tl.minimum(tl.abs(value), 6.0)
-    is_small, is_middle = magnitude < 2.0, magnitude < 4.0
+    is_small = magnitude < 2.0
+    is_middle = magnitude < 4.0
     in_steps = magnitude * tl.where(is_small, 2.0, tl.where(is_middle, 1.0, 0.5))
     below = tl.floor(in_steps)
     code = below.to(tl.int32) + tl.where(is_small, 0, tl.where(is_middle, 2, 4))
@@ -123,6 +128,7 @@ def _to_e2m1_stochastic(value, bits):
 @triton.jit
 def _from_e2m1(code):
     """4-bit codes in int32 to float32."""
-    exponent, mantissa = (code >> 1) & 3, code & 1
+    exponent = (code >> 1) & 3
+    mantissa = code & 1
     bits = tl.where(exponent == 0, mantissa * 0x3F000000, ((exponent + 126) << 23) | (mantissa << 22))
     return (bits | ((code & 8) << 28)).to(tl.float32, bitcast=True)

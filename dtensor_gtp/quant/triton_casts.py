@@ -14,7 +14,8 @@ from torch import Tensor
 
 from .. import _torch_compat as compat
 from . import triton_kernels as kernels
-from .cast import MX_BLOCK, Casts
+from . import triton_nvfp4
+from .cast import MX_BLOCK, Casts, dim_along
 from .planes import Quantized
 
 _BLOCK = 4096  # elements of a tile of flat kernels
@@ -53,12 +54,17 @@ class TritonCasts(Casts):
     ) -> tuple[Tensor, Tensor]:
         matrix = matrix.contiguous()
         with _on(matrix):
-            known = _partial_amax(matrix) if amax is None else _as_bits(amax)
+            if amax is None:
+                known = _partial_amax(matrix)
+            else:
+                known = _as_bits(amax)
             data = torch.empty(matrix.shape, dtype=torch.uint8, device=matrix.device)
             scale = matrix.new_empty((*matrix.shape[:-2], 1, 1), dtype=torch.float32)
-            num_matrices, numel = scale.numel(), matrix.shape[-2] * matrix.shape[-1]
+            num_matrices = scale.numel()
+            numel = matrix.shape[-2] * matrix.shape[-1]
             programs = min(triton.cdiv(numel, _BLOCK), _PROGRAMS)
-            num, is_e5m2 = known.numel() // num_matrices, dtype == torch.float8_e5m2
+            num = known.numel() // num_matrices
+            is_e5m2 = dtype == torch.float8_e5m2
             kernels.cast_matrix[(num_matrices * programs,)](
                 matrix, known, data, scale, numel, programs, num, E5M2=is_e5m2, HARDWARE=self._has_float8, BLOCK=_BLOCK
             )
@@ -84,17 +90,20 @@ class TritonCasts(Casts):
     def _round_four(
         self, inputs: list[Tensor], outputs: list[Tensor], amaxes: Sequence[Tensor], mx_rounding: str | None
     ) -> None:
-        """One launch. Where there are fewer than four, the first stands for those that are missing, without a
-        program."""
+        """One launch. Where there are fewer than four, the first stands for those that are missing,
+        without a program."""
         missing = _TOGETHER - len(inputs)
         numels = [tensor.numel() for tensor in inputs]
         ends = [*accumulate(triton.cdiv(numel, _BLOCK) for numel in numels)]
         firsts = (ends + missing * ends[-1:])[: _TOGETHER - 1]
+        size = 0
         if mx_rounding is None:
-            size, largest = 0, [_as_bits(amax) for amax in amaxes]
+            largest = [_as_bits(amax) for amax in amaxes]
             lines = [numel // amax.numel() for numel, amax in zip(numels, amaxes, strict=True)]
         else:
-            size, largest, lines = MX_BLOCK, inputs, numels  # not read
+            size = MX_BLOCK
+            largest = inputs  # the kernel does not read them
+            lines = numels
         columns = [each + missing * each[:1] for each in (inputs, outputs, largest)]
         numbers = [each + missing * each[:1] for each in (numels, lines)]
         kernels.round_together[(ends[-1],)](
@@ -113,16 +122,25 @@ class TritonCasts(Casts):
     def _rows(
         self, matrix: Tensor, factor: Tensor | None, group: Tensor | None, amax: Tensor | None, data: Tensor | None
     ) -> Tensor:
-        """The kernel of rows: it fills ``data``, and the result is scales. Without ``data`` it is magnitudes."""
+        """The kernel of rows: it fills ``data``, and the result is scales. Without ``data`` it is
+        magnitudes."""
         num_columns = matrix.shape[-1]
         num_rows = matrix.numel() // num_columns
         block = min(triton.next_power_of_2(num_columns), _LONGEST_ROW)
         rows = max(_BLOCK // block, 1)
         result = matrix.new_empty((*matrix.shape[:-1], 1), dtype=torch.float32)
+        if factor is not None:
+            factor = factor.contiguous()
+        if group is not None:
+            group = group.contiguous()
+        if amax is not None:
+            amax = _as_bits(amax)
+        scales = result
+        if data is None:
+            scales = result.view(torch.int32)
         kernels.cast_rows[(triton.cdiv(num_rows, rows),)](
-            matrix, None if factor is None else factor.contiguous(), None if group is None else group.contiguous(),
-            None if amax is None else _as_bits(amax), data, result.view(torch.int32) if data is None else result,
-            num_rows, num_columns, IS_SINGLE=num_columns <= block, HARDWARE=self._has_float8, ROWS=rows, BLOCK=block,
+            matrix, factor, group, amax, data, scales, num_rows, num_columns,
+            IS_SINGLE=num_columns <= block, HARDWARE=self._has_float8, ROWS=rows, BLOCK=block,
             num_warps=rows * block // 1024,
         )  # fmt: skip
         return result
@@ -145,35 +163,47 @@ class TritonCasts(Casts):
         return self._blocks(matrix.contiguous(), padded, -2, block[1], is_turned=True)
 
     def cast_mx(self, matrix: Tensor, block: tuple[int, int], rounding: str) -> tuple[Tensor, Tensor]:
-        matrix, along = matrix.contiguous(), -1 if block[0] == 1 else -2
-        return self._blocks(matrix, matrix.shape[along], along, max(block), rounding)
+        along = dim_along(block)
+        return self._blocks(matrix.contiguous(), matrix.shape[along], along, max(block), rounding)
 
     def _blocks(
         self, matrix: Tensor, padded: int, along: int, size: int, rounding: str | None = None, is_turned: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """The kernel of blocks along dim ``along`` of a row-major matrix, or of its transpose (``is_turned``).
-        Along the blocks ``padded`` elements are written. Scales are float32, or e8m0 if a ``rounding`` is given."""
-        num_lines, num_blocks, is_e8m0 = matrix.shape[-3 - along], triton.cdiv(padded, size), rounding is not None
-        written = -1 if is_turned else along  # the dim of the results along which the blocks lie
+        """The kernel of blocks along dim ``along`` of a row-major matrix, or of its transpose
+        (``is_turned``). Along the blocks ``padded`` elements are written. Scales are float32, or
+        e8m0 if a ``rounding`` is given."""
+        num_lines = matrix.shape[-3 - along]
+        num_blocks = triton.cdiv(padded, size)
+        is_e8m0 = rounding is not None
+        written = along  # the dim of the results along which the blocks lie
+        if is_turned:
+            written = -1
         with _on(matrix):
             data = _empty(matrix, num_lines, padded, written, torch.uint8)
             if is_e8m0:
                 scale = _empty(matrix, num_lines, num_blocks, written, torch.uint8)
-            else:  # of an operand: blocks lie along dim -1, and the GEMM wants one column of scales after the other
+            else:
+                # Of an operand: blocks lie along dim -1, and the GEMM wants one column of scales
+                # after the other.
                 scale = _empty(matrix, num_lines, num_blocks, -2, torch.float32).mT
-            sizes, dims = (num_lines, matrix.shape[along], padded), (along, written)
+            tensors = (matrix, data, scale)
+            sizes = (num_lines, matrix.shape[along], padded)
             options = {"E8M0": is_e8m0, "CEIL": rounding == "rceil", "SIZE": size}
-            self._launch(kernels.cast_blocks, (matrix, data, scale), sizes, dims, size, **options)
-        return data.view(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu) if is_e8m0 else scale
+            self._launch(kernels.cast_blocks, tensors, sizes, (along, written), size, **options)
+        if is_e8m0:
+            scale = scale.view(torch.float8_e8m0fnu)
+        return data.view(torch.float8_e4m3fn), scale
 
     def nvfp4_amax(self, matrix: Tensor, block: tuple[int, int], signs: int) -> Tensor:
-        matrix, along = matrix.contiguous(), -1 if block[0] == 1 else -2
-        num_lines, num_along = matrix.shape[-3 - along], matrix.shape[along]
+        matrix = matrix.contiguous()
+        along = dim_along(block)
+        num_lines = matrix.shape[-3 - along]
+        num_along = matrix.shape[along]
         lines, blocks = _tile(matrix.stride(along) == 1, 16)
         num_tiles = triton.cdiv(num_lines, lines) * triton.cdiv(triton.cdiv(num_along, 16), blocks)
         with _on(matrix):
             parts = matrix.new_empty((*matrix.shape[:-2], num_tiles), dtype=torch.int32)
-            kernels.nvfp4_amax[(parts.numel(),)](
+            triton_nvfp4.nvfp4_amax[(parts.numel(),)](
                 matrix, parts, signs, num_lines, num_along, matrix.stride(-3 - along), matrix.stride(along),
                 matrix.shape[-2] * matrix.shape[-1], num_tiles, ACROSS=lines, BLOCKS=blocks,
             )  # fmt: skip
@@ -188,23 +218,29 @@ class TritonCasts(Casts):
         signs: int | None = None,
         seed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        matrix, along = matrix.contiguous(), -1 if block[0] == 1 else -2
-        sizes = num_lines, num_along = matrix.shape[-3 - along], matrix.shape[along]
+        matrix = matrix.contiguous()
+        along = dim_along(block)
+        num_lines = matrix.shape[-3 - along]
+        num_along = matrix.shape[along]
         num_blocks = triton.cdiv(num_along, 16)
-        options = {"signs": signs or 0, "seed_ptr": seed, "ROTATED": signs is not None, "STOCHASTIC": seed is not None}
+        options: dict[str, Any] = {"signs": signs or 0, "seed_ptr": seed}
+        flags = {"ROTATED": signs is not None, "STOCHASTIC": seed is not None}
         with _on(matrix):
             packed = _empty(matrix, num_lines, num_blocks * 8, along, torch.uint8)
             scale = _empty(matrix, num_lines, num_blocks, along, torch.uint8)
-            tensors = matrix, _as_bits(amax), packed, scale
-            self._launch(kernels.cast_nvfp4, tensors, sizes, (along, along), 16, **options)
+            tensors = (matrix, _as_bits(amax), packed, scale)
+            sizes = (num_lines, num_along)
+            self._launch(triton_nvfp4.cast_nvfp4, tensors, sizes, (along, along), 16, **options, **flags)
         return packed, scale.view(torch.float8_e4m3fn)
 
     def _launch(
         self, kernel: Any, tensors: Sequence[Tensor], sizes: Sequence[int], dims: Sequence[int], size: int, **flags: Any
     ) -> None:
-        """A kernel of blocks of ``size`` elements, which lie along the first of ``dims`` in the first tensor, and along
-        the second in the last two: elements and scales."""
-        matrix, (data, scale), (along, written) = tensors[0], tensors[-2:], dims
+        """A kernel of blocks of ``size`` elements, which lie along the first of ``dims`` in the
+        first tensor, and along the second in the last two: elements and scales."""
+        matrix = tensors[0]
+        data, scale = tensors[-2:]
+        along, written = dims
         lines, blocks = _tile(matrix.stride(along) == 1, size)
         num_tiles = triton.cdiv(sizes[0], lines) * triton.cdiv(scale.shape[written], blocks)
         strides: list[int] = []  # across and along the blocks, and from matrix to matrix
@@ -215,14 +251,23 @@ class TritonCasts(Casts):
         )
 
     def dequantize(self, quantized: Quantized, block: tuple[int, int], shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        data, scale = quantized.planes if len(quantized.planes) == 2 else (quantized.planes[0], None)
-        amax, kind, packed = quantized.amax, "amax", 0
+        data = quantized.planes[0]
+        scale = quantized.planes[1] if len(quantized.planes) == 2 else None
+        amax = quantized.amax
+        kind = "amax"
+        packed = 0
         if scale is not None and data.dtype == torch.uint8:
-            kind, packed = "nvfp4", 2 if block[0] == 1 else 1
+            kind = "nvfp4"
+            packed = 2 if block[0] == 1 else 1  # pairs of columns or of rows share a byte
         elif scale is not None:
-            amax, kind = None, "e8m0" if scale.dtype == torch.float8_e8m0fnu else "float32"
+            amax = None
+            kind = "e8m0" if scale.dtype == torch.float8_e8m0fnu else "float32"
         num_rows, num_columns = shape[-2:]
-        rows, columns = (16, 256) if num_columns > 64 else (64, 64)
+        rows = 64  # of a tile
+        columns = 64
+        if num_columns > 64:
+            rows = 16
+            columns = 256
         with _on(data):
             data = data.contiguous().view(torch.uint8)
             if scale is not None:
@@ -230,7 +275,9 @@ class TritonCasts(Casts):
             result = torch.empty(shape, dtype=dtype, device=data.device)
             tiles = triton.cdiv(num_rows, rows) * triton.cdiv(num_columns, columns)
             largest = None if amax is None else _as_bits(amax)
-            scale_rows, scale_columns = (0, 0) if scale is None else scale.shape[-2:]
+            scale_rows = scale_columns = 0
+            if scale is not None:
+                scale_rows, scale_columns = scale.shape[-2:]
             kernels.dequantize[(prod(shape[:-2]) * tiles,)](
                 data, scale, largest, result, num_rows, num_columns, data.shape[-1], scale_columns,
                 1 if block[1] else 0, data.shape[-2] * data.shape[-1], scale_rows * scale_columns, tiles,
@@ -248,18 +295,25 @@ class TritonCasts(Casts):
     def row_major(self, matrix: Tensor) -> Tensor:
         if matrix.is_contiguous() or not matrix.mT.is_contiguous():
             return matrix.contiguous()
-        return self.turned(matrix.mT)
+        return self.turned(matrix.mT)  # the transpose of the transpose
 
     def _turn(self, matrix: Tensor, multiple: int, known: Tensor | None, scale: Tensor | None) -> Tensor:
         """The kernel of transposes; with ``known`` magnitudes it casts to e4m3."""
         num_rows, num_columns = matrix.shape[-2:]
         padded = triton.cdiv(num_rows, multiple) * multiple
-        dtype = torch.uint8 if known is not None else matrix.dtype
+        num_matrices = prod(matrix.shape[:-2])
+        dtype = matrix.dtype
+        num = 1  # magnitudes of each matrix
+        if known is not None:
+            dtype = torch.uint8
+            num = known.numel() // num_matrices
         data = torch.empty((*matrix.shape[:-2], num_columns, padded), dtype=dtype, device=matrix.device)
-        rows, columns = 128 // dtype.itemsize, 128 // matrix.itemsize  # lines of 128 bytes on both sides
+        # Lines of 128 bytes on both sides.
+        rows = 128 // dtype.itemsize
+        columns = 128 // matrix.itemsize
         tiles = triton.cdiv(padded, rows) * triton.cdiv(num_columns, columns)
-        num_matrices, sizes = prod(matrix.shape[:-2]), (num_rows, num_columns, padded, tiles)
-        num, warps = 1 if known is None else known.numel() // num_matrices, 8 if rows * columns > 4096 else 4
+        sizes = (num_rows, num_columns, padded, tiles)
+        warps = 8 if rows * columns > 4096 else 4
         kernels.turn[(num_matrices * tiles,)](
             matrix, known, data, scale, *sizes, num, self._has_float8, ROWS=rows, COLUMNS=columns, num_warps=warps
         )
@@ -267,15 +321,18 @@ class TritonCasts(Casts):
 
 
 def _tile(is_row: bool, size: int) -> tuple[int, int]:
-    """Lines and blocks of a tile of 4096 or 8192 elements, with 128 of them in a row of memory or 64; ``is_row``: the
-    blocks lie along a row."""
-    blocks = max((128 if is_row else 64) // size, 1)
-    return (4096 // (blocks * size) if is_row else 64), blocks
+    """Lines and blocks of a tile of 4096 or 8192 elements, with 128 of them in a row of memory or
+    64; ``is_row``: the blocks lie along a row."""
+    if is_row:
+        blocks = max(128 // size, 1)
+        return 4096 // (blocks * size), blocks
+    return 64, max(64 // size, 1)
 
 
 def _partial_amax(matrix: Tensor) -> Tensor:
     """Magnitudes of parts of each matrix, as integers; their number is a power of two."""
-    num_matrices, numel = prod(matrix.shape[:-2]), matrix.shape[-2] * matrix.shape[-1]
+    num_matrices = prod(matrix.shape[:-2])
+    numel = matrix.shape[-2] * matrix.shape[-1]
     num_parts = 16 if numel <= 64 * _BLOCK else _PARTS
     parts = torch.empty(num_matrices * num_parts, dtype=torch.int32, device=matrix.device)
     # The kernel does little but load: large blocks fill the memory's pipeline.
@@ -294,9 +351,10 @@ def _empty(matrix: Tensor, num_lines: int, num_along: int, along: int, dtype: to
 
 
 def _on(matrix: Tensor) -> AbstractContextManager[Any]:
-    """Runs kernels on the device of ``matrix``, unseen by checkpoint policies, which may skip ops that make results
-    but not the kernels that fill them."""
+    """Runs kernels on the device of ``matrix``, unseen by checkpoint policies, which may skip ops
+    that make results but not the kernels that fill them."""
     unseen = compat.unseen_by_checkpoint_policies()
+    # The usual case needs no device context.
     if not matrix.is_cuda or matrix.device.index == torch.cuda.current_device():
         return unseen
     stack = ExitStack()

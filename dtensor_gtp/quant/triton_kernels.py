@@ -1,9 +1,10 @@
 """The casts as Triton kernels: the arithmetic of ``cast``, bit for bit, in one pass over memory.
 
-The bits are equal, because magnitudes are compared as integers, which keeps a NaN; quotients are rounded as IEEE says;
-no product is part of a sum that could fuse with it; float8 comes from the hardware (``HARDWARE``: compute capability
-8.9 and later) or from integers. float8 and e8m0 are passed as uint8: Triton cannot name the types on every GPU.
-Matrices are row-major, several of them one after the other. Offsets within a tile are int32, those of tiles int64.
+The bits are equal, because magnitudes are compared as integers, which keeps a NaN; quotients are
+rounded as IEEE says; no product is part of a sum that could fuse with it; float8 comes from the
+hardware (``HARDWARE``: compute capability 8.9 and later) or from integers. float8 and e8m0 are
+passed as uint8: Triton cannot name the types on every GPU. Matrices are row-major, several of them
+one after the other. Offsets within a tile are int32, those of tiles int64.
 """
 
 # No `from __future__ import annotations`: Triton reads them.
@@ -21,8 +22,6 @@ from .triton_arithmetic import (
     _magnitude,
     _reciprocal_of_e8m0,
     _scale_of,
-    _to_e2m1,
-    _to_e2m1_stochastic,
     _to_float8,
 )
 
@@ -61,7 +60,8 @@ def cast_matrix(
     NUM: tl.constexpr, E5M2: tl.constexpr, HARDWARE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """float8 and the scale of each matrix; ``NUM`` magnitudes of each are given."""
-    matrix, program = tl.program_id(0) // num_programs, tl.program_id(0) % num_programs
+    matrix = tl.program_id(0) // num_programs
+    program = tl.program_id(0) % num_programs
     largest = tl.max(tl.load(amax_ptr + matrix * NUM + tl.arange(0, NUM)) & 0x7FFFFFFF, 0)
     scale = _scale_of(largest, 57344.0 if E5M2 else 448.0)
     if program == 0:
@@ -87,8 +87,9 @@ def round_together(
 ):  # fmt: skip
     """Up to four tensors in e4m3 and back, rounded once more to the dtype of the output.
 
-    A magnitude of ``amax{i}_ptr`` gives the scale of ``line{i}`` elements (``IS_ONE``: of all). With a ``SIZE`` each
-    ``SIZE`` elements have a power of two of their own instead. Tensor i begins at program ``first{i}``.
+    A magnitude of ``amax{i}_ptr`` gives the scale of ``line{i}`` elements (``IS_ONE``: of all).
+    With a ``SIZE`` each ``SIZE`` elements have a power of two of their own instead. Tensor i begins
+    at program ``first{i}``.
     """
     program = tl.program_id(0)
     x_ptr, out_ptr, amax_ptr, numel, line, first = x0_ptr, out0_ptr, amax0_ptr, numel0, line0, 0
@@ -122,11 +123,15 @@ def turn(
     x_ptr, amax_ptr, q_ptr, scale_ptr, num_rows, num_columns, padded_rows, num_tiles,
     NUM: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The transpose of each matrix, its columns filled up with zeros; given magnitudes, it is cast to e4m3."""
-    matrix, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
+    """The transpose of each matrix, its columns filled up with zeros; given magnitudes, it is cast
+    to e4m3."""
+    matrix = tl.program_id(0) // num_tiles
+    tile = tl.program_id(0) % num_tiles
     in_row = tl.cdiv(num_columns, COLUMNS)
-    row0, column0 = (tile // in_row) * ROWS, (tile % in_row) * COLUMNS
-    row, column = row0 + tl.arange(0, ROWS)[:, None], column0 + tl.arange(0, COLUMNS)[None, :]
+    row0 = (tile // in_row) * ROWS
+    column0 = (tile % in_row) * COLUMNS
+    row = row0 + tl.arange(0, ROWS)[:, None]
+    column = column0 + tl.arange(0, COLUMNS)[None, :]
     x_ptr += (matrix.to(tl.int64) * num_rows + row0) * num_columns
     is_inside = (row < num_rows) & (column < num_columns)
     x = tl.load(x_ptr + (row - row0) * num_columns + column, mask=is_inside, other=0)
@@ -155,9 +160,11 @@ def cast_rows(
     x_ptr, factor_ptr, group_ptr, amax_ptr, q_ptr, scale_ptr, num_rows, num_columns,
     IS_SINGLE: tl.constexpr, HARDWARE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """e4m3 and the scale of each row, or without ``q_ptr`` its largest magnitude, as an integer in place of the scale.
+    """e4m3 and the scale of each row, or without ``q_ptr`` its largest magnitude, as an integer in
+    place of the scale.
 
-    Columns are multiplied by the factors of a row's group, if given. ``IS_SINGLE``: a row is one block, read once.
+    Columns are multiplied by the factors of a row's group, if given. ``IS_SINGLE``: a row is one
+    block, read once.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     is_row = row < num_rows
@@ -200,13 +207,16 @@ def cast_blocks(
 ):  # fmt: skip
     """e4m3 with a scale for each ``SIZE`` elements along one dim: float32, or a power of two in e8m0.
 
-    ``x_``, ``q_`` and ``s_`` are the strides of input, elements and scales: across the blocks, along them, and from
-    matrix to matrix. Beyond ``num_along`` the input counts as zeros; elements are written up to ``padded_along``.
+    ``x_``, ``q_`` and ``s_`` are the strides of input, elements and scales: across the blocks,
+    along them, and from matrix to matrix. Beyond ``num_along`` the input counts as zeros; elements
+    are written up to ``padded_along``.
     """
-    matrix, tile = (tl.program_id(0) // num_tiles).to(tl.int64), tl.program_id(0) % num_tiles
+    matrix = (tl.program_id(0) // num_tiles).to(tl.int64)
+    tile = tl.program_id(0) % num_tiles
     num_blocks = tl.cdiv(padded_along, SIZE)
     in_line = tl.cdiv(num_blocks, BLOCKS)
-    line0, block0 = ((tile // in_line) * ACROSS).to(tl.int64), ((tile % in_line) * BLOCKS).to(tl.int64)
+    line0 = ((tile // in_line) * ACROSS).to(tl.int64)
+    block0 = ((tile % in_line) * BLOCKS).to(tl.int64)
     x_ptr += matrix * x_matrix + line0 * x_across + block0 * SIZE * x_along
     q_ptr += matrix * q_matrix + line0 * q_across + block0 * SIZE * q_along
     scale_ptr += matrix * s_matrix + line0 * s_across + block0 * s_along
@@ -214,7 +224,8 @@ def cast_blocks(
     block = tl.arange(0, BLOCKS)[None, :, None]
     along = block * SIZE + tl.arange(0, SIZE)[None, None, :]
     is_line = line0 + line < num_across
-    x_ptrs, scale_ptrs = x_ptr + line * x_across + along * x_along, scale_ptr + line * s_across + block * s_along
+    x_ptrs = x_ptr + line * x_across + along * x_along
+    scale_ptrs = scale_ptr + line * s_across + block * s_along
     x = tl.load(x_ptrs, mask=is_line & (block0 * SIZE + along < num_along), other=0.0).to(tl.float32)
     largest = tl.max(_magnitude(x), 2, keep_dims=True)
     is_block = is_line & (block0 + block < num_blocks)
@@ -235,7 +246,8 @@ def cast_squares(x_ptr, q_ptr, scale_ptr, num_rows, num_columns, HARDWARE: tl.co
     """e4m3 with a float32 scale for each ``SIZE x SIZE`` elements."""
     in_row = tl.cdiv(num_columns, SIZE)
     in_matrix = tl.cdiv(num_rows, SIZE) * in_row
-    matrix, tile = tl.program_id(0) // in_matrix, tl.program_id(0) % in_matrix
+    matrix = tl.program_id(0) // in_matrix
+    tile = tl.program_id(0) % in_matrix
     row0 = (tile // in_row) * SIZE
     row = tl.arange(0, SIZE)[:, None]
     column = (tile % in_row) * SIZE + tl.arange(0, SIZE)[None, :]
@@ -249,112 +261,6 @@ def cast_squares(x_ptr, q_ptr, scale_ptr, num_rows, num_columns, HARDWARE: tl.co
 
 
 @triton.jit
-def _load_pairs(
-    x_ptr, pair, line, num_lines, num_along, x_across, x_along, signs,
-    ROTATED: tl.constexpr, ACROSS: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """First and second values of the pairs of blocks of 16, shape ``(ACROSS, BLOCKS, 8)``; ``num_lines`` and
-    ``num_along`` are what is left of the matrix. ``ROTATED``: after the random Hadamard transform."""
-    x_ptrs = x_ptr + line * x_across + pair * 2 * x_along
-    first = tl.load(x_ptrs, mask=(line < num_lines) & (pair * 2 < num_along), other=0.0).to(tl.float32)
-    second = tl.load(x_ptrs + x_along, mask=(line < num_lines) & (pair * 2 + 1 < num_along), other=0.0).to(tl.float32)
-    if ROTATED:
-        flips = (pair * 0 + signs) >> ((pair % 8) * 2)
-        first, second = _negated(first, flips & 1), _negated(second, (flips >> 1) & 1)
-        total, difference = first + second, first - second
-        first = _butterflies(total, ACROSS, BLOCKS) * 0.25
-        second = _butterflies(difference, ACROSS, BLOCKS) * 0.25
-    return first, second
-
-
-@triton.jit
-def _negated(x, flip):
-    """``-x`` where ``flip`` is 1, else ``x``. By the bit of the sign: Triton's ``-x`` is ``0 - x``, which is 0 of 0."""
-    return (x.to(tl.int32, bitcast=True) ^ (flip << 31)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _butterflies(x, ACROSS: tl.constexpr, BLOCKS: tl.constexpr):
-    """The stages of a Hadamard transform that are left when neighbours are added: those within 8 values."""
-    x = _butterfly(x, 1, ACROSS, BLOCKS)
-    x = _butterfly(x, 2, ACROSS, BLOCKS)
-    return _butterfly(x, 4, ACROSS, BLOCKS)
-
-
-@triton.jit
-def _butterfly(x, DISTANCE: tl.constexpr, ACROSS: tl.constexpr, BLOCKS: tl.constexpr):
-    """Sums and differences of values that are ``DISTANCE`` apart, in their places."""
-    pairs = tl.reshape(x, (ACROSS, BLOCKS, 4 // DISTANCE, 2, DISTANCE))
-    first, second = tl.split(tl.permute(pairs, (0, 1, 2, 4, 3)))
-    both = tl.permute(tl.join(first + second, first - second), (0, 1, 2, 4, 3))
-    return tl.reshape(both, (ACROSS, BLOCKS, 8))
-
-
-@triton.jit
-def nvfp4_amax(
-    x_ptr, parts_ptr, signs, num_across, num_along, x_across, x_along, x_matrix, num_tiles,
-    ACROSS: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """The largest magnitude in each tile after the random Hadamard transform, as integers."""
-    matrix, tile = (tl.program_id(0) // num_tiles).to(tl.int64), tl.program_id(0) % num_tiles
-    in_line = tl.cdiv(tl.cdiv(num_along, 16), BLOCKS)
-    line0, block0 = ((tile // in_line) * ACROSS).to(tl.int64), ((tile % in_line) * BLOCKS).to(tl.int64)
-    x_ptr += matrix * x_matrix + line0 * x_across + block0 * 16 * x_along
-    line = tl.arange(0, ACROSS)[:, None, None]
-    pair = tl.arange(0, BLOCKS)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
-    first, second = _load_pairs(
-        x_ptr, pair, line, num_across - line0, num_along - block0 * 16, x_across, x_along, signs, True, ACROSS, BLOCKS
-    )
-    largest = tl.max(tl.maximum(_magnitude(first), _magnitude(second)), 2)
-    tl.store(parts_ptr + tl.program_id(0), tl.max(tl.max(largest, 1), 0))
-
-
-@triton.jit
-def cast_nvfp4(
-    x_ptr, amax_ptr, packed_ptr, scale_ptr, num_across, num_along,
-    x_across, x_along, x_matrix, p_across, p_along, p_matrix, s_across, s_along, s_matrix, num_tiles,
-    signs, seed_ptr, ROTATED: tl.constexpr, STOCHASTIC: tl.constexpr,
-    HARDWARE: tl.constexpr, ACROSS: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """Pairs of e2m1 and an e4m3 scale for each 16 elements along one dim; strides as in ``cast_blocks``. ``ROTATED`` by
-    ``signs`` first; ``STOCHASTIC`` rounding by the seed, see ``random_casts``."""
-    matrix, tile = (tl.program_id(0) // num_tiles).to(tl.int64), tl.program_id(0) % num_tiles
-    num_blocks = tl.cdiv(num_along, 16)
-    in_line = tl.cdiv(num_blocks, BLOCKS)
-    line0, block0 = ((tile // in_line) * ACROSS).to(tl.int64), ((tile % in_line) * BLOCKS).to(tl.int64)
-    x_ptr += matrix * x_matrix + line0 * x_across + block0 * 16 * x_along
-    packed_ptr += matrix * p_matrix + line0 * p_across + block0 * 8 * p_along
-    scale_ptr += matrix * s_matrix + line0 * s_across + block0 * s_along
-    line = tl.arange(0, ACROSS)[:, None, None]
-    block = tl.arange(0, BLOCKS)[None, :, None]
-    pair = block * 8 + tl.arange(0, 8)[None, None, :]
-    first, second = _load_pairs(
-        x_ptr, pair, line, num_across - line0, num_along - block0 * 16, x_across, x_along, signs, ROTATED,
-        ACROSS, BLOCKS,
-    )  # fmt: skip
-    tensor_scale = _scale_of(tl.load(amax_ptr + matrix) & 0x7FFFFFFF, 2688.0, 2.0**-117)
-    largest = tl.max(tl.maximum(_magnitude(first), _magnitude(second)), 2, keep_dims=True)
-    relative = tl.div_rn(tl.div_rn(largest.to(tl.float32, bitcast=True), 6.0), tensor_scale)
-    relative = tl.where(relative == relative, tl.maximum(relative, 2.0**-9), float("nan"))
-    code = _to_float8(relative, False, HARDWARE)
-    is_block = (line0 + line < num_across) & (block0 + block < num_blocks)
-    tl.store(scale_ptr + line * s_across + block * s_along, code, mask=is_block)
-    scale = _from_e4m3(code, HARDWARE) * tensor_scale
-    first, second = tl.div_rn(first, scale), tl.div_rn(second, scale)
-    if STOCHASTIC:
-        zero = (pair + line) * 0
-        words = tl.philox(
-            tl.load(seed_ptr), zero + block0.to(tl.int32) * 8 + pair, zero + line0.to(tl.int32) + line,
-            zero + matrix.to(tl.int32), zero,
-        )[0].to(tl.uint32, bitcast=True)  # fmt: skip
-        low, high = (words & 0xFFFF).to(tl.int32), (words >> 16).to(tl.int32)
-        packed = _to_e2m1_stochastic(first, low) | (_to_e2m1_stochastic(second, high) << 4)
-    else:
-        packed = _to_e2m1(first) | (_to_e2m1(second) << 4)
-    tl.store(packed_ptr + line * p_across + pair * p_along, packed.to(tl.uint8), mask=is_block & (pair >= 0))
-
-
-@triton.jit
 def dequantize(
     q_ptr, scale_ptr, amax_ptr, out_ptr, num_rows, num_columns,
     q_row, s_row, s_column, q_matrix, s_matrix, num_tiles,
@@ -363,13 +269,16 @@ def dequantize(
 ):  # fmt: skip
     """The values of quantized matrices, rounded once to the dtype of the output.
 
-    ``KIND`` of scale: ``amax`` (the scale follows from the magnitude of each matrix), ``float32``, ``e8m0``, ``nvfp4``.
+    ``KIND`` of scale: ``amax`` (the scale follows from the magnitude of each matrix), ``float32``,
+    ``e8m0``, ``nvfp4``.
     ``PACKED``: 1 if pairs of rows share a byte, 2 if pairs of columns do.
     """
-    matrix, tile = (tl.program_id(0) // num_tiles).to(tl.int64), tl.program_id(0) % num_tiles
+    matrix = (tl.program_id(0) // num_tiles).to(tl.int64)
+    tile = tl.program_id(0) % num_tiles
     in_row = tl.cdiv(num_columns, COLUMNS)
     row0 = (tile // in_row) * ROWS
-    row, column = row0 + tl.arange(0, ROWS)[:, None], (tile % in_row) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    row = row0 + tl.arange(0, ROWS)[:, None]
+    column = (tile % in_row) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     is_inside = (row < num_rows) & (column < num_columns)
     q_ptr += matrix * q_matrix
     if PACKED == 1:

@@ -1,9 +1,10 @@
 """Weights with a recipe: the products of stock modules, and what plain ``fully_shard`` gathers.
 
-``fully_shard`` gathers flat tensors whose sizes never change. So the planes of a shard are packed into bytes as long as
-the longer direction needs: rowwise data in forward, columnwise in backward. With activation checkpointing and
-``reshard_after_forward=False`` the unsharded parameter gathers the data of the other direction itself, at once.
-Masters whose shards cut blocks are gathered in the compute dtype, and each rank quantizes the whole weight.
+``fully_shard`` gathers flat tensors whose sizes never change. So the planes of a shard are packed
+into bytes as long as the longer direction needs: rowwise data in forward, columnwise in backward.
+With activation checkpointing and ``reshard_after_forward=False`` the unsharded parameter gathers
+the data of the other direction itself, at once. Masters whose shards cut blocks are gathered in the
+compute dtype, and each rank quantizes the whole weight.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .. import _torch_compat as compat
 from .compute import choose_path, warn_once
 from .float8_gemms import Float8GEMMs
 from .planes import Direction, Quantized
-from .recipes import Recipe
+from .recipe import Recipe
 
 aten = torch.ops.aten
 
@@ -41,8 +42,8 @@ class WeightWithRecipe(Tensor):
 
     def dequantize_for(self, direction: Direction) -> Tensor:
         """The quantized weight as an ordinary tensor of this one's dtype."""
-        quantized, direction = self.quantized_for(direction), self.data_direction(direction)
-        return self.recipe.dequantize(quantized, self.shape, direction, self.dtype)
+        quantized = self.quantized_for(direction)
+        return self.recipe.dequantize(quantized, self.shape, self.data_direction(direction), self.dtype)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -57,7 +58,8 @@ class WeightWithRecipe(Tensor):
 def gemms_of(weight: WeightWithRecipe) -> Float8GEMMs | None:
     """How ``F.linear`` multiplies with ``weight``; None to dequantize it."""
     is_native = isinstance(weight, StoredWeight) and weight.is_native
-    return choose_path(weight.recipe, weight.device, weight.shape, weight.dtype, "weight", is_native=is_native).gemms
+    about = (weight.device, weight.shape, weight.dtype)
+    return choose_path(weight.recipe, *about, "weight", is_native=is_native).gemms
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
@@ -90,19 +92,22 @@ class _Linear(torch.autograd.Function):
         ctx: Any, input: Tensor, weight: WeightWithRecipe, bias: Tensor | None, gemms: Float8GEMMs | None
     ) -> Tensor:
         # fully_shard keeps the object and fills it again for backward.
-        ctx.weight, ctx.gemms = weight, gemms
+        ctx.weight = weight
+        ctx.gemms = gemms
         ctx.save_for_backward(input)
         if gemms is None:
             return F.linear(input, weight.dequantize_for(Direction.ROWWISE), bias)
         if input.dtype != weight.dtype:
             raise RuntimeError(
-                f"F.linear expects input and weight of one dtype, but got {input.dtype} and {weight.dtype} for a "
-                f"weight of shape {tuple(weight.shape)}."
+                f"F.linear expects input and weight of one dtype, but got {input.dtype} and "
+                f"{weight.dtype} for a weight of shape {tuple(weight.shape)}."
             )
         operands = gemms.cast_input(input.reshape(-1, input.shape[-1]))
         output = gemms.output(operands, weight.quantized_for(Direction.ROWWISE), weight.dtype)
         output = output.view(*input.shape[:-1], output.shape[-1])
-        return output if bias is None else output + bias
+        if bias is not None:
+            output = output + bias
+        return output
 
     @staticmethod
     @compat.once_differentiable
@@ -112,8 +117,11 @@ class _Linear(torch.autograd.Function):
         gemms: Float8GEMMs | None = ctx.gemms
         weight: WeightWithRecipe = ctx.weight
         grad_MN = grad.reshape(-1, grad.shape[-1])
-        grad_input = grad_weight = None
+        grad_input = None
+        grad_weight = None
+        grad_bias = None
         operands: list[Tensor] = []
+        # Dgrad and wgrad read the same casts.
         if gemms is not None and (needs_input or (needs_weight and not gemms.high_precision_wgrad)):
             operands = gemms.cast_grad(grad_MN)
         if needs_weight:
@@ -121,17 +129,21 @@ class _Linear(torch.autograd.Function):
             if gemms is None or gemms.high_precision_wgrad:
                 grad_weight = grad_MN.t().mm(input_MK)
             else:
-                grad_weight = gemms.grad_weight(gemms.cast_wgrad(grad_MN, input_MK, operands), weight.dtype)
+                for_wgrad = gemms.cast_wgrad(grad_MN, input_MK, operands)
+                grad_weight = gemms.grad_weight(for_wgrad, weight.dtype)
         if needs_input and gemms is None:
             grad_input = grad.matmul(weight.dequantize_for(Direction.COLUMNWISE))
         elif needs_input and gemms is not None:
             quantized = weight.quantized_for(Direction.COLUMNWISE)
             grad_input = gemms.grad_input(operands, quantized, weight.dtype).view(input.shape)
-        return grad_input, grad_weight, grad_MN.sum(0) if needs_bias else None, None
+        if needs_bias:
+            grad_bias = grad_MN.sum(0)
+        return grad_input, grad_weight, grad_bias, None
 
 
 class StoredWeight(WeightWithRecipe):
-    """What ``quantize_`` makes of a parameter: masters with a recipe, or the quantized data itself (``native``)."""
+    """What ``quantize_`` makes of a parameter: masters with a recipe, or the quantized data itself
+    (``native``)."""
 
     is_native: ClassVar[bool] = False
 
@@ -140,7 +152,9 @@ class StoredWeight(WeightWithRecipe):
         raise NotImplementedError
 
     def data_direction(self, direction: Direction) -> Direction:
-        return Direction.ROWWISE if self.is_native else self.recipe.direction(direction)
+        if self.is_native:
+            return Direction.ROWWISE
+        return self.recipe.direction(direction)
 
     def quantized_for(self, direction: Direction, amax: Tensor | None = None) -> Quantized:
         """With ``amax`` the data of a shard, for which that is the statistic of the whole weight."""
@@ -153,30 +167,39 @@ class StoredWeight(WeightWithRecipe):
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], GatherInfo]:
-        """Called by ``fully_shard``: the quantized bytes of this shard; its values in ``param_dtype``, where shards are
-        not alike or cut blocks. NotImplementedError, on all ranks alike, if the weight cannot be gathered."""
-        group, world = mesh.get_group(), mesh.size()
-        if problem := _problem_of_shards(self, outer_size, world):
+        """Called by ``fully_shard``: the quantized bytes of this shard; its values in
+        ``param_dtype``, where shards are not alike or cut blocks. NotImplementedError, on all ranks
+        alike, if the weight cannot be gathered."""
+        group = mesh.get_group()
+        world = mesh.size()
+        problem = _problem_of_shards(self, outer_size, world)
+        if problem:
             if self.ndim != 2 or self.is_native:
                 raise NotImplementedError(problem)
             warn_once(f"{problem} It is gathered unquantized, and each rank quantizes the whole weight.")
             info = GatherInfo(self, outer_size, group.group_name, world, Direction.ROWWISE, None, is_dense=True)
             return (_padded(self, outer_size, world, mp_policy.param_dtype or self.dtype),), info
-        in_backward = compat.current_graph_task_id() != -1
-        direction = self.data_direction(Direction.COLUMNWISE if in_backward else Direction.ROWWISE)
-        info = GatherInfo(self, outer_size, group.group_name, world, direction, self.amax_over(group))
+        direction = Direction.ROWWISE
+        if compat.current_graph_task_id() != -1:  # in backward
+            direction = Direction.COLUMNWISE
+        direction = self.data_direction(direction)
+        amax = self.amax_over(group)
+        info = GatherInfo(self, outer_size, group.group_name, world, direction, amax)
         return (_packed(info, direction),), info
 
     def fsdp_post_all_gather(
         self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Called by ``fully_shard``: a new unsharded parameter, or the present one (``out``) filled again."""
+        """Called by ``fully_shard``: a new unsharded parameter, or the present one (``out``) filled
+        again."""
         (slots,) = all_gather_outputs
+        # The first gather of this parameter.
         if out is None:
             return GatheredWeight(slots, metadata, param_dtype), (slots,)
         local = compat.local_part(out)
         assert isinstance(local, GatheredWeight)
-        local.slots, local.info = slots, metadata
+        local.slots = slots
+        local.info = metadata
         return None
 
 
@@ -196,16 +219,19 @@ def _problem_of_shards(shard: StoredWeight, outer_size: torch.Size, world: int) 
     """Why the quantized data of all shards are not those of the whole weight; empty if they are."""
     if shard.ndim != 2:
         return (
-            f"fully_shard gathers quantized weights with 2 dims, but got one of shape {tuple(outer_size)}. Use "
-            "gtp_shard, or leave the weight out of quantize_."
+            "fully_shard gathers quantized weights with 2 dims, but got one of shape "
+            f"{tuple(outer_size)}. Use gtp_shard, or leave the weight out of quantize_."
         )
-    rows, block = outer_size[0], shard.recipe.block_of(-2, is_native=shard.is_native)
-    if world == 1 or (rows % world == 0 and rows // world % block == 0 and shard.shape[1:] == outer_size[1:]):
+    rows = outer_size[0]
+    block = shard.recipe.block_of(-2, is_native=shard.is_native)
+    has_whole_blocks = rows % world == 0 and rows // world % block == 0
+    if world == 1 or (has_whole_blocks and shard.shape[1:] == outer_size[1:]):
         return ""
     return (
-        f"fully_shard splits a weight of shape {tuple(outer_size)} over {world} ranks into shards that are unequal "
-        f"or not whole {shard.recipe.name} blocks of {block} rows. Let it shard dim 0 with a multiple of "
-        f"{block * world} rows, use gtp_shard, which splits between blocks, or leave the weight out of quantize_."
+        f"fully_shard splits a weight of shape {tuple(outer_size)} over {world} ranks into shards "
+        f"that are unequal or not whole {shard.recipe.name} blocks of {block} rows. Let it shard "
+        f"dim 0 with a multiple of {block * world} rows, use gtp_shard, which splits between "
+        "blocks, or leave the weight out of quantize_."
     )
 
 
@@ -222,9 +248,12 @@ def _packed(info: GatherInfo, direction: Direction) -> Tensor:
     shard = info.shard
     planes = shard.quantized_for(direction, info.amax).planes
     parts = [plane.contiguous().view(torch.uint8).view(-1) for plane in planes]
+    # As long as the longer direction needs: ``fully_shard`` never changes the size.
     length = max(shard.recipe.num_bytes(shard.shape, shard.data_direction(d)) for d in Direction)
     missing = length - sum(part.numel() for part in parts)
-    return torch.cat([*parts, parts[0].new_zeros(missing)] if missing or len(parts) > 1 else parts)
+    if missing:
+        parts.append(parts[0].new_zeros(missing))
+    return torch.cat(parts)
 
 
 def _gather_now(info: GatherInfo, direction: Direction) -> Tensor:
@@ -247,18 +276,27 @@ class GatheredWeight(WeightWithRecipe):
     @staticmethod
     def __new__(cls, slots: Tensor, info: GatherInfo, dtype: torch.dtype) -> GatheredWeight:
         result = compat.wrapper_tensor(cls, slots, info.shape, dtype)
-        result.recipe, result.slots, result.info = info.shard.recipe, slots, info
+        result.recipe = info.shard.recipe
+        result.slots = slots
+        result.info = info
         return result
 
     def data_direction(self, direction: Direction) -> Direction:
         return self.info.shard.data_direction(direction)
 
     def quantized_for(self, direction: Direction) -> Quantized:
-        info, direction = self.info, self.data_direction(direction)
-        if info.is_dense:  # ``fully_shard`` has put them in order, also where dim 1 is cut; rows may be padded
-            return self.recipe.quantize(self.slots.view(-1, self.shape[1])[: self.shape[0]], direction)
-        slots = self.slots if direction is info.direction else _gather_now(info, direction)
-        by_rank, planes, start = slots.view(info.world, -1), [], 0
+        info = self.info
+        direction = self.data_direction(direction)
+        if info.is_dense:
+            # ``fully_shard`` has put them in order, also where dim 1 is cut; rows may be padded.
+            values = self.slots.view(-1, self.shape[1])[: self.shape[0]]
+            return self.recipe.quantize(values, direction)
+        slots = self.slots
+        if direction is not info.direction:
+            slots = _gather_now(info, direction)
+        by_rank = slots.view(info.world, -1)
+        planes = []
+        start = 0  # of the next plane in the bytes of a rank
         for spec in self.recipe.planes(direction):
             shape = spec.shape(info.shard.shape)
             nbytes = shape.numel() * spec.dtype.itemsize

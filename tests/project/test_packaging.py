@@ -95,7 +95,7 @@ def test_the_only_runtime_dependency_is_torch() -> None:
     }
     # Triton comes with torch for GPUs; without it torch's ops run. Each library of an integration has an extra.
     optional = {
-        *((f"triton_{name}.py", "triton") for name in ("casts", "kernels", "arithmetic", "addends")),
+        *((f"triton_{name}.py", "triton") for name in ("casts", "kernels", "nvfp4", "arithmetic", "addends")),
         *((f"{name}.py", name) for name in ("accelerate", "lightning", "torchtitan", "transformers")),
         *(("transformers.py", "accelerate"), ("user_model.py", "transformers")),
     }
@@ -111,7 +111,7 @@ def test_optional_modules_are_imported_where_they_can_be_missed() -> None:
         if isinstance(node, ast.ImportFrom) and not isinstance(statement, ast.FunctionDef | ast.ClassDef)
         if any("triton" in name for name in (node.module or "", *(alias.name for alias in node.names)))
     }
-    assert importers == {"triton_casts.py", "triton_kernels.py"}
+    assert importers == {"triton_casts.py", "triton_kernels.py", "triton_nvfp4.py"}
 
 
 def imported_modules(node: ast.AST) -> list[str]:
