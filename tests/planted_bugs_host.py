@@ -51,7 +51,7 @@ HOST = {
             "test_errors_later.py::TestRefusalsLater::test_names_reach_no_terminal"),
     "names of modules reach the terminal in reports":
         Bug("sharding_report", replace("printable", "str"),
-            "test_report_page.py::TestPage::test_names_reach_no_terminal"),
+            "test_plan_report.py::TestPage::test_names_reach_no_terminal"),
     "a save behind training writes into the checkpoint":
         Bug("async_save", replace("_Writer(path, keep)", "FileSystemWriter(path)"), "test_a_rank_is_killed"),
 }

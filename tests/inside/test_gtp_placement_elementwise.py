@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from common import fake_world
+from counting import noted
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -262,17 +263,11 @@ WAYS: list[dict[str, bool]] = [{"foreach": False}, {"foreach": True}, {"fused": 
 
 
 @pytest.fixture
-def searched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def searched() -> Iterator[list[str]]:
     """The ops for which torch has searched."""
     ops: list[str] = []
-    stock = ShardingPropagator._wrap_with_op_strategy
-
-    def search_and_note(self: ShardingPropagator, schema: OpSchema) -> OpSchema:
-        ops.append(str(schema.op))
-        return stock(self, schema)
-
-    monkeypatch.setattr(ShardingPropagator, "_wrap_with_op_strategy", search_and_note)
-    return ops
+    with noted(ShardingPropagator, "_wrap_with_op_strategy", lambda self, schema: ops.append(str(schema.op))):
+        yield ops
 
 
 def dtensor(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> DTensor:
