@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from common import fake_mesh, fake_world
+from model_cases import CASES, VOCABULARY
 from torch.distributed.tensor import DTensor
 from torchvision_ops import define_missing
 
@@ -116,24 +117,13 @@ def test_blocks_of_transformers(model_type: str) -> None:
     """Version 5 stores experts fused; the whole model runs, its routers and shared experts as they are."""
     define_missing()
     transformers = pytest.importorskip("transformers", reason="needs transformers: pip install '.[transformers]'")
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
-    heads = {"num_key_value_heads": 2, "vocab_size": 31, "max_position_embeddings": 16}
-    own = {
-        "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-        "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 4},
-        "deepseek_v3": {
-            "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_group": 2, "topk_group": 1,
-            "first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "v_head_dim": 4,
-            "qk_nope_head_dim": 4, "num_key_value_heads": 4,
-        },
-    }[model_type]  # fmt: skip
-    config = transformers.AutoConfig.for_model(model_type, **{**sizes, **heads, **own})
     torch.manual_seed(0)
-    config._experts_implementation = "eager"  # its grouped kernel knows no float64
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    options = {"n_group": 2} if model_type == "deepseek_v3" else {}
+    # The grouped kernel of transformers knows no float64.
+    model = CASES[model_type].make(experts_implementation="eager", **options).double()
     if not any("gate_up_proj" in name for name, _ in model.named_parameters()):
         pytest.skip(f"transformers {transformers.__version__} stores experts one by one")
-    tokens = torch.randint(31, (2, 9))
+    tokens = torch.randint(VOCABULARY, (2, 9))
     converted = group_experts_(copy.deepcopy(model))
     torch.testing.assert_close(converted(tokens).logits, model(tokens).logits)
     same_gradients(model, converted, "fused", lambda module: module(tokens, labels=tokens).loss)

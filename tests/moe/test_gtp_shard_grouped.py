@@ -1,21 +1,26 @@
-"""``GroupedLinear`` under ``gtp_shard``: experts routed on the device, expert parallelism, meshes of their own.
+"""``GroupedLinear`` under ``gtp_shard`` and stock ``fully_shard``: experts routed on the device, meshes of their own,
+checkpoints on other layouts.
 
 The reference is one process with the same layer on the concatenated rows.
 """
 
 import copy
 import itertools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
-from common import ALL, GlooTest, assert_same_params, check_training, full, rows_of_rank
+from common import ALL, GlooTest, assert_same_params, check_training, full, rows_of_rank, shared_directory
+from fsdp_common import dp_gtp
 from runtime_common import counted, num_gathers
 from schedules import explicit
-from torch.distributed.tensor import Replicate
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import GTPShard, MixedPrecisionPolicy, gtp_shard, quantize_, sharding_report
@@ -252,3 +257,74 @@ class TestGrouped(GlooTest):
         with counted() as counts, self.assertRaisesRegex(ValueError, r"at most the 3 rows of x.*\[1, 1, 1, 1\]"):
             model.up(torch.zeros(3, WIDTH), torch.ones(4, dtype=torch.int64))
         self.assertEqual(sum(counts()), 0)
+
+
+WIDE = 64
+SPLITS = torch.tensor([3, 0, 4, 1])
+
+
+class Layer(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.up = GroupedLinear(GROUPS, WIDE, 32, **options)
+
+    def forward(self, x: torch.Tensor, splits: torch.Tensor) -> torch.Tensor:
+        return self.up(x, splits)
+
+
+class TestGroupedUnderFullyShard(GlooTest):
+    def layouts(self) -> dict[str, Callable[[nn.Module], nn.Module]]:
+        mesh, two = self.gtp_mesh(), dp_gtp()
+        by_rows = partial(fully_shard, mesh=mesh, shard_placement_fn=lambda param: Shard(min(param.ndim - 1, 1)))
+        whole_groups = {"shard_placement_fn": lambda param: GTPShard(0) if param.ndim == 3 else None}
+        return {
+            "fully_shard": partial(fully_shard, mesh=mesh),
+            "fully_shard, rows": by_rows,
+            "gtp": partial(gtp_shard, mesh=mesh, schedule=ALL),
+            "whole experts": partial(gtp_shard, mesh=mesh, schedule=ALL, **whole_groups),
+            "gtp, two ranks": partial(gtp_shard, mesh=two["gtp"], schedule=ALL),
+            "both": lambda model: fully_shard(gtp_shard(model, two["gtp"], schedule=ALL), mesh=two["dp"]),
+            "one process": lambda model: model,
+        }
+
+    def test_training_equals_one_process(self) -> None:
+        cases = ("fully_shard", {}), ("fully_shard", {"single_grouped_weight": False}), ("fully_shard, rows", {})
+        for name, options in cases:
+            torch.manual_seed(0)
+            check_training(
+                Layer(**options),
+                self.layouts()[name],
+                self.gtp_mesh(),
+                lambda generator: torch.randn(32, WIDE, generator=generator),
+                lambda model, x: torch.stack([model(rows, SPLITS).square().mean() for rows in x.split(8)]).mean(),
+            )
+
+    @pytest.mark.long
+    def test_checkpoints_change_no_bit(self) -> None:
+        """From each layout to each: masters, and what the layer computes with its planes of 8 bits."""
+        layouts = self.layouts()
+        quantized = ("gtp", "whole experts", "gtp, two ranks")
+        x = torch.randn(8, WIDE)
+        for source, shard in layouts.items():
+            torch.manual_seed(1)
+            saved = Layer()
+            expected = copy.deepcopy(saved).state_dict()
+            saved = shard(saved)
+            with shared_directory() as path:
+                dcp.save(saved.state_dict(), checkpoint_id=path)
+                outputs = []
+                for target, other in layouts.items():
+                    torch.manual_seed(2)
+                    model: nn.Module = Layer()
+                    if target in quantized:
+                        quantize_(model, "mxfp8", filter_fn=lambda module, name: hasattr(module, "num_groups"))
+                    model = other(model)
+                    state = model.state_dict()
+                    dcp.load(state, checkpoint_id=path)
+                    model.load_state_dict(state)
+                    for name, value in model.state_dict().items():
+                        self.assertEqual(full(value), expected[name], rtol=0, atol=0, msg=f"{source} to {target}")
+                    if target in quantized:
+                        outputs.append(model(x, SPLITS))
+                for output in outputs[1:]:
+                    self.assertEqual(output, outputs[0], rtol=0, atol=0)
