@@ -1,7 +1,7 @@
-"""``gtp_shard`` beside other data parallelism, and what may not go around it.
+"""``gtp_shard`` beside other data parallelism, with two more at once, and what may not go around it.
 
-Each test is a cell of the support matrix: supported cells are compared with one process, others are refused before
-anything has changed, with the remedy.
+Each test is a cell of the support matrix: supported cells are compared with one process, as is what they have saved;
+others are refused before anything has changed, with the remedy.
 """
 
 import unittest
@@ -13,11 +13,27 @@ import torch
 import torch.nn as nn
 from checkpoint_common import PLAIN, momentum, topology
 from common import ALL, GlooTest, fake_mesh
-from fsdp_common import Model, both, check_resumes, dp_gtp, make, mesh_of, tensor_parallel, wrap
+from fsdp_common import (
+    Model,
+    both,
+    check,
+    check_resumes,
+    dp_gtp,
+    make,
+    make_seeded,
+    mesh_of,
+    next_token_loss,
+    tensor_parallel,
+    three_axes,
+    wrap,
+)
+from quant_common import compile_layers
+from torch._dynamo.utils import counters
 from torch.distributed._composable import replicate as replicate_by_ddp
 from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dtensor_gtp import GTPModule, GTPShard, gtp_shard
@@ -230,3 +246,71 @@ class TestRefused(unittest.TestCase):
         gtp_shard(model, mesh["replicate", "gtp"], schedule=ALL)
         with self.assertRaisesRegex(NotImplementedError, "FSDP only supports 1D TP/EP or 2D EP"):
             fully_shard(model, mesh=mesh["dp"])
+
+
+class TestCompositions(GlooTest):
+    def test_compiled_blocks_inside_of_fully_shard(self) -> None:
+        """One graph for all blocks, without a break."""
+        torch._dynamo.reset()
+        counters.clear()
+        check(make(), lambda m: compile_layers(both(dp_gtp())(m)), dp_gtp(), num_microbatches=2, steps=1)
+        self.assertEqual(counters["stats"]["unique_graphs"], 1)
+        self.assertFalse(counters["graph_break"])
+
+    def test_compiled_blocks_with_replicas(self) -> None:
+        """By a wrapper, which adds to the names of parameters, as that of checkpoints does inside of it."""
+        mesh = self.hsdp_mesh()
+
+        def shard(model: Any, is_compiled: bool) -> nn.Module:
+            if not is_compiled:
+                wrap_layers(model, checkpoint_wrapper)
+            gtp_shard(model, mesh, schedule=ALL)
+            if is_compiled:
+                wrap_layers(model, partial(torch.compile, backend="aot_eager", fullgraph=True))
+            return model
+
+        def wrap_layers(model: Any, wrapper: Callable[[nn.Module], nn.Module]) -> None:
+            for index, layer in enumerate(model.layers):
+                model.layers[index] = wrapper(layer)
+
+        torch._dynamo.reset()
+        counters.clear()
+        for is_compiled in (True, False):
+            check_resumes([topology(partial(shard, is_compiled=is_compiled), mesh), PLAIN])
+        self.assertFalse(counters["graph_break"])
+
+    def test_hsdp_outside(self) -> None:
+        mesh = mesh_of((2, 1, 2), ("outer", "middle", "gtp"))
+        check_resumes([topology(both(mesh, outer=("outer", "middle")), mesh), PLAIN])
+
+    def test_frozen_weights(self) -> None:
+        """A base of which the norms and one layer train."""
+        mesh = self.gtp_mesh()
+
+        def frozen(seed: int) -> nn.Module:
+            model = make_seeded(seed)
+            model.requires_grad_(False)
+            for module in (model.norm, model.layers[0].norm, model.layers[1].up):
+                module.requires_grad_(True)
+            return model
+
+        shard = partial(gtp_shard, mesh=mesh, schedule=ALL)
+        check_resumes([topology(shard, mesh), PLAIN], make_model=frozen)
+
+    def test_tensor_parallel_in_mixed_precision(self) -> None:
+        """Reduced in fp32, the gradients are as close as bf16 compute allows; parameters stay fp32."""
+        policy = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+        gtp_tp, dp_gtp_tp = mesh_of((2, 2), ("gtp", "tp")), mesh_of((2, 1, 2), ("dp", "gtp", "tp"))
+
+        def two_axes(model: nn.Module) -> nn.Module:
+            tensor_parallel(model, gtp_tp["tp"])
+            return gtp_shard(model, gtp_tp["gtp"], schedule=ALL, **policy)
+
+        def loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+            return next_token_loss(model, tokens).float()
+
+        inside, outside = three_axes(dp_gtp_tp, gtp=policy), three_axes(dp_gtp_tp, **policy)
+        two = dp_gtp_tp["dp", "gtp"]
+        for shard, data in ((two_axes, gtp_tp["gtp"]), (inside, two), (outside, two)):
+            model = check(make().float(), shard, data, loss_fn=loss, tolerance={"rtol": 0.05, "atol": 4e-3})
+            self.assertEqual({param.dtype for param in model.parameters()}, {torch.float32})
