@@ -3,6 +3,7 @@ refused."""
 
 from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, GlooTest, assert_same_params, check_training, fake_mesh, rows_of_rank
+from runtime_common import square_loss
 from schedules import explicit
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -56,8 +58,8 @@ class TestMeshes(GlooTest):
                 lambda m, s=schedule: gtp_shard(m, gtp, schedule=s, shard_placement_fn=lambda p: answers.get(p.shape)),
                 gtp,
                 lambda generator: torch.randn(8, 3, WIDTH, generator=generator),
-                lambda m, x: m(x).square().mean(),
-                make_optimizer=lambda params: torch.optim.SGD(params, lr=0.3),  # keys' bias has a gradient of about 0
+                square_loss,
+                make_optimizer=partial(torch.optim.SGD, lr=0.3),  # keys' bias has a gradient of about 0
             )
         on_hsdp = (Replicate(), GTPShard(0)), (Replicate(), GTPShard(1)), (Replicate(), GTPShard(1))
         named = dict(model.named_parameters())
@@ -150,8 +152,8 @@ class TestAllReduceHook(GlooTest):
                 lambda m, o=options: shard(m, shard_placement_fn=lambda p: dims.get(tuple(p.shape)), **o),
                 mesh,
                 lambda generator: torch.randn(16, 3, WIDTH, generator=generator),
-                lambda m, x: m(x).square().mean(),
-                make_optimizer=lambda params: torch.optim.SGD(params, lr=0.3),
+                square_loss,
+                make_optimizer=partial(torch.optim.SGD, lr=0.3),
                 num_microbatches=2,
                 tolerance={"rtol": 1e-1, "atol": 5e-3} if "mp_policy" in options else None,
             )

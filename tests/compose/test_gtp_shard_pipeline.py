@@ -95,14 +95,8 @@ def shard_each(parts: list[nn.Module], mesh: Any) -> None:
 
 
 class Pipeline:
-    """The parts of this rank, sharded, under a schedule.
-
-    Args:
-        mesh: Of axes pp, dp and gtp unless given.
-        batch_of: Inputs and targets by the number of the step.
-        shard: Shards the parts of this rank over the mesh.
-        options: Passed to the schedule.
-    """
+    """The parts of this rank, which ``shard`` has sharded over ``mesh`` (of axes pp, dp and gtp unless given), under a
+    schedule with ``options``. ``batch_of`` has inputs and targets by the number of the step."""
 
     def __init__(
         self,
@@ -174,13 +168,7 @@ def train(
     add_grads: Callable[[], None] = lambda: None,
     after_step: Callable[[], None] = lambda: None,
 ) -> None:
-    """Train both; gradients, parameters and evaluation must agree.
-
-    Args:
-        loss_fn: Of the reference.
-        add_grads: Called before gradients are compared.
-        after_step: Called after the schedule's step.
-    """
+    """Train both; gradients, to which ``add_grads`` may add, parameters and evaluation must agree."""
     mine, theirs = (torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9) for model in (pipeline, reference))
     for step in range(steps):
         inputs, targets = pipeline.batch_of(step)
@@ -197,11 +185,8 @@ def train(
 
 
 def check_reload(pipeline: Pipeline, reference: nn.Sequential, **options: Any) -> None:
-    """What is saved from the stages loads into other stages, which train on, and into a whole model over another mesh.
-
-    Args:
-        options: Of the other stages.
-    """
+    """What is saved from the stages loads into others, with ``options``, which train on, and into a whole model over
+    another mesh."""
     layout = pipeline.layout
     again = Pipeline(layout, make_parts(layout.num_parts, seed=1), **options)
     whole = gtp_shard(make_parts(layout.num_parts, seed=2), _mesh((4,), ("gtp",)), schedule=ALL)
@@ -303,8 +288,7 @@ class TestPipeline(GlooTest):
             before = pipeline.gathers()
 
             def is_gathered_once(pipeline: Pipeline = pipeline, before: dict[str, int] = before) -> None:
-                used = {name: n - before[name] for name, n in pipeline.gathers().items()}
-                self.assertEqual(used, dict.fromkeys(before, 1))
+                self.assertEqual(pipeline.gathers(), {name: number + 1 for name, number in before.items()})
                 before.update(pipeline.gathers())
 
             train(pipeline, reference, after_step=is_gathered_once)
@@ -379,13 +363,12 @@ class TestPipeline(GlooTest):
             schedule.step(inputs.chunk(2)[rank])
         else:
             schedule.step(target=targets.chunk(2)[rank])
-        expected = dict(reference.named_parameters())
-        for name, param in part.named_parameters():
-            torch.testing.assert_close(full(param.grad), expected[name].grad)
         for model in (part, reference):
             torch.optim.SGD(model.parameters(), lr=0.2).step()
         for name, param in part.named_parameters():
-            torch.testing.assert_close(full(param), expected[name])
+            expected = reference.get_parameter(name)
+            torch.testing.assert_close(full(param.grad), expected.grad)
+            torch.testing.assert_close(full(param), expected)
 
     def test_fully_shard_outside(self) -> None:
         def shard(parts: list[nn.Module], mesh: Any) -> None:
