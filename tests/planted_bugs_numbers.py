@@ -6,7 +6,7 @@ from planted_bugs_changes import argument, assign, drop, flip, never, replace, r
 from planted_bugs_type import Bug
 
 GROUPS = "test_gtp_shard_groups.py::TestGroups"
-QUANTIZED_GROUPS = "test_quantized_groups.py::TestQuantizedGroups"
+QUANTIZED_GROUPS = "test_quantized_gather.py::TestQuantizedGroups"
 WRITES, KEEPS = "test_writes_to_shards_are_quantized_anew", "test_what_keeps_float8_gemms_and_few_bytes"
 RECIPES = "test_quant_cast.py::TestRecipes"
 ONE_AXIS = "test_quantized_matrix.py::TestOneAxis"
@@ -71,9 +71,11 @@ NUMBERS = {
         replace("Direction.COLUMNWISE", "Direction.ROWWISE"),
         f"{RECIPES}::test_equal_their_definitions",
     ),
-    "columnwise data are those of forward": Bug("_direction", returns("Direction.ROWWISE"), "test_gtp_on_dim_1"),
+    "columnwise data are those of forward": Bug(
+        "_direction", returns("Direction.ROWWISE"), f"{ONE_AXIS}::test_r19_gtp"
+    ),
     "backward reads the rowwise data": Bug(
-        "ShardedWeight.set_wire", assign("self.for_backward", "self.for_forward"), "test_gtp_on_dim_1"
+        "ShardedWeight.set_wire", assign("self.for_backward", "self.for_forward"), f"{ONE_AXIS}::test_r19_gtp"
     ),
     "largest e4m3 is that of another format": Bug(
         "cast:E4M3_MAX", replace("448.0", "240.0"), f"{RECIPES}::test_equal_their_definitions"
