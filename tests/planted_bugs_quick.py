@@ -9,7 +9,7 @@ from planted_bugs import BUGS
 
 _OF_ONE_PROCESS = """
     addends capture_step checkpoint_planes copy_engine digest dtensor_threads elastic_handover elastic_plan
-    elastic_regroup elastic_transfer float8_gemms gtp_placement_ops guesses master_optimizer mesh mesh_start
+    elastic_regroup elastic_transfer float8_gemms gtp_placement_ops guesses mesh mesh_start
     native_storage placement planner_calibrate planner_search planner_simulation planner_user_tp quant_cast quantize
     random_casts report_page report_text schedule
 """
