@@ -9,9 +9,9 @@ from planted_bugs import BUGS
 
 _OF_ONE_PROCESS = """
     addends agreement capture_step copy_engine dtensor_threads elastic_handover elastic_plan elastic_regroup
-    elastic_transfer float8_gemms gtp_placement_ops load_messages master_optimizer mesh mesh_start native_storage
-    placement plan_report planner_calibrate planner_search planner_simulation planner_user_tp quant_cast quantize
-    random_casts report_text schedule
+    elastic_transfer float8_gemms gtp_placement_ops load_messages mesh mesh_start native_storage placement plan_report
+    planner_calibrate planner_search planner_simulation planner_user_tp quant_cast quantize random_casts report_text
+    schedule
 """
 _OF_RANKS = """
     debugging_aids errors gtp_shard_fsdp gtp_shard_gradients gtp_shard_groups gtp_shard_guesses gtp_shard_norms

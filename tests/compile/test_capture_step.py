@@ -48,8 +48,7 @@ class TestCaptureStep:
 
     def test_other_shapes_and_values_get_graphs_of_their_own(self) -> None:
         setting = Setting()
-        step = setting.captured()
-        setting.check_steps(step, 5)
+        step = setting.captured(steps=5)
         del setting.recorder.events[:]
         for seed, num in enumerate((6, 4, 6, 6, 4)):
             setting.check(step, rows(seed, num))
@@ -62,8 +61,7 @@ class TestCaptureStep:
 
     def test_no_more_graphs_than_allowed(self, caplog: pytest.LogCaptureFixture) -> None:
         setting = Setting()
-        step = setting.captured(max_graphs=1)
-        setting.check_steps(step, 4)
+        step = setting.captured(max_graphs=1, steps=4)
         setting.check_steps(step, 3, num_rows=6)
         assert step.num_graphs == 1
         assert setting.recorder.events[-3:] == ["eager"] * 3
@@ -104,8 +102,7 @@ class TestCaptureStep:
     def test_gradients_in_flight_are_refused(self) -> None:
         """A graph would leave them for a later step; eager code adds them."""
         setting = Setting()
-        step = setting.captured(warmup_steps=2)
-        setting.check_steps(step, 2)
+        step = setting.captured(warmup_steps=2, steps=2)
         for when in ("recorded", "replayed"):
             setting.model.set_is_last_backward(False)
             setting.model(rows(5)).square().mean().backward()
@@ -179,8 +176,7 @@ class TestCaptureStep:
 
     def test_autocast_around_a_step_is_seen(self) -> None:
         setting = Setting()
-        step = setting.captured()
-        setting.check_steps(step, 5)
+        step = setting.captured(steps=5)
         with torch.autocast("cpu", BF16):
             setting.check(step, rows(5))
         setting.check(step, rows(6))
@@ -188,8 +184,7 @@ class TestCaptureStep:
 
     def test_baked_in_hyperparameters_must_stay(self) -> None:
         setting = Setting()
-        step = setting.captured()
-        setting.check_steps(step, 4)
+        step = setting.captured(steps=4)
         group = setting.optimizers[1].param_groups[0]
         # The tensor is on the CPU: read when it is recorded.
         for value, match in ((0.05, "0.05 since the step was recorded"), (torch.tensor(0.1), "0.1000000")):
@@ -205,8 +200,7 @@ class TestCaptureStep:
 
     def test_weights_that_stay_gathered_are_refused(self) -> None:
         setting = Setting()
-        step = setting.captured()
-        setting.check_steps(step, 3)
+        step = setting.captured(steps=3)
         setting.model.unshard()
         with pytest.raises(RuntimeError, match=r"unshard\(\) keeps 3 of them \('0.weight', ...\)"):
             step(rows(0))

@@ -213,16 +213,13 @@ class TestOptimizers:
             step(rows(seed))
         assert setting.recorder.events[-1] == "replay"
         setting.model.zero_grad()
-        for name, value in (
-            ("lr", torch.tensor(0.2, device="meta")),
-            ("betas", (torch.tensor(0.9, device="meta"), 0.95)),
-        ):
-            before, group[name] = group[name], value
-            with pytest.raises(
-                RuntimeError, match=rf"AdamW's {name} has changed .* since the step .* fill it in place"
-            ):
+        before = dict(group)
+        for name, value in (("lr", torch.tensor(0.2, device="meta")), ("betas", (before["lr"], 0.95))):
+            group[name] = value
+            match = rf"AdamW's {name} has changed .* since the step .* fill it in place"
+            with pytest.raises(RuntimeError, match=match):
                 step(rows(0))
-            group[name] = before
+            group[name] = before[name]
         step(rows(0))
 
     def test_a_step_that_raised_does_not_count(self) -> None:
@@ -350,19 +347,19 @@ class TestAroundTheShardedModule:
     def test_parameters_that_nobody_manages_are_seen_to_change(self) -> None:
         both = beside()
         step = both.captured()
-        replaced = [nn.Parameter(torch.full((12,), 0.5)) for _ in range(2)]
+        models = (both.plain, both.model)
 
         def move() -> None:
             both.model.head.weight.data = both.model.head.weight.detach().clone()
 
         def replace() -> None:
-            for model, optimizer, param in zip((both.plain, both.model), both.optimizers, replaced, strict=True):
-                params = optimizer.param_groups[0]["params"]
+            for model, optimizer in zip(models, both.optimizers, strict=True):
+                params, param = optimizer.param_groups[0]["params"], nn.Parameter(torch.full((12,), 0.5))
                 params[[p is model.head.bias for p in params].index(True)] = model.head.bias = param
 
         for change in (
-            lambda: [model.head.weight.requires_grad_(False) for model in (both.plain, both.model)],
-            lambda: [model.head.weight.requires_grad_() for model in (both.plain, both.model)],
+            lambda: [model.head.weight.requires_grad_(False) for model in models],
+            lambda: [model.head.weight.requires_grad_() for model in models],
             move,
             replace,
         ):
@@ -374,8 +371,7 @@ class TestAroundTheShardedModule:
 
     def test_a_table_that_grows_is_not_read_where_it_was(self) -> None:
         both = beside()
-        step = both.captured()
-        both.check_steps(step, 5)
+        step = both.captured(steps=5)
         both.check(step, rows(5, 6))
         assert step.num_graphs == 0, "the graph of four rows reads a table that is gone"
         for seed in range(3):

@@ -6,7 +6,6 @@ passes that remove and merge ops. Inductor itself compiles one tiny block.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,17 +14,16 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import ALL, GlooTest, assert_same_params, environment, full, rows_of_rank
-from runtime_common import Raw, gathers, shard_copy
+from common import ALL, GlooTest, check_training, environment
+from runtime_common import Raw, check_step, gathers, make_rows, shard_copy, square_loss, square_step, token_step
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from dtensor_gtp import gtp_shard
+from dtensor_gtp import GTPModule, gtp_shard
 
 DIM = 8
 VOCABULARY = 13
-
 
 GEMMS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 RECOMPUTE = {"use_reentrant": False}
@@ -92,10 +90,6 @@ def next_token_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def mean_square(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    return model(tokens).float().square().mean()
-
-
 def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     """Unlike AdamW it does not blow up the last bit of a gradient near zero."""
     return torch.optim.SGD(params, lr=0.5)
@@ -116,6 +110,17 @@ def compile_blocks(model: Any, style: Callable[..., Any] = in_place, **options: 
     return model
 
 
+def by_function(function: Callable[[Any, torch.Tensor], torch.Tensor]) -> Any:
+    """The loss of what a function makes of a model and tokens, compiled where the model is sharded."""
+    compiled = wrapped(function)
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        call = compiled if isinstance(model, GTPModule) else function
+        return next_token_loss(partial(call, model), batch)
+
+    return loss
+
+
 class TestCompile(GlooTest):
     world_size = 2
 
@@ -133,44 +138,22 @@ class TestCompile(GlooTest):
     def train(
         self,
         reference: nn.Module,
-        compile_parts: Callable[[nn.Module], nn.Module],
+        compile_parts: Callable[[nn.Module], nn.Module] = lambda model: model,
         loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] = next_token_loss,
+        *,
+        compile_first: bool = False,
         steps: int = 2,
         tolerance: dict[str, float] | None = None,
-        compile_first: bool = False,
         **options: Any,
     ) -> Any:
-        """Compare a copy, sharded and compiled, with the reference. The wrapper of ``torch.compile(block)`` adds to the
-        names of parameters, so they are compared in order."""
-        model = copy.deepcopy(reference)
-        if compile_first:
-            compile_parts(model)
-        gtp_shard(model, self.gtp_mesh(), schedule=ALL, **options)
-        used = model if compile_first else compile_parts(model)
-        optimizers = [sgd(list(module.parameters())) for module in (reference, model)]
-        for step in range(steps):
-            batch = tokens_of(torch.Generator().manual_seed(step))
-            loss(reference, batch).backward()
-            loss(used, rows_of_rank(batch, self.gtp_mesh())).backward()
-            self.compare(model, reference, lambda param: param.grad, **tolerance or {})
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            self.compare(model, reference, lambda param: param, **tolerance or {})
-        return model
+        def shard(model: nn.Module) -> nn.Module:
+            if compile_first:
+                compile_parts(model)
+            gtp_shard(model, self.gtp_mesh(), schedule=ALL, **options)
+            return model if compile_first else compile_parts(model)
 
-    def compare(self, model: nn.Module, reference: nn.Module, get: Callable[[Any], Any], **tolerance: float) -> None:
-        for mine, (name, theirs) in zip(model.parameters(), reference.named_parameters(), strict=True):
-            a, b = get(mine), get(theirs)
-            assert (a is None) == (b is None), name
-            if a is not None:
-                torch.testing.assert_close(full(a), b, msg=lambda m, n=name: f"{n}: {m}", **tolerance)
-
-    def gradients_agree(self, reference: Any, model: Any, batch: torch.Tensor, loss: Any = next_token_loss) -> None:
-        for module, rows in ((reference, batch), (model, rows_of_rank(batch, self.gtp_mesh()))):
-            module.zero_grad()
-            loss(module, rows).backward()
-        assert_same_params(model, reference, "grad")
+        how: Any = {"make_optimizer": sgd, "steps": steps, "tolerance": tolerance}
+        return check_training(reference, shard, self.gtp_mesh(), tokens_of, loss, **how)
 
     def gathers_of_a_step(self, model: nn.Module) -> dict[str, int]:
         """Of the weights of each layer; blocks are alike."""
@@ -202,11 +185,7 @@ class TestCompile(GlooTest):
 
     def test_compiled_function_around_the_model(self) -> None:
         """No frame is around it: weights are gathered on demand."""
-
-        def compile_function(model: nn.Module) -> Any:
-            return torch.compile(lambda tokens: model(tokens), backend="aot_eager", fullgraph=True)
-
-        model = self.train(self.fresh(), compile_function)
+        model = self.train(self.fresh(), loss=by_function(lambda model, tokens: model(tokens)))
         self.assert_graphs(1)
         model.requires_grad_(False)
         with self.assertRaisesRegex(RuntimeError, r"'embedding.weight' was frozen or unfrozen .* Compile the module"):
@@ -214,11 +193,8 @@ class TestCompile(GlooTest):
 
     def test_compiled_function_of_parts_of_the_model(self) -> None:
         """No call of ours is around them, and types are exact while the compiler traces them."""
-
-        def compile_function(model: Any) -> Any:
-            return wrapped(lambda tokens: model.head(model.layers[0](model.embedding(tokens))))
-
-        model = self.train(self.fresh(partial(Model, 1)), compile_function)
+        of_parts = by_function(lambda model, tokens: model.head(model.layers[0](model.embedding(tokens))))
+        model = self.train(self.fresh(partial(Model, 1)), loss=of_parts)
         assert type(model.layers[0]) is Block
         assert type(model.head) is nn.Linear
         self.assert_graphs(1)
@@ -228,7 +204,7 @@ class TestCompile(GlooTest):
     def test_one_weight_used_twice_with_equal_gradients(self) -> None:
         """AOTAutograd merges equal ops, and Inductor drops what it takes for ops without effect."""
         for backend in ("aot_eager", "inductor"):
-            self.train(self.fresh(UsesTwice), partial(in_place, backend=backend), mean_square, steps=1)
+            self.train(self.fresh(UsesTwice), partial(in_place, backend=backend), square_loss, steps=1)
 
     @pytest.mark.soak
     def test_inductor_on_blocks_and_recomputation(self) -> None:
@@ -280,22 +256,21 @@ class TestCompile(GlooTest):
 
     # --- precision, shapes, modes -------------------------------------------------------------------------------------
 
-    def test_mixed_precision(self) -> None:
+    def test_mixed_precision_and_autocast(self) -> None:
         """Also of a whole model, whose frame is opened outside of the compiled code: prefetching, casts and the order
         of backward work."""
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        self.train(self.fresh(), compile_blocks, mp_policy=policy, tolerance=BF16)
-        self.assert_graphs(1)
-        policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
-        self.train(self.fresh(), wrapped, mp_policy=policy, tolerance=BF16)
-        self.assert_graphs(1)
 
-    def test_autocast(self) -> None:
-        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        def autocast_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 return next_token_loss(model, batch)
 
-        self.train(self.fresh(), compile_blocks, loss, tolerance=BF16, steps=1)
+        for compile_parts, policy, loss in (
+            (compile_blocks, MixedPrecisionPolicy(torch.bfloat16, torch.float32), next_token_loss),
+            (wrapped, MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32), next_token_loss),
+            (compile_blocks, MixedPrecisionPolicy(), autocast_loss),
+        ):
+            self.train(self.fresh(), compile_parts, loss, mp_policy=policy, tolerance=BF16)
+            self.assert_graphs(1)
 
     def test_dynamic_shapes(self) -> None:
         """A second length compiles once more, any further one not at all."""
@@ -303,7 +278,8 @@ class TestCompile(GlooTest):
             reference = self.fresh()
             model = compile_blocks(shard_copy(reference, self.gtp_mesh()), **options)
             for length in (4, 7, 10):  # none as long as a rank's batch: the compiler would take them for one
-                self.gradients_agree(reference, model, tokens_of(torch.Generator().manual_seed(length), length))
+                tokens = tokens_of(torch.Generator().manual_seed(length), length)
+                check_step(reference, model, self.gtp_mesh(), tokens, token_step)
             self.assert_graphs(num_graphs)
 
     def test_evaluation(self) -> None:
@@ -318,14 +294,20 @@ class TestCompile(GlooTest):
 
     # --- frozen, modified, not asked for ------------------------------------------------------------------------------
 
-    def test_frozen_weights_and_later_unfreezing(self) -> None:
-        """A frozen linear saves nothing for backward, but the compiled code of the others is not in the way."""
+    def test_frozen_weights_later_unfreezing_and_writes(self) -> None:
+        """A frozen linear saves nothing for backward, but the compiled code of the others is not in the way. A write
+        between forward and backward is refused."""
         reference = self.fresh(partial(Model, 1))
         model = compile_blocks(shard_copy(reference, self.gtp_mesh()))
         for step, is_training in enumerate((False, True, False)):
             for module in (reference, model):
                 module.layers[0].up.weight.requires_grad_(is_training)
-            self.gradients_agree(reference, model, tokens_of(torch.Generator().manual_seed(step)))
+            check_step(reference, model, self.gtp_mesh(), tokens_of(torch.Generator().manual_seed(step)), token_step)
+        loss = next_token_loss(model, tokens_of(torch.Generator().manual_seed(0)))
+        with torch.no_grad():
+            model.layers[0].down.weight.mul_(2)
+        with self.assertRaisesRegex(RuntimeError, r"'layers\.0\.down\.weight' .* modified by an inplace operation"):
+            loss.backward()
 
     def test_frozen_linear_saves_no_input(self) -> None:
         x = torch.randn(16, DIM, requires_grad=True)
@@ -344,24 +326,16 @@ class TestCompile(GlooTest):
                 model(x * 1)
             self.assertEqual(x.numel() in saved, is_training, f"saved {saved}")
 
-    def test_write_between_forward_and_backward_is_refused(self) -> None:
-        model = compile_blocks(shard_copy(self.fresh(partial(Model, 1)), self.gtp_mesh()))
-        loss = next_token_loss(model, tokens_of(torch.Generator().manual_seed(0)))
-        with torch.no_grad():
-            model.layers[0].down.weight.mul_(2)
-        with self.assertRaisesRegex(RuntimeError, r"'layers\.0\.down\.weight' .* modified by an inplace operation"):
-            loss.backward()
+    def test_gradients_of_inputs_alone_leave_weights_alone(self) -> None:
+        reference = self.fresh(Block)
+        model = in_place(shard_copy(reference, self.gtp_mesh()))
+        x = torch.randn(4, DIM, requires_grad=True)
+        torch.testing.assert_close(*(torch.autograd.grad(square_loss(m, x), x) for m in (model, reference)))
+        assert all(param.grad is None for param in model.parameters())
 
     def test_poison_spares_what_compiled_code_has_read(self) -> None:
         """A weight read as an attribute is the compiled code's own, also where the runtime lets go of it at once."""
         reference = self.fresh(lambda: Raw(DIM))
         with environment(DTENSOR_GTP_DEBUG="poison"):
             model = in_place(shard_copy(reference, self.gtp_mesh()))
-        self.gradients_agree(reference, model, torch.randn(8, DIM), mean_square)
-
-    def test_gradients_of_inputs_alone_leave_weights_alone(self) -> None:
-        reference = self.fresh(Block)
-        model = in_place(shard_copy(reference, self.gtp_mesh()))
-        x = torch.randn(4, DIM, requires_grad=True)
-        torch.testing.assert_close(*(torch.autograd.grad(mean_square(m, x), x) for m in (model, reference)))
-        assert all(param.grad is None for param in model.parameters())
+        check_step(reference, model, self.gtp_mesh(), make_rows(0, 8, DIM), square_step)

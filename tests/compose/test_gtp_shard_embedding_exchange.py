@@ -15,11 +15,13 @@ from runtime_common import (
     WIDTH,
     Net,
     assert_idle,
+    check_step,
     make_tokens,
     num_gathers,
     runtime_of,
     shard_copy,
     square_loss,
+    square_step,
     token_loss,
     weight_of,
 )
@@ -73,20 +75,14 @@ def num_table_gathers(model: nn.Module) -> int:
     return sum(number for name, number in num_gathers(model).items() if "table" in name or "embedding" in name)
 
 
-def train_two(
-    reference: nn.Module, model: Any, mesh: DeviceMesh, num_microbatches: int = 2, **tolerance: float
-) -> None:
-    """Gradients of microbatches, whose flags the caller has set up, and parameters after a step."""
-    for index in range(num_microbatches):
-        tokens = make_tokens(index)
-        square_loss(reference, tokens).backward()
-        square_loss(model, rows_of_rank(tokens, mesh)).backward()
-    assert_same_params(model, reference, "grad", **tolerance)
-    for module in (reference, model):
-        torch.optim.SGD(module.parameters(), lr=0.1).step()
-        module.zero_grad()
-    assert_same_params(model, reference, "param", **tolerance)
-    assert_idle(model)
+def check_two(reference: nn.Module, model: nn.Module, mesh: DeviceMesh) -> None:
+    """A step of two microbatches, whose flags the caller has set up."""
+
+    def step(model: nn.Module, batches: Any) -> None:
+        for tokens in batches:
+            square_step(model, tokens)
+
+    check_step(reference, model, mesh, [make_tokens(0), make_tokens(1)], step)  # type: ignore[arg-type]
 
 
 class TestEmbeddingExchange(GlooTest):
@@ -161,11 +157,11 @@ class TestEmbeddingExchange(GlooTest):
             model = shard_copy(reference, mesh, schedule=EXCHANGE)
             for setter in ("set_requires_gradient_sync", "set_requires_all_reduce"):
                 getattr(model, setter)(False)
-                for module, tokens in ((reference, make_tokens(7)), (model, rows_of_rank(make_tokens(7), mesh))):
-                    square_loss(module, tokens).backward()
+                square_step(reference, make_tokens(7))
+                square_step(model, rows_of_rank(make_tokens(7), mesh))
                 self.assertIsNone(model.table.weight.grad)
                 getattr(model, setter)(True)
-                train_two(reference, model, mesh)
+                check_two(reference, model, mesh)
             model.set_gradient_divide_factor(2.0)
             square_loss(reference, make_tokens(0)).mul(4 / 2).backward()
             loss = square_loss(model, rows_of_rank(make_tokens(0), mesh)) / 2
@@ -174,17 +170,17 @@ class TestEmbeddingExchange(GlooTest):
             assert_same_params(model, reference, "grad")
             model.zero_grad()
             model.table.requires_grad_(False)
-            square_loss(model, rows_of_rank(make_tokens(0), mesh)).backward()
+            square_step(model, rows_of_rank(make_tokens(0), mesh))
             self.assertIsNone(model.table.weight.grad)
             self.assertEqual(num_table_gathers(model), 0)
 
     def test_checkpointing_and_compiled_modules(self) -> None:
         mesh = self.gtp_mesh()
-        train_two(lookup(), recomputed(shard_copy(lookup(), mesh, schedule=EXCHANGE)), mesh)
+        check_two(lookup(), recomputed(shard_copy(lookup(), mesh, schedule=EXCHANGE)), mesh)
         reference = lookup()
         model = shard_copy(reference, mesh, schedule=EXCHANGE)
         model.compile(backend="aot_eager", fullgraph=True)
-        train_two(reference, model, mesh)
+        check_two(reference, model, mesh)
         self.assertEqual(num_table_gathers(model), 0)
         with torch.no_grad():
             self.assertEqual(model(make_tokens(0)), reference(make_tokens(0)))
@@ -260,9 +256,7 @@ class TestEmbeddingExchange(GlooTest):
             reference = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Tanh())
             model = shard_copy(reference, mesh, schedule=schedule)
             batch = make_tokens(0).flatten()[: 4 * tokens]
-            for module, part in ((reference, batch), (model, rows_of_rank(batch, mesh))):
-                square_loss(module, part).backward()
-            assert_same_params(model, reference, "grad")
+            check_step(reference, model, mesh, batch, square_step)
             self.assertEqual(num_gathers(model)["0.weight"], 0 if "exchange" in said else 1)
             report = str(sharding_report(model, verbose=True))
             self.assertIn(said, report)

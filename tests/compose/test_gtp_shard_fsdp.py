@@ -32,7 +32,7 @@ from fsdp_common import (
     token_batch,
     wrap,
 )
-from runtime_common import assert_bit_equal, assert_idle, counted, num_gathers, runtime_of, train_record
+from runtime_common import assert_bit_equal, assert_idle, counted, gathers, runtime_of, train_record
 from torch.distributed.fsdp import MixedPrecisionPolicy, _common_utils, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import Shard
@@ -58,8 +58,7 @@ class BoxBlock(Block):
 
 class BoxModel(Model):
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([BoxBlock() for _ in range(2)])
+        super().__init__(block=BoxBlock)
 
     def run_layers(self, x: torch.Tensor) -> torch.Tensor:
         box = Box(x)
@@ -92,17 +91,11 @@ class RecomputesReentrant(Recomputes):
 
 
 class InsideBlock(Block):
+    """Checkpointing is inside of the unit: only a part of a block is computed again."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = x + checkpoint(lambda z: self.down(torch.tanh(self.up(z))), self.norm(x), use_reentrant=False)
         return y @ self.mix
-
-
-class RecomputesInside(Model):
-    """Checkpointing is inside of the unit: only a part of a block is computed again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([InsideBlock() for _ in range(2)])
 
 
 def scaled_in_place_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -150,18 +143,16 @@ class TestFullyShardOutside(GlooTest):
             param.requires_grad_(False)
         check(reference, both(dp_gtp(), reshard_after_forward=True), dp_gtp(), loss_fn=scaled_in_place_loss)
 
-    def test_replicas_outside_and_inside(self) -> None:
+    def test_other_axes(self) -> None:
+        """Replicas outside and inside, HSDP outside of tensor parallelism, gtp as the outer axis of the root mesh."""
         mesh = mesh_of((2, 2, 1), ("outer", "middle", "gtp"))
         for inner, outer in (("gtp", ("outer", "middle")), (("middle", "gtp"), "outer")):
             shard = both(mesh, inner=inner, outer=outer, reshard_after_forward=True)
             check(make(), shard, mesh, make_optimizer=partial(sgd, foreach=True))
 
-    def test_hsdp_outside_of_tensor_parallelism(self) -> None:
         mesh = mesh_of((2, 1, 1, 2), ("outer", "middle", "gtp", "tp"))
         shard = three_axes(mesh, ("outer", "middle"), reshard_after_forward=True)
         check(make(), shard, mesh["outer", "middle", "gtp"], num_microbatches=2, steps=1)
-
-    def test_gtp_is_the_outer_axis_of_the_root_mesh(self) -> None:
         mesh = mesh_of((2, 2), ("gtp", "dp"))
         check(make(), both(mesh, reshard_after_forward=True), mesh)
 
@@ -171,26 +162,33 @@ class TestFullyShardOutside(GlooTest):
         batches = [token_batch(generator) for _ in range(2)]
         for batch in batches:
             (next_token_loss(reference, batch) / 2).backward()
-        outer: Any = lambda model: model  # noqa: E731 (the methods of fully_shard come first)
+
+        def outer(name: str) -> Any:
+            return getattr(model, name)
+
+        def inner(name: str) -> Any:
+            return partial(getattr(GTPModule, name), model)  # the methods of fully_shard come first
+
         for name, kinds in (
             ("requires_gradient_sync", ()),
             ("requires_gradient_sync", (outer,)),
-            ("requires_gradient_sync", (gtp_of,)),
-            ("requires_gradient_sync", (outer, gtp_of)),
+            ("requires_gradient_sync", (inner,)),
+            ("requires_gradient_sync", (outer, inner)),
             ("is_last_backward", (outer,)),
-            ("is_last_backward", (outer, gtp_of)),
-            ("reshard_after_backward", (outer, gtp_of)),
+            ("is_last_backward", (outer, inner)),
+            ("reshard_after_backward", (outer, inner)),
         ):
             for index, batch in enumerate(batches):
                 for kind in kinds:
-                    getattr(kind(model), f"set_{name}")(index == 1)
+                    kind(f"set_{name}")(index == 1)
                 (next_token_loss(model, rows_of_rank(batch, mesh)) / 2).backward()
             assert_same_params(model, reference, "grad")
             assert_idle(model)
             model.zero_grad()
 
     def test_activation_checkpointing(self) -> None:
-        cells = ((Recomputes, True), (Recomputes, False), (RecomputesReentrant, True), (RecomputesInside, True))
+        inside = partial(Model, block=InsideBlock)
+        cells = ((Recomputes, True), (Recomputes, False), (RecomputesReentrant, True), (inside, True))
         for cls, reshard in cells:
             shard = both(dp_gtp(), reshard_after_forward=reshard)
             assert_idle(check(make(cls), shard, dp_gtp(), num_microbatches=2, steps=1))
@@ -260,18 +258,15 @@ class TestFullyShardOutside(GlooTest):
         for reshard in (True, False):
             model = both(mesh, reshard_after_forward=reshard)(make())
             for _ in range(2):
-                before = num_gathers(model)
-                with counted() as counts:
+                with counted() as counts, gathers(model) as used:
                     next_token_loss(model, rows_of_rank(token_batch(torch.Generator()), mesh)).backward()
-            gathers = {name: count - before[name] for name, count in num_gathers(model).items()}
             # The embedding is not needed in backward; the head is kept between forward and backward.
             once = {"embedding.weight", "head.weight"}
-            self.assertEqual(gathers, {name: 1 if name in once else 2 for name in gathers})
-            of_gtp, units = sum(gathers.values()), len(model.layers) + 1
-            self.assertEqual(counts().all_gathers, of_gtp + units * (2 if reshard else 1))
+            self.assertEqual(used, {name: 1 if name in once else 2 for name in used})
+            units = len(model.layers) + 1
+            of_fully_shard = units * (2 if reshard else 1)
             # One reduce-scatter for each weight and unit; one all-reduce of whole parameters for each unit.
-            self.assertEqual(counts().reduce_scatters, len(gathers) + units)
-            self.assertEqual(counts().all_reduces, units)
+            self.assertEqual(counts(), (sum(used.values()) + of_fully_shard, len(used) + units, units))
 
     def test_races_change_no_bit(self) -> None:
         """Slow and poisoned collectives: a gradient read too early or a shard read too late would show."""
@@ -281,16 +276,6 @@ class TestFullyShardOutside(GlooTest):
                 model = both(dp_gtp(), reshard_after_forward=True)(make(CallsAgain))
             records.append(train_record(model, dp_gtp(), next_token_loss, steps=2))
         assert_bit_equal(records[1], records[0], "delayed and poisoned")
-
-
-class gtp_of:
-    """The methods that ``gtp_shard`` gave ``model``: those of ``fully_shard`` of the same names hide them."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args: getattr(GTPModule, name)(self._model, *args)
 
 
 class TestOrder(unittest.TestCase):

@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from checkpoint_common import PLAIN, check_reload, local, topology
+from checkpoint_common import check_reload, local, topology
 from checkpoint_common import make as make_small
 from checkpoint_common import tokens_of_step as small_tokens
-from common import ALL, assert_same_params, rows_of_rank
+from common import ALL, assert_same_params
 from fsdp_common import (
     OPTIMIZERS,
     both,
@@ -26,7 +26,6 @@ from fsdp_common import (
     check_averages,
     check_checkpoints,
     check_overflow,
-    check_resumes,
     make,
     mesh_of,
     next_token_loss,
@@ -113,37 +112,19 @@ class TestWritesAndSaves(OfTwoByTwo):
 
     def test_a_replica_may_run_forwards_alone(self) -> None:
         """After a step, one replica evaluates: the other one meets it in its next forward."""
-        model = self.shard(make())
-        reference = make()
-        optimizers = [adamw(module.parameters()) for module in (reference, model)]
-        for step in range(3):
-            batch = token_batch(torch.Generator().manual_seed(step))
-            next_token_loss(reference, batch).backward()
-            next_token_loss(model, rows_of_rank(batch, self.mesh)).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            if self.mesh.get_local_rank("replicate") == step:  # not after the last step: it would wait forever
+        reference, batch = make(), token_batch(torch.Generator().manual_seed(9))
+
+        def evaluate(model: nn.Module, step: int) -> None:
+            if self.mesh.get_local_rank("replicate") == step - 1:  # not after the last step: it would wait forever
                 with torch.no_grad():
                     for _ in range(2):
                         self.assertEqual(next_token_loss(model, batch), next_token_loss(reference, batch))
-            assert_same_params(model, reference)
+
+        check(reference, self.shard, self.mesh, steps=3, make_optimizer=adamw, between=evaluate)
 
     @pytest.mark.long
     def test_checkpoints(self) -> None:
-        """Resumes on the same axes, on meta, with whole states, under gtp alone and in one process, and goes on."""
-
-        def on_meta(model: nn.Module) -> Any:
-            return self.shard(model.to("meta")).to_empty(device="cpu")
-
-        topologies = [
-            topology(self.shard, self.mesh),
-            topology(on_meta, self.mesh),
-            topology(lambda model: gtp_shard(model, self.mesh, schedule=ALL), self.mesh),
-            topology(lambda model: gtp_shard(model, self.gtp_mesh(), schedule=ALL), self.gtp_mesh()),
-            PLAIN,
-        ]
-        check_resumes(topologies, adamw)
+        check_checkpoints(self.mesh, self.shard)
 
     def test_resumes_with_whole_states_and_back(self) -> None:
         whole = topology(lambda model: gtp_shard(model, self.mesh, schedule=ALL), self.mesh)

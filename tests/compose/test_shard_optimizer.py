@@ -16,7 +16,7 @@ import torch.nn as nn
 from checkpoint_common import make as make_small
 from common import ALL, GlooTest, assert_same_params, check_training, full, rows_of_rank
 from fsdp_common import OPTIMIZERS, VOCABULARY, check, make, mesh_of, next_token_loss, tensor_parallel, token_batch
-from runtime_common import assert_idle, members_of
+from runtime_common import assert_idle, members_of, square_loss
 from schedules import explicit
 from test_gtp_shard_groups import CHOSEN, WIDTH, Block
 from test_gtp_shard_groups import Model as BlockModel
@@ -45,10 +45,6 @@ def blocks_batch(generator: torch.Generator) -> torch.Tensor:
     return torch.randn(8, WIDTH, generator=generator, dtype=torch.float64)
 
 
-def blocks_loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
-    return model(rows).square().mean()
-
-
 def small_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
@@ -63,8 +59,19 @@ class OfTwoByTwo(GlooTest):
     def shard(self, model: Any, **options: Any) -> Any:
         return gtp_shard(model, self.mesh, shard_optimizer=True, **({"schedule": ALL} | options))
 
-    def step(self, model: Any, number: int = 0) -> None:
+    def step(self, model: nn.Module, number: int = 0) -> None:
         next_token_loss(model, rows_of_rank(token_batch(torch.Generator().manual_seed(number)), self.mesh)).backward()
+
+
+def check_over_tp(*sizes: int) -> Any:
+    """Returns a weight that all axes cut."""
+    mesh = mesh_of(sizes, ("replicate", "gtp", "tp"))
+
+    def shard(model: Any) -> Any:
+        tensor_parallel(model, mesh["tp"])
+        return gtp_shard(model, mesh["replicate", "gtp"], schedule=ALL, shard_optimizer=True)
+
+    return check(make(), shard, mesh["replicate", "gtp"]).layers[0].up.weight
 
 
 class Own(torch.optim.Optimizer):
@@ -91,7 +98,7 @@ class TestTraining(OfTwoByTwo):
     def check_blocks(self, model: nn.Module | None = None, shard: Any = None, **options: Any) -> Any:
         """Blocks of rows that no axis divides, with weights that nobody uses, in groups."""
         shard = partial(shard or self.shard, schedule=CHOSEN)
-        model = check_training(model or blocks(), shard, self.mesh, blocks_batch, blocks_loss, **options)
+        model = check_training(model or blocks(), shard, self.mesh, blocks_batch, square_loss, **options)
         assert_idle(model)
         return model
 
@@ -142,7 +149,7 @@ class TestTraining(OfTwoByTwo):
     def test_microbatches(self) -> None:
         """All ways to put off what is reduced."""
         ways = (None, "set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward")
-        cases = (ALL, make, next_token_loss, token_batch, ways), (CHOSEN, blocks, blocks_loss, blocks_batch, ways[1:3])
+        cases = (ALL, make, next_token_loss, token_batch, ways), (CHOSEN, blocks, square_loss, blocks_batch, ways[1:3])
         for schedule, build, loss, make_batch, methods in cases:
             for method in methods:
                 number = itertools.count()
@@ -171,8 +178,8 @@ class TestTraining(OfTwoByTwo):
             if factor is not None:
                 model.set_gradient_divide_factor(factor)
             batch = blocks_batch(torch.Generator().manual_seed(0))
-            (blocks_loss(reference, batch) * 4 / (factor or 4)).backward()
-            blocks_loss(model, rows_of_rank(batch, self.mesh)).backward()
+            (square_loss(reference, batch) * 4 / (factor or 4)).backward()
+            square_loss(model, rows_of_rank(batch, self.mesh)).backward()
             assert_same_params(model, reference, "grad", **(CLOSE if dtype == torch.float64 else COARSE))
 
     def test_one_replica_alone_uses_a_weight(self) -> None:
@@ -220,14 +227,7 @@ class TestTraining(OfTwoByTwo):
             self.assertEqual(model.head.weight.device_mesh.ndim, mesh.ndim)
 
     def test_tensor_parallel(self) -> None:
-        mesh = mesh_of((2, 1, 2), ("replicate", "gtp", "tp"))
-
-        def shard(model: Any) -> Any:
-            tensor_parallel(model, mesh["tp"])
-            return gtp_shard(model, mesh["replicate", "gtp"], schedule=ALL, shard_optimizer=True)
-
-        model = check(make(), shard, mesh["replicate"])
-        up = model.layers[0].up.weight
+        up = check_over_tp(2, 1, 2)
         self.assertEqual(up.device_mesh.mesh_dim_names, ("tp", "gtp", "replicate"))
         self.assertEqual(up.to_local().numel() * 4, up.numel())
 
@@ -272,7 +272,7 @@ class TestTraining(OfTwoByTwo):
 
         def backward(model: nn.Module, step: int) -> None:
             rows = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
-            blocks_loss(model, rows_of_rank(rows, self.mesh)).backward()
+            square_loss(model, rows_of_rank(rows, self.mesh)).backward()
 
         for recipe in ("mxfp8", "float8_tensorwise", "float8_rowwise"):
             split, whole = self.split_and_whole(partial(make_model, recipe=recipe), backward)
@@ -326,11 +326,5 @@ class TestThreeAxes(GlooTest):
     world_size = 8
 
     def test_three_axes(self) -> None:
-        mesh = mesh_of((2, 2, 2), ("replicate", "gtp", "tp"))
-
-        def shard(model: Any) -> Any:
-            tensor_parallel(model, mesh["tp"])
-            return gtp_shard(model, mesh["replicate", "gtp"], schedule=ALL, shard_optimizer=True)
-
-        model = check(make(), shard, mesh["replicate", "gtp"])
-        self.assertEqual(model.layers[0].up.weight.to_local().numel() * 8, model.layers[0].up.weight.numel())
+        up = check_over_tp(2, 2, 2)
+        self.assertEqual(up.to_local().numel() * 8, up.numel())

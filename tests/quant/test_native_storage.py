@@ -1,7 +1,9 @@
-"""Native storage in one process: the parameter is the quantized data. What it computes, holds, reads and refuses."""
+"""Native storage in one process: the parameter is the quantized data. What it computes, holds, reads and refuses; and
+``MasterOptimizer``, which trains it."""
 
 import copy
 import gc
+import io
 import itertools
 import unittest
 from functools import partial
@@ -11,7 +13,8 @@ import torch
 import torch.nn as nn
 from checkpoint_common import local
 from common import ALL, fake_mesh
-from quant_common import all_recipes, dequantized, wire_traffic
+from quant_common import Net, all_recipes, blocks_only, compile_layers, dequantized, loss_of, tokens_of, wire_traffic
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard
@@ -20,6 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from dtensor_gtp import GTPShard, gtp_shard, quantize_, sharding_report
 from dtensor_gtp.quant import MXFP8, NVFP4, Direction, Float8Rowwise
 from dtensor_gtp.quant.master import MasterWeight
+from dtensor_gtp.quant.master_optimizer import MasterOptimizer
 from dtensor_gtp.quant.native import NativeWeight
 
 
@@ -32,9 +36,13 @@ def make(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     return nn.Sequential(nn.Linear(40, 33), nn.Linear(33, 20, bias=False)).to(dtype)
 
 
+def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
 def same_state(a: dict[str, Any], b: dict[str, Any]) -> bool:
     assert a.keys() == b.keys(), (a.keys(), b.keys())
-    return all(torch.equal(value, b[name]) for name, value in a.items())
+    return all(torch.equal(local(value), local(b[name])) for name, value in a.items())
 
 
 def held_storages() -> dict[int, int]:
@@ -70,7 +78,7 @@ class TestValues(unittest.TestCase):
 
     def test_conversions_keep_the_data(self) -> None:
         model = native(make(), "nvfp4")
-        state = {name: value.clone() for name, value in model.state_dict().items()}
+        state = state_of(model)
         for convert in (copy.deepcopy, lambda m: copy.deepcopy(m).to("cpu"), lambda m: copy.deepcopy(m).bfloat16()):
             other = convert(model)
             weights = {name: value for name, value in other.state_dict().items() if "weight" in name}
@@ -91,7 +99,7 @@ class TestValues(unittest.TestCase):
 class TestStateDict(unittest.TestCase):
     def test_same_bytes(self) -> None:
         for recipe in all_recipes():
-            state = {name: value.clone() for name, value in native(make(0), recipe).state_dict().items()}
+            state = state_of(native(make(0), recipe))
             self.assertEqual({value.dtype for name, value in state.items() if "elements" in name}, {torch.uint8})
             for assign in (False, True):
                 other = native(make(1), recipe)
@@ -222,7 +230,7 @@ class TestSharded(unittest.TestCase):
                 with fake_mesh(4, rank=rank) as mesh:
                     model = native(nn.Sequential(nn.Linear(64, 128)), "mxfp8")
                     model = model if wrap is None else wrap(model, mesh)
-                    before = {name: local(value).clone() for name, value in model.state_dict().items()}
+                    before = state_of(model)
                     model(torch.ones(1, 64)).sum().backward()
                     rows = 128 if wrap is None else 32
                     message = (
@@ -230,8 +238,7 @@ class TestSharded(unittest.TestCase):
                     )
                     with self.assertRaisesRegex(NotImplementedError, message):
                         make_optimizer([model[0].weight]).step()
-                    after = {name: local(value) for name, value in model.state_dict().items()}
-                    self.assertTrue(same_state(after, before))
+                    self.assertTrue(same_state(model.state_dict(), before))
 
     def test_frozen_base_with_adapters(self) -> None:
         """Nothing is reduced for what does not train."""
@@ -245,3 +252,164 @@ class TestSharded(unittest.TestCase):
             self.assertEqual(len([call for call in traffic.calls if "reduce_scatter" in call[0]]), 1)
             self.assertIsNone(model[0].weight.grad)
             torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1).step()
+
+
+def make_layer(**options: Any) -> Any:
+    torch.manual_seed(0)
+    return native(nn.Linear(40, 33, **options), "mxfp8")
+
+
+def step(layer: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:
+    x = torch.randn(5, 40, generator=torch.Generator().manual_seed(seed))
+    layer(x.to(next(iter(layer.parameters())).dtype)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class TestMasterOptimizer(unittest.TestCase):
+    def test_steps_are_those_of_the_stock_optimizer_on_masters(self) -> None:
+        for cls, options in (
+            (torch.optim.AdamW, {"fused": True}),
+            (torch.optim.AdamW, {"foreach": True}),
+            (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
+        ):
+            layer = make_layer()
+            start = layer.weight.dense() + 1e-4
+            optimizer = MasterOptimizer(layer.parameters(), cls, masters={"weight": start}, lr=0.1, **options)
+            master, bias = nn.Parameter(start.clone()), nn.Parameter(layer.bias.detach().clone())
+            reference = cls([master, bias], lr=0.1, **options)
+            for number in range(2):
+
+                def closure(layer: nn.Module = layer, optimizer: Any = optimizer) -> torch.Tensor:
+                    optimizer.zero_grad()
+                    loss: torch.Tensor = layer(torch.ones(2, 40)).square().sum()
+                    loss.backward()
+                    return loss
+
+                if number == 0:
+                    closure()
+                    optimizer.step()
+                else:
+                    self.assertTrue(optimizer.step(closure).isfinite())
+                master.grad, bias.grad = layer.weight.grad.clone(), layer.bias.grad.clone()
+                reference.step()
+                self.assertTrue(torch.equal(optimizer.state[layer.weight]["master"], master))
+                self.assertTrue(torch.equal(layer.bias, bias))
+                rounded = dequantized(master.detach(), MXFP8(), Direction.ROWWISE)
+                self.assertTrue(torch.equal(layer.weight.dense(), rounded))
+
+    def test_state_dict(self) -> None:
+        """Masters and moments stay in float32, also beside a weight of bfloat16; what is loaded counts."""
+        layer = make_layer(dtype=torch.bfloat16)
+        optimizer = MasterOptimizer(layer.named_parameters(), torch.optim.AdamW, lr=0.1)
+        self.assertEqual(optimizer.state_dict()["state"], {})
+        step(layer, optimizer)
+        file = io.BytesIO()
+        torch.save([layer.state_dict(), optimizer.state_dict()], file)
+        expected = {key: value.clone() for key, value in optimizer.state[layer.weight].items()}
+        self.assertEqual({value.dtype for value in expected.values()}, {torch.float32})
+        other = make_layer(dtype=torch.bfloat16)
+        resumed = MasterOptimizer(other.named_parameters(), torch.optim.AdamW, lr=0.5)
+        step(other, resumed, seed=1)
+        file.seek(0)
+        model_state, optimizer_state = torch.load(file)
+        other.load_state_dict(model_state)
+        resumed.load_state_dict(optimizer_state)
+        for key, value in expected.items():
+            self.assertTrue(torch.equal(resumed.state[other.weight][key], value), key)
+            self.assertEqual(resumed.state[other.weight][key].dtype, value.dtype)
+        for module, opt in ((layer, optimizer), (other, resumed)):
+            step(module, opt, seed=2)
+        self.assertTrue(same_state(layer.state_dict(), other.state_dict()))
+
+    def test_weights_that_were_loaded_count(self) -> None:
+        """A master is made anew of a weight that was written to since, but not if that is its own after all."""
+        for is_sharded in (False, True):
+            with self.subTest(is_sharded=is_sharded), fake_mesh(1) as mesh:
+                layer = make_layer()
+                if is_sharded:
+                    gtp_shard(layer, mesh, schedule=ALL)
+                optimizer = MasterOptimizer(layer.parameters(), torch.optim.SGD, lr=0.01)
+                step(layer, optimizer)
+                good = state_of(layer)
+                masters = optimizer.state[layer.weight]["master"].clone()
+                step(layer, optimizer, seed=1)
+                other = state_of(layer)
+                layer.load_state_dict(good)
+                with torch.no_grad():
+                    expected = local(layer.weight).dense().clone()
+                for group in optimizer.param_groups:
+                    group["lr"] = 1e-30
+                step(layer, optimizer, seed=2)
+                self.assertTrue(torch.equal(local(optimizer.state[layer.weight]["master"]), expected))
+                # Swapped for a while: the master keeps what the format has no bits for.
+                with torch.no_grad():
+                    optimizer.state[layer.weight]["master"].copy_(masters)
+                step(layer, optimizer, seed=3)
+                own = state_of(layer)
+                layer.load_state_dict(other)
+                layer.load_state_dict(own)
+                step(layer, optimizer, seed=4)
+                self.assertTrue(torch.equal(local(optimizer.state[layer.weight]["master"]), local(masters)))
+
+    def test_schedulers_groups_and_scalers(self) -> None:
+        layer, late = make_layer(), nn.Linear(3, 3)
+        optimizer = MasterOptimizer(
+            [{"params": [layer.weight], "lr": 1.0}, {"params": [layer.bias]}], torch.optim.SGD, lr=0.5
+        )
+        self.assertEqual([group["lr"] for group in optimizer.param_groups], [1.0, 0.5])
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        optimizer.add_param_group({"params": list(late.parameters()), "lr": 3.0})
+        step(layer, optimizer)
+        scheduler.step()
+        before = optimizer.state[layer.weight]["master"].clone()
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale(layer(torch.ones(1, 40)).sum()).backward()
+        scaler.scale(late(torch.ones(1, 3)).sum()).backward()
+        values = late.bias.detach().clone()
+        scaler.step(optimizer)
+        self.assertTrue(torch.equal(optimizer.state[layer.weight]["master"], before - 0.5))
+        self.assertTrue(torch.equal(late.bias, values - 1.5))
+
+    def test_frozen_and_later_trained(self) -> None:
+        layer = make_layer()
+        layer.weight.requires_grad_(False)
+        before = state_of(layer)
+        optimizer = MasterOptimizer(layer.parameters(), torch.optim.SGD, lr=0.1)
+        step(layer, optimizer)
+        self.assertNotIn(layer.weight, optimizer.state)
+        for name, value in layer.state_dict().items():
+            self.assertEqual(torch.equal(value, before[name]), name != "bias", name)
+        layer.weight.requires_grad_(True)
+        step(layer, optimizer)
+        self.assertIn("master", optimizer.state[layer.weight])
+
+    def test_errors(self) -> None:
+        layer = make_layer()
+        for error, cls, masters, message in (
+            (TypeError, "SGD", None, "expects a class of optimizers, but got 'SGD'"),
+            (ValueError, torch.optim.SGD, {"up": torch.ones(1)}, r"of its native parameters, but got \['up'\]"),
+            (ValueError, torch.optim.SGD, {"weight": torch.ones(3, 3)}, r"of shape \(33, 40\) for 'weight', but got"),
+        ):
+            with self.assertRaisesRegex(error, message):
+                MasterOptimizer(layer.parameters(), cls, lr=0.1, masters=masters)  # type: ignore[arg-type]
+
+    def test_compiled_blocks_share_one_graph(self) -> None:
+        """Sharded and without sharding."""
+        with fake_mesh(1) as mesh:
+            for recipe, is_sharded in (("nvfp4", True), ("float8_rowwise", False)):
+                torch.manual_seed(0)
+                models = [Net()]
+                models.append(copy.deepcopy(models[0]))
+                for model in models:
+                    quantize_(model, recipe, filter_fn=blocks_only, storage="native")
+                    if is_sharded:
+                        gtp_shard(model, mesh, schedule=ALL)
+                torch._dynamo.reset()
+                counters.clear()
+                compile_layers(models[1])
+                for model in models:
+                    loss_of(model, tokens_of(0)).backward()
+                self.assertEqual(counters["stats"]["unique_graphs"], 1)
+                for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
+                    torch.testing.assert_close(local(a.grad), local(b.grad))

@@ -46,6 +46,7 @@ def recipes_of(module: nn.Module) -> dict[str, str]:
 
 # Kinds, and whose data backward multiplies with.
 STORAGES = (("master", Direction.COLUMNWISE), ("native", Direction.ROWWISE))
+FLOAT8 = [cls(compute="float8") for cls in (Float8Tensorwise, Float8Rowwise, Float8Blockwise)]
 
 
 class TestSelection(unittest.TestCase):
@@ -212,10 +213,13 @@ class TestSharded(unittest.TestCase):
     """One rank of several whose collectives communicate nothing: what is sent, where weights are cut, what raises."""
 
     def test_r22_bytes_on_the_wire(self) -> None:
-        """Rowwise planes in forward; columnwise ones in backward, of native storage the same again."""
+        """Rowwise planes in forward; columnwise ones in backward, of native storage the same again. With float8 GEMMs
+        nothing is dequantized."""
         rows, columns = 1024, 256
-        with fake_mesh(4) as mesh:
-            for recipe, (storage, _), wrap in product(all_recipes(), STORAGES, ("gtp", "fsdp")):
+        cases = [*product(all_recipes(), STORAGES, ("gtp", "fsdp")), *product(FLOAT8, STORAGES[:1], ("gtp",))]
+        with fake_mesh(4) as mesh, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # float8 GEMMs by the reference arithmetic
+            for recipe, (storage, _), wrap in cases:
                 # One before and one after it, so that it is neither the first nor the last use.
                 shapes = ((256, 256), (columns, rows), (rows, 8))
                 model = nn.Sequential(*(nn.Linear(*shape, bias=False) for shape in shapes))
@@ -226,7 +230,10 @@ class TestSharded(unittest.TestCase):
                     fully_shard(model[1], mesh=mesh, reshard_after_forward=True)
                 rest = 4 * rows if recipe.name == "float8_rowwise" else 0
                 expected = (recipe.bytes_per_element() * rows * columns + rest) / 4
-                for traffic in traffic_of_a_step(model, torch.zeros(2, 256)):
+                how = {"side_effect": AssertionError("dequantized") if recipe in FLOAT8 else type(recipe).dequantize}
+                with mock.patch.object(type(recipe), "dequantize", autospec=True, **how):
+                    traffics = traffic_of_a_step(model, torch.zeros(2, 256))
+                for traffic in traffics:
                     # The weights beside it are float32.
                     sent = [call for call in traffic.calls if "gather" in call[0] and call[1] is not torch.float32]
                     self.assertEqual(sum(nbytes for *_, nbytes in sent), expected, (recipe, wrap, sent))
@@ -237,11 +244,9 @@ class TestSharded(unittest.TestCase):
     def test_reductions_stay_in_float32(self) -> None:
         """Whatever is gathered and multiplied with, and whatever is stored."""
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        float8 = (cls(compute="float8") for cls in (Float8Tensorwise, Float8Rowwise, Float8Blockwise))
-        recipes = [*all_recipes(), *float8]
         with fake_mesh(4) as mesh, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # float8 GEMMs by the reference arithmetic
-            for recipe, (storage, _), wrap in product(recipes, STORAGES, ("gtp", "fsdp")):
+            for recipe, (storage, _), wrap in product([*all_recipes(), *FLOAT8], STORAGES, ("gtp", "fsdp")):
                 model = nn.Sequential(nn.Linear(32, 512, bias=False), nn.Linear(512, 64))
                 quantize_(model, recipe, storage=storage, filter_fn=lambda module, name: name == "0")
                 if wrap == "gtp":

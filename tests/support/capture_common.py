@@ -145,12 +145,16 @@ class Setting:
             optimizer.zero_grad()
         return {"loss": loss, "rows": [output]}
 
-    def captured(self, **options: Any) -> CapturedStep[..., Any]:
+    def captured(self, steps: int = 0, **options: Any) -> CapturedStep[..., Any]:
+        """``run`` of the model, after so many steps."""
+
         def step(x: torch.Tensor, scale: float = 1.0) -> Any:
             return self.run(self.model, self.optimizers[1], x, scale)
 
         optimizers = [self.optimizers[1]] if self.is_stepping else []
-        return self.captured_as(step, optimizers, **{"warmup_steps": 3, **options})
+        captured = self.captured_as(step, optimizers, **{"warmup_steps": 3, **options})
+        self.check_steps(captured, steps)
+        return captured
 
     def captured_as(
         self, step: Callable[..., Any], optimizers: Any = None, warmup_steps: int = 2, max_graphs: int = 8

@@ -82,9 +82,10 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def assert_same_params(model: nn.Module, reference: nn.Module, what: str = "param", **tolerance: float) -> None:
-    """Compare parameters (``what="param"``) or gradients (``what="grad"``) by name with an unsharded model."""
+    """Compare parameters (``what="param"``) or gradients (``what="grad"``) by name with an unsharded model. The wrapper
+    of ``torch.compile(module)`` adds to names."""
     expected = dict(reference.named_parameters())
-    actual = dict(model.named_parameters())
+    actual = {name.replace("_orig_mod.", ""): param for name, param in model.named_parameters()}
     assert expected.keys() == actual.keys()
     for name, want in expected.items():
         a, b = (actual[name], want) if what == "param" else (actual[name].grad, want.grad)

@@ -54,10 +54,10 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, num_layers: int = 2) -> None:
+    def __init__(self, num_layers: int = 2, block: Callable[[], nn.Module] = Block) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList([Block() for _ in range(num_layers)])
+        self.layers = nn.ModuleList([block() for _ in range(num_layers)])
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
