@@ -1,8 +1,10 @@
-"""The sum over ranks of the addends that an exchange has received, see ``reductions``: a Triton kernel, or torch.
+"""The sum over ranks of the addends that an exchange has received, see ``reductions``: a Triton
+kernel, or torch.
 
-Where the kernel cannot run, ``torch.sum`` or ``torch.mean`` add rows that include this rank's own. The bits are the
-same, except for the mean over a number of ranks that is no power of two (torch's factor depends on the size of the
-gradient) and for gradients that torch adds in parts: of one element, or of more than 2 GiB in all.
+Where the kernel cannot run, ``torch.sum`` or ``torch.mean`` add rows that include this rank's own.
+The bits are the same, except for the mean over a number of ranks that is no power of two (torch's
+factor depends on the size of the gradient) and for gradients that torch adds in parts: of one
+element, or of more than 2 GiB in all.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MOST_RANKS = 63
 # Of gradients that are sent together. Aligned addends have a separate kernel.
 _TRIED = ([1040, 16], [1001, 8])
-# For fewer bytes of addends it does not pay to load Triton: torch's sum took 0.5 ms for 416 MiB on an H200.
+# For fewer bytes of addends it does not pay to load Triton: torch's sum took 0.5 ms for 416 MiB on
+# an H200.
 _MANY_NBYTES = 64 << 20
 # ``triton_addends.add``
 Sum = Callable[[Tensor, Tensor, Sequence[Tensor], int, int, float], None]
@@ -54,8 +57,8 @@ def _loading() -> dict[_Key, threading.Thread]:
 
 
 def load_ahead(device: torch.device, dtype: torch.dtype, num_ranks: int) -> None:
-    """Begin to load the kernel that ``fused_sum`` will try, on a thread: Triton reads all of itself (0.3 s) and
-    compiles what it has not cached, so let the first forward run beside that."""
+    """Begin to load the kernel that ``fused_sum`` will try, on a thread: Triton reads all of itself
+    (0.3 s) and compiles what it has not cached, so let the first forward run beside that."""
     if device.index is None or not _may_add(device, dtype, num_ranks):
         return
     key = _Key(device.index, dtype, num_ranks)
@@ -70,7 +73,7 @@ def _load(key: _Key) -> None:
         from .triton_addends import add
 
         with torch.cuda.device(device):
-            for _ in _probe(add, device, key):
+            for _ in _probe(add, device, key):  # compiles
                 continue
 
 
@@ -93,10 +96,11 @@ def add_rows(
     own: Sequence[Tensor] = (),
     rank: int = 0,
 ) -> None:
-    """Make ``out`` (1-D) the sum or mean of ``rows`` of all ranks, by a kernel or torch. For a kernel this ``rank`` may
-    have its ``own`` row elsewhere, in parts."""
+    """Make ``out`` (1-D) the sum or mean of ``rows`` of all ranks, by a kernel or torch. For a
+    kernel this ``rank`` may have its ``own`` row elsewhere, in parts."""
     if add is not None:
-        add(out, rows, own, rank, num_ranks, 1 / num_ranks if is_mean else 1.0)
+        factor = 1 / num_ranks if is_mean else 1.0
+        add(out, rows, own, rank, num_ranks, factor)
     elif is_mean:
         torch.mean(rows, 0, dtype=out.dtype, out=out)
     else:
@@ -104,7 +108,8 @@ def add_rows(
 
 
 def fused_sum(like: Tensor, num_ranks: int) -> Sum | None:
-    """The kernel that adds the addends of ``num_ranks`` ranks, of the dtype and device of ``like``; None: torch."""
+    """The kernel that adds the addends of ``num_ranks`` ranks, of the dtype and device of ``like``;
+    None: torch."""
     if type(like) is not Tensor or not _may_add(like.device, like.dtype, num_ranks):
         return None
     return _decided(_Key(like.device.index, like.dtype, num_ranks))[0]
@@ -115,13 +120,15 @@ def _decided(key: _Key) -> tuple[Sum | None, str]:
         what = f"{key.dtype} of {key.num_ranks} ranks on cuda:{key.device}"
         logger.warning("torch adds the gradients of all ranks, not the fused kernel (%s): %s", what, reason)
 
-    return decided(_verdicts(), key, None, lambda: _try(torch.device("cuda", key.device), key), warn)
+    device = torch.device("cuda", key.device)
+    return decided(_verdicts(), key, None, lambda: _try(device, key), warn)
 
 
 def _try(device: torch.device, key: _Key) -> tuple[Sum | None, str]:
     """The kernel, if it works and has torch's bits. Waits for the GPU."""
-    if (thread := _loading().pop(key, None)) is not None:
-        thread.join()
+    thread = _loading().pop(key, None)
+    if thread is not None:
+        thread.join()  # it compiles the same kernel
     if torch.version.hip is not None:
         return None, "not tested on rocm"
     try:
@@ -140,7 +147,8 @@ def _probe(add: Sum, device: torch.device, key: _Key) -> Iterator[tuple[Tensor, 
     num_ranks = key.num_ranks
     rank = num_ranks // 2
     for sizes in _TRIED:
-        # Made and compared on the host: a GPU would load a kernel for each of these ops, in the first step.
+        # Made and compared on the host: a GPU would load a kernel for each of these ops, in the
+        # first step. Of many magnitudes and both signs, so that another order of additions shows.
         steps = torch.arange(num_ranks * sum(sizes), dtype=torch.float32)
         made = ((steps * 37 % 1009 - 499.3) * torch.exp2(steps % 21 - 14)).to(key.dtype).view(num_ranks, -1)
         peers = torch.cat([made[:rank], made[rank + 1 :]]).to(device)

@@ -1,8 +1,9 @@
 """Ranks compare what each of them has found before anything is changed: all succeed, or all raise.
 
 [Note: values that ranks send each other]
-They are JSON, and the bytes of tensors behind it. Torch's collectives of objects pickle, and to unpickle is to run what
-the sender chose. What is read here makes numbers, strings, lists, tuples, dicts, dtypes and tensors, nothing else.
+They are JSON, and the bytes of tensors behind it. Torch's collectives of objects pickle, and to
+unpickle is to run what the sender chose. What is read here makes numbers, strings, lists, tuples,
+dicts, dtypes and tensors, nothing else.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _END = b"\0"  # of a JSON text, which has no such byte
 _WORD = torch.int64
 # Words that are mixed at once. Mixing takes about ten times their bytes of memory.
 _PIECE = 1 << 20
-# The finalizer of SplitMix64 (Steele et al. 2014), in two's complement: each bit of the result depends on all bits.
+# The finalizer of SplitMix64 (Steele et al. 2014), in two's complement: each bit of the result
+# depends on all bits.
 _STEPS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)), (31, 1))
 _STRIDE = 0x9E3779B97F4A7C15 - (1 << 64)
 
@@ -38,12 +40,13 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     """The device on which this rank's shards live."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+    module = torch.get_device_module(mesh.device_type)
+    return torch.device(mesh.device_type, module.current_device())
 
 
 def by_rank(own: T, groups: Sequence[dist.ProcessGroup]) -> dict[int, T]:
-    """The value of each rank of a mesh, sorted by global rank. Collective over ``groups``, one for each axis of the
-    mesh."""
+    """The value of each rank of a mesh, sorted by global rank. Collective over ``groups``, one for
+    each axis of the mesh."""
     known = {dist.get_rank(): own}
     for group in groups:
         parts: list[dict[int, T]] = all_gather_values(known, group)
@@ -60,8 +63,9 @@ def agree_on_all_ranks(
     expected: str = "the same module and policies",
     remedy: str = "Build the same module everywhere; make shard_placement_fn and the policies independent of the rank.",
 ) -> T:
-    """Run ``check`` on each rank of ``mesh``. Raise on all ranks if one raised or if their results differ in what
-    ``describe`` says of them. ``caller`` (a public function), ``expected`` and ``remedy`` are for messages.
+    """Run ``check`` on each rank of ``mesh``. Raise on all ranks if one raised or if their results
+    differ in what ``describe`` says of them. ``caller`` (a public function), ``expected`` and
+    ``remedy`` are for messages.
 
     Raises:
         Exception: Whatever ``check`` raised on this rank.
@@ -77,9 +81,13 @@ def agree_on_all_ranks(
         error = caught
     groups = _groups_of(mesh)
     code = _code_of("\n".join(described))
-    has_failed, highest, lowest = highest_of([error is not None, code, -code], groups, device_of(mesh)).tolist()
+    # One small all_reduce. What ranks say is sent only if something differs.
+    own = [error is not None, code, -code]
+    has_failed, highest, lowest = highest_of(own, groups, device_of(mesh)).tolist()
     if has_failed:
-        errors = by_rank("" if error is None else _text_of(error), groups)
+        text = "" if error is None else _text_of(error)
+        errors = by_rank(text, groups)
+        # This rank's own error says more than a summary.
         if error is not None:
             raise error
         messages = "; ".join(f"rank {rank}: {message}" for rank, message in errors.items() if message)
@@ -108,37 +116,43 @@ def first_difference(described: dict[int, Sequence[str]]) -> str:
 
 
 def digests(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """One number for the bits of each plain tensor, of any dtype and layout: int64, shape ``(len(tensors),)``, on
-    ``device``; 0 for no elements.
+    """One number for the bits of each plain tensor, of any dtype and layout: int64, shape
+    ``(len(tensors),)``, on ``device``; 0 for no elements.
 
-    It differs if one element differs and, almost surely, if several elements or their order differ. Tensors of one size
-    are mixed together: a model has many small ones, and each kernel costs host time.
+    It differs if one element differs and, almost surely, if several elements or their order differ.
+    Tensors of one size are mixed together: a model has many small ones, and each kernel costs host
+    time.
     """
     alike: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
     for index, tensor in enumerate(tensors):
         alike.setdefault((tensor.numel(), tensor.dtype, tensor.device), []).append(index)
-    found = [torch.zeros((), dtype=_WORD, device=device)] * len(tensors)
+    found = [torch.zeros((), dtype=_WORD, device=device)] * len(tensors)  # of no elements
     for (numel, _, _), indices in alike.items():
         if not numel:
             continue
-        num_rows = max(1, _PIECE // numel)
+        num_rows = max(1, _PIECE // numel)  # that are mixed at once
         for begin in range(0, len(indices), num_rows):
             some = indices[begin : begin + num_rows]
             words = [_words_of(tensors[index]) for index in some]
-            rows = torch.stack(words) if len(some) > 1 else words[0].unsqueeze(0)
+            rows = words[0].unsqueeze(0)  # a large one is not copied
+            if len(some) > 1:
+                rows = torch.stack(words)
             for index, total in zip(some, _mixed(rows).to(device).unbind(), strict=True):
                 found[index] = total
-    return torch.stack(found) if found else torch.zeros(0, dtype=_WORD, device=device)
+    if not found:
+        return torch.zeros(0, dtype=_WORD, device=device)
+    return torch.stack(found)
 
 
 def _words_of(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
+        tensor = torch.view_as_real(tensor.resolve_conj())  # integers view real numbers alone
     flat = tensor.contiguous().flatten()
     if flat.nbytes % _WORD.itemsize:
-        return compat.as_integers(flat)
-    is_aligned = flat.storage_offset() * flat.itemsize % _WORD.itemsize == 0
-    return (flat if is_aligned else flat.clone()).view(_WORD)
+        return compat.as_integers(flat)  # of the size of an element
+    if flat.storage_offset() * flat.itemsize % _WORD.itemsize:
+        flat = flat.clone()  # a view as words must begin at one
+    return flat.view(_WORD)
 
 
 def _mixed(rows: Tensor) -> Tensor:
@@ -150,6 +164,7 @@ def _mixed(rows: Tensor) -> Tensor:
         places = torch.arange(begin + 1, begin + 1 + piece.shape[1], device=rows.device)
         mixed = piece + places * _STRIDE
         for shift, factor in _STEPS:
+            # A shift of a signed number copies the sign into the upper bits.
             without_sign = (mixed >> shift) & ((1 << (64 - shift)) - 1)
             mixed = (mixed ^ without_sign) * factor
         totals += mixed.sum(1)
@@ -158,8 +173,11 @@ def _mixed(rows: Tensor) -> Tensor:
 
 def host_name() -> str:
     """A name of this host that no other host has, even in containers with equal host names."""
+    name = socket.gethostname()
     boot_id = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()} {boot_id.read_text().strip() if boot_id.exists() else ''}".strip()
+    if boot_id.exists():
+        name = f"{name} {boot_id.read_text()}"
+    return name.strip()
 
 
 def is_one_host(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -168,18 +186,20 @@ def is_one_host(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def is_alike(text: str, group: dist.ProcessGroup, device: torch.device) -> bool | None:
-    """Whether all ranks of ``group`` have the same text; None where tensors are fake. Collective; the host waits for
-    the answer."""
+    """Whether all ranks of ``group`` have the same text; None where tensors are fake. Collective;
+    the host waits for the answer."""
+    # Equal on all ranks if the highest code is the lowest: the highest of -code is minus the
+    # lowest.
     code = _code_of(text)
     extremes = highest_of([code, -code], [group], device)
-    if type(extremes) is not Tensor:
+    if type(extremes) is not Tensor:  # in FakeTensorMode, no rank answers
         return None
     highest, lowest = extremes.tolist()
     return bool(highest == -lowest)
 
 
 def _code_of(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")  # fits into int64
 
 
 def any_rank_has(found: Sequence[bool], mesh: DeviceMesh, device: torch.device) -> list[bool]:
@@ -188,7 +208,8 @@ def any_rank_has(found: Sequence[bool], mesh: DeviceMesh, device: torch.device) 
 
 
 def highest_of(values: Sequence[int], groups: Sequence[dist.ProcessGroup], device: torch.device) -> Tensor:
-    """The highest value of any rank at each place. Collective over ``groups``, one for each axis of a mesh."""
+    """The highest value of any rank at each place. Collective over ``groups``, one for each axis of
+    a mesh."""
     highest = torch.tensor(values, dtype=torch.int64, device=device)
     for group in groups:
         dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
@@ -204,10 +225,12 @@ def all_gather_values(own: Any, group: dist.ProcessGroup) -> list[Any]:
     """``own`` of each rank of ``group``, by group rank. Collective."""
     device = compat.device_of_objects(group)
     payload = _encode(own).to(device)
+    # A collective needs one size on all ranks.
     numels = torch.stack(_all_gather(torch.tensor(payload.numel(), device=device), group)).tolist()
     padded = payload.new_zeros(max(numels))
     padded[: payload.numel()] = payload
-    return [_decode(row[:numel].cpu()) for row, numel in zip(_all_gather(padded, group), numels, strict=True)]
+    rows = _all_gather(padded, group)
+    return [_decode(row[:numel].cpu()) for row, numel in zip(rows, numels, strict=True)]
 
 
 def _all_gather(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
@@ -223,12 +246,15 @@ def broadcast_value(own: Any, group: dist.ProcessGroup, source: int) -> Any:
         TypeError: It cannot be sent. Raised on all ranks.
     """
     device = compat.device_of_objects(group)
-    payload, has_failed = torch.empty(0, dtype=torch.uint8, device=device), False
+    payload = torch.empty(0, dtype=torch.uint8, device=device)
+    has_failed = False
     if dist.get_rank(group) == source:
         try:
             payload = _encode(own).to(device)
-        except TypeError as error:
-            payload, has_failed = _encode(str(error)).to(device), True
+        except TypeError as error:  # sent instead, so that all ranks raise it
+            payload = _encode(str(error)).to(device)
+            has_failed = True
+    # The others must know the size before they can receive.
     head = torch.tensor([payload.numel(), has_failed], device=device)
     dist.broadcast(head, group=group, group_src=source)
     numel, has_failed = head.tolist()
@@ -264,17 +290,25 @@ def _tagged(value: Any, name: str, tensors: list[Tensor]) -> Any:
     kind = type(value)
     if kind in (list, tuple, torch.Size):
         items = [_tagged(item, f"{name}[{index}]", tensors) for index, item in enumerate(value)]
-        return items if kind is list else {"tuple": items}
+        if kind is list:
+            return items
+        return {"tuple": items}
     if isinstance(value, Mapping):
-        return {"dict": [[_tagged(k, name, tensors), _tagged(v, f"{name}[{k!r}]", tensors)] for k, v in value.items()]}
+        # Pairs: keys of JSON are strings alone.
+        pairs = []
+        for key, item in value.items():
+            tagged_key = _tagged(key, name, tensors)
+            pairs.append([tagged_key, _tagged(item, f"{name}[{key!r}]", tensors)])
+        return {"dict": pairs}
     if kind is torch.dtype:
         return {"dtype": str(value).removeprefix("torch.")}
     if kind in (Tensor, torch.nn.Parameter) and value.layout == torch.strided and not value.is_quantized:
         tensors.append(value.resolve_conj().resolve_neg())
         return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
     raise TypeError(
-        f"ranks send each other tensors and plain values, but {name} is a {kind.__name__}. Keep it out of the state, "
-        "or put what it consists of there: numbers, strings, tuples, dicts, lists."
+        f"ranks send each other tensors and plain values, but {name} is a {kind.__name__}. Keep it "
+        "out of the state, or put what it consists of there: numbers, strings, tuples, dicts, "
+        "lists."
     )
 
 
@@ -284,7 +318,7 @@ def _untagged(value: Any, data: memoryview, begin: list[int]) -> Any:
         return [_untagged(item, data, begin) for item in value]
     if not isinstance(value, dict):
         return value
-    ((kind, content),) = value.items()
+    ((kind, content),) = value.items()  # see ``_tagged``
     if kind == "tuple":
         return tuple(_untagged(content, data, begin))
     if kind == "dict":
@@ -292,7 +326,8 @@ def _untagged(value: Any, data: memoryview, begin: list[int]) -> Any:
     if kind == "dtype":
         return _dtype(content)
     if kind == "tensor":
-        dtype, shape = _dtype(content[0]), torch.Size(content[1])
+        dtype = _dtype(content[0])
+        shape = torch.Size(content[1])
         start = begin[0]
         begin[0] += shape.numel() * dtype.itemsize
         if not shape.numel():

@@ -1,7 +1,8 @@
-"""The communicators of one weight mesh: who gathers and reduces in them, and how a sum over ranks becomes a gradient.
+"""The communicators of one weight mesh: who gathers and reduces in them, and how a sum over ranks
+becomes a gradient.
 
-A gather backend is the process group, copy engines, or a class that the user passes. All ranks of a communicator call
-it in the same order. Where there are streams, it works on the current one.
+A gather backend is the process group, copy engines, or a class that the user passes. All ranks of a
+communicator call it in the same order. Where there are streams, it works on the current one.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ def has_replicas(mesh: DeviceMesh) -> bool:
 
 @dataclass(frozen=True)
 class Groups:
-    """Communicators of one weight mesh. Gathers and reduce-scatters have one each, so that they overlap in backward; if
-    copy engines gather, both have the same name.
+    """Communicators of one weight mesh. Gathers and reduce-scatters have one each, so that they
+    overlap in backward; if copy engines gather, both have the same name.
 
-    It keeps names: a group object would outlive ``destroy_process_group`` and be torn down at interpreter exit, while
-    its threads still run.
+    It keeps names: a group object would outlive ``destroy_process_group`` and be torn down at
+    interpreter exit, while its threads still run.
     """
 
     gather_name: str
@@ -63,12 +64,15 @@ class Groups:
     @property
     def replicate(self) -> dist.ProcessGroup | None:
         """The group of the replicate axis; None if there is no such axis or it has one rank."""
-        return None if self.replicate_name is None else compat.resolve_group(self.replicate_name)
+        if self.replicate_name is None:
+            return None
+        return compat.resolve_group(self.replicate_name)
 
 
 def may_send_narrow(kind: ReduceScatterKind, num_ranks: int) -> bool:
-    """Whether gradients of 16 bits travel as they are within a host, and receivers add them in ``reduce_dtype``: the
-    same sum with half the bytes. Between hosts, a ring has fewer bytes to send."""
+    """Whether gradients of 16 bits travel as they are within a host, and receivers add them in
+    ``reduce_dtype``: the same sum with half the bytes. Between hosts, a ring has fewer bytes to
+    send."""
     return kind == "ring" and num_ranks > 1
 
 
@@ -78,7 +82,8 @@ def is_exact_in(dtype: torch.dtype, wide: torch.dtype) -> bool:
 
 
 class ReduceScale(NamedTuple):
-    """How a sum over ranks becomes the gradient: the collective's operation, and the divisors before and after it."""
+    """How a sum over ranks becomes the gradient: the collective's operation, and the divisors
+    before and after it."""
 
     op: dist.ReduceOp.RedOpType
     predivide: float | None
@@ -89,14 +94,17 @@ class ReduceScale(NamedTuple):
 def reduce_scale(dtype: torch.dtype, num_ranks: int, factor: float | None) -> ReduceScale:
     """Average over ``num_ranks``, or divide the sum by ``factor`` if there is one.
 
-    The sum of many ranks overflows float16, so half of the division (about the root) comes before the sum, as in
-    torch's ``fully_shard`` (``_get_gradient_divide_factors``).
+    The sum of many ranks overflows float16, so half of the division (about the root) comes before
+    the sum, as in torch's ``fully_shard`` (``_get_gradient_divide_factors``).
     """
     if dtype != torch.float16:
         if factor is None:
             return ReduceScale(dist.ReduceOp.AVG, None, None)
-        return ReduceScale(dist.ReduceOp.SUM, None, factor if factor != 1 else None)
-    factor = float(num_ranks) if factor is None else factor
+        if factor == 1:
+            return ReduceScale(dist.ReduceOp.SUM, None, None)
+        return ReduceScale(dist.ReduceOp.SUM, None, factor)
+    if factor is None:
+        factor = float(num_ranks)
     predivide = 1.0
     while factor % predivide == 0 and factor / predivide > predivide:
         predivide *= 2
@@ -116,7 +124,8 @@ class _Works:
 
 
 class ProcessGroupBackend:
-    """The collectives of the process group: NCCL's kernels, gloo's threads. Keeps only its name, see ``Groups``."""
+    """The collectives of the process group: NCCL's kernels, gloo's threads. Keeps only its name,
+    see ``Groups``."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group_name = group.group_name
@@ -126,12 +135,14 @@ class ProcessGroupBackend:
         group = compat.resolve_group(self._group_name)
         if len(outputs) == 1:
             return compat.all_gather_base(outputs[0], shards[0], group, self._is_async)
+        # NCCL takes tensors of several dtypes in one launch.
         if not self._is_async:
             return compat.all_gather_coalesced(outputs, shards, group, False)
         if len({shard.dtype for shard in shards}) == 1:
             return _Works([compat.all_gather_coalesced(outputs, shards, group, True)])
         # gloo would make one tensor of all shards, as if they had one dtype.
-        return _Works(compat.all_gather_base(*pair, group, True) for pair in zip(outputs, shards, strict=True))
+        pairs = zip(outputs, shards, strict=True)
+        return _Works(compat.all_gather_base(*pair, group, True) for pair in pairs)
 
 
 def refuse_unavailable(policy: SchedulePolicy, device_type: str) -> None:
@@ -141,20 +152,23 @@ def refuse_unavailable(policy: SchedulePolicy, device_type: str) -> None:
     for name in ("gather_backend", "reduce_scatter"):
         if getattr(policy, name) == "copy_engine" and device_type != "cuda":
             raise ValueError(
-                f"gtp_shard expects a mesh of GPUs with SchedulePolicy({name}='copy_engine'), but got one of "
-                f"'{device_type}', which has no copy engines. Leave out {name}."
+                f"gtp_shard expects a mesh of GPUs with SchedulePolicy({name}='copy_engine'), but "
+                f"got one of '{device_type}', which has no copy engines. Leave out {name}."
             )
 
 
 def name_of(backend: GatherBackendName | type[GatherBackend]) -> str:
-    return backend if isinstance(backend, str) else backend.__name__
+    if isinstance(backend, str):
+        return backend
+    return backend.__name__
 
 
 def choose_gather_backend(
     schedule: Schedule, groups: list[dist.ProcessGroup], device: torch.device
 ) -> tuple[GatherBackend, GatherBackendName | type[GatherBackend], str]:
-    """The backend that ``schedule`` asks for, its name in a policy, and why "auto" took it. Collective over all
-    ``groups``: the gather communicator first, then those of the mesh's other axes, whose ranks must agree.
+    """The backend that ``schedule`` asks for, its name in a policy, and why "auto" took it.
+    Collective over all ``groups``: the gather communicator first, then those of the mesh's other
+    axes, whose ranks must agree.
 
     "auto" takes copy engines if all ranks can have them: they were faster in each measurement.
     """
@@ -164,36 +178,45 @@ def choose_gather_backend(
     if isinstance(asked, type):
         advice = f". {see('add_a_gather_backend')}"
         return _make_on_all_ranks(asked, groups, device, asked.__name__, advice), asked, ""
+    # Each rank must know of the others' errors, and take the same backend.
     factory = functools.partial(CopyEngine, round_nbytes=round_nbytes(schedule, groups[0].size()))
     try:
         engine = _make_on_all_ranks(factory, groups, device, "copy_engine")
-        return engine, "copy_engine", "one host" if asked == "auto" else ""
+        return engine, "copy_engine", _why_auto(asked, "one host")
     except RuntimeError as error:
         if asked != "auto":
             raise
         return ProcessGroupBackend(groups[0], device), "process_group", str(error)
 
 
+def _why_auto(asked: str, why: str) -> str:
+    """The report gives a reason only for what "auto" took."""
+    return why if asked == "auto" else ""
+
+
 def resolve_reduce_scatter(asked: ReduceScatterKind | Literal["auto"], gathers: str) -> ReduceScatterKind:
     """What "auto" becomes: copy engines where ``gathers`` are by them."""
     if asked != "auto":
         return asked
-    return "copy_engine" if gathers == "copy_engine" else "ring"
+    if gathers == "copy_engine":
+        return "copy_engine"
+    return "ring"
 
 
 def choose_reduce_scatter(
     schedule: Schedule, groups: list[dist.ProcessGroup], device: torch.device, gathers: str
 ) -> tuple[SendRing | None, ReduceScatterKind, str]:
-    """The ring that peers fetch gradients from, the kind that ``schedule`` asks for, and why "auto" took it. Collective
-    over all ``groups``, the scatter communicator first."""
+    """The ring that peers fetch gradients from, the kind that ``schedule`` asks for, and why "auto"
+    took it. Collective over all ``groups``, the scatter communicator first."""
     asked = schedule.reduce_scatter
     kind = resolve_reduce_scatter(asked, gathers)
     if kind != "copy_engine":
-        return None, kind, f"gathers by {gathers}" if asked == "auto" else ""
+        return None, kind, _why_auto(asked, f"gathers by {gathers}")
     enough = enough_nbytes(schedule)
-    if gathers == "copy_engine":  # these ranks map each other's memory already
-        why = "one host" if asked == "auto" else ""
-        return SendRing(groups[0], device, enough, nbytes=0), "copy_engine", why
+    if gathers == "copy_engine":
+        # These ranks map each other's memory already, so the first use may make the ring.
+        ring = SendRing(groups[0], device, enough, nbytes=0)
+        return ring, "copy_engine", _why_auto(asked, "one host")
     factory = functools.partial(SendRing, enough_nbytes=enough)
     ring = _make_on_all_ranks(factory, groups, device, "the send ring of reduce_scatter='copy_engine'")
     return ring, "copy_engine", ""
@@ -205,8 +228,10 @@ def round_nbytes(schedule: Schedule, num_ranks: int) -> int:
 
 
 def enough_nbytes(schedule: Schedule) -> int:
-    """The size up to which a send ring grows so that more is in flight: all groups in flight, and the next one."""
-    return (schedule.max_inflight_reduce_scatters + 1) * max(schedule.coalesce_grad_nbytes, _GRADIENT_NBYTES)
+    """The size up to which a send ring grows so that more is in flight: all groups in flight, and
+    the next one."""
+    group_nbytes = max(schedule.coalesce_grad_nbytes, _GRADIENT_NBYTES)
+    return (schedule.max_inflight_reduce_scatters + 1) * group_nbytes
 
 
 def _make_on_all_ranks(
@@ -216,13 +241,15 @@ def _make_on_all_ranks(
     name: str,
     advice: str = "",
 ) -> T:
-    """The result of ``factory`` for the first of ``groups``; if it raises on some rank, all ranks raise."""
+    """The result of ``factory`` for the first of ``groups``; if it raises on some rank, all ranks
+    raise."""
     made: T | None = None
     reason = ""
     try:
         made = factory(groups[0], device)
     except Exception as error:  # the other ranks must know of any error
         reason = f"{type(error).__name__}: {error}"
+    # Collective, so that a rank without an error does not go on alone.
     reasons = [f"rank {rank}: {other}" for rank, other in by_rank(reason, groups).items() if other]
     if reasons:
         ranks = dist.get_process_group_ranks(groups[0])

@@ -30,55 +30,67 @@ class CommContext:
 
     def __init__(self, device: torch.device, debug: DebugFlags) -> None:
         self.debug = debug
+        # Asked before each launch, so that nothing else costs time without aids.
         self.is_debugged = debug.order or debug.finite or debug.delay_seed is not None
         self.streams = Streams(device, debug)
         self.host_copies = HostCopies(self.streams)
         self.reductions = ReductionsInFlight(self.streams)
-        self._groups: dict[tuple[str, ...], Groups] = {}
+        self._groups: dict[tuple[str, ...], Groups] = {}  # by the names of the mesh's groups
         # By the name of the communicator.
         self._gather_backends: dict[str, GatherBackend] = {}
         self._send_rings: dict[str, SendRing] = {}
-        # One for each mesh: the early and large gathers of experts must not delay gathers of other weights.
+        # One for each mesh: the early and large gathers of experts must not delay gathers of other
+        # weights.
         self._gather_streams: dict[str, torch.Stream] = {}
-        self._host_groups: dict[str, dist.ProcessGroup] = {}
+        self._host_groups: dict[str, dist.ProcessGroup] = {}  # by the name of the gather group
         # Whether ``capture_step`` may replay steps, which exchange nothing on the host.
         self.may_replay_steps = False
-        # Who gathers and reduces on each mesh: as fields of ``Schedule``; and for the report what was chosen here, with
-        # the reason. ``choose`` gives the reason for what it has chosen before.
+        # Who gathers and reduces on each mesh: as fields of ``Schedule``; and for the report what
+        # was chosen here, with the reason. ``choose`` gives the reason for what it has chosen
+        # before.
         self._chosen: list[tuple[GatherBackendName | type[GatherBackend], ReduceScatterKind]] = []
         self.choices: list[str] = []
 
     def groups(self, mesh: DeviceMesh, schedule: Schedule) -> Groups:
-        """Communicators for a 1-D (gtp) or 2-D (replicate, gtp) mesh; the first call for a mesh is collective."""
+        """Communicators for a 1-D (gtp) or 2-D (replicate, gtp) mesh; the first call for a mesh is
+        collective."""
+        # Names, not groups: see ``Groups``.
         names = tuple(mesh.get_group(axis).group_name for axis in range(mesh.ndim))
         if names in self._groups:
             return self._groups[names]
         self.reductions.bound(schedule.max_inflight_reduce_scatters)
         device = self.streams.device
-        replicate = [mesh.get_group(0)] if has_replicas(mesh) else []
+        replicate = [mesh.get_group(0)] if has_replicas(mesh) else []  # must choose alike
         gather = mesh.get_group(mesh.ndim - 1)
+        # Two threads of one gloo group race (see ``OneThreadGloo``); a twin has one thread.
         if not self.streams.has_streams and gather.size() > 1 and compat.has_racing_threads(gather):
             gather = compat.twin_group(gather, device, "gtp_gather")
         scatter = gather
-        kind: ReduceScatterKind = "ring" if schedule.reduce_scatter == "auto" else schedule.reduce_scatter
+        kind: ReduceScatterKind = "ring"
+        if schedule.reduce_scatter != "auto":
+            kind = schedule.reduce_scatter
         if gather.size() > 1:
             backend, name, why = choose_gather_backend(schedule, [gather, *replicate], device)
             self._gather_backends[gather.group_name] = backend
-            # Gathers would wait for reductions in one communicator. Copy engines gather without it, and to make another
-            # one takes NCCL a tenth of a second.
+            # Gathers would wait for reductions in one communicator. Copy engines gather without it,
+            # and to make another one takes NCCL a tenth of a second.
             if isinstance(backend, CopyEngine):
                 backend.cast_stream = self.streams.new_stream()
             else:
                 scatter = compat.twin_group(gather, device, "gtp_scatter")
-            axis = mesh.mesh_dim_names[-1] if mesh.mesh_dim_names else "the mesh"
+            where = f"the mesh={gather.size()}"
+            if mesh.mesh_dim_names:
+                where = f"{mesh.mesh_dim_names[-1]}={gather.size()}"
+            gathers = name_of(name)
             if why:
-                self.choices.append(f"gather backend on {axis}={gather.size()}: {name_of(name)} ({why})")
-            ring, kind, why = choose_reduce_scatter(schedule, [scatter, *replicate], device, name_of(name))
+                self.choices.append(f"gather backend on {where}: {gathers} ({why})")
+            ring, kind, why = choose_reduce_scatter(schedule, [scatter, *replicate], device, gathers)
             if why:
-                self.choices.append(f"reduce-scatter on {axis}={gather.size()}: {kind} ({why})")
+                self.choices.append(f"reduce-scatter on {where}: {kind} ({why})")
             self._chosen.append((name, kind))
             if ring is not None:
                 self._send_rings[scatter.group_name] = ring
+                # The sum of an exchange is a kernel, which must not delay the next exchange.
                 self.reductions.finish_apart()
         stream = self.streams.new_stream()
         if stream is not None:
@@ -95,26 +107,32 @@ class CommContext:
 
     def chosen_backends(self) -> dict[str, Any]:
         """Fields of ``Schedule``: what was chosen for all meshes alike."""
-        gathers, reduces = {gather for gather, _ in self._chosen}, {kind for _, kind in self._chosen}
-        fields = (("gather_backend", gathers), ("reduce_scatter", reduces))
-        return {name: next(iter(found)) for name, found in fields if len(found) == 1}
+        chosen: dict[str, Any] = {}
+        for index, field in enumerate(("gather_backend", "reduce_scatter")):
+            found = {of_mesh[index] for of_mesh in self._chosen}
+            if len(found) == 1:
+                chosen[field] = found.pop()
+        return chosen
 
     def host_group(self, groups: Groups) -> dist.ProcessGroup:
-        """A group of the ranks of the gather axis for tensors on the host. The first call for a mesh is collective."""
+        """A group of the ranks of the gather axis for tensors on the host. The first call for a
+        mesh is collective."""
         name = groups.gather_name
         if name not in self._host_groups:
             self._host_groups[name] = compat.host_group(groups.gather, self.streams.device, "gtp_host")
         return self._host_groups[name]
 
     def begin_pass(self, groups: Groups | None = None) -> None:
-        """All ranks begin a forward or a backward; or the ranks of ``groups`` begin a gather outside of a pass."""
+        """All ranks begin a forward or a backward; or the ranks of ``groups`` begin a gather
+        outside of a pass."""
         self.streams.begin_pass(is_everywhere=groups is None)
         for name, backend in self._gather_backends.items():
             if isinstance(backend, CopyEngine) and (groups is None or name == groups.gather_name):
                 backend.begin_pass()
 
     def before_collective(self, name: str, detail: str, groups: Groups) -> None:
-        """Debugging aids: sleep a while, and compare this launch with those of the other ranks of the mesh."""
+        """Debugging aids: sleep a while, and compare this launch with those of the other ranks of
+        the mesh."""
         self.streams.delay()
         if self.debug.order:
             check_order(f"{name} of {detail}", _active(groups))
@@ -125,8 +143,9 @@ class CommContext:
             return
         if self.streams.is_capturing:
             raise RuntimeError(
-                "DTENSOR_GTP_DEBUG=finite reads values on the host, which a CUDA graph cannot record. Look for the NaN "
-                "without capture_step or torch.cuda.graph, or unset the variable. " + see("debug_nan")
+                "DTENSOR_GTP_DEBUG=finite reads values on the host, which a CUDA graph cannot "
+                "record. Look for the NaN without capture_step or torch.cuda.graph, or unset the "
+                "variable. " + see("debug_nan")
             )
         check_finite(what, values, _active(groups), self.streams.device)
 
@@ -147,20 +166,21 @@ class CommContext:
         copies: Copies | None = None,
         after: torch.Event | None = None,
     ) -> Done:
-        """Gather each shard of all ranks into the output at the same index, in one launch on the gather stream. The
-        result says when the outputs may be read. ``detail`` names the weights for debugging aids. The stream waits
-        for ``after``, then ``copies`` run, then the gather."""
+        """Gather each shard of all ranks into the output at the same index, in one launch on the
+        gather stream. The result says when the outputs may be read. ``detail`` names the weights
+        for debugging aids. The stream waits for ``after``, then ``copies`` run, then the gather."""
         backend = self._gather_backends[groups.gather_name]
         stream = self._gather_streams.get(groups.gather_name)
         work: Waitable | None = None
         with self.streams.fork(stream):
             if after is not None and stream is not None:
-                stream.wait_event(after)
+                stream.wait_event(after)  # shards on the host have been uploaded
             if self.is_debugged:
                 self.before_collective("all_gather", detail, groups)
             if copies is not None:
                 compat.copy_all(*copies)
             if isinstance(backend, CopyEngine):
+                # Its stream of casts waits for the fork alone, not for gathers on this stream.
                 backend.all_gather(outputs, shards, self.streams.fork_event)
             else:
                 work = backend.all_gather(outputs, shards)
@@ -169,8 +189,9 @@ class CommContext:
     def gather_from_replicas(
         self, groups: Groups, detail: str, pack: Callable[[], Copies], unpack: Callable[[list[Tensor]], None]
     ) -> Done:
-        """Gather parts of shards from the replicas, in one launch on the stream that reads shards for gathers. ``pack``
-        gives outputs and parts, and ``unpack`` takes the outputs; without streams the host waits in between."""
+        """Gather parts of shards from the replicas, in one launch on the stream that reads shards
+        for gathers. ``pack`` gives outputs and parts, and ``unpack`` takes the outputs; without
+        streams the host waits in between."""
         replicate = groups.replicate
         assert replicate is not None
         stream = self._reading_stream(groups)
@@ -179,14 +200,14 @@ class CommContext:
                 self.before_collective("all_gather of replicas", detail, groups)
             outputs, parts = pack()
             work = compat.all_gather_coalesced(outputs, parts, replicate, stream is None)
-            if stream is None:
+            if stream is None:  # nothing else orders ``unpack`` after the gather
                 self.streams.wait(Done(work=work))
             unpack(outputs)
             return self.streams.done(stream, None)
 
     def launch(self, collective: Callable[..., Any], what: str, groups: Groups, *args: Any) -> Done:
-        """Launch a collective of activations in the scatter group, which is idle in forward. In the gather group it
-        would wait for weights that are prefetched."""
+        """Launch a collective of activations in the scatter group, which is idle in forward. In the
+        gather group it would wait for weights that are prefetched."""
         with self.reductions.scattering():
             self.before_collective(collective.__name__.removesuffix("_base"), what, groups)
             work = collective(*args, groups.scatter, not self.streams.has_streams)
@@ -199,6 +220,7 @@ class CommContext:
         if stream is None:
             yield
             return
+        # The recipe's collectives follow this stream, not compute.
         with self.streams.fork(stream), self.streams.computing_on(stream):
             self.streams.delay()
             yield
@@ -220,7 +242,8 @@ class CommContext:
         return sum(copies.held_nbytes for copies in self._peer_copies())
 
     def _peer_copies(self) -> list[PeerCopies]:
-        engines = [engine for engine in self._gather_backends.values() if isinstance(engine, PeerCopies)]
+        backends = self._gather_backends.values()
+        engines = [backend for backend in backends if isinstance(backend, PeerCopies)]
         return [*engines, *self._send_rings.values()]
 
     def begin_recording(self) -> None:
@@ -237,11 +260,13 @@ class CommContext:
 
     def end_backward(self) -> None:
         """All ranks have launched all reductions. Compute waits for them and drops their buffers."""
+        # First: a ring is rewound or grows only when nothing reads it.
         self.reductions.retire_all()
         for ring in self._send_rings.values():
             missing = ring.missing_nbytes
             ring.rewind()
             if missing and not self.streams.is_capturing:
+                # ``grow`` waits for the current stream: the old ring may still be read on this one.
                 with self.reductions.scattering():
                     ring.grow(missing)
 
@@ -257,4 +282,5 @@ class CommContext:
 
 def _active(groups: Groups) -> list[dist.ProcessGroup]:
     """The groups of a mesh in which ranks have peers."""
-    return [group for group in (groups.gather, groups.replicate) if group is not None and group.size() > 1]
+    both = (groups.gather, groups.replicate)
+    return [group for group in both if group is not None and group.size() > 1]

@@ -1,38 +1,43 @@
 """Gathers by the GPUs' copy engines, through symmetric memory: they take no SM from a GEMM.
 
 [Note: rules of the copy engine]
-Each rank has one *stage*: memory that its peers on the same host can read, in two halves that rounds use in turn. A
-gather is one round, or several if it is larger than half of the stage. A round is, in the order of the stream:
+Each rank has one *stage*: memory that its peers on the same host can read, in two halves that
+rounds use in turn. A gather is one round, or several if it is larger than half of the stage. A
+round is, in the order of the stream:
 
 1. a barrier: all ranks have read what earlier rounds left in the stages;
 2. a cast of the rank's own rows into its half, one kernel for each dtype;
 3. a barrier: all stages are filled;
 4. a copy of every peer's half into the output, and on another stream a copy of this rank's own half.
 
-The cast is a kernel: behind a GEMM it waits for SMs, and the copies wait with it. So it runs ahead, on a stream of
-casts. That stream waits for the compute that made the shard, and for the first barrier of the round *before*: after
-that barrier nobody reads this half. In three cases that order cannot be proved, and the cast runs between the two
-barriers: in the first round of a pass, when a CUDA graph begins or ends, and in eager code after a graph has used the
-stage (the host does not see replays). The half depends only on the number of the round in its pass.
-Quantized data and their statistics are made on the stream of casts, too; a cast between the barriers waits for it.
+The cast is a kernel: behind a GEMM it waits for SMs, and the copies wait with it. So it runs ahead,
+on a stream of casts. That stream waits for the compute that made the shard, and for the first
+barrier of the round *before*: after that barrier nobody reads this half. In three cases that order
+cannot be proved, and the cast runs between the two barriers: in the first round of a pass, when a
+CUDA graph begins or ends, and in eager code after a graph has used the stage (the host does not see
+replays). The half depends only on the number of the round in its pass. Quantized data and their
+statistics are made on the stream of casts, too; a cast between the barriers waits for it.
 
 What follows:
 
-- *A slow peer*: the streams wait for it in both barriers. Nobody reads a stage before it is filled, or fills one that
-  is still read.
-- *Shards* may be written by an optimizer, freed, replaced or loaded while peers read. They read the stage, which the
-  owner filled after everything that its compute stream was given before. [Note: streams and memory] holds for the
-  memory of the shard itself.
-- *CUDA graphs*: a round contains both barriers, and the first round of a pass relies on no earlier one. So a pass can
-  be recorded, replayed any number of times and mixed with eager ones. All ranks must replay alike.
-- *The stage grows* for a larger round, but not in a CUDA graph: all ranks wait for their streams, then meet, before
-  the old stage is freed. A stage that a graph uses is kept as long as the backend.
-- *A process that ends or hangs* leaves its peers' streams waiting. The launcher must end them: the watchdog of a later
-  NCCL collective did not within a minute. Memory that a peer has mapped of an ended process stays valid.
+- *A slow peer*: the streams wait for it in both barriers. Nobody reads a stage before it is filled,
+  or fills one that is still read.
+- *Shards* may be written by an optimizer, freed, replaced or loaded while peers read. They read the
+  stage, which the owner filled after everything that its compute stream was given before.
+  [Note: streams and memory] holds for the memory of the shard itself.
+- *CUDA graphs*: a round contains both barriers, and the first round of a pass relies on no earlier
+  one. So a pass can be recorded, replayed any number of times and mixed with eager ones. All ranks
+  must replay alike.
+- *The stage grows* for a larger round, but not in a CUDA graph: all ranks wait for their streams,
+  then meet, before the old stage is freed. A stage that a graph uses is kept as long as the
+  backend.
+- *A process that ends or hangs* leaves its peers' streams waiting. The launcher must end them: the
+  watchdog of a later NCCL collective did not within a minute. Memory that a peer has mapped of an
+  ended process stays valid.
 
-Barriers are memory operations of the streams, because a kernel would need a place beside the GEMMs (see
-``_torch_compat.driver``). A copy within one GPU takes time from the GEMMs, so a gather makes as few as possible. NVLink
-multicast is not used. ``send_ring`` exchanges gradients.
+Barriers are memory operations of the streams, because a kernel would need a place beside the GEMMs
+(see ``_torch_compat.driver``). A copy within one GPU takes time from the GEMMs, so a gather makes
+as few as possible. NVLink multicast is not used. ``send_ring`` exchanges gradients.
 """
 
 from __future__ import annotations
@@ -58,8 +63,9 @@ class PeerCopies:
     Args:
         group: The ranks of one host with a GPU each.
         device: The GPU of this rank.
-        nbytes: The first size of the stage, which is made now, collectively: if ranks cannot map each other's memory,
-            all of them raise RuntimeError. 0: they are known to be able to, so the first use makes the stage.
+        nbytes: The first size of the stage, which is made now, collectively: if ranks cannot map
+            each other's memory, all of them raise RuntimeError. 0: they are known to be able to, so
+            the first use makes the stage.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, nbytes: int = ALIGNMENT) -> None:
@@ -67,10 +73,14 @@ class PeerCopies:
             refuse_without_symmetric_memory(group, device)
         self._group_name = group.group_name
         self._device = device
-        self.rank, self._num_ranks = group.rank(), group.size()
-        self._stage: compat.SymmetricBuffer | None = self._allocate(nbytes) if nbytes else None
-        self._captured: list[compat.SymmetricBuffer] = []  # stages that CUDA graphs use
-        self._num_captured_before = 0
+        self.rank = group.rank()
+        self._num_ranks = group.size()
+        self._stage: compat.SymmetricBuffer | None = None
+        if nbytes:
+            self._stage = self._allocate(nbytes)
+        # Stages that CUDA graphs use: replays read them at their addresses, so they stay.
+        self._captured: list[compat.SymmetricBuffer] = []
+        self._num_captured_before = 0  # before the recording that may fail
 
     def begin_recording(self) -> None:
         """Call before a recording into a CUDA graph that may fail."""
@@ -94,6 +104,7 @@ class PeerCopies:
 
     def _used_stage(self) -> compat.SymmetricBuffer:
         assert self._stage is not None
+        # A graph replays with this address: keep the stage even after it is replaced.
         if self._is_capturing() and self._stage not in self._captured:
             self._captured.append(self._stage)
         return self._stage
@@ -102,13 +113,15 @@ class PeerCopies:
         """Replace the stage by a larger one. Collective; waits for the current stream."""
         if self._is_capturing():
             raise RuntimeError(
-                f"Copy engines need a staging buffer of {nbytes} bytes, but cannot allocate it during the capture of "
-                "a CUDA graph. Run the step eagerly before the capture; capture_step does."
+                f"Copy engines need a staging buffer of {nbytes} bytes, but cannot allocate it "
+                "during the capture of a CUDA graph. Run the step eagerly before the capture; "
+                "capture_step does."
             )
         with waiting_allowed(self._device):
             self._wait_on_host()
+            # All peers have read the old stage.
             dist.barrier(group=compat.resolve_group(self._group_name))
-            self._stage = None
+            self._stage = None  # freed before the new one is allocated
             self._stage = self._allocate(nbytes)
 
     def _allocate(self, nbytes: int) -> compat.SymmetricBuffer:
@@ -117,11 +130,12 @@ class PeerCopies:
     @property
     def held_nbytes(self) -> int:
         """Symmetric memory of this rank: the stage, and earlier ones that graphs use."""
-        stages = {id(stage): stage.nbytes for stage in (self._stage, *self._captured) if stage is not None}
-        return sum(stages.values())
+        stages = {id(stage): stage for stage in (self._stage, *self._captured) if stage is not None}
+        return sum(stage.nbytes for stage in stages.values())
 
     def _peers(self) -> list[int]:
-        """The other ranks, beginning with the next one, so that not all ranks read from one rank at once."""
+        """The other ranks, beginning with the next one, so that not all ranks read from one rank at
+        once."""
         return [(self.rank + step) % self._num_ranks for step in range(1, self._num_ranks)]
 
 
@@ -136,14 +150,15 @@ class _Part(NamedTuple):
 
 
 class CopyEngine(PeerCopies):
-    """Gathers of one communicator, see [Note: rules of the copy engine]. It takes shards as they are: it casts what it
-    sends, and fills this rank's part of outputs.
+    """Gathers of one communicator, see [Note: rules of the copy engine]. It takes shards as they
+    are: it casts what it sends, and fills this rank's part of outputs.
 
     Args:
         group: Its ranks.
         device: The GPU of this rank.
-        round_nbytes: What a rank sends at once, but a row at least: half of the stage. A larger gather takes several
-            rounds, so that one weight (a head) does not decide the size of the stage. None: as much as a gather has.
+        round_nbytes: What a rank sends at once, but a row at least: half of the stage. A larger
+            gather takes several rounds, so that one weight (a head) does not decide the size of the
+            stage. None: as much as a gather has.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, round_nbytes: int | None = None) -> None:
@@ -151,7 +166,8 @@ class CopyEngine(PeerCopies):
         self.cast_stream: torch.Stream | None = None  # set by ``CommContext``, to cast ahead
         self._round_nbytes = round_nbytes
         self._num_rounds = 0  # of this pass
-        # Of the last round: the event after its first barrier and its casts, and the CUDA graph that recorded it.
+        # Of the last round: the event after its first barrier and its casts, and the CUDA graph
+        # that recorded it.
         self._last_passed: torch.Event | None = None
         self._last_recording: int | None = None
 
@@ -165,9 +181,11 @@ class CopyEngine(PeerCopies):
 
         Args:
             outputs: Shape ``(world * rows, ...)``, contiguous.
-            shards: Shape ``(rows, ...)``, of any dtype and layout; may have fewer rows, or be this rank's own part of
-                the output. ``cast_stream``, which is waited for, may have made them.
-            ready: When the outputs and the sources of the shards may be used; None: when the current stream is there.
+            shards: Shape ``(rows, ...)``, of any dtype and layout; may have fewer rows, or be this
+                rank's own part of the output. ``cast_stream``, which is waited for, may have made
+                them.
+            ready: When the outputs and the sources of the shards may be used; None: when the
+                current stream is there.
         """
         # By addresses: each view of a tensor takes the host microseconds, for each weight.
         parts = []
@@ -186,6 +204,7 @@ class CopyEngine(PeerCopies):
         """One round."""
         places = offsets([part.nbytes for part in parts])
         stage = self._reserve(2 * max(places[-1], self._round_nbytes or 0))
+        # Rounds take turns with the halves: one is read while the other is filled.
         half = self._num_rounds % 2 * (stage.nbytes // (2 * ALIGNMENT) * ALIGNMENT)
         begins = [half + at for at in places[:-1]]
         self._num_rounds += 1
@@ -194,23 +213,27 @@ class CopyEngine(PeerCopies):
             for begin, part in zip(begins, parts, strict=True)
             if part.shard.shape[0]
         ]
-        stream = None if self.cast_stream is None else torch.accelerator.current_stream(self._device.index)
+        stream: torch.Stream | None = None
+        if self.cast_stream is not None:
+            stream = torch.accelerator.current_stream(self._device.index)
         packed, are_cast = self._cast_ahead(ready, casts)
-        stage.barrier(0)
+        stage.barrier(0)  # all ranks have read what earlier rounds left in this half
         if stream is not None and packed is not None:
-            stream.wait_event(packed)
+            stream.wait_event(packed)  # what the stream of casts makes: these casts, quantized data
         if not are_cast:
             self._cast(casts)
         if stream is not None:
-            self._last_passed, self._last_recording = stream.record_event(), self._recording()
-        stage.barrier(1)
-        pairs = list(zip(begins, parts, strict=True))
-        fetches = [compat.Fetch(begin, part.target, part.stride, part.nbytes) for begin, part in pairs]
-        own = [
-            fetch
-            for fetch, part in zip(fetches, parts, strict=True)
-            if part.target + self.rank * part.stride != part.shard.data_ptr()
-        ]
+            self._last_passed = stream.record_event()
+            self._last_recording = self._recording()
+        stage.barrier(1)  # all ranks have filled their halves
+        fetches = []
+        own = []  # of this rank's part, unless it lies in the output already
+        for begin, part in zip(begins, parts, strict=True):
+            fetch = compat.Fetch(begin, part.target, part.stride, part.nbytes)
+            fetches.append(fetch)
+            if part.target + self.rank * part.stride != part.shard.data_ptr():
+                own.append(fetch)
+        # On the stream of casts, beside the copies from peers.
         own_copied = self._copy_own_beside(stage, own)
         try:
             stage.fetch([(rank, rank) for rank in self._peers()], fetches)
@@ -222,7 +245,9 @@ class CopyEngine(PeerCopies):
 
     def _recording(self) -> int | None:
         """The number of the CUDA graph that is being recorded."""
-        return compat.capture_id(torch.cuda.current_stream(self._device)) if self._is_capturing() else None
+        if not self._is_capturing():
+            return None
+        return compat.capture_id(torch.cuda.current_stream(self._device))
 
     def grow(self, nbytes: int) -> None:
         super().grow(nbytes)
@@ -237,7 +262,9 @@ class CopyEngine(PeerCopies):
         if ready is None or self.cast_stream is None or not casts:
             return None, False
         self.cast_stream.wait_event(ready)  # a graph may not know that stream yet
-        last_passed, recording = self._last_passed, self._recording()
+        last_passed = self._last_passed
+        recording = self._recording()
+        # Another recording cannot wait for the event, and the host does not see replays.
         if recording != self._last_recording or (recording is None and self._captured):
             last_passed = None
         if last_passed is not None:
@@ -259,19 +286,19 @@ class CopyEngine(PeerCopies):
         by_bytes: list[_Pair] = []
         by_torch: list[_Pair] = []
         for target, source in pairs:
-            has_same_bytes = target.is_cuda and target.dtype == source.dtype
-            has_same_bytes = has_same_bytes and target.is_contiguous() and source.is_contiguous()
-            if has_same_bytes:
-                by_bytes.append((target, source))
-            else:
+            is_cast = target.dtype != source.dtype or not target.is_cuda
+            if is_cast or not target.is_contiguous() or not source.is_contiguous():
                 by_torch.append((target, source))
+            else:
+                by_bytes.append((target, source))
         for group, copy in ((by_bytes, compat.copy_bytes), (by_torch, compat.copy_all)):
             if group:
                 copy([target for target, _ in group], [source for _, source in group])
 
 
 def _rounds(parts: list[_Part], num_rows: list[int], most_nbytes: int) -> Iterator[list[_Part]]:
-    """Cut what is gathered at rows, on all ranks alike, into rounds of at most ``most_nbytes`` or one row."""
+    """Cut what is gathered at rows, on all ranks alike, into rounds of at most ``most_nbytes`` or
+    one row."""
     some: list[_Part] = []
     left = most_nbytes
     for part, rows in zip(parts, num_rows, strict=True):
@@ -283,11 +310,14 @@ def _rounds(parts: list[_Part], num_rows: list[int], most_nbytes: int) -> Iterat
                 number = min(number, max(left, 0) // row_nbytes)
             if not number and some:
                 yield some
-                some, left = [], most_nbytes
+                some = []
+                left = most_nbytes
                 continue
             number = max(number, 1)
-            nbytes, target = number * row_nbytes, part.target + begin * row_nbytes
-            some.append(_Part(part.shard[begin : begin + number], part.dtype, target, part.stride, nbytes))
+            nbytes = number * row_nbytes
+            target = part.target + begin * row_nbytes
+            shard = part.shard[begin : begin + number]
+            some.append(_Part(shard, part.dtype, target, part.stride, nbytes))
             left -= offsets([nbytes])[-1]
             begin += number
     if some:
@@ -309,7 +339,8 @@ def waiting_allowed(device: torch.device) -> Iterator[None]:
 
 
 def offsets(sizes: list[int], alignment: int = ALIGNMENT) -> list[int]:
-    """Where aligned parts of these sizes in bytes begin, one behind the other; the last number is the end."""
+    """Where aligned parts of these sizes in bytes begin, one behind the other; the last number is
+    the end."""
     places = [0]
     for nbytes in sizes:
         places.append(places[-1] + -(-nbytes // alignment) * alignment)
@@ -318,7 +349,8 @@ def offsets(sizes: list[int], alignment: int = ALIGNMENT) -> list[int]:
 
 def refuse_without_symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> None:
     """Raises:
-    RuntimeError: Some rank has no copy engines, or the ranks are on several hosts. Raised on all ranks of the group.
+    RuntimeError: Some rank has no copy engines, or the ranks are on several hosts. Raised on all
+    ranks of the group.
     """
     missing = ""
     if device.type != "cuda":
@@ -326,7 +358,8 @@ def refuse_without_symmetric_memory(group: dist.ProcessGroup, device: torch.devi
     elif (kind := compat.symmetric_memory_backend(device)) != "CUDA":
         missing = f"symmetric memory is of the kind {kind!r} here, but copies need 'CUDA'"
     found = by_rank((missing, host_name()), [group]).values()
-    if reasons := sorted({reason for reason, _ in found if reason}):
+    reasons = sorted({reason for reason, _ in found if reason})
+    if reasons:
         raise RuntimeError("; ".join(reasons))
     hosts = sorted({host for _, host in found})
     if len(hosts) > 1:

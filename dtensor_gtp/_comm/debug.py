@@ -1,12 +1,14 @@
 """Debugging aids, switched on by the environment variable ``DTENSOR_GTP_DEBUG``, e.g. ``poison,delay=7``.
 
 ``poison``: fill a gather buffer with NaN when it is freed, so that a later read shows in the result.
-``delay`` or ``delay=SEED``: each stream (on CPU: the host) sleeps a random time at each gather, use and reduce-scatter,
-so that a missing wait shows in the result.
-``order``: ranks of a mesh compare what they launch before each collective, and raise if it differs. The host waits.
-``finite``: before a gather of weights or a reduction of gradients, all ranks of the mesh raise if one of them sends NaN
-or infinity. The host waits, so a CUDA graph cannot record it.
-``splits``: layers that are built while it is set check the sizes of their groups on the device (``GroupedLinear``).
+``delay`` or ``delay=SEED``: each stream (on CPU: the host) sleeps a random time at each gather, use
+and reduce-scatter, so that a missing wait shows in the result.
+``order``: ranks of a mesh compare what they launch before each collective, and raise if it differs.
+The host waits.
+``finite``: before a gather of weights or a reduction of gradients, all ranks of the mesh raise if
+one of them sends NaN or infinity. The host waits, so a CUDA graph cannot record it.
+``splits``: layers that are built while it is set check the sizes of their groups on the device
+(``GroupedLinear``).
 None of them changes a correct result.
 """
 
@@ -70,50 +72,60 @@ def sleep(microseconds: int, device: torch.device) -> None:
 
 
 def check_order(what: str, groups: Sequence[dist.ProcessGroup]) -> None:
-    """Compare ``what`` the ranks of one mesh are about to launch, over the groups of its axes. If it differs, all raise
-    RuntimeError."""
+    """Compare ``what`` the ranks of one mesh are about to launch, over the groups of its axes. If
+    it differs, all raise RuntimeError."""
     launches = by_rank(what, groups)
     if len(set(launches.values())) == 1:
         return
     listed = "; ".join(f"rank {rank}: {launch}" for rank, launch in launches.items())
     raise RuntimeError(
-        f"The ranks of one mesh are about to launch different collectives ({listed}). All ranks must use the same "
-        "weights in the same order: a branch that depends on a rank's data must not decide whether a weight is used. "
-        f"Run the module on an empty input where a rank has no data for it. {see('ranks_diverge')}"
+        f"The ranks of one mesh are about to launch different collectives ({listed}). All ranks "
+        "must use the same weights in the same order: a branch that depends on a rank's data must "
+        "not decide whether a weight is used. Run the module on an empty input where a rank has no "
+        f"data for it. {see('ranks_diverge')}"
     )
 
 
 def check_finite(
     what: str, values: Sequence[tuple[str, Tensor]], groups: Sequence[dist.ProcessGroup], device: torch.device
 ) -> None:
-    """Look for NaN and infinity in what this rank is about to send, ``values`` by name of the weight. ``groups`` are
-    those of the axes of its mesh. If one rank finds some, all raise RuntimeError."""
+    """Look for NaN and infinity in what this rank is about to send, ``values`` by name of the
+    weight. ``groups`` are those of the axes of its mesh. If one rank finds some, all raise
+    RuntimeError."""
     found = [_not_finite(name, value) for name, value in values if not bool(torch.isfinite(value).all())]
+    # The host waits: all ranks must raise, or none.
     if not int(highest_of([len(found)], groups, device)):
         return
-    more = [f"{len(found) - _NUM_NAMED} more"] if len(found) > _NUM_NAMED else []
-    by_ranks = by_rank(", ".join(found[:_NUM_NAMED] + more), groups)
+    named = found[:_NUM_NAMED]
+    if len(found) > _NUM_NAMED:
+        named.append(f"{len(found) - _NUM_NAMED} more")
+    # Ranks without NaN take part, too.
+    by_ranks = by_rank(", ".join(named), groups)
     listed = "; ".join(f"rank {rank}: {text}" for rank, text in by_ranks.items() if text)
     raise RuntimeError(
-        f"{_ENV}=finite found NaN or infinity before {what} ({listed}), which would spread it to all ranks. In a "
-        "gradient it comes from that rank's batch, from this layer or from one after it; in a weight, from an "
-        f"optimizer step or a load. {see('debug_nan')}"
+        f"{_ENV}=finite found NaN or infinity before {what} ({listed}), which would spread it to "
+        "all ranks. In a gradient it comes from that rank's batch, from this layer or from one "
+        f"after it; in a weight, from an optimizer step or a load. {see('debug_nan')}"
     )
 
 
 def _not_finite(name: str, value: Tensor) -> str:
-    num_nan, num_infinite = int(torch.isnan(value).sum()), int(torch.isinf(value).sum())
+    num_nan = int(torch.isnan(value).sum())
+    num_infinite = int(torch.isinf(value).sum())
     return f"'{name}' has {num_nan} NaN and {num_infinite} infinite of {value.numel()} elements"
 
 
 def profiler_range(name: str, *details: str) -> AbstractContextManager[Any]:
     """A named range in the profiler's trace; free while no profiler records."""
-    return torch.profiler.record_function(f"{name} ({', '.join(details)})") if compat.is_profiling() else _NOTHING
+    if not compat.is_profiling():
+        return _NOTHING
+    return torch.profiler.record_function(f"{name} ({', '.join(details)})")
 
 
 def poison(buffer: Tensor) -> None:
-    """Fill a freed gather buffer, or a new one for a gradient, with NaN. Elements that travel as bytes become 255, a
-    NaN of e4m3."""
+    """Fill a freed gather buffer, or a new one for a gradient, with NaN. Elements that travel as
+    bytes become 255, a NaN of e4m3."""
+    # A tensor of inference mode may be written in that mode alone.
     with torch.inference_mode(buffer.is_inference() or torch.is_inference_mode_enabled()):
         if buffer.is_floating_point():
             buffer.fill_(float("nan"))

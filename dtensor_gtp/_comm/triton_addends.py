@@ -1,11 +1,12 @@
 """The sum over ranks as one Triton kernel, see ``addends``.
 
-The kernel reads each addend once, this rank's own where it was sent, and writes each sum once. The order is that of
-torch's sum over dim 0 on CUDA: the addend of rank ``r`` goes to partial sum ``r % 4``; the four begin at zero and are
-added one after the other. Nothing is multiplied before it is added, so nothing can fuse.
+The kernel reads each addend once, this rank's own where it was sent, and writes each sum once. The
+order is that of torch's sum over dim 0 on CUDA: the addend of rank ``r`` goes to partial sum
+``r % 4``; the four begin at zero and are added one after the other. Nothing is multiplied before it
+is added, so nothing can fuse.
 
-Triton specializes no argument; only whether all are aligned is a constant. So there are two kernels for a number of
-ranks and a dtype, and none is compiled later, in a CUDA graph.
+Triton specializes no argument; only whether all are aligned is a constant. So there are two kernels
+for a number of ranks and a dtype, and none is compiled later, in a CUDA graph.
 """
 
 # No `from __future__ import annotations`: Triton reads them.
@@ -49,10 +50,12 @@ def sum_over_ranks(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``factor`` times the sum of ``NUM`` addends, of up to four gradients that lie one behind the other in ``out``.
+    """``factor`` times the sum of ``NUM`` addends, of up to four gradients that lie one behind the
+    other in ``out``.
 
-    The addend of ``rank`` is at ``own{i}_ptr``. The others are rows of ``row_numel`` elements, without a row for
-    ``rank``. Gradient i begins at element ``begin{i}`` and at program ``first{i}``.
+    The addend of ``rank`` is at ``own{i}_ptr``. The others are rows of ``row_numel`` elements,
+    without a row for ``rank``. Gradient i begins at element ``begin{i}`` and at program
+    ``first{i}``.
     """
     block = tl.program_id(0)
     own_ptr, begin, end_, first = own0_ptr, begin0, begin1, 0
@@ -91,13 +94,14 @@ def add(out: Tensor, rows: Tensor, own: Sequence[Tensor], rank: int, num_ranks: 
 
     Args:
         out: The result, shape ``(numel,)``, float32.
-        rows: Addends in the order of ranks, shape ``(num_ranks, numel)``; or ``(num_ranks - 1, numel)`` without this
-            rank's.
+        rows: Addends in the order of ranks, shape ``(num_ranks, numel)``; or
+            ``(num_ranks - 1, numel)`` without this rank's.
         own: This rank's addend if ``rows`` lacks it: contiguous parts, one behind the other in ``out``.
     """
     sizes = [addend.numel() for addend in own] or [out.numel()]
     own = own or [rows]  # never read
-    rank = rank if rows.shape[0] < num_ranks else num_ranks  # no rank's addend is apart
+    if rows.shape[0] == num_ranks:
+        rank = num_ranks  # no rank's addend is apart
     begins = [0, *accumulate(sizes)]
     is_aligned = all(tensor.data_ptr() % _ALIGNMENT == 0 for tensor in (out, rows, *own))
     is_aligned = is_aligned and all(begin % _ALIGNMENT == 0 for begin in begins)
@@ -107,6 +111,7 @@ def add(out: Tensor, rows: Tensor, own: Sequence[Tensor], rank: int, num_ranks: 
         _, *firsts, num_blocks = accumulate([*blocks, *[0] * missing], initial=0)
         if num_blocks == 0:
             continue
+        # What is missing has no programs: any pointer will do.
         parcels = [*own[at : at + _PARCELS], *[own[at]] * missing]
         numbers = [*begins[at : at + _PARCELS + 1], *[begins[-1]] * missing, *firsts, rows.shape[1], rank, factor]
         with on_device_of(out):

@@ -1,13 +1,15 @@
 """``capture_blocks``: each block of a model as a CUDA graph.
 
-The compute of a block's forward and of its backward is recorded, a graph each, without communication. Around a replay,
-eager code gathers the weights into buffers at fixed addresses and reduces the gradients that the graph has left in
-others (see [Note: fixed buffers] in ``record_block.py``). So gathers and reductions overlap with graphs as with ops,
-and the collectives are those of eager code: some ranks may replay what others run eagerly.
+The compute of a block's forward and of its backward is recorded, a graph each, without
+communication. Around a replay, eager code gathers the weights into buffers at fixed addresses and
+reduces the gradients that the graph has left in others (see [Note: fixed buffers] in
+``record_block.py``). So gathers and reductions overlap with graphs as with ops, and the collectives
+are those of eager code: some ranks may replay what others run eagerly.
 
 [Note: memory of a recorded block]
-What forward saves for backward stays allocated: graphs of other blocks, which share the pool, must not overwrite it. A
-forward before the backward of the last one would overwrite it, so it runs eagerly.
+What forward saves for backward stays allocated: graphs of other blocks, which share the pool, must
+not overwrite it. A forward before the backward of the last one would overwrite it, so it runs
+eagerly.
 """
 
 from __future__ import annotations
@@ -46,40 +48,45 @@ def capture_blocks(
 ) -> CapturedBlocks:
     """Run blocks of a model as CUDA graphs where the whole step cannot be one.
 
-    Each block's forward and backward become a graph. The code around the blocks (a data-dependent branch, the
-    optimizer) and all collectives stay eager; collectives overlap with the graphs of other blocks.
+    Each block's forward and backward become a graph. The code around the blocks (a data-dependent
+    branch, the optimizer) and all collectives stay eager; collectives overlap with the graphs of
+    other blocks.
 
-    The ``forward`` of each block is replaced in place; hooks on the block run around it. The first ``warmup_calls``
-    calls with gradients run eagerly, the next one with inputs that have been seen is recorded. A block runs eagerly
-    without gradients, under autocast, in a recomputation, with weights that ``unshard`` keeps, and where a forward
-    comes before the backward of the last one (microbatches of a pipeline). Its weights are gathered again for backward
-    in any case.
+    The ``forward`` of each block is replaced in place; hooks on the block run around it. The first
+    ``warmup_calls`` calls with gradients run eagerly, the next one with inputs that have been seen
+    is recorded. A block runs eagerly without gradients, under autocast, in a recomputation, with
+    weights that ``unshard`` keeps, and where a forward comes before the backward of the last one
+    (microbatches of a pipeline). Its weights are gathered again for backward in any case.
 
-    It costs memory: two sets of full weights and full gradients for each kind of block, and what forward saves stays
-    allocated between steps. ``prefetch_nbytes`` should be at least the bytes of a block's weights, because a graph
-    waits for all of them. Prefer ``capture_step`` where the whole step can be recorded. Needs a GPU.
+    It costs memory: two sets of full weights and full gradients for each kind of block, and what
+    forward saves stays allocated between steps. ``prefetch_nbytes`` should be at least the bytes of
+    a block's weights, because a graph waits for all of them. Prefer ``capture_step`` where the
+    whole step can be recorded. Needs a GPU.
 
-    It copies inputs, outputs and their gradients, and gradients that wait for others of a microbatch or a launch. Where
-    a step does not wait for the host, these copies cost more than launches. ``torch.autograd.grad`` and
-    ``backward(inputs=...)`` leave no other gradients, and ``torch.cuda.make_graphed_callables`` raises on modules with
-    sharded parameters.
+    It copies inputs, outputs and their gradients, and gradients that wait for others of a
+    microbatch or a launch. Where a step does not wait for the host, these copies cost more than
+    launches. ``torch.autograd.grad`` and ``backward(inputs=...)`` leave no other gradients, and
+    ``torch.cuda.make_graphed_callables`` raises on modules with sharded parameters.
 
     Args:
         module: What ``gtp_shard`` was called on, or a module that contains such modules.
-        blocks: Modules below it that do not contain each other. Arguments: any tree of tensors, which are copied, and
-            other values, which are compared. Outputs are copies; backward must reach the same outputs as in the eager
-            calls. Tensors that are attributes (a cache) must keep their address: this is not checked.
+        blocks: Modules below it that do not contain each other. Arguments: any tree of tensors,
+            which are copied, and other values, which are compared. Outputs are copies; backward
+            must reach the same outputs as in the eager calls. Tensors that are attributes (a cache)
+            must keep their address: this is not checked.
         warmup_calls: Eager calls of each block before its first recording, at least 2.
         max_graphs: Combinations of inputs that are recorded for one block; further ones run eagerly.
 
     Returns:
-        A :class:`CapturedBlocks`, which can forget the graphs or give the blocks their own ``forward`` back.
+        A :class:`CapturedBlocks`, which can forget the graphs or give the blocks their own
+        ``forward`` back.
 
     Raises:
         TypeError, ValueError: An argument is of the wrong kind or out of range.
         RuntimeError: The weights are not on a CUDA device.
-        NotImplementedError: An outer ``fully_shard``, unequal replicas, recipes, tensor parallelism, exchanges of
-            activations, compiled blocks, or parameters that ``gtp_shard`` does not manage.
+        NotImplementedError: An outer ``fully_shard``, unequal replicas, recipes, tensor
+            parallelism, exchanges of activations, compiled blocks, or parameters that ``gtp_shard``
+            does not manage.
 
     The counterpart of ``torch.cuda.make_graphed_callables`` for sharded blocks.
 
@@ -106,15 +113,19 @@ def _give_buffers(blocks: Iterable[Block]) -> None:
     num_blocks: Counter[Hashable] = Counter()
     buffers: dict[Hashable, FixedBuffers] = {}
     for block in blocks:
-        shapes = ((w.layout.buffer_shape, w.compute_dtype, w.reduce_dtype, w.shard.device) for w in block.weights)
+        shapes = [
+            (weight.layout.buffer_shape, weight.compute_dtype, weight.reduce_dtype, weight.shard.device)
+            for weight in block.weights
+        ]
         # A runtime knows who holds a fixed buffer among its own gathers and reductions only.
         kind = (block.runtime, *shapes)
-        turn = num_blocks[kind] % 2
+        turn = num_blocks[kind] % 2  # one set is gathered or reduced while the other is in use
         num_blocks[kind] += 1
         for position, weight in enumerate(block.weights):
             key = (kind, turn, position)
             if key not in buffers:
-                buffers[key] = FixedBuffers(weight.form.new_buffer(), weight.pending_grad.send_buffer())
+                grad = weight.pending_grad.send_buffer()
+                buffers[key] = FixedBuffers(weight.form.new_buffer(), grad)
             weight.form.fixed = buffers[key]
 
 
@@ -139,20 +150,24 @@ class CapturedBlocks:
     ) -> None:
         check_at_least("capture_blocks", warmup_calls=(warmup_calls, 2), max_graphs=(max_graphs, 1))
         names = {submodule: name for name, submodule in module.named_modules()}
+        # A module of two blocks is held twice, and so is a block inside of another one.
         held = Counter(inner for block in blocks for inner in block.modules())
         if not blocks or any(block not in names or held[block] > 1 for block in blocks):
             raise ValueError(
-                f"capture_blocks expects modules below the {type(module).__name__} that do not contain each other as "
-                f"blocks, but got {[names.get(block, type(block).__name__) for block in blocks]}."
+                f"capture_blocks expects modules below the {type(module).__name__} that do not "
+                "contain each other as blocks, but got "
+                f"{[names.get(block, type(block).__name__) for block in blocks]}."
             )
         for runtime in runtimes_of(module, "capture_blocks"):
-            runtime.split_groups()
+            runtime.split_groups()  # only single weights have fixed buffers
         owners: dict[ManagedParam, str] = {}
         owns = [_checked(names[block], block, recorder, owners) for block in blocks]
         _warn_of_late_gathers(owns)
         for own in owns:
+            # With "auto", an embedding in a block is gathered. "exchange" raises in the first call.
+            may_exchange = own.runtime.policy.embedding == "exchange"
             for weight in own.weights:
-                weight.fused.may_exchange = own.runtime.policy.embedding == "exchange"  # else its table is gathered
+                weight.fused.may_exchange = may_exchange
         _give_buffers(owns)
         self._blocks = [
             _CapturedBlock(block, own, KnownCalls(warmup_calls, max_graphs))
@@ -165,8 +180,8 @@ class CapturedBlocks:
         return sum(len(block.calls.graphs) for block in self._blocks)
 
     def reset(self) -> None:
-        """Forget all graphs: the next calls are as the first ones. Call it after a change that cannot be seen, such as
-        another value of a Python variable that a block reads."""
+        """Forget all graphs: the next calls are as the first ones. Call it after a change that
+        cannot be seen, such as another value of a Python variable that a block reads."""
         for block in self._blocks:
             block.calls.forget()
 
@@ -177,6 +192,7 @@ class CapturedBlocks:
             RuntimeError: The backward of a call may still come.
         """
         for block in self._blocks:
+            # Its backward replays a graph that reads the fixed buffers.
             if any(graph.awaits_backward for graph in block.calls.graphs.values()):
                 raise RuntimeError(
                     "remove() expects that the backward of each forward has run, but that of block "
@@ -190,9 +206,12 @@ class _CapturedBlock:
     """Takes the place of a block's ``forward``: runs it eagerly, or replays one of its graphs."""
 
     def __init__(self, block: nn.Module, own: Block, calls: KnownCalls[BlockGraph]) -> None:
-        self.own, self.calls = own, calls
-        self._block, self._weights = block, own.weights
+        self.own = own
+        self.calls = calls
+        self._block = block
+        self._weights = own.weights
         self._binding: Hashable = None  # what all graphs find beside their inputs
+        # Whether it was set on the instance, so that ``remove`` sets it again.
         self._had_forward = "forward" in block.__dict__
         block.forward = self
 
@@ -203,27 +222,32 @@ class _CapturedBlock:
         if self._had_forward:
             self._block.forward = self.own.forward
         else:
-            del self._block.forward
+            del self._block.forward  # the method of the class again
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        own, calls = self.own, self.calls
+        own = self.own
+        calls = self.calls
         if not self._can_replay():
             return own.forward(*args, **kwargs)
         leaves, spec = compat.tree_flatten((args, kwargs))
         binding = self._describe()
         if binding != self._binding:
-            calls.forget()
+            calls.forget()  # the graphs read what is no longer there
             self._check_buffers()
             self._binding = binding
-        kind = (str(spec), tuple((signature(leaf), isinstance(leaf, Tensor) and leaf.requires_grad) for leaf in leaves))
+        is_trained = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+        kind = (str(spec), *map(signature, leaves), *is_trained)
         graph = calls.graphs.get(kind)
         if graph is None:
+            # Once for each kind of call: a replay copies tensors, and repeats all else.
             check_places(leaves, own.runtime.device, f"A recorded block ('{own.name}')")
             if not calls.may_record(kind) or calls.seen[kind].indices is None:
                 outputs, spec = compat.tree_flatten(own.forward(*args, **kwargs))
-                return compat.tree_unflatten(calls.note_eager(kind, Reached()).observed(outputs), spec)
-            graph = calls.graphs[kind] = BlockGraph(own, leaves, spec, calls.seen[kind])
-        if graph.awaits_backward:
+                reached = calls.note_eager(kind, Reached())
+                return compat.tree_unflatten(reached.observed(outputs), spec)
+            graph = BlockGraph(own, leaves, spec, calls.seen[kind])
+            calls.graphs[kind] = graph
+        if graph.awaits_backward:  # a replay would overwrite what it has saved
             return own.forward(*args, **kwargs)
         return graph(leaves)
 
@@ -231,7 +255,7 @@ class _CapturedBlock:
         runtime = self.own.runtime
         return (
             torch.is_grad_enabled()
-            and compat.current_graph_task_id() == -1
+            and compat.current_graph_task_id() == -1  # no recomputation in a backward
             and compat.saved_tensors_hooks_enabled()
             and not torch.is_autocast_enabled(runtime.device.type)
             and not runtime.comm.streams.is_capturing
@@ -240,43 +264,49 @@ class _CapturedBlock:
         )
 
     def _describe(self) -> Hashable:
-        exchanged = next(
-            (w.fqn for w in self._weights if w.fused.lookups is not None or w.fused.losses is not None), None
-        )
-        if exchanged is not None:
-            raise NotImplementedError(
-                f"capture_blocks does not support block '{self.own.name}': it exchanges activations for '{exchanged}'. "
-                'Use capture_step, or SchedulePolicy(embedding="gather", head="gather").'
-            )
+        for weight in self._weights:
+            if weight.fused.lookups is not None or weight.fused.losses is not None:
+                raise NotImplementedError(
+                    f"capture_blocks does not support block '{self.own.name}': it exchanges "
+                    f"activations for '{weight.fqn}'. Use capture_step, or "
+                    'SchedulePolicy(embedding="gather", head="gather").'
+                )
         params = []
         for param in self.own.params:
             registered = param.registration.current
-            params.append((id(registered), id(param.shard), registered is not None and registered.requires_grad))
+            is_trained = registered is not None and registered.requires_grad
+            params.append((id(registered), id(param.shard), is_trained))
+        # A graph reads buffers at the addresses of its recording.
         buffers = tuple(buffer.data_ptr() for buffer in self._block.buffers())
         return tuple(params), tuple(module.training for module in self._block.modules()), buffers
 
     def _check_buffers(self) -> None:
         for weight in self._weights:
             fixed = weight.form.fixed
-            if fixed is None or (fixed.gathered.dtype, fixed.grad.dtype) != (weight.compute_dtype, weight.reduce_dtype):
-                what = f"The dtype of '{weight.fqn}' has changed since capture_blocks"
-                raise RuntimeError(f"{what}: call remove() on its result, then capture_blocks again.")
+            dtypes = (weight.compute_dtype, weight.reduce_dtype)
+            if fixed is None or (fixed.gathered.dtype, fixed.grad.dtype) != dtypes:
+                raise RuntimeError(
+                    f"The dtype of '{weight.fqn}' has changed since capture_blocks: call remove() "
+                    "on its result, then capture_blocks again."
+                )
 
 
 def _warn_of_late_gathers(blocks: Sequence[Block]) -> None:
     asked = blocks[0].runtime.policy.prefetch_nbytes
-    nbytes = max(sum(weight.for_forward.kept_nbytes for weight in block.weights) for block in blocks)
+    sizes = [sum(weight.for_forward.kept_nbytes for weight in block.weights) for block in blocks]
+    nbytes = max(sizes)
     if asked and asked < nbytes:
         logger.warning(
-            "capture_blocks: SchedulePolicy(prefetch_nbytes=%d) gathers the rest of the %d bytes of a block only "
-            "after the block before has ended; raise it to this number",
+            "capture_blocks: SchedulePolicy(prefetch_nbytes=%d) gathers the rest of the %d bytes "
+            "of a block only after the block before has ended; raise it to this number",
             asked,
             nbytes,
         )
 
 
 def _checked(name: str, block: nn.Module, recorder: CudaRecorder, owners: dict[ManagedParam, str]) -> Block:
-    """What is recorded of ``block``, if it can be. ``owners`` names the block that each parameter belongs to."""
+    """What is recorded of ``block``, if it can be. ``owners`` names the block that each parameter
+    belongs to."""
     params = params_of(bindings_of(block.modules()))
     if not any(isinstance(param, ShardedWeight) for param in params):
         raise ValueError(f"capture_blocks expects blocks with sharded weights, but '{name}' has none.")
@@ -284,6 +314,7 @@ def _checked(name: str, block: nn.Module, recorder: CudaRecorder, owners: dict[M
     runtimes = runtimes_of(block, "capture_blocks")
     if len(runtimes) > 1:
         raise NotImplementedError(f"{where}: its weights belong to several gtp_shard calls without one around them.")
+    # ``module.compile()`` and ``torch.compile(module)``.
     if any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in block.modules()):
         raise NotImplementedError(f"{where}: it is compiled. Compile it, or record it, or record the whole step.")
     for fqn, _, param in unmanaged_params(block):

@@ -1,26 +1,34 @@
 """A whole training step as a CUDA graph: ``capture_step``.
 
-A recording computes nothing, so the call that records replays, too: n calls leave what n eager steps leave.
+A recording computes nothing, so the call that records replays, too: n calls leave what n eager
+steps leave.
 
 [Note: what a graph has baked in]
-A graph keeps the addresses, shapes and Python numbers of its recording. Inputs are copied to where the graph reads
-them. Each call compares the rest:
+A graph keeps the addresses, shapes and Python numbers of its recording. Inputs are copied to where
+the graph reads them. Each call compares the rest:
 
-* Shapes, dtypes, other arguments, autocast, which gradients exist: another combination gets another graph.
-* What the parameters are, whether they are trained, switches of ``GTPModule``, addresses of parameters, buffers and
-  optimizer states, a state that is loaded: after a change all graphs are recorded again.
+* Shapes, dtypes, other arguments, autocast, which gradients exist: another combination gets another
+  graph.
+* What the parameters are, whether they are trained, switches of ``GTPModule``, addresses of
+  parameters, buffers and optimizer states, a state that is loaded: after a change all graphs are
+  recorded again.
 * Hyperparameters on the host must keep their values, those on the GPU their addresses: a change raises.
 
-A step that replaces a buffer or a state by a new tensor, or writes to its inputs, is refused: a replay would not do so.
+A step that replaces a buffer or a state by a new tensor, or writes to its inputs, is refused: a
+replay would not do so.
 
 [Note: state of the runtime around graphs]
 A replay runs none of the runtime's Python code. So:
 
-* Nothing is kept gathered when a recording begins: the graph would use an old weight forever. Nothing that it has
-  gathered outlives it: that memory belongs to the graph, and its events can be waited for in the recording only.
-* After a replay ``Runtime.note_step`` names the written parameters, so that eager code gathers and quantizes them anew.
-* Gradients that a graph has made, and sums of microbatches, live at fixed addresses: they are put back after a replay.
-* A recording that fails is cleaned up twice: within it, where events can be waited for, and after it, without waiting.
+* Nothing is kept gathered when a recording begins: the graph would use an old weight forever.
+  Nothing that it has gathered outlives it: that memory belongs to the graph, and its events can be
+  waited for in the recording only.
+* After a replay ``Runtime.note_step`` names the written parameters, so that eager code gathers and
+  quantizes them anew.
+* Gradients that a graph has made, and sums of microbatches, live at fixed addresses: they are put
+  back after a replay.
+* A recording that fails is cleaned up twice: within it, where events can be waited for, and after
+  it, without waiting.
 """
 
 from __future__ import annotations
@@ -70,44 +78,50 @@ def capture_step(
 ) -> CapturedStep[P, R]:
     """Make a function that runs a whole training step as one CUDA graph.
 
-    ``fn`` is an ordinary step: forward, backward, any number of microbatches, clipping, the optimizer, ``zero_grad``.
-    Every call does one step. The first ``warmup_steps`` run eagerly, the next is recorded and replayed, all later ones
-    are replayed. Inputs of another shape run eagerly once, and get a new graph the second time.
+    ``fn`` is an ordinary step: forward, backward, any number of microbatches, clipping, the
+    optimizer, ``zero_grad``. Every call does one step. The first ``warmup_steps`` run eagerly, the
+    next is recorded and replayed, all later ones are replayed. Inputs of another shape run eagerly
+    once, and get a new graph the second time.
 
-    A step must not wait for the GPU (``item()``, ``print`` of a tensor, ``GradScaler``, data-dependent branches). Other
-    work of Python in it (counting, ``LRScheduler.step``) happens only when it is recorded: keep it outside. A learning
-    rate that changes must be a tensor on the GPU. Call ``zero_grad`` at the end of the step, or outside: at the
-    beginning, each call finds other gradients, and none is recorded. All ranks must call with inputs of the same
-    shapes. Needs a GPU.
+    A step must not wait for the GPU (``item()``, ``print`` of a tensor, ``GradScaler``,
+    data-dependent branches). Other work of Python in it (counting, ``LRScheduler.step``) happens
+    only when it is recorded: keep it outside. A learning rate that changes must be a tensor on the
+    GPU. Call ``zero_grad`` at the end of the step, or outside: at the beginning, each call finds
+    other gradients, and none is recorded. All ranks must call with inputs of the same shapes.
+    Needs a GPU.
 
-    A call adds to the gradients that the last one left in ``.grad``, so calls may be microbatches. Copy a gradient that
-    you need after the next call. A step that waits raises before the recording, where it waits: experts with
-    ``method="all_to_all"`` do, and activation checkpointing with ``preserve_rng_state=True``. So does a step that
-    writes to its inputs, or puts a new tensor instead of a buffer or of an optimizer's state. After a recording that
-    failed eager training goes on.
+    A call adds to the gradients that the last one left in ``.grad``, so calls may be microbatches.
+    Copy a gradient that you need after the next call. A step that waits raises before the
+    recording, where it waits: experts with ``method="all_to_all"`` do, and activation checkpointing
+    with ``preserve_rng_state=True``. So does a step that writes to its inputs, or puts a new tensor
+    instead of a buffer or of an optimizer's state. After a recording that failed eager training
+    goes on.
 
-    Eager steps, evaluation and loading in between work. After freezing, switches such as ``train()``, or a change of
-    parameters, states or their addresses, the next calls are eager and record again: do it on all ranks. Call
-    :meth:`CapturedStep.reset` after a change of anything else that Python reads. Gradients left by
-    ``set_is_last_backward(False)`` belong to the step that completes them: no call with some in flight is recorded or
-    replayed.
+    Eager steps, evaluation and loading in between work. After freezing, switches such as
+    ``train()``, or a change of parameters, states or their addresses, the next calls are eager and
+    record again: do it on all ranks. Call :meth:`CapturedStep.reset` after a change of anything
+    else that Python reads. Gradients left by ``set_is_last_backward(False)`` belong to the step
+    that completes them: no call with some in flight is recorded or replayed.
 
-    Graphs that ``torch.cuda.graph`` records have to consist of whole passes, after eager ones of the same kind, with
-    nothing kept or in flight; this is not checked.
+    Graphs that ``torch.cuda.graph`` records have to consist of whole passes, after eager ones of
+    the same kind, with nothing kept or in flight; this is not checked.
 
     Args:
-        fn: Arguments: any tree of tensors on the GPU, which are copied and only read, and other values, which are
-            compared. Returns any tree; its tensors come back detached and copied.
-        module: What ``fn`` trains: a module that ``gtp_shard`` was called on, or that contains such modules.
+        fn: Arguments: any tree of tensors on the GPU, which are copied and only read, and other
+            values, which are compared. Returns any tree; its tensors come back detached and copied.
+        module: What ``fn`` trains: a module that ``gtp_shard`` was called on, or that contains such
+            modules.
         optimizer: Those that ``fn`` steps.
-        warmup_steps: Eager steps before the first recording, at least 2: the first observes the order of uses.
+        warmup_steps: Eager steps before the first recording, at least 2: the first observes the
+            order of uses.
         max_graphs: Combinations of shapes that are recorded; further ones run eagerly.
 
     Returns:
         A :class:`CapturedStep`, which is called as ``fn`` is.
 
     Raises:
-        TypeError, ValueError: An argument is of the wrong kind or out of range; an optimizer is not capturable.
+        TypeError, ValueError: An argument is of the wrong kind or out of range; an optimizer is not
+            capturable.
         RuntimeError: The weights are not on a CUDA device.
         NotImplementedError: An outer ``fully_shard``, or unequal replicas.
 
@@ -160,11 +174,13 @@ class CapturedStep(Generic[P, R]):
     def __init__(
         self, fn: Callable[P, R], around: Surroundings, recorder: CudaRecorder, warmup_steps: int, max_graphs: int
     ) -> None:
-        self._fn, self._around, self._recorder = fn, around, recorder
+        self._fn = fn
+        self._around = around  # as it was when the present graphs were recorded
+        self._recorder = recorder
         self._device = around.runtimes[0].device
         self._calls: KnownCalls[RecordedStep] = KnownCalls(warmup_steps, max_graphs)
         self._num_unlike = 0  # eager steps in a row that were like none before
-        this = weakref.ref(self)
+        this = weakref.ref(self)  # an optimizer may live longer than the graphs
         for optimizer in around.optimizers:
             # Loaded states have other addresses.
             optimizer.register_load_state_dict_post_hook(lambda _: _reset(this()))
@@ -175,68 +191,92 @@ class CapturedStep(Generic[P, R]):
         return len(self._calls.graphs)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run one step. Raises ValueError if a tensor among the arguments is on another device or needs a gradient,
-        RuntimeError if the step cannot be recorded, or what a graph has baked in has changed."""
+        """Run one step. Raises ValueError if a tensor among the arguments is on another device or
+        needs a gradient, RuntimeError if the step cannot be recorded, or what a graph has baked in
+        has changed."""
         leaves, spec = compat.tree_flatten((args, kwargs))
         check_inputs(leaves, self._device)
+        # Something that graphs have baked in has changed: record all of them again.
         if not self._around.has_same_binding() or not self._around.is_in_place():
             self.reset()
         around = self._around
+        values = enumerate(read_values(around.places))
         # By reference, because the id of a gradient that is gone may be that of another one.
-        grads = tuple((i, WeakIdRef(grad)) for i, grad in enumerate(read_values(around.places)) if grad is not None)
+        grads = tuple((i, WeakIdRef(grad)) for i, grad in values if grad is not None)
         device = self._device.type
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        autocast = None
+        if torch.is_autocast_enabled(device):
+            autocast = torch.get_autocast_dtype(device)
+        # Without gradients, say, a step computes something else.
         modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
         kind = (str(spec), tuple(map(signature, leaves)), grads, modes)
         recorded = self._calls.graphs.get(kind)
         if recorded is None:
             if not self._calls.may_record(kind):
                 return self._run_eagerly(kind, leaves, spec)
-            recorded = self._calls.graphs[kind] = RecordedStep(self._fn, leaves, spec, around, self._recorder)
+            recorded = RecordedStep(self._fn, leaves, spec, around, self._recorder)
+            self._calls.graphs[kind] = recorded
             logger.info("capture_step: graph %d recorded", self.num_graphs)
         result: R = recorded.replay(leaves)
         return result
 
     def reset(self) -> None:
-        """Forget all graphs and free their memory: the next calls are as the first ones. Call it after a change that
-        cannot be seen, such as another value of a Python variable that the step reads."""
+        """Forget all graphs and free their memory: the next calls are as the first ones. Call it
+        after a change that cannot be seen, such as another value of a Python variable that the step
+        reads."""
         self._calls.forget()
         self._num_unlike = 0
         self._around = self._around.renewed()
 
     def _run_eagerly(self, kind: tuple[Hashable, ...], leaves: list[Any], spec: Any) -> R:
         args, kwargs = compat.tree_unflatten(leaves, spec)
-        calls, around = self._calls, self._around
+        calls = self._calls
+        around = self._around
         is_warm = calls.num_eager + 1 >= calls.num_warmup
         if is_warm and kind not in calls.seen and calls.is_full:
             logger.warning("capture_step runs eagerly: it has reached the limit of %d graphs", calls.max_graphs)
-        # So that this step gathers what a recording, and other ranks that record or replay meanwhile, gather.
+        # So that this step gathers what a recording, and other ranks that record or replay
+        # meanwhile, gather.
         drop_kept(around.runtimes)
+        # On the stream of recordings; the last one before a recording refuses to wait for the GPU.
         with self._recorder.eager(is_last=calls.may_record(kind, num_more=1)):
-            result: R = compat.tree_map_only(Tensor, lambda t: t.detach().clone(), self._fn(*args, **kwargs))
+            result = self._fn(*args, **kwargs)
+            # As after a replay.
+            result = compat.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), result)
         for optimizer in around.optimizers:
             check_state(optimizer, self._device)
-        if not around.is_in_place():  # a parameter got its state, or a table has grown: graphs read the old one
-            calls.graphs.clear()
+        if not around.is_in_place():
+            # A parameter got its state, or a table has grown: graphs read the old one.
+            calls.graphs.clear()  # they would read tensors that are gone
             around.follow_moves()
         self._warn_if_never_recorded(kind)
-        calls.note_eager(kind)  # not if the step raised: it may not have come to where optimizers make their state
+        # Not if the step raised: it may not have come to where optimizers make their state.
+        calls.note_eager(kind)
         return result
 
     def _warn_if_never_recorded(self, kind: tuple[Hashable, ...]) -> None:
         """Once, after many steps of which none was like one before."""
         seen = self._calls.seen
-        self._num_unlike = 0 if self._calls.graphs or kind in seen else self._num_unlike + 1
-        if self._num_unlike == self._calls.num_warmup + _MANY_UNLIKE:
-            last: Any = next(reversed(seen))
-            parts = ["arguments", "arguments", "gradients that are there before the step", "modes such as autocast"]
-            part = next(part for part, old, new in zip(parts, last, kind, strict=True) if old != new)
-            logger.warning(
-                "capture_step has recorded nothing in %d steps: each had other %s than all before%s",
-                self._num_unlike,
-                part,
-                "; call zero_grad() at the end of the step, not at its beginning" if part == parts[2] else "",
-            )
+        if self._calls.graphs or kind in seen:
+            self._num_unlike = 0
+            return
+        self._num_unlike += 1
+        if self._num_unlike != self._calls.num_warmup + _MANY_UNLIKE:
+            return
+        # What differs from the last step, in the order of the parts of ``kind``.
+        last: Any = next(reversed(seen))
+        grads = "gradients that are there before the step"
+        parts = ["arguments", "arguments", grads, "modes such as autocast"]
+        part = next(part for part, old, new in zip(parts, last, kind, strict=True) if old != new)
+        advice = ""
+        if part == grads:
+            advice = "; call zero_grad() at the end of the step, not at its beginning"
+        logger.warning(
+            "capture_step has recorded nothing in %d steps: each had other %s than all before%s",
+            self._num_unlike,
+            part,
+            advice,
+        )
 
 
 def check_step(fn: Any, module: Any, optimizers: list[Any], warmup_steps: Any, max_graphs: Any) -> list[Runtime]:
@@ -253,8 +293,9 @@ def check_step(fn: Any, module: Any, optimizers: list[Any], warmup_steps: Any, m
     for aid in ("order", "finite"):
         if any(getattr(runtime.comm.debug, aid) for runtime in runtimes):
             raise RuntimeError(
-                f"capture_step cannot record a step with DTENSOR_GTP_DEBUG={aid}, because the host waits at each "
-                f"collective. Train without capture_step while you debug. {see('capture_a_step')}"
+                f"capture_step cannot record a step with DTENSOR_GTP_DEBUG={aid}, because the host "
+                "waits at each collective. Train without capture_step while you debug. "
+                f"{see('capture_a_step')}"
             )
     check_on_gpu("capture_step", module, runtimes[0].device)
     check_buffers("capture_step", module, runtimes[0].device)
@@ -264,32 +305,42 @@ def check_step(fn: Any, module: Any, optimizers: list[Any], warmup_steps: Any, m
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
-    """Refuse an optimizer that is not capturable, or steps sharded parameters of runtimes outside of ``module``."""
+    """Refuse an optimizer that is not capturable, or steps sharded parameters of runtimes outside
+    of ``module``."""
     name = type(optimizer).__name__
     for index, group in enumerate(optimizer.param_groups):
+        # Its step counter is on the host: each replay would use one value.
         if group.get("capturable") is False:
             what = f"optimizers that can be captured, but group {index} of {name} has capturable=False"
             raise ValueError(f"capture_step expects {what}. Create it with capturable=True. {see('capture_a_step')}")
     for param in params_outside(module, [optimizer]):
+        # After a replay, only the runtimes of ``module`` learn what the graph has written.
         if any(map(may_be_ours, getattr(param, "placements", ()))):
             raise ValueError(
-                f"capture_step expects a module that contains all sharded parameters of {name}, but one of shape "
-                f"{tuple(param.shape)} is outside. Pass a module around both, such as nn.ModuleList."
+                f"capture_step expects a module that contains all sharded parameters of {name}, "
+                f"but one of shape {tuple(param.shape)} is outside. Pass a module around both, "
+                "such as nn.ModuleList."
             )
 
 
 def check_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """An optimizer without the switch is capturable if its state is on the GPU: a number would be baked in."""
+    """An optimizer without the switch is capturable if its state is on the GPU: a number would be
+    baked in."""
     for state in optimizer.state.values():
         for name, value in state.items() if isinstance(state, dict) else ():
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if is_number or (isinstance(value, Tensor) and value.device.type != device.type):
-                where = "a Python number" if is_number else f"on '{value.device.type}'"
-                raise ValueError(
-                    f"capture_step expects optimizers whose state is on '{device.type}', but '{name}' of "
-                    f"{type(optimizer).__name__} is {where}: a graph would repeat one value. Use an optimizer with "
-                    f"capturable=True, or step it outside of the captured function. {see('capture_a_step')}"
-                )
+            if is_number:
+                where = "a Python number"
+            elif isinstance(value, Tensor) and value.device.type != device.type:
+                where = f"on '{value.device.type}'"
+            else:
+                continue
+            raise ValueError(
+                f"capture_step expects optimizers whose state is on '{device.type}', but "
+                f"'{name}' of {type(optimizer).__name__} is {where}: a graph would repeat one "
+                "value. Use an optimizer with capturable=True, or step it outside of the "
+                f"captured function. {see('capture_a_step')}"
+            )
 
 
 def check_inputs(leaves: list[Any], device: torch.device) -> None:

@@ -24,7 +24,8 @@ PLAIN = (Tensor, nn.Parameter)
 
 
 class RecordedStep:
-    """The step ``fn`` as one graph, with everything that must live as long. See the notes in ``capture_step.py``."""
+    """The step ``fn`` as one graph, with everything that must live as long. See the notes in
+    ``capture_step.py``."""
 
     def __init__(self, fn: Any, leaves: list[Any], spec: Any, around: Surroundings, recorder: CudaRecorder) -> None:
         self._around = around
@@ -34,7 +35,8 @@ class RecordedStep:
         args, kwargs = compat.tree_unflatten(with_tensors(leaves, self._inputs), spec)
         self._hyperparameters = hyperparameters(around.optimizers)
         self._written: set[int] = set()  # ids of the parameters that the step writes to
-        self._stepped: set[int] = set()  # and of those that optimizers step, whichever module has them
+        # And of those that optimizers step, whichever module has them.
+        self._stepped: set[int] = set()
         self._grads_before = read_values(around.places)  # the graph adds to them
         drop_kept(around.runtimes)
         for runtime in around.runtimes:
@@ -42,8 +44,10 @@ class RecordedStep:
             runtime.grads.launches.order.check(is_next_step=True)  # of the eager step before
         with around.put_back_on_error():
             self._record(lambda: fn(*args, **kwargs), recorder)
+        # Of the graph's memory: each replay writes to it.
         self._grads_after = read_values(around.places)
-        self._owed_after = [(group.pending_grad, set(group.pending_grad.owed)) for group in around.groups]
+        pending = [group.pending_grad for group in around.groups]
+        self._owed_after = [(grads, set(grads.owed)) for grads in pending]
 
     def note_step(self, updated: set[int]) -> None:
         """An optimizer has stepped these parameters during the recording."""
@@ -51,14 +55,15 @@ class RecordedStep:
 
     def _record(self, step: Callable[[], Any], recorder: CudaRecorder) -> None:
         versions = versions_of(self._inputs)
-        optimizer_steps().watchers.add(self)
+        optimizer_steps().watchers.add(self)  # it calls ``note_step``
         try:
             self._replay, self._outputs = recorder.record(lambda: self._run(step))
         except Exception as error:
             raise RuntimeError(
-                f"capture_step could not record the step: {type(error).__name__}: {error}. A recorded step must not "
-                "wait for the GPU (item(), print of a tensor, GradScaler, copies from the host), use its own random "
-                "generators, or leave gradients in flight (set_is_last_backward(False)). " + see("capture_a_step")
+                f"capture_step could not record the step: {type(error).__name__}: {error}. A "
+                "recorded step must not wait for the GPU (item(), print of a tensor, GradScaler, "
+                "copies from the host), use its own random generators, or leave gradients in "
+                "flight (set_is_last_backward(False)). " + see("capture_a_step")
             ) from error
         finally:
             optimizer_steps().watchers.discard(self)
@@ -85,35 +90,42 @@ class RecordedStep:
 
     def _check_recorded(self, versions: list[int]) -> None:
         """Refuse a step that a replay would not repeat; its inputs had these versions before."""
+        # An optimizer that is not among ``optimizers``: nobody compares its hyperparameters.
         trained = {id(param) for param in self._around.module.parameters()}
         if self._stepped & trained - stepped_params(self._around.optimizers).keys():
             raise ValueError("capture_step expects all optimizers that the step uses. Pass them as optimizer.")
         self._check_constant("within the step")
-        if (moved := self._around.moved()) is not None:
+        moved = self._around.moved()
+        if moved is not None:
             raise RuntimeError(
-                f"capture_step expects a step that keeps tensors where they are, but this one replaced {moved}. A "
-                "replay would still use the old one. Write in place, e.g. with copy_()."
+                "capture_step expects a step that keeps tensors where they are, but this one "
+                f"replaced {moved}. A replay would still use the old one. Write in place, e.g. "
+                "with copy_()."
             )
-        for before, now, given in zip(versions, versions_of(self._inputs), self._inputs, strict=True):
-            if before != now:
-                what = f"a step that only reads its inputs, but this one writes to one of shape {tuple(given.shape)}"
+        now = versions_of(self._inputs)
+        for index, given in enumerate(self._inputs):
+            if versions[index] != now[index]:
                 raise ValueError(
-                    f"capture_step expects {what}: a graph works on copies, so the write would be lost. "
-                    "Return the value."
+                    "capture_step expects a step that only reads its inputs, but this one writes "
+                    f"to one of shape {tuple(given.shape)}: a graph works on copies, so the write "
+                    "would be lost. Return the value."
                 )
 
     def _check_constant(self, when: str) -> None:
-        before, now = self._hyperparameters, hyperparameters(self._around.optimizers)
+        before = self._hyperparameters
+        now = hyperparameters(self._around.optimizers)
         for key in before.keys() | now.keys():
             if before.get(key) != now.get(key):
                 name, number, index = key
                 optimizer = self._around.optimizers[number]
-                group = f" of group {index}" if len(optimizer.param_groups) > 1 else ""
+                group = ""
+                if len(optimizer.param_groups) > 1:
+                    group = f" of group {index}"
                 raise RuntimeError(
-                    f"{type(optimizer).__name__}'s {name}{group} has changed from {before.get(key)} to "
-                    f"{now.get(key)} {when}, but the graph always uses the first value. Make it a tensor on the GPU "
-                    "and fill it in place, change it outside of the step, or call reset() on the captured step. "
-                    + see("capture_a_step")
+                    f"{type(optimizer).__name__}'s {name}{group} has changed from "
+                    f"{before.get(key)} to {now.get(key)} {when}, but the graph always uses the "
+                    "first value. Make it a tensor on the GPU and fill it in place, change it "
+                    "outside of the step, or call reset() on the captured step. " + see("capture_a_step")
                 )
 
     def replay(self, leaves: list[Any]) -> Any:
@@ -122,14 +134,16 @@ class RecordedStep:
         check_none_pinned(around.runtimes)
         check_none_in_flight(around.runtimes, "before it is replayed")
         self._check_constant("since the step was recorded")
-        for target, source in zip(self._inputs, [leaf for leaf in leaves if isinstance(leaf, Tensor)], strict=True):
-            target.copy_(source, non_blocking=True)
+        sources = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        for target, source in zip(self._inputs, sources, strict=True):
+            target.copy_(source, non_blocking=True)  # where the graph reads it
         self._replay()
+        # The tensors that the graph has written, at their addresses.
         write_values(around.places, self._grads_after)
         for pending, owed in self._owed_after:
             pending.owed |= owed  # sums that this microbatch leaves
         for runtime in around.runtimes:
-            runtime.note_step(self._written)
+            runtime.note_step(self._written)  # gathers and quantized data of these are stale
         return compat.tree_map_only(Tensor, Tensor.clone, self._outputs)
 
 
@@ -151,27 +165,35 @@ def check_none_pinned(runtimes: Sequence[Runtime]) -> None:
     pinned = [weight.fqn for runtime in runtimes for weight in runtime.members.weights if weight.is_pinned]
     if pinned:
         raise RuntimeError(
-            f"capture_step expects weights that are gathered in the step, but unshard() keeps {len(pinned)} of them "
-            f"('{pinned[0]}', ...), whose old values a graph would always use. Call reshard() before."
+            "capture_step expects weights that are gathered in the step, but unshard() keeps "
+            f"{len(pinned)} of them ('{pinned[0]}', ...), whose old values a graph would always "
+            "use. Call reshard() before."
         )
 
 
 def check_none_in_flight(runtimes: Sequence[Runtime], when: str) -> None:
     for runtime in runtimes:
-        runtime.drop_broken_backward()
+        runtime.drop_broken_backward()  # of a backward that raised
     if any(runtime.steps.are_in_flight for runtime in runtimes):
         raise RuntimeError(
-            f"capture_step expects a step without gradients in flight {when}, but set_is_last_backward(False) has left "
-            "some. Run the last backward of these microbatches eagerly, or all of them within the step."
+            f"capture_step expects a step without gradients in flight {when}, but "
+            "set_is_last_backward(False) has left some. Run the last backward of these "
+            "microbatches eagerly, or all of them within the step."
         )
 
 
 class Surroundings:
-    """What a step finds beside its inputs, as it is now: modules, parameters, buffers, optimizer states, switches."""
+    """What a step finds beside its inputs, as it is now: modules, parameters, buffers, optimizer
+    states, switches."""
 
     def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer], runtimes: Sequence[Runtime]) -> None:
-        self.module, self.optimizers, self.runtimes = module, optimizers, runtimes
-        self._modules = {f"{name}." if name else "": submodule for name, submodule in module.named_modules()}
+        self.module = module
+        self.optimizers = optimizers
+        self.runtimes = runtimes
+        # By prefix of their parameters' names.
+        self._modules = {}
+        for name, submodule in module.named_modules():
+            self._modules[f"{name}." if name else ""] = submodule
         self._outside = params_outside(module, optimizers)
         self._params = [*module.parameters(), *self._outside]
         self._binding = self._describe()
@@ -200,29 +222,44 @@ class Surroundings:
         return self._describe() == self._binding
 
     def is_in_place(self) -> bool:
-        """Whether all tensors that a graph reads are there, at the same addresses, and weights in the same groups."""
+        """Whether all tensors that a graph reads are there, at the same addresses, and weights in
+        the same groups."""
         if self.groups != self._groups:  # the first forward makes them
             return False
-        now = [address(t) for *_, held in self._dicts() for value in held.values() for t in tensors_in(value)]
+        now: list[Hashable] = []
+        for *_, held in self._dicts():
+            for value in held.values():
+                now += map(address, tensors_in(value))
         return now == list(self._addresses.values())
 
     def renewed(self) -> Surroundings:
         return Surroundings(self.module, self.optimizers, self.runtimes)
 
     def moved(self) -> str | None:
-        """For people: a tensor that has come, gone, or moved to another address; None if there is none."""
-        before, now = self._addresses, self.renewed()._addresses
-        if before == now:
-            return None
-        kind, name, where, _ = next(key for key in before | now if before.get(key) != now.get(key))
-        return f"'{name}' in the {kind}" if kind.startswith("state of ") else f"{kind} '{where}{name}'"
+        """For people: a tensor that has come, gone, or moved to another address; None if there is
+        none."""
+        before = self._addresses
+        now = self.renewed()._addresses
+        for key in before | now:
+            if before.get(key) != now.get(key):
+                kind, name, where, _ = key
+                if kind.startswith("state of "):
+                    return f"'{name}' in the {kind}"
+                return f"{kind} '{where}{name}'"
+        return None
 
     @contextmanager
     def put_back_on_error(self) -> Iterator[None]:
-        """If the context raises, put back what was there: a failed recording has computed none of its new tensors."""
-        dicts = [held for *_, held in self._dicts()] + [optimizer.state for optimizer in self.optimizers]
+        """If the context raises, put back what was there: a failed recording has computed none of
+        its new tensors."""
+        dicts = [held for *_, held in self._dicts()]
+        dicts += [optimizer.state for optimizer in self.optimizers]
         contents = [(held, dict(held)) for held in dicts]
-        tensors = {id(t): t for held in dicts for v in held.values() for t in tensors_in(v) if type(t) in PLAIN}
+        tensors: dict[int, Tensor] = {}  # by id
+        for held in dicts:
+            for value in held.values():
+                tensors.update((id(t), t) for t in tensors_in(value) if type(t) in PLAIN)
+        # Each with an alias, which keeps the memory that it has now.
         memory = [(tensor, tensor.detach()) for tensor in tensors.values()]
         grads = read_values(self.places)
         try:
@@ -235,12 +272,14 @@ class Surroundings:
                 held.clear()
                 held.update(content)
             for tensor, before in memory:
+                # Moved in the recording, to memory that is never filled.
                 if address(tensor) != address(before):
                     tensor.data = before
             raise
 
     def _dicts(self) -> Iterator[tuple[str, Any, dict[Any, Any]]]:
-        """Where tensors are registered by name: their kind, a key of the dict within the kind, and the dict."""
+        """Where tensors are registered by name: their kind, a key of the dict within the kind, and
+        the dict."""
         for prefix, module in self._modules.items():
             yield "parameter", prefix, module._parameters
             yield "buffer", prefix, module._buffers
@@ -248,7 +287,9 @@ class Surroundings:
         for number, optimizer in enumerate(self.optimizers):
             kind = f"state of {type(optimizer).__name__}"
             for index, state in enumerate(optimizer.state.values()):
-                yield kind, (number, index), state if isinstance(state, dict) else {None: state}
+                if not isinstance(state, dict):
+                    state = {None: state}
+                yield kind, (number, index), state
 
     def _describe(self) -> list[Any]:
         modules = self._modules.values()
@@ -260,10 +301,10 @@ class Surroundings:
             [id(child) for module in modules for child in module._modules.values()],
             [id(param) for module in modules for param in module._parameters.values()],
             [param.requires_grad for param in self._params],
-            list(stepped_params(self.optimizers)),
+            list(stepped_params(self.optimizers)),  # by id
             [(id(param), param is not None and param.requires_grad) for param in registered],
             [id(param.shard) for param in managed],
-            [list(vars(param.flags).values()) for param in managed],
+            [list(vars(param.flags).values()) for param in managed],  # switches of ``GTPModule``
         ]
 
 
@@ -277,8 +318,14 @@ def places_of_sums(runtime: Runtime) -> list[Place]:
 
 
 def read_values(places: list[Place]) -> list[Tensor | None]:
-    # A wide sum belongs to a gradient: without the gradient it is void.
-    return [None if name == "wide" and o.param.grad is None else getattr(o, name) for o, name in places]
+    values = []
+    for owner, name in places:
+        value = getattr(owner, name)
+        # A wide sum belongs to a gradient: without the gradient it is void.
+        if name == "wide" and owner.param.grad is None:
+            value = None
+        values.append(value)
+    return values
 
 
 def write_values(places: list[Place], values: list[Tensor | None]) -> None:
@@ -288,7 +335,11 @@ def write_values(places: list[Place], values: list[Tensor | None]) -> None:
 
 def stepped_params(optimizers: Iterable[Optimizer]) -> dict[int, Tensor]:
     """All parameters that these optimizers step, by id."""
-    return {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    stepped: dict[int, Tensor] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            stepped.update((id(param), param) for param in group["params"])
+    return stepped
 
 
 def params_outside(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[Tensor]:
@@ -301,10 +352,13 @@ def address(tensor: Tensor) -> Hashable:
     """Where the memory of a tensor, or of those that it wraps, begins."""
     if isinstance(tensor, DTensor):
         tensor = compat.local_tensor(tensor)
-    if type(tensor) not in PLAIN and (flatten := getattr(tensor, "__tensor_flatten__", None)) is not None:
-        parts = [getattr(tensor, name) for name in flatten()[0]]
+    if type(tensor) not in PLAIN and hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        parts = [getattr(tensor, name) for name in names]
         return tuple(address(part) for part in parts if isinstance(part, Tensor))
-    return tensor.data_ptr() if tensor.layout is torch.strided else id(tensor)
+    if tensor.layout is torch.strided:
+        return tensor.data_ptr()
+    return id(tensor)
 
 
 def hyperparameters(optimizers: Iterable[Optimizer]) -> dict[tuple[str, int, int], Any]:
@@ -323,17 +377,23 @@ def _value(value: Any) -> Any:
         return tuple(map(_value, value))
     if not isinstance(value, Tensor):
         return value
-    return value.item() if value.device.type == "cpu" else OnDevice(value)
+    if value.device.type == "cpu":
+        return value.item()
+    return OnDevice(value)  # the graph reads its present value
 
 
 class OnDevice:
-    """A tensor that a graph reads at its address: equal to the same tensor at the same address, and kept alive."""
+    """A tensor that a graph reads at its address: equal to the same tensor at the same address, and
+    kept alive."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor, self._address = tensor, address(tensor)
+        self._tensor = tensor
+        self._address = address(tensor)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, OnDevice) and self._tensor is other._tensor and self._address == other._address
+        if not isinstance(other, OnDevice):
+            return False
+        return self._tensor is other._tensor and self._address == other._address
 
     def __str__(self) -> str:
         return f"a tensor on '{self._tensor.device}'"

@@ -1,4 +1,5 @@
-"""What ``capture_step`` and ``capture_blocks`` share: CUDA graphs, which calls are recorded, and refusals."""
+"""What ``capture_step`` and ``capture_blocks`` share: CUDA graphs, which calls are recorded, and
+refusals."""
 
 from __future__ import annotations
 
@@ -24,36 +25,43 @@ MOST_SEEN = 256  # kinds of calls that are remembered, so that one that comes ag
 
 
 class CudaRecorder:
-    """Records with ``torch.cuda.graph``, all graphs in one pool; they are never replayed at the same time."""
+    """Records with ``torch.cuda.graph``, all graphs in one pool; they are never replayed at the
+    same time."""
 
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        # Those that are still alive. Weak: a graph that is forgotten frees its memory.
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         # Warm-up and recording share a stream, because autograd remembers streams.
         self._stream = torch.cuda.Stream(device)
 
     @contextmanager
     def eager(self, *, is_last: bool) -> Iterator[None]:
-        """Around an eager step before a recording; ``is_last`` if the next call of its kind is recorded."""
+        """Around an eager step before a recording; ``is_last`` if the next call of its kind is
+        recorded."""
         current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
+        self._stream.wait_stream(current)  # for the inputs
+        refusing = _refusing_synchronization() if is_last else nullcontext()
         try:
-            with torch.cuda.stream(self._stream), _refusing_synchronization() if is_last else nullcontext():
+            with torch.cuda.stream(self._stream), refusing:
                 yield
         finally:
-            current.wait_stream(self._stream)
+            current.wait_stream(self._stream)  # for the results
 
     def record(self, step: Callable[[], R]) -> tuple[Callable[[], None], R]:
-        """Run ``step`` once without computing. Returns what replays it, and its result, to be read after a replay."""
+        """Run ``step`` once without computing. Returns what replays it, and its result, to be read
+        after a replay."""
         if not self._graphs:
-            # The allocator refuses a pool without graphs while memory in it is in use, such as a gradient.
+            # The allocator refuses a pool without graphs while memory in it is in use, such as a
+            # gradient.
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
             with (
                 _without_collection(),
                 compat.regions_recorded(graph),
-                # If the recording fails, torch.cuda.graph leaves its stream current: this restores the other one.
+                # If the recording fails, torch.cuda.graph leaves its stream current: this restores
+                # the other one.
                 torch.cuda.stream(torch.cuda.current_stream()),
                 # thread_local: a thread that pins the memory of the next batch does not disturb.
                 torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
@@ -71,7 +79,8 @@ class CudaRecorder:
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """No garbage collection: to free a model whose memory peers map waits for the GPU, which a recording must not."""
+    """No garbage collection: to free a model whose memory peers map waits for the GPU, which a
+    recording must not."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -83,10 +92,12 @@ def _without_collection() -> Iterator[None]:
 
 @contextmanager
 def _refusing_synchronization() -> Iterator[None]:
-    """Waiting for the GPU raises, with the traceback of who waits. In a recording it would only make it fail. Code that
-    waits only where nothing is recorded (checks of masks in transformers) finds that something is."""
-    before, is_capturing = torch.cuda.get_sync_debug_mode(), torch.cuda.is_current_stream_capturing
-    torch.cuda.set_sync_debug_mode("error")
+    """Waiting for the GPU raises, with the traceback of who waits. In a recording it would only
+    make it fail. Code that waits only where nothing is recorded (checks of masks in transformers)
+    finds that something is."""
+    before = torch.cuda.get_sync_debug_mode()
+    is_capturing = torch.cuda.is_current_stream_capturing
+    torch.cuda.set_sync_debug_mode("error")  # torch raises where the host waits
     torch.cuda.is_current_stream_capturing = lambda: True  # our own code asks ``compat``
     try:
         yield
@@ -105,7 +116,8 @@ class KnownCalls(Generic[Graph]):
     """The graphs of one function by the kind of call, and the kinds that ran eagerly."""
 
     def __init__(self, num_warmup: int, max_graphs: int) -> None:
-        self.num_warmup, self.max_graphs = num_warmup, max_graphs
+        self.num_warmup = num_warmup
+        self.max_graphs = max_graphs
         self.graphs: dict[Hashable, Graph] = {}
         self.seen: dict[Hashable, Any] = {}  # with a value for each kind; the oldest first
         self.num_eager = 0
@@ -128,7 +140,7 @@ class KnownCalls(Generic[Graph]):
         self.num_eager += 1
         value = self.seen.setdefault(kind, value)
         if len(self.seen) > MOST_SEEN:
-            del self.seen[next(iter(self.seen))]
+            del self.seen[next(iter(self.seen))]  # the oldest
         return value
 
 
@@ -137,7 +149,7 @@ def signature(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         return type(leaf), leaf.shape, leaf.stride(), leaf.dtype, leaf.device
     try:
-        hash(leaf)
+        hash(leaf)  # kinds of calls are keys of dicts
     except TypeError:
         what = type(leaf).__name__
         raise ValueError(f"A captured step expects tensors and hashable values, but got a {what}.") from None
@@ -146,11 +158,12 @@ def signature(leaf: Any) -> Hashable:
 
 def with_tensors(leaves: list[Any], tensors: Sequence[Tensor]) -> list[Any]:
     """``leaves`` with others instead of its tensors."""
-    remaining = iter(tensors)
-    return [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    others = iter(tensors)
+    return [next(others) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
 def versions_of(tensors: list[Tensor]) -> list[int]:
+    # Tensors of inference mode count no writes.
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
@@ -169,24 +182,31 @@ def runtimes_of(module: nn.Module, caller: str = "capture_step") -> list[Runtime
         what = f"a module that gtp_shard was called on, or one around it, but got a plain {type(module).__name__}"
         raise ValueError(f"{caller} expects {what}. Call gtp_shard first.")
     for runtime in runtimes:
-        obstacles = {
-            "an outer fully_shard. Use a (replicate, gtp) mesh.": any(
-                param.registration.is_cut_again for param in runtime.members.params
-            ),
-            f"offload_policy: a graph cannot wait for the host. {see('offload')}": any(
-                param.policies.offload is not None for param in runtime.members.params
-            ),
-            "gtp_shard(shard_optimizer=True): whether replicas gather what their optimizers have written is decided in "
-            "each forward. Leave out shard_optimizer.": bool(runtime.gathering.parts.weights),
-            "elastic.synchronize_replicas: a graph would repeat the shares of the batch of its recording, and wait for "
-            "a lost rank forever. Take equal replicas: init_weight_mesh(replicate=).": (
-                runtime.grads.launches.replicas is not None
-            ),
-        }
-        for obstacle, is_there in obstacles.items():
-            if is_there:
-                raise NotImplementedError(f"{caller} does not support {obstacle}")
+        obstacle = _obstacle(runtime)
+        if obstacle:
+            raise NotImplementedError(f"{caller} does not support {obstacle}")
     return runtimes
+
+
+def _obstacle(runtime: Runtime) -> str:
+    """What cannot be recorded, and what to do instead; empty if all can."""
+    params = runtime.members.params
+    if any(param.registration.is_cut_again for param in params):
+        return "an outer fully_shard. Use a (replicate, gtp) mesh."
+    if any(param.policies.offload is not None for param in params):
+        return f"offload_policy: a graph cannot wait for the host. {see('offload')}"
+    if runtime.gathering.parts.weights:
+        return (
+            "gtp_shard(shard_optimizer=True): whether replicas gather what their optimizers have "
+            "written is decided in each forward. Leave out shard_optimizer."
+        )
+    if runtime.grads.launches.replicas is not None:
+        return (
+            "elastic.synchronize_replicas: a graph would repeat the shares of the batch of its "
+            "recording, and wait for a lost rank forever. Take equal replicas: "
+            "init_weight_mesh(replicate=)."
+        )
+    return ""
 
 
 def check_on_gpu(caller: str, module: nn.Module, device: torch.device) -> None:
@@ -198,14 +218,15 @@ def check_on_gpu(caller: str, module: nn.Module, device: torch.device) -> None:
 def check_at_least(caller: str, **numbers: tuple[Any, int]) -> None:
     """Each number comes with the least that it may be."""
     for name, (value, least) in numbers.items():
-        if not isinstance(value, int) or isinstance(value, bool):
+        if not isinstance(value, int) or isinstance(value, bool):  # True is an int to Python
             raise TypeError(f"{caller} expects an int as {name}, but got {value!r}.")
         if value < least:
             raise ValueError(f"{caller} expects {name} >= {least}, but got {value}.")
 
 
 def check_places(leaves: list[Any], device: torch.device, what: str) -> None:
-    """Refuse arguments of ``what`` that a replay would not see: values on the host, and tensors in other objects."""
+    """Refuse arguments of ``what`` that a replay would not see: values on the host, and tensors in
+    other objects."""
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             _check_hides_none(leaf, what)
@@ -215,15 +236,18 @@ def check_places(leaves: list[Any], device: torch.device, what: str) -> None:
 
 
 def _check_hides_none(leaf: Any, what: str) -> None:
-    attributes = {} if isinstance(leaf, nn.Module) else dict(getattr(leaf, "__dict__", {}))
+    attributes: dict[str, Any] = {}
+    if not isinstance(leaf, nn.Module):
+        attributes |= getattr(leaf, "__dict__", {})
+    # What ``__slots__`` of the class and its bases hold is not in ``__dict__``.
     slots = (name for kind in type(leaf).__mro__ for name in getattr(kind, "__slots__", ()))
     attributes.update((name, getattr(leaf, name, None)) for name in slots)
     for name, value in attributes.items():
         if any(True for _ in tensors_in(value)):
             raise ValueError(
-                f"{what} expects tensors in lists, tuples, dicts, or what torch.utils._pytree knows, but got a "
-                f"{type(leaf).__name__} with one as '{name}', where capture_step cannot see changes. Pass its "
-                "tensors."
+                f"{what} expects tensors in lists, tuples, dicts, or what torch.utils._pytree "
+                f"knows, but got a {type(leaf).__name__} with one as '{name}', where capture_step "
+                "cannot see changes. Pass its tensors."
             )
 
 
@@ -231,6 +255,7 @@ def check_buffers(caller: str, module: nn.Module, device: torch.device) -> None:
     for name, buffer in module.named_buffers():
         if buffer.device.type != device.type:
             raise ValueError(
-                f"{caller} expects buffers on '{device.type}', but '{name}' is on '{buffer.device.type}', whose "
-                "value a graph would never read again. Move it, or make it a Python number."
+                f"{caller} expects buffers on '{device.type}', but '{name}' is on "
+                f"'{buffer.device.type}', whose value a graph would never read again. Move it, or "
+                "make it a Python number."
             )
