@@ -184,6 +184,14 @@ class TestFreezing(PairTest):
                 set_trained(pair, names, True)
                 self.check(pair)
 
+    def test_frozen_between_forward_and_backward(self) -> None:
+        for pair in self.pairs():
+            losses = self.run_both(pair, lambda each, x: mean(each(x)))
+            set_trained(pair, ("first.", "blocks.0.", "blocks.1.up"), False)
+            for loss in losses:
+                loss.backward()
+            self.check_grads(pair)
+
 
 class TestDirectReads(PairTest):
     """Parameters that are read outside of forward."""
