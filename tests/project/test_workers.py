@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from common import GlooTest
+from processes import start
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from workers import Pools
@@ -121,6 +122,27 @@ def test_what_goes_wrong_is_named_with_its_stack_and_the_rest_goes_on(pools: Poo
     _run(pools, "sum_up")
 
 
+def test_other_threads_that_start_processes_do_not_take_the_exit_status(pools: Pools) -> None:
+    """They ask all children of multiprocessing for theirs, which can be read once."""
+    is_over = threading.Event()
+
+    def ask() -> None:
+        while not is_over.is_set():
+            multiprocessing.active_children()
+
+    others = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in others:
+        thread.start()
+    try:
+        for _ in range(3):
+            with pytest.raises(AssertionError, match="the worker died, exit status -6"):
+                _run(pools, "die_on_rank_1")
+    finally:
+        is_over.set()
+        for thread in others:
+            thread.join()
+
+
 def test_messages_of_errors_are_compared(pools: Pools) -> None:
     """torch's test classes compare none on a device that they do not know."""
     with pytest.raises(AssertionError, match='"one thing" does not match "another thing"'):
@@ -133,6 +155,6 @@ def _tell_whether_crashes_are_reported() -> None:
 
 def test_a_process_that_crashes_would_say_where() -> None:
     process = multiprocessing.Process(target=_tell_whether_crashes_are_reported)
-    process.start()
+    start(process)
     process.join()
     assert process.exitcode == 0

@@ -29,7 +29,7 @@ import torch.distributed.checkpoint as dcp
 from checkpoint_common import job_state, set_job_state
 from cuda_common import take_gpu
 from elastic_time import TICK, JobClock, Pacemaker, ends_collectives
-from processes import set_up_process
+from processes import set_up_process, start
 from test_elastic_checkpoint import Job, Reference
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
@@ -311,7 +311,7 @@ class FaultyJob:
         context = multiprocessing.get_context("forkserver")
         mine, theirs = self.clock.connect()
         process = context.Process(target=run_rank, args=(self.setup, rank, place, theirs), daemon=True)
-        process.start()
+        start(process)
         theirs.close()  # else the end of the process would not show
         self.clock.add(mine)
         self.processes.append(process)

@@ -1,9 +1,20 @@
-"""What each process of the suite does when it has imported torch."""
+"""How processes of the suite start, and what each does when it has imported torch."""
 
 from __future__ import annotations
 
 import gc
+import multiprocessing.process
 import sys
+
+
+def start(process: multiprocessing.process.BaseProcess) -> None:
+    """Starts ``process``, and leaves its exit status to whoever joins it.
+
+    Each start of a process, on any thread, polls all children that multiprocessing knows. The status is read from a
+    pipe, so of two threads that find it there one gets 255 (``multiprocessing.popen_forkserver``).
+    """
+    process.start()
+    multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
 
 
 def set_up_process() -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from processes import set_up_process
+from processes import set_up_process, start
 from timing import HANG_S
 from torchvision_ops import define_missing
 
@@ -54,7 +54,7 @@ def run_forked(
                     for environment in environments
                 ]
                 for process in processes:
-                    process.start()
+                    start(process)
                 status = _wait(processes)
             if not status:
                 break

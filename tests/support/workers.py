@@ -35,7 +35,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from processes import set_up_process
+from processes import set_up_process, start
 from torch.distributed import device_mesh, distributed_c10d
 from torch.testing._internal import common_utils
 
@@ -75,7 +75,7 @@ class WorkerPool:
             ours, theirs = multiprocessing.Pipe()
             args = (rank, num_ranks, timeout, self.folder.name, theirs, _DEBUGGING)
             process = multiprocessing.Process(target=_work, args=args, name=f"rank {rank}", daemon=True)
-            process.start()
+            start(process)
             theirs.close()
             self.connections.append(ours)
             self.processes.append(process)
