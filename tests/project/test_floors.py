@@ -126,3 +126,20 @@ def test_the_design_page_has_the_floors_in_this_order() -> None:
     hidden |= {"_load_messages"}
     places = [words.index(name) for floor in FLOORS for name in sorted(set(floor) - hidden, key=words.index)]
     assert places == sorted(places)
+
+
+def test_the_engine_reads_once() -> None:
+    """In a thousand lines at most as many conditional expressions and assignments of tuples as torch's
+    ``fully_shard`` has."""
+    paths = [
+        path
+        for room in ("_schedule", "_params", "_comm", "_modules", "ops", "graphs")
+        for path in (PACKAGE / room).rglob("*.py")
+    ]
+    found = [node for path in paths for node in nodes(parsed(path))]
+    thousands = sum(len(path.read_text().splitlines()) for path in paths) / 1000
+    conditional = [node for node in found if isinstance(node, ast.IfExp)]
+    values = [node.value for node in found if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple)]
+    tuples = [value for value in values if isinstance(value, ast.Tuple)]
+    assert len(conditional) <= 5 * thousands
+    assert len(tuples) <= 1.4 * thousands
