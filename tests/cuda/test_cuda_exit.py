@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cuda_common import NUM_RANKS, take_gpu
+from processes import start
 from timing import HANG_S, come_late
 
 from dtensor_gtp._comm.copy_engine import CopyEngine
@@ -107,7 +108,7 @@ class TestCudaExit(unittest.TestCase):
             arguments = [(rank, f"{directory}/store", leave, results) for rank in range(2)]
             processes = [context.Process(target=_run, args=args, daemon=True) for args in arguments]
             for process in processes:
-                process.start()
+                start(process)
             try:
                 self.assertEqual(results.get(timeout=HANG_S), ("read", values))
                 # The host may wait with its streams: then it says nothing.

@@ -4,11 +4,14 @@ import faulthandler
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
 import unittest
 from collections.abc import Iterator
+from pathlib import Path
 
+import processes
 import pytest
 import torch
 import torch.distributed as dist
@@ -141,6 +144,14 @@ def test_other_threads_that_start_processes_do_not_take_the_exit_status(pools: P
         is_over.set()
         for thread in others:
             thread.join()
+
+
+def test_daemons_end_with_the_process_that_started_them() -> None:
+    """Else this one would not see the end of what they inherit."""
+    daemon = "multiprocessing.get_context('fork').Process(target=time.sleep, args=(600,), daemon=True)"
+    script = f"import multiprocessing, time; from processes import start; start({daemon})"
+    command = [sys.executable, "-c", script]
+    subprocess.run(command, cwd=Path(processes.__file__).parent, check=True, stdout=subprocess.PIPE, timeout=60)
 
 
 def test_messages_of_errors_are_compared(pools: Pools) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import multiprocessing.process
 import sys
@@ -15,6 +16,8 @@ def start(process: multiprocessing.process.BaseProcess) -> None:
     """
     process.start()
     multiprocessing.process._children.discard(process)  # type: ignore[attr-defined]
+    if process.daemon:
+        atexit.register(process.kill)  # as multiprocessing does with those that it knows
 
 
 def set_up_process() -> None:
