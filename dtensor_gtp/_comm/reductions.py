@@ -37,7 +37,7 @@ from torch import Tensor
 
 from .. import _torch_compat as compat
 from ..policy import ReduceScatterKind, Waitable
-from .addends import add_rows, fused_sum, is_worth_loading
+from .addends import add_rows, fused_sum, is_loaded_ahead
 from .collectives import Groups, ReduceScale
 from .send_ring import Place, SendRing
 from .streams import Done, Streams
@@ -230,7 +230,7 @@ class Scattering:
         num_ranks: Size of the group. One rank sends nothing: the sum has one addend.
         wire_dtype: The dtype to send.
         dtype: Of the sum, if it is wider than ``sum_dtype`` says. Nothing else needs the fused
-            kernel then, so torch adds what is not worth loading it.
+            kernel then, so torch adds unless the kernel was loaded ahead.
         ring, places: For ``"copy_engine"``: where peers fetch each gradient.
     """
 
@@ -273,7 +273,7 @@ class Scattering:
                 self.slots.append(target.new_empty((num_rows // num_ranks, *others)))
         if kind != "ring":
             self._add = None
-            if dtype is None or is_worth_loading(sum(sent.nbytes for sent in self._sent)):
+            if dtype is None or is_loaded_ahead(self._sent[0], num_ranks):
                 self._add = fused_sum(self._sent[0], num_ranks)
             self._prepare_exchange(dtype or sum_dtype(kind, wire_dtype))
 

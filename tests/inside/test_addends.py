@@ -13,13 +13,18 @@ from unittest import mock
 
 import pytest
 import torch
-from common import imports_as
+from common import fake_world, imports_as
+from passes_common import NUM_ROWS, WIDTH, Model
+from runtime_common import runtime_of
 from torch.distributed import ReduceOp
+from torch.distributed.device_mesh import init_device_mesh
 
+from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, gtp_shard
 from dtensor_gtp._comm import addends, reductions
 from dtensor_gtp._comm.addends import _Key
 from dtensor_gtp._comm.collectives import ReduceScale
 from dtensor_gtp._comm.reductions import Scattering
+from dtensor_gtp._schedule import first_forward
 
 BF16 = torch.bfloat16
 
@@ -191,22 +196,44 @@ def test_torch_adds_elsewhere() -> None:
         assert addends.fused_sum(like, 2) is None, "only looks like a tensor"
 
 
-def test_the_kernel_adds_only_many_addends() -> None:
-    """Below that, Triton is not loaded."""
+def test_the_kernel_adds_only_where_the_first_forward_has_loaded_it() -> None:
+    """Where torch can add, no backward loads Triton, however many gradients travel together."""
     many = torch.ones(addends._MANY_NBYTES // 2, dtype=BF16)
 
-    def slot_of(full: torch.Tensor, op: Any) -> torch.Tensor:
-        scattering = Scattering("all_to_all", [full], 2, BF16, dtype=torch.float32)
+    def slot_of(op: Any) -> torch.Tensor:
+        scattering = Scattering("all_to_all", [many], 2, BF16, dtype=torch.float32)
         scattering.keep()[-1].fill_(1)  # what is received
         scattering.finish(ReduceScale(op, None, None))
         return scattering.slots[0]
 
+    key = _Key(None, BF16, 2)  # a GPU would have a number
     with mock.patch.object(reductions, "fused_sum") as fused:
-        for op in (ReduceOp.AVG, ReduceOp.SUM):
-            slot_of(many, op)
-        few = slot_of(many[:-2], ReduceOp.SUM)
+        assert slot_of(ReduceOp.SUM).eq(2).all()
+        assert not fused.called
+        for known in (addends._loading(), addends._verdicts()):
+            known[key] = mock.Mock()
+            for op in (ReduceOp.AVG, ReduceOp.SUM):
+                slot_of(op)
+            del known[key]
     kernel = fused.return_value
-    assert fused.call_count == 2
-    assert [call.args[3:] for call in kernel.call_args_list] == [(0, 2, 0.5), (0, 2, 1.0)]
+    assert fused.call_count == 4
+    assert [call.args[3:] for call in kernel.call_args_list] == [(0, 2, 0.5), (0, 2, 1.0)] * 2
     assert kernel.call_args.args[1].shape == (2, many.numel() // 2)
-    assert few.eq(2).all()
+
+
+def test_only_large_blocks_load_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first forward decides by what one block sends, not by how many blocks send together."""
+    asked = mock.Mock()
+    monkeypatch.setattr(first_forward, "load_ahead", asked)
+    least, calls = 1 << 20, []
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("gtp",))
+        for _ in range(2):
+            monkeypatch.setattr(addends, "_MANY_NBYTES", least)
+            model = gtp_shard(
+                Model(), mesh, mp_policy=MixedPrecisionPolicy(BF16), schedule=SchedulePolicy(min_shard_numel=0)
+            )
+            model(torch.ones(NUM_ROWS, WIDTH))
+            calls.append(asked.call_count)
+            least = runtime_of(model).members.groups[0].leaves.nbytes
+    assert calls == [0, 1]
