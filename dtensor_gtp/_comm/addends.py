@@ -94,17 +94,10 @@ def is_loaded_ahead(like: Tensor, num_ranks: int) -> bool:
 
 
 def add_rows(
-    add: Sum | None,
-    out: Tensor,
-    rows: Tensor,
-    num_ranks: int,
-    *,
-    is_mean: bool,
-    own: Sequence[Tensor] = (),
-    rank: int = 0,
+    add: Sum | None, out: Tensor, rows: Tensor, own: Sequence[Tensor], rank: int, num_ranks: int, *, is_mean: bool
 ) -> None:
-    """Make ``out`` (1-D) the sum or mean of ``rows`` of all ranks, by a kernel or torch. For a
-    kernel this ``rank`` may have its ``own`` row elsewhere, in parts."""
+    """Make ``out`` (1-D) the sum or mean of ``rows`` of all ranks, by torch; or by a kernel, for
+    which this ``rank`` has its ``own`` row elsewhere, in parts."""
     if add is not None:
         factor = 1 / num_ranks if is_mean else 1.0
         add(out, rows, own, rank, num_ranks, factor)
@@ -150,7 +143,7 @@ def _try(device: torch.device, key: _Key) -> tuple[Sum | None, str]:
 
 
 def _probe(add: Sum, device: torch.device, key: _Key) -> Iterator[tuple[Tensor, Tensor]]:
-    """Sum and mean by the kernel and by torch; rows with and without the rank's own."""
+    """Sum and mean by the kernel and by torch."""
     num_ranks = key.num_ranks
     rank = num_ranks // 2
     for sizes in _TRIED:
@@ -162,7 +155,6 @@ def _probe(add: Sum, device: torch.device, key: _Key) -> Iterator[tuple[Tensor, 
         rows = made.to(device)
         for factor, reduce in ((1.0, torch.sum), (1 / num_ranks, torch.mean)):
             expected = reduce(rows, 0, dtype=torch.float32)
-            for given, own in ((rows, ()), (peers, rows[rank].split(sizes))):
-                out = torch.empty_like(expected)
-                add(out, given, own, rank, num_ranks, factor)
-                yield out, expected
+            out = torch.empty_like(expected)
+            add(out, peers, rows[rank].split(sizes), rank, num_ranks, factor)
+            yield out, expected

@@ -247,6 +247,7 @@ class Scattering:
     ) -> None:
         self._num_ranks = num_ranks
         self._ring = ring
+        self._rank = 0 if ring is None else ring.rank
         self._places = places
         self._sent: list[Tensor] = []  # what the collective reads
         self._copies: list[tuple[Tensor, Tensor]] = []  # target and source
@@ -281,15 +282,15 @@ class Scattering:
         """Allocate what each rank receives: the addends of its rows, to add in a wider dtype.
 
         The addends of one rank are contiguous, so one kernel adds all gradients: each kernel waits
-        until a GEMM leaves room for it. Copy engines do not copy this rank's own addend if the
-        kernel can read it in the ring.
+        until a GEMM leaves room for it. The kernel reads this rank's own addends where they were
+        to be sent.
         """
         like = self._sent[0]
         num_rows = self._num_ranks
         shapes = [(sent.shape[0] // num_rows, *sent.shape[1:]) for sent in self._sent]
         self._sizes = [math.prod(shape) for shape in shapes]
         self._sum = like.new_empty(sum(self._sizes), dtype=dtype)
-        if self._ring is not None and self._add is not None:
+        if self._add is not None:
             num_rows -= 1  # without this rank's
         self._received = like.new_empty(num_rows, self._sum.numel())
         parts = self._sum.split(self._sizes)
@@ -333,11 +334,13 @@ class Scattering:
             return compat.reduce_scatter_coalesced(self.slots, self._sent, *how)
         assert scale.predivide is None, "a sum in float32 does not overflow"
         received = self._received
-        if self._ring is None:
-            (sent,) = self._sent
-            return compat.all_to_all_base(received, sent.view_as(received), groups.scatter, async_op)
-        self._ring.exchange(self._received, self._sizes, self._places)
-        return None
+        if self._ring is not None:
+            self._ring.exchange(self._received, self._sizes, self._places)
+            return None
+        (sent,) = self._sent
+        exchange = compat.all_to_all_base if self._add is None else compat.all_to_all_of_peers
+        self._rank = groups.scatter.rank()
+        return exchange(received, sent.view(self._num_ranks, -1), groups.scatter, async_op)
 
     def finish(self, scale: ReduceScale) -> None:
         """After the collective, perhaps on another stream: make ``slots`` the sums (or means, as
@@ -346,13 +349,10 @@ class Scattering:
         if received is None:
             return
         is_mean = scale.op == dist.ReduceOp.AVG  # else ``scale`` divides later
-        own: list[Tensor] = []  # this rank's addends, which peers have not sent
-        rank = 0
-        if self._ring is not None:
-            rank = self._ring.rank
-            own = [sent.view(self._num_ranks, -1)[rank] for sent in self._sent]
-            if self._add is None:  # torch adds, which wants all addends in one tensor
-                for part, row in zip(received[rank].split(self._sizes), own, strict=True):
-                    part.copy_(row)
-        num_ranks = self._num_ranks
-        add_rows(self._add, self._sum, received, num_ranks, is_mean=is_mean, own=own, rank=rank)
+        own: list[Tensor] = []  # this rank's addends, if nobody has sent them
+        if self._add is not None or self._ring is not None:
+            own = [sent.view(self._num_ranks, -1)[self._rank] for sent in self._sent]
+        if self._add is None and own:  # torch adds, which wants all addends in one tensor
+            for part, row in zip(received[self._rank].split(self._sizes), own, strict=True):
+                part.copy_(row)
+        add_rows(self._add, self._sum, received, own, self._rank, self._num_ranks, is_mean=is_mean)

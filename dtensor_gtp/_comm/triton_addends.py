@@ -94,14 +94,10 @@ def add(out: Tensor, rows: Tensor, own: Sequence[Tensor], rank: int, num_ranks: 
 
     Args:
         out: The result, shape ``(numel,)``, float32.
-        rows: Addends in the order of ranks, shape ``(num_ranks, numel)``; or
-            ``(num_ranks - 1, numel)`` without this rank's.
-        own: This rank's addend if ``rows`` lacks it: contiguous parts, one behind the other in ``out``.
+        rows: Addends of the other ranks in their order, shape ``(num_ranks - 1, numel)``.
+        own: This rank's addend: contiguous parts, one behind the other in ``out``.
     """
-    sizes = [addend.numel() for addend in own] or [out.numel()]
-    own = own or [rows]  # never read
-    if rows.shape[0] == num_ranks:
-        rank = num_ranks  # no rank's addend is apart
+    sizes = [addend.numel() for addend in own]
     begins = [0, *accumulate(sizes)]
     is_aligned = all(tensor.data_ptr() % _ALIGNMENT == 0 for tensor in (out, rows, *own))
     is_aligned = is_aligned and all(begin % _ALIGNMENT == 0 for begin in begins)

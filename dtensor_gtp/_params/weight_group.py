@@ -232,6 +232,10 @@ class WeightGroup:
         return self.pending_grad.layout
 
     @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.leaves.dtype
+
+    @property
     def reduce_dtype(self) -> torch.dtype:
         return self.pending_grad.dtype
 

@@ -124,9 +124,10 @@ class Setup:
         """Begin to load what will add gradients, if ranks exchange them."""
         if adds_addends(self._policy, facts):
             kinds = {(weight.reduce_dtype, weight.layout.world) for weight in self._members.weights}
-        else:  # groups send theirs as they are
-            large = [group for group in self._members.groups if is_worth_loading(group.leaves.nbytes)]
-            kinds = {(group.leaves.dtype, group.layout.world) for group in large}
+        else:  # groups, and weights that travel alone, send theirs as they are
+            senders: list[Reducible] = [*self._members.groups, *self._members.single_weights]
+            large = [sender for sender in senders if is_worth_loading(sender.gatherables[0].kept_nbytes)]
+            kinds = {(sender.compute_dtype, sender.layout.world) for sender in large}
         for dtype, num_ranks in kinds:
             load_ahead(self._comm.streams.device, dtype, num_ranks)
 

@@ -60,6 +60,16 @@ def all_to_all_base(output: Tensor, input: Tensor, group: dist.ProcessGroup, asy
     return group.alltoall_base(output, input, [], [], _options(AllToAllOptions, async_op))
 
 
+def all_to_all_of_peers(output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool) -> Work:
+    """``all_to_all_base`` of rows, but the own one stays where it is: ``output`` has no row for it. NCCL only."""
+    received, sent = list(output), list(input)
+    rank = group.rank()
+    nothing = input.new_empty(0)  # which NCCL does not send
+    received.insert(rank, nothing)
+    sent[rank] = nothing
+    return group.alltoall(received, sent, _options(AllToAllOptions, async_op))
+
+
 def all_reduce(tensor: Tensor, op: Any, group: dist.ProcessGroup, async_op: bool) -> Work:
     return group.allreduce([tensor], _options(AllreduceOptions, async_op, op))
 

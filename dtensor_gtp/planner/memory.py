@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from .._comm.addends import is_worth_loading
 from .._comm.collectives import enough_nbytes, round_nbytes
 from .._comm.send_ring import ring_nbytes
 from .._schedule.plans import Held, Together, held_nbytes
@@ -130,8 +131,8 @@ def make_use(item: Sharded, gathered: Amounts, reduce_nbytes: int, kind: str) ->
     sent, part = 0, wgrad // num_ranks
     if num_ranks == 1:
         wgrad *= not is_summed_in_place
-    elif kind != "ring":  # received from all ranks, by copy engines from all others
-        sent = wgrad - part if kind == "copy_engine" else wgrad
+    elif kind != "ring":  # received from all ranks; from all others if copy engines send or a kernel adds
+        sent = wgrad - part if kind == "copy_engine" or is_worth_loading(wgrad) else wgrad
     elif not is_summed_in_place:
         sent = part
     unreduced = weight.numel * COMPUTE_NBYTES if weight.is_table and reduce_nbytes != COMPUTE_NBYTES else 0

@@ -4,6 +4,7 @@ import copy
 import gc
 import unittest
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn as nn
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import gtp_shard
+from dtensor_gtp._comm import addends
 
 WIDTH = 512
 DEPTH = 4
@@ -91,6 +93,20 @@ class TestCudaGroups(CudaTest):
             for seed in range(4):
                 with environment(DTENSOR_GTP_DEBUG=f"poison,delay={seed}"):
                     assert_same(self.train(self.sharded(policy), 6), expected, f"{policy}, seed {seed}")
+
+    def test_the_kernel_that_large_blocks_load_changes_no_bit(self) -> None:
+        """It reads the own addend where it was packed, and nothing sends it."""
+        trained = []
+        for least in (1 << 40, 0):
+            addends._verdicts.cache_clear()
+            addends._loading.cache_clear()
+            with mock.patch.object(addends, "_MANY_NBYTES", least):
+                for debug in ("", "poison,delay=0", "poison,delay=1"):
+                    with environment(DTENSOR_GTP_DEBUG=debug):
+                        trained.append(self.train(self.sharded(BF16), 6))
+            self.assertEqual([add is not None for add, _ in addends._verdicts().values()], [True] * (least == 0))
+        for each in trained:
+            assert_same(each, trained[0])
 
     def test_blocks_on_several_streams(self) -> None:
         """Gradients that wait for others to travel with were made on another stream than the one that packs them."""

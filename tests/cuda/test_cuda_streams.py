@@ -122,12 +122,17 @@ def _all_to_all(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGr
     output.copy_(input.chunk(group.size())[group.rank()].repeat(group.size(), *[1] * (input.ndim - 1)))
 
 
+def _all_to_all_of_peers(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> None:
+    output.copy_(input[group.rank()].expand_as(output))
+
+
 LOOPBACK = {
     "all_gather_base": _all_gather,
     "all_gather_coalesced": _of_each(_all_gather),
     "reduce_scatter_base": _reduce_scatter,
     "reduce_scatter_coalesced": _of_each(_reduce_scatter),
     "all_to_all_base": _all_to_all,
+    "all_to_all_of_peers": _all_to_all_of_peers,
 }
 
 

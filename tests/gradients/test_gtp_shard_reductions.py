@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, GlooTest, environment, full
@@ -20,6 +21,7 @@ from quant_common import Net as QuantNet
 from quant_common import check, gtp
 from runtime_common import (
     Net,
+    assert_bit_equal,
     assert_idle,
     check_step,
     counted,
@@ -32,13 +34,17 @@ from runtime_common import (
     token_step,
 )
 from schedules import explicit
+from test_addends import add
 from test_capture_blocks import one_of
 from test_elastic import Elastic, _replicas
 from test_gtp_shard_gradients import ALL_TO_ALL, Scaled, assert_grads_are
 from test_gtp_shard_groups import CHOSEN, WIDTH, Mixture, Model
 from torch.distributed import ReduceOp
+from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_gtp import GTPShard, MixedPrecisionPolicy, gtp_shard
+from dtensor_gtp import _torch_compat as compat
+from dtensor_gtp._comm import reductions
 from dtensor_gtp._comm.collectives import ReduceScale
 from dtensor_gtp._comm.reductions import ReductionsInFlight, Scattering, sum_dtype
 from dtensor_gtp._schedule import choose_schedule
@@ -143,21 +149,42 @@ class TestReductions(GlooTest):
         mesh = _replicas(((0, 1, 2), (3,)), 1)
         Elastic(mesh, apply=lambda model, mesh: gtp_shard(model, mesh.weights, schedule=ALL_TO_ALL)).train(steps=2)
 
+    def gradients(self, mesh: DeviceMesh, inflight: int = 1) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        schedule = explicit(min_shard_numel=0, reduce_scatter="all_to_all", max_inflight_reduce_scatters=inflight)
+        model = gtp_shard(Net(1), mesh, schedule=schedule, mp_policy=MixedPrecisionPolicy(BF16))
+        tokens = make_tokens(self.rank)
+        F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten()).backward()
+        return [full(param.grad) for param in model.parameters()]
+
     def test_bits_do_not_depend_on_time(self) -> None:
         """Delays and the number of reductions in flight change no bit."""
-        results = []
-        for inflight, debug in ((1, ""), (4, "poison,delay=3")):
-            with environment(DTENSOR_GTP_DEBUG=debug):
-                torch.manual_seed(0)
-                schedule = explicit(
-                    min_shard_numel=0, reduce_scatter="all_to_all", max_inflight_reduce_scatters=inflight
-                )
-                model = gtp_shard(Net(1), self.gtp_mesh(), schedule=schedule, mp_policy=MixedPrecisionPolicy(BF16))
-                tokens = make_tokens(self.rank)
-                F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten()).backward()
-                results.append([full(param.grad) for param in model.parameters()])
-        for a, b in zip(*results, strict=True):
-            self.assertTrue(torch.equal(a, b))
+        expected = self.gradients(self.gtp_mesh())
+        with environment(DTENSOR_GTP_DEBUG="poison,delay=3"):
+            assert_bit_equal(self.gradients(self.gtp_mesh(), inflight=4), expected, "late")
+
+    def test_bits_do_not_depend_on_who_adds(self) -> None:
+        """With a kernel the own addend stays where it is. Here torch plays the kernel, and gloo NCCL."""
+        sizes = []
+
+        def exchange(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> dist.Work:
+            received = torch.empty_like(input)
+            work = compat.all_to_all_base(received, input, group, async_op)
+            assert work is not None
+            work.wait()
+            peers = [rank for rank in range(group.size()) if rank != group.rank()]
+            output.copy_(received[peers])
+            sizes.append(group.size())
+            return work
+
+        for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
+            expected = self.gradients(mesh)
+            with (
+                mock.patch.object(reductions, "fused_sum", return_value=add),
+                mock.patch.object(compat, "all_to_all_of_peers", exchange),
+            ):
+                assert_bit_equal(self.gradients(mesh, inflight=4), expected, f"{mesh}")
+        self.assertEqual(set(sizes), {2, 4})
 
 
 # --- in one process ---------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, gtp_shard
+from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp._comm import addends, reductions
 from dtensor_gtp._comm.addends import _Key
 from dtensor_gtp._comm.collectives import ReduceScale
@@ -38,20 +39,19 @@ def add(
     out: torch.Tensor, rows: torch.Tensor, own: Sequence[torch.Tensor], rank: int, num_ranks: int, factor: float
 ) -> None:
     """What the kernel does, by torch."""
-    if own:
-        rows = torch.cat([rows[:rank], joined(own), rows[rank:]])
+    rows = torch.cat([rows[:rank], joined(own), rows[rank:]])
     assert rows.shape == (num_ranks, out.numel())
     (torch.sum if factor == 1 else torch.mean)(rows, 0, dtype=out.dtype, out=out)
 
 
 def wrong(is_wrong: Callable[..., bool]) -> Callable[..., None]:
-    """With another last bit where ``is_wrong(numel, has_own, factor)``."""
+    """With another last bit where ``is_wrong(numel, factor)``."""
 
     def method(
         out: torch.Tensor, rows: torch.Tensor, own: Sequence[torch.Tensor], rank: int, num_ranks: int, factor: float
     ) -> None:
         add(out, rows, own, rank, num_ranks, factor)
-        if is_wrong(out.numel(), len(own) > 0, factor):
+        if is_wrong(out.numel(), factor):
             out.view(torch.int32)[-1] ^= 1
 
     return method
@@ -87,12 +87,10 @@ def triton(kernel: Callable[..., None] | None) -> Any:
         *(
             (wrong(is_wrong), "Triton's sum differs from torch's")
             for is_wrong in (
-                lambda numel, has_own, factor: numel % 16 == 0,
-                lambda numel, has_own, factor: numel % 16 > 0,
-                lambda numel, has_own, factor: has_own,
-                lambda numel, has_own, factor: not has_own,
-                lambda numel, has_own, factor: factor == 1,
-                lambda numel, has_own, factor: factor < 1,
+                lambda numel, factor: numel % 16 == 0,
+                lambda numel, factor: numel % 16 > 0,
+                lambda numel, factor: factor == 1,
+                lambda numel, factor: factor < 1,
             )
         ),
     ],
@@ -131,9 +129,8 @@ def test_the_probe_sees_the_order_of_additions() -> None:
     def one_by_one(
         out: torch.Tensor, rows: torch.Tensor, own: Sequence[torch.Tensor], rank: int, num_ranks: int, factor: float
     ) -> None:
-        rows = torch.cat([rows[:rank], joined(own), rows[rank:]]) if own else rows
         out.zero_()
-        for row in rows:
+        for row in torch.cat([rows[:rank], joined(own), rows[rank:]]):
             out += row
         out *= factor
 
@@ -218,7 +215,22 @@ def test_the_kernel_adds_only_where_the_first_forward_has_loaded_it() -> None:
     kernel = fused.return_value
     assert fused.call_count == 4
     assert [call.args[3:] for call in kernel.call_args_list] == [(0, 2, 0.5), (0, 2, 1.0)] * 2
-    assert kernel.call_args.args[1].shape == (2, many.numel() // 2)
+    out, rows, (own,), *_ = kernel.call_args.args
+    assert out.shape == own.shape == rows[0].shape == (many.numel() // 2,)
+    assert len(rows) == 1
+    assert own.data_ptr() == many.data_ptr(), "the own addend is read where it is"
+
+
+def test_nothing_is_sent_to_the_own_rank() -> None:
+    group = mock.Mock()
+    group.rank.return_value = 2
+    output, input = torch.ones(3, 5), torch.arange(4.0)[:, None].expand(4, 5).contiguous()
+    compat.all_to_all_of_peers(output, input, group, False)
+    received, sent, _ = group.alltoall.call_args.args
+    for rows, places in ((received, output[[0, 1, 1, 2]]), (sent, input)):
+        for rank, (row, place) in enumerate(zip(rows, places, strict=True)):
+            assert row.numel() == 0 if rank == 2 else torch.equal(row, place)
+    assert [row.data_ptr() for row in received if row.numel()] == [row.data_ptr() for row in output]
 
 
 def test_only_large_blocks_load_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
