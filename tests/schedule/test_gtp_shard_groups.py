@@ -11,16 +11,17 @@ from unittest import mock
 
 import torch
 import torch.nn as nn
+from addends_common import add, all_to_all_of_peers
 from common import GlooTest, assert_same_params, check_training, full, rows_of_rank
 from counting import noted
-from runtime_common import members_of
+from runtime_common import assert_bit_equal, members_of
 from schedules import explicit
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dtensor_gtp import SchedulePolicy, gtp_shard, sharding_report
 from dtensor_gtp import _torch_compat as compat
-from dtensor_gtp._comm import context
+from dtensor_gtp._comm import context, reductions
 from dtensor_gtp._schedule import choose_schedule
 
 WIDTH = 16
@@ -377,6 +378,14 @@ class TestGroupsOnReplicas(GlooTest):
         for mesh, policy in ((self.hsdp_mesh(), CHOSEN), (self.gtp_mesh(), alone)):
             narrow, dtypes = self._reduced(mesh, policy, True)
             wide, no_dtypes = self._reduced(mesh, policy, False)
+            with (
+                mock.patch.object(reductions, "is_loaded_ahead", return_value=True),
+                mock.patch.object(reductions, "fused_sum", return_value=add),
+                mock.patch.object(compat, "all_to_all_of_peers", side_effect=all_to_all_of_peers) as exchange,
+            ):
+                by_kernel, _ = self._reduced(mesh, policy, True)
+            self.assertTrue(exchange.called)
+            assert_bit_equal(list(by_kernel.values()), list(narrow.values()), "who adds")
             self.assertEqual((dtypes, no_dtypes), ({torch.bfloat16}, set()))
             self.assertEqual(narrow.keys(), wide.keys())
             for name, grad in narrow.items():
