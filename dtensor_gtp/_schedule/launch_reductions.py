@@ -83,7 +83,9 @@ class ReductionLaunches:
             self._reduce_scatter(together)
 
     def _packed(self, together: list[Gradient]) -> Tensor:
-        """The gradients of groups, to be sent as one."""
+        """The gradients of groups, to be sent as one. Those of large blocks sent one by one, as
+        autograd leaves them, took 64.1, 63.9 instead of 65.2, 64.5 ms with Llama on 2 x H200: too
+        little for a second way."""
         weight = together[0].weight
         world = weight.layout.world
         taken = [part for gradient in together for part in gradient.taken or ()]
