@@ -61,7 +61,7 @@ def all_to_all_base(output: Tensor, input: Tensor, group: dist.ProcessGroup, asy
 
 
 def all_to_all_of_peers(output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool) -> Work:
-    """``all_to_all_base`` of rows, but the own one stays where it is: ``output`` has no row for it. NCCL only."""
+    """``all_to_all_base`` of rows, but the own one stays where it is: ``output`` has no row for it. gloo lacks it."""
     received, sent = list(output), list(input)
     rank = group.rank()
     nothing = input.new_empty(0)  # which NCCL does not send
