@@ -10,6 +10,9 @@ PLANNER_SEARCH = "test_planner_search.py"
 
 # fmt: off
 PLANNER = {
+    "a kernel that adds receives the own addend":
+        Bug("make_use", replace("kind == 'copy_engine' or is_worth_loading(wgrad)", "kind == 'copy_engine'"),
+            "test_what_an_exchange_receives"),
     "a gather of the planner waits for no compute":
         Bug("Program.fork", returns("[]"), "test_a_gather_waits_for_what_compute_was_given"),
     "backward uses weights in no time of the host":

@@ -45,6 +45,16 @@ def waiting_for(max_inflight: int, together: int = 0) -> Schedule:
     return Schedule(max_inflight_reduce_scatters=max_inflight, coalesce_grad_nbytes=together)
 
 
+def test_what_an_exchange_receives() -> None:
+    """Gradients of 2 bytes an element from four ranks, or from three: a kernel that adds reads the own addend."""
+    amounts = memory.Amounts(0, 0, 0, 0, 0)
+    for numel, num_senders in ((1 << 20, 4), (32 << 20, 3)):
+        weight = SimpleNamespace(numel=numel, is_table=False, amounts=amounts)
+        item: Any = SimpleNamespace(name="w", weight=weight, axis=SimpleNamespace(size=4), state_numel=numel // 4)
+        assert memory.make_use(item, amounts, 2, "all_to_all").sent == num_senders * 2 * numel // 4
+        assert memory.make_use(item, amounts, 2, "copy_engine").sent == 3 * 2 * numel // 4
+
+
 def test_every_moment_of_two_uses() -> None:
     first = use("a", gathered=(1, 2, 3, 4, 5), activations=(10, 20, 30, 40, 50), wgrad=100, sent=7, grad=1000)
     second = use("b", gathered=(6, 7, 8, 9, 10), activations=(60, 70, 80, 90, 99), wgrad=200, sent=8, grad=2000)
