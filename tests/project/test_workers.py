@@ -9,7 +9,9 @@ import sys
 import threading
 import unittest
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 
 import processes
 import pytest
@@ -19,7 +21,7 @@ from common import GlooTest
 from processes import start
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
-from workers import Pools
+from workers import Lanes, Pools
 
 from dtensor_gtp import GTPShard
 
@@ -123,6 +125,15 @@ def test_what_goes_wrong_is_named_with_its_stack_and_the_rest_goes_on(pools: Poo
         with pytest.raises(AssertionError, match=f"(?s){words}"):
             _run(pools, deed, **options)
     _run(pools, "sum_up")
+
+
+def test_the_server_runs_before_there_are_threads_that_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    lanes = Lanes()
+    executors: list[Any] = []
+    monkeypatch.setattr(forkserver, "ensure_running", lambda: executors.append(lanes._executor))
+    lanes.start([], 1)
+    lanes.stop()
+    assert executors == [None]
 
 
 def test_other_threads_that_start_processes_do_not_take_the_exit_status(pools: Pools) -> None:

@@ -28,6 +28,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from itertools import groupby
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -194,6 +195,9 @@ class Lanes:
 
     def start(self, tests: Iterable[Test], num_lanes: int) -> None:
         """Begin to run ``tests``, of which those of a class follow each other."""
+        # Not by a thread of a lane: an exec fails if another thread changes the environment meanwhile, as pytest does
+        # for each test. Nobody would be told, and the next process would find no server.
+        forkserver.ensure_running()
         self._executor = ThreadPoolExecutor(num_lanes)
         for _, members in groupby(tests, key=lambda test: test[:3]):
             futures = {test: Future[None]() for test in members}
