@@ -374,7 +374,7 @@ TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "elastic": (draw_elastic, ("4xh200_elastic",)),
     "2xh200_real_models": (partial(draw_real_models, "2xh200_real_models"), ("2xh200_real_models",)),
     "2xh200_other_models": (partial(draw_real_models, "2xh200_other_models"), ("2xh200_other_models",)),
-    "aims": (draw_aims, ("2xh100_first", "host_time")),
+    "aims": (draw_aims, ("2xh100_first", "2xh200_first", "host_time")),
     "history": (draw_history, ()),
 }
 
