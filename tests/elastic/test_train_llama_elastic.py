@@ -107,7 +107,9 @@ def check_as_one_process(folder: Path, done: int) -> None:
     final = final_tensors(folder, "whole")
     for key, tensor in final_tensors(folder, "elastic").items():
         if key.startswith("model."):
-            assert_close(tensor, final[key], rtol=1e-4, atol=1e-5)
+            # A hundredth of a step. Adam makes steps of gradients that are rounding alone: with another build of torch
+            # one of 2560 elements differed by 1.7e-5.
+            assert_close(tensor, final[key], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.soak
