@@ -24,6 +24,11 @@ NUMBERS = {
     "receivers add 16-bit gradients in 16 bits":
         Bug("add_rows", replace("torch.mean(rows, 0, dtype=out.dtype, out=out)", "out.copy_(torch.mean(rows, 0))"),
             "test_gradients_of_16_bits_travel_as_they_are"),
+    "weights with native storage become whole values that nobody writes back":
+        Bug("whole_weights", never("native_of(param.param) is not None"), "test_native_weights_have_no_whole_values"),
+    "a model that is partly on the meta device is filled":
+        Bug("pretrained:_leave_meta", never("len(on_meta) < len(params)"),
+            "test_pretrained.py::TestLoadPretrained::test_refusals"),
     "the fused kernel adds where a mean is asked for":
         Bug("add_rows", replace("1 / num_ranks if is_mean else 1.0", "1.0"),
             "test_the_kernel_adds_only_where_the_first_forward_has_loaded_it"),

@@ -163,6 +163,10 @@ class TestLoadPretrained(GlooTest):
                         load_pretrained(each, folder / f"{name}.safetensors")
             with self.assertRaisesRegex(FileNotFoundError, "no folder with such files"):
                 load_pretrained(model, folder / "nothing")
+            partly = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, device="meta"))
+            partly = gtp_shard(partly, self.gtp_mesh(), schedule=ALL)
+            with self.assertRaisesRegex(ValueError, "all parameters of .* on the meta device, or none, but 2 of 4 are"):
+                load_pretrained(partly, folder / "shapes.safetensors")
 
     def test_what_is_written_is_what_the_model_has(self) -> None:
         """In one file and in several, in another dtype; and the format's own library reads the same."""

@@ -20,12 +20,13 @@ from unittest import mock
 import torch
 import torch.nn as nn
 from common import ALL, fake_mesh
+from passes_common import NUM_ROWS, WIDTH, Model
 from test_errors import NUM_RANKS, Net
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel
 
-from dtensor_gtp import GTPModule, GTPShard, gtp_shard, quantize_, sharding_report
+from dtensor_gtp import GTPModule, GTPShard, SchedulePolicy, gtp_shard, quantize_, sharding_report, whole_weights
 
 
 class TestRefusalsLater(unittest.TestCase):
@@ -146,6 +147,26 @@ class TestRefusalsLater(unittest.TestCase):
                 net(self.x)
         self.net.double()(self.x.double()).sum().backward()  # as modules are cast
         self.net.to(torch.float32)(self.x).sum().backward()
+
+    def test_one_weight_of_a_block_in_another_dtype(self) -> None:
+        model = gtp_shard(Model(), self.mesh, schedule=SchedulePolicy(min_shard_numel=0))
+        rows = torch.ones(NUM_ROWS, WIDTH)
+        model(rows).sum().backward()
+        model.blocks[1].up.double()
+        with self.assertRaisesRegex(RuntimeError, r"one dtype for all parameters of block 'blocks\.1'.*float64"):
+            model(rows)
+        model.double()
+        self.assertEqual(model(rows.double()).dtype, torch.float64)
+
+    def test_native_weights_have_no_whole_values(self) -> None:
+        model = quantize_(nn.Sequential(nn.Linear(64, 64)), "float8_rowwise", storage="native")
+        model = gtp_shard(model, self.mesh, schedule=ALL)
+        with self.assertRaisesRegex(NotImplementedError, r"'0\.weight' of shape \(64, 64\) with native storage"):
+            with whole_weights(model):
+                self.fail("it was entered")
+        model.requires_grad_(False)
+        with whole_weights(model, trained_only=True):
+            self.assertIsInstance(model[0].weight, DTensor)
 
     def test_data_of_another_shape_or_layout(self) -> None:
         weight = self.net.head.weight
