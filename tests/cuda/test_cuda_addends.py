@@ -125,7 +125,8 @@ class TestOnOneGPU(unittest.TestCase):
 
     def test_a_kernel_that_was_loaded_adds_what_torch_can(self) -> None:
         """A gradient that travels as it is, beside torch's sum of the same."""
-        rows = torch.randn(2, 1001, device="cuda").bfloat16()
+        numel = addends._MANY_NBYTES // 2 // 2 + 1
+        rows = torch.randn(2, numel, device="cuda").bfloat16()
         kernel = mock.Mock(side_effect=self._kernel(2))
         for number, op in enumerate((ReduceOp.SUM, ReduceOp.AVG), start=1):
             self._check_slots(kernel, rows.flatten(), 2, op, dtype=torch.float32)

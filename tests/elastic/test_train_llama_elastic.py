@@ -107,9 +107,11 @@ def check_as_one_process(folder: Path, done: int) -> None:
     final = final_tensors(folder, "whole")
     for key, tensor in final_tensors(folder, "elastic").items():
         if key.startswith("model."):
-            # A hundredth of a step. Adam makes steps of gradients that are rounding alone: with another build of torch
-            # one of 2560 elements differed by 1.7e-5.
+            # Adam makes steps of gradients that are rounding alone: with another build of torch one of 2560 elements
+            # differed by 1.7e-5. A hundredth of a step is 1e-4.
             assert_close(tensor, final[key], rtol=1e-4, atol=1e-4)
+            is_far = ~tensor.isclose(final[key], rtol=1e-4, atol=1e-5)
+            assert is_far.sum() <= tensor.numel() // 1000, key
 
 
 @pytest.mark.soak

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from addends_common import add
 from timing import HANG_S
 from torch.distributed import ReduceOp
 
@@ -238,15 +239,6 @@ def submit(ring: SendRing, *numels: int) -> tuple[list[bool], list[Place]]:
     ]
     _, held = exchange(ring, fulls, [ring.take(full, torch.bfloat16) for full in fulls], ReduceOp.SUM)
     return [offered is not None for offered in offers], held
-
-
-def add(
-    out: torch.Tensor, rows: torch.Tensor, own: Sequence[torch.Tensor], rank: int, num_ranks: int, factor: float
-) -> None:
-    """What the kernel does, ``addends.Sum``."""
-    assert rows.shape == (num_ranks - 1, out.numel())
-    row = torch.cat([part.reshape(-1) for part in own])
-    out.copy_(torch.cat([rows[:rank], row[None], rows[rank:]]).float().sum(0) * factor)
 
 
 def test_a_ring_that_expects_sizes_grows_once() -> None:

@@ -19,8 +19,8 @@ def add(
     out: torch.Tensor, rows: torch.Tensor, own: Sequence[torch.Tensor], rank: int, num_ranks: int, factor: float
 ) -> None:
     """What the kernel does, by torch."""
+    assert rows.shape == (num_ranks - 1, out.numel())
     rows = torch.cat([rows[:rank], joined(own), rows[rank:]])
-    assert rows.shape == (num_ranks, out.numel())
     (torch.sum if factor == 1 else torch.mean)(rows, 0, dtype=out.dtype, out=out)
 
 
