@@ -21,7 +21,7 @@ from .._dtensor.remedies import explain
 from .._howto import see
 from .._params.refusals import refuse_recording
 from .._schedule.attribute_reads import Frame
-from .._schedule.block_uses import BlockUse
+from .._schedule.block_uses import BlockUse, Inputs
 from .._schedule.passes import Entry
 from .binding import BoundModule, Reads, ShardGroup, trains_unmanaged, unmanaged_params
 from .outside_of_modules import follow_pipelining
@@ -131,7 +131,7 @@ def _call_block(block: BoundModule, call: Any, args: Any, kwargs: Any, compiler:
     runtime = block._gtp_binding.group.runtime
     is_compiled = compiler is not None or block._compiled_call_impl is not None
 
-    def run(frame: Frame) -> tuple[Any, BlockUse | None, list[Tensor]]:
+    def run(frame: Frame) -> tuple[Any, BlockUse | None, Inputs]:
         was_in_pass = group.views.is_in_pass
         gathered = None
         try:
@@ -140,14 +140,13 @@ def _call_block(block: BoundModule, call: Any, args: Any, kwargs: Any, compiler:
             if runtime.reads.looks_at_bits:
                 seen = group.leaves.seen()
             use = None
+            inputs = Inputs(set(), [])
             if torch.is_grad_enabled():
                 use = BlockUse(runtime, group)
+                inputs = Inputs.of(_tensors_in((args, kwargs)))
             if is_compiled or not was_in_pass:
                 # Outside of a pass modules have shards; compiled code takes plain dicts alone.
                 group.views.show(is_compiled=is_compiled)
-            inputs: list[Tensor] = []
-            if use is not None:
-                inputs.extend(_tensors_in((args, kwargs)))
             output = _call_under(compiler, call, args, kwargs)
             misuse = None
             if seen is not None:

@@ -12,13 +12,34 @@ each block instead (``RegisterPostBackwardFunction``), through which inputs cann
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from .._params.weight_group import WeightGroup
 from .runtime import Runtime
+
+
+class Inputs(NamedTuple):
+    """Inputs of a block that need a gradient, as they are before its forward, which may write them."""
+
+    nodes: set[Node]  # that made them
+    leaves: list[Tensor]  # that no op has made
+
+    @classmethod
+    def of(cls, tensors: Iterable[Tensor]) -> Inputs:
+        found = cls(set(), [])
+        for tensor in tensors:
+            if not tensor.requires_grad:
+                continue
+            if tensor.grad_fn is None:
+                found.leaves.append(tensor)
+            else:
+                found.nodes.add(tensor.grad_fn)
+        return found
 
 
 class BlockUse:
@@ -31,11 +52,9 @@ class BlockUse:
         self._group = group
         self._leaves = group.leaves  # those of this forward: the group may get others
 
-    def watch(self, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> None:
+    def watch(self, inputs: Inputs, outputs: Iterable[Tensor]) -> None:
         """Call ``begin`` and ``end`` with the backward of the block, see the note above."""
-        needed = [tensor for tensor in inputs if tensor.requires_grad]
-        leaves = [tensor for tensor in needed if tensor.grad_fn is None]
-        before = {tensor.grad_fn for tensor in needed if tensor.grad_fn is not None}
+        before, leaves = inputs
         outputs = list(outputs)
         made = {output.grad_fn for output in outputs if output.grad_fn is not None}
         # An input that the block returns as it is, such as T5's position bias, has its gradient
@@ -44,7 +63,7 @@ class BlockUse:
             node.register_prehook(self.begin)
         if not made:
             members = self._leaves.by_member.values()
-            if needed or any(leaf.requires_grad for leaf in members):
+            if before or leaves or any(leaf.requires_grad for leaf in members):
                 self._hold_for_hidden(outputs, leaves)
         last = max(before, key=lambda node: node._sequence_nr(), default=None)
         if last is not None:

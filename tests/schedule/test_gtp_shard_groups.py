@@ -251,6 +251,14 @@ class TestGroups(GlooTest):
 
         self.check(seeded(partial(Model, call=lambda layer, x: layer(x * 1.5), block=InPlace)))
 
+    def test_blocks_that_add_to_their_input(self) -> None:
+        class Residual(Block):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                x += super().forward(x * 0.5)  # autograd has saved the product, so ``x`` may change
+                return x
+
+        self.check(seeded(partial(Model, block=Residual)))
+
     def test_second_derivatives(self) -> None:
         class Slopes(Model):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
