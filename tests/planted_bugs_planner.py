@@ -71,7 +71,7 @@ PLANNER = {
         Bug("Problem.inflight", replace("2 * after", "after"),
             "test_chunks_of_a_pipeline_shorten_the_bubble_and_hold_more"),
     "a group is gathered as many weights":
-        Bug("Setting._group", replace("rules.is_worth_a_group(mean, self.tokens, has_float8=has_float8)", "False"),
+        Bug("Setting._group", replace("rules.is_worth_a_group(mean, self.tokens, **kind)", "False"),
             "test_small_blocks_are_groups"),
     "small groups travel one by one":
         Bug("Together.submit",

@@ -2,9 +2,10 @@
 
 A *block* is a module whose class stands at least twice in a container. In the first forward its
 weights become a group, if they are small: the host would need longer for each of them than its GEMM
-lasts. A block keeps single weights if one is shared with other blocks, lies on another mesh, is
-offloaded, tensor-parallel or cut again by an outer ``fully_shard``, or if the schedule was given
-number by number. ``sharding_report`` says which and why.
+lasts; or if a recipe would have them dequantized for each GEMM. A block keeps single weights if one
+is shared with other blocks, lies on another mesh, is offloaded, tensor-parallel or cut again by an
+outer ``fully_shard``, or if the schedule was given number by number. ``sharding_report`` says which
+and why.
 
 The modules of a group multiply in the compute dtype. So a rank sends what a recipe makes of the
 values of its shard, in that dtype: within a host, more bytes take less time than casts of each
@@ -149,7 +150,8 @@ def _why_single(modules: list[nn.Module], params: list[ManagedParam], num_tokens
         return "it has fewer than two sharded weights"
     numel = sum(map(_numel, weights)) / len(weights)
     has_float8 = any(weight.form.gemms is not None for weight in weights)
-    if not is_worth_a_group(numel, num_tokens, has_float8=has_float8):
+    is_dequantized = not has_float8 and any(isinstance(weight.form.wire, QuantizedWire) for weight in weights)
+    if not is_worth_a_group(numel, num_tokens, has_float8=has_float8, is_dequantized=is_dequantized):
         sizes = f"{numel:.3g} elements, {num_tokens} tokens"
         return f"a GEMM lasts longer than the host needs for a weight ({sizes})"
     first = weights[0]

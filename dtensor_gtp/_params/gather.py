@@ -17,7 +17,7 @@ from ..quant.weight import WeightWithRecipe
 from .gathered import Gathered, Packed
 from .group_memory import Parts
 from .layout import WeightLayout
-from .pack_planes import agree_on_stale, rounded
+from .pack_planes import agree_on_stale, round_into
 from .sharded_weight import Gatherable, ShardedWeight
 from .weight_group import GatherableGroup, WeightGroup
 
@@ -121,13 +121,6 @@ def _pack(targets: Sequence[Gatherable], comm: CommContext) -> dict[Gatherable, 
     return packed
 
 
-def _rounded(group: WeightGroup, comm: CommContext) -> dict[ShardedWeight, Tensor]:
-    """What the gather sends of quantized members."""
-    with comm.packing(group.groups):
-        agree_on_stale(group.quantized, comm)  # collective, before the gather
-        return rounded(group.quantized)
-
-
 def _direction(target: Gatherable) -> Direction:
     if target is target.weight.for_forward:
         return Direction.ROWWISE
@@ -221,10 +214,12 @@ def _launch_together(targets: Sequence[Gatherable], comm: CommContext) -> None:
 def _parts_of_group(group: WeightGroup, comm: CommContext) -> Parts:
     """What the gather of a group sends and fills. Allocates the memory of its leaves."""
     group.leaves.allocate(group.version)
-    values: dict[ShardedWeight, Tensor] = {}
+    parts = group.shards.parts(group.leaves.outputs, group.groups.casts_shards)
     if group.quantized:
-        values = _rounded(group, comm)
-    return group.shards.parts(group.leaves.outputs, group.groups.casts_shards, values)
+        with comm.packing(group.groups):
+            agree_on_stale(group.quantized, comm)  # collective, before the gather
+            round_into(group.shards.quantized)
+    return parts
 
 
 def _gathered(

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -61,23 +61,29 @@ class GroupShards:
         # Their versions count writes.
         self.tensors = [tensor for member in self._members for tensor in (member.param, member.local)]
         self._parts: Parts | None = None  # until the first gather of these shards
+        # Quantized members, and where a gather sends their values from: slots of its outputs, to be
+        # filled before it.
+        self.quantized: list[tuple[ShardedWeight, Tensor]] = []
 
-    def parts(self, outputs: Sequence[Tensor], casts_shards: bool, rounded: Mapping[ShardedWeight, Tensor]) -> Parts:
-        """What a gather sends and fills, to be read only. ``rounded``: what is sent of quantized
-        members."""
+    def parts(self, outputs: Sequence[Tensor], casts_shards: bool) -> Parts:
+        """What a gather sends and fills, to be read only; sets ``quantized``."""
         if self._parts is not None:
             return self._parts
-        parts = Parts([], [], [], [])
+        parts = self._parts = Parts([], [], [], [])
+        self.quantized.clear()
         with torch.inference_mode(False):
             # Whole parameters have a place among the leaves, where their values are copied.
             for member, output in zip(self._members, outputs, strict=True):
-                if isinstance(member, ShardedWeight):
-                    parts.add(member.layout, rounded.get(member, member.form.rows), output, casts_shards)
-                else:
+                if not isinstance(member, ShardedWeight):
                     parts.copied.append(output)
                     parts.sources.append(member.shard)
-        if not rounded:
-            self._parts = parts
+                elif member.form.wire is None:
+                    parts.add(member.layout, member.form.rows, output, casts_shards)
+                else:
+                    slot = member.layout.slot(output)
+                    self.quantized.append((member, member.layout.filled(slot)))
+                    parts.slots.append(slot)
+                    parts.outputs.append(output)
         return parts
 
 

@@ -171,20 +171,17 @@ class NativeWire(QuantizedWire):
         return shard.quantized_for(direction)
 
 
-def rounded(weights: Sequence[ShardedWeight]) -> dict[ShardedWeight, Tensor]:
-    """The values of quantized shards in the compute dtype, of weights of one group whose statistics
-    are known. Those of all ranks together are the values of the quantized weights, bit for bit."""
-    by_recipe: dict[Recipe, list[ShardedWeight]] = {}
-    for weight in weights:
+def round_into(slots: Sequence[tuple[ShardedWeight, Tensor]]) -> None:
+    """Fill the slots of quantized weights, whose statistics are known, with the values of their
+    shards. Those of all ranks together are the values of the quantized weights, bit for bit."""
+    by_recipe: dict[Recipe, list[tuple[ShardedWeight, Tensor]]] = {}
+    for weight, slot in slots:
         # Equal recipes share a launch.
-        by_recipe.setdefault(_wire_of(weight).recipe, []).append(weight)
-    found: dict[ShardedWeight, Tensor] = {}
+        by_recipe.setdefault(_wire_of(weight).recipe, []).append((weight, slot))
     for recipe, members in by_recipe.items():
-        amaxes = [_wire_of(weight).amax for weight in members]
-        shards = [weight.shard for weight in members]
-        values = recipe.round_together(shards, amaxes, members[0].compute_dtype)
-        found.update(zip(members, values, strict=True))
-    return found
+        amaxes = [_wire_of(weight).amax for weight, _ in members]
+        shards = [weight.shard for weight, _ in members]
+        recipe.round_together(shards, amaxes, [slot for _, slot in members])
 
 
 def agree_on_stale(weights: Sequence[ShardedWeight], comm: CommContext) -> None:

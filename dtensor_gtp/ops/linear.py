@@ -12,7 +12,7 @@ lookup on an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ def linear(input: Tensor, bias: Tensor | None, runtime: Runtime, weight: Sharded
         # ``quick_apply`` wants it unwrapped.
         result: Tensor = _apply_linear(compat.unwrap_if_dead(input), weight.leaf, bias, runtime, weight)
         return result
-    return _product(input, bias, runtime, weight, compat.asks_checkpoint_policy())
+    return _product(input, bias, runtime, weight, compat.asks_checkpoint_policy())[0]
 
 
 def _forward(
@@ -47,28 +47,33 @@ def _forward(
 ) -> Tensor:
     ctx.use = (runtime, weight, weight.version, weight.form.gemms)
     is_policy_asked = compat.asks_checkpoint_policy()
-    output = _product(input, bias, runtime, weight, is_policy_asked)
+    output, known = _product(input, bias, runtime, weight, is_policy_asked)
     if not is_policy_asked:  # torch must see writes to what a policy has saved
         output = compat.no_view(output)
     # The gradient of a frozen weight is not computed, so its input is not saved.
-    ctx.save_for_backward(input if ctx.needs_input_grad[1] else None)
+    if ctx.needs_input_grad[1]:
+        ctx.save_for_backward(input, *known)
+    else:
+        ctx.save_for_backward(None)
     return output
 
 
 def _product(
     input: Tensor, bias: Tensor | None, runtime: Runtime, weight: ShardedWeight, is_policy_asked: bool
-) -> Tensor:
-    if weight.form.gemms is not None:
+) -> tuple[Tensor, Tensors]:
+    """The output, and what a float8 wgrad may know of the input."""
+    gemms = weight.form.gemms
+    if gemms is not None:
         check_float8_input(input, weight)
     if is_policy_asked:  # about the GEMM of nn.Linear, also in float8
-        return F.linear(input, UngatheredWeight(runtime, weight), bias)
-    if weight.form.gemms is None:
-        return runtime.gathering.compute(F.linear, input, weight.for_forward, bias)
-    output = float8_product(input.reshape(-1, input.shape[-1]), runtime, weight)
+        return F.linear(input, UngatheredWeight(runtime, weight), bias), []
+    if gemms is None:
+        return runtime.gathering.compute(F.linear, input, weight.for_forward, bias), []
+    output, casts = float8_product(input.reshape(-1, input.shape[-1]), runtime, weight)
     output = output.view(*input.shape[:-1], output.shape[-1])
     if bias is not None:
         output = output + bias
-    return output
+    return output, gemms.for_later(casts)
 
 
 def check_float8_input(input: Tensor, weight: ShardedWeight) -> None:
@@ -91,7 +96,7 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         refuse_partial_recording(weight, runtime.comm.streams.is_capturing)
         needs_weight = False
     runtime.note_backward()
-    (input,) = ctx.saved_tensors
+    input, *known = ctx.saved_tensors
     grads = runtime.grads
     grad_MN = as_matrix(grad_output)
     is_wgrad_quantized = gemms is not None and not gemms.high_precision_wgrad
@@ -104,8 +109,8 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     if needs_weight:
         job = partial(grads.compute, wgrad, runtime, weight, grad_MN, as_matrix(input))
         if is_wgrad_quantized:
-            args = (runtime, weight, grad_MN, as_matrix(input), gemms, casts)
-            job = partial(grads.compute, _cast_and_wgrad, *args)
+            cast = partial(gemms.cast_wgrad, grad_MN, as_matrix(input), casts, known)
+            job = partial(grads.compute, _cast_and_wgrad, runtime, weight, gemms, cast)
     if needs_input:
         # Dgrad alone reads the weight again.
         check_unmodified(weight, version)
@@ -180,10 +185,8 @@ def as_matrix(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _cast_and_wgrad(
-    runtime: Runtime, weight: ShardedWeight, grad_MN: Tensor, input_MK: Tensor, gemms: Float8GEMMs, casts: Tensors
-) -> None:
-    float8_wgrad(runtime, weight, gemms, gemms.cast_wgrad(grad_MN, input_MK, casts))
+def _cast_and_wgrad(runtime: Runtime, weight: ShardedWeight, gemms: Float8GEMMs, cast: Callable[[], Tensors]) -> None:
+    float8_wgrad(runtime, weight, gemms, cast())
 
 
 def float8_wgrad(runtime: Runtime, weight: ShardedWeight, gemms: Float8GEMMs, casts: Tensors) -> None:
@@ -202,13 +205,13 @@ def using_quantized(runtime: Runtime, target: Gatherable) -> Iterator[Quantized]
         runtime.gathering.release(target, gathered)
 
 
-def float8_product(input_MK: Tensor, runtime: Runtime, weight: ShardedWeight) -> Tensor:
-    """``input @ weight.T`` in float8. The cast comes before the wait for the gather, which it helps
-    to hide."""
+def float8_product(input_MK: Tensor, runtime: Runtime, weight: ShardedWeight) -> tuple[Tensor, Tensors]:
+    """``input @ weight.T`` in float8, and the casts of the input. They come before the wait for the
+    gather, which they help to hide."""
     assert weight.form.gemms is not None
-    operands = weight.form.gemms.cast_input(input_MK)  # before the wait
+    casts = weight.form.gemms.cast_input(input_MK)  # before the wait
     with using_quantized(runtime, weight.for_forward) as quantized:
-        return weight.form.gemms.output(operands, quantized, weight.compute_dtype)
+        return weight.form.gemms.output(casts, quantized, weight.compute_dtype), casts
 
 
 class UngatheredWeight(Tensor):
@@ -243,7 +246,7 @@ class UngatheredWeight(Tensor):
             # aten.addmm has the bias first.
             *bias, matrix, weight = args
             if weight._weight.form.gemms is not None and weight._is_transposed:
-                output = float8_product(matrix, weight._runtime, weight._weight)
+                output, _ = float8_product(matrix, weight._runtime, weight._weight)
                 return output + bias[0] if bias else output
         with ExitStack() as stack:  # releases the weights after the op
             real = compat.tree_map_only(cls, lambda weight: weight._gathered(stack), (args, kwargs or {}))

@@ -147,7 +147,8 @@ class Setting:
         if (has_recipe and crosses_hosts) or (has_float8 and self.is_captured):
             return ()
         mean = sum(item.weight.numel for item in items) / len(items)
-        return tuple(found) if rules.is_worth_a_group(mean, self.tokens, has_float8=has_float8) else ()
+        kind = {"has_float8": has_float8, "is_dequantized": has_recipe and not has_float8}
+        return tuple(found) if rules.is_worth_a_group(mean, self.tokens, **kind) else ()
 
     def _sharded(self, weight: Weight) -> Sharded:
         axis = self.costs.axis("expert_gtp" if weight.is_expert else "gtp")

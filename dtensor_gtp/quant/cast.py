@@ -208,26 +208,35 @@ class Casts:
         """Largest magnitude over ``dims``: ``(-1,)`` or ``(-2, -1)``."""
         return largest_magnitude(weight, dims)
 
+    def magnitudes(self, matrix: Tensor) -> Tensor:
+        """Of each matrix, for the ``amax`` of its casts: the largest magnitude, or those of parts."""
+        return largest_magnitude(matrix, (-2, -1))
+
     def e4m3_scale(self, largest: Tensor) -> Tensor:
         return float8_scale(largest)
 
     def cast_matrix(
         self, matrix: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, amax: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """A scale for each matrix, shape ``(*, 1, 1)``; so is ``amax``, by default the matrix's own."""
+        """A scale for each matrix, shape ``(*, 1, 1)``; so is ``amax``, unless it is that of
+        :meth:`magnitudes`. Default: the matrix's own."""
         if amax is None:
             amax = largest_magnitude(matrix, (-2, -1))
         scale = float8_scale(amax, dtype)
         return to_float8(wide(matrix) / scale, dtype), scale
 
     def round_together(
-        self, matrices: Sequence[Tensor], amaxes: Sequence[Tensor], dtype: torch.dtype, mx_rounding: str | None = None
-    ) -> list[Tensor]:
-        """e4m3 and back: what :meth:`dequantize` makes of the cast of each matrix. Scales are those
-        of ``amaxes``, of shape ``(*, 1, 1)`` or ``(*, rows, 1)``; or with ``mx_rounding`` powers of
-        two for each 32 elements of a row, whose number is a multiple of 32."""
-        results = []
-        for index, matrix in enumerate(matrices):
+        self,
+        matrices: Sequence[Tensor],
+        amaxes: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        mx_rounding: str | None = None,
+    ) -> None:
+        """e4m3 and back: fills each output, contiguous, with what :meth:`dequantize` makes of the
+        cast of its matrix. Scales are those of ``amaxes``, of shape ``(*, 1, 1)`` or
+        ``(*, rows, 1)``; or with ``mx_rounding`` powers of two for each 32 elements of a row, whose
+        number is a multiple of 32."""
+        for index, (matrix, output) in enumerate(zip(matrices, outputs, strict=True)):
             if mx_rounding is None:
                 block = (1, 0)  # of whole rows
                 scale = float8_scale(amaxes[index])
@@ -235,12 +244,11 @@ class Casts:
             else:
                 block = (1, MX_BLOCK)
                 planes = self.cast_mx(matrix, block, mx_rounding)
-            results.append(self.dequantize(Quantized(planes, None), block, matrix.shape, dtype))
-        return results
+            output.copy_(self.dequantize(Quantized(planes, None), block, matrix.shape, output.dtype))
 
-    def cast_matrix_turned(self, matrix: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
-        """:meth:`turned` of the e4m3 elements, and the scale."""
-        data, scale = self.cast_matrix(matrix)
+    def cast_matrix_turned(self, matrix: Tensor, multiple: int, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """:meth:`turned` of the e4m3 elements, and the scale; ``amax`` as for :meth:`cast_matrix`."""
+        data, scale = self.cast_matrix(matrix, amax=amax)
         return self.turned(data, multiple), scale
 
     def cast_rows(

@@ -53,15 +53,15 @@ def casts_for(matrix: Tensor) -> Casts:
 
 
 def round_together(
-    matrices: Sequence[Tensor], amaxes: Sequence[Tensor], dtype: torch.dtype, mx_rounding: str | None = None
-) -> list[Tensor]:
+    matrices: Sequence[Tensor], amaxes: Sequence[Tensor], outputs: Sequence[Tensor], mx_rounding: str | None = None
+) -> None:
     """:meth:`Casts.round_together` by what casts all of these."""
     first = matrices[0]
     casts = casts_for(first)
     # One launch casts four: all by the same kernel.
     if any(matrix.dtype != first.dtype or not 0 < matrix.numel() < _MAX_NUMEL for matrix in matrices):
         casts = _REFERENCE
-    return casts.round_together(matrices, amaxes, dtype, mx_rounding)
+    casts.round_together(matrices, amaxes, outputs, mx_rounding)
 
 
 def describe_casts(device: torch.device) -> str:
@@ -132,6 +132,10 @@ def _probe(casts: Casts, matrix: Tensor) -> Iterator[tuple[str, tuple[Tensor, ..
         ("nvfp4", Quantized(_REFERENCE.cast_nvfp4(matrix, (1, 16), amax), amax), (1, 16), torch.bfloat16),
     ):
         yield f"dequantize of {name}", (casts.dequantize(quantized, block, matrix.shape, dtype),)
-    yield "round_together", tuple(casts.round_together([matrix, matrix[:10]], [amax, amax], torch.bfloat16))
+    rounded = [torch.empty_like(part, dtype=torch.bfloat16) for part in (matrix, matrix[:10])]
+    casts.round_together([matrix, matrix[:10]], [amax, amax], rounded)
+    yield "round_together", tuple(rounded)
     mx = matrix[:, :32].contiguous()
-    yield "round_together of mx", tuple(casts.round_together([mx], [], torch.bfloat16, "rceil"))
+    rounded = [torch.empty_like(mx, dtype=torch.bfloat16)]
+    casts.round_together([mx], [], rounded, "rceil")
+    yield "round_together of mx", tuple(rounded)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import enum
 import itertools
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -140,7 +141,7 @@ class Float8GEMMs(ABC):
 
     @abstractmethod
     def cast_input(self, input_MK: Tensor) -> Tensors:
-        """What forward needs of its input."""
+        """What forward needs of its input, and then what saves wgrad work (``for_later``)."""
 
     def output(self, input: Tensors, weight: Quantized, dtype: torch.dtype) -> Tensor:
         """``x @ w.T``, shape ``(M, N)``."""
@@ -156,11 +157,16 @@ class Float8GEMMs(ABC):
     def grad_input(self, grad: Tensors, weight: Quantized, dtype: torch.dtype) -> Tensor:
         """``g @ w``, shape ``(M, K)``."""
 
+    def for_later(self, input: Tensors) -> Tensors:
+        """Of what :meth:`cast_input` has made, the ``known`` of :meth:`cast_wgrad`; save it beside the
+        input."""
+        return [] if self.high_precision_wgrad else input[2:]
+
     @abstractmethod
-    def cast_wgrad(self, grad_MN: Tensor, input_MK: Tensor, grad: Tensors) -> Tensors:
+    def cast_wgrad(self, grad_MN: Tensor, input_MK: Tensor, grad: Tensors, known: Sequence[Tensor] = ()) -> Tensors:
         """What wgrad needs of both, without ``high_precision_wgrad``: transposes, whose columns
         (tokens) are the contraction and filled up with zeros. ``grad`` is what :meth:`cast_grad`
-        has made."""
+        has made, ``known`` is nothing or :meth:`for_later`."""
 
     def grad_weight(self, operands: Tensors, dtype: torch.dtype) -> Tensor:
         """``g.T @ x`` of what :meth:`cast_wgrad` has made, shape ``(N, K)``."""
@@ -181,7 +187,9 @@ class TensorwiseGEMMs(Float8GEMMs):
     granularity = weight_granularity = Granularity.TENSOR
 
     def cast_input(self, input_MK: Tensor) -> Tensors:
-        return [*casts_for(input_MK).cast_matrix(input_MK)]
+        casts = casts_for(input_MK)
+        magnitudes = casts.magnitudes(input_MK)
+        return [*casts.cast_matrix(input_MK, amax=magnitudes), magnitudes]
 
     def output(self, input: Tensors, weight: Quantized, dtype: torch.dtype) -> Tensor:
         left = Operand(input[0], input[1], Granularity.TENSOR)
@@ -196,9 +204,10 @@ class TensorwiseGEMMs(Float8GEMMs):
         right = self._operand(weight, weight.planes[0].t())
         return product(left, right, dtype, on_hardware=self.on_hardware)
 
-    def cast_wgrad(self, grad_MN: Tensor, input_MK: Tensor, grad: Tensors) -> Tensors:
+    def cast_wgrad(self, grad_MN: Tensor, input_MK: Tensor, grad: Tensors, known: Sequence[Tensor] = ()) -> Tensors:
         turned = casts_for(grad[0]).turned(grad[0], ALIGNMENT)
-        return [turned, grad[1], *casts_for(input_MK).cast_matrix_turned(input_MK, ALIGNMENT)]
+        # The input's magnitudes are those of forward.
+        return [turned, grad[1], *casts_for(input_MK).cast_matrix_turned(input_MK, ALIGNMENT, *known)]
 
     @staticmethod
     def _operand(weight: Quantized, data: Tensor) -> Operand:
@@ -229,7 +238,7 @@ class RowwiseGEMMs(Float8GEMMs):
         right = Operand(data.t(), ones, Granularity.ROW)
         return product(left, right, dtype, on_hardware=self.on_hardware)
 
-    def cast_wgrad(self, grad_MN: Tensor, input_MK: Tensor, grad: Tensors) -> Tensors:
+    def cast_wgrad(self, grad_MN: Tensor, input_MK: Tensor, grad: Tensors, known: Sequence[Tensor] = ()) -> Tensors:
         # Other scales than those of forward and dgrad: along the tokens.
         tensors: Tensors = []
         for matrix in (grad_MN, input_MK):
@@ -253,7 +262,7 @@ class BlockwiseGEMMs(Float8GEMMs):
         right = Operand(data.t(), scale.t(), Granularity.SQUARE_BLOCK)
         return product(left, right, dtype, on_hardware=self.on_hardware)
 
-    def cast_wgrad(self, grad_MN: Tensor, input_MK: Tensor, grad: Tensors) -> Tensors:
+    def cast_wgrad(self, grad_MN: Tensor, input_MK: Tensor, grad: Tensors, known: Sequence[Tensor] = ()) -> Tensors:
         block = Granularity.ROW_BLOCK.block
         tensors: Tensors = []
         for matrix in (grad_MN, input_MK):

@@ -43,8 +43,8 @@ class Recipe(ABC):
         [(64, 128), (64, 4)]
         >>> recipe.dequantize(quantized, weight.shape, Direction.ROWWISE, torch.bfloat16).shape
         torch.Size([64, 128])
-        >>> recipe.round_together([weight], [None], torch.bfloat16)[0].shape
-        torch.Size([64, 128])
+        >>> values = torch.empty(64, 128, dtype=torch.bfloat16)
+        >>> recipe.round_together([weight], [None], [values])  # fills ``values``
         >>> recipe.num_bytes(weight.shape, Direction.ROWWISE), recipe.bytes_per_element()
         (8448, 1.03125)
         >>> recipe.scale_block(Direction.ROWWISE)
@@ -176,21 +176,19 @@ class Recipe(ABC):
         return casts.dequantize(quantized, self.scale_block(direction), shape, dtype)
 
     def round_together(
-        self, weights: Sequence[Tensor], amaxes: Sequence[Tensor | None], dtype: torch.dtype
-    ) -> list[Tensor]:
-        """What :meth:`dequantize` makes of rowwise data, of several weights: the values that a
-        layer multiplies with.
+        self, weights: Sequence[Tensor], amaxes: Sequence[Tensor | None], outputs: Sequence[Tensor]
+    ) -> None:
+        """Fill ``outputs`` with what :meth:`dequantize` makes of rowwise data, of several weights:
+        the values that a layer multiplies with.
 
         Args:
             weights: Parts of whole blocks, as for :meth:`quantize`.
             amaxes: What :meth:`amax` gives for each whole weight; None stands for that of the part.
-            dtype: Of the results.
+            outputs: Contiguous, of the shapes of ``weights`` and of one dtype, that of the values.
         """
-        values = []
-        for weight, amax in zip(weights, amaxes, strict=True):
+        for weight, amax, output in zip(weights, amaxes, outputs, strict=True):
             quantized = self.quantize(weight, Direction.ROWWISE, amax)
-            values.append(self.dequantize(quantized, weight.shape, Direction.ROWWISE, dtype))
-        return values
+            output.copy_(self.dequantize(quantized, weight.shape, Direction.ROWWISE, output.dtype))
 
     def block_of(self, dim: int, block_size: int = 1, *, is_native: bool = False) -> int:
         """The smallest block size for a shard of ``dim`` that keeps its blocks, and those of

@@ -35,12 +35,13 @@ class _Float8Recipe(Recipe):
         return capability >= (8, 9)
 
     def round_together(
-        self, weights: Sequence[Tensor], amaxes: Sequence[Tensor | None], dtype: torch.dtype
-    ) -> list[Tensor]:
+        self, weights: Sequence[Tensor], amaxes: Sequence[Tensor | None], outputs: Sequence[Tensor]
+    ) -> None:
         known = [amax for amax in amaxes if amax is not None]
         if not self.amax_dims or len(known) < len(weights):
-            return super().round_together(weights, amaxes, dtype)
-        return round_together(weights, known, dtype)
+            super().round_together(weights, amaxes, outputs)
+        else:
+            round_together(weights, known, outputs)
 
 
 @dataclass(frozen=True)
@@ -165,12 +166,13 @@ class MXFP8(Recipe):
         return Quantized(casts_for(weight).cast_mx(weight, block, self.scale_rounding), None)
 
     def round_together(
-        self, weights: Sequence[Tensor], amaxes: Sequence[Tensor | None], dtype: torch.dtype
-    ) -> list[Tensor]:
+        self, weights: Sequence[Tensor], amaxes: Sequence[Tensor | None], outputs: Sequence[Tensor]
+    ) -> None:
         # The kernel knows whole blocks alone.
         if any(weight.shape[-1] % MX_BLOCK for weight in weights):
-            return super().round_together(weights, amaxes, dtype)
-        return round_together(weights, [], dtype, self.scale_rounding)
+            super().round_together(weights, amaxes, outputs)
+        else:
+            round_together(weights, [], outputs, self.scale_rounding)
 
 
 @dataclass(frozen=True)

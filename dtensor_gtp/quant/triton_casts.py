@@ -42,6 +42,10 @@ class TritonCasts(Casts):
             kernels.finish_amax[(num_matrices,)](parts, amax.view(torch.int32), NUM=parts.numel() // num_matrices)
         return amax
 
+    def magnitudes(self, matrix: Tensor) -> Tensor:
+        with _on(matrix):
+            return _partial_amax(matrix.contiguous()).view(torch.float32)
+
     def e4m3_scale(self, largest: Tensor) -> Tensor:
         with _on(largest):
             scale = torch.empty_like(largest, memory_format=torch.contiguous_format)
@@ -54,10 +58,7 @@ class TritonCasts(Casts):
     ) -> tuple[Tensor, Tensor]:
         matrix = matrix.contiguous()
         with _on(matrix):
-            if amax is None:
-                known = _partial_amax(matrix)
-            else:
-                known = _as_bits(amax)
+            known = _known(matrix, amax)
             data = torch.empty(matrix.shape, dtype=torch.uint8, device=matrix.device)
             scale = matrix.new_empty((*matrix.shape[:-2], 1, 1), dtype=torch.float32)
             num_matrices = scale.numel()
@@ -70,22 +71,24 @@ class TritonCasts(Casts):
             )
         return data.view(dtype), scale
 
-    def cast_matrix_turned(self, matrix: Tensor, multiple: int) -> tuple[Tensor, Tensor]:
+    def cast_matrix_turned(self, matrix: Tensor, multiple: int, amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
         matrix = matrix.contiguous()
         with _on(matrix):
             scale = matrix.new_empty((*matrix.shape[:-2], 1, 1), dtype=torch.float32)
-            return self._turn(matrix, multiple, _partial_amax(matrix), scale).view(torch.float8_e4m3fn), scale
+            return self._turn(matrix, multiple, _known(matrix, amax), scale).view(torch.float8_e4m3fn), scale
 
     def round_together(
-        self, matrices: Sequence[Tensor], amaxes: Sequence[Tensor], dtype: torch.dtype, mx_rounding: str | None = None
-    ) -> list[Tensor]:
+        self,
+        matrices: Sequence[Tensor],
+        amaxes: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        mx_rounding: str | None = None,
+    ) -> None:
         matrices = [matrix.contiguous() for matrix in matrices]
-        results = [torch.empty(matrix.shape, dtype=dtype, device=matrix.device) for matrix in matrices]
         with _on(matrices[0]):
             for at in range(0, len(matrices), _TOGETHER):
                 four = slice(at, at + _TOGETHER)
-                self._round_four(matrices[four], results[four], amaxes[four], mx_rounding)
-        return results
+                self._round_four(matrices[four], [*outputs[four]], amaxes[four], mx_rounding)
 
     def _round_four(
         self, inputs: list[Tensor], outputs: list[Tensor], amaxes: Sequence[Tensor], mx_rounding: str | None
@@ -338,6 +341,13 @@ def _partial_amax(matrix: Tensor) -> Tensor:
     # The kernel does little but load: large blocks fill the memory's pipeline.
     kernels.partial_amax[(parts.numel(),)](matrix, parts, numel, NUM=num_parts, BLOCK=2 * _BLOCK, num_warps=8)
     return parts
+
+
+def _known(matrix: Tensor, amax: Tensor | None) -> Tensor:
+    """Magnitudes as integers: those of ``amax``, or of parts of ``matrix``."""
+    if amax is None:
+        return _partial_amax(matrix)
+    return _as_bits(amax)
 
 
 def _as_bits(amax: Tensor) -> Tensor:

@@ -94,8 +94,8 @@ class _Linear(torch.autograd.Function):
         # fully_shard keeps the object and fills it again for backward.
         ctx.weight = weight
         ctx.gemms = gemms
-        ctx.save_for_backward(input)
         if gemms is None:
+            ctx.save_for_backward(input)
             return F.linear(input, weight.dequantize_for(Direction.ROWWISE), bias)
         if input.dtype != weight.dtype:
             raise RuntimeError(
@@ -103,6 +103,7 @@ class _Linear(torch.autograd.Function):
                 f"{weight.dtype} for a weight of shape {tuple(weight.shape)}."
             )
         operands = gemms.cast_input(input.reshape(-1, input.shape[-1]))
+        ctx.save_for_backward(input, *gemms.for_later(operands))
         output = gemms.output(operands, weight.quantized_for(Direction.ROWWISE), weight.dtype)
         output = output.view(*input.shape[:-1], output.shape[-1])
         if bias is not None:
@@ -112,7 +113,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @compat.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (input,) = ctx.saved_tensors
+        input, *known = ctx.saved_tensors
         needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
         gemms: Float8GEMMs | None = ctx.gemms
         weight: WeightWithRecipe = ctx.weight
@@ -129,7 +130,7 @@ class _Linear(torch.autograd.Function):
             if gemms is None or gemms.high_precision_wgrad:
                 grad_weight = grad_MN.t().mm(input_MK)
             else:
-                for_wgrad = gemms.cast_wgrad(grad_MN, input_MK, operands)
+                for_wgrad = gemms.cast_wgrad(grad_MN, input_MK, operands, known)
                 grad_weight = gemms.grad_weight(for_wgrad, weight.dtype)
         if needs_input and gemms is None:
             grad_input = grad.matmul(weight.dequantize_for(Direction.COLUMNWISE))

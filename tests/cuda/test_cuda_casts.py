@@ -92,6 +92,13 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 Calls = dict[str, tuple[Callable[[Casts], Any], int]]
 
 
+def rounded(casts: Casts, parts: list[torch.Tensor], *args: Any) -> list[torch.Tensor]:
+    maxima, dtype, *rounding = args
+    results = [torch.empty(part.shape, dtype=dtype, device=part.device) for part in parts]
+    casts.round_together(parts, maxima, results, *rounding)
+    return results
+
+
 def casts_of(matrix: torch.Tensor) -> Calls:
     """By name: a cast of ``matrix``, and how many kernels it is."""
     amax, rows = REFERENCE.amax(matrix, (-2, -1)), REFERENCE.amax(matrix, (-1,))
@@ -107,6 +114,8 @@ def casts_of(matrix: torch.Tensor) -> Calls:
         "matrix in e5m2": (lambda c: c.cast_matrix(matrix, torch.float8_e5m2), 2),
         "matrix of known amax": (lambda c: c.cast_matrix(matrix, amax=amax), 1),
         "turned matrix": (lambda c: c.cast_matrix_turned(matrix, 16), 2),
+        "turned matrix of known amax": (lambda c: c.cast_matrix_turned(matrix, 16, amax), 1),
+        "turned matrix of its magnitudes": (lambda c: c.cast_matrix_turned(matrix, 16, c.magnitudes(matrix)), 2),
         "rows": (lambda c: c.cast_rows(matrix), 1),
         "rows of known amax": (lambda c: c.cast_rows(matrix, amax=rows), 1),
         "rows with factors": (lambda c: c.cast_rows(matrix, factor=factor), 1),
@@ -123,10 +132,10 @@ def casts_of(matrix: torch.Tensor) -> Calls:
     of_rows = [REFERENCE.amax(part, (-1,)) for part in parts]
     whole_blocks = [part[..., : part.shape[-1] // 32 * 32].contiguous() for part in parts[:3]]
     dtype = torch.bfloat16 if HAS_GPU else torch.float16  # the interpreter rounds to bfloat16 towards zero
-    calls["five rounded"] = (lambda c: c.round_together(parts, maxima, dtype)), 2
-    calls["rows rounded"] = (lambda c: c.round_together(parts, of_rows, dtype)), 2
+    calls["five rounded"] = (lambda c: rounded(c, parts, maxima, dtype)), 2
+    calls["rows rounded"] = (lambda c: rounded(c, parts, of_rows, dtype)), 2
     for rounding in ("floor", "rceil"):
-        calls[f"mx rounded {rounding}"] = (lambda c, r=rounding: c.round_together(whole_blocks, [], dtype, r)), 1
+        calls[f"mx rounded {rounding}"] = (lambda c, r=rounding: rounded(c, whole_blocks, [], dtype, r)), 1
     for block in ((1, 32), (32, 1)):
         for rounding in ("floor", "rceil"):
             calls[f"mx {block} {rounding}"] = (lambda c, b=block, r=rounding: c.cast_mx(matrix, b, r)), 1

@@ -53,7 +53,7 @@ class TestKernels(unittest.TestCase):
         for recipe in FLOAT8:
             gemms = recipe.gemms(on_hardware=True)
             for cast in (gemms.cast_input, gemms.cast_grad):
-                for a, b in zip(cast(matrix.cuda()), cast(matrix), strict=True):
+                for a, b in zip(cast(matrix.cuda())[:2], cast(matrix)[:2], strict=True):  # elements and scales
                     self.assertTrue(torch.equal(bits(a), bits(b)), recipe)
 
     def _results(self, recipe: Recipe, gemms: Float8GEMMs, shape: tuple[int, int, int]) -> list[torch.Tensor]:
@@ -63,12 +63,10 @@ class TestKernels(unittest.TestCase):
         x, g, w = draw(tokens, columns).bfloat16(), draw(tokens, rows).bfloat16(), draw(rows, columns)
         weight = recipe.quantize(w, Direction.ROWWISE)
         grad = gemms.cast_grad(g)
-        results = [
-            gemms.output(gemms.cast_input(x), weight, torch.bfloat16),
-            gemms.grad_input(grad, weight, torch.bfloat16),
-        ]
+        input = gemms.cast_input(x)
+        results = [gemms.output(input, weight, torch.bfloat16), gemms.grad_input(grad, weight, torch.bfloat16)]
         if not gemms.high_precision_wgrad:
-            wgrad = gemms.cast_wgrad(g, x, grad)
+            wgrad = gemms.cast_wgrad(g, x, grad, gemms.for_later(input))
             results += [gemms.grad_weight(wgrad, dtype) for dtype in (torch.bfloat16, torch.float32)]
         return results
 

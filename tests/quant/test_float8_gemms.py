@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor_gtp import gtp_shard, quantize_, sharding_report
 from dtensor_gtp.quant import MXFP8, NVFP4, Direction, Float8Blockwise, Float8Rowwise, Float8Tensorwise, Recipe
+from dtensor_gtp.quant import cast as reference
 from dtensor_gtp.quant.compute import choose_path, warn_dequantized
 from dtensor_gtp.quant.float8_gemms import Granularity, Operand, gemms_of_name, product
 
@@ -55,12 +56,25 @@ class TestGEMMs(unittest.TestCase):
     ) -> tuple[torch.Tensor, ...]:
         gemms = recipe.gemms(on_hardware=on_hardware)
         weight = recipe.quantize(self.w, Direction.ROWWISE)
-        grad = gemms.cast_grad(self.g)
+        input, grad = gemms.cast_input(self.x), gemms.cast_grad(self.g)
         return (
-            gemms.output(gemms.cast_input(self.x), weight, dtype),
+            gemms.output(input, weight, dtype),
             gemms.grad_input(grad, weight, dtype),
-            gemms.grad_weight(gemms.cast_wgrad(self.g, self.x, grad), dtype),
+            gemms.grad_weight(gemms.cast_wgrad(self.g, self.x, grad, gemms.for_later(input)), dtype),
         )
+
+    def test_wgrad_uses_what_forward_knows_of_the_input(self) -> None:
+        """The same bits as from the input alone; and it does not look for magnitudes again."""
+        for cls in FLOAT8:
+            gemms = cls().gemms(on_hardware=False)
+            known, grad = gemms.for_later(gemms.cast_input(self.x)), gemms.cast_grad(self.g)
+            alone = gemms.cast_wgrad(self.g, self.x, grad)
+            for a, b in zip(gemms.cast_wgrad(self.g, self.x, grad, known), alone, strict=True):
+                self.assertTrue(torch.equal(a.view(torch.uint8), b.view(torch.uint8)), cls)
+        gemms = Float8Tensorwise().gemms(on_hardware=False)
+        known, grad = gemms.for_later(gemms.cast_input(self.x)), gemms.cast_grad(self.g)
+        with mock.patch.object(reference, "largest_magnitude", side_effect=AssertionError("looked again")):
+            gemms.cast_wgrad(self.g, self.x, grad, known)
 
     def test_equal_their_definitions(self) -> None:
         """Sums of float32: within one rounding for each term of the sum of magnitudes. Beside products that are not

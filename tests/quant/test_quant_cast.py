@@ -376,7 +376,8 @@ class TestRoundTogether(unittest.TestCase):
             amaxes = [recipe.amax(whole) for whole in wholes]
             parts = wholes if recipe.amax(wholes[0]) is None or len(recipe.amax_dims) == 1 else [w[:5] for w in wholes]
             for known in (amaxes, [None, amaxes[1]], [None, None]):
-                values = recipe.round_together(parts, known, torch.bfloat16)
+                values = [torch.full_like(part, torch.nan, dtype=torch.bfloat16) for part in parts]
+                recipe.round_together(parts, known, values)
                 for part, amax, value in zip(parts, known, values, strict=True):
                     quantized = recipe.quantize(part, Direction.ROWWISE, amax)
                     alone = recipe.dequantize(quantized, part.shape, Direction.ROWWISE, torch.bfloat16)

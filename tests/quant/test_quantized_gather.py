@@ -349,6 +349,15 @@ class TestQuantizedGroups(GlooTest):
         for tokens, has_float8, expected in cases:
             self.assertIs(choose_schedule.is_worth_a_group(30e6, tokens, has_float8=has_float8), expected)
 
+    def test_large_weights_that_a_gemm_would_dequantize_are_groups(self) -> None:
+        mesh, large = self.gtp_mesh(), mock.patch.object(choose_schedule, "_SMALL_GEMM", 0)
+        for recipe, is_group in ((MXFP8(), True), (Float8Tensorwise(compute="dequantize"), True), (None, False)):
+            model = seeded() if recipe is None else quantize_(seeded(), recipe, filter_fn=blocks_only)
+            gtp_shard(model, mesh, schedule=CHOSEN, mp_policy=MixedPrecisionPolicy())
+            with large:
+                loss_of(model, tokens_of(0)).backward()
+            self.assertEqual(bool(members_of(model).groups), is_group, recipe)
+
 
 class TestQuantizedGroupsOnReplicas(GlooTest):
     """On a mesh of two axes; also where replicas split the optimizer states, so have parts of shards alone."""
