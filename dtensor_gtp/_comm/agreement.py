@@ -50,6 +50,7 @@ def by_rank(own: T, groups: Sequence[dist.ProcessGroup]) -> dict[int, T]:
     known = {dist.get_rank(): own}
     for group in groups:
         parts: list[dict[int, T]] = all_gather_values(known, group)
+        # What was learned on earlier axes is sent on, so in the end each rank knows the whole mesh.
         known = {rank: value for part in parts for rank, value in part.items()}
     return dict(sorted(known.items()))
 
@@ -77,12 +78,12 @@ def agree_on_all_ranks(
     try:
         result = check()
         described = describe(result)
-    except Exception as caught:
+    except Exception as caught:  # not raised here: peers would wait for this rank below
         error = caught
     groups = _groups_of(mesh)
     code = _code_of("\n".join(described))
     # One small all_reduce. What ranks say is sent only if something differs.
-    own = [error is not None, code, -code]
+    own = [error is not None, code, -code]  # the highest -code is minus the lowest code
     has_failed, highest, lowest = highest_of(own, groups, device_of(mesh)).tolist()
     if has_failed:
         text = "" if error is None else _text_of(error)
@@ -162,7 +163,7 @@ def _mixed(rows: Tensor) -> Tensor:
         piece = rows[:, begin : begin + _PIECE].to(_WORD)
         # As in the generator, the state at each place is a multiple of an odd number.
         places = torch.arange(begin + 1, begin + 1 + piece.shape[1], device=rows.device)
-        mixed = piece + places * _STRIDE
+        mixed = piece + places * _STRIDE  # wraps around, as the generator does
         for shift, factor in _STEPS:
             # A shift of a signed number copies the sign into the upper bits.
             without_sign = (mixed >> shift) & ((1 << (64 - shift)) - 1)
@@ -174,6 +175,7 @@ def _mixed(rows: Tensor) -> Tensor:
 def host_name() -> str:
     """A name of this host that no other host has, even in containers with equal host names."""
     name = socket.gethostname()
+    # The kernel draws it when it boots, so hosts with equal names differ in it.
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     if boot_id.exists():
         name = f"{name} {boot_id.read_text()}"
@@ -212,6 +214,7 @@ def highest_of(values: Sequence[int], groups: Sequence[dist.ProcessGroup], devic
     a mesh."""
     highest = torch.tensor(values, dtype=torch.int64, device=device)
     for group in groups:
+        # The highest of one axis after the other is the highest of the mesh.
         dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
     return highest
 
@@ -227,7 +230,7 @@ def all_gather_values(own: Any, group: dist.ProcessGroup) -> list[Any]:
     payload = _encode(own).to(device)
     # A collective needs one size on all ranks.
     numels = torch.stack(_all_gather(torch.tensor(payload.numel(), device=device), group)).tolist()
-    padded = payload.new_zeros(max(numels))
+    padded = payload.new_zeros(max(numels))  # the end of a shorter payload is cut off below
     padded[: payload.numel()] = payload
     rows = _all_gather(padded, group)
     return [_decode(row[:numel].cpu()) for row, numel in zip(rows, numels, strict=True)]
@@ -246,7 +249,7 @@ def broadcast_value(own: Any, group: dist.ProcessGroup, source: int) -> Any:
         TypeError: It cannot be sent. Raised on all ranks.
     """
     device = compat.device_of_objects(group)
-    payload = torch.empty(0, dtype=torch.uint8, device=device)
+    payload = torch.empty(0, dtype=torch.uint8, device=device)  # until a receiver knows the size
     has_failed = False
     if dist.get_rank(group) == source:
         try:
@@ -270,7 +273,7 @@ def broadcast_value(own: Any, group: dist.ProcessGroup, source: int) -> Any:
 def _encode(value: Any) -> Tensor:
     tensors: list[Tensor] = []
     text = json.dumps(_tagged(value, "the value", tensors)).encode() + _END
-    parts = [torch.frombuffer(bytearray(text), dtype=torch.uint8)]
+    parts = [torch.frombuffer(bytearray(text), dtype=torch.uint8)]  # writable: torch warns of bytes
     parts += [tensor.detach().cpu().contiguous().flatten().view(torch.uint8) for tensor in tensors if tensor.numel()]
     return torch.cat(parts)
 
@@ -280,6 +283,7 @@ def _decode(payload: Tensor) -> Any:
     text, end, rest = payload.numpy().tobytes().partition(_END)
     if not end:
         raise ValueError("ranks sent each other text that is not JSON")
+    # The place of the next tensor is in a list, because the calls for nested values advance it.
     return _untagged(json.loads(text), memoryview(bytearray(rest)), [0])
 
 
@@ -302,8 +306,9 @@ def _tagged(value: Any, name: str, tensors: list[Tensor]) -> Any:
         return {"dict": pairs}
     if kind is torch.dtype:
         return {"dtype": str(value).removeprefix("torch.")}
+    # A subclass has more to it than its bytes, so it is refused below.
     if kind in (Tensor, torch.nn.Parameter) and value.layout == torch.strided and not value.is_quantized:
-        tensors.append(value.resolve_conj().resolve_neg())
+        tensors.append(value.resolve_conj().resolve_neg())  # a lazy conj or neg is no part of the bytes
         return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
     raise TypeError(
         f"ranks send each other tensors and plain values, but {name} is a {kind.__name__}. Keep it "
@@ -330,7 +335,7 @@ def _untagged(value: Any, data: memoryview, begin: list[int]) -> Any:
         shape = torch.Size(content[1])
         start = begin[0]
         begin[0] += shape.numel() * dtype.itemsize
-        if not shape.numel():
+        if not shape.numel():  # frombuffer takes no empty buffer
             return torch.empty(shape, dtype=dtype)
         part = torch.frombuffer(data[start : begin[0]], dtype=torch.uint8)
         return part.clone().view(dtype).view(shape)  # a copy: the start need not be aligned
@@ -339,6 +344,6 @@ def _untagged(value: Any, data: memoryview, begin: list[int]) -> Any:
 
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype):
+    if not isinstance(dtype, torch.dtype):  # a sender may name any attribute of torch
         raise ValueError(f"ranks sent each other {name!r} as the name of a dtype")
     return dtype

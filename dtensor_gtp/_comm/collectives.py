@@ -105,6 +105,7 @@ def reduce_scale(dtype: torch.dtype, num_ranks: int, factor: float | None) -> Re
         return ReduceScale(dist.ReduceOp.SUM, None, factor)
     if factor is None:
         factor = float(num_ranks)
+    # A power of two near the root of the factor.
     predivide = 1.0
     while factor % predivide == 0 and factor / predivide > predivide:
         predivide *= 2
@@ -142,6 +143,7 @@ class ProcessGroupBackend:
             return _Works([compat.all_gather_coalesced(outputs, shards, group, True)])
         # gloo would make one tensor of all shards, as if they had one dtype.
         pairs = zip(outputs, shards, strict=True)
+        # ``_Works`` makes a list, which launches all of them before anybody waits.
         return _Works(compat.all_gather_base(*pair, group, True) for pair in pairs)
 
 
@@ -183,7 +185,7 @@ def choose_gather_backend(
     try:
         engine = _make_on_all_ranks(factory, groups, device, "copy_engine")
         return engine, "copy_engine", _why_auto(asked, "one host")
-    except RuntimeError as error:
+    except RuntimeError as error:  # raised on all ranks alike, so all of them take the process group
         if asked != "auto":
             raise
         return ProcessGroupBackend(groups[0], device), "process_group", str(error)
@@ -217,6 +219,7 @@ def choose_reduce_scatter(
         # These ranks map each other's memory already, so the first use may make the ring.
         ring = SendRing(groups[0], device, enough, nbytes=0)
         return ring, "copy_engine", _why_auto(asked, "one host")
+    # Whether these can is not known yet: a first small stage tries it.
     factory = functools.partial(SendRing, enough_nbytes=enough)
     ring = _make_on_all_ranks(factory, groups, device, "the send ring of reduce_scatter='copy_engine'")
     return ring, "copy_engine", ""
@@ -224,7 +227,7 @@ def choose_reduce_scatter(
 
 def round_nbytes(schedule: Schedule, num_ranks: int) -> int:
     """What a rank sends in a round of copy engines: half of its stage."""
-    return max(schedule.coalesce_nbytes, _LEAST_ROUND) // num_ranks // ALIGNMENT * ALIGNMENT
+    return max(schedule.coalesce_nbytes, _LEAST_ROUND) // num_ranks // ALIGNMENT * ALIGNMENT  # halves begin aligned
 
 
 def enough_nbytes(schedule: Schedule) -> int:

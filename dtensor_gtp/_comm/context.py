@@ -41,7 +41,7 @@ class CommContext:
         self._send_rings: dict[str, SendRing] = {}
         # One for each mesh: the early and large gathers of experts must not delay gathers of other
         # weights.
-        self._gather_streams: dict[str, torch.Stream] = {}
+        self._gather_streams: dict[str, torch.Stream] = {}  # empty without streams
         self._host_groups: dict[str, dist.ProcessGroup] = {}  # by the name of the gather group
         # Whether ``capture_step`` may replay steps, which exchange nothing on the host.
         self.may_replay_steps = False
@@ -65,7 +65,7 @@ class CommContext:
         # Two threads of one gloo group race (see ``OneThreadGloo``); a twin has one thread.
         if not self.streams.has_streams and gather.size() > 1 and compat.has_racing_threads(gather):
             gather = compat.twin_group(gather, device, "gtp_gather")
-        scatter = gather
+        scatter = gather  # unless gathers would wait for reductions, see below
         kind: ReduceScatterKind = "ring"
         if schedule.reduce_scatter != "auto":
             kind = schedule.reduce_scatter
@@ -94,6 +94,7 @@ class CommContext:
                 self.reductions.finish_apart()
         stream = self.streams.new_stream()
         if stream is not None:
+            # A mesh with and one without a replicate axis may have the same gather group: keep its stream.
             self._gather_streams.setdefault(gather.group_name, stream)
         groups = self._groups[names] = Groups(
             gather.group_name,
@@ -101,6 +102,7 @@ class CommContext:
             replicate_name=names[0] if replicate else None,
             casts_shards=isinstance(self._gather_backends.get(gather.group_name), CopyEngine),
             reduce_scatter=kind,
+            # All ranks ask or none does: the first answer is the same on all.
             sends_narrow=may_send_narrow(kind, gather.size()) and is_one_host(gather, device),
         )
         return groups
@@ -174,6 +176,7 @@ class CommContext:
         work: Waitable | None = None
         with self.streams.fork(stream):
             if after is not None and stream is not None:
+                # Never with copy engines (see ``Setup``): their stream of casts would not wait for this.
                 stream.wait_event(after)  # shards on the host have been uploaded
             if self.is_debugged:
                 self.before_collective("all_gather", detail, groups)
@@ -203,14 +206,14 @@ class CommContext:
             if stream is None:  # nothing else orders ``unpack`` after the gather
                 self.streams.wait(Done(work=work))
             unpack(outputs)
-            return self.streams.done(stream, None)
+            return self.streams.done(stream, None)  # without streams all is done by now
 
     def launch(self, collective: Callable[..., Any], what: str, groups: Groups, *args: Any) -> Done:
         """Launch a collective of activations in the scatter group, which is idle in forward. In the
         gather group it would wait for weights that are prefetched."""
         with self.reductions.scattering():
             self.before_collective(collective.__name__.removesuffix("_base"), what, groups)
-            work = collective(*args, groups.scatter, not self.streams.has_streams)
+            work = collective(*args, groups.scatter, not self.streams.has_streams)  # async without streams
             return self.reductions.scatter_done(work)
 
     @contextmanager
@@ -263,16 +266,16 @@ class CommContext:
         # First: a ring is rewound or grows only when nothing reads it.
         self.reductions.retire_all()
         for ring in self._send_rings.values():
-            missing = ring.missing_nbytes
+            missing = ring.missing_nbytes  # ``rewind`` resets it
             ring.rewind()
-            if missing and not self.streams.is_capturing:
+            if missing and not self.streams.is_capturing:  # a recording cannot allocate a ring
                 # ``grow`` waits for the current stream: the old ring may still be read on this one.
                 with self.reductions.scattering():
                     ring.grow(missing)
 
     def abandon(self) -> None:
         """After an exception: wait for the launched reductions and forget their results."""
-        self.reductions.abandon()
+        self.reductions.abandon()  # compute waits, so the rings are free afterwards
         self._rewind_rings()
 
     def _rewind_rings(self) -> None:

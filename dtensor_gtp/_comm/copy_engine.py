@@ -98,6 +98,7 @@ class PeerCopies:
 
     def _reserve(self, nbytes: int) -> compat.SymmetricBuffer:
         """The stage, with at least ``nbytes`` bytes on all ranks."""
+        # All ranks ask for the same number, so all of them grow the stage or none does.
         if self._stage is None or self._stage.nbytes < nbytes:
             self.grow(nbytes)
         return self._used_stage()
@@ -118,7 +119,7 @@ class PeerCopies:
                 "capture_step does."
             )
         with waiting_allowed(self._device):
-            self._wait_on_host()
+            self._wait_on_host()  # this rank has read the stages of its peers
             # All peers have read the old stage.
             dist.barrier(group=compat.resolve_group(self._group_name))
             self._stage = None  # freed before the new one is allocated
@@ -162,7 +163,7 @@ class CopyEngine(PeerCopies):
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, round_nbytes: int | None = None) -> None:
-        super().__init__(group, device, 2 * (round_nbytes or ALIGNMENT))
+        super().__init__(group, device, 2 * (round_nbytes or ALIGNMENT))  # a stage has two halves
         self.cast_stream: torch.Stream | None = None  # set by ``CommContext``, to cast ahead
         self._round_nbytes = round_nbytes
         self._num_rounds = 0  # of this pass
@@ -174,7 +175,7 @@ class CopyEngine(PeerCopies):
     def begin_pass(self) -> None:
         """Called on all ranks. Another CUDA graph, or none, may record the gathers that follow."""
         self._num_rounds = 0
-        self._last_passed = None
+        self._last_passed = None  # the first round casts between its barriers
 
     def all_gather(self, outputs: list[Tensor], shards: list[Tensor], ready: torch.Event | None = None) -> None:
         """Copy each rank's shards into the outputs, on the current stream.
@@ -191,8 +192,9 @@ class CopyEngine(PeerCopies):
         parts = []
         for output, shard in zip(outputs, shards, strict=True):
             nbytes = output.nbytes // self._num_ranks
-            parts.append(_Part(shard, output.dtype, output.data_ptr(), nbytes, nbytes))
+            parts.append(_Part(shard, output.dtype, output.data_ptr(), nbytes, nbytes))  # no gap between ranks
         most = self._round_nbytes
+        # Each part takes at most ALIGNMENT bytes more, for its padding.
         if most is None or sum(part.nbytes for part in parts) + ALIGNMENT * len(parts) <= most:
             self._gather(parts, ready)
             return
@@ -203,7 +205,7 @@ class CopyEngine(PeerCopies):
     def _gather(self, parts: list[_Part], ready: torch.Event | None) -> None:
         """One round."""
         places = offsets([part.nbytes for part in parts])
-        stage = self._reserve(2 * max(places[-1], self._round_nbytes or 0))
+        stage = self._reserve(2 * max(places[-1], self._round_nbytes or 0))  # two halves; one row may exceed a round
         # Rounds take turns with the halves: one is read while the other is filled.
         half = self._num_rounds % 2 * (stage.nbytes // (2 * ALIGNMENT) * ALIGNMENT)
         begins = [half + at for at in places[:-1]]
@@ -211,7 +213,7 @@ class CopyEngine(PeerCopies):
         casts = [
             (stage.view(self.rank, begin, part.shard.shape, part.dtype), part.shard)
             for begin, part in zip(begins, parts, strict=True)
-            if part.shard.shape[0]
+            if part.shard.shape[0]  # a rank may have no rows
         ]
         stream: torch.Stream | None = None
         if self.cast_stream is not None:
@@ -223,6 +225,8 @@ class CopyEngine(PeerCopies):
         if not are_cast:
             self._cast(casts)
         if stream is not None:
+            # From here on nobody reads the other half, so the next round may be cast ahead into it.
+            # This half is filled, so this rank's own part may be copied out of it.
             self._last_passed = stream.record_event()
             self._last_recording = self._recording()
         stage.barrier(1)  # all ranks have filled their halves
@@ -236,10 +240,10 @@ class CopyEngine(PeerCopies):
         # On the stream of casts, beside the copies from peers.
         own_copied = self._copy_own_beside(stage, own)
         try:
-            stage.fetch([(rank, rank) for rank in self._peers()], fetches)
+            stage.fetch([(rank, rank) for rank in self._peers()], fetches)  # whose stage, which row of the output
         finally:  # also after an error: the copy on the other stream is under way
             if stream is not None and own_copied is not None:
-                stream.wait_event(own_copied)
+                stream.wait_event(own_copied)  # it writes to the outputs and reads this half
         if own_copied is None and own:
             stage.fetch([(self.rank, self.rank)], own)
 
@@ -251,7 +255,7 @@ class CopyEngine(PeerCopies):
 
     def grow(self, nbytes: int) -> None:
         super().grow(nbytes)
-        self._last_passed = None
+        self._last_passed = None  # it was of the stage that is gone
 
     def _cast_ahead(self, ready: torch.Event | None, casts: list[_Pair]) -> tuple[torch.Event | None, bool]:
         """Cast on the stream of casts if nobody reads the half any more when that stream gets there.
@@ -261,7 +265,7 @@ class CopyEngine(PeerCopies):
         """
         if ready is None or self.cast_stream is None or not casts:
             return None, False
-        self.cast_stream.wait_event(ready)  # a graph may not know that stream yet
+        self.cast_stream.wait_event(ready)  # this also brings the stream into a recording
         last_passed = self._last_passed
         recording = self._recording()
         # Another recording cannot wait for the event, and the host does not see replays.
@@ -271,7 +275,7 @@ class CopyEngine(PeerCopies):
             self.cast_stream.wait_event(last_passed)
             with self.cast_stream:
                 self._cast(casts)
-        return self.cast_stream.record_event(), last_passed is not None
+        return self.cast_stream.record_event(), last_passed is not None  # without casts it covers quantized data
 
     def _copy_own_beside(self, stage: compat.SymmetricBuffer, own: list[compat.Fetch]) -> torch.Event | None:
         """Copy this rank's own part out of its stage on the stream of casts; the event after that."""
@@ -286,7 +290,7 @@ class CopyEngine(PeerCopies):
         by_bytes: list[_Pair] = []
         by_torch: list[_Pair] = []
         for target, source in pairs:
-            is_cast = target.dtype != source.dtype or not target.is_cuda
+            is_cast = target.dtype != source.dtype or not target.is_cuda  # ``copy_bytes`` is for GPUs
             if is_cast or not target.is_contiguous() or not source.is_contiguous():
                 by_torch.append((target, source))
             else:
@@ -306,17 +310,17 @@ def _rounds(parts: list[_Part], num_rows: list[int], most_nbytes: int) -> Iterat
         while begin < rows:
             row_nbytes = part.nbytes // rows
             number = rows - begin
-            if row_nbytes:
+            if row_nbytes:  # otherwise rows have no elements, and all of them fit
                 number = min(number, max(left, 0) // row_nbytes)
-            if not number and some:
+            if not number and some:  # no further row fits: begin another round
                 yield some
                 some = []
                 left = most_nbytes
                 continue
-            number = max(number, 1)
+            number = max(number, 1)  # a row that is larger than a round
             nbytes = number * row_nbytes
             target = part.target + begin * row_nbytes
-            shard = part.shard[begin : begin + number]
+            shard = part.shard[begin : begin + number]  # fewer rows or none at the end of a short shard
             some.append(_Part(shard, part.dtype, target, part.stride, nbytes))
             left -= offsets([nbytes])[-1]
             begin += number

@@ -50,6 +50,7 @@ class DebugFlags:
         ValueError: The variable names an unknown aid.
         """
         flags: dict[str, Any] = {}
+        # An unset variable gives one empty word, which ``filter`` drops.
         for word in filter(None, (part.strip() for part in os.environ.get(_ENV, "").split(","))):
             name, _, value = word.partition("=")
             if name in ("poison", "order", "finite", "splits") and not value:
@@ -75,7 +76,7 @@ def check_order(what: str, groups: Sequence[dist.ProcessGroup]) -> None:
     """Compare ``what`` the ranks of one mesh are about to launch, over the groups of its axes. If
     it differs, all raise RuntimeError."""
     launches = by_rank(what, groups)
-    if len(set(launches.values())) == 1:
+    if len(set(launches.values())) == 1:  # all ranks see the same values, so all return or none
         return
     listed = "; ".join(f"rank {rank}: {launch}" for rank, launch in launches.items())
     raise RuntimeError(
@@ -94,7 +95,7 @@ def check_finite(
     RuntimeError."""
     found = [_not_finite(name, value) for name, value in values if not bool(torch.isfinite(value).all())]
     # The host waits: all ranks must raise, or none.
-    if not int(highest_of([len(found)], groups, device)):
+    if not int(highest_of([len(found)], groups, device)):  # the highest number of any rank
         return
     named = found[:_NUM_NAMED]
     if len(found) > _NUM_NAMED:
@@ -129,7 +130,7 @@ def poison(buffer: Tensor) -> None:
     with torch.inference_mode(buffer.is_inference() or torch.is_inference_mode_enabled()):
         if buffer.is_floating_point():
             buffer.fill_(float("nan"))
-        elif buffer.dtype == torch.uint8:
+        elif buffer.dtype == torch.uint8:  # planes with one byte an element travel so
             buffer.fill_(255)
 
 

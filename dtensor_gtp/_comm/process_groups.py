@@ -28,7 +28,7 @@ def world_size() -> int:
     """Number of ranks; from the environment as long as there is no process group."""
     if dist.is_initialized():
         return dist.get_world_size()
-    missing = [name for name in _RENDEZVOUS if not os.environ.get(name)]
+    missing = [name for name in _RENDEZVOUS if not os.environ.get(name)]  # torch refuses empty ones, too
     if missing:
         raise RuntimeError(
             f"init_weight_mesh expects a process group, or the variables {', '.join(_RENDEZVOUS)} "
@@ -47,7 +47,7 @@ def default_device_type() -> str:
         return "cpu"
     if dist.is_initialized():
         backends = dict(part.split(":") for part in dist.get_backend_config().split(","))
-        if backends.get(accelerator.type, "gloo") == "gloo":
+        if backends.get(accelerator.type, "gloo") == "gloo":  # a group without a backend for it cannot use it either
             return "cpu"
     return str(accelerator.type)
 
@@ -109,6 +109,7 @@ def start_process_group(
     device_type: str, backend: str | None, timeout: timedelta | None, rank_order: tuple[int, ...]
 ) -> None:
     """Rendezvous as the environment says; the process whose RANK is ``rank_order[i]`` becomes rank i."""
+    # None for other devices: torch chooses by the accelerator that it finds.
     backend = backend or {"cuda": "nccl", "cpu": "gloo"}.get(device_type)
     store, rank, world_size = next(rendezvous("env://", timeout=timeout or default_pg_timeout))
     # torchrun may use one store for all attempts of a job; gloo would find addresses of ended
@@ -117,7 +118,7 @@ def start_process_group(
     store = job_store(f"attempt_{attempt}_of_{world_size}", store)
     # Ranks in the order of the mesh, whatever order the launcher gave them.
     rank = rank_order.index(rank)
-    with compat.gloo_with_one_thread():
+    with compat.gloo_with_one_thread():  # two threads of one group race, see ``OneThreadGloo``
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 

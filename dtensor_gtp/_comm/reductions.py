@@ -65,11 +65,11 @@ class ReductionsInFlight:
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self._max_inflight = 2
+        self._max_inflight = 2  # until the first mesh calls ``bound``
         self._is_bounded = True
         self._reductions: deque[Reduction] = deque()  # the oldest first
         self.num_launched = 0
-        self._scatter_stream = streams.new_stream()
+        self._scatter_stream = streams.new_stream()  # None without streams
         self._finish_stream = self._scatter_stream  # unless copy engines exchange gradients
 
     def bound(self, most: int) -> None:
@@ -169,7 +169,7 @@ class ReductionsInFlight:
 
     def retire_users(self, buffers: Sequence[Tensor]) -> None:
         """Retire reductions, oldest first, until none in flight uses these buffers."""
-        storages = {buffer.untyped_storage().data_ptr() for buffer in buffers}
+        storages = {buffer.untyped_storage().data_ptr() for buffer in buffers}  # what is kept may be a view
         while any(reduction.is_using(storages) for reduction in self._reductions):
             self._retire_oldest()
 
@@ -255,7 +255,7 @@ class Scattering:
         self.slots: list[Tensor] = []
         if num_ranks == 1:
             self._sent.append(fulls[0])  # as it is: nothing is sent
-            self.slots.append(fulls[0].to(sum_dtype(kind, wire_dtype)))
+            self.slots.append(fulls[0].to(sum_dtype(kind, wire_dtype)))  # perhaps the gradient itself
             return
         for index, full in enumerate(fulls):
             target = full
@@ -288,12 +288,13 @@ class Scattering:
         like = self._sent[0]
         num_rows = self._num_ranks
         shapes = [(sent.shape[0] // num_rows, *sent.shape[1:]) for sent in self._sent]
-        self._sizes = [math.prod(shape) for shape in shapes]
+        self._sizes = [math.prod(shape) for shape in shapes]  # elements of one rank's rows
         self._sum = like.new_empty(sum(self._sizes), dtype=dtype)
         if self._add is not None:
             num_rows -= 1  # without this rank's
         self._received = like.new_empty(num_rows, self._sum.numel())
         parts = self._sum.split(self._sizes)
+        # Views of the sum, so one kernel fills all of them.
         self.slots = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def keep(self) -> list[Tensor]:
@@ -337,9 +338,9 @@ class Scattering:
         if self._ring is not None:
             self._ring.exchange(self._received, self._sizes, self._places)
             return None
-        (sent,) = self._sent
+        (sent,) = self._sent  # see ``can_travel_together``
         exchange = compat.all_to_all_base if self._add is None else compat.all_to_all_of_peers
-        self._rank = groups.scatter.rank()
+        self._rank = groups.scatter.rank()  # ``finish`` finds this rank's own rows by it
         return exchange(received, sent.view(self._num_ranks, -1), groups.scatter, async_op)
 
     def finish(self, scale: ReduceScale) -> None:

@@ -98,7 +98,7 @@ class SendRing(PeerCopies):
         size = offsets([numel * dtype.itemsize], _ALIGNMENT)[-1]
         begin = self._head
         if begin + size > self._nbytes:
-            begin = 0
+            begin = 0  # a gradient does not wrap around
         return begin, begin + size
 
     def offer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
@@ -112,7 +112,7 @@ class SendRing(PeerCopies):
             if place is not None and place.overlaps(begin, end):
                 return None  # peers may still read it
         if end <= self._nbytes:
-            self._offered = self.room(Place(begin, end), shape, dtype)
+            self._offered = self.room(Place(begin, end), shape, dtype)  # not in use: ``take`` makes the place that is
         return self._offered
 
     def has_offered(self, buffer: Tensor) -> bool:
@@ -163,7 +163,7 @@ class SendRing(PeerCopies):
         ends = offsets([full.numel() * dtype.itemsize for full in fulls], _ALIGNMENT)
         self._wanted_nbytes = max(self._wanted_nbytes, self._head + ends[-1])
         if ends[-1] > self._nbytes:
-            self.grow(max(ends[-1], self._expected_nbytes))
+            self.grow(max(ends[-1], self._expected_nbytes))  # on all ranks: their sizes are the same
         self._head = ends[-1]
         self._waiting.clear()
         return [self._new_place(begin, end) for begin, end in pairwise(ends)]
@@ -216,6 +216,7 @@ class SendRing(PeerCopies):
         fetches = []
         for size, place in zip(sizes, places, strict=True):
             nbytes = size * received.itemsize
+            # Row ``rank`` of each peer's gradient goes to the row of that peer in ``received``.
             fetches.append(compat.Fetch(place.begin + self.rank * nbytes, target, stride, nbytes))
             target += nbytes
         rows = [(rank, rank) for rank in self._peers()]

@@ -121,7 +121,7 @@ class Streams:
         self._delays = None
         if debug.delay_seed is not None:
             rank = dist.get_rank() if dist.is_initialized() else 0
-            self._delays = random.Random(debug.delay_seed * 1009 + rank)
+            self._delays = random.Random(debug.delay_seed * 1009 + rank)  # each rank sleeps at other times
 
     def new_stream(self) -> torch.Stream | None:
         if not self.has_streams:
@@ -168,7 +168,7 @@ class Streams:
         stream = torch.accelerator.current_stream(self.device.index)
         if not self.computing or stream != self.computing[-1]:
             self._compute_on(stream)
-        self._handle = None
+        self._handle = None  # unknown, as on devices other than CUDA
         if self.device_type == "cuda":
             self._handle = compat.stream_handle(self.device.index)
         return self.computing[-1]
@@ -219,7 +219,7 @@ class Streams:
         # work there has finished with the memory, see [Note: streams and memory].
         self.compute_stream().record_event(self.fork_event)
         stream.wait_event(self.fork_event)
-        return stream
+        return stream  # the caller enters it
 
     def done(self, stream: torch.Stream | None, work: Waitable | None) -> Done:
         """When what was just launched in ``fork(stream)`` is complete: with the stream, else with
@@ -267,7 +267,7 @@ class Streams:
         """Keep the memory of a gather's output in use until the compute stream, which has waited,
         has read it."""
         if done.origin is None or done.origin == self.computing[-1]:
-            return
+            return  # the reader owns the memory, or there are no streams
         for buffer in buffers:
             # ``origin`` owns the memory, so the allocator knows nothing of this reader.
             buffer.record_stream(self.computing[-1])
@@ -277,6 +277,7 @@ class Streams:
         waits for them."""
         self.note_compute()
         if len(self.computing) > 1:
+            # Other streams may own the memory, so the allocator knows nothing of this reader.
             for tensor in tensors:
                 tensor.record_stream(self.computing[-1])
 
@@ -294,7 +295,7 @@ class Streams:
         """For a weight that the compute stream makes without a gather, as on an axis of one rank."""
         if not self.has_streams:
             return Done()
-        return Done(None, None, self.compute_stream())
+        return Done(None, None, self.compute_stream())  # ``wait`` records an event where another stream reads
 
 
 class HostCopies:
@@ -325,6 +326,7 @@ class HostCopies:
             for copy, shard in zip(copies, shards, strict=True):
                 copy.copy_(shard.detach(), non_blocking=True)  # if it is pinned
             if self._upload_stream is not None:
+                # After compute, too, because of the fork: so it covers what ``note_uploads`` noted before.
                 self._last_upload = self._upload_stream.record_event()
         return copies, self._last_upload
 

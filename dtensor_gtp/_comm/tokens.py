@@ -82,7 +82,7 @@ class TokenExchange:
         message = torch.full((1 + self.capacity,), fill, dtype=torch.int64, device=values.device)
         message[:1].fill_(values.numel())  # an assignment would wait for the GPU
         num_sent = min(values.numel(), self.capacity)
-        message[1 : 1 + num_sent] = values[:num_sent]
+        message[1 : 1 + num_sent] = values[:num_sent]  # a rank with more still sends how many it has
         received = self._all_gather(message, comm, groups)
         counts = received[:, 0]
         # The host reads the numbers where this rank must know who else has more, or need not wait.
@@ -124,7 +124,7 @@ class TokenExchange:
         is_first = not self.capacity
         was_chosen = self.is_chosen
         self.capacity = capacity
-        self.is_chosen = capacity > 0 and self._is_worth(capacity)
+        self.is_chosen = capacity > 0 and self._is_worth(capacity)  # 0: no rank has a token
         if capacity and (is_first or self.is_chosen != was_chosen):
             logger.info("%s of %s: %s", self.purpose, self._fqn, self.describe())
 

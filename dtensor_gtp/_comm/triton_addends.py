@@ -57,7 +57,7 @@ def sum_over_ranks(
     without a row for ``rank``. Gradient i begins at element ``begin{i}`` and at program
     ``first{i}``.
     """
-    block = tl.program_id(0)
+    block = tl.program_id(0)  # of one gradient, found below; a missing one has no programs
     own_ptr, begin, end_, first = own0_ptr, begin0, begin1, 0
     if block >= first1:
         own_ptr, begin, end_, first = own1_ptr, begin1, begin2, first1
@@ -65,8 +65,8 @@ def sum_over_ranks(
         own_ptr, begin, end_, first = own2_ptr, begin2, begin3, first2
     if block >= first3:
         own_ptr, begin, end_, first = own3_ptr, begin3, end, first3
-    start = (block - first).to(tl.int64) * BLOCK
-    left = tl.minimum(end_ - begin - start, BLOCK).to(tl.int32)
+    start = (block - first).to(tl.int64) * BLOCK  # a large gradient has more elements than int32 counts
+    left = tl.minimum(end_ - begin - start, BLOCK).to(tl.int32)  # elements, to the end of the gradient
     if ALIGNED:
         left = tl.multiple_of(left, 16)
     lane = tl.arange(0, BLOCK)
@@ -77,7 +77,7 @@ def sum_over_ranks(
     for part in tl.static_range(NUM if NUM < 4 else 4):
         partial = tl.zeros((BLOCK,), tl.float32)
         for row in tl.static_range(part, NUM, 4):
-            at = row - (rank < row).to(tl.int64)
+            at = row - (rank < row).to(tl.int64)  # ``rows`` lacks the row of ``rank``
             addend_ptr = tl.where(rank == row, own_ptr, rows_ptr + at * row_numel) + lane
             if ALIGNED:
                 addend_ptr = tl.multiple_of(addend_ptr, 16)
@@ -105,11 +105,11 @@ def add(out: Tensor, rows: Tensor, own: Sequence[Tensor], rank: int, num_ranks: 
         missing = _PARCELS - len(own[at : at + _PARCELS])
         blocks = [-(-size // _BLOCK) for size in sizes[at : at + _PARCELS]]
         _, *firsts, num_blocks = accumulate([*blocks, *[0] * missing], initial=0)
-        if num_blocks == 0:
+        if num_blocks == 0:  # these gradients have no elements
             continue
         # What is missing has no programs: any pointer will do.
         parcels = [*own[at : at + _PARCELS], *[own[at]] * missing]
         numbers = [*begins[at : at + _PARCELS + 1], *[begins[-1]] * missing, *firsts, rows.shape[1], rank, factor]
-        with on_device_of(out):
+        with on_device_of(out):  # Triton launches on the current device
             launch = sum_over_ranks[(num_blocks,)]
             launch(out, rows, *parcels, *numbers, NUM=num_ranks, ALIGNED=is_aligned, BLOCK=_BLOCK)

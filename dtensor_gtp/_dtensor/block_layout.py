@@ -29,7 +29,7 @@ def is_sharding(placement: Placement) -> bool:
 
 
 def is_whole_scalar(spec: DTensorSpec) -> bool:
-    return spec.tensor_meta is not None and spec.ndim == 0 and spec.is_replicated()
+    return spec.tensor_meta is not None and spec.ndim == 0 and spec.is_replicated()  # ndim raises without tensor_meta
 
 
 def with_placements(spec: DTensorSpec, placements: Iterable[Placement]) -> DTensorSpec:
@@ -69,7 +69,7 @@ def map_specs(schema: OpSchema, function: Callable[[DTensorSpec], DTensorSpec]) 
 
 def has_empty_shard(spec: DTensorSpec) -> bool:
     """True if some rank of the mesh has no rows; the same answer on every rank."""
-    sizes = [{size} for size in spec.shape]
+    sizes = [{size} for size in spec.shape]  # of each dim: the sizes of all ranks' parts
     for axis, placement in enumerate(spec.placements):
         if is_sharding(placement):
             dim, num_chunks = sharded_dim(placement), spec.mesh.size(axis)
@@ -92,6 +92,7 @@ def wrap_spec() -> None:
             return
         self.placements = placements = as_torch_chunks(self)
         check_placements(self)
+        # torch derives the shard order from plain shards. Then our placements come back.
         self.placements = _stock_siblings(placements)
         stock_post_init(self)
         self.placements = placements
@@ -114,8 +115,10 @@ def as_torch_chunks(spec: DTensorSpec) -> tuple[Placement, ...]:
             continue
         for other_axis, other in enumerate(placements):
             if isinstance(other, StridedShard) and _shards(other, placement.dim) and spec.mesh.size(other_axis) == 1:
-                placements[other_axis] = Replicate()
+                placements[other_axis] = Replicate()  # one rank: it cuts nothing
         others = [other for i, other in enumerate(placements) if i != axis and _shards(other, placement.dim)]
+        # Where the chunks are torch's own, the plain placement says the same. Elsewhere this one stays, and
+        # ``check_placements`` refuses the spec.
         if any(isinstance(other, StridedShard) for other in others) and has_torch_chunks(spec, axis):
             placements[axis] = GTPShard(placement.dim)
     return tuple(placements)
@@ -128,7 +131,7 @@ def has_torch_chunks(spec: DTensorSpec, axis: int) -> bool:
     if placement.block_size == 1:
         return True
     if spec.tensor_meta is None:
-        return False
+        return False  # the sizes are not known yet
     slices = {spec.tensor_meta.shape[placement.dim]}  # plain shardings to the left cut before, strided ones afterwards
     for i, other in enumerate(spec.placements[:axis]):
         if _shards(other, placement.dim) and not isinstance(other, StridedShard):
@@ -143,6 +146,7 @@ def check_placements(spec: DTensorSpec) -> None:
     for axis, placement in enumerate(spec.placements):
         if isinstance(placement, _BlockGTPShard):
             others = [(i, p) for i, p in enumerate(spec.placements) if i != axis and _shards(p, placement.dim)]
+            # Allowed: plain shards to the left, which cut the dim before this axis does.
             if any(i > axis or isinstance(p, StridedShard | _BlockGTPShard) for i, p in others):
                 raise NotImplementedError(
                     "GTPShard with block_size > 1 must be the last placement that shards its tensor dim, but got "
@@ -156,7 +160,7 @@ def check_placements(spec: DTensorSpec) -> None:
 def _check_strided(placement: _StridedGTPShard, axis: int, spec: DTensorSpec, shape: torch.Size) -> None:
     dim = placement.dim
     before = [spec.mesh.size(i) for i, p in enumerate(spec.placements[:axis]) if _shards(p, dim)]
-    slice_rows, rest = divmod(shape[dim], placement.split_factor * math.prod(before))
+    slice_rows, rest = divmod(shape[dim], placement.split_factor * math.prod(before))  # a rest: unequal slices
     num_chunks = spec.mesh.size(axis)
     is_cut_again = any(_shards(p, dim) for p in spec.placements[axis + 1 :])
     has_own_chunks = chunk_rows(slice_rows, num_chunks, placement.block_size) != chunk_rows(slice_rows, num_chunks)
@@ -202,6 +206,7 @@ def wrap_planner() -> None:
         chosen: Callable[..., Steps] = plan_cached if has_block(src) or has_block(dst) else stock_cached
         return chosen(src, dst, *args, **kwargs)
 
+    # ``leave_process_groups`` calls it: plans hold shapes at this rank's coordinate, which may change.
     def clear_caches() -> None:
         stock_cached.cache_clear()
         plan_cached.cache_clear()
@@ -214,6 +219,7 @@ def wrap_planner() -> None:
 def plan_block_redistribution(plan_stock: Callable[..., Steps], src: DTensorSpec, dst: DTensorSpec) -> Steps:
     """Gather block placements of ``src``, let torch plan the other axes, then cut those of ``dst``: a block placement
     is the last that cuts its dim (``check_placements``)."""
+    # The middle is for torch. Replicate() stands for block placements, or the partial value that is scattered last.
     make_step, gathers, cuts = redistribute_module._TransformInfo, [], []
     middle_src, middle_dst = list(src.placements), list(dst.placements)
     for axis, (p, q) in enumerate(zip(src.placements, dst.placements, strict=True)):
@@ -263,6 +269,8 @@ def wrap_distribute_tensor() -> None:
         if placements is None or not is_block or isinstance(tensor, DTensor):
             return stock(tensor, device_mesh, placements, src_data_rank=src_data_rank)
         targets = [on_dim(p, sharded_dim(p) % tensor.ndim) if is_sharding(p) else p for p in placements]
+        # torch takes the axes of blocks for replicas. Then each rank cuts what it has. Detached, because
+        # ``redistribute`` is recorded by autograd, and the result must be a leaf as torch's own.
         result: Any = stock(tensor, device_mesh, _gathered(targets), src_data_rank=src_data_rank).detach()
         return cast(DTensor, result.redistribute(placements=targets).requires_grad_(tensor.requires_grad))
 

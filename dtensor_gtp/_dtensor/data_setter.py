@@ -28,8 +28,9 @@ def _set(stock: Any, param: DTensor, value: Any) -> None:
     spec = compat.dtensor_spec(param)
     has_shard = any(map(may_be_ours, spec.placements))
     # Another library may have cut parameters over the same mesh, and may hold their local tensors.
+    # Parameters of ours that stay whole have Replicate() on the gtp axis, which is the last one.
     if not whole_draws().is_on_our_mesh(param) or not (has_shard or spec.placements[-1].is_replicate()):
-        if has_shard:
+        if has_shard:  # ours, but an outer fully_shard has put it on a larger mesh
             raise _refusal(param, "a parameter that no outer fully_shard has sharded", value)
         stock(param, value)
         return
@@ -44,12 +45,13 @@ def _set(stock: Any, param: DTensor, value: Any) -> None:
         local = compat.local_tensor(value)
     else:
         part = compat.own_part(value.detach(), param.device_mesh, param.placements)
+        # A copy: a view would keep the whole tensor alive. A meta parameter gets memory on the mesh's device.
         local = part.to(param.device_mesh.device_type if old.is_meta else old.device, copy=True).contiguous()
-    if type(local) is not type(old):
+    if type(local) is not type(old):  # e.g. plain values for native storage
         raise _refusal(param, f"a {type(old).__name__}", value)
     new_spec = compat.make_spec(spec.mesh, spec.placements, param.shape, local.dtype)
     stock(param, compat.wrap_local(local.detach(), new_spec))
-    compat.set_local(param, local.detach(), new_spec)
+    compat.set_local(param, local.detach(), new_spec)  # ops read these two, which torch's setter leaves as they were
 
 
 def _refusal(param: DTensor, expected: str, value: Any) -> ValueError:

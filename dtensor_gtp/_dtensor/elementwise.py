@@ -67,10 +67,12 @@ def operands_of(schema: OpSchema) -> Iterator[Operand]:
     """In the order of ``map_specs``."""
     arguments = schema.op._schema.arguments
     by_name = {argument.name: argument for argument in arguments}
+    # Positional arguments that have their defaults are missing at the end of ``args_schema``.
     values: list[tuple[int | str, Any, Any]] = [*zip(count(), schema.args_schema, arguments, strict=False)]
     values += [(name, value, by_name.get(name)) for name, value in schema.kwargs_schema.items()]
     for argument, value, declared in values:
         alias = getattr(declared, "alias_info", None)
+        # ``Tensor(a!)`` is written to; of ``Tensor(a)`` the output is a view.
         is_mutated, is_aliased = alias is not None and alias.is_write, alias is not None and not alias.is_write
         for element, item in enumerate(value) if isinstance(value, list | tuple) else ((None, value),):
             if isinstance(item, DTensorSpec):
@@ -94,7 +96,7 @@ def _groups(op: Any, operands: Sequence[Operand]) -> list[list[Operand]]:
     """The operands that the op combines: for a list op, those of each element of its lists with those of all."""
     if not _is_list_op(op):
         return [list(operands)]
-    shared = [o for o in operands if o.element is None]
+    shared = [o for o in operands if o.element is None]  # for all elements, e.g. the coefficient of clipping
     groups: dict[int, list[Operand]] = {}
     for operand in operands:
         if operand.element is not None:
@@ -125,9 +127,10 @@ def propagate_elementwise(schema: OpSchema, operands: Sequence[Operand], out_met
             specs[operand.argument, operand.element] = _aligned(schema.op, operand, leader)
     aligned = [specs[o.argument, o.element] for o in operands]
     changed = [o for o, spec in zip(operands, aligned, strict=True) if spec.placements != o.spec.placements]
+    # ``redistribute_local_args`` leaves keyword arguments as they are.
     if any(isinstance(o.argument, str) for o in changed):
         raise unsupported(schema.op, operands, "DTensor cannot redistribute a keyword argument")
-    remaining = iter(aligned)
+    remaining = iter(aligned)  # ``map_specs`` asks for them in the same order
     suggested = map_specs(schema, lambda _: next(remaining)) if changed else None
     output = _outputs(leaders, out_meta, _is_list_op(schema.op))
     return OutputSharding(output, suggested, needs_redistribute=bool(changed))
@@ -137,12 +140,13 @@ def _leading_spec(op: Any, group: Sequence[Operand]) -> DTensorSpec:
     """The spec that the others follow: of the tensor written to, else of the first with block placements, else any."""
     leader = next((o for o in group if o.is_mutated), None)
     if leader is None:
-        leader = min(group, key=lambda o: (not has_block(o.spec), not o.spec.is_sharded()))
+        leader = min(group, key=lambda o: (not has_block(o.spec), not o.spec.is_sharded()))  # False sorts first
     spec = leader.spec
     if not any(p.is_partial() for p in spec.placements):
         return spec
     if leader.is_mutated:
         raise unsupported(op, group, f"it would write to a tensor with partial values, {spec}")
+    # An op of terms is not the op of their sum, so the sum comes first.
     return _with_placements(spec, [Replicate() if p.is_partial() else p for p in spec.placements], spec.tensor_meta)
 
 
@@ -151,10 +155,10 @@ def _aligned(op: Any, operand: Operand, leader: DTensorSpec) -> DTensorSpec:
     if spec.mesh != leader.mesh:
         if not spec.is_replicated():
             raise ValueError(f"Cannot run {op} on inputs with different meshes: got {leader.mesh} and {spec.mesh}.")
-        return spec
+        return spec  # whole on each rank, so it goes with any mesh
     placements = _broadcast(leader.placements, leader.shape, spec.shape)
     if placements == list(spec.placements):
-        return spec
+        return spec  # nothing to move
     if operand.is_mutated:
         raise unsupported(
             op, [operand, operand._replace(spec=leader)], ("it writes to tensors with different placements")
@@ -164,7 +168,7 @@ def _aligned(op: Any, operand: Operand, leader: DTensorSpec) -> DTensorSpec:
 
 def _broadcast(placements: Iterable[Placement], shape: torch.Size, other: torch.Size) -> list[Placement]:
     """Placements for a tensor of shape ``other`` whose rows go with those of a tensor of ``shape`` in a broadcast."""
-    shift = len(other) - len(shape)
+    shift = len(other) - len(shape)  # a broadcast aligns the last dims
     result: list[Placement] = []
     for placement in placements:
         if not is_sharding(placement):
@@ -173,7 +177,7 @@ def _broadcast(placements: Iterable[Placement], shape: torch.Size, other: torch.
         dim = sharded_dim(placement) + shift
         rows = shape[sharded_dim(placement)]
         if dim < 0 or (other[dim] == 1 and rows != 1):
-            result.append(Replicate())
+            result.append(Replicate())  # one row goes with all rows: each rank needs it
         elif other[dim] == rows:
             result.append(on_dim(placement, dim))
         else:
@@ -182,6 +186,7 @@ def _broadcast(placements: Iterable[Placement], shape: torch.Size, other: torch.
 
 
 def _with_placements(spec: DTensorSpec, placements: Sequence[Placement], meta: TensorMeta | None) -> DTensorSpec:
+    # With strided shards the operand says how they are read; None lets ``DTensorSpec`` decide.
     is_order = spec.use_strided_shard_as_shard_order if any(isinstance(p, StridedShard) for p in placements) else None
     return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=meta, use_strided_shard_as_shard_order=is_order)
 
@@ -189,11 +194,11 @@ def _with_placements(spec: DTensorSpec, placements: Sequence[Placement], meta: T
 def _outputs(leaders: Sequence[DTensorSpec], out_meta: Any, is_list_op: bool) -> Any:
     def output(leader: DTensorSpec, meta: TensorMeta | None) -> DTensorSpec | None:
         if meta is None:
-            return None
+            return None  # an output that the op leaves out
         return _with_placements(leader, _broadcast(leader.placements, leader.shape, meta.shape), meta)
 
     if out_meta is None:
-        return None
+        return None  # the op returns nothing, e.g. an in-place foreach op
     if isinstance(out_meta, TensorMeta):
         return output(leaders[0], out_meta)
     if is_list_op and len(out_meta) != len(leaders):
@@ -217,10 +222,12 @@ def propagate_alike(schema: OpSchema, operands: Sequence[Operand]) -> OutputShar
         leaders.append(leader)
     returns = [str(value.type) for value in op._schema.returns]
     if not returns:
-        return OutputSharding(None)
+        return OutputSharding(None)  # it writes in place only
+    # A bool, as of ``aten.equal``, and mixed results are left to torch.
     if (returns != ["List[Tensor]"]) if _is_list_op(op) else (set(returns) != {"Tensor"}):
         return None
     out_meta = _out_meta(schema, operands, leaders)
+    # Only rules for the whole mesh keep the classes of placements. All others answer in torch's own.
     if rule is not StockRule.WHOLE_MESH:
         leaders = [_with_placements(s, [_of_stock_class(p) for p in s.placements], s.tensor_meta) for s in leaders]
     try:
@@ -244,7 +251,7 @@ def _goes_with(op: Any, operand: Operand, leader: DTensorSpec) -> bool:
     if spec.mesh != leader.mesh:
         return is_scalar and operand.argument == _FUSED_STEPS and op._schema.name.startswith("aten::_fused_")
     if is_scalar:
-        return leader.ndim == 0 or not operand.is_mutated
+        return leader.ndim == 0 or not operand.is_mutated  # read by all, but written to only beside other scalars
     if isinstance(operand.argument, str):
         is_shared = not operand.is_mutated  # out= is one more element, lr= a number for all
     else:
@@ -262,7 +269,7 @@ def _has_known_layout(spec: DTensorSpec) -> bool:
         return False
     if not all(isinstance(p, GTPShard) or type(p) in (Shard, StridedShard, Replicate) for p in spec.placements):
         return False
-    return _layout(spec) == _layout(with_placements(spec, spec.placements))
+    return _layout(spec) == _layout(with_placements(spec, spec.placements))  # rebuilt, a spec has the default order
 
 
 def _of_stock_class(placement: Placement) -> Placement:
@@ -285,7 +292,7 @@ def _out_meta(schema: OpSchema, operands: Sequence[Operand], leaders: Sequence[D
         is_alike = written or (len({meta.dtype for meta in given}) == 1 and all(map(_is_contiguous, given)))
         if is_alike and _can_only_be(metas[0].dtype, schema, given):
             return metas if _is_list_op(op) else metas[0]
-    return compat.op_dispatcher().sharding_propagator._propagate_tensor_meta_non_cached(schema)
+    return compat.op_dispatcher().sharding_propagator._propagate_tensor_meta_non_cached(schema)  # a run on fake tensors
 
 
 def _can_only_be(dtype: torch.dtype, schema: OpSchema, given: Iterable[TensorMeta]) -> bool:
@@ -301,6 +308,7 @@ def _can_only_be(dtype: torch.dtype, schema: OpSchema, given: Iterable[TensorMet
 
 def _is_contiguous(meta: TensorMeta) -> bool:
     expected = 1
+    # Stricter than ``is_contiguous``: strides of dims of size 1 count, too.
     for size, stride in zip(reversed(meta.shape), reversed(meta.stride), strict=True):
         if stride != expected:
             return False

@@ -34,6 +34,7 @@ def install() -> None:
 
 def _propagate(stock: Propagate, op_schema: OpSchema) -> OutputSharding:
     specs = [operand.spec for operand in operands_of(op_schema)]
+    # Such a norm of no elements raises. All ranks see the same sizes, so all gather the same gradients.
     if needs_rows_for_norm(op_schema) and any(has_empty_shard(spec) for spec in specs):
         whole = map_specs(op_schema, lambda spec: _replicated(spec) if has_empty_shard(spec) else spec)
         return OutputSharding(stock(whole).output_spec, whole, needs_redistribute=True)
@@ -50,7 +51,7 @@ def _propagate(stock: Propagate, op_schema: OpSchema) -> OutputSharding:
         return OutputSharding(None)  # each gradient is scaled where it lies
     leader = next((spec for spec in specs if spec.ndim), None)
     if leader is None:
-        return stock(op_schema)
+        return stock(op_schema)  # scalars of several meshes only
 
     def moved(spec: DTensorSpec) -> DTensorSpec:
         """A whole scalar counts as lying on the mesh of the first tensor that is no scalar."""
@@ -75,12 +76,13 @@ def needs_rows_for_norm(schema: OpSchema) -> bool:
 def unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Unscale local shards in place; ``found_inf`` is the maximum over every axis on which any gradient is sharded."""
     grads, found_inf, inv_scale = args
+    # ``found_inf`` is a plain tensor, so each rank notes what its own shards have.
     op([compat.local_part(grad) for grad in grads], found_inf, inv_scale)
-    groups: dict[str, dist.ProcessGroup] = {}
+    groups: dict[str, dist.ProcessGroup] = {}  # by name: one all_reduce for each group, however many gradients have it
     for grad in grads:
         for axis, placement in enumerate(grad.placements if isinstance(grad, DTensor) else ()):
             if not isinstance(placement, Replicate) and grad.device_mesh.size(axis) > 1:
                 group = grad.device_mesh.get_group(axis)
                 groups[group.group_name] = group
-    for group in groups.values():
+    for group in groups.values():  # in the order of the gradients, the same on all ranks
         dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)

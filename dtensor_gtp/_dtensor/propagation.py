@@ -100,6 +100,8 @@ class _Propagation:
     """Sharding propagation of ops on DTensors of ours: on a mesh where one had a ``GTPShard``, which most ops lose."""
 
     def __init__(self) -> None:
+        # Weak, because a mesh keeps its process groups alive. A mesh that is equal to a dead one may be lost until its
+        # next ``GTPShard``. Until then torch answers, which is slower.
         self._meshes: WeakSet[DeviceMesh] = WeakSet()
 
     def __call__(self, stock: Propagate, schema: OpSchema) -> OutputSharding:
@@ -114,7 +116,7 @@ class _Propagation:
             return stock(schema)
         try:
             return propagate_alike(schema, operands) or stock(schema)
-        except RuntimeError as error:
+        except RuntimeError as error:  # also NotImplementedError, of ops without a strategy
             explain(error)
             raise
 
@@ -149,11 +151,11 @@ def _propagate_rowwise(stock: Propagate, schema: OpSchema, operands: Sequence[Op
     """torch's answer for plain shards, with the block placements put back; None if it moves data for it."""
     sharding = stock(map_specs(schema, stock_sibling))
     if sharding.needs_redistribute:
-        return None
+        return None  # rows would be moved as if they were torch.chunk's
     outputs = sharding.output_spec
     specs = [outputs] if isinstance(outputs, DTensorSpec) else list(outputs)
     if len(specs) != len(operands):
-        return None
+        return None  # outputs and inputs do not pair up
     # A whole scalar among them may count as lying on the mesh of another (``gradients.py``).
     pairs = zip(operands, specs, strict=True)
     restored = [_put_back(operand.spec, spec) if has_block(operand.spec) else spec for operand, spec in pairs]
@@ -165,10 +167,11 @@ def _propagate_rowwise(stock: Propagate, schema: OpSchema, operands: Sequence[Op
 def _put_back(spec: DTensorSpec, output: DTensorSpec) -> DTensorSpec | None:
     placements = list(output.placements)
     for axis, (p, q) in enumerate(zip(spec.placements, output.placements, strict=True)):
+        # Nothing to put back: no block placement on this axis, or its rows are reduced to a partial value.
         if not isinstance(p, _BlockGTPShard) or q.is_partial():
             continue
         if not isinstance(q, Shard) or output.shape[q.dim] != spec.shape[p.dim]:
-            return None
+            return None  # not the same rows
         placements[axis] = on_dim(p, q.dim)
     return with_placements(output, placements)
 
@@ -187,7 +190,7 @@ def _propagate_gathered(stock: Propagate, schema: OpSchema, operands: Sequence[O
     schema_gathered = map_specs(schema, gathered)
     sharding = stock(schema_gathered)
     if schema.op in _FACTORIES:
-        return sharding
+        return sharding  # no values are read: nothing to gather
     return OutputSharding(
         sharding.output_spec,
         sharding.redistribute_schema or schema_gathered,

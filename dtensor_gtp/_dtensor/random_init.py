@@ -45,7 +45,7 @@ class WholeDraws:
         to 2.13): in ``trunc_normal_`` ranks would draw until their own values are in bounds, and differ."""
         target = args[0]
         if target.dtype == torch.bool and self.is_on_our_mesh(target):
-            return op(target.full_tensor(), *args[1:], **kwargs)
+            return op(target.full_tensor(), *args[1:], **kwargs)  # all ranks read the same value
         with compat.stock_dtensor_dispatch(op):
             return op(*args, **kwargs)
 
@@ -54,10 +54,12 @@ class WholeDraws:
         target = args[0]
         is_ours = isinstance(target, DTensor) and self.is_on_our_mesh(target)
         has_part = is_ours and not compat.local_tensor(target).is_meta and compat.is_real_rank(target.device_mesh)
+        # torch draws: no DTensor of ours, a meta tensor, simulated ranks, or partial values.
         if not has_part or any(placement.is_partial() for placement in target.placements):
             with compat.stock_dtensor_dispatch(op):
                 return op(*args, **kwargs)
         local = compat.local_tensor(target)
+        # All ranks draw all values, so their generators stay alike. The full tensor is freed on return.
         full = torch.empty(target.shape, dtype=target.dtype, device=local.device)
         op(full, *args[1:], **kwargs)
         local.copy_(compat.own_part(full, target.device_mesh, target.placements))
@@ -71,6 +73,7 @@ def zero_row(weight: DTensor, row: int) -> None:
         return
     rows = torch.zeros(weight.shape[0], dtype=torch.bool, device=local.device)
     rows[row] = True
+    # A mask of the logical shape, cut as the weight is: each rank writes to its own rows.
     mask = rows.view(-1, *(1,) * (weight.ndim - 1)).expand(weight.shape)
     with torch.no_grad():
         local.masked_fill_(compat.own_part(mask, weight.device_mesh, weight.placements), 0)

@@ -43,6 +43,7 @@ _REMEDIES = (
     ),
     (("",), f"This op mixes a sharded tensor with a plain one. {_WHOLE}. {_PENALTY}"),
 )
+# Texts of errors of ``torch.distributed.tensor``: ``_dispatch`` and C++, ``_sharding_prop``, ``_ops.utils``.
 _REFUSED = re.compile(r"aten\.(\w+)\.\w+:? (?:got mixed torch\.Tensor and DTensor|does not have a sharding strategy)")
 _IN_PLACE = re.compile(r"aten\.\w+\.\w+: in-place operations that require placement changes are not supported")
 _NEEDS_WHOLE = (
@@ -74,7 +75,7 @@ def remedy_for(error: BaseException) -> str | None:
     """What to write instead of code that DTensor refuses; None for other errors."""
     if isinstance(error, AssertionError) and not str(error):  # DTensor's own, e.g. of sizes that do not fit
         frames = list(_frames(error.__traceback__))
-        is_dtensors = frames[-1].f_globals.get("__name__", "").startswith(_DTENSOR)
+        is_dtensors = frames[-1].f_globals.get("__name__", "").startswith(_DTENSOR)  # the innermost frame raised
         return _NEEDS_WHOLE if is_dtensors and any(map(_is_step, frames)) else None
     if not isinstance(error, RuntimeError):
         return None
@@ -85,7 +86,8 @@ def remedy_for(error: BaseException) -> str | None:
     frames = list(_frames(error.__traceback__))
     if _is_in_formula(frames):
         return f"This backward starts from a sharded tensor, because a term of the loss is one. {_PENALTY}"
-    text = next(text for starts, text in _REMEDIES if found[1].startswith(starts))
+    text = next(text for starts, text in _REMEDIES if found[1].startswith(starts))  # the last entry fits each name
+    # In an optimizer a foreach op mixes parameters; any other refused op needs whole tensors.
     if text != _REMEDIES[0][1] and any(map(_is_step, frames)):
         return _NEEDS_WHOLE
     method = _unregistered_method(frames)
@@ -104,6 +106,7 @@ def _is_in_formula(frames: Sequence[FrameType]) -> bool:
     names = [frame.f_code.co_name for frame in frames]
     if "_engine_run_backward" not in names:
         return False
+    # What a checkpoint runs again is a forward, though backward has called it.
     inner = [frame.f_globals.get("__name__", "") for frame in frames[names.index("_engine_run_backward") :]]
     return all(name.startswith((_PACKAGE, "torch.")) and name != "torch.utils.checkpoint" for name in inner)
 

@@ -48,7 +48,7 @@ class Gathered:
     unpack: Callable[[], Tensor] | None = None
     # Gives the gathered planes to GEMMs that multiply with quantized weights.
     quantized: Callable[[], Quantized] | None = None
-    _contiguous: Tensor | None = None
+    _contiguous: Tensor | None = None  # made for the first caller of ``contiguous``, then shared
     seen: Any = None  # what code outside of forwards has read of it, see ``attribute_reads``
 
     def __init__(self, buffer: Tensor, value: Tensor, done: Done, source: Tensor, version: Version) -> None:
@@ -67,7 +67,7 @@ class Gathered:
             # GEMMs may read them.
             unpack = self.unpack
             self.unpack = None
-            with compat.unseen_by_checkpoint_policies():
+            with compat.unseen_by_checkpoint_policies():  # a recomputation may find the weight unpacked
                 self.value = unpack()
             if type(self.value) is Tensor:
                 # A tensor of its own, to be freed with this object.
@@ -196,5 +196,5 @@ class GatherForm:
             # Two owners are ``buffer`` and the Python object of its storage. A third one would be
             # another gather.
             if compat.storage_use_count(buffer.untyped_storage()) <= 2:
-                return buffer.view(buffer.shape)
+                return buffer.view(buffer.shape)  # a new tensor: an owner for as long as the gather has it
         return self.new_buffer()

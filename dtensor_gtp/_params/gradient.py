@@ -92,7 +92,7 @@ class ReducedGradient:
         if self.reduced is not None and self._offload is not None:
             self._more_reduced.append(reduced)  # it may not have arrived yet
         elif self.reduced is None:
-            self.reduced = reduced
+            self.reduced = reduced  # no copy: it may be a view of what the collective has written
         else:
             self.reduced += reduced
 
@@ -100,7 +100,7 @@ class ReducedGradient:
         """A copy on the host. It is complete when the stream that is current now has come to it."""
         is_pinned = offload.pin_memory and reduced.is_cuda
         host = torch.empty(reduced.shape, dtype=reduced.dtype, device="cpu", pin_memory=is_pinned)
-        return host.copy_(reduced, non_blocking=True)
+        return host.copy_(reduced, non_blocking=True)  # the host goes on, if the memory is pinned
 
     def note_use_elsewhere(self, is_used: Tensor | None) -> None:
         """This rank has no gradient of its own, and ``is_used`` is positive if another one has;
@@ -127,7 +127,7 @@ class ReducedGradient:
             self._drop_zeros(self._use_elsewhere, is_recorded)
         reduced = self.reduced
         if reduced is None:
-            return
+            return  # no reduction has given it a gradient since the last call
         self.reduced = None
         param = self.param
         for more in self._more_reduced:
@@ -137,14 +137,14 @@ class ReducedGradient:
             # Here, not behind backward: replicas may launch their reductions in different orders.
             hook(reduced)
         spec = compat.dtensor_spec(param)  # type: ignore[arg-type]
-        hooks = compat.tensor_hooks(param)
+        hooks = compat.tensor_hooks(param)  # as in autograd, before the gradient is added to ``.grad``
         if hooks:
             reduced = _run_tensor_hooks(hooks, fqn, param, reduced)
         grad = param.grad
         dtype = compat.grad_dtype(param)
         earlier = self.wide
         self.wide = None
-        if grad is None:
+        if grad is None:  # also where the user has cleared it, which voids ``earlier``
             param.grad = compat.wrap_local(reduced.to(dtype), spec)
         else:
             local = compat.local_tensor(as_dtensor(grad))
@@ -159,12 +159,13 @@ class ReducedGradient:
                 local.copy_(total)
             reduced = total
         if reduced.dtype != dtype:
-            self.wide = reduced
-        for post_hook in compat.post_accumulate_grad_hooks(param):
+            self.wide = reduced  # the bits that ``.grad`` has rounded away
+        for post_hook in compat.post_accumulate_grad_hooks(param):  # as in autograd, they find ``.grad`` set
             post_hook(param)
 
     def reset(self) -> None:
         """Forget gradients of a backward that raised."""
+        # ``wide`` stays: it belongs to ``.grad``, which stays, too.
         self.reduced = self._use_elsewhere = None
         self.awaits_reduction = False
         self._more_reduced.clear()
@@ -191,5 +192,5 @@ def _run_tensor_hooks(
         replaced = hook(compat.wrap_local(reduced.to(param.dtype), compat.dtensor_spec(as_dtensor(param))))
         if replaced is not None:
             assert isinstance(replaced, DTensor)
-            reduced = compat.local_tensor(replaced).to(reduced.dtype, copy=True)
+            reduced = compat.local_tensor(replaced).to(reduced.dtype, copy=True)  # the hook may keep its tensor
     return reduced

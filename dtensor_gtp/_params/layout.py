@@ -17,7 +17,7 @@ from torch import Tensor
 from ..placement import chunk_rows, chunk_size_and_offset
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True)  # so the cached properties stay right
 class WeightLayout:
     """Layout of one weight over one gtp axis."""
 
@@ -65,7 +65,7 @@ class WeightLayout:
     def shard_of(self, full: Tensor) -> Tensor:
         """A contiguous copy of this rank's part of ``full`` (shape ``shape``)."""
         part = self.part_of(full)
-        return part.clone(memory_format=torch.contiguous_format)
+        return part.clone(memory_format=torch.contiguous_format)  # the caller may free ``full``
 
     def part_of(self, full: Tensor) -> Tensor:
         """This rank's part of ``full``, a view."""
@@ -76,11 +76,12 @@ class WeightLayout:
         """``shard`` with the sharded dim in front."""
         if self.dim == 0:
             return shard
-        return shard.movedim(self.dim, 0)
+        return shard.movedim(self.dim, 0)  # a view, as a rule not contiguous
 
     def is_sendable(self, rows: Tensor, dtype: torch.dtype) -> bool:
         """Whether the rows of a shard are sent as they are. Otherwise they are copied into their
         slot first."""
+        # A collective neither casts nor pads, and it takes contiguous memory only.
         return rows.dtype == dtype and rows.shape[0] == self.chunk_rows and rows.is_contiguous()
 
     def shard_of_rows(self, slot: Tensor) -> Tensor:
@@ -88,7 +89,7 @@ class WeightLayout:
         rows = self.filled(slot)
         if self.dim == 0:
             return rows
-        return rows.movedim(0, self.dim).contiguous()
+        return rows.movedim(0, self.dim).contiguous()  # ``.grad`` lies in memory as the shard does
 
     def full_view(self, buffer: Tensor) -> Tensor:
         """The weight (shape ``shape``) as a view of a buffer of ``buffer_shape``."""

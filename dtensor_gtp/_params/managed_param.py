@@ -132,7 +132,7 @@ class ManagedParam:
             return local
         if local.device.type == "cpu" and not local.is_pinned():
             local = local.pin_memory()
-            compat.set_local(param, local, compat.dtensor_spec(param))
+            compat.set_local(param, local, compat.dtensor_spec(param))  # in place: modules hold the object
         return local
 
     @property
@@ -170,7 +170,7 @@ class ManagedParam:
         ``to_empty``, ``to(dtype)``, ``load_state_dict(assign=True)`` and an outer ``fully_shard``
         replace the object.
         """
-        current = site.module._parameters.get(site.name)
+        current = site.module._parameters.get(site.name)  # ``get``: an item may be the full weight
         # ``param.data = ...`` keeps the object, but gives it another local tensor.
         if current is self.param and self.local is compat.local_tensor(current):  # type: ignore[arg-type]
             if self.leaf.requires_grad is not self.param.requires_grad:
@@ -184,7 +184,7 @@ class ManagedParam:
                     "that it was tested with, or shard the parameter over one mesh: pass a "
                     "(replicate, gtp) mesh to gtp_shard."
                 )
-            return
+            return  # nothing to take over until fully_shard has gathered it
         # functional_call registers a tensor that is no parameter. Such a tensor would never get its
         # gradient.
         if not isinstance(current, nn.Parameter) or not isinstance(current, DTensor):
@@ -198,7 +198,7 @@ class ManagedParam:
         if self.registration.on_replaced is not None:
             self.registration.on_replaced()
         if not self.registration.is_cut_again:
-            self.registration.register(current)
+            self.registration.register(current)  # at all sites; fully_shard does this itself
         with torch.inference_mode(False):  # later training uses what is made here
             self._rebound()
 
@@ -215,11 +215,12 @@ class ManagedParam:
         def refuse(_: object) -> None:
             raise RuntimeError(text)
 
+        # The hook lives with the node, so with the graphs that have it. ``_rebound`` makes leaves for new graphs.
         for leaf in self.leaves:
             if leaf.requires_grad:
                 compat.accumulate_node(leaf).register_prehook(refuse)
             else:
-                torch.autograd.graph.increment_version(leaf)
+                torch.autograd.graph.increment_version(leaf)  # it has no node: autograd compares its version
 
     def replaced_before_backward(self) -> str:
         """What an error says."""
@@ -242,7 +243,7 @@ class ManagedParam:
                     raise self._replaced_by(current)
             self.follow(site)
         except RuntimeError:
-            site.module._parameters[site.name] = before
+            site.module._parameters[site.name] = before  # the module stays as it was
             raise
 
     @property
@@ -287,7 +288,7 @@ class ManagedParam:
         mine = self.spec
         if spec.mesh.ndim <= mine.mesh.ndim or other.shape != self.param.shape:
             return False
-        inner = slice(-mine.mesh.ndim, None)
+        inner = slice(-mine.mesh.ndim, None)  # the axes of fully_shard come first
         has_our_axes = (spec.mesh.mesh_dim_names or ())[inner] == mine.mesh.mesh_dim_names
         return has_our_axes and all(map(_cuts_alike, spec.placements[inner], mine.placements))
 
@@ -330,7 +331,7 @@ class ManagedParam:
         self.check_memory()
         param = self.param
         if self.gradient.wide is not None:
-            self.gradient.forget_if_cleared()
+            self.gradient.forget_if_cleared()  # ``zero_grad`` leaves no other trace
         if self.leaf.requires_grad is not param.requires_grad:
             self.follow_frozen()
 

@@ -17,6 +17,7 @@ from .sharded_weight import ShardedWeight
 def check_unmodified(weight: ShardedWeight, version: Version) -> None:
     """Raise a RuntimeError, as autograd does, if the weight was written after the forward that used
     it."""
+    # First, because a replacement changes the version, too. ``version[2]`` is ``num_updates`` at the forward.
     if version[2] < weight.versions.replaced_at:
         raise RuntimeError(weight.replaced_before_backward())
     if weight.version != version:
@@ -31,6 +32,7 @@ def check_unmodified(weight: ShardedWeight, version: Version) -> None:
 def check_differentiable(weight: ShardedWeight) -> None:
     """Raise a NotImplementedError if a transform of ``torch.func`` asks for derivatives of a use of
     the weight."""
+    # Callers come here with gradients enabled only, so vmap under no_grad goes on.
     if compat.in_func_transform():
         raise NotImplementedError(
             "Transforms of torch.func (grad, vmap, jacrev, jvp) do not see gathers and reductions, "

@@ -31,7 +31,7 @@ class ReplicaPart:
     def take(self, local: Tensor) -> Tensor:
         """Make memory for the shard, and give the part in it, with the values of ``local``."""
         self.buffer = local.new_zeros(self.layout.buffer_shape)
-        self.gathered = None
+        self.gathered = None  # the rows of the other replicas are missing
         own = self.layout.filled(self.slot)
         if own.numel() and not own.is_meta:
             # A storage that begins with the part: compilers refuse an offset, and ``torch.save``
@@ -55,6 +55,7 @@ class ReplicaPart:
         # ``.data``: a gather is no write, so it counts no version.
         if dtype.itemsize >= self.buffer.dtype.itemsize:
             return self.buffer.data, self.slot.data
+        # The gather over gtp rounds all rows to ``dtype`` anyway, so fewer bytes lose nothing.
         output = torch.empty(self.buffer.shape, dtype=dtype, device=self.buffer.device)
         own = self.layout.slot(output)
         own.copy_(self.slot)
@@ -63,8 +64,8 @@ class ReplicaPart:
     def unpack(self, output: Tensor) -> None:
         """Take the parts of the others. This one keeps all its bits."""
         if output.dtype == self.buffer.dtype:
-            return
-        shard = self.buffer.data
+            return  # the gather has written into ``buffer``
+        shard = self.buffer.data  # no new version, as in ``pack``
         begin = self.layout.rank * self.layout.chunk_rows
         end = begin + self.layout.chunk_rows
         shard[:begin].copy_(output[:begin])
@@ -74,7 +75,7 @@ class ReplicaPart:
         """A gradient of the shard, contiguous, with one row for each replica."""
         layout = self.layout
         if not layout.is_as_buffer:
-            padded = grad.new_zeros(layout.buffer_shape)
+            padded = grad.new_zeros(layout.buffer_shape)  # ``of_received`` drops the padding
             padded.narrow(0, 0, layout.num_rows).copy_(grad)
             grad = padded
         return grad.view(layout.world, -1)

@@ -69,7 +69,7 @@ class Gatherable:
         wire = self.weight.form.wire
         if wire is not None:
             packed_nbytes = wire.num_bytes()
-            if packed_nbytes:
+            if packed_nbytes:  # None: only ``pack`` knows them
                 return packed_nbytes
         return self.kept_nbytes
 
@@ -95,7 +95,7 @@ def gather_together(weights: Sequence[ShardedWeight]) -> None:
     needed."""
     if len(weights) < 2:
         return
-    for number in range(min(len(weight.gatherables) for weight in weights)):
+    for number in range(min(len(weight.gatherables) for weight in weights)):  # 2 if all have columnwise data
         companions = tuple(weight.gatherables[number] for weight in weights)
         for target in companions:
             target.companions = companions
@@ -149,6 +149,7 @@ class ShardedWeight(ManagedParam):
     def _rebound(self) -> None:
         self.forget_made()
         if self.part is not None:
+            # The new local tensor begins its own count of writes.
             self.versions.num_updates += 1
             self.local = self.part.take(self.local)
             self.shard = self.part.shard

@@ -34,6 +34,7 @@ class ReplacedParam(weakref.ref[nn.Parameter]):
 
 def manager_of_replaced(param: nn.Parameter) -> ManagedParam | None:
     """The manager of the parameter that replaced ``param`` in an earlier call."""
+    # ``gtp_shard`` leaves such a reference instead of an attribute on the user's tensor.
     refs = (ref for ref in weakref.getweakrefs(param) if isinstance(ref, ReplacedParam))
     return next((ref.manager for ref in refs), None)
 
@@ -41,7 +42,7 @@ def manager_of_replaced(param: nn.Parameter) -> ManagedParam | None:
 def check_tie(fqn: str, existing: ManagedParam, mesh: DeviceMesh) -> None:
     """Raise a ValueError if a later call shards a tied parameter over other ranks: its gradient has
     one average."""
-    before, now = (sorted(m.mesh.flatten().tolist()) for m in (existing.mesh, mesh))
+    before, now = (sorted(m.mesh.flatten().tolist()) for m in (existing.mesh, mesh))  # an average has no order
     if before != now:
         raise ValueError(
             "gtp_shard expects the same ranks in both calls for a parameter that modules of two "
@@ -83,7 +84,7 @@ def warn_of_holders(params: Iterable[ManagedParam]) -> None:
 def _holders_of(params: list[nn.Parameter | None]) -> list[str]:
     """What holds them, as far as Python tells: modules, containers, partial functions and closures."""
     found: dict[str, None] = {}
-    for holder in gc.get_referrers(*params):
+    for holder in gc.get_referrers(*params):  # visits all objects that the garbage collector knows
         if holder is params:  # this function's own argument
             continue
         if isinstance(holder, tuple):  # perhaps the arguments of a partial function
@@ -96,7 +97,7 @@ def _holders_of(params: list[nn.Parameter | None]) -> list[str]:
             owners = gc.get_referrers(*attributes)
             if modules := [owner for owner in owners if isinstance(owner, nn.Module)]:
                 found |= {f"a {type(module).__name__}": None for module in modules}
-            elif "__builtins__" not in holder:
+            elif "__builtins__" not in holder:  # with it: the globals of a script or a Python module
                 found["a dict"] = None
         elif isinstance(holder, list | tuple | set | frozenset):
             found[f"a {type(holder).__name__} of {len(holder)} items"] = None

@@ -50,14 +50,14 @@ class FullParams(dict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
         group = self.group
-        if group.for_forward.live is None and name in self._grouped:
+        if group.for_forward.live is None and name in self._grouped:  # a live group has memory
             group.reader.hold_until_end(group)
         return value
 
     def get(self, name: str, default: Any = None) -> Any:
         if name not in self:
             return default
-        return self[name]
+        return self[name]  # ``dict.get`` would not gather
 
     def __setitem__(self, name: str, value: Any) -> None:
         views = self.group.views
@@ -84,8 +84,7 @@ class GroupViews:
 
     def __init__(self, group: WeightGroup) -> None:
         self._group = group
-        # What calls of parts of the block run outside of passes.
-        self.calls: dict[nn.Module, Any] = {}
+        self.calls: dict[nn.Module, Any] = {}  # what calls of parts of the block run outside of passes
         self.is_pinned = False  # after ``unshard``, until ``reshard``
         self.is_in_pass = False
         self._hooks: list[Any] = []  # of ``note_gradients``
@@ -98,7 +97,7 @@ class GroupViews:
             leaf_of |= dict.fromkeys(member.registration.sites, leaf)
         self._of_modules = []
         for module in dict.fromkeys(site.module for site in leaf_of):
-            sharded = module._parameters
+            sharded = module._parameters  # callers have put them back, if ``show`` was called
             full = {name: leaf_of.get(Site(module, name), param) for name, param in sharded.items()}
             grouped = {name for name in full if Site(module, name) in leaf_of}
             gathering = FullParams(full, self._group, grouped, sharded)
@@ -148,7 +147,7 @@ class GroupViews:
         """Call ``note_backward`` with each gradient that comes outside of the backward of a block,
         until the next forward."""
         if self._hooks:
-            return
+            return  # all callers pass the same function
         for leaf in self._group.leaves.by_member.values():
             if leaf.requires_grad:
                 hook = leaf.register_post_accumulate_grad_hook(lambda _: note_backward())
@@ -173,7 +172,7 @@ class GatherableGroup(Gatherable):
     """A group in the place of a weight, for the schedule, which asks a group what it asks a weight."""
 
     def __init__(self, group: WeightGroup) -> None:
-        super().__init__(cast("ShardedWeight", group))
+        super().__init__(cast("ShardedWeight", group))  # it answers what the schedule asks of a weight
         self.group = group
 
     @property
@@ -184,16 +183,15 @@ class GatherableGroup(Gatherable):
 class WeightGroup:
     """Weights and whole parameters of a ``module``, of one mesh, dtype and ``gtp_shard`` call."""
 
-    # What a single weight may have and a group never has: the schedule asks both.
-    group = None
+    group = None  # what a single weight may have and a group never has: the schedule asks both
 
     def __init__(
         self, fqn: str, module: nn.Module, weights: Sequence[ShardedWeight], whole: Sequence[WholeParam]
     ) -> None:
-        self.for_forward = self.for_backward = GatherableGroup(self)
+        self.for_forward = self.for_backward = GatherableGroup(self)  # both directions read the same leaves
         self.gatherables: list[Gatherable] = [self.for_forward]
         self.fqn = fqn
-        self.registration = Registration([Site(module, "")])
+        self.registration = Registration([Site(module, "")])  # says which block it is
         self.weights = list(weights)
         self.whole = list(whole)
         self.members: list[ManagedParam] = [*self.weights, *self.whole]
@@ -202,8 +200,7 @@ class WeightGroup:
         self.policies = first.policies
         self.mesh = first.mesh
         self.num_ranks = first.num_ranks
-        # Makes modules of single weights of the modules again.
-        self.on_dissolved: Callable[[], None]
+        self.on_dissolved: Callable[[], None]  # lets the modules gather each weight by itself again
         self.reader: Any  # the runtime, for code outside of a use that reads weights
         self.in_backward = InBackward()
         self.form = GatherForm()
@@ -246,23 +243,23 @@ class WeightGroup:
     def free(self) -> None:
         """Free the leaves' memory, and carry what was written to them to the shards."""
         self.carry_writes()
-        self.leaves.storage.resize_(0)
+        self.leaves.storage.resize_(0)  # back to the allocator; leaves keep their shapes
 
     def carry_writes(self) -> None:
         """Write to the shards what a forward wrote to full weights, as weight clipping does."""
         leaves = self.leaves
         versions = leaves.versions()
         if versions == leaves.written:
-            return
+            return  # gathers write through other views, which these do not count
         with torch.no_grad():
             for (member, leaf), before, now in zip(leaves.by_member.items(), leaves.written, versions, strict=True):
                 if before == now:
                     continue
                 part: Tensor = leaf.detach()
                 if isinstance(member, ShardedWeight):
-                    part = member.layout.part_of(part)
+                    part = member.layout.part_of(part)  # the rows of this rank
                 member.shard.copy_(part)
-        leaves.put_back()
+        leaves.put_back()  # ``set_`` moves a leaf, and counts as a write
         leaves.written = versions
         self.shards.num_updates += 1
         leaves.version = self.version  # a gather gives the values that were written
@@ -339,7 +336,7 @@ class WeightGroup:
 
     def begin_forward(self, is_captured: bool = False) -> None:
         """Follow parameter objects that were replaced or frozen since the last pass, or raise."""
-        self.views.put_back()
+        self.views.put_back()  # ``follow`` compares what is registered
         # ``.data = ...`` gave a leaf memory of its own, which no gather fills.
         if self.leaves.are_elsewhere and self.leaves.put_back():
             raise self._lost_write("in an earlier forward")
@@ -352,7 +349,7 @@ class WeightGroup:
             is_known = shards[2 * index] is param and shards[2 * index + 1] is member.local
             is_registered = module._parameters.get(name) is param
             if not (is_known and is_registered and compat.local_part(param) is member.local):
-                member.begin_forward(False)
+                member.begin_forward(False)  # ``forget_stale`` below gets ``is_captured``
                 for site in member.registration.sites:
                     member.follow(site)
                 replaced.append(member)
@@ -370,7 +367,7 @@ class WeightGroup:
                     leaf.requires_grad_(member.param.requires_grad)
         self.pending_grad.note_frozen(is_frozen)
         if self.views.is_pinned:
-            self.views.hide()
+            self.views.hide()  # ``put_back`` has taken the full weights away
         else:
             self.views.forget_hooks()
 
@@ -379,7 +376,7 @@ class WeightGroup:
         ``load_state_dict``)."""
         self.leaves.refuse_graphs(first.replaced_before_backward())
         for param in self.whole:
-            param.set_grad_aside()
+            param.set_grad_aside()  # while its old leaf still has the gradient
         self.shards.num_updates += 1
         self.shards.follow()
         dtypes = {(member.compute_dtype, member.reduce_dtype) for member in self.members}
@@ -392,9 +389,10 @@ class WeightGroup:
             )
         ((compute_dtype, reduce_dtype),) = dtypes
         grads = self.pending_grad
+        # In memory of their own: graphs of earlier forwards keep the old leaves.
         grads.leaves = self.leaves = GroupLeaves(self.weights, self.whole, compute_dtype, self.device)
         grads.dtype = reduce_dtype
-        grads.reduce_only(grads.weights)
+        grads.reduce_only(grads.weights)  # lays them out in the new dtype
         self.views.make()
 
 

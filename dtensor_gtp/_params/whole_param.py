@@ -157,7 +157,7 @@ class WholeParam(ManagedParam):
                 grad = grad.clone()  # it is kept, and belongs to others
             self._add_wide(grad)
         elif leaf.grad is None:
-            leaf.grad = grad.to(leaf.dtype, copy=True)
+            leaf.grad = grad.to(leaf.dtype, copy=True)  # ``grad`` belongs to others; later ones are added to this
         else:
             leaf.grad += grad.to(leaf.dtype)
         _notify(self)
@@ -231,7 +231,7 @@ def _notify(param: WholeParam | None) -> None:
 def _take_direct(param: WholeParam | None, grads: tuple[Tensor | None, ...]) -> tuple[None, ...] | None:
     (grad,) = grads
     if param is None or grad is None or param.registration.is_cut_again:
-        return None
+        return None  # autograd goes on with the gradient
     if isinstance(grad, DTensor):
         if grad.placements != param.param.placements:  # type: ignore[attr-defined]
             grad = grad.redistribute(placements=param.param.placements)  # type: ignore[attr-defined]
@@ -239,12 +239,12 @@ def _take_direct(param: WholeParam | None, grads: tuple[Tensor | None, ...]) -> 
     if param.tp_spec is not None:
         grad = compat.wrap_local(grad, param.tp_spec)
     param.add_local_grad(grad)
-    return (None,)
+    return (None,)  # nothing is left to add to ``.grad``
 
 
 def _take_wide(param: WholeParam | None, used: Tensor) -> None:
     grad = used.grad
-    used.grad = None
+    used.grad = None  # the graph holds ``used``, and would hold its gradient
     if param is not None and grad is not None:
         param._add_wide(grad)
         _notify(param)

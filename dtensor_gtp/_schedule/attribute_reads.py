@@ -71,8 +71,9 @@ def sum_of_bits(value: Tensor) -> Tensor | None:
     local = compat.local_part(value.detach())
     if type(local) is not Tensor or local.is_complex():
         return None
+    # This is no op of the user: a selective checkpoint must not count, save or skip it.
     with compat.unseen_by_checkpoint_policies():
-        return compat.as_integers(local).sum(dtype=torch.int64)
+        return compat.as_integers(local).sum(dtype=torch.int64)  # an overflow wraps; one changed element always shows
 
 
 def is_changed(before: Tensor | None, now: Tensor | None) -> bool:
@@ -157,6 +158,7 @@ class AttributeReads:
 
     def has_foreign_saved_hooks(self) -> bool:
         """Whether saved-tensor hooks are active that do not belong to frames."""
+        # Take our pairs off, the innermost one first. Whatever is left belongs to others.
         hooks = compat.top_saved_tensors_hooks()
         for frame in reversed(self.frames):
             if hooks is not None and frame.saved is not None and frame.saved.is_packing(hooks):
@@ -174,15 +176,16 @@ class AttributeReads:
             frame = self.frames[-1]
         is_differentiable = torch.is_grad_enabled() and param.param.requires_grad
         version, value = frame.values.get((param, is_differentiable), (None, None))
-        # An optimizer may step in the middle of a forward.
+        # An optimizer may step in the middle of a forward. Then the value is old, and gathered again.
         if value is not None and version == param.version:
             return value
+        # -1: no backward runs. This read may be the first that tells of a backward.
         if not self.frames and compat.current_graph_task_id() != -1:
             self._note_backward()
         if is_differentiable:
             check_differentiable(param)
         gathered = self._acquire(param)
-        frame.held.append((param.for_forward, gathered))
+        frame.held.append((param.for_forward, gathered))  # first: if the rest raises, the end of the frame releases it
         if frame.saved is not None:
             frame.saved.watch(param, gathered)
         value = self._value(param, gathered, is_differentiable)
@@ -200,6 +203,7 @@ class AttributeReads:
 
     def forget(self, weight: ShardedWeight) -> None:
         """The shard may change: the next read in a running frame gathers it again."""
+        # The frames still hold the old gather, which other code may use, until they end.
         for frame in self.frames:
             for is_differentiable in (False, True):
                 frame.values.pop((weight, is_differentiable), None)
@@ -249,6 +253,7 @@ class AttributeReads:
                 seen = gathered.seen[is_differentiable] = Seen.of(value, looks_at_bits=True)
             return seen.value  # one object for all who read it: ``.data = ...`` changes that alone
         finally:
+            # The weight is pinned, so this keeps the gather, see ``Keeper.stays``.
             self._gathering.release(weight.for_forward, gathered)
 
     def full_params(self, members: Iterator[tuple[str, Any]], managed: Mapping[int, ManagedParam]) -> Iterator[Any]:
@@ -268,6 +273,7 @@ class AttributeReads:
                 value, is_alias = self._value_in_passing(param)
                 seen = Seen.of(value, looks_at_bits=False)
                 yield name, value
+                # The caller asks for the next one, so it is done with this one.
                 if seen.is_written and not is_alias:
                     raise written_to_no_effect(param, "in a forward")
 
@@ -280,6 +286,7 @@ class AttributeReads:
         try:
             return self._value(weight, gathered, is_differentiable), gathered.is_alias
         finally:
+            # The value holds its memory: a buffer is freed by reference count.
             self._gathering.release(weight.for_forward, gathered)
 
     def _acquire(self, weight: ShardedWeight) -> Gathered:
@@ -314,6 +321,7 @@ class AttributeReads:
         self.saved_in_backward.clear()
 
     def _close(self, frame: Frame) -> None:
+        # These refer to the buffers. A release poisons a buffer only if nobody else refers to it.
         frame.values.clear()
         frame.seen.clear()
         while frame.held:
@@ -337,12 +345,13 @@ class _Materialize(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        leaf: Tensor,
+        leaf: Tensor,  # has no elements: it stands for the parameter in autograd's graph
         weight: ShardedWeight,
         gathered: Gathered,
         grads: Gradients,
         note_backward: Callable[[], None],
     ) -> Tensor:
+        # Not ``gathered``: the graph would keep the buffer until backward.
         ctx.weight = weight
         ctx.grads = grads
         ctx.note_backward = note_backward
@@ -354,9 +363,10 @@ class _Materialize(torch.autograd.Function):
         weight: ShardedWeight = ctx.weight
         ctx.note_backward()
         if weight.tp_spec is not None:
-            placements = weight.tp_spec.placements
+            placements = weight.tp_spec.placements  # autograd may bring others, e.g. ``Partial``
             grad = compat.local_tensor(grad.redistribute(placements=placements))  # type: ignore[attr-defined]
-        # Autograd may give one gradient to several inputs. With more than one rank we only read it.
+        # Autograd may give one gradient to several inputs, so send it without a copy only if nobody writes to it. One
+        # rank makes it ``.grad``, float16 is divided in place, and microbatches without gradient sync are added to it.
         is_owned = weight.layout.world > 1 and weight.reduce_dtype != torch.float16
         ctx.grads.add_full(weight, grad, is_owned and weight.flags.sends_at_once)
         return None, None, None, None, None

@@ -54,17 +54,19 @@ class BlockUse:
 
     def watch(self, inputs: Inputs, outputs: Iterable[Tensor]) -> None:
         """Call ``begin`` and ``end`` with the backward of the block, see the note above."""
-        before, leaves = inputs
+        before, leaves = inputs  # of leaves no earlier op shows that they are reached
         outputs = list(outputs)
         made = {output.grad_fn for output in outputs if output.grad_fn is not None}
         # An input that the block returns as it is, such as T5's position bias, has its gradient
         # after all blocks. If that is all it returns, its backward may begin there all the same.
         for node in made - before or made:
-            node.register_prehook(self.begin)
+            node.register_prehook(self.begin)  # the node keeps this object alive, and calls it before it runs
+        # No output shows when the backward begins. If it can come at all, hold the weights for it.
         if not made:
             members = self._leaves.by_member.values()
             if before or leaves or any(leaf.requires_grad for leaf in members):
                 self._hold_for_hidden(outputs, leaves)
+        # Autograd runs the node with the highest number first: of these, the one that was made last.
         last = max(before, key=lambda node: node._sequence_nr(), default=None)
         if last is not None:
             last.register_prehook(self.end)
@@ -81,17 +83,18 @@ class BlockUse:
                 f"gradient (rank {dist.get_rank()}), so nothing says when the backward of the block begins. Detach it "
                 "outside of the block."
             )
+        # No node tells when the backward begins, so the first gradient of a leaf does. The group is held until it ends.
         self._group.views.note_gradients(self._runtime.note_backward)
         self._runtime.hold_until_end(self._group)
 
     def begin(self, grads: object = None) -> None:
         """The backward of this forward begins: hold the weights for it."""
-        if self._leaves.refusal is not None:
+        if self._leaves.refusal is not None:  # parameters were replaced since the forward
             raise RuntimeError(self._leaves.refusal)
         running = self._group.in_backward
         self._runtime.note_backward()
         running.uses.add(self)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # in a backward: ``create_graph=True``
             running.creates_graph = True
             # The second backward may come to no op that ``watch`` knows.
             self._group.views.note_gradients(self._runtime.note_backward)
@@ -103,8 +106,8 @@ class BlockUse:
         """All gradients of this forward have arrived: free the weights and reduce the gradients."""
         running = self._group.in_backward
         self._runtime.note_backward()
-        running.uses.discard(self)
-        if not (running.uses or running.creates_graph):
+        running.uses.discard(self)  # ``begin`` has not run if no output got a gradient
+        if not (running.uses or running.creates_graph):  # else another backward reads the weights
             self._runtime.lost_writes.check(self._group)
             self._runtime.gathering.release_block(self._group)
         self._runtime.grads.reduce_group(self._group)

@@ -92,12 +92,13 @@ class Setup:
                     "offload_policy: copy engines send only from the device. Leave gather_backend "
                     "at its default."
                 )
+        # The user may call the module in a selective checkpoint, which must not see these ops.
         with compat.unseen_by_checkpoint_policies():
             free_nbytes, num_tokens = agree_to_begin(params, device, self._num_tokens)
         warn_of_holders(params)
         why_groups: tuple[str, ...] = ()
         if self._make_groups is not None:
-            why_groups = self._make_groups(num_tokens)
+            why_groups = self._make_groups(num_tokens)  # alike on all ranks, as the largest ``num_tokens`` counts
         # After groups are made, which are among the facts.
         facts = Facts(
             no_copies,
@@ -107,18 +108,19 @@ class Setup:
             single_nbytes=sum(weight.gatherables[0].nbytes for weight in members.single_weights),
         )
         if torch.is_grad_enabled():
-            self._load_sums(facts)
+            self._load_sums(facts)  # on a thread, while communicators are made
         schedule, reasons = choose(self._policy, facts)
         self.reasons = (*why_groups, *reasons)
         self.schedule = self._grads.schedule = schedule
         self._passes.look_ahead(schedule)
         groups: dict[int, Groups] = {}  # by mesh; to ask a mesh for its groups takes long
+        # Making communicators is collective: all ranks go over ``params`` in one order.
         for param in progress.over(params):
             if id(param.mesh) not in groups:
                 groups[id(param.mesh)] = self._comm.groups(param.mesh, schedule)
             param.groups = groups[id(param.mesh)]
         self.prepare_gatherables()
-        self.is_done = True
+        self.is_done = True  # last: after an error, the next forward tries again
 
     def _load_sums(self, facts: Facts) -> None:
         """Begin to load what will add gradients, if ranks exchange them."""
@@ -179,13 +181,16 @@ def agree_to_begin(params: Sequence[ManagedParam], device: torch.device, num_tok
     values of a parameter differ."""
     compared: dict[DeviceMesh, list[ManagedParam]] = {}
     for param in params:
+        # A mesh with nothing to compare takes part, too: its ranks must hear of one that failed.
         of_mesh = compared.setdefault(param.mesh, [])
         if isinstance(param, WholeParam) or has_replicas(param.mesh):
             of_mesh.append(param)
+    # Meshes of one size stay in the order of ``params``, which all ranks share.
     compared = dict(sorted(compared.items(), key=lambda item: item[0].size()))
     everything = [param for of_mesh in compared.values() for param in of_mesh]
     error: RuntimeError | None = None
     host = torch.device("cpu")
+    # A rank that fails sends these. Then ``_compare`` finds no difference.
     found = torch.zeros(len(everything), dtype=torch.int64, device=host)
     try:
         _check_materialized(params, device)
@@ -201,7 +206,7 @@ def agree_to_begin(params: Sequence[ManagedParam], device: torch.device, num_tok
     if error is not None:
         raise error
     if type(result) is not Tensor:
-        return 0, num_tokens  # a fake one
+        return 0, num_tokens  # in FakeTensorMode no rank answers
     failed_rank, taken, num_tokens, *differences = result.tolist()
     unequal = [param for param, differs in zip(everything, differences, strict=True) if differs]
     if unequal:
@@ -226,7 +231,7 @@ def agree_on_order(uses: Sequence[ShardedWeight], weights: Sequence[ShardedWeigh
         group = mesh.get_group(mesh.ndim - 1)
         with compat.unseen_by_checkpoint_policies():
             alike = is_alike("\n".join(names), group, device_of(mesh))
-        if alike is False:
+        if alike is False:  # None: tensors are fake
             raise parted(mesh, what, names, group)
 
 
@@ -245,7 +250,7 @@ def _compare(
         are_whole = [isinstance(param, WholeParam) for param in params]
         is_whole = torch.tensor(are_whole, dtype=torch.bool, device=most.device)
         # The largest digest of all ranks and, as its complement, the smallest.
-        extremes = torch.stack([part, ~part])
+        extremes = torch.stack([part, ~part])  # shape (2, number of parameters)
         for axis in range(mesh.ndim):
             if mesh.size(axis) > 1:
                 sent = torch.cat([most, extremes.flatten()]).to(device)
@@ -260,7 +265,7 @@ def _compare(
                 of_shards = torch.stack([differs, torch.full_like(differs, ~0)])
                 extremes = torch.where(is_whole, extremes, of_shards)
         differs = (extremes[0] != ~extremes[1]) & (most[0] < 0)
-        most[0] = torch.where(differs.any(), dist.get_rank(), most[0])
+        most[0] = torch.where(differs.any(), dist.get_rank(), most[0])  # for the meshes that follow
         results.append(differs)
     return torch.cat([most, *results])
 
@@ -269,6 +274,7 @@ def _free_nbytes(device: torch.device) -> int:
     """Memory that this rank can still allocate; 0 if that is not known."""
     if device.type != "cuda":
         return 0
+    # Torch's allocator has this memory of the device, but no tensor uses it.
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
 
@@ -288,7 +294,7 @@ def _comparable(param: ManagedParam) -> Tensor:
     values = param.shard.detach()
     has_parts = isinstance(param, ShardedWeight) and param.has_parts
     if has_parts or param.registration.is_cut_again:
-        return torch.empty(0)
+        return torch.empty(0)  # its digest is 0 on all ranks
     if type(values) is not Tensor or values.is_quantized:
         return torch.empty(0)
     return values
@@ -314,7 +320,7 @@ def _check_materialized(params: Sequence[ManagedParam], device: torch.device) ->
     ``gtp_shard`` registered."""
     meta = []
     for param in params:
-        param.follow(param.registration.sites[0])
+        param.follow(param.registration.sites[0])  # ``to_empty`` may have replaced the object
         registered = param.registration.current
         if registered is not None and compat.local_tensor(registered).is_meta:  # type: ignore[arg-type]
             meta.append(param)

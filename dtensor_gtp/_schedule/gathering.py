@@ -72,17 +72,18 @@ class Gathering:
     def acquire(self, target: Gatherable) -> Gathered:
         """Begin a use: the full weight, ready on the current stream. Launch what the plan has next."""
         if self._grads.recording is not None:
-            return self._grads.recording.acquire(target)
+            return self._grads.recording.acquire(target)  # the graph of a block reads a fixed buffer
         comm = self._comm
         gathered = target.live
-        if gathered is None or not target.weight.is_fresh(gathered):
+        if gathered is None or not target.weight.is_fresh(gathered):  # not fresh: its users go on with it
             gathered = self._begin_use(target)
         gathered.holds += 1
         if comm.is_debugged:
             comm.streams.delay()
         done = gathered.done
-        stream = comm.streams.wait(done)
-        # With offload, the copy of the shard on the device: the gather has read it by now.
+        stream = comm.streams.wait(done)  # the compute stream waits for the gather (on a CPU: the host)
+        # With offload, the copy of the shard on the device. The compute stream owns its memory and has waited for the
+        # gather that reads it, so it may be freed.
         uploaded = gathered.uploaded
         gathered.uploaded = None
         if done.origin is not stream:
@@ -106,7 +107,7 @@ class Gathering:
         gathered = target.live = self._keeper.take(target) or self._gather_now(target)
         if (chain := self._passes.running) is not None and not target.may_be_left_out:
             launches = chain.advance(target.index, target.lane)
-            # As planned, the rest takes no look at what is in flight.
+            # None: the plan did not expect this use. As planned and without gaps, nobody looks at what is in flight.
             if launches is None or self._gaps:
                 self._catch_up(chain, target, launches is not None)
             for launch in launches or ():
@@ -123,6 +124,7 @@ class Gathering:
                     full = gathered.full
                 return op(input, full, *rest)
         finally:
+            # The op may still run: see [Note: streams and memory] for why its input may be freed now.
             self.release(target, gathered)
 
     @contextmanager
@@ -142,7 +144,7 @@ class Gathering:
         gathered.holds -= 1
         if gathered.holds:
             return
-        if target.live is gathered:
+        if target.live is gathered:  # no longer, if the shard was written during the use
             target.live = None
         is_kept = self._keeper.stays_after_use(target)
         if isinstance(target, GatherableGroup):
@@ -160,11 +162,13 @@ class Gathering:
             return False
         expected = chain.expected((group.lane,))
         uses = chain.plan.uses
+        # Its next gather should be in flight by now, but would have needed the memory of this one.
         return any(uses[position] == group.index for launch in expected for position in launch)
 
     def gather_kept(self, weight: Reducible) -> None:
         """Gather a weight or a group ahead of any use, for ``unshard``."""
         target = weight.for_forward
+        # If it is in use, the release keeps it: ``unshard`` has pinned the weight.
         if target.live is not None or (target.kept is not None and weight.is_fresh(target.kept)):
             return
         if isinstance(weight, WeightGroup):
@@ -173,7 +177,7 @@ class Gathering:
             self._keeper.drop_kept(weight)
             weight.follow(weight.registration.sites[0])
             weight.check_readable()
-        self._comm.begin_pass(weight.groups)
+        self._comm.begin_pass(weight.groups)  # only the ranks of this mesh need be here
         if (kept := self._keeper.take(target)) is None:
             self._gather([target])
             kept = target.pending.pop()
@@ -203,7 +207,7 @@ class Gathering:
                     f"fully_shard has sharded, too (rank {dist.get_rank()}). Pass a (replicate, gtp) mesh to gtp_shard "
                     "instead of the fully_shard around it."
                 )
-            is_needed = is_in_backward or target is weight.for_forward
+            is_needed = is_in_backward or target is weight.for_forward  # a backward may recompute forwards
             is_kept = target.kept is not None and weight.is_fresh(target.kept)
             if is_needed and not is_kept and target.live is None:
                 by_mesh.setdefault(weight.groups, []).append(target)
@@ -214,10 +218,10 @@ class Gathering:
         """Code outside of a use reads a weight of ``group``: gather it until the pass ends."""
         target = group.for_forward
         if group.is_pinned and target.kept is not None and group.is_fresh(target.kept):
-            self._comm.streams.wait(target.kept.done)
+            self._comm.streams.wait(target.kept.done)  # as ``acquire`` does: code reads it next
             group.note_read_outside()
         else:
-            self._read_outside.append((target, self.acquire(target)))
+            self._read_outside.append((target, self.acquire(target)))  # until ``release_read_outside``
 
     def release_read_outside(self) -> None:
         while self._read_outside:
@@ -244,6 +248,7 @@ class Gathering:
             self.parted.note(chain, used.index, len(chain.observed) - 1)
         if chain.may_guess and self._passes.is_in_backward:
             self._guess_backward(chain)
+        # Only a use in lane 0 may launch gathers of other lanes: all ranks of their meshes come to it.
         if is_expected:
             self._fill(chain, [gap for gap in self._gaps if lane in (0, gap)])
             return
@@ -261,7 +266,7 @@ class Gathering:
         blocks: Blocks | None = []  # nothing to guess from
         if forward is not None:
             blocks = self._setup.guesses.backward(forward.plan.uses, chain.observed)
-        if blocks is not None:
+        if blocks is not None:  # None: too few uses yet
             chain.guess(blocks, NUM_SEEN)
 
     def begin(self, chain: Chain) -> None:
@@ -276,7 +281,7 @@ class Gathering:
     def _fill(self, chain: Chain, lanes: Collection[int] | None = None) -> None:
         """Launch every gather that should already be in flight, in these lanes or all."""
         if lanes is None:
-            self._gaps = set()
+            self._gaps = set()  # ``_prefetch`` adds those that remain
         else:
             self._gaps = self._gaps.difference(lanes)
         for positions in chain.expected(lanes):
@@ -301,6 +306,7 @@ class Gathering:
             self._gather(missing)
 
     def _is_missing(self, chain: Chain, target: Gatherable, position: int) -> bool:
+        # One gather serves all uses of a weight that stays. A group has memory for one.
         if self._keeper.stays(target) or isinstance(target, GatherableGroup):
             return target.is_absent
         # Each use to come takes one gather: that of an earlier use does not serve this one.
@@ -310,6 +316,7 @@ class Gathering:
     def _gather(self, targets: Sequence[Gatherable]) -> None:
         """Launch one gather of shards that are present."""
         self._grads.launches.order.note("all_gather", targets)
+        # The quick way: no mode sees the ops, and nothing else has to be launched first.
         if not (compat.num_dispatch_modes() or self.statistics.waiting or self.parts.weights):
             gather.launch(targets, self._comm)
             return

@@ -63,7 +63,7 @@ def guess_backward(
         return None
     in_blocks = [use for use in uses if use in block_of]
     blocks = [list(block) for _, block in groupby(in_blocks, block_of.get)]
-    blocks.reverse()
+    blocks.reverse()  # backward begins with the last one
     reverse = [[in_backward[use] for use in reversed(block)] for block in blocks]
     recomputed = [[*block, *back] for block, back in zip(blocks, reverse, strict=True)]
     for guess in (reverse, recomputed):
@@ -75,14 +75,14 @@ def guess_backward(
 def reordered(blocks: Blocks, cursor: int, position: int) -> Blocks | None:
     """The weight expected at ``position`` was used at ``cursor``. Assume the same order in this and
     later blocks of equal length. None if ``position`` is in a later block."""
-    ends = list(accumulate(map(len, blocks), initial=0))
-    begin, end = next(pair for pair in pairwise(ends) if cursor < pair[1])
+    ends = list(accumulate(map(len, blocks), initial=0))  # where blocks begin, and the end of the last one
+    begin, end = next(pair for pair in pairwise(ends) if cursor < pair[1])  # the block of the cursor
     if position >= end:
         return None
     found = []
     for first, block in zip(ends, blocks, strict=False):
         block = list(block)
-        if first >= begin and len(block) == end - begin:
+        if first >= begin and len(block) == end - begin:  # earlier blocks have been used already
             block.insert(cursor - begin, block.pop(position - begin))
         found.append(block)
     return found
@@ -113,12 +113,13 @@ class Guesses:
         owners = set(by_module)
         numbers = count()
         for container in (module for root in roots for module in root.modules()):
+            # A block stands at least twice among the children that have weights to guess.
             children = (c for c in container.children() if not owners.isdisjoint(c.modules()))
             for block, number in zip(blocks_in(container, children), numbers, strict=False):
                 for module in block.modules():
                     for target in by_module.pop(module, ()):  # the outermost block takes it
                         self._uses_of.setdefault(module, []).append(target.index)
-                        self._block_of.setdefault(target.index, number)
+                        self._block_of.setdefault(target.index, number)  # a tied weight is in its first one
                         self._in_backward[target.index] = target.weight.for_backward.index
 
     def forward(self, module: nn.Module) -> Blocks:

@@ -65,7 +65,7 @@ class Keeper:
         """Whether the weight stays gathered after all of its uses in this pass."""
         weight = target.weight
         if weight.is_pinned or target.may_be_left_out:
-            return True
+            return True  # after ``unshard``, or gathered once for the whole pass
         if weight.form.fixed is not None:
             return False  # see [Note: fixed buffers]
         if self._passes.is_in_backward:
@@ -87,6 +87,7 @@ class Keeper:
             for lane in backward.lanes:
                 first = backward.first(lane)
                 if first is not None:
+                    # One launch gathers a weight with its companions, so keep all of them.
                     companions = self._members.gatherables[first].companions
                     chosen.update((first, *(other.index for other in companions)))
             self._if_last = frozenset(chosen)
@@ -122,6 +123,7 @@ class Keeper:
         for target in self._members.gatherables:
             if target.kept is not None:
                 weight = target.weight
+                # If an outer ``fully_shard`` has cut the weight again, its next gather may bring other values.
                 if weight.registration.is_cut_again or not (
                     weight.is_pinned or not weight.flags.reshard_after_backward
                 ):
@@ -150,6 +152,7 @@ class Keeper:
         for group in self._members.groups:
             group.in_backward.held = None
             group.free()
+            # Others may hold gathers of the recording: a new version makes them stale.
             group.shards.num_updates += 1
         for weight in self._members.weights:
             weight.versions.num_updates += 1
@@ -158,8 +161,8 @@ class Keeper:
     def wait_kept(self, weight: ShardedWeight) -> None:
         kept = (weight.group or weight).for_forward.kept
         if kept is not None:
-            self._comm.streams.wait(kept.done)
-            self._comm.host_copies.finish_uploads()
+            self._comm.streams.wait(kept.done)  # the caller's stream reads the weight next
+            self._comm.host_copies.finish_uploads()  # the host may write to its shards next
 
     def drop_kept(self, weight: ShardedWeight) -> None:
         """Drop everything that was made of a shard."""
@@ -190,7 +193,8 @@ class Keeper:
                 with compat.unseen_by_checkpoint_policies():
                     for output in target.group.leaves.outputs:
                         poison(output)
-            target.group.free()
+            target.group.free()  # by resizing the storage: the leaves live on
+        # The last reference frees the buffer of a single weight. An alias belongs to the shard or to a graph.
         elif self._comm.debug.poison and not gathered.is_alias:
             gathered.forget()
             # We are two of the owners: the buffer, and the Python object of its storage.
@@ -203,7 +207,7 @@ class Keeper:
         it."""
         assert weight.form.fixed is not None
         fixed = weight.form.fixed.gathered
-        if gathered.is_in(fixed):
+        if gathered.is_in(fixed):  # the gather has found it free
             return
         # A gather for a later use may have the fixed buffer, or one for eager code that did not
         # pass the weight on (see ``leave_fixed``). Move those to other buffers.
@@ -212,7 +216,7 @@ class Keeper:
                 if other is not None and other is not gathered and other.is_in(fixed):
                     self._comm.streams.wait(other.done)
                     other.move(target.weight.form.new_buffer(), target.weight.layout)
-        fixed.copy_(gathered.buffer)
+        fixed.copy_(gathered.buffer)  # the caller has waited for the gather
 
     def leave_fixed(self, weight: ShardedWeight, gathered: Gathered) -> None:
         """Copy the weight out of the fixed buffer before eager code keeps it: the next replay

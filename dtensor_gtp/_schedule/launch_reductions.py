@@ -92,8 +92,10 @@ class ReductionLaunches:
         # Blocks may have left these on other streams than the one that packs them now.
         self._comm.streams.note_reading_earlier(taken)
         dtype = weight.reduce_dtype
-        if self.sends_narrow(weight, taken[0].dtype):
+        if self.sends_narrow(weight, taken[0].dtype):  # so nothing is cast here
             dtype = taken[0].dtype
+        # The compute stream owns this memory. ``Scattering.keep`` holds it until the reduction
+        # is retired.
         buffer = taken[0].new_empty(world * sum(_slot_numels(together)), dtype=dtype)
         pack(taken, world, buffer)
         for gradient in together:
@@ -129,7 +131,7 @@ class ReductionLaunches:
     def _reduce_scatter(self, together: list[Gradient]) -> None:
         """Launch one reduce-scatter of these gradients on the scatter stream."""
         comm = self._comm
-        weight = together[0].weight
+        weight = together[0].weight  # all have its groups, dtype and scale
         scale = together[0].scale
         fulls = []
         if together[0].taken is not None:
@@ -141,23 +143,25 @@ class ReductionLaunches:
                 gradient.buffer = None  # ``scattering`` says below how long it has to live
         ring = weight.pending_grad.ring
         places: Sequence[Place] = ()
-        held: Sequence[Place] = ()
+        held: Sequence[Place] = ()  # alive, and so in use, until the launch is retired
         if ring is not None:
             places, held = self._places(ring, together, fulls)
         world = weight.layout.world
         dtype = weight.reduce_dtype
+        # Outside of ``reducing``: the compute stream owns what a scattering allocates.
+        # A narrow gradient is exchanged. Each rank adds what it receives, in ``dtype``.
         if len(fulls) == 1 and self.sends_narrow(weight, fulls[0].dtype):
             scattering = Scattering("all_to_all", fulls, world, fulls[0].dtype, dtype=dtype)
         else:
             kind = weight.groups.reduce_scatter
             scattering = Scattering(kind, fulls, world, dtype, ring, places)
-        with comm.reductions.reducing():
+        with comm.reductions.reducing():  # on the scatter stream, after all compute streams
             if comm.is_debugged:
                 self._look_at(together, fulls)
             is_async = not comm.streams.has_streams
             work = scattering.launch(scale, weight.groups, comm.reductions, async_op=is_async)
             keep = scattering.keep()  # also the full gradients, while the collective reads them
-            complete = partial(self._scattered, together, scattering)
+            complete = partial(self._scattered, together, scattering)  # without streams it runs after the work
             self._launched(together, work, complete, keep, held)
 
     def _look_at(self, together: Sequence[Gradient], fulls: Sequence[Tensor]) -> None:
@@ -181,13 +185,14 @@ class ReductionLaunches:
         if len(held) == len(together):
             return held, held  # the GEMMs have written into the ring
         with self._comm.reductions.scattering():
-            self._comm.reductions.wait_finished()
+            self._comm.reductions.wait_finished()  # the finish stream may still read it
             places = ring.lay_out(fulls, together[0].weight.reduce_dtype)
         return places, [*held, *places]  # the copies to the new places read the old ones
 
     def complete_later(self, gradient: Gradient, slot: Tensor) -> None:
         """Do what follows a reduce-scatter whose result is ``slot``."""
         with self._comm.reductions.reducing():
+            # The compute stream owns ``slot``: it may reuse the memory only after this reduction.
             self._launched([gradient], None, partial(self._complete, gradient, slot), [slot])
 
     def _scattered(self, together: list[Gradient], scattering: Scattering) -> None:
@@ -206,10 +211,10 @@ class ReductionLaunches:
             slot += weight.pending_grad.unreplicated
             weight.pending_grad.unreplicated = None
         if not gradient.requires_all_reduce:
-            weight.pending_grad.unreplicated = slot
+            weight.pending_grad.unreplicated = slot  # until a microbatch that is summed over replicas
             return
         if self.replicas is None and (replicate := weight.groups.replicate) is not None:
-            if weight.has_parts:
+            if weight.has_parts:  # each replica gets one row of the sum
                 slot = self._reduce_scatter_in_order(weight.for_replicas(slot), scale, replicate)
             else:
                 self._all_reduce_in_order(slot, scale, replicate)
@@ -226,7 +231,7 @@ class ReductionLaunches:
         """All-reduce on the current stream. Without streams, wait for the result."""
         is_async = not self._comm.streams.has_streams
         work = compat.all_reduce(tensor, scale.op, group, is_async)
-        if work is not None and is_async:
+        if work is not None and is_async:  # with streams, the current one orders what follows
             work.wait()
 
     def _reduce_scatter_in_order(
@@ -256,7 +261,7 @@ class ReductionLaunches:
             if not (flags.requires_gradient_sync and flags.requires_all_reduce):
                 if grad is not None:
                     grad = grad.to(param.reduce_dtype)
-                param.unsynced_grad = grad
+                param.unsynced_grad = grad  # for a later microbatch; None: no gradient so far
             elif grad is not None or (self.replicas is None and param.gradient.awaits_reduction):
                 key = param.groups, param.reduce_dtype, flags.gradient_divide_factor
                 buckets.setdefault(key, []).append((param, grad))
@@ -281,6 +286,7 @@ class ReductionLaunches:
                 return
         scale = collectives.reduce_scale(dtype, first.num_ranks, first.flags.gradient_divide_factor)
         grads = [param.new_zero_grad() if grad is None else grad for param, grad in bucket]
+        # Travels with the gradients. The sum is positive where any rank has used the parameter.
         used = grads[0].new_ones(len(bucket))  # filled on the device, as a graph may record it
         for index, (_, grad) in enumerate(bucket):
             if grad is None:
@@ -294,7 +300,7 @@ class ReductionLaunches:
         flat = _flatten(sent, dtype)
         wire = flat
         if flat.is_complex():
-            wire = torch.view_as_real(flat)
+            wire = torch.view_as_real(flat)  # a view: the sum arrives in ``flat``
 
         def complete() -> None:
             # Before the sum over replicas, which need not launch alike.
@@ -307,7 +313,7 @@ class ReductionLaunches:
             *parts, used_by_any = compat.unflatten(flat, [*grads, used])
             for (param, grad), part, is_used in zip(bucket, parts, used_by_any, strict=True):
                 if grad is None and not param.flags.reduce_scatter_unused_params:
-                    param.gradient.note_use_elsewhere(is_used)
+                    param.gradient.note_use_elsewhere(is_used)  # if no rank used it, it gets none
                 param.gradient.accumulate(part)
 
         title = f"{len(bucket)} whole parameters"
@@ -319,10 +325,10 @@ class ReductionLaunches:
                 comm.check_finite("the all_reduce of gradients", values, groups)
             if scale.predivide is not None:
                 wire.div_(scale.predivide)
-            work = None
+            work = None  # without peers nothing is sent
             if active:
                 work = compat.all_reduce(wire, scale.op, active[0], not comm.streams.has_streams)
-            comm.reductions.launched(work, complete, (flat,))
+            comm.reductions.launched(work, complete, (flat,))  # memory of the compute stream
 
 
 def _flatten(grads: list[Tensor], dtype: torch.dtype) -> Tensor:

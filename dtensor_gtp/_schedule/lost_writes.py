@@ -55,7 +55,7 @@ class LostWrites:
 
     def begin_forward(self) -> None:
         """Gather anew what may have been written since the last pass."""
-        errors = self.written_outside(self._members.weights)
+        errors = self.written_outside(self._members.weights)  # before what was kept is dropped
         stale: Iterable[ShardedWeight] = self._outdated
         if errors:  # drop the values that were written to no effect
             stale = [weight for weight in self._members.weights if weight.is_pinned]
@@ -65,7 +65,7 @@ class LostWrites:
         self._seen_outside.clear()
         self._seen_shards.clear()
         if errors:
-            raise errors[0]
+            raise errors[0]  # last: the next forward shall find nothing stale
 
     def gather_outdated(self) -> None:
         """Before a backward, which computes with what was written through ``.data``, as in one process."""
@@ -73,14 +73,14 @@ class LostWrites:
             return
         for weight in self._outdated:
             if weight.group is None:
-                self._keeper.drop_kept(weight)
+                self._keeper.drop_kept(weight)  # its next use gathers it
         groups = {weight.group for weight in self._outdated}
         for group in self._members.groups:  # in one order on all ranks
             if group in groups:
                 # What was read outside of the block is in the memory of the group, so that has to
                 # be full.
                 self._gathering.gather_and_keep([group.for_forward])
-                self._keeper.wait_kept(group.weights[0])
+                self._keeper.wait_kept(group.weights[0])  # no use waits before autograd reads it
         self._outdated.clear()
 
     def written_outside(self, weights: Iterable[ShardedWeight]) -> list[RuntimeError]:
@@ -119,12 +119,15 @@ class LostWrites:
             # would wait for the others.
             self._outdated.add(weight)
         else:
+            # No forward runs, and it is not unsharded: what is kept of it is gathered anew
+            # at its next use.
             for target in (group or weight).gatherables:
                 self._keeper.forget_kept(target)
 
     def note_untraced_write(self, param: object) -> None:
         """As ``note_handed_out``, where it is likely that all ranks do so."""
         self.note_handed_out(param)
+        # ``ReplicaGathers.begin`` gathers again if this has changed: a collective of all replicas.
         self._gathering.parts.num_writes += self._members.member_of(param) is not None
 
     def note_written(self, params: Iterable[object]) -> None:
@@ -136,6 +139,7 @@ class LostWrites:
         use alone."""
         gathering = self._gathering
         if group is not None:
+            # A block that runs now has read the old values: ``written_in_use`` compares these bits.
             is_new = group.for_forward.live is not None and group not in self._seen_shards
             if is_new and self._comm.streams.may_wait_on_host:
                 self._seen_shards[group] = _bits_of_shards(group)
@@ -143,7 +147,7 @@ class LostWrites:
             gathering.forget_pending(group.for_forward)
             self._keeper.forget_kept(group.for_forward)
             return
-        gathering.handed_out.add(weight)
+        gathering.handed_out.add(weight)  # this pass does not gather it ahead any more
         gathering.drop_prefetched_of([weight])
         for target in weight.gatherables:
             target.live = None  # whoever uses it keeps it
@@ -169,7 +173,7 @@ class LostWrites:
         member = self._members.member_of(param)
         if member is None or member.registration.is_cut_again:
             return
-        member.refuse_graphs()
+        member.refuse_graphs()  # the backward of an earlier forward raises
         if member.group is not None:
             member.group.leaves.refuse_graphs(member.replaced_before_backward())
 
@@ -177,12 +181,12 @@ class LostWrites:
         """A forward reads a weight of ``group`` outside of its block, or a backward uses the group."""
         is_in_pass = self._reads.frames or self._passes.is_in_backward
         if is_in_pass and self._reads.looks_at_bits and group not in self._seen_outside:
-            self._seen_outside[group] = group.leaves.seen()
+            self._seen_outside[group] = group.leaves.seen()  # the caller holds the group: it has memory
 
     def check(self, group: WeightGroup) -> None:
         """Before the backward of a block frees ``group``: raise if it has written to weights to no
         effect."""
-        seen = self._seen_outside.pop(group, None)
+        seen = self._seen_outside.pop(group, None)  # popped, because the memory is freed next
         if seen is None:
             return
         misuse = group.untraced_write(seen, "in a backward")
@@ -195,7 +199,7 @@ class LostWrites:
         bits = self._seen_shards.pop(group, None)
         if bits is None and not self._reads.looks_at_bits:
             return None
-        is_written = group.version != group.leaves.version
+        is_written = group.version != group.leaves.version  # shards now, and as gathered
         if not is_written and bits is not None:
             is_written = any(map(is_changed, bits, _bits_of_shards(group)))
         if not is_written:
@@ -214,7 +218,7 @@ class LostWrites:
             return None
         found = [group.untraced_write(seen, where) for group, seen in self._seen_outside.items()]
         self._seen_outside.clear()
-        found += [param.take_back() for param in self._members.whole]
+        found += [param.take_back() for param in self._members.whole]  # repairs each of them
         return next(filter(None, found), None)
 
 
@@ -222,7 +226,7 @@ def count_writes(written: Sequence[ManagedParam]) -> None:
     """Of what leaves no version: autograd shall refuse a backward through what was computed with
     the values before."""
     for group in {param.group for param in written if param.group is not None}:
-        group.shards.num_updates += 1
+        group.shards.num_updates += 1  # the next gather counts a write to all leaves
     for param in written:
         if isinstance(param, ShardedWeight):
             param.versions.num_updates += 1  # in a group, of what a recipe has made of the shard

@@ -70,6 +70,7 @@ class Members:
         self.groups = list(groups)
         singles = (target for weight in self.single_weights for target in weight.gatherables)
         self.gatherables = [*singles, *(group.for_forward for group in groups)]
+        # Weights in groups keep their old numbers, which no plan uses any more.
         for index, target in enumerate(self.gatherables):
             target.index = index
 
@@ -93,4 +94,4 @@ class Members:
 
     def among(self, ids: set[int]) -> list[ManagedParam]:
         """The managed parameters among objects with these ids."""
-        return [self._by_id[key] for key in ids & self.by_id().keys()]
+        return [self._by_id[key] for key in ids & self.by_id().keys()]  # ``by_id()`` runs first

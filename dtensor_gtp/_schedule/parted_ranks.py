@@ -93,7 +93,9 @@ class OrderOfLaunches:
         graph sends marks, too: its peers may run eagerly."""
         name = groups.scatter_name
         num_ranks = groups.scatter.size()
-        launches = self._launches.pop(name, None) or _Launches()
+        launches = self._launches.pop(name, None) or _Launches()  # the next call starts anew
+        # Each of ``num_ranks`` additions rounds by up to ``num_ranks * eps / 2``. Together they
+        # must not exceed the half of a rank by which ``check`` decides.
         if dtype.is_complex or num_ranks**2 * torch.finfo(dtype).eps > 1:
             return None
         if is_recorded:  # a graph keeps addresses: it gets marks of its own
@@ -116,7 +118,7 @@ class OrderOfLaunches:
             host.copy_(sums, non_blocking=True)
             arrived = torch.cuda.current_stream().record_event()
         else:
-            host = sums.clone()
+            host = sums.clone()  # the caller divides the memory of ``sums`` next
         self._running.append(_Comparison(marks.launches, mesh, groups, host, arrived))
 
     def check(self, *, is_next_step: bool) -> None:
@@ -124,7 +126,7 @@ class OrderOfLaunches:
         the next step, so that the host does not wait. Not while a graph is recorded: it may wait
         for no event, nor free pinned memory."""
         while self._running and (is_next_step or self._running[0].arrived is None):
-            compared = self._running.pop(0)
+            compared = self._running.pop(0)  # first: one that raises is not read again
             if compared.arrived is not None:
                 compared.arrived.synchronize()
             always, *bits = compared.sums.abs().tolist()
@@ -209,9 +211,10 @@ class PartedRanks:
     def begin(self, chain: Chain) -> None:
         """A pass begins."""
         if self._passes:
+            # Now: the same chain may run again, and would change the uses of the earlier pass.
             self._passes[-1].end()
         else:
-            self._watch()
+            self._watch()  # not earlier: now all parameters are registered
         self._num_passes += 1
         self._passes.append(_Pass(self._num_passes, chain))
 
@@ -221,8 +224,10 @@ class PartedRanks:
         if not self._stores or not self._passes:
             return
         running = self._passes[-1]
+        # ``Gathering`` may note a use twice: before its gather, and when the chain has recorded it.
         if running.chain is not chain or position <= next(reversed(running.written), -1):
             return
+        # Without a plan peers know no use, so all are written.
         if running.planned and len(running.written) >= _MOST_WRITTEN:
             return
         running.written[position] = self._name_of(use)

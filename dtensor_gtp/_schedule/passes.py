@@ -72,7 +72,7 @@ class Chain:
         if self._observed is None:
             number = self._num_as_planned
             plan = self.plan
-            expected, launches = plan.steps[number]
+            expected, launches = plan.steps[number]  # ``steps`` ends with a None that never matches
             if expected == use:
                 self._num_as_planned = number + 1
                 return launches
@@ -96,7 +96,7 @@ class Chain:
             if not (self._guessed and self._reorder(self._guessed, cursor, position)):
                 cursors[lane] = position + 1  # this pass has left out the uses before it
         elif self._guessed and use in uses:  # behind its block
-            self.guess([])
+            self.guess([])  # a wrong guess: this pass goes on without a plan
         return None
 
     def _reorder(self, guessed: Blocks, cursor: int, position: int) -> bool:
@@ -150,10 +150,10 @@ class Chain:
     def end(self) -> None:
         """The pass is complete: its uses are the plan of the next one."""
         observed = tuple(self.observed)
-        if observed != self.plan.uses:
+        if observed != self.plan.uses:  # else the plan stays, with all that was computed for it
             self.plan = Plan(observed, self._traits(), self.window)
         self.may_guess = False
-        self._guessed = None
+        self._guessed = None  # an observed plan is never reordered
         self.begin()
 
 
@@ -245,7 +245,7 @@ class OneThread:
         thread = threading.get_ident()
         # In a backward, the threads of autograd recompute forwards for the one that waits for them.
         if self._in_frame != thread and compat.current_graph_task_id() == -1:
-            if self._in_frame:
+            if self._in_frame:  # another thread is
                 _refuse("forward")
             self._in_frame = thread
 

@@ -134,7 +134,7 @@ class Plan:
         for lane, positions in self.lanes.items():
             if lanes is not None and lane not in lanes:
                 continue
-            step = max(self._step(0, cursors), self._step(lane, cursors))
+            step = max(self._step(0, cursors), self._step(lane, cursors))  # the one that is ahead
             for position in positions[self.num_past(lane, cursors) :]:
                 launch = self._launch_of.get(position)
                 if launch is None or launch.step > step:
@@ -176,9 +176,9 @@ def _plan_launches(
         borders: set[int] = set()
         if lane == 0 or window.num_blocks == 0:
             steps_of_own = _steps_by_size([used[position].nbytes for position in positions], window)
-            num_alike = [0, *(index + 1 for index in own)]
+            num_alike = [0, *(index + 1 for index in own)]  # as ``num_uses``: from the lane to ``alike``
             steps = [num_alike[step] for step in steps_of_own]
-        elif len(blocks) == 1:
+        elif len(blocks) == 1:  # there is no previous block to start gathers in
             steps_of_alike = _steps_by_size([used[position].nbytes for position in alike], window)
             steps = [steps_of_alike[index] for index in own]
         else:
@@ -191,12 +191,13 @@ def _plan_launches(
 
 def _steps_by_size(sizes: list[int], window: Window) -> list[int]:
     """After how many uses each use is due."""
-    begins = list(accumulate(sizes, initial=0))
+    begins = list(accumulate(sizes, initial=0))  # bytes before each use
     steps = []
     for position, size in enumerate(sizes):
-        reach = 0
+        reach = 0  # then ``depth`` decides
         if window.nbytes:
             reach = max(window.nbytes, size)
+        # Due after the last use that begins at least ``reach`` bytes before this one.
         by_bytes = bisect_right(begins, begins[position] - reach)
         steps.append(min(by_bytes, max(position - window.depth + 1, 0)))
     # A use is launched no later than those that follow it.
@@ -205,15 +206,15 @@ def _steps_by_size(sizes: list[int], window: Window) -> list[int]:
 
 def _steps_by_block(blocks: list[list[int]], num_ahead: int) -> list[int]:
     """After how many uses each use is due, if it looks ``num_ahead`` blocks ahead."""
-    stride = blocks[1][0] - blocks[0][0]
+    stride = blocks[1][0] - blocks[0][0]  # uses from one block to the next
     steps = []
     for number, block in enumerate(blocks):
         for place, position in enumerate(block):
             if number < num_ahead:
-                steps.append(max(0, position - stride * num_ahead))
+                steps.append(max(0, position - stride * num_ahead))  # no block is that far back
             else:
                 before = blocks[number - num_ahead]
-                steps.append(before[min(place, len(before) - 1)] + 1)
+                steps.append(before[min(place, len(before) - 1)] + 1)  # that block may be shorter
     return list(accumulate(reversed(steps), min))[::-1]
 
 
@@ -236,7 +237,7 @@ def _put_together(
             is_bundled = bundle != -1 and bundle == traits[uses[begun.positions[-1]]].bundle
             is_small = total <= min(limit, max(before, _QUICK_NBYTES))
             if use not in taken and (is_bundled or is_small):
-                launches[-1] = Launch(begun.step, (*begun.positions, position))
+                launches[-1] = Launch(begun.step, (*begun.positions, position))  # due with its first use
                 taken.add(use)
                 continue
         launches.append(Launch(step, (position,)))
@@ -261,7 +262,7 @@ def choose_kept(
     time, and the least compute hides their gathers. The ranks of a mesh must make the same choice,
     so lane 0 chooses first, and the other lanes share the rest in equal parts. ``sizes`` and
     ``lanes`` are by weight index; a size of 0 is never kept."""
-    candidates = set(forward.uses)
+    candidates = set(forward.uses)  # nothing else can be kept from it
     order = [use for use in dict.fromkeys(backward.uses) if use in candidates]
     kept = set()
 
@@ -316,7 +317,7 @@ def held_nbytes(plan: Plan, kept: AbstractSet[int], nbytes: Sequence[int], *, is
     for step, launches in enumerate(plan.launches):
         if step:
             index = plan.uses[step - 1]
-            change(index, -(step - 1 in ahead))
+            change(index, -(step - 1 in ahead))  # it takes the gather that was launched for it
             if index in kept and index not in used:
                 change(index, at_first_use)
             used.add(index)

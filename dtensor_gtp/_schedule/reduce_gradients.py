@@ -53,17 +53,17 @@ class Gradients:
         if self._postponed is None:
             job(*args)
         else:
-            self._postponed.append(partial(job, *args))
+            self._postponed.append(partial(job, *args))  # the second part of a pipeline's backward runs it
 
     def in_order(self, wgrad: Callable[[], None] | None, dgrad: Callable[[], Tensor] | None) -> Tensor | None:
         """Run ``wgrad``, which submits the gradient of a layer's weight, and ``dgrad``, whose
         result is returned."""
-        if wgrad is not None and self.schedule.wgrad_first:
+        if wgrad is not None and self.schedule.wgrad_first:  # it hides the gather for dgrad
             wgrad()
         grad_input = None
         if dgrad is not None:
             grad_input = dgrad()
-        if wgrad is not None and not self.schedule.wgrad_first:
+        if wgrad is not None and not self.schedule.wgrad_first:  # dgrad has freed the weight by now
             wgrad()
         return grad_input
 
@@ -100,15 +100,15 @@ class Gradients:
         is to be added."""
         if self.recording is not None:
             return self.recording.target(single(weight)), False
-        self._comm.streams.note_compute()
+        self._comm.streams.note_compute()  # the reduction has to wait for this stream, too
         if weight.pending_grad.unsharded is not None:
             return weight.pending_grad.unsharded, True
         ring = weight.pending_grad.ring
         buffer = None
         if ring is not None and weight.flags.sends_at_once:
-            self._launch_others(weight, self._scale(weight))
+            self._launch_others(weight, self._scale(weight))  # first, see [Note: places in the ring]
             buffer = ring.offer(weight.layout.buffer_shape, weight.reduce_dtype)
-        if buffer is None:
+        if buffer is None:  # no ring, or no free place in it
             buffer = weight.pending_grad.send_buffer()
         if self._comm.debug.poison:
             poison(buffer)
@@ -122,7 +122,7 @@ class Gradients:
             self._comm.streams.note_compute()
             rows = layout.rows_of(grad)
             if self.recording is not None:
-                rows = self.recording.keep(single(weight), rows)
+                rows = self.recording.keep(single(weight), rows)  # a replay finds it at a fixed address
             self.submit(weight, rows)
             return
         buffer, is_accumulating = self.target(weight)
@@ -142,7 +142,7 @@ class Gradients:
             return False  # there is a sum to add to
         if not grad.is_contiguous():
             return False
-        if grad.shape[layout.dim] != layout.buffer_shape[0]:
+        if grad.shape[layout.dim] != layout.buffer_shape[0]:  # the buffer has padding
             return False
         is_cast = grad.dtype != weight.reduce_dtype
         if layout.dim == 0 and not is_cast:
@@ -171,7 +171,7 @@ class Gradients:
             grads.agree(found)
         if not grads.weights:
             return  # until now whole parameters alone have gradients
-        is_sum = grads.unsharded is not None or not group.flags.sends_at_once
+        is_sum = grads.unsharded is not None or not group.flags.sends_at_once  # over microbatches
         scale = self._scale(group)
         if not is_sum and self.launches.can_pack(group, scale):
             self._comm.streams.note_compute()
@@ -179,7 +179,7 @@ class Gradients:
             is_summed = group.flags.requires_all_reduce
             self._join(Gradient(group, None, scale, is_summed, taken=grads.take()))
             return
-        self._wait_for_last_group()
+        self._wait_for_last_group()  # before memory for this one is allocated
         buffer, is_accumulating = self.target(group)
         if is_accumulating:
             packed = grads.send_buffer()
@@ -199,7 +199,7 @@ class Gradients:
         if together[0].taken is None:
             self.launches.launch(together)
             return
-        self._wait_for_last_group()
+        self._wait_for_last_group()  # before ``launch`` allocates the packed buffer
         self.launches.launch(together)
         self._num_launched = self._comm.reductions.num_launched
 
@@ -214,10 +214,10 @@ class Gradients:
         is_frozen = isinstance(weight, ShardedWeight) and not weight.param.requires_grad
         if is_frozen and weight.pending_grad.unsharded is not buffer:
             if weight.pending_grad.ring is not None:
-                weight.pending_grad.ring.withdraw()
+                weight.pending_grad.ring.withdraw()  # nobody fills the place that was offered
             return  # autograd, too, skips a leaf that was frozen after its forward
         if not flags.sends_at_once:
-            weight.pending_grad.unsharded = buffer
+            weight.pending_grad.unsharded = buffer  # kept until ``_send``
             return
         self._send(weight, buffer)
 
@@ -234,7 +234,7 @@ class Gradients:
             self._launch_others(weight, scale)
         place = None
         if ring is not None:
-            place = ring.take(buffer, weight.reduce_dtype)
+            place = ring.take(buffer, weight.reduce_dtype)  # None: the launch finds new places
         is_summed = flags.requires_all_reduce
         self._join(Gradient(weight, buffer, scale, is_summed, share, place, self._bundle))
 
@@ -285,6 +285,7 @@ class Gradients:
             return
         first = waiting[0]
         other = first.weight
+        # One launch has one communicator, dtype and scale. Only gradients of groups are packed.
         is_alike = (other.groups, other.reduce_dtype) == (weight.groups, weight.reduce_dtype)
         is_alike = is_alike and (first.scale, first.bundle) == (scale, self._bundle)
         is_alike = is_alike and (first.taken is not None) == is_taken
@@ -359,6 +360,7 @@ class Gradients:
         if not self._comm.streams.has_streams:
             # This completes reductions, which set and clear ``pending_grad.unreplicated``.
             self._comm.reductions.retire_all()
+        # Rows of earlier microbatches that are summed over gtp alone: sum them over replicas, too.
         for weight in synced:
             slot = weight.pending_grad.unreplicated
             if slot is not None and weight.flags.requires_all_reduce:
@@ -371,7 +373,7 @@ class Gradients:
             # Marks of the last step, for which the host did not wait then.
             self.launches.order.check(is_next_step=True)
         self.launches.reduce_whole(whole)
-        self._comm.end_backward()
+        self._comm.end_backward()  # compute waits for all reductions, whose buffers are dropped
         # Marks of this step, if the host has them already (without a GPU).
         self.launches.order.check(is_next_step=False)
         if self.launches.replicas is not None:
@@ -387,7 +389,7 @@ class Gradients:
 
     def abandon(self) -> None:
         """After an exception: wait for the launched reductions and forget their results."""
-        self._waiting.clear()
+        self._waiting.clear()  # these were not launched
         self._comm.abandon()
         if self.launches.replicas is not None:
             self.launches.replicas.reset()

@@ -51,7 +51,7 @@ class ReplicaGathers:
         room: dict[Groups, int] = {}
         for weight in self.weights:
             assert weight.part is not None
-            weight.part.gathered = None
+            weight.part.gathered = None  # what it has of other replicas is old
             launches = self._waiting.setdefault(weight.groups, deque())
             size = weight.part.buffer.nbytes
             if not launches or size > room[weight.groups]:
@@ -72,7 +72,7 @@ class ReplicaGathers:
                 continue
             waiting = self._waiting.get(weight.groups)
             while waiting and not _is_whole(weight):
-                self._launch(waiting.popleft())
+                self._launch(waiting.popleft())  # all replicas have this order
             if not _is_whole(weight):  # this forward has written to it, or replaced it
                 self._launch([weight])
 
@@ -80,6 +80,7 @@ class ReplicaGathers:
         """As ``bring``, for code that reads the shards themselves."""
         weights = [weight for weight in weights if weight.part is not None]
         self.bring(weights)
+        # One stream gathers for each mesh, so its last launch is behind all others.
         for groups in dict.fromkeys(weight.groups for weight in weights):
             if (done := self._last.pop(groups, None)) is not None:
                 self._comm.streams.wait(done)
@@ -95,8 +96,8 @@ class ReplicaGathers:
         sent = []
         for weight in together:
             assert weight.part is not None
-            weight.part.gathered = _version(weight)
-            if weight.part.buffer.numel():
+            weight.part.gathered = _version(weight)  # readers follow on this stream, or wait
+            if weight.part.buffer.numel():  # else all replicas have an empty shard
                 dtype = weight.compute_dtype
                 if weight.form.wire is not None:
                     dtype = weight.shard.dtype  # what is quantized, is so from all bits

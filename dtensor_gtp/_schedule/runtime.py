@@ -56,7 +56,7 @@ class Runtime:
         # Ids of the tensors to which the running backward is confined (``inputs=``).
         self.asked_for: set[int] | None = None
         self._thread = OneThread()
-        optimizer_steps().watchers.add(self)
+        optimizer_steps().watchers.add(self)  # a weak set: it keeps no runtime alive
 
     @property
     def holds_weights(self) -> bool:
@@ -76,8 +76,8 @@ class Runtime:
         written = self.members.among(updated)
         self.steps.count_step(is_ours=bool(written) or self.members.is_cut_again)
         weights = [param for param in written if isinstance(param, ShardedWeight)]
-        errors = self.lost_writes.written_outside(weights)
-        count_writes(written)
+        errors = self.lost_writes.written_outside(weights)  # before what was kept is dropped
+        count_writes(written)  # fused and foreach optimizers change no version of a shard
         for param in written:
             if param.group is not None:
                 self.keeper.forget_kept(param.group.for_forward)
@@ -98,7 +98,7 @@ class Runtime:
     @property
     def is_materializing(self) -> bool:
         """Whether module attributes are full weights now, as in a forward or backward."""
-        return bool(self.reads.frames) or compat.current_graph_task_id() != -1
+        return bool(self.reads.frames) or compat.current_graph_task_id() != -1  # -1: no backward here
 
     def depth_of_call(self) -> int:
         """How many frames run. Call it before ``enter``, and ``leave`` with the result after
@@ -110,7 +110,7 @@ class Runtime:
     def enter(self, module: nn.Module, needs_hooks: Callable[[int], bool], method: str = "forward") -> Frame:
         """Begin a forward. ``needs_hooks`` of the number of optimizer steps: whether saved weights
         become handles."""
-        if not self.is_materializing:
+        if not self.is_materializing:  # neither in a frame nor in a backward
             self._begin_forward(Entry(module, method))
         needs_handles = torch.is_grad_enabled() and needs_hooks(self.steps.num_steps)
         frame = self.reads.push(needs_handles and compat.saved_tensors_hooks_enabled())
@@ -122,7 +122,7 @@ class Runtime:
     def exit(self, frame: Frame, is_complete: bool) -> None:
         """End a forward; ``is_complete`` is False if it raised."""
         misuse = None
-        if is_complete and frame.seen:
+        if is_complete and frame.seen:  # before ``end`` forgets what was seen
             misuse = self.reads.misuse_in(frame)
         if is_complete and len(self.reads.frames) == 1:
             misuse = misuse or self.lost_writes.found()
@@ -130,9 +130,9 @@ class Runtime:
         if len(self.reads.frames) == 1:
             for group in self.members.groups:
                 group.views.hide()
-            if not torch.is_grad_enabled():
+            if not torch.is_grad_enabled():  # otherwise the end of backward releases them
                 self.gathering.release_read_outside()
-            if self.passes.forward is not None:
+            if self.passes.forward is not None:  # None in a recomputation
                 self._end_forward(self.passes.forward, is_complete)
         # Last: ``leave`` takes a frame that is left for one that has not ended.
         self.reads.frames.pop()
@@ -145,9 +145,9 @@ class Runtime:
             return
         # The optimizer may write to shards from now on: no gather may read them.
         self.gathering.drop_prefetched()
-        self.comm.host_copies.finish_uploads()
+        self.comm.host_copies.finish_uploads()  # nor uploads from the host
         self.gathering.parts.finish()
-        uses = chain.observed
+        uses = chain.observed  # ``chain.end`` forgets them
         chain.end()
         # The host waits for the comparison, which a recording cannot.
         if not (chain.is_compared or self.comm.streams.is_capturing):
@@ -174,7 +174,7 @@ class Runtime:
             group.views.hide()
         self.steps.forget_interrupted()
         if self.passes.forward is not None:
-            self.passes.forward.begin()
+            self.passes.forward.begin()  # its plan stays that of the last complete pass
         self.passes.end_forward()
 
     def _drop_gathers(self, *, is_in_forward: bool = False) -> None:
@@ -203,7 +203,7 @@ class Runtime:
         self._thread.begin_forward(self._is_backward_running)
         self.drop_broken_backward()
         self.steps.forget_what_was_given_up()
-        self.setup.ensure()
+        self.setup.ensure()  # collective in the first forward
         self.gathering.release_read_outside()  # of a forward without a backward
         self.gathering.release_blocks()
         self.comm.begin_pass()
@@ -219,9 +219,10 @@ class Runtime:
         for group in self.members.groups:
             group.begin_forward(is_captured)
         if self.members.is_offloaded:
-            self.comm.host_copies.note_uploads()
+            self.comm.host_copies.note_uploads()  # ``begin_forward`` has copied whole parameters
         if self.reads.looks_at_bits and torch.is_grad_enabled() and not compat.in_func_transform():
             refuse_hooks_at_nodes(self.members.weights)
+        # First: statistics are of whole shards, with the rows of all replicas.
         self.gathering.parts.begin(self.setup.schedule.coalesce_nbytes)
         self.gathering.statistics.begin_forward(self.members.weights)
         self.gathering.gather_for_any_use(is_in_backward=False)
@@ -258,7 +259,7 @@ class Runtime:
                 param.gradient.awaits_reduction = True
         for group in self.members.groups:
             group.pending_grad.asked_for = asked
-        self._records_graph = torch.is_grad_enabled()
+        self._records_graph = torch.is_grad_enabled()  # the engine sets it to ``create_graph``
         self.comm.begin_pass()
         self.lost_writes.gather_outdated()
         end = partial(self._finish_backward)
@@ -281,7 +282,7 @@ class Runtime:
 
     def split_groups(self) -> None:
         """Gather and reduce each weight by itself from now on, as graphs of single blocks need it."""
-        self.setup.make_groups_by(None)
+        self.setup.make_groups_by(None)  # nor does a first forward make any
         for group in self.members.groups:
             self.keeper.forget_kept(group.for_forward)
             group.dissolve()
@@ -293,7 +294,7 @@ class Runtime:
         """Gather a weight, or its group, ahead of any use, for ``unshard``."""
         self.setup.ensure()
         self.gathering.parts.begin(self.setup.schedule.coalesce_nbytes)
-        self.gathering.parts.finish()
+        self.gathering.parts.finish()  # no forward would launch the rest
         group = weight.group
         if group is None:
             self.gathering.gather_kept(weight)
@@ -327,7 +328,7 @@ class Runtime:
     def _finish_backward(self) -> None:
         """End a backward, on the caller's stream. When this returns, all gradients are in ``.grad``."""
         with self.steps.forgetting_on_failure():
-            misuse = self.reads.misuse_in(self.reads.in_backward)
+            misuse = self.reads.misuse_in(self.reads.in_backward)  # raised last
             self.reads.release_read_in_backward()
             self._finish_blocks()
             misuse = misuse or self.lost_writes.found("in a backward")
@@ -350,7 +351,7 @@ class Runtime:
         a backward with ``create_graph=True`` the weights stay for the second one, which computes
         with what the first one has saved."""
         for group in self.members.groups:
-            group.in_backward.uses.clear()
+            group.in_backward.uses.clear()  # forwards whose ``BlockUse.end`` has not come
             if group.in_backward.creates_graph:
                 group.in_backward.creates_graph = False
             else:
@@ -384,7 +385,7 @@ class Runtime:
     def forget_recording(self) -> None:
         """After a failed recording into a CUDA graph: nobody can wait for its collectives, because
         they never ran."""
-        self.comm.forget_recording()
+        self.comm.forget_recording()  # first: ``abandon`` would wait for its reductions
         self.keeper.forget_recording()
         self.passes.end_backward()
         self._hide_groups()

@@ -142,7 +142,7 @@ class SavedWeights:
         inner = compat.local_part(tensor)
         is_plain = type(inner) in _PLAIN
         parts = _parts_of(inner)
-        part_spec = None
+        part_spec = None  # ``_Composed`` has that of a subclass
         if is_plain:
             part_spec = spec
         handles = {}
@@ -176,7 +176,7 @@ class SavedWeights:
 
     def _handle(self, part: Tensor, spec: compat.DTensorSpec | None) -> _Handle | None:
         watched = self._watched.get(part.untyped_storage().data_ptr())
-        if watched is None or part.is_conj() or part.is_neg():
+        if watched is None or part.is_conj() or part.is_neg():  # ``as_strided`` would lose such a bit
             return None
         offset = int(part.storage_offset())
         for use, name, begin, end, dtype in watched:
@@ -212,6 +212,7 @@ class SavedWeights:
         """Gather the weight for the first of its handles, and hold it until the last one is unpacked."""
         if use.gathered is None:
             check_unmodified(use.weight, use.version)
+            # Not where code looks at ``grad_fn._saved_*`` outside of a backward: that unpacks, too.
             if compat.current_graph_task_id() != -1:
                 self._note_backward()
                 if not self._in_use:
@@ -230,7 +231,7 @@ class SavedWeights:
 
     def release_all(self) -> None:
         """Called at the end of a backward: release weights with handles that it did not need."""
-        for use in list(self._in_use):
+        for use in list(self._in_use):  # a copy, because ``_release`` removes from it
             self._release(use)
 
 

@@ -25,17 +25,18 @@ class Statistics:
         changed. Each mesh does so in its first gathers, if that runs on streams beside compute.
         Otherwise all do so at once: later, compute or the host would wait for ranks of other
         meshes, which gather other weights by then."""
-        self.waiting.clear()
+        self.waiting.clear()  # what the last forward has not gathered
         self._agreeing.clear()
         changed = []
         for weight in weights:
             wire = weight.form.wire
+            # ``begin_forward`` is False if no statistic is needed now, or if the present one is right.
             if wire is not None and isinstance(wire, QuantizedWire) and wire.begin_forward():
                 is_beside_compute = weight.groups.casts_shards or self._comm.streams.has_streams
                 if wire.is_within_mesh and is_beside_compute:
                     self.waiting.setdefault(weight.groups, []).append(weight)
                 else:
-                    changed.append(weight)
+                    changed.append(weight)  # agreed on below, before any gather
         agree_on_amax(changed, self._comm)
 
     def agree(self, targets: Sequence[Gatherable]) -> None:
@@ -45,13 +46,13 @@ class Statistics:
         groups = targets[0].weight.groups
         waiting = self.waiting.get(groups, [])
         sent = {weight for target in targets for weight in gather.weights_of(target)}
-        if sent.isdisjoint(waiting):
+        if sent.isdisjoint(waiting):  # nothing that is sent waits for others
             return
         later: list[ShardedWeight] = []
-        if groups not in self._agreeing:
+        if groups not in self._agreeing:  # the first gather of this forward
             later = [weight for weight in waiting if weight not in sent]
             waiting = [weight for weight in waiting if weight in sent]
         self.waiting[groups] = later
         self._agreeing.add(groups)
-        with self._comm.packing(groups):
+        with self._comm.packing(groups):  # on the stream that packs shards: compute does not wait
             agree_on_amax(waiting, self._comm)

@@ -68,7 +68,7 @@ class Steps:
 
     def note_begin(self) -> None:
         """Of a forward."""
-        if torch.is_grad_enabled() and self._num_begun != self.num_steps:
+        if torch.is_grad_enabled() and self._num_begun != self.num_steps:  # once a step
             self._num_begun = self.num_steps
             self.begins.append(time.perf_counter())
 
@@ -76,7 +76,7 @@ class Steps:
         """Reduce all remaining gradients. After the last backward, all are in ``.grad`` when this
         returns."""
         with self.forgetting_on_failure():
-            self._grads.launch_waiting()
+            self._grads.launch_waiting()  # a gradient waits for none of a later backward
             if self.is_last_backward:
                 self.num_trained += 1
                 self._grads.complete(self._members.params, self._members.groups)
@@ -106,7 +106,7 @@ class Steps:
     def forget(self) -> None:
         """After an exception: wait for launched reductions, and drop all gradients that are not in
         ``.grad`` yet."""
-        self._grads.abandon()
+        self._grads.abandon()  # first: streams may still write to what is dropped below
         self.has_unsynced = False
         self._unhandled_then = None
         for param in self._members.params:
@@ -117,7 +117,7 @@ class Steps:
     def forget_interrupted(self) -> None:
         """After a forward that raised. Gradients of earlier microbatches stay, unless the user has
         interrupted the step, and will hardly go on with it."""
-        error = sys.exc_info()[1]
+        error = sys.exc_info()[1]  # set in the ``finally`` blocks that lead here
         if self.has_unsynced and error is not None and not isinstance(error, Exception):
             self._give_up("a forward was interrupted")
 
@@ -125,7 +125,7 @@ class Steps:
         """In a notebook, an interrupt between two microbatches ends the loop, and the process goes
         on: the next forward is one of a new step. A program that handles the interrupt calls
         ``reset_iter_state``."""
-        unhandled = getattr(sys, "last_value", None)
+        unhandled = getattr(sys, "last_value", None)  # interactive sessions set it
         is_new = unhandled is not self._unhandled_then
         if self.has_unsynced and is_new and isinstance(unhandled, KeyboardInterrupt):
             self._give_up("a step was interrupted between microbatches")
@@ -159,6 +159,7 @@ class OptimizerSteps:
         self.watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
         # By id: parameters that no module registers any more, and their names.
         self._replaced: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
+        # Never removed: this object lives as long as the process.
         register_optimizer_step_post_hook(torch.compiler.disable(self._note_step))
 
     def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -178,6 +179,7 @@ class OptimizerSteps:
         """``fully_shard`` has put another parameter instead of this one: refuse steps of this one."""
         key = id(param)
         replaced = self._replaced
+        # The callback removes the entry before another object can get the id.
         replaced[key] = weakref.ref(param, lambda _: replaced.pop(key, None)), fqn
 
 

@@ -123,7 +123,7 @@ def _give_buffers(blocks: Iterable[Block]) -> None:
         num_blocks[kind] += 1
         for position, weight in enumerate(block.weights):
             key = (kind, turn, position)
-            if key not in buffers:
+            if key not in buffers:  # later blocks of the kind share them
                 grad = weight.pending_grad.send_buffer()
                 buffers[key] = FixedBuffers(weight.form.new_buffer(), grad)
             weight.form.fixed = buffers[key]
@@ -161,7 +161,7 @@ class CapturedBlocks:
         for runtime in runtimes_of(module, "capture_blocks"):
             runtime.split_groups()  # only single weights have fixed buffers
         owners: dict[ManagedParam, str] = {}
-        owns = [_checked(names[block], block, recorder, owners) for block in blocks]
+        owns = [_checked(names[block], block, recorder, owners) for block in blocks]  # before any forward is replaced
         _warn_of_late_gathers(owns)
         for own in owns:
             # With "auto", an embedding in a block is gathered. "exchange" raises in the first call.
@@ -198,7 +198,7 @@ class CapturedBlocks:
                     "remove() expects that the backward of each forward has run, but that of block "
                     f"'{block.own.name}' may still come. Run it, or drop the loss and all outputs."
                 )
-        for block in self._blocks:
+        for block in self._blocks:  # only when all can be removed
             block.remove()
 
 
@@ -213,12 +213,12 @@ class _CapturedBlock:
         self._binding: Hashable = None  # what all graphs find beside their inputs
         # Whether it was set on the instance, so that ``remove`` sets it again.
         self._had_forward = "forward" in block.__dict__
-        block.forward = self
+        block.forward = self  # an attribute of the instance hides the method of the class
 
     def remove(self) -> None:
         self.calls.forget()
         for weight in self._weights:
-            weight.form.fixed = None
+            weight.form.fixed = None  # gathers allocate again, see ``GatherForm.gather_buffer``
         if self._had_forward:
             self._block.forward = self.own.forward
         else:
@@ -227,7 +227,7 @@ class _CapturedBlock:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         own = self.own
         calls = self.calls
-        if not self._can_replay():
+        if not self._can_replay():  # such a call is no warm-up
             return own.forward(*args, **kwargs)
         leaves, spec = compat.tree_flatten((args, kwargs))
         binding = self._describe()
@@ -241,15 +241,15 @@ class _CapturedBlock:
         if graph is None:
             # Once for each kind of call: a replay copies tensors, and repeats all else.
             check_places(leaves, own.runtime.device, f"A recorded block ('{own.name}')")
-            if not calls.may_record(kind) or calls.seen[kind].indices is None:
+            if not calls.may_record(kind) or calls.seen[kind].indices is None:  # None: no backward yet
                 outputs, spec = compat.tree_flatten(own.forward(*args, **kwargs))
-                reached = calls.note_eager(kind, Reached())
+                reached = calls.note_eager(kind, Reached())  # that of the first call of this kind
                 return compat.tree_unflatten(reached.observed(outputs), spec)
-            graph = BlockGraph(own, leaves, spec, calls.seen[kind])
+            graph = BlockGraph(own, leaves, spec, calls.seen[kind])  # records both passes
             calls.graphs[kind] = graph
         if graph.awaits_backward:  # a replay would overwrite what it has saved
             return own.forward(*args, **kwargs)
-        return graph(leaves)
+        return graph(leaves)  # also right after the recording, which has computed nothing
 
     def _can_replay(self) -> bool:
         runtime = self.own.runtime
@@ -257,9 +257,10 @@ class _CapturedBlock:
             torch.is_grad_enabled()
             and compat.current_graph_task_id() == -1  # no recomputation in a backward
             and compat.saved_tensors_hooks_enabled()
-            and not torch.is_autocast_enabled(runtime.device.type)
-            and not runtime.comm.streams.is_capturing
-            and not runtime.reads.has_foreign_saved_hooks()
+            and not torch.is_autocast_enabled(runtime.device.type)  # no graph is recorded with its casts
+            and not runtime.comm.streams.is_capturing  # ``capture_step`` records the ops of eager blocks
+            and not runtime.reads.has_foreign_saved_hooks()  # they would see nothing that a graph saves
+            # These weights stay gathered, but blocks of one kind take turns with the fixed buffers.
             and not any(w.is_pinned or w.flags.reduce_scatter_unused_params for w in self._weights)
         )
 
@@ -295,7 +296,7 @@ def _warn_of_late_gathers(blocks: Sequence[Block]) -> None:
     asked = blocks[0].runtime.policy.prefetch_nbytes
     sizes = [sum(weight.for_forward.kept_nbytes for weight in block.weights) for block in blocks]
     nbytes = max(sizes)
-    if asked and asked < nbytes:
+    if asked and asked < nbytes:  # None: the library chooses; 0: the user wants no gathers ahead
         logger.warning(
             "capture_blocks: SchedulePolicy(prefetch_nbytes=%d) gathers the rest of the %d bytes "
             "of a block only after the block before has ended; raise it to this number",
@@ -337,4 +338,4 @@ def _checked(name: str, block: nn.Module, recorder: CudaRecorder, owners: dict[M
         for obstacle, is_there in obstacles.items():
             if is_there:
                 raise NotImplementedError(f"{where}: its parameter '{managed.fqn}' {obstacle}. Use capture_step.")
-    return Block(name, block.forward, params, runtimes[0], recorder)
+    return Block(name, block.forward, params, runtimes[0], recorder)  # the block's own forward: not replaced yet

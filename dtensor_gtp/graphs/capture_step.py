@@ -212,12 +212,12 @@ class CapturedStep(Generic[P, R]):
         kind = (str(spec), tuple(map(signature, leaves)), grads, modes)
         recorded = self._calls.graphs.get(kind)
         if recorded is None:
-            if not self._calls.may_record(kind):
+            if not self._calls.may_record(kind):  # in warm-up, the first of its kind, or too many graphs
                 return self._run_eagerly(kind, leaves, spec)
             recorded = RecordedStep(self._fn, leaves, spec, around, self._recorder)
             self._calls.graphs[kind] = recorded
             logger.info("capture_step: graph %d recorded", self.num_graphs)
-        result: R = recorded.replay(leaves)
+        result: R = recorded.replay(leaves)  # also right after the recording, which has computed nothing
         return result
 
     def reset(self) -> None:
@@ -226,7 +226,7 @@ class CapturedStep(Generic[P, R]):
         reads."""
         self._calls.forget()
         self._num_unlike = 0
-        self._around = self._around.renewed()
+        self._around = self._around.renewed()  # later calls compare with what is there now
 
     def _run_eagerly(self, kind: tuple[Hashable, ...], leaves: list[Any], spec: Any) -> R:
         args, kwargs = compat.tree_unflatten(leaves, spec)
@@ -243,7 +243,7 @@ class CapturedStep(Generic[P, R]):
             result = self._fn(*args, **kwargs)
             # As after a replay.
             result = compat.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), result)
-        for optimizer in around.optimizers:
+        for optimizer in around.optimizers:  # an optimizer makes its state in its first step
             check_state(optimizer, self._device)
         if not around.is_in_place():
             # A parameter got its state, or a table has grown: graphs read the old one.
@@ -262,7 +262,7 @@ class CapturedStep(Generic[P, R]):
             return
         self._num_unlike += 1
         if self._num_unlike != self._calls.num_warmup + _MANY_UNLIKE:
-            return
+            return  # too early, or it has warned
         # What differs from the last step, in the order of the parts of ``kind``.
         last: Any = next(reversed(seen))
         grads = "gradients that are there before the step"
@@ -310,7 +310,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None
     name = type(optimizer).__name__
     for index, group in enumerate(optimizer.param_groups):
         # Its step counter is on the host: each replay would use one value.
-        if group.get("capturable") is False:
+        if group.get("capturable") is False:  # None: it has no such switch, see ``check_state``
             what = f"optimizers that can be captured, but group {index} of {name} has capturable=False"
             raise ValueError(f"capture_step expects {what}. Create it with capturable=True. {see('capture_a_step')}")
     for param in params_outside(module, [optimizer]):
@@ -346,11 +346,11 @@ def check_state(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
 def check_inputs(leaves: list[Any], device: torch.device) -> None:
     check_places(leaves, device, "A captured step")
     for leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
+        if isinstance(leaf, Tensor) and leaf.requires_grad:  # a graph knows the leaf of its recording alone
             what = f"one of shape {tuple(leaf.shape)} does"
             raise ValueError(f"A captured step expects inputs that need no gradient, but {what}. Pass it detached.")
 
 
 def _reset(captured: CapturedStep[Any, Any] | None) -> None:
-    if captured is not None:
+    if captured is not None:  # None: the captured step is gone, the optimizer is not
         captured.reset()

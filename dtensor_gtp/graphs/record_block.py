@@ -60,9 +60,10 @@ class Recording:
         fixed = weight.form.fixed.gathered
         buffer = fixed.view(fixed.shape)  # counts as a holder, see ``GatherForm.gather_buffer``
         full = weight.layout.full_view(buffer)
+        # No event: ``BlockGraph.replay`` waits for the gathers before it launches the graph.
         gathered = Gathered(buffer, full, Done(), weight.shard, weight.version)
         gathered.is_alias = True  # a fixed buffer is not freed with it
-        gathered.holds = 1
+        gathered.holds = 1  # it stays: ``Gathering.release`` does nothing while a block is recorded
         return gathered
 
     def target(self, weight: ShardedWeight, dtype: torch.dtype | None = None) -> Tensor:
@@ -87,7 +88,7 @@ class Recording:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        self._bundle = len(self.written)
+        self._bundle = len(self.written)  # another number for each bundle that is not empty
         try:
             yield
         finally:
@@ -95,6 +96,7 @@ class Recording:
 
     def _read(self, param: WholeParam) -> Tensor:
         # A leaf for each reading: backward leaves its gradient there.
+        # It shares memory with the leaf, or the graph has the cast: a replay reads present values.
         value = param.leaf.detach().to(param.compute_dtype).requires_grad_(param.leaf.requires_grad)
         self.whole.append((param, value))
         return value
@@ -119,7 +121,7 @@ class Recording:
             with runtime.reads.apart(is_forward=is_forward):
                 yield
         finally:
-            runtime.grads.recording = None
+            runtime.grads.recording = None  # after ``apart``, whose releases must do nothing
             for weight, leaf in leaves:
                 weight.leaf = leaf
             for param in whole:
@@ -195,7 +197,7 @@ class BlockGraph:
         try:
             self.replay_forward, forward_results = block.recorder.record(self._run_forward)
             self.outputs, self._spec = forward_results
-            for index in reached.indices or ():
+            for index in reached.indices or ():  # made outside of the recordings, so not in the graphs' memory
                 self.grad_outputs[index] = torch.empty_like(self._differentiable[index])
             self.replay_backward, self.grads = block.recorder.record(self._run_backward)
         except Exception as error:
@@ -208,7 +210,7 @@ class BlockGraph:
         whole = [param for param, value in self.forward_pass.whole if value.requires_grad]
         # The graphs leave their gradients.
         self.trained: list[ManagedParam] = list(dict.fromkeys((*written, *whole)))
-        self._anchor.requires_grad_(any(self.is_differentiable))
+        self._anchor.requires_grad_(any(self.is_differentiable))  # otherwise no backward will come
         logger.info("capture_blocks: block '%s' recorded", block.name)
 
     def _run_forward(self) -> tuple[list[Any], Any]:
@@ -277,7 +279,7 @@ class BlockGraph:
             for weight, gathered in held:
                 # Into the fixed buffer, if somebody held that when the gather began.
                 runtime.keeper.place(weight, gathered)
-            replay()
+            replay()  # on the current stream, which waits for the gathers
         finally:
             for weight, gathered in held:
                 runtime.gathering.release(weight.for_forward, gathered)
@@ -293,14 +295,14 @@ class _Replay(torch.autograd.Function):
         """``tensors``: inputs, then the leaves of trained parameters, which tell whether their
         gradients are wanted."""
         graph.num_calls += 1  # what earlier calls have saved is overwritten now
-        for target, source in zip(graph.inputs, tensors, strict=False):
+        for target, source in zip(graph.inputs, tensors, strict=False):  # ``tensors`` has leaves, too
             target.detach().copy_(source)  # detached: the graph's input may need a gradient
         graph.replay(graph.replay_forward, graph.forward_pass.used)
         ctx.set_materialize_grads(False)  # backward asks which outputs have a gradient
         ctx.call = call  # alive until the backward has run
         ctx.graph = graph
         ctx.number = graph.num_calls
-        ctx.versions = [weight.version for weight in graph.backward_pass.used]
+        ctx.versions = [weight.version for weight in graph.backward_pass.used]  # backward gathers them again
         # Copies, because the next replay overwrites the outputs.
         results = tuple(leaf.clone() for leaf in graph.outputs if isinstance(leaf, Tensor))
         constants = [r for r, is_one in zip(results, graph.is_differentiable, strict=True) if not is_one]
@@ -346,5 +348,6 @@ class _Replay(torch.autograd.Function):
             if local is not None and param in awaited:
                 param.add_local_grad(local)
         ctx.call = None  # a later forward may overwrite what this one has saved
+        # Copies, because the next replay overwrites these.
         results = [None if grad is None else grad.clone() for grad in graph.grads[:num_inputs]]
         return None, None, None, *results, *[None] * len(graph.trained)

@@ -31,14 +31,14 @@ class RecordedStep:
         self._around = around
         check_none_pinned(around.runtimes)
         check_none_in_flight(around.runtimes, "before it is recorded")
-        self._inputs = [leaf.clone() for leaf in leaves if isinstance(leaf, Tensor)]
+        self._inputs = [leaf.clone() for leaf in leaves if isinstance(leaf, Tensor)]  # where the graph reads them
         args, kwargs = compat.tree_unflatten(with_tensors(leaves, self._inputs), spec)
         self._hyperparameters = hyperparameters(around.optimizers)
         self._written: set[int] = set()  # ids of the parameters that the step writes to
         # And of those that optimizers step, whichever module has them.
         self._stepped: set[int] = set()
         self._grads_before = read_values(around.places)  # the graph adds to them
-        drop_kept(around.runtimes)
+        drop_kept(around.runtimes)  # the graph would use these values in all replays
         for runtime in around.runtimes:
             runtime.comm.begin_recording()
             runtime.grads.launches.order.check(is_next_step=True)  # of the eager step before
@@ -47,7 +47,7 @@ class RecordedStep:
         # Of the graph's memory: each replay writes to it.
         self._grads_after = read_values(around.places)
         pending = [group.pending_grad for group in around.groups]
-        self._owed_after = [(grads, set(grads.owed)) for grads in pending]
+        self._owed_after = [(grads, set(grads.owed)) for grads in pending]  # copies: each step changes ``owed``
 
     def note_step(self, updated: set[int]) -> None:
         """An optimizer has stepped these parameters during the recording."""
@@ -77,7 +77,7 @@ class RecordedStep:
             outputs = compat.tree_map_only(Tensor, Tensor.detach, step())
             check_none_in_flight(runtimes, "when it ends")
             drop_kept(runtimes)  # here, because its events can be waited for in the recording only
-        except Exception:
+        except Exception:  # the first clean-up of [Note: state of the runtime around graphs]
             with suppress(RuntimeError):  # CUDA may have ended the recording as void
                 for runtime in runtimes:
                     runtime.abandon()
@@ -137,14 +137,14 @@ class RecordedStep:
         sources = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for target, source in zip(self._inputs, sources, strict=True):
             target.copy_(source, non_blocking=True)  # where the graph reads it
-        self._replay()
+        self._replay()  # on the current stream, after the copies of the inputs
         # The tensors that the graph has written, at their addresses.
         write_values(around.places, self._grads_after)
         for pending, owed in self._owed_after:
             pending.owed |= owed  # sums that this microbatch leaves
         for runtime in around.runtimes:
             runtime.note_step(self._written)  # gathers and quantized data of these are stale
-        return compat.tree_map_only(Tensor, Tensor.clone, self._outputs)
+        return compat.tree_map_only(Tensor, Tensor.clone, self._outputs)  # the next replay overwrites them
 
 
 def drop_kept(runtimes: Sequence[Runtime]) -> None:
@@ -226,7 +226,7 @@ class Surroundings:
         the same groups."""
         if self.groups != self._groups:  # the first forward makes them
             return False
-        now: list[Hashable] = []
+        now: list[Hashable] = []  # in the order of ``_addresses``, without keys: each call asks
         for *_, held in self._dicts():
             for value in held.values():
                 now += map(address, tensors_in(value))
@@ -265,11 +265,11 @@ class Surroundings:
         try:
             yield
         except BaseException:
-            for runtime in self.runtimes:
+            for runtime in self.runtimes:  # the second clean-up, which waits for nothing
                 runtime.forget_recording()
             write_values(self.places, grads)
             for held, content in contents:
-                held.clear()
+                held.clear()  # in place, because the modules hold these dicts
                 held.update(content)
             for tensor, before in memory:
                 # Moved in the recording, to memory that is never filled.
@@ -314,7 +314,7 @@ def places_of_sums(runtime: Runtime) -> list[Place]:
     owners += [weight.pending_grad for weight in runtime.members.weights]
     owners += [group.pending_grad for group in runtime.members.groups]
     names = ("wide", "unsynced_grad", "unsharded", "unreplicated")
-    return [(owner, name) for owner in owners for name in names if hasattr(owner, name)]
+    return [(owner, name) for owner in owners for name in names if hasattr(owner, name)]  # each has some of them
 
 
 def read_values(places: list[Place]) -> list[Tensor | None]:
@@ -358,7 +358,7 @@ def address(tensor: Tensor) -> Hashable:
         return tuple(address(part) for part in parts if isinstance(part, Tensor))
     if tensor.layout is torch.strided:
         return tensor.data_ptr()
-    return id(tensor)
+    return id(tensor)  # a sparse tensor has no address
 
 
 def hyperparameters(optimizers: Iterable[Optimizer]) -> dict[tuple[str, int, int], Any]:
@@ -374,11 +374,11 @@ def hyperparameters(optimizers: Iterable[Optimizer]) -> dict[tuple[str, int, int
 
 def _value(value: Any) -> Any:
     if isinstance(value, list | tuple):
-        return tuple(map(_value, value))
+        return tuple(map(_value, value))  # such as ``betas``
     if not isinstance(value, Tensor):
         return value
     if value.device.type == "cpu":
-        return value.item()
+        return value.item()  # from the host: the graph has baked it in
     return OnDevice(value)  # the graph reads its present value
 
 

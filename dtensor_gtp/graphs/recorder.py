@@ -74,7 +74,7 @@ class CudaRecorder:
             self._pool = torch.cuda.graph_pool_handle()
             raise
         self._graphs.add(graph)
-        return graph.replay, result
+        return graph.replay, result  # the bound method keeps the graph alive
 
 
 @contextmanager
@@ -102,7 +102,7 @@ def _refusing_synchronization() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "synchronizing" not in str(error):
+        if "synchronizing" not in str(error):  # torch: "called a synchronizing CUDA operation"
             raise
         what = f"a step that does not wait for the GPU, but it does where this error comes from: {error}"
         advice = f"Read tensors outside of the step. {see('capture_a_step')}"
@@ -153,7 +153,7 @@ def signature(leaf: Any) -> Hashable:
     except TypeError:
         what = type(leaf).__name__
         raise ValueError(f"A captured step expects tensors and hashable values, but got a {what}.") from None
-    return type(leaf), leaf
+    return type(leaf), leaf  # the type, because 1, 1.0 and True are equal
 
 
 def with_tensors(leaves: list[Any], tensors: Sequence[Tensor]) -> list[Any]:

@@ -55,11 +55,12 @@ def group_experts(experts: nn.Module, *, is_fused: bool = True) -> GroupedExpert
         >>> experts.mlp.gate_up.weight.shape
         torch.Size([2, 16, 4])
     """
-    gate_up, down, requires_grad = _weights_of(experts)
+    gate_up, down, requires_grad = _weights_of(experts)  # down: (num_experts, dim, hidden_dim)
+    # The first MLP of a list speaks for all.
     activation = getattr(experts[0] if isinstance(experts, nn.ModuleList) else experts, "act_fn", F.silu)
     mlp = GroupedMLP(*down.shape, activation=activation, is_fused=is_fused, device=down.device, dtype=down.dtype)
     layers = [mlp.gate_up, mlp.down] if is_fused else [mlp.gate, mlp.up, mlp.down]
-    weights = [gate_up, down] if is_fused else [*gate_up.chunk(2, 1), down]
+    weights = [gate_up, down] if is_fused else [*gate_up.chunk(2, 1), down]  # the rows of gate come first
     with torch.no_grad():
         for layer, weight in zip(layers, weights, strict=True):
             layer.weight.copy_(weight)
@@ -99,6 +100,7 @@ def group_experts_(
         >>> type(model[0]).__name__
         'GroupedExperts'
     """
+    # First find and convert all, then replace: an error leaves the module as it was.
     replaced: list[tuple[nn.Module, str, nn.Module]] = []
     classes: dict[nn.Module, type[nn.Module]] = {}
     for parent in module.modules():
@@ -107,6 +109,7 @@ def group_experts_(
             if _is_called_as_ours(child) or (forward is not None and isinstance(child, nn.ModuleList)):
                 replaced.append((parent, name, group_experts(child, is_fused=is_fused)))
                 if forward is not None and isinstance(child, nn.ModuleList):
+                    # A class for this block alone. Its name stays, and the old class is its base.
                     cls = type(parent)
                     body = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
                     classes[parent] = type(cls.__name__, (cls,), body)
@@ -151,8 +154,10 @@ def convert_experts_state_dict(state_dict: Mapping[str, Tensor], form: str) -> d
     converted = dict(state_dict)
     prefixes: dict[str, tuple[str, ...]] = {}
     for names in _FORMS.values():
+        # The names of gate (or both) and down of expert 0 tell the form, and where the experts are.
         first, last = names[0].format(0), names[-1].format(0)
         for key in state_dict:
+            # A prefix is empty or ends with a dot, because other names may end alike.
             prefix = key.removesuffix(last)
             is_prefix = prefix != key and (not prefix or prefix.endswith("."))
             if is_prefix and prefix + first in state_dict:
@@ -164,15 +169,17 @@ def convert_experts_state_dict(state_dict: Mapping[str, Tensor], form: str) -> d
         values = [gate_up, down] if len(_FORMS[form]) == 2 else [*gate_up.chunk(2, 1), down]
         for name, value in zip(_FORMS[form], values, strict=True):
             if "{}" in name:
+                # Copies: views would share the memory of all experts.
                 converted.update({prefix + name.format(i): part.clone() for i, part in enumerate(value)})
             else:
-                converted[prefix + name] = value.contiguous()
+                converted[prefix + name] = value.contiguous()  # a half of gate_up is not contiguous
     return converted
 
 
 def _take(state: dict[str, Tensor], prefix: str, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
     """Remove the weights of experts from ``state``: gate and up together, and down."""
     num_experts = 0
+    # Experts are numbered from 0 without a gap. Forms without numbers keep a count of 0.
     while "{}" in names[-1] and prefix + names[-1].format(num_experts) in state:
         num_experts += 1
     try:
@@ -198,6 +205,7 @@ def _weights_of(experts: nn.Module) -> tuple[Tensor, Tensor, bool]:
     if gate_up is None or down is None:
         expected = "a module with gate_up_proj and down_proj or a ModuleList of MLPs"
         raise TypeError(f"group_experts expects {expected}, but got {type(experts).__name__}.")
+    # ``use_experts_implementation`` of transformers notes these on a module. Without a note it counts as usual.
     usual = {"is_transposed": False, "is_concatenated": True, "has_bias": False, "has_gate": True}
     unusual = [name for name, value in usual.items() if getattr(experts, name, value) != value]
     unusual += [name for name in experts._parameters if name not in ("gate_up_proj", "down_proj")]
@@ -213,6 +221,7 @@ def _weights_of(experts: nn.Module) -> tuple[Tensor, Tensor, bool]:
 
 def _weights_of_list(experts: nn.ModuleList) -> tuple[Tensor, Tensor, bool]:
     for names in _LINEAR_NAMES:
+        # Of each expert in turn: gate, up, down.
         layers = [getattr(expert, name, None) for expert in experts for name in names]
         linears = [layer for layer in layers if isinstance(layer, nn.Linear)]
         if layers and len(linears) == len(layers):

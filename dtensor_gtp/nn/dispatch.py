@@ -193,10 +193,11 @@ class TokenDispatcher:
         is_alone = self.mesh is None or self.mesh.size() == 1
         if not is_alone and self.method is DispatchMethod.ALL_GATHER:
             return self._gather(tokens, experts)
+        # Copy ``i`` of token ``t`` has the number ``t * k + i``.
         order, counts = sort_by_group(experts.flatten(), self.num_experts)
         rows = _Spread.apply(tokens, order, experts.shape[1])  # type: ignore[no-untyped-call]
         if is_alone:
-            return Dispatched(rows, counts, counts, order)
+            return Dispatched(rows, counts, counts, order)  # all experts are on this rank
         return self._exchange(rows, counts, order)
 
     def combine(self, rows: Tensor, dispatched: Dispatched, weights: Tensor) -> Tensor:
@@ -211,13 +212,15 @@ class TokenDispatcher:
             Shape ``(num_tokens, dim)``, in the dtype of ``rows``.
         """
         assert dispatched.rows.shape[0] == rows.shape[0], "combine expects the rows that dispatch has returned"
-        if dispatched._capacity:
+        if dispatched._capacity:  # sent by all_gather
             all_weights = compat.all_gather_rows(padded(weights, dispatched._capacity), self._group)
+            # Rows of other ranks' experts are zeros here. The sum over ranks completes each token.
             spread = rows.new_zeros(all_weights.numel(), rows.shape[1]).index_copy(0, dispatched._order, rows)
             own = compat.reduce_scatter_rows(_weighted_sum(spread, all_weights), self._group)
-            return own if own.shape[0] == weights.shape[0] else own[: weights.shape[0]]
+            return own if own.shape[0] == weights.shape[0] else own[: weights.shape[0]]  # without the padding
         if dispatched._exchange is not None:
             sent, received, order = dispatched._exchange
+            # The way back: each rank receives as many rows as it has sent.
             rows = compat.all_to_all_rows(_unpermute(rows, order), sent, received, self._group)
         return _weighted_sum(_unpermute(rows, dispatched._order), weights)
 
@@ -230,6 +233,8 @@ class TokenDispatcher:
         # The host waits for these sizes, see [Note: what the host must know].
         sent, received = torch.stack([outgoing_RE.sum(1), incoming_RE.sum(1)]).tolist()
         rows = compat.all_to_all_rows(rows, received, sent, group)
+        # Rows come in by source rank, and by expert within one. The stable sort puts those of an expert together.
+        # ``output_size`` is known, so ``repeat_interleave`` does not wait for it.
         experts = torch.arange(self.num_local, device=rows.device).repeat(group.size())
         by_source = torch.repeat_interleave(experts, incoming_RE.flatten(), output_size=sum(received))
         regroup = by_source.argsort(stable=True)
@@ -240,14 +245,14 @@ class TokenDispatcher:
         k, rank = experts.shape[1], self._group.rank()
         all_experts = self._gather_experts(experts)
         all_tokens = compat.all_gather_rows(padded(tokens, self._capacity), self._group)
-        local = all_experts - rank * self.num_local
+        local = all_experts - rank * self.num_local  # padding has a number that is no expert of any rank
         is_mine = (local >= 0) & (local < self.num_local)
         # Rows for other ranks go to the end, into a group that no layer has.
         order, counts = sort_by_group(torch.where(is_mine, local, self.num_local).flatten(), self.num_local)
         # A token chooses an expert once, which limits the rows for this rank.
         order = order[: all_tokens.shape[0] * min(k, self.num_local)]
         rows = _Spread.apply(all_tokens, order, k)  # type: ignore[no-untyped-call]
-        _, own_counts = sort_by_group(experts.flatten(), self.num_experts)
+        _, own_counts = sort_by_group(experts.flatten(), self.num_experts)  # of this rank's tokens alone
         return Dispatched(rows, counts, own_counts, order, _capacity=self._capacity)
 
     def _gather_experts(self, experts: Tensor) -> Tensor:
@@ -257,24 +262,26 @@ class TokenDispatcher:
         if not self._capacity:
             if is_capturing:
                 raise RuntimeError(f"{self._complaint('an unknown number')} Run one step before the capture.")
+            # The host waits here, once for each dispatcher.
             counts = compat.all_gather_rows(torch.tensor([num_tokens], device=device), group)
             self._capacity = max(1, *counts.tolist())  # 0 means unknown
-        elif is_capturing and num_tokens > self._capacity:
+        elif is_capturing and num_tokens > self._capacity:  # to agree on more, the host would have to wait
             raise ValueError(self._complaint(f"{num_tokens}, while a CUDA graph is recorded,"))
         # The first row holds the number of tokens.
         message = torch.full((self._capacity + 1, k), self.num_experts, dtype=torch.int64, device=device)
         message[0].fill_(num_tokens)  # an assignment would wait for the GPU
+        # A rank with too many sends the first ones: its number tells the others.
         num_sent = min(num_tokens, self._capacity)
         message[1 : num_sent + 1] = experts[:num_sent]
         received = compat.all_gather_rows(message, group).view(group.size(), self._capacity + 1, k)
         counts = received[:, 0, 0]
         if num_tokens <= self._capacity and (device.type != "cpu" or torch.compiler.is_compiling()):
             compat.assert_on_device((counts <= self._capacity).all(), self._complaint("more"))
-        elif max(found := counts.tolist()) > self._capacity:
+        elif max(found := counts.tolist()) > self._capacity:  # read by a rank with too many, and on CPUs
             if min(found) <= self._capacity or self._is_declared:
                 raise ValueError(self._complaint(str(found)))
             self._capacity = max(found)
-            return self._gather_experts(experts)
+            return self._gather_experts(experts)  # all ranks do so, because all have seen the same numbers
         return received[:, 1:].reshape(-1, k)
 
     def _complaint(self, got: str) -> str:
@@ -306,7 +313,7 @@ def sort_by_group(groups: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
 
 def _unpermute(rows: Tensor, order: Tensor) -> Tensor:
     """Undo ``x[order]``; its gradient is ``grad[order]``."""
-    return torch.empty_like(rows).index_copy(0, order, rows)
+    return torch.empty_like(rows).index_copy(0, order, rows)  # ``order`` names each row, so none stays empty
 
 
 def _weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:
@@ -328,6 +335,6 @@ class _Spread(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (order,) = ctx.saved_tensors
         shape = (ctx.num_rows * ctx.k, grad.shape[1])
-        is_whole = order.shape[0] == shape[0]
+        is_whole = order.shape[0] == shape[0]  # else copies were left out: their gradient is zero
         copies = (grad.new_empty if is_whole else grad.new_zeros)(shape).index_copy_(0, order, grad)
         return copies if ctx.k == 1 else copies.view(ctx.num_rows, ctx.k, shape[1]).sum(1), None, None

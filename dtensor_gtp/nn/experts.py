@@ -78,13 +78,14 @@ class GroupedMLP(nn.Module):
         if self.tp_mesh is not None:
             # Each rank has a part of the width, so the gradients of x are terms of a sum.
             replicated = DTensor.from_local(x, self.tp_mesh, [Replicate()], run_check=False)
-            x = replicated.to_local(grad_placements=[Partial()])
+            x = replicated.to_local(grad_placements=[Partial()])  # in backward an all-reduce over tp
         if self.is_fused:
             gate, up = self.gate_up(x, split_sizes).chunk(2, -1)
         else:
             gate, up = self.gate(x, split_sizes), self.up(x, split_sizes)
         y: Tensor = self.down(self.activation(gate) * up, split_sizes)
         if self.tp_mesh is not None:
+            # Each rank has a part of the width, so the outputs are terms of a sum.
             y = DTensor.from_local(y, self.tp_mesh, [Partial()], run_check=False).full_tensor()
         return y
 
@@ -177,12 +178,13 @@ def parallelize_experts(
         >>> experts.mlp.down.weight.to_local().shape  # 2 of the 4 experts that it computes with
         torch.Size([2, 16, 64])
     """
+    # All checks precede the first change.
     if not (ep_mesh is None and tp_mesh is None):
         _check_is_grouped(module)
     tp_dims = {} if tp_mesh is None else _tp_dims(module, tp_mesh)
     layers = [layer for layer in module.modules() if isinstance(layer, GroupedLinear)]
     for layer in layers:
-        experts_per_rank(layer.num_groups, ep_mesh)
+        experts_per_rank(layer.num_groups, ep_mesh)  # raises if the axis does not divide them
         if not layer.single_grouped_weight:
             what = "a GroupedLinear with one weight for all groups, but got one with a weight for each"
             raise NotImplementedError(f"parallelize_experts supports {what}. Set single_grouped_weight=True.")
@@ -190,6 +192,7 @@ def parallelize_experts(
             what = "parameters that nothing has cut yet, but got DTensors"
             raise ValueError(f"parallelize_experts expects {what}. Call it once, before gtp_shard.")
     for layer in layers:
+        # A layer outside of any MLP has no dim for tp and stays whole there.
         cuts = [(ep_mesh, 0), (tp_mesh, tp_dims.get(id(layer)))]
         _cut(layer, [(mesh, dim) for mesh, dim in cuts if mesh is not None and dim is not None])
     for submodule in module.modules():
@@ -229,7 +232,7 @@ def _tp_dims(module: nn.Module, tp_mesh: DeviceMesh) -> dict[int, int]:
         if mlp.hidden_dim % tp_mesh.size():
             what = f"a tp_mesh whose size divides the inner width {mlp.hidden_dim}, but got {tp_mesh.size()}"
             raise ValueError(f"parallelize_experts expects {what}.")
-        dims.update({id(mlp.gate): 1, id(mlp.up): 1, id(mlp.down): 2})
+        dims.update({id(mlp.gate): 1, id(mlp.up): 1, id(mlp.down): 2})  # rows of gate and up, columns of down
     return dims
 
 
@@ -240,6 +243,7 @@ def _cut(layer: GroupedLinear, cuts: list[tuple[DeviceMesh, int]]) -> None:
     mesh = cuts[0][0] if len(cuts) == 1 else compat.concatenate_meshes([mesh for mesh, _ in cuts])
     placements = tuple(Shard(dim) for _, dim in cuts)
     for name, param in list(layer.named_parameters()):
+        # A copy, because a view would keep the whole parameter alive. Ranks hold equal values: nothing is sent.
         local = compat.own_part(param.detach(), mesh, placements).clone(memory_format=torch.contiguous_format)
         new = compat.wrap_local(local, compat.make_spec(mesh, placements, param.shape, param.dtype))
         layer.register_parameter(name, nn.Parameter(new, requires_grad=param.requires_grad))

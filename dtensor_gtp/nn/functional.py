@@ -74,12 +74,13 @@ def linear_cross_entropy(
     _check(input, linear, target, reduction, label_smoothing)
     flat, targets = input.reshape(-1, input.shape[-1]), target.reshape(-1).long()
     is_ignored = targets == ignore_index
+    # ``ignore_index`` may be a row of the vocabulary, IGNORED is none.
     losses = _losses(flat, linear, targets.masked_fill(is_ignored, IGNORED), label_smoothing)
     if reduction == "none":
         return losses.view(target.shape)
     if reduction == "sum":
         return losses.sum()
-    return losses.sum() / (~is_ignored).sum()
+    return losses.sum() / (~is_ignored).sum()  # NaN if all are ignored, as in torch
 
 
 def _losses(hidden: Tensor, linear: nn.Linear | nn.Embedding, targets: Tensor, label_smoothing: float) -> Tensor:
@@ -87,10 +88,12 @@ def _losses(hidden: Tensor, linear: nn.Linear | nn.Embedding, targets: Tensor, l
     binding = binding_of(linear)
     weight = binding.params.get("weight") if binding is not None else None
     if binding is None or not isinstance(weight, ShardedWeight):
+        # Not sharded, or whole on each rank.
         logits = F.linear(hidden, linear.weight) if isinstance(linear, nn.Embedding) else linear(hidden)
         return _cross_entropy(logits, targets, label_smoothing)
     runtime = binding.group.runtime
-    weight.follow(Site(linear, "weight"))
+    weight.follow(Site(linear, "weight"))  # another parameter object may be registered by now
+    # Without gradients: gather the plain weight once, and keep the logits of some tokens at a time.
     if not torch.is_grad_enabled() and weight.tp_spec is None and weight.form.wire is None:
         bias = _bias(linear, binding)
         pairs = zip(hidden.split(_EVALUATED_TOKENS), targets.split(_EVALUATED_TOKENS), strict=True)
@@ -104,8 +107,9 @@ def _losses(hidden: Tensor, linear: nn.Linear | nn.Embedding, targets: Tensor, l
     if exchange is not None:
         hidden, bias = hidden.to(_compute_dtype(hidden, weight)), _bias(linear, binding)
         losses = vocabulary_parallel_loss(hidden, targets, bias, runtime, weight, exchange, label_smoothing)
-        if losses is not None:
+        if losses is not None:  # None: ranks have agreed to gather the weight
             return losses
+    # The forward of an embedding would look rows up.
     is_table = isinstance(linear, nn.Embedding) and weight.tp_spec is None
     logits = sharded_linear(hidden, None, runtime, weight) if is_table else linear(hidden)
     return _cross_entropy(logits, targets, label_smoothing)
@@ -138,7 +142,7 @@ def _bias(linear: nn.Linear | nn.Embedding, binding: Binding) -> Tensor | None:
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, label_smoothing: float) -> Tensor:
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # float64 stays
     return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none", label_smoothing=label_smoothing)
 
 

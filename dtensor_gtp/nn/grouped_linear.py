@@ -91,6 +91,7 @@ class GroupedLinear(nn.Module):
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.has_bias, self.scale_bias, self.single_grouped_weight = bias, scale_bias, single_grouped_weight
         lead = (num_groups,) if single_grouped_weight else ()
+        # One parameter of each kind, or one for each group.
         for suffix in [""] if single_grouped_weight else range(num_groups):
             value = torch.empty(*lead, out_features, in_features, device=device, dtype=dtype)
             self.register_parameter(f"weight{suffix}", nn.Parameter(value))
@@ -98,7 +99,7 @@ class GroupedLinear(nn.Module):
                 value = torch.empty(*lead, out_features, device=device, dtype=dtype)
                 self.register_parameter(f"bias{suffix}", nn.Parameter(value))
         if single_grouped_weight and not bias:
-            self.register_parameter("bias", None)
+            self.register_parameter("bias", None)  # as in nn.Linear: the attribute exists
         self._asserts_splits = DebugFlags.from_env().splits
         self.reset_parameters()
 
@@ -119,7 +120,7 @@ class GroupedLinear(nn.Module):
         groups of a weight without a recipe."""
         if name.startswith("bias"):
             return Replicate()
-        return GTPShard(1 if self.single_grouped_weight else 0)
+        return GTPShard(1 if self.single_grouped_weight else 0)  # the rows of each group
 
     def gtp_fused(self, params: Mapping[str, ManagedParam]) -> Fused | None:
         """The fused op, if the forward is the stock one and each rank computes with groups or slices of groups."""
@@ -127,6 +128,7 @@ class GroupedLinear(nn.Module):
         weights = [params.get(name) for name in self.names_of("weight")]
         specs = [weight.tp_spec for weight in weights if isinstance(weight, ShardedWeight)]
         is_cut = all(isinstance(p, Shard) for spec in specs if spec is not None for p in spec.placements)
+        # None: the forward reads weights as attributes.
         return Fused(_fused_forward, multiplies=True) if is_stock and is_cut and len(specs) == len(weights) else None
 
     def check_gtp_placement(self, fqn: str, param: Tensor, placement: GTPShard) -> None:
@@ -145,12 +147,12 @@ class GroupedLinear(nn.Module):
                 raise ValueError(
                     f"gtp_shard expects the same number of groups on each rank of a GroupedLinear, but got {what}"
                 )
-            rows = -(-shape[dim] // size)
+            rows = -(-shape[dim] // size)  # of the largest slice
             if dim == placement.dim and size > 1 and rows % placement.block_size:
                 what = f"{what} into slices of {rows}. Choose a block size that divides {rows}"
                 blocks = f"whole blocks of {placement.block_size} along dim {dim}"
                 raise ValueError(f"gtp_shard expects slices of {blocks}, but got {what}.")
-            shape[dim] = rows
+            shape[dim] = rows  # what the next axis cuts
 
     def forward(self, x: Tensor, split_sizes: Tensor, scales: Tensor | None = None) -> Tensor:
         """Multiply each group's rows by the weight of the group.
@@ -204,6 +206,7 @@ class GroupedLinear(nn.Module):
             raise ValueError(f"GroupedLinear expects scales with scale_bias=True and only then, but got {what}.")
         if scales is not None and scales.shape != x.shape[:1]:
             raise ValueError(f"GroupedLinear expects scales of shape ({x.shape[0]},), but got {tuple(scales.shape)}.")
+        # A CPU can look at the counts. A GPU would make the host wait, and a compiler cannot branch on them.
         if x.device.type == "cpu" and not torch.compiler.is_compiling():
             counts = split_sizes.tolist()
             if min(counts) < 0 or sum(counts) > x.shape[0]:
@@ -254,7 +257,7 @@ def convert_grouped_state_dict(
                 converted[name] = torch.stack([converted.pop(part) for part in names])
         elif name in state_dict and state_dict[name].ndim > 1:
             for group, value in enumerate(converted.pop(name).unbind(0)):
-                converted[f"{name}{group}"] = value.clone()
+                converted[f"{name}{group}"] = value.clone()  # a copy, not a view of all groups
     if converted.keys() == state_dict.keys():
         wanted = "weight0, weight1, ..." if single_grouped_weight else "weight"
         raise ValueError(f"convert_grouped_state_dict expects {wanted} under prefix '{prefix}', but found none.")
@@ -270,26 +273,27 @@ def _fused_forward(bound: BoundModule, x: Tensor, split_sizes: Tensor, scales: T
     module, binding = cast(GroupedLinear, bound), bound._gtp_binding
     if torch.compiler.is_compiling():
         if torch.is_autocast_enabled(x.device.type) or not module.single_grouped_weight:
-            return GroupedLinear.forward(module, x, split_sizes, scales)
+            return GroupedLinear.forward(module, x, split_sizes, scales)  # reads weights as attributes
         compiled = binding.compiled["weight"]
         module.check_input(x, split_sizes, scales, compiled.weight.layout.shape)
         value = None if module.bias is None else _local(module.bias)  # read as an attribute: the graph gets it
         return compiled_grouped_linear(x, value, split_sizes, scales, compiled)
-    if binding.block is not None:
+    if binding.block is not None:  # in a group modules have plain full weights
         return GroupedLinear.forward(module, x, split_sizes, scales)
     get, names_of = binding.params.get, module.names_of
     weights = {name: param for name in names_of("weight") if isinstance(param := get(name), ShardedWeight)}
     biases = {name: param for name in names_of("bias") if isinstance(param := get(name), WholeParam)}
     num_params = 1 if module.single_grouped_weight else module.num_groups
+    # The fused op takes weights that are all shards and biases that are all whole. Other cases read attributes.
     is_plain = len(weights) == num_params and len(biases) == num_params * module.has_bias
     if not is_plain or torch.is_autocast_enabled(x.device.type):
         return forward_in_frame(bound, GroupedLinear.forward, x, split_sizes, scales)
     for name, param in (*weights.items(), *biases.items()):
-        param.follow(Site(module, name))
+        param.follow(Site(module, name))  # another parameter object may be registered by now
     values, runtime = [_local(bias.value()) for bias in biases.values()], binding.group.runtime
     sharded = tuple(weights.values())
     shape, value = sharded[0].layout.shape, values[0] if values else None
-    if not module.single_grouped_weight:
+    if not module.single_grouped_weight:  # as those of one weight would be
         shape, value = torch.Size((num_params, *shape)), torch.stack(values) if values else None
     module.check_input(x, split_sizes, scales, shape)
     return sharded_grouped_linear(x, value, split_sizes, scales, runtime, sharded)

@@ -39,7 +39,7 @@ def linear(input: Tensor, bias: Tensor | None, compiled: CompiledWeight) -> Tens
     gemms = weight.form.gemms.name
     output = _float8_linear(input, leaf, casts, compiled.handle, out_features, gemms)
     if bias is not None:
-        output = output + bias
+        output = output + bias  # the op has casts in the place of a bias
     return output
 
 
@@ -138,10 +138,11 @@ def _grouped_backward(
     call: int,
 ) -> tuple[Tensor, Tensor]:
     runtime, weight = handles()[handle].resolve_in_backward()
-    grad = grad.contiguous()
+    grad = grad.contiguous()  # autograd gives any strides, e.g. of an expanded scalar
     job = None
     product = None
     if input is not None:
+        # True: ``_gradients`` asks whether the gradient is awaited.
         job = partial(reduce_wgrad, runtime, (weight,), (True,), grad, input, ends)
     if needs_input:
         product = partial(multiply, grad, ends, runtime, (weight,), Direction.COLUMNWISE)
@@ -215,6 +216,7 @@ def _(casts: list[Tensor], for_wgrad: list[Tensor], leaf: Tensor, *others: Any) 
     shape: tuple[int, ...] = (0,)
     if casts:
         shape = (casts[0].shape[0], width)
+    # One of them is not empty: the op runs for at least one of the two gradients.
     return (casts or for_wgrad)[0].new_empty(shape, dtype=dtype), gradient_of(leaf)
 
 
@@ -233,7 +235,7 @@ def _save_float8(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _grad(backward: Any, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-    grads: list[Tensor | None] = [None] * 5
+    grads: list[Tensor | None] = [None] * 5  # both ops have five arguments
     if needs_input or needs_weight:
         call = handles().next_call()  # see [Note: effects of opaque ops]
         grad_input, grad_leaf = backward(grad, *ctx.saved_tensors, ctx.width, needs_input, call)
@@ -265,7 +267,7 @@ def _float8_grad(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         casts = []  # wgrad alone has read them
     about = (leaf, handle, ctx.width, grad.dtype, ctx.gemms, handles().next_call())
     grad_input, grad_leaf = _float8_backward(casts, for_wgrad, *about)
-    grads: list[Any] = [None, None, [None] * ctx.num_casts, None, None, None]
+    grads: list[Any] = [None, None, [None] * ctx.num_casts, None, None, None]  # one for each argument
     if needs_input:
         grads[0] = grad_input.view(*grad.shape[:-1], ctx.width)
     if needs_weight:
@@ -289,7 +291,7 @@ def _embedding(
     runtime, weight = handles()[handle].resolve_in_forward()
     if may_exchange and (found := exchanged_lookup(indices, runtime, weight)) is not None:
         return found[0]
-    return runtime.gathering.compute(F.embedding, indices, weight.for_forward)
+    return runtime.gathering.compute(F.embedding, indices, weight.for_forward)  # padding_idx concerns backward
 
 
 @_embedding.register_fake
@@ -300,7 +302,7 @@ def _(indices: Tensor, leaf: Tensor, handle: Tensor, dim: int, padding: int, dty
 @torch.library.custom_op("dtensor_gtp::embedding_backward", mutates_args=())
 def _embedding_backward(grad: Tensor, indices: Tensor, leaf: Tensor, handle: Tensor, padding: int, call: int) -> Tensor:
     runtime, weight = handles()[handle].resolve_in_backward()
-    if weight.stand_in.is_awaited:
+    if weight.stand_in.is_awaited:  # ``torch.autograd.grad`` may ask for others alone
         # Asked of all ranks again: the op of forward returns its output alone.
         ids = exchanged_ids(indices, runtime, weight)
         embedding_grad(runtime, weight, grad, indices, ids, padding)

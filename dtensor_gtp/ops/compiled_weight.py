@@ -128,9 +128,9 @@ def _ask_policy(mode: Any, op: Any, types: Any, args: Any = (), kwargs: Any = No
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
         answer = ask(context, op, *args, **kwargs)
-        if answer in (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
+        if answer in (True, CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):  # a policy may return a bool
             return answer
-        with compat.without_dispatch_modes():
+        with compat.without_dispatch_modes():  # or the compiler records this tensor, too
             weight_t = torch.empty((int(input.shape[-1]), int(out_features)), device="meta")
         if bias is None:
             return ask(context, torch.ops.aten.mm.default, input, weight_t)

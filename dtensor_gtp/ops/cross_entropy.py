@@ -96,7 +96,8 @@ class _Job:
     def chunks(self) -> list[slice]:
         """Tokens of each rank that are computed together, the same on all ranks."""
         layout, capacity = self.weight.layout, self.targets.shape[1]
-        # Of logits in float32, on this rank, for the tokens of all ranks.
+        # Of logits in float32, on this rank, for the tokens of all ranks. ``chunk_rows`` is the same on
+        # all ranks, unlike ``local_rows``.
         size = max(1, CHUNK_NBYTES // (4 * layout.world * layout.chunk_rows))
         return [slice(begin, min(begin + size, capacity)) for begin in range(0, capacity, size)]
 
@@ -135,9 +136,9 @@ class _Job:
 
     def hidden_of_all(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Each chunk with its hidden states of all ranks, while those of the next chunk are gathered."""
-        hidden = padded(hidden, self.targets.shape[1]).contiguous()
+        hidden = padded(hidden, self.targets.shape[1]).contiguous()  # so chunks are contiguous, too
         chunks = self.chunks()
-        ahead = self.all_gather(hidden[chunks[0]], "hidden states")
+        ahead = self.all_gather(hidden[chunks[0]], "hidden states")  # holds the memory until compute has waited
         for index, chunk in enumerate(chunks):
             received, done = ahead
             if index + 1 < len(chunks):
@@ -172,7 +173,7 @@ class _VocabularyParallelLoss(torch.autograd.Function):
         with (
             profiler_range("GTP::loss", job.weight.fqn),
             compat.unseen_by_checkpoint_policies(),
-            torch.autocast(hidden.device.type, enabled=False),
+            torch.autocast(hidden.device.type, enabled=False),  # ``hidden`` is cast already
         ):
             losses, normalizers, kept = _forward(job, hidden, bias)
         ctx.save_for_backward(hidden, bias, normalizers, *kept)
@@ -203,18 +204,18 @@ def _forward(job: _Job, hidden: Tensor, bias: Tensor | None) -> tuple[Tensor, Te
     shape = job.targets.shape
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     rows = job.weight.shard.detach().to(hidden.device, hidden.dtype)
-    largest = torch.full(shape, -torch.inf, dtype=dtype, device=hidden.device)
+    largest = torch.full(shape, -torch.inf, dtype=dtype, device=hidden.device)  # stays -inf if this rank has no rows
     # One tensor of three, so that one all_reduce sums them: sums of exponentials relative to the
     # largest logit of this rank; logits of targets; sums of logits.
     sums = torch.zeros((3, *shape), dtype=dtype, device=hidden.device)
-    exponentials, at_target, totals = sums
+    exponentials, at_target, totals = sums  # views: what fills them fills ``sums``
     is_kept = job.targets.numel() * hidden.shape[1] * hidden.element_size() <= CHUNK_NBYTES
     kept = []
     # A rank without rows also takes part in the collectives.
     for chunk, received in job.hidden_of_all(hidden):
         if is_kept:
             kept.append(received)
-        # The vocabulary is shorter than the axis: this rank has none of it.
+        # Earlier ranks have all rows of the vocabulary.
         if not layout.local_rows:
             continue
         logits = job.logits(received, rows, bias)
@@ -228,7 +229,7 @@ def _forward(job: _Job, hidden: Tensor, bias: Tensor | None) -> tuple[Tensor, Te
         logits -= peak.clamp(min=torch.finfo(dtype).min).unsqueeze(1)
         largest[:, chunk] = peak.view(layout.world, -1)
         exponentials[:, chunk] = logits.exp_().sum(1).view(layout.world, -1)
-    own = largest.clone()
+    own = largest.clone()  # the all_reduce overwrites ``largest``
     job.all_reduce(largest, dist.ReduceOp.MAX)
     # From now on relative to the largest logit of all ranks.
     exponentials *= (own - largest).exp_()
@@ -239,7 +240,7 @@ def _forward(job: _Job, hidden: Tensor, bias: Tensor | None) -> tuple[Tensor, Te
         uniform = normalizers - totals / layout.num_rows
         losses = (1 - job.label_smoothing) * losses + job.label_smoothing * uniform
     losses = losses.masked_fill_(job.targets == IGNORED, 0)
-    return losses[layout.rank, : job.num_tokens].clone(), normalizers, kept
+    return losses[layout.rank, : job.num_tokens].clone(), normalizers, kept  # not a view of all ranks' losses
 
 
 def _backward(
@@ -264,7 +265,7 @@ def _backward(
     own_grads = padded(grad_losses.to(dtype), job.targets.shape[1]).contiguous()
     grads, done = job.all_gather(own_grads, "gradients")
     comm.streams.wait(done)
-    grads = grads.view(job.targets.shape).masked_fill(job.targets == IGNORED, 0)
+    grads = grads.view(job.targets.shape).masked_fill(job.targets == IGNORED, 0)  # their loss is a constant
     chunks: Iterable[tuple[slice, Tensor]] = zip(job.chunks(), kept, strict=True)
     if not kept:
         chunks = job.hidden_of_all(hidden)  # gathered again
@@ -295,7 +296,7 @@ def _grad_logits(job: _Job, chunk: slice, logits: Tensor, grads: Tensor, normali
     local, is_other = job.local_targets(chunk)
     logits -= normalizers.unsqueeze(1)
     grad = logits.exp_().mul_(grads.unsqueeze(1))
-    if not grad.shape[1]:
+    if not grad.shape[1]:  # without rows there is no index 0 to add to
         return grad
     if job.label_smoothing:
         grad -= (grads * (job.label_smoothing / job.weight.layout.num_rows)).unsqueeze(1)

@@ -52,7 +52,7 @@ class _Embedding(torch.autograd.Function):
         if found is not None:
             output, ids = found
             ctx.save_for_backward(indices, ids)  # ids of all ranks: backward exchanges no ids
-            return compat.no_view(output)
+            return compat.no_view(output)  # torch refuses in-place ops on a view from here
         # A selective checkpoint may have saved the output: then nothing is gathered.
         if compat.asks_checkpoint_policy():
             output = F.embedding(indices, UngatheredWeight(runtime, weight), padding_idx)
@@ -68,7 +68,7 @@ class _Embedding(torch.autograd.Function):
         ctx.runtime.note_backward()
         indices, ids = ctx.saved_tensors
         args = (ctx.runtime, weight, grad_output, indices, ids, ctx.padding_idx)
-        ctx.runtime.grads.compute(embedding_grad, *args)
+        ctx.runtime.grads.compute(embedding_grad, *args)  # a stage of a pipeline may put it off
         return None, None, None, None, None
 
 
@@ -179,7 +179,7 @@ def _own_rows(ids: Tensor, weight: ShardedWeight) -> Tensor:
     ``(world * capacity, dim)``."""
     layout = weight.layout
     check_range(ids, layout.shape[0])
-    if not layout.local_rows:
+    if not layout.local_rows:  # earlier ranks have all rows
         return torch.zeros((ids.numel(), layout.shape[1]), dtype=weight.compute_dtype, device=ids.device)
     local, is_other = local_ids(ids, layout)
     # What other ranks have is looked up as row 0, and then set to zero.
@@ -220,6 +220,7 @@ def exchanged_grad(runtime: Runtime, weight: ShardedWeight, grad_output: Tensor,
     # Tokens that this rank does not have add zeros to row 0.
     sent = padded(grad_output.reshape(-1, layout.shape[1]), ids.shape[1]).contiguous()
     received = sent.new_empty((ids.numel(), layout.shape[1]))
+    # In the gather group: the scatter group may be busy with reductions, such as those just launched.
     with profiler_range("GTP::exchange", weight.fqn), comm.gathering(weight.groups):
         what = f"gradients of {ids.shape[1]} tokens of {weight.fqn}"
         comm.before_collective("all_gather", what, weight.groups)

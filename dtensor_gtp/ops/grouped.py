@@ -49,7 +49,7 @@ def sharded_grouped_linear(
     """:func:`grouped_linear` on the sharded weights of one layer."""
     ends_G = sizes_G.cumsum(0, dtype=torch.int32)
     if torch.is_grad_enabled():
-        leaves = [weight.leaf for weight in weights]
+        leaves = [weight.leaf for weight in weights]  # stand for the parameters in autograd's graph
         args = (x_TK, ends_G, runtime, weights, *leaves)
         output: Tensor = _ShardedGroupedMM.apply(*args)  # type: ignore[no-untyped-call]
     else:
@@ -192,6 +192,7 @@ def reduce_wgrad(
     """Compute the gradients of all weights, and send those that are awaited to the shards."""
     with profiler_range("GTP::wgrad", ", ".join([weight.fqn for weight in weights])):
         wgrad_GNK = grouped_wgrad(grad_TN, x_TK, ends_G)
+    # One weight of all groups. It is awaited, or nobody would have called this.
     if len(weights[0].layout.shape) == 3:
         runtime.grads.add_full(weights[0], wgrad_GNK, is_owned=True)
         return
@@ -234,10 +235,10 @@ class _ShardedGroupedMM(torch.autograd.Function):
         dgrad = None
         if ctx.needs_input_grad[0]:
             for weight, version in zip(weights, ctx.versions, strict=True):
-                check_unmodified(weight, version)
+                check_unmodified(weight, version)  # dgrad needs the values of forward
             dgrad = partial(multiply, grad_TN, ends_G, runtime, weights, Direction.COLUMNWISE)
         grad_x = runtime.grads.in_order(job, dgrad)
-        return grad_x, *[None] * (3 + len(weights))
+        return grad_x, *[None] * (3 + len(weights))  # gradients of weights went to the shards
 
 
 class _GroupedMM(torch.autograd.Function):
@@ -246,7 +247,7 @@ class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TK: Tensor, weight_GNK: Tensor, ends_G: Tensor) -> Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        saved_x = x_TK if needs_weight else None
+        saved_x = x_TK if needs_weight else None  # saved only for the gradient that needs it
         saved_weight = weight_GNK if needs_x else None
         ctx.save_for_backward(saved_x, saved_weight, ends_G)
         return _product_with(weight_GNK, x_TK, ends_G, Direction.ROWWISE)

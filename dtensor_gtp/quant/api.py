@@ -100,7 +100,7 @@ def quantize_(
         if value not in ("master", "native"):
             raise ValueError(f"quantize_ expects storage 'master' or 'native', but got {value!r}.")
     chosen: dict[nn.Parameter, _Choice] = {}
-    matched: set[str] = set()
+    matched: set[str] = set()  # compared with the names in mappings
     # Names of ``fully_shard`` modules: parameters below them are sharded.
     sharded = [name for name, inner in module.named_modules() if isinstance(inner, FSDPModule)]
     for name, submodule in module.named_modules():
@@ -108,14 +108,16 @@ def quantize_(
         found = _at(recipes, name, None)
         if weight is None or found is None:
             continue
+        # An empty name is that of the root: all modules are below it.
         is_sharded = any(not outer or f"{name}.".startswith(f"{outer}.") for outer in sharded)
-        _check(name, weight, is_sharded or "_gtp_binding" in submodule.__dict__)
+        _check(name, weight, is_sharded or "_gtp_binding" in submodule.__dict__)  # ``gtp_shard`` sets it
         matched.add(name)
         fqn = f"{name}.weight" if name else "weight"
         choice = (fqn, found, _at(storage, name, "master"))
         # A tied weight is one parameter: all its modules must agree.
         if chosen.setdefault(weight, choice)[1:] != choice[1:]:
             raise ValueError(f"quantize_ expects one recipe for the tied weight of '{name}', but got several.")
+    # A name that matches nothing is likely misspelled.
     for names in (recipes, storage):
         missing = names.keys() - matched if isinstance(names, Mapping) else ()
         if missing:
@@ -125,7 +127,7 @@ def quantize_(
             )
     if not chosen:
         raise ValueError(f"quantize_ found no weight to quantize in {type(module).__name__}. Check filter_fn.")
-    _replace(module, chosen)
+    _replace(module, chosen)  # the first change
     return module
 
 
@@ -156,7 +158,7 @@ def _candidate(module: nn.Module, name: str, filter_fn: Callable[[nn.Module, str
             f"{type(module).__name__} has shape {tuple(weight.shape)}. Leave it out with filter_fn."
         )
     if weight.numel() == 0:
-        return None
+        return None  # nothing to quantize
     return weight
 
 
@@ -176,16 +178,16 @@ def _check(name: str, weight: nn.Parameter, is_sharded: bool) -> None:
 
 def _replace(module: nn.Module, chosen: dict[nn.Parameter, _Choice]) -> None:
     native = [param for param, (_, _, kind) in chosen.items() if kind == "native"]
-    values = [dense_of(param).detach() for param in native]
+    values = [dense_of(param).detach() for param in native]  # this rank's slice, under tensor parallelism
     infos = []
     for param, value in zip(native, values, strict=True):
         name, recipe, _ = chosen[param]
         if isinstance(param, DTensor):
             # Each rank quantizes its slice: blocks must lie within it.
             check_slices("quantize_", name, param, recipe, is_native=True)
-        whole = torch.Size(param.shape)
+        whole = torch.Size(param.shape)  # logical; that of the value is local
         infos.append(NativeInfo(recipe, name, whole, value.shape, groups_of(param, recipe)))
-    new = {}
+    new = {}  # by the old parameter, so that tied ones stay tied
     for param, (_, recipe, kind) in chosen.items():
         if kind == "master":
             new[param] = with_recipe(param, recipe)

@@ -43,16 +43,18 @@ def choose_path(
     ``is_native``: the weight has native storage, so there are data for forward alone."""
     if recipe.compute == "dequantize":
         return ComputePath(None, "asked for")
-    is_grouped = len(shape) != 2
+    is_grouped = len(shape) != 2  # one weight for all groups of a GroupedLinear
     gemms: Callable[..., Any] = recipe.gemms
     if is_grouped:
         gemms = recipe.grouped_gemms
+    # ``unknown``: not even a reference arithmetic. ``missing``: that, or no kernel on this device.
     unknown = _unknown(recipe, shape, is_native=is_native)
     missing = unknown or _missing(recipe, device, shape, dtype)
     if not missing:
         return ComputePath(gemms(on_hardware=True), "")
     if recipe.compute == "auto":
         return ComputePath(None, missing)
+    # From here on the recipe asks for float8.
     if device.type == "cpu" and not unknown:
         if not is_grouped:
             warn_once(
@@ -96,6 +98,7 @@ def _missing(recipe: Recipe, device: torch.device, shape: torch.Size, dtype: tor
     if torch.version.hip is not None:
         return "no float8 GEMMs on rocm"
     capability = torch.cuda.get_device_capability(device)
+    # Grouped GEMMs have a condition of their own, see ``_missing_kernel``.
     grouped = None
     if len(shape) == 3:
         grouped = recipe.grouped_gemms(on_hardware=True)

@@ -63,7 +63,7 @@ class GroupedRowwiseGEMMs(GroupedGEMMs):
     needs_columnwise = False
 
     def grouped_output(self, x_TK: Tensor, weight: Quantized, ends_G: Tensor, dtype: torch.dtype) -> Tensor:
-        data, scale = weight.planes
+        data, scale = weight.planes  # scale: (num_groups, N, 1)
         return self._grouped(self.cast_input(x_TK), data, scale.squeeze(-1), ends_G, dtype, is_forward=True)
 
     def grouped_grad_input(self, grad_TN: Tensor, weight: Quantized, ends_G: Tensor, dtype: torch.dtype) -> Tensor:
@@ -82,7 +82,7 @@ class GroupedRowwiseGEMMs(GroupedGEMMs):
         """Quantized rows times the transpose of each group's matrix."""
         left_data, left_scale = left
         if self.on_hardware:
-            data_GCR = casts_for(data_GRC).row_major(data_GRC).mT
+            data_GCR = casts_for(data_GRC).row_major(data_GRC).mT  # the kernel wants the right matrices column-major
             result: Tensor = F.scaled_grouped_mm(  # type: ignore[attr-defined]
                 left_data, data_GCR, left_scale.view(-1), ScalingType.RowWise, scale_GR.contiguous(),
                 ScalingType.RowWise, offs=ends_G, output_dtype=dtype, use_fast_accum=is_forward,

@@ -55,6 +55,7 @@ class MasterWeight(StoredWeight):
 
     def amax_over(self, group: dist.ProcessGroup) -> Tensor | None:
         amax = self.recipe.amax(self.master)
+        # fully_shard leaves rows whole here, so what runs over single rows is complete.
         if amax is not None and -2 in self.recipe.amax_dims and group.size() > 1:
             # See [Note: magnitudes as integers].
             dist.all_reduce(amax.view(torch.int32), dist.ReduceOp.MAX, group=group)
@@ -62,7 +63,7 @@ class MasterWeight(StoredWeight):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        recipes: list[Recipe] = []
+        recipes: list[Recipe] = []  # of the weights among the arguments
 
         def unwrap(tensor: MasterWeight) -> Tensor:
             recipes.append(tensor.recipe)
@@ -163,7 +164,7 @@ def place_quantized(
     local = compat.local_part(param)
     is_native = isinstance(local, StoredWeight) and local.is_native
     if recipe.compute == "float8":
-        choose_path(recipe, device, local.shape, dtype, fqn, is_native=is_native)
+        choose_path(recipe, device, local.shape, dtype, fqn, is_native=is_native)  # raises if there are none
     if isinstance(asked, Replicate):
         raise ValueError(
             f"gtp_shard expects to shard parameter '{fqn}' of shape {tuple(param.shape)}, because "
@@ -185,7 +186,7 @@ def check_slices(caller: str, fqn: str, param: DTensor, recipe: Recipe, *, is_na
         if dim is None:
             continue
         mesh = param.device_mesh
-        block = recipe.block_of(dim - param.ndim, is_native=is_native)
+        block = recipe.block_of(dim - param.ndim, is_native=is_native)  # rows or columns that a cut keeps together
         size = mesh.size(axis)
         rows = -(-shape[dim] // size)  # of a slice
         if rows < shape[dim] and rows % block:

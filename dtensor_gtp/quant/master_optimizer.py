@@ -85,7 +85,7 @@ class MasterOptimizer(torch.optim.Optimizer):
             self._add_master(param)
         groups = list(map(self._stepped, self.param_groups))
         self._inner: torch.optim.Optimizer = optimizer_class(groups, **kwargs)
-        self.defaults = dict(self._inner.defaults)
+        self.defaults = dict(self._inner.defaults)  # ``add_param_group`` fills later groups up with these
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             group.update(_options(inner))
 
@@ -137,6 +137,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         # First: a load must win over what a step would make of old masters.
         self._follow_weights()
         self._hand_over()
+        # Those to which ``_hand_over`` gave a gradient.
         trained = [param for param, master in self._masters.items() if master.grad is not None]
         self._inner.step()
         for param in trained:
@@ -146,6 +147,7 @@ class MasterOptimizer(torch.optim.Optimizer):
             if _is_zero(group.get("lr")):
                 still.update(group["params"])
         moved = [param for param in trained if param not in still]
+        # Collective for scales of whole weights, so ranks need equal lists.
         for param, native, quantized in self._quantized(moved):
             native.write(quantized)
             torch.autograd.graph.increment_version(param)  # gathered data are stale now
@@ -167,6 +169,8 @@ class MasterOptimizer(torch.optim.Optimizer):
         for param, master in self._masters.items():
             of_weight, of_master = self._versions[param]
             given = self.state.get(param, {}).get(_KEY)
+            # ``_take_back`` leaves the master's own memory in the state.
+            # A load leaves other memory there, or writes to the master.
             is_replaced = given is not None and _address(given) != _address(master)
             is_loaded = is_replaced or of_master != _version_of(master)
             if of_weight != _version_of(param) and not is_loaded:
@@ -175,11 +179,12 @@ class MasterOptimizer(torch.optim.Optimizer):
             pairs = zip(native.quantized.planes, quantized.planes, strict=True)
             # As bytes: a NaN is unlike itself.
             if not all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs):
+                # Somebody has written other values to the weight: they win over the old master.
                 compat.local_part(self._masters[param]).copy_(native.dequantized_to(torch.float32))
 
     def _hand_over(self) -> None:
         """Gradients, options and state, which others may have changed, to the stock optimizer."""
-        self._inner.state.clear()
+        self._inner.state.clear()  # filled anew from ``self.state``, which a load may have replaced
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update(_options(group))
             for index, param in enumerate(group["params"]):
@@ -199,7 +204,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         given = state.get(_KEY)
         if given is not None and _address(given) != _address(master):
             master.copy_(given)  # a state dict was loaded
-        master.grad = None
+        master.grad = None  # no step, if the weight has none
         if param.grad is not None:
             grad = compat.local_part(param.grad).to(torch.float32)
             master.grad = placed_like(master, grad)
@@ -213,7 +218,7 @@ class MasterOptimizer(torch.optim.Optimizer):
                 if stepped is not param:
                     state = {**state, _KEY: stepped.detach()}
                 if state:
-                    self.state[param] = state
+                    self.state[param] = state  # by the weight: the groups of this optimizer name it
 
     def _quantized(self, params: list[nn.Parameter]) -> Iterator[tuple[nn.Parameter, NativeWeight, Quantized]]:
         """Each with its native weight and with the data that its master quantizes to."""
@@ -222,6 +227,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         for param in params:
             native = cast("NativeWeight", native_of(param))
             natives.append(native)
+            # A part that ``fully_shard`` has cut does not know its groups, but its DTensor does.
             infos.append(native.info._replace(groups=groups_of(param, native.recipe)))
         values = [compat.local_part(self._masters[param]).detach() for param in params]
         return zip(params, natives, quantize_parts(values, infos), strict=True)
@@ -242,15 +248,16 @@ class MasterOptimizer(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
         finally:
             for group, params in zip(self.param_groups, own, strict=True):
-                group["params"] = params
+                group["params"] = params  # the weights again, also after an error
         for param, master in self._masters.items():
+            # Torch has loaded the state by master, because the groups had masters.
             if master in self.state:
                 state = self.state.pop(master)
                 self.state[param] = state
                 if _KEY in state:
                     with torch.no_grad():
                         master.copy_(state[_KEY])
-                    state[_KEY] = master.detach()
+                    state[_KEY] = master.detach()  # the master's own memory, no copy
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

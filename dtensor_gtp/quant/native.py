@@ -52,7 +52,7 @@ class NativeWeight(StoredWeight):
     @staticmethod
     def __new__(cls, quantized: Quantized, shape: torch.Size, dtype: torch.dtype, info: NativeInfo) -> NativeWeight:
         options = {"dtype": dtype, "device": quantized.planes[0].device}
-        strides = torch.empty(shape, device="meta").stride()
+        strides = torch.empty(shape, device="meta").stride()  # of a contiguous weight, whatever its planes have
         result = compat.make_wrapper_subclass(cls, shape, strides=strides, **options)
         result.quantized = quantized
         result.info = info
@@ -75,7 +75,7 @@ class NativeWeight(StoredWeight):
     @property
     def stored(self) -> dict[str, Tensor]:
         """All tensors that it consists of, by name, sharing memory."""
-        found = dict(zip(PLANE_NAMES, self.quantized.planes, strict=False))
+        found = dict(zip(PLANE_NAMES, self.quantized.planes, strict=False))  # some have elements alone
         if self.quantized.amax is not None:
             found["amax"] = self.quantized.amax
         return found
@@ -100,13 +100,13 @@ class NativeWeight(StoredWeight):
         return values.contiguous().view(self.shape)
 
     def dequantize_for(self, direction: Direction) -> Tensor:
-        return self.dense()
+        return self.dense()  # rowwise data serves both directions
 
     def quantized_for(self, direction: Direction, amax: Tensor | None = None) -> Quantized:
-        return self.quantized
+        return self.quantized  # made with the statistic of the whole weight
 
     def amax_over(self, group: dist.ProcessGroup) -> Tensor | None:
-        return self.quantized.amax
+        return self.quantized.amax  # of the whole weight
 
     def write(self, source: Quantized) -> None:
         """Overwrite the data with those of a weight of the same shape, bit for bit."""
@@ -129,9 +129,10 @@ class NativeWeight(StoredWeight):
         stored = {}
         for name, tensor in self.stored.items():
             step = specs[name].period(from_end)
-            if step is None:
+            if step is None:  # one number for all: each part has it
                 stored[name] = tensor
                 continue
+            # The last block of a matrix may be short, and zeros may end anywhere.
             ends_within = end % step and end != self.shape[dim] and not self.is_blank
             if start % step or ends_within:  # within a block
                 return None
@@ -189,11 +190,13 @@ def native_of(param: Tensor | None) -> NativeWeight | None:
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:
+    # The planes stay: ``info.matrix`` is what they describe. ``fully_shard`` keeps a flat view of its shard.
     return args[0].like(shape=torch.empty(args[0].shape, device="meta").view(args[1]).shape)
 
 
 def _as_strided(func: Any, args: Any, kwargs: Any) -> Any:
     weight, size, stride, *offset = args
+    # A view of all of it stays native. Any other is one of the dense values.
     is_same = torch.Size(size) == weight.shape and tuple(stride) == weight.stride()
     if is_same and not any(offset):
         return weight.like()
@@ -208,14 +211,14 @@ def _copied(func: Any, args: Any, kwargs: Any) -> Any:
         if kwargs.get(key) is not None:
             options[key] = kwargs[key]
     if func is aten.clone.default:
-        options = {"memory_format": torch.contiguous_format}
+        options = {"memory_format": torch.contiguous_format}  # planes are contiguous, whatever was asked for
     stored = {name: func(tensor, **options) for name, tensor in args[0].stored.items()}
     return args[0].like(quantized_of(stored), dtype=kwargs.get("dtype"))
 
 
 def _slice(func: Any, args: Any, kwargs: Any) -> Any:
     weight: NativeWeight = args[0]
-    rest: list[Any] = [*args[1:], *(0, None, None, 1)[len(args) - 1 :]]
+    rest: list[Any] = [*args[1:], *(0, None, None, 1)[len(args) - 1 :]]  # aten's defaults
     dim, start, end, step = rest
     begin, stop, _ = slice(start, end).indices(weight.shape[dim])
     part = None
@@ -232,7 +235,7 @@ def _split(func: Any, args: Any, kwargs: Any) -> Any:
     dim %= weight.ndim
     if isinstance(sizes, int):
         rows = weight.shape[dim]
-        sizes = [min(sizes, rows - begin) for begin in range(0, rows, sizes)] or [0]
+        sizes = [min(sizes, rows - begin) for begin in range(0, rows, sizes)] or [0]  # without rows one empty part
     parts = [weight.narrowed(dim, sum(sizes[:index]), size) for index, size in enumerate(sizes)]
     if any(part is None for part in parts):
         # fully_shard would keep a shard in high precision, without a word.
@@ -251,13 +254,13 @@ def _new_zeros(func: Any, args: Any, kwargs: Any) -> Any:
     weight = args[0]
     shape = torch.Size(args[1])
     if len(shape) != weight.ndim or kwargs.get("dtype") not in (None, weight.dtype):
-        return _high_precision(func, args, kwargs)
+        return _high_precision(func, args, kwargs)  # a buffer, no weight
     device = kwargs.get("device")
     stored = {}
     for name, spec in native_planes(weight.recipe).items():
         stored[name] = weight.stored[name].new_zeros(spec.shape(shape), device=device)
     result = weight.like(quantized_of(stored), shape, matrix=shape)
-    result.is_blank = True
+    result.is_blank = True  # parts may end within blocks, until they are filled
     return result
 
 
@@ -282,6 +285,7 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
             f"written through a view of shape {tuple(target.shape)} on {target.device}. Copy into "
             "the parameter itself."
         )
+    # Collective, if the recipe has a scale of the whole weight.
     target.write(quantize_parts([values.to(target.device).expand(target.shape)], [target.info])[0])
     return target
 

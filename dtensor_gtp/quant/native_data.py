@@ -37,7 +37,7 @@ def _stores_amax(recipe: Recipe) -> bool:
 
 def native_planes(recipe: Recipe) -> dict[str, PlaneSpec]:
     """What is stored of a weight, by name."""
-    planes = dict(zip(PLANE_NAMES, recipe.rowwise, strict=False))
+    planes = dict(zip(PLANE_NAMES, recipe.rowwise, strict=False))  # without a plane of scales they follow from amax
     if _stores_amax(recipe):
         planes["amax"] = _AMAX
     return planes
@@ -56,7 +56,7 @@ def quantize_parts(values: Sequence[Tensor], infos: Sequence[NativeInfo]) -> lis
     maxima = [info.recipe.amax(value) for value, info in zip(values, infos, strict=True)]
     by_groups: dict[tuple[str, ...], list[Tensor]] = {}
     for amax, info in zip(maxima, infos, strict=True):
-        if amax is None or amax.is_meta or info.groups == ():
+        if amax is None or amax.is_meta or info.groups == ():  # (): no axis cuts what the maximum runs over
             continue
         if info.groups is None:
             raise NotImplementedError(
@@ -73,7 +73,7 @@ def quantize_parts(values: Sequence[Tensor], infos: Sequence[NativeInfo]) -> lis
     for value, info, amax in zip(values, infos, maxima, strict=True):
         quantized = info.recipe.quantize(value, Direction.ROWWISE, amax)
         if not _stores_amax(info.recipe):
-            quantized = Quantized(quantized.planes, None)
+            quantized = Quantized(quantized.planes, None)  # its scales are stored
         results.append(quantized)
     return results
 
@@ -89,7 +89,7 @@ def _all_reduce_max(maxima: Sequence[Tensor], groups: Sequence[str]) -> None:
     for name in groups:
         dist.all_reduce(flat.view(torch.int32), dist.ReduceOp.MAX, group=compat.resolve_group(name))
     for amax, part in zip(maxima, flat.split([amax.numel() for amax in maxima]), strict=True):
-        amax.copy_(part.view(amax.shape))
+        amax.copy_(part.view(amax.shape))  # into the caller's tensors
 
 
 def groups_of(param: Tensor, recipe: Recipe) -> tuple[str, ...]:

@@ -64,6 +64,7 @@ def nvfp4_operand(matrix: Tensor, dim: int, *, seed: Tensor | None = None, signs
         raise ValueError(f"nvfp4_operand expects 16 bits as signs, but got {signs}.")
     casts = casts_for(matrix)
     block = _block(dim)
+    # The scale of the matrix covers what is rounded: values after the transform.
     if signs is None:
         amax = casts.amax(matrix, (-2, -1))
     else:
@@ -100,6 +101,7 @@ def nvfp4_values(
     padded = list(shape)  # whole blocks were transformed
     padded[dim] = -(-shape[dim] // BLOCK) * BLOCK
     rotated = casts.dequantize(quantized, _block(dim), torch.Size(padded), torch.float32)
+    # The transform has spread values into the padding of the last block: cut it off after the inverse.
     return rotate_back(rotated, dim, signs)[..., : shape[-2], : shape[-1]].to(dtype)
 
 

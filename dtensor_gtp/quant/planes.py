@@ -52,7 +52,7 @@ class PlaneSpec(NamedTuple):
         Args:
             dim: Counted from the end: -2 are rows, -1 columns.
         """
-        return {-2: self.rows, -1: self.columns}.get(dim, 1)
+        return {-2: self.rows, -1: self.columns}.get(dim, 1)  # 1: dims in front number the matrices
 
     def size(self, dim: int, size: int) -> int:
         """Size of the plane along a dim.
@@ -64,8 +64,8 @@ class PlaneSpec(NamedTuple):
         period = self.period(dim)
         if period is None:
             return 1
-        steps = -(-size // period)
-        if period > 1:
+        steps = -(-size // period)  # the last one may be short
+        if period > 1:  # e.g. 8 bytes for 16 elements of nvfp4
             steps *= self.packed
         return steps
 

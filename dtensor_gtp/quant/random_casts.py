@@ -37,14 +37,14 @@ def philox(seed: Tensor, counters: tuple[Tensor, Tensor, Tensor, Tensor], num_ro
     key1 = (seed >> 32) & _MASK
     for _ in range(num_rounds):
         # A product of 32-bit words wraps in int64, but all 64 bits of it are right.
-        of_0 = c0 * 0xD2511F53
+        of_0 = c0 * 0xD2511F53  # the multipliers of Philox-4x32
         of_2 = c2 * 0xCD9E8D57
         c0 = ((of_2 >> 32) & _MASK) ^ c1 ^ key0
         c1 = of_2 & _MASK
         c2 = ((of_0 >> 32) & _MASK) ^ c3 ^ key1
         c3 = of_0 & _MASK
-        key0 = (key0 + 0x9E3779B9) & _MASK
-        key1 = (key1 + 0xBB67AE85) & _MASK
+        key0 = (key0 + 0x9E3779B9) & _MASK  # from the golden ratio
+        key1 = (key1 + 0xBB67AE85) & _MASK  # from the root of 3
     return c0
 
 
@@ -53,13 +53,13 @@ def random_bits(seed: Tensor, shape: torch.Size, dim: int) -> Tensor:
     along ``dim`` (-1 or -2, of even size). Two neighbours along ``dim`` share a word of Philox: the
     first has its low half. Its counters are the number of the pair in its line, the line, and the
     matrix."""
-    sizes = (prod(shape[:-2]), shape[-3 - dim], shape[dim] // 2)
+    sizes = (prod(shape[:-2]), shape[-3 - dim], shape[dim] // 2)  # -3 - dim: the other dim
     ranges = (torch.arange(size, device=seed.device) for size in sizes)
     matrix, line, pair = torch.meshgrid(*ranges, indexing="ij")
     words = philox(seed, (pair, line, matrix, torch.zeros_like(pair)))
     bits = torch.stack((words & 0xFFFF, words >> 16), -1).flatten(-2).to(torch.int32)
     if dim == -2:
-        bits = bits.mT
+        bits = bits.mT  # lines are columns
     return bits.reshape(shape)
 
 
@@ -72,8 +72,9 @@ def to_e2m1_stochastic(values: Tensor, bits: Tensor) -> Tensor:
     is_middle = magnitude < 4.0
     in_steps = magnitude * torch.where(is_small, 2.0, torch.where(is_middle, 1.0, 0.5))
     below = in_steps.floor()
-    code = below + torch.where(is_small, 0.0, torch.where(is_middle, 2.0, 4.0))
+    code = below + torch.where(is_small, 0.0, torch.where(is_middle, 2.0, 4.0))  # the codes of 2 and 4 are 4 and 6
     code = code + (bits.to(torch.float32) < (in_steps - below) * 65536.0)
+    # As an integer a NaN is undefined, so it is replaced before; then its sign goes, too.
     signed = torch.where(values.isnan(), 0.0, code).to(torch.uint8) | (values.signbit().to(torch.uint8) << 3)
     return torch.where(values.isnan(), 0, signed).to(torch.uint8)
 
@@ -87,11 +88,12 @@ def rotate(values: Tensor, dim: int, signs: int) -> Tensor:
         pairs = blocks.unflatten(-1, (-1, 2, 1 << stage))
         first, second = pairs.unbind(-2)
         blocks = torch.stack((first + second, first - second), -2).flatten(-3)
-    return (blocks * 0.25).flatten(-2).movedim(-1, dim)
+    return (blocks * 0.25).flatten(-2).movedim(-1, dim)  # 1 / 4 makes the matrix orthogonal
 
 
 def rotate_back(values: Tensor, dim: int, signs: int) -> Tensor:
     """The inverse of :func:`rotate`, up to rounding."""
+    # Without signs the matrix is its own inverse.
     blocks = rotate(values, dim, 0).movedim(dim, -1).unflatten(-1, (-1, BLOCK))
     return _negated(blocks, signs).flatten(-2).movedim(-1, dim)
 

@@ -44,7 +44,7 @@ class StateDictHooks:
         key = prefix + self.name
         value = state_dict.get(key)
         if native_of(module._parameters.get(self.name)) is not None:
-            state_dict.pop(key, None)
+            state_dict.pop(key, None)  # its planes stand for it
         elif isinstance(value, Tensor):
             local = compat.local_part(value)
             if isinstance(local, MasterWeight):
@@ -62,7 +62,8 @@ class StateDictHooks:
             return
         found = _take_planes(state_dict, key, native.recipe)
         value = state_dict.get(key)
-        weight = None if value is param else value
+        weight = None if value is param else value  # the module's own value was not loaded
+        # Planes win, unless they are the module's own beside a weight that is loaded.
         if found is not None and (weight is None or not _is_own(found[1], native)):
             try:
                 state_dict[key] = _assemble(param, native, *found)
@@ -91,6 +92,7 @@ def hook_state_dict(module: nn.Module, name: str, recipe: Recipe, *, is_native: 
             del module._modules[child_name]
     if is_native:
         module.add_module(f"{name}_{recipe.name}", NativePlanes(module, name))
+    # A second ``quantize_`` of the module changes the hooks of the first.
     hooks: StateDictHooks | None = None
     for registered in module._state_dict_hooks.values():
         if isinstance(registered, StateDictHooks) and registered.name == name:
@@ -136,6 +138,7 @@ class NativePlanes(nn.Module):
         for name, plane in self.planes().items():
             yield f"{prefix}.{name}" if prefix else name, plane
 
+    # ``torch.distributed.checkpoint.state_dict`` looks each part of a key up as an attribute.
     def __getattr__(self, name: str) -> Any:
         if name in STORED_NAMES:
             planes = self.planes()
@@ -197,7 +200,7 @@ def _take_planes(state_dict: dict[str, Any], key: str, own: Recipe) -> tuple[Rec
     """Remove the planes of the weight ``key`` from a state dict; None if there are none. Under the
     name of the weight's ``own`` recipe they are of that recipe, with its arguments: it may be one
     that a user has written."""
-    for name in dict.fromkeys((own.name, *RECIPES)):
+    for name in dict.fromkeys((own.name, *RECIPES)):  # the own recipe first, each once
         prefix = f"{key}_{name}."
         present = [plane for plane in STORED_NAMES if prefix + plane in state_dict]
         planes = {plane: state_dict.pop(prefix + plane) for plane in present}
@@ -209,6 +212,7 @@ def _take_planes(state_dict: dict[str, Any], key: str, own: Recipe) -> tuple[Rec
 
 
 def _is_own(planes: Mapping[str, Tensor], native: NativeWeight) -> bool:
+    # By address: what ``planes()`` gives shares the memory of the weight.
     own = {name: tensor.data_ptr() for name, tensor in native.stored.items()}
     given = {name: compat.local_part(plane).data_ptr() for name, plane in planes.items()}
     return all(own.get(name) == address for name, address in given.items())
@@ -233,6 +237,7 @@ def _assemble(param: Tensor, native: NativeWeight, recipe: Recipe, planes: Mappi
         if isinstance(param, DTensor):
             expected = _plane_spec(param, spec, torch.uint8)
             placed = f" with placements {expected.placements}"
+            # The logical shape says nothing about the cuts.
             if isinstance(plane, DTensor):
                 is_fit &= plane.device_mesh == expected.mesh
                 is_fit &= plane.placements == expected.placements
@@ -250,7 +255,7 @@ def _assemble(param: Tensor, native: NativeWeight, recipe: Recipe, planes: Mappi
         if local.dtype != spec.dtype:
             local = local.view(spec.dtype)  # from uint8
         stored[name] = local
-    value = placed_like(param, native.like(quantized_of(stored), recipe=recipe))
+    value = placed_like(param, native.like(quantized_of(stored), recipe=recipe))  # of the recipe that was saved
     if recipe.name != native.recipe.name:
         return _quantized_like(param, native, value)
     return value
@@ -260,7 +265,7 @@ def _quantized_like(param: Tensor, native: NativeWeight, value: Tensor) -> Tenso
     """Values on the mesh of ``param`` as a native weight like it; collective for a scale of the
     whole weight."""
     if isinstance(value, DTensor) and isinstance(param, DTensor) and value.placements != param.placements:
-        value = value.redistribute(placements=param.placements)
+        value = value.redistribute(placements=param.placements)  # e.g. whole on each rank
     local = compat.local_part(value)
     if isinstance(local, NativeWeight):
         local = local.dequantized_to(torch.float32)

@@ -30,11 +30,12 @@ from .triton_arithmetic import (
 def partial_amax(x_ptr, parts_ptr, numel, NUM: tl.constexpr, BLOCK: tl.constexpr):
     """The largest magnitude of each of ``NUM`` parts of each matrix, as integers."""
     program = tl.program_id(0)
-    x_ptr += (program // NUM).to(tl.int64) * numel
+    x_ptr += (program // NUM).to(tl.int64) * numel  # a matrix has numel elements
     largest = tl.zeros((BLOCK,), tl.int32)
+    # Parts interleave: each program takes every NUM-th block.
     for start in range((program % NUM) * BLOCK, numel, NUM * BLOCK):
         index = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + index, mask=index < numel, other=0.0)
+        x = tl.load(x_ptr + index, mask=index < numel, other=0.0)  # 0 changes no maximum
         largest = tl.maximum(largest, _magnitude(x))
     tl.store(parts_ptr + program, tl.max(largest, 0))
 
@@ -50,6 +51,7 @@ def finish_amax(parts_ptr, amax_ptr, NUM: tl.constexpr):
 def scales_of(amax_ptr, scale_ptr, num, BLOCK: tl.constexpr):
     """e4m3 scales of magnitudes."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    # Without the sign, which a NaN may have.
     largest = tl.load(amax_ptr + index, mask=index < num, other=0) & 0x7FFFFFFF
     tl.store(scale_ptr + index, _scale_of(largest), mask=index < num)
 
@@ -62,6 +64,7 @@ def cast_matrix(
     """float8 and the scale of each matrix; ``NUM`` magnitudes of each are given."""
     matrix = tl.program_id(0) // num_programs
     program = tl.program_id(0) % num_programs
+    # Each program finds the maximum of the parts again, which needs no launch in between.
     largest = tl.max(tl.load(amax_ptr + matrix * NUM + tl.arange(0, NUM)) & 0x7FFFFFFF, 0)
     scale = _scale_of(largest, 57344.0 if E5M2 else 448.0)
     if program == 0:
@@ -71,11 +74,12 @@ def cast_matrix(
         for start in range(program * BLOCK, numel, num_programs * BLOCK):
             index = start + tl.arange(0, BLOCK)
             x = tl.load(x_ptr + base + index, mask=index < numel, other=0.0).to(tl.float32)
-            code = _to_float8(_divided(x, scale, HARDWARE), E5M2, HARDWARE, False)
+            code = _to_float8(_divided(x, scale, HARDWARE), E5M2, HARDWARE, False)  # False: there is no NaN
             tl.store(q_ptr + base + index, code, mask=index < numel)
     else:
         for start in range(program * BLOCK, numel, num_programs * BLOCK):
             index = start + tl.arange(0, BLOCK)
+            # The scale is NaN, and so is each element.
             tl.store(q_ptr + base + index, tl.full((BLOCK,), 0x7F, tl.uint8), mask=index < numel)
 
 
@@ -93,6 +97,7 @@ def round_together(
     """
     program = tl.program_id(0)
     x_ptr, out_ptr, amax_ptr, numel, line, first = x0_ptr, out0_ptr, amax0_ptr, numel0, line0, 0
+    # The last one that begins at or before this program.
     if program >= first1:
         x_ptr, out_ptr, amax_ptr, numel, line, first = x1_ptr, out1_ptr, amax1_ptr, numel1, line1, first1
     if program >= first2:
@@ -102,6 +107,7 @@ def round_together(
     index = (program - first) * BLOCK + tl.arange(0, BLOCK)
     is_inside = index < numel
     x = tl.load(x_ptr + index, mask=is_inside, other=0.0).to(tl.float32)
+    # BLOCK is a multiple of SIZE, so the elements that share a scale belong to one program.
     if SIZE > 0:
         blocks = tl.reshape(x, (BLOCK // SIZE, SIZE))
         exponent = _e8m0_of(tl.max(_magnitude(blocks), 1, keep_dims=True), CEIL)
@@ -109,9 +115,9 @@ def round_together(
         result = tl.reshape(_from_e4m3(code, HARDWARE) * _from_e8m0(exponent), (BLOCK,))
     else:
         if IS_ONE:
-            largest = tl.load(amax_ptr)
+            largest = tl.load(amax_ptr)  # one scale for all
         else:
-            largest = tl.load(amax_ptr + index // line, mask=is_inside, other=0)
+            largest = tl.load(amax_ptr + index // line, mask=is_inside, other=0)  # one for each line
         scale = _scale_of(largest & 0x7FFFFFFF)
         code = _to_float8(_divided(x, scale, HARDWARE), False, HARDWARE)
         result = _from_e4m3(code, HARDWARE) * scale
@@ -135,13 +141,13 @@ def turn(
     x_ptr += (matrix.to(tl.int64) * num_rows + row0) * num_columns
     is_inside = (row < num_rows) & (column < num_columns)
     x = tl.load(x_ptr + (row - row0) * num_columns + column, mask=is_inside, other=0)
-    if amax_ptr is not None:
+    if amax_ptr is not None:  # else elements are moved as they are
         largest = tl.max(tl.load(amax_ptr + matrix * NUM + tl.arange(0, NUM)) & 0x7FFFFFFF, 0)
         scale = _scale_of(largest)
         if tile == 0:
             tl.store(scale_ptr + matrix, scale)
         code = _to_float8(_divided(x.to(tl.float32), scale, HARDWARE), False, HARDWARE)
-        x = tl.where(is_inside, code, 0).to(tl.uint8)
+        x = tl.where(is_inside, code, 0).to(tl.uint8)  # padding is 0, also if the scale is NaN
     q_ptr += (matrix.to(tl.int64) * num_columns + column0) * padded_rows
     tl.store(q_ptr + (column - column0) * padded_rows + row, x, mask=(row < padded_rows) & (column < num_columns))
 
@@ -172,19 +178,19 @@ def cast_rows(
     offset = row * num_columns
     group = tl.load(group_ptr + row, mask=is_row, other=0).to(tl.int64) if group_ptr is not None else 0
     value = tl.zeros((ROWS, BLOCK), tl.float32)
-    if IS_SINGLE:
+    if IS_SINGLE:  # loaded once, and kept in registers
         value = _row_values(x_ptr, factor_ptr, offset, group, column, is_row, num_columns)
     if amax_ptr is not None:
         largest = tl.load(amax_ptr + row, mask=is_row, other=0) & 0x7FFFFFFF
     else:
         most = _magnitude(value)
         if not IS_SINGLE:
-            for start in range(0, num_columns, BLOCK):
+            for start in range(0, num_columns, BLOCK):  # a first pass for the maximum
                 part = _row_values(x_ptr, factor_ptr, offset, group, start + column, is_row, num_columns)
                 most = tl.maximum(most, _magnitude(part))
         largest = tl.max(most, 1, keep_dims=True)
     if q_ptr is None:
-        tl.store(scale_ptr + row, largest, mask=is_row)
+        tl.store(scale_ptr + row, largest, mask=is_row)  # magnitudes are all that was asked for
     else:
         scale = _scale_of(largest)
         tl.store(scale_ptr + row, scale, mask=is_row)
@@ -192,7 +198,7 @@ def cast_rows(
             code = _to_float8(_divided(value, scale, HARDWARE), False, HARDWARE)
             tl.store(q_ptr + offset + column, code, mask=is_row & (column < num_columns))
         else:
-            for start in range(0, num_columns, BLOCK):
+            for start in range(0, num_columns, BLOCK):  # a second pass for the elements
                 part = _row_values(x_ptr, factor_ptr, offset, group, start + column, is_row, num_columns)
                 code = _to_float8(_divided(part, scale, HARDWARE), False, HARDWARE)
                 tl.store(q_ptr + offset + start + column, code, mask=is_row & (start + column < num_columns))
@@ -226,6 +232,7 @@ def cast_blocks(
     is_line = line0 + line < num_across
     x_ptrs = x_ptr + line * x_across + along * x_along
     scale_ptrs = scale_ptr + line * s_across + block * s_along
+    # Zeros beyond the end: they change no maximum, and fill the last block up.
     x = tl.load(x_ptrs, mask=is_line & (block0 * SIZE + along < num_along), other=0.0).to(tl.float32)
     largest = tl.max(_magnitude(x), 2, keep_dims=True)
     is_block = is_line & (block0 + block < num_blocks)
@@ -255,7 +262,7 @@ def cast_squares(x_ptr, q_ptr, scale_ptr, num_rows, num_columns, HARDWARE: tl.co
     is_inside = (row0 + row < num_rows) & (column < num_columns)
     x = tl.load(x_ptr + base + row * num_columns + column, mask=is_inside, other=0.0).to(tl.float32)
     scale = _scale_of(tl.max(tl.max(_magnitude(x), 1), 0))
-    tl.store(scale_ptr + tl.program_id(0), scale)
+    tl.store(scale_ptr + tl.program_id(0), scale)  # scales lie in the order of programs
     code = _to_float8(_divided(x, scale, HARDWARE), False, HARDWARE)
     tl.store(q_ptr + base + row * num_columns + column, code, mask=is_inside)
 
@@ -281,6 +288,7 @@ def dequantize(
     column = (tile % in_row) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     is_inside = (row < num_rows) & (column < num_columns)
     q_ptr += matrix * q_matrix
+    # The first element of a pair is in the low half of the byte.
     if PACKED == 1:
         byte = tl.load(q_ptr + (row // 2).to(tl.int64) * q_row + column, mask=is_inside, other=0).to(tl.int32)
         value = _from_e2m1((byte >> ((row & 1) * 4)) & 0xF)
@@ -301,7 +309,7 @@ def dequantize(
             scale = tl.load(scale_ptr + offset, mask=is_inside, other=0)
         if KIND == "e8m0":
             scale = _from_e8m0(scale.to(tl.int32))
-        elif KIND == "nvfp4":
+        elif KIND == "nvfp4":  # 448 * 6 and the smallest scale, as in the cast
             scale = _from_e4m3(scale, HARDWARE) * _scale_of(tl.load(amax_ptr + matrix) & 0x7FFFFFFF, 2688.0, 2.0**-117)
     out_ptr += (matrix * num_rows + row0) * num_columns
     result = (value * scale).to(out_ptr.dtype.element_ty)

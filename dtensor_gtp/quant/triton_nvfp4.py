@@ -20,12 +20,13 @@ def _load_pairs(
     first = tl.load(x_ptrs, mask=(line < num_lines) & (pair * 2 < num_along), other=0.0).to(tl.float32)
     second = tl.load(x_ptrs + x_along, mask=(line < num_lines) & (pair * 2 + 1 < num_along), other=0.0).to(tl.float32)
     if ROTATED:
-        flips = (pair * 0 + signs) >> ((pair % 8) * 2)
+        flips = (pair * 0 + signs) >> ((pair % 8) * 2)  # the two lowest bits are those of the pair
         first = _negated(first, flips & 1)
         second = _negated(second, (flips >> 1) & 1)
+        # The first stage combines the two values of a pair. Later ones stay within first or second values.
         total = first + second
         difference = first - second
-        first = _butterflies(total, ACROSS, BLOCKS) * 0.25
+        first = _butterflies(total, ACROSS, BLOCKS) * 0.25  # 1 / 4 makes the matrix orthogonal
         second = _butterflies(difference, ACROSS, BLOCKS) * 0.25
     return first, second
 
@@ -49,6 +50,7 @@ def _butterflies(x, ACROSS: tl.constexpr, BLOCKS: tl.constexpr):
 @triton.jit
 def _butterfly(x, DISTANCE: tl.constexpr, ACROSS: tl.constexpr, BLOCKS: tl.constexpr):
     """Sums and differences of values that are ``DISTANCE`` apart, in their places."""
+    # ``tl.split`` and ``tl.join`` take pairs along the last dim.
     pairs = tl.reshape(x, (ACROSS, BLOCKS, 4 // DISTANCE, 2, DISTANCE))
     first, second = tl.split(tl.permute(pairs, (0, 1, 2, 4, 3)))
     both = tl.permute(tl.join(first + second, first - second), (0, 1, 2, 4, 3))
@@ -102,17 +104,18 @@ def cast_nvfp4(
         x_ptr, pair, line, num_across - line0, num_along - block0 * 16, x_across, x_along, signs, ROTATED,
         ACROSS, BLOCKS,
     )  # fmt: skip
-    tensor_scale = _scale_of(tl.load(amax_ptr + matrix) & 0x7FFFFFFF, 2688.0, 2.0**-117)
+    tensor_scale = _scale_of(tl.load(amax_ptr + matrix) & 0x7FFFFFFF, 2688.0, 2.0**-117)  # 448 * 6; at least 2^-117
     largest = tl.max(tl.maximum(_magnitude(first), _magnitude(second)), 2, keep_dims=True)
     relative = tl.div_rn(tl.div_rn(largest.to(tl.float32, bitcast=True), 6.0), tensor_scale)
-    relative = tl.where(relative == relative, tl.maximum(relative, 2.0**-9), float("nan"))
+    relative = tl.where(relative == relative, tl.maximum(relative, 2.0**-9), float("nan"))  # ``tl.maximum`` loses a NaN
     code = _to_float8(relative, False, HARDWARE)
     is_block = (line0 + line < num_across) & (block0 + block < num_blocks)
     tl.store(scale_ptr + line * s_across + block * s_along, code, mask=is_block)
-    scale = _from_e4m3(code, HARDWARE) * tensor_scale
+    scale = _from_e4m3(code, HARDWARE) * tensor_scale  # of the rounded scale: what readers multiply by
     first = tl.div_rn(first, scale)
     second = tl.div_rn(second, scale)
     if STOCHASTIC:
+        # The counters of ``random_bits``: pair, line, matrix, 0; all of one shape.
         zero = (pair + line) * 0
         words = tl.philox(
             tl.load(seed_ptr), zero + block0.to(tl.int32) * 8 + pair, zero + line0.to(tl.int32) + line,
@@ -123,4 +126,5 @@ def cast_nvfp4(
         packed = _to_e2m1_stochastic(first, low) | (_to_e2m1_stochastic(second, high) << 4)
     else:
         packed = _to_e2m1(first) | (_to_e2m1(second) << 4)
+    # ``pair >= 0`` gives the mask the shape of the pairs.
     tl.store(packed_ptr + line * p_across + pair * p_along, packed.to(tl.uint8), mask=is_block & (pair >= 0))

@@ -52,7 +52,7 @@ class WeightWithRecipe(Tensor):
             return _linear(*args, **kwargs)
         if func is F.embedding:
             return _embedding(*args, **kwargs)
-        return compat.without_torch_function(func, args, kwargs)
+        return compat.without_torch_function(func, args, kwargs)  # ops reach __torch_dispatch__
 
 
 def gemms_of(weight: WeightWithRecipe) -> Float8GEMMs | None:
@@ -183,7 +183,7 @@ class StoredWeight(WeightWithRecipe):
         direction = Direction.ROWWISE
         if compat.current_graph_task_id() != -1:  # in backward
             direction = Direction.COLUMNWISE
-        direction = self.data_direction(direction)
+        direction = self.data_direction(direction)  # rowwise, if that serves both
         amax = self.amax_over(group)
         info = GatherInfo(self, outer_size, group.group_name, world, direction, amax)
         return (_packed(info, direction),), info
@@ -193,14 +193,14 @@ class StoredWeight(WeightWithRecipe):
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """Called by ``fully_shard``: a new unsharded parameter, or the present one (``out``) filled
         again."""
-        (slots,) = all_gather_outputs
+        (slots,) = all_gather_outputs  # ``fully_shard`` frees and refills this memory
         # The first gather of this parameter.
         if out is None:
             return GatheredWeight(slots, metadata, param_dtype), (slots,)
         local = compat.local_part(out)
         assert isinstance(local, GatheredWeight)
         local.slots = slots
-        local.info = metadata
+        local.info = metadata  # direction and amax of this gather
         return None
 
 
@@ -241,6 +241,7 @@ def _padded(shard: StoredWeight, outer_size: torch.Size, world: int, dtype: torc
     values = shard.dense().to(dtype)
     if shard.shape[1:] != outer_size[1:]:
         return values.contiguous()  # dim 1 is cut, evenly
+    # The last shards may be short or empty.
     return F.pad(values, (0, 0, 0, -(-outer_size[0] // world) - values.shape[0]))
 
 
@@ -293,6 +294,7 @@ class GatheredWeight(WeightWithRecipe):
             values = self.slots.view(-1, self.shape[1])[: self.shape[0]]
             return self.recipe.quantize(values, direction)
         slots = self.slots
+        # A recomputation, or a weight that stays gathered, needs the direction that was not gathered.
         if direction is not info.direction:
             slots = _gather_now(info, direction)
         by_rank = slots.view(info.world, -1)
@@ -301,6 +303,7 @@ class GatheredWeight(WeightWithRecipe):
         for spec in self.recipe.planes(direction):
             shape = spec.shape(info.shard.shape)
             nbytes = shape.numel() * spec.dtype.itemsize
+            # The parts of all ranks, which one after the other are the plane of the whole.
             plane = by_rank[:, start : start + nbytes].contiguous().view(spec.dtype)
             planes.append(plane.view(info.world * shape[0], shape[1]))
             start += nbytes
@@ -308,6 +311,7 @@ class GatheredWeight(WeightWithRecipe):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        # ``fully_shard`` and ``nn.Parameter`` view the whole weight, so sizes and strides are not looked at.
         if func in (aten.detach.default, aten.alias.default, aten.as_strided.default, aten.view.default):
             return GatheredWeight(args[0].slots, args[0].info, args[0].dtype)
         inner = (args, kwargs or {})
