@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def validate_kinds(module: Any, arguments: Arguments) -> None:
+    # ``fully_shard`` takes a list: modules that it gathers together.
     if isinstance(module, list | tuple):
         raise TypeError(
             f"gtp_shard expects an nn.Module as module, but got a {type(module).__name__}. Call it "
@@ -65,6 +66,7 @@ def validate_kinds(module: Any, arguments: Arguments) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError("gtp_shard expects an eager nn.Module, but got a ScriptModule. Shard it before scripting.")
     containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+    # A subclass may have a forward of its own.
     is_container = isinstance(module, containers)
     if is_container and type(module).forward is nn.Module.forward:
         what = f"a module with a forward, but got a {type(module).__name__}"
@@ -78,7 +80,7 @@ def _check_kind(what: str, value: object, kind: Any, advice: str = "") -> None:
 
 def validate_mesh(mesh: Any) -> None:
     """Check, without communication, that this rank can talk to its peers over ``mesh``."""
-    if isinstance(getattr(mesh, "weights", None), DeviceMesh):
+    if isinstance(getattr(mesh, "weights", None), DeviceMesh):  # a ``WeightMesh``, not a mesh
         raise TypeError(f"gtp_shard expects a DeviceMesh as mesh, but got a {type(mesh).__name__}. Pass mesh.weights.")
     _check_kind("a DeviceMesh as mesh", mesh, DeviceMesh, "Build one with init_device_mesh.")
     rank = dist.get_rank()
@@ -94,6 +96,7 @@ def validate_mesh(mesh: Any) -> None:
     if not has_device(mesh.device_type):
         what = f"a mesh of a device that this process has, but got {got}"
         raise ValueError(f"gtp_shard expects {what}. Build it with init_device_mesh('cpu', ...) to run here.")
+    # The last axis is gtp.
     config = dist.get_backend_config(mesh.get_group(mesh.ndim - 1))
     if mesh.device_type not in device_types(config):
         what = f"a mesh whose process groups communicate its tensors, but got {got} with the backends '{config}'"
@@ -110,9 +113,12 @@ def in_rank_order(mesh: DeviceMesh) -> DeviceMesh:
     names = mesh.mesh_dim_names
     device_type = mesh.device_type
     if mesh.ndim == 1:
+        # ``from_group`` reads the ranks from the group, where torch has sorted them.
         return DeviceMesh.from_group(mesh.get_group(), device_type, mesh_dim_names=names)
+    # A row of the mesh is a gtp group. A column has the replicas of one shard.
     rows = torch.tensor(sorted(row.sort().values.tolist() for row in ranks))
     groups = {frozenset(column) for column in ranks.t().tolist()}
+    # The sort may move ranks to other columns. No process group has the ranks of such a column.
     if {frozenset(column) for column in rows.t().tolist()} != groups:
         raise ValueError(
             "gtp_shard expects a mesh whose ranks can be put in ascending order along each axis "
@@ -148,13 +154,14 @@ def validate_module(module: nn.Module, mesh: DeviceMesh, ignored: Set[nn.Paramet
             f"{sharded.group.arguments.mesh.mesh_dim_names} (rank {dist.get_rank()}). Call it on "
             "submodules first, on the root last, and once on each."
         )
+    # This call makes a new runtime, which would not know these replicas.
     if any(runtime.grads.launches.replicas is not None for runtime in runtimes_below(module)):
         raise ValueError(
             f"gtp_shard was called on a {type(module).__name__}, but elastic.synchronize_replicas "
             "was already called on a part of it. Call gtp_shard on the submodules and the root "
             "first, then elastic.synchronize_replicas on the root."
         )
-    managed = {id(param.param) for param in params_of(bindings_of(module.modules()))}
+    managed = {id(param.param) for param in params_of(bindings_of(module.modules()))}  # by calls on submodules
     replaced = {}
     for name, param in module.named_parameters():
         if param not in ignored and id(param) not in managed:
@@ -167,8 +174,10 @@ def validate_module(module: nn.Module, mesh: DeviceMesh, ignored: Set[nn.Paramet
                 f"with mesh axes {mesh.mesh_dim_names} (rank {dist.get_rank()}). Move the module, "
                 "or build the mesh for its device."
             )
-    _refuse_params_of("fully_shard", compat.fully_shard_params(), replaced)
+    _refuse_params_of("fully_shard", compat.fully_shard_params(), replaced)  # also of modules around this one
     _check_memory(module, replaced)
+    # Reference counts are quick to read. All objects of the process are searched only if one is
+    # unusual.
     if held := _held_elsewhere(module, replaced):
         _refuse_holders(held, mesh)
 
@@ -177,6 +186,7 @@ def _check_memory(module: nn.Module, params: dict[str, nn.Parameter]) -> None:
     """What lies in the memory of a parameter of ``params`` follows its updates, and would not
     follow those of shards: refuse other parameters there, and warn of other tensors."""
     tensors: dict[str, Tensor] = dict([*module.named_buffers(), *module.named_parameters()])
+    # Plain attributes may be tensors, too, e.g. a view of a parameter.
     for prefix, submodule in module.named_modules():
         attributes = ((f"{prefix}.{name}".lstrip("."), value) for name, value in vars(submodule).items())
         tensors |= {name: value for name, value in attributes if isinstance(value, Tensor)}
@@ -187,12 +197,15 @@ def _check_memory(module: nn.Module, params: dict[str, nn.Parameter]) -> None:
             spans.append((*span, name))
     spans.sort()
     names = list(tensors)
+    # The spans are sorted by their begins. So a span overlaps with an earlier one exactly if it begins
+    # before the largest end so far.
     end = 0  # of the memory that was looked at
     last = ""  # the tensor that reaches so far
     for begin, new_end, name in spans:
         pair = [last, name]
         is_trained = any(each in params and params[each].requires_grad for each in pair)
         if begin < end and is_trained and tensors[name] is not tensors[last]:
+            # The parameter that this call shards comes first.
             shared, other = sorted(pair, key=lambda each: (each not in params, names.index(each)))
             text = (
                 f"{other!r} of shape {tuple(tensors[other].shape)} lies in the memory of parameter "
@@ -210,12 +223,14 @@ def _check_memory(module: nn.Module, params: dict[str, nn.Parameter]) -> None:
 def _span(tensor: Tensor) -> tuple[int, int] | None:
     """Where a tensor begins and ends in memory, if it has all that lies in between."""
     local = compat.local_part(tensor)
-    if type(local) not in (Tensor, nn.Parameter, nn.Buffer):
+    if type(local) not in (Tensor, nn.Parameter, nn.Buffer):  # a subclass may have no memory of its own
         return None
     if local.is_meta or local.layout is not torch.strided:
         return None
     dims = zip(local.size(), local.stride(), strict=True)
     spanned = 1 + sum((size - 1) * stride for size, stride in dims)
+    # With gaps, other tensors may rightly lie in between. An expanded tensor has several elements in
+    # one place.
     if local.numel() == 0 or spanned != local.numel():
         return None
     return local.data_ptr(), local.data_ptr() + local.numel() * local.itemsize
@@ -245,7 +260,7 @@ def _held_elsewhere(module: nn.Module, params: dict[str, nn.Parameter]) -> dict[
     num_sites = Counter(id(param) for held in by_id.values() for param in held.values())
     # How many references Python and torch hold to each parameter differs between releases: count
     # them for a new one.
-    (num_usual,) = num_references({"": nn.Parameter(torch.empty(0))})
+    (num_usual,) = num_references({"": nn.Parameter(torch.empty(0))})  # in a dict, as each of ``params``
     elsewhere = {}
     for name, number in zip(params, num_references(params), strict=True):
         if number != num_usual + num_sites[id(params[name])]:
@@ -257,6 +272,8 @@ def _refuse_holders(params: dict[str, nn.Parameter], mesh: DeviceMesh) -> None:
     """Refuse parameters that a DistributedDataParallel or an optimizer holds, as no module shows.
     All objects of the process are looked at, for 0.1 s or more, only if one of ``params`` may be in
     a list, as those of optimizers are."""
+    # ``gc.get_referrers`` compares each reference of the process with each parameter: too slow for
+    # many.
     if len(params) <= 64 and not _are_in_lists(params):
         return
     names = {id(param): name for name, param in params.items()}
@@ -267,7 +284,7 @@ def _refuse_holders(params: dict[str, nn.Parameter], mesh: DeviceMesh) -> None:
     if (early := _early_optimizer(holders, names)) is not None:
         # An optimizer that nobody uses any more may wait in a reference cycle: collect it and look
         # again.
-        del holders
+        del holders  # the list itself would keep it alive
         gc.collect()
         early = _early_optimizer(_living(torch.optim.Optimizer), names)
     if early is not None:
@@ -293,8 +310,9 @@ def _living(*classes: type[Any]) -> list[Any]:
 def _early_optimizer(holders: list[Any], names: dict[int, str]) -> tuple[str, str] | None:
     """Class of an optimizer that holds one of the parameters, and the parameter's name."""
     for optimizer in holders:
-        for group in getattr(optimizer, "param_groups", ()):
+        for group in getattr(optimizer, "param_groups", ()):  # missing if its ``__init__`` has raised
             for param in group["params"]:
                 if id(param) in names:
+                    # Names alone: the caller tries to collect the optimizer.
                     return type(optimizer).__name__, names[id(param)]
     return None

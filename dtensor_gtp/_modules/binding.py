@@ -42,6 +42,7 @@ class Reads:
         if self._learned_in is not None and num_steps != self._learned_in:
             self.is_reading = True
             self._learned_in = None
+        # None, not known yet: use hooks. Autograd would keep full weights without them.
         return self.is_reading is not False
 
     def learn(self, is_reading: bool, num_steps: int) -> None:
@@ -49,7 +50,7 @@ class Reads:
         if self.is_reading is None:
             self.is_reading = is_reading
         elif is_reading and not self.is_reading and self._learned_in is None:
-            self._learned_in = num_steps
+            self._learned_in = num_steps  # ``may_read`` answers yes from the next step on
 
 
 # A placement on the mesh of the call; a pair of a placement and another mesh; or torch's
@@ -131,7 +132,7 @@ class Binding:
         """What code reads as attribute ``name`` of the module, where ``registered`` is registered
         as that parameter."""
         managed = self.params[name]
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # the read becomes an op of the compiled graph
             if isinstance(managed, WholeParam):
                 return managed.value()
             return materialize(self.compiled[name])
@@ -141,7 +142,7 @@ class Binding:
             if managed.registration.is_cut_again and not managed.is_readable:
                 return registered  # an outer fully_shard, which has not gathered it yet, reads it
             return runtime.reads.read(managed)
-        if not managed.is_pinned:
+        if not managed.is_pinned:  # outside of passes, and not after ``unshard``
             return registered
         managed.follow(self.sites[name])
         if isinstance(managed, ShardedWeight):
@@ -224,7 +225,7 @@ def unmanaged_params(module: nn.Module) -> Iterator[tuple[str, Site, nn.Paramete
 def trains_unmanaged(group: ShardGroup) -> bool:
     """Whether a parameter below the module of ``group`` is trained that no call manages or ignores.
     Each step asks, so this visits modules in the quickest way."""
-    waiting: list[nn.Module | None] = [group.module]
+    waiting: list[nn.Module | None] = [group.module]  # a child may be None
     seen: set[nn.Module] = set()
     while waiting:
         module = waiting.pop()

@@ -60,6 +60,7 @@ def decide(module: nn.Module, arguments: Arguments) -> tuple[list[Decision], set
     managed = {id(p.param): p for p in params_of(bindings_of(module.modules()))}
     for prefix, submodule in module.named_modules():
         if (binding := binding_of(submodule)) is not None:
+            # An earlier call has decided about this module. Keep what it ignores.
             unmanaged |= {site for site in binding.group.unmanaged if site.module is submodule}
             continue
         for name, param in submodule._parameters.items():
@@ -69,8 +70,10 @@ def decide(module: nn.Module, arguments: Arguments) -> tuple[list[Decision], set
             if param in arguments.ignored_params:
                 unmanaged.add(site)
             elif id(param) in decisions:
-                decisions[id(param)].sites.append(site)
+                decisions[id(param)].sites.append(site)  # tied within this call
             else:
+                # Tied with an earlier call: the module has our parameter, or still the one that ours
+                # has replaced.
                 existing = managed.get(id(param)) or manager_of_replaced(param)
                 fqn = printable(join_name(prefix, name))
                 decisions[id(param)] = _decide(fqn, site, param, existing, arguments)
@@ -83,13 +86,15 @@ def _decide(fqn: str, site: Site, param: nn.Parameter, existing: ManagedParam | 
     mp_policy = arguments.mp_policy
     if existing is not None:
         check_tie(fqn, existing, arguments.mesh)
+        # ``existing`` keeps its own placement: the one given here shards nothing.
         return Decision(fqn, [site], param, arguments.mesh, Replicate(), existing=existing)
     asked, mesh = _asked_placement(fqn, param, arguments)
-    _check_param(fqn, param, mesh)
+    _check_param(fqn, param, mesh)  # first, as the rest needs a plain layout and a known shape
     recipe: Recipe | None = getattr(compat.local_part(param), "recipe", None)
     if arguments.shard_optimizer and has_replicas(mesh):
         _check_states(fqn, param, mesh)
     local = compat.local_part(param)
+    # ``detach`` of an nn.Parameter has the class of its data.
     if arguments.offload is not None and type(local.detach()) is not torch.Tensor:
         raise NotImplementedError(
             f"gtp_shard does not support offload_policy for parameter '{fqn}' of shape "
@@ -100,7 +105,7 @@ def _decide(fqn: str, site: Site, param: nn.Parameter, existing: ManagedParam | 
     if recipe is None:
         placement, reason = _place(site, param, asked, arguments.schedule.min_shard_numel)
         if placement.is_shard() and asked is None and _has_whole_groups(site, param, mesh):
-            placement = GTPShard(0)
+            placement = GTPShard(0)  # between groups, whatever the module's default is
         return Decision(fqn, [site], param, mesh, placement, reason)
     device = torch.device(mesh.device_type)
     dtype = mp_policy.param_dtype or param.dtype
@@ -143,7 +148,7 @@ def _asked_placement(fqn: str, param: nn.Parameter, arguments: Arguments) -> tup
         error.add_note(f"shard_placement_fn raised this when it was asked about {what}.")
         raise
     placement, mesh = _own_mesh(returned, arguments.mesh, what)
-    what = on(mesh)
+    what = on(mesh)  # of the mesh that was returned
     if placement is None or isinstance(placement, Replicate):
         return placement, mesh
     if not isinstance(placement, Shard | GTPShard):
@@ -160,7 +165,7 @@ def _asked_placement(fqn: str, param: nn.Parameter, arguments: Arguments) -> tup
         rule = "gtp_shard derives the split factor from the tensor-parallel placements"
         raise ValueError(f"{rule} of {returned}. Leave split_factor out.")
     block_size = getattr(placement, "block_size", 1)
-    return GTPShard(placement.dim % param.ndim, block_size=block_size), mesh
+    return GTPShard(placement.dim % param.ndim, block_size=block_size), mesh  # a dim may count from the end
 
 
 def _own_mesh(returned: Any, default: DeviceMesh, what: str) -> tuple[Any, DeviceMesh]:
@@ -178,8 +183,8 @@ def _own_mesh(returned: Any, default: DeviceMesh, what: str) -> tuple[Any, Devic
                 "(placement, mesh['replicate', 'gtp'])."
             )
     else:
-        return returned, default
-    if mesh is default:
+        return returned, default  # a placement alone, or None
+    if mesh is default:  # ``gtp_shard`` has checked it and put it in order
         return placement, default
     validate_mesh(mesh)
     if mesh.device_type != default.device_type:
@@ -197,6 +202,7 @@ def _place(site: Site, param: nn.Parameter, asked: Placement | None, min_numel: 
         return asked, "asked for"
     if not param.is_floating_point():
         return Replicate(), "not floating point"
+    # What was asked for goes before the size limits below and the module's default.
     if asked is not None:
         return asked, ""
     if param.ndim < 2:
@@ -228,6 +234,7 @@ def _placement_of_module(site: Site) -> Placement | None:
 def _has_whole_groups(site: Site, param: nn.Parameter, mesh: DeviceMesh) -> bool:
     """Whether each rank can have as many groups of a grouped weight. Then their gradients, which
     are made group by group, are sent without a copy."""
+    # A weight of all groups has the shape (groups, out, in).
     if param.ndim != 3 or not getattr(type(site.module), "has_grouped_weight", False):
         return False
     num_groups: int = compat.local_part(param).shape[0]
@@ -242,7 +249,7 @@ def _check_param(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
         what = f"parameter '{fqn}' of shape {tuple(param.shape)} and layout {param.layout}"
         advice = "Convert it with to_dense() or pass it in ignored_params"
         raise NotImplementedError(f"gtp_shard does not support {what}. {advice}.")
-    if compat.has_hooks_at_node(param):
+    if compat.has_hooks_at_node(param):  # no gradient of a shard comes through that node
         raise ValueError(hook_at_node(fqn, param))
     if not isinstance(param, DTensor):
         return
@@ -250,7 +257,7 @@ def _check_param(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
     gtp_axes = mesh.mesh_dim_names
     cut = f"DTensor with placements {param.placements} on mesh axes {axes}"
     what = f"parameter '{fqn}' of shape {tuple(param.shape)} is a {cut}"
-    if axes is None or gtp_axes is None:
+    if axes is None or gtp_axes is None:  # ``DeviceMesh._concatenate`` joins axes by their names
         what = f"{what} and its own mesh has axes {gtp_axes} (rank {dist.get_rank()})"
         raise ValueError(
             f"gtp_shard expects meshes with named axes, but {what}. Pass mesh_dim_names to init_device_mesh."
@@ -265,8 +272,9 @@ def _check_param(fqn: str, param: nn.Parameter, mesh: DeviceMesh) -> None:
             "with init_device_mesh and pass its sub-meshes to parallelize_module and gtp_shard."
         )
     is_overlapping = bool(set(axes) & set(gtp_axes))
+    # Axes of other names may have the same ranks, e.g. flattened ones. Torch finds these overlaps.
     try:
-        compat.concatenate_meshes([param.device_mesh, mesh])
+        compat.concatenate_meshes([param.device_mesh, mesh])  # only for its checks
     except RuntimeError:
         is_overlapping = True
     if is_overlapping:

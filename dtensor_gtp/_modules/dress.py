@@ -40,6 +40,8 @@ class ReadParams(dict[str, Any]):
         super().__init__(params)
         self._binding = binding
 
+    # ``nn.Module.__getattr__`` comes here. ``get``, ``items`` and ``values`` of a dict do not, so
+    # ``parameters()`` and state dicts have shards.
     def __getitem__(self, name: str) -> Any:
         registered = super().__getitem__(name)
         if registered is None or name not in self._binding.params:
@@ -47,7 +49,7 @@ class ReadParams(dict[str, Any]):
         return self._binding.read(name, registered)
 
     def __delitem__(self, name: str) -> None:
-        self._binding.put_aside(self, name)
+        self._binding.put_aside(self, name)  # before the item is gone
         super().__delitem__(name)
 
 
@@ -78,10 +80,10 @@ def bind(module: nn.Module, binding: Binding, own: type | None) -> None:
     binding.fused_alone = find_fused(module, binding.params)
     weights = [param for param in binding.params.values() if isinstance(param, ShardedWeight)]
     if binding.fused is None and weights:
-        binding.reads.is_reading = True
+        binding.reads.is_reading = True  # so that the first call has hooks
     for weight in weights:
-        weight.fused.is_any |= binding.fused is not None
-    has_one_mesh = len({weight.mesh for weight in weights}) == 1
+        weight.fused.is_any |= binding.fused is not None  # a tied weight may have both kinds of modules
+    has_one_mesh = len({weight.mesh for weight in weights}) == 1  # one launch has one communicator
     if has_one_mesh and getattr(type(module), "gtp_gathers_together", False):
         # A tied weight is gathered with those of its first module.
         first_here = [weight for weight in weights if weight.registration.sites[0].module is module]
@@ -90,7 +92,7 @@ def bind(module: nn.Module, binding: Binding, own: type | None) -> None:
     attributes[BINDING] = binding
     if own is not None:
         module.__class__ = own
-    if binding.group.arguments.mesh.size() > 1:
+    if binding.group.arguments.mesh.size() > 1:  # a rank alone waits for no other
         attributes["_is_fsdp_managed_module"] = SEEN_BY_TRANSFORMERS
     override(module)
     dress(module)
@@ -108,6 +110,8 @@ def dress(module: nn.Module) -> None:
     # A fused op needs no frame, but the module that was passed to ``gtp_shard`` has one: it casts
     # inputs.
     is_frame = binding.fused_alone is None or binding.group.module is module
+    # In a group the block alone has a frame during a pass. Outside of passes its parts have one, see
+    # ``GroupViews``.
     if binding.block is module or (binding.block is None and is_frame):
         call = MethodType(call_in_frame, module)
         binding.dressed = {"_call_impl": call, "__call__": call}  # ``torch.compile`` takes the latter
@@ -117,11 +121,12 @@ def dress(module: nn.Module) -> None:
         binding.dressed["forward"] = MethodType(fused.forward, module)
     elif isinstance(module, nn.RNNBase) and binding.params:
         binding.call_impl = _call_recurrent
-        _forget_flat_weights(module)
+        _forget_flat_weights(module)  # e.g. the parameters of before ``gtp_shard``
     attributes.update(binding.dressed)
     params = attributes["_parameters"]
+    # Unwrap first: a group keeps the plain dict and puts its ``FullParams`` in this place.
     if isinstance(params, ReadParams):
-        params = dict(dict.items(params))
+        params = dict(dict.items(params))  # as registered
         attributes["_parameters"] = params
     if binding.params and binding.block is None:
         attributes["_parameters"] = ReadParams(params, binding)
@@ -140,7 +145,10 @@ def own_class(module: nn.Module, mixin: type) -> type:
     maker: type = type
     if issubclass(type(cls), ABCMeta):
         maker = ABCMeta  # it keeps what it knows beside each class
+    # Neither ``__new__`` of the user's metaclass nor the user's ``__init_subclass__`` runs: that of
+    # ``BoundModule`` stands before it.
     own: type = maker.__new__(type(cls), cls.__name__, (mixin, OwnClass, cls), body)
+    # Try it now, before ``gtp_shard`` changes anything: Python raises if the layouts differ.
     module.__class__ = own
     module.__class__ = cls
     return own
@@ -187,16 +195,16 @@ def linear_forward(module: BoundModule, input: Tensor) -> Tensor:
     value: Tensor | None = module._parameters.get("bias")
     weight: ShardedWeight = params["weight"]  # type: ignore[assignment]
     weight.follow(binding.sites["weight"])
-    if "bias" in params:
+    if "bias" in params:  # of ours, else ignored or None
         bias = params["bias"]
-        if not isinstance(bias, WholeParam):
+        if not isinstance(bias, WholeParam):  # sharded: the stock forward gathers it
             return forward_in_frame(module, nn.Linear.forward, input)
         bias.follow(binding.sites["bias"])
         value = bias.value()
     if weight.tp_spec is None:
         return linear(input, value, runtime, weight)
     output = parallel_linear(input, value, runtime, weight)
-    if output is None:
+    if output is None:  # DTensor has more to do than a local GEMM
         return forward_in_frame(module, nn.Linear.forward, input)
     return output
 
@@ -209,7 +217,7 @@ def embedding_forward(module: BoundModule, input: Tensor) -> Tensor:
     assert isinstance(weight, ShardedWeight)
     if torch.compiler.is_compiling():
         return compiled_embedding(input, layer.padding_idx, binding.compiled["weight"])
-    if binding.block is not None:
+    if binding.block is not None:  # as in ``linear_forward``
         return nn.Embedding.forward(layer, input)
     if is_parametrized(module):
         return forward_in_frame(module, nn.Embedding.forward, input)

@@ -47,6 +47,8 @@ def _call(module: BoundModule, call: Any, args: Any, kwargs: Any, *method: Any) 
     """``method`` is its name and its ``Reads``, if it is not the forward."""
     # A part of a block gets here only outside of passes.
     is_of_group = module._gtp_binding.block is not None and not method
+    # The compiler may inline this call. Ops of its graph gather single weights, but a group needs the
+    # frame.
     if torch.compiler.is_compiling() and (not is_of_group or compat.is_exporting()):
         return _call_in_graph(module, call, args, kwargs)
     if compat.is_jit_tracing():
@@ -56,7 +58,7 @@ def _call(module: BoundModule, call: Any, args: Any, kwargs: Any, *method: Any) 
     # nor the runtime.
     compiler = compat.set_eval_frame(None)
     try:
-        if compat.is_recording() and (params := module._gtp_binding.group.params):
+        if compat.is_recording() and (params := module._gtp_binding.group.params):  # ``make_fx``
             refuse_recording("torch.fx", params[0].fqn)
         if is_of_group:
             return _call_block(module, call, args, kwargs, compiler)
@@ -65,6 +67,7 @@ def _call(module: BoundModule, call: Any, args: Any, kwargs: Any, *method: Any) 
         compat.set_eval_frame(compiler)
 
 
+# Where these frames are not inlined, the compiler lets them run and compiles what they call.
 for _code in (call_in_frame.__code__, call_compiled_in_frame.__code__, _call.__code__):
     compat.skip_code(_code)
 
@@ -89,7 +92,7 @@ def _call_in_graph(module: BoundModule, call: Any, args: Any, kwargs: Any) -> An
     group = module._gtp_binding.group
     if compat.is_exporting() and group.params:
         refuse_recording("torch.export", group.params[0].fqn)
-    if group.module is not module:
+    if group.module is not module:  # only the one passed to ``gtp_shard`` casts
         return call(*args, **kwargs)
     args, kwargs = _cast_inputs(group, args, kwargs)
     return _cast(call(*args, **kwargs), group.arguments.mp_policy.output_dtype)
@@ -111,9 +114,10 @@ def _call_in_frame(
             group.checked = now
     if not runtime.setup.is_done:  # for the choice of groups
         runtime.setup.expect_tokens(_num_tokens((args, kwargs)))
-    reads = reads if reads is not None else binding.reads
+    reads = reads if reads is not None else binding.reads  # a registered method has its own
     run = partial(_run, module, reads, call, args, kwargs, compiler)
     output = _in_frame(module, reads.may_read, run, method)
+    # The outermost frame has ended, and no backward runs whose recomputation this would be.
     if not runtime.is_materializing and torch.is_grad_enabled():
         follow_pipelining()  # which the user may import at any time
         # Tell the runtime when a backward through the output begins, so that its first gathers
@@ -136,13 +140,14 @@ def _call_block(block: BoundModule, call: Any, args: Any, kwargs: Any, compiler:
         gathered = None
         try:
             gathered = runtime.gathering.acquire(group.for_forward)
-            seen = None
+            seen = None  # versions and bits, to find writes through ``.data``
             if runtime.reads.looks_at_bits:
                 seen = group.leaves.seen()
             use = None
             inputs = Inputs(set(), [])
             if torch.is_grad_enabled():
                 use = BlockUse(runtime, group)
+                # Now, because the block may write its inputs and change the containers.
                 inputs = Inputs.of(_tensors_in((args, kwargs)))
             if is_compiled or not was_in_pass:
                 # Outside of a pass modules have shards; compiled code takes plain dicts alone.
@@ -156,16 +161,18 @@ def _call_block(block: BoundModule, call: Any, args: Any, kwargs: Any, compiler:
                 raise misuse
             return output, use, inputs
         finally:
+            # Back to ``FullParams``: plain dicts would give other code weights whose memory is freed.
             if is_compiled or not was_in_pass:
                 group.views.show(is_in_pass=was_in_pass)
             if gathered is not None:
+                # Frees the weights, unless they are kept.
                 runtime.gathering.release(group.for_forward, gathered)
 
     # Autograd saves leaves of a group as they are, without hooks: their memory is refilled for its
     # backward.
     output, use, inputs = _in_frame(block, lambda num_steps: False, run)
     if use is not None:
-        use.watch(inputs, _tensors_in(output))
+        use.watch(inputs, _tensors_in(output))  # begins and ends the backward of this use
     return output
 
 
@@ -181,7 +188,7 @@ def _in_frame(
     """What ``run`` returns for a new frame."""
     runtime = module._gtp_binding.group.runtime
     depth = runtime.depth_of_call()
-    frame = None
+    frame = None  # until ``enter`` has returned
     is_complete = False
     try:
         try:
@@ -218,6 +225,7 @@ def _run(module: BoundModule, reads: Reads, call: Any, args: Any, kwargs: Any, c
     output = _call_under(compiler, call, args, kwargs)
     if group.module is module:
         output = _cast(output, group.arguments.mp_policy.output_dtype)
+    # Only here, because a call that raised may not have come to its reads.
     reads.learn(bool(frame.held), runtime.steps.num_steps)
     return output
 
@@ -230,7 +238,7 @@ def _call_under(compiler: Any, call: Any, args: Any, kwargs: Any) -> Any:
     try:
         return call(*args, **kwargs)
     finally:
-        compat.set_eval_frame(None)
+        compat.set_eval_frame(None)  # for the rest of the frame
 
 
 def _num_tokens(inputs: Any) -> int:
@@ -260,8 +268,9 @@ def _registrations() -> list[int]:
     count = [0]
 
     def increment(module: nn.Module, name: str, registered: object) -> None:
-        count[0] += 1
+        count[0] += 1  # returns None, so torch registers what it was given
 
+    # Never removed: one pair of hooks serves all runtimes of the process.
     nn_module.register_module_module_registration_hook(increment)
     nn_module.register_module_parameter_registration_hook(increment)
     return count
@@ -314,7 +323,7 @@ def _map_tensors(tree: Any, convert: Callable[[Tensor], Tensor]) -> Any:
         if isinstance(leaf, Tensor):
             leaves[index] = convert(leaf)
         elif is_dataclass(leaf) and not isinstance(leaf, type):
-            leaves[index] = copy.copy(leaf)
+            leaves[index] = copy.copy(leaf)  # the caller's object stays as it is
             for field in fields(leaf):  # also of a frozen one
                 value = _map_tensors(getattr(leaf, field.name), convert)
                 object.__setattr__(leaves[index], field.name, value)

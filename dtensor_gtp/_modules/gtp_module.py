@@ -23,6 +23,7 @@ from .whole_weights import UnshardHandle, reshard_params, unshard_params
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
+# Advice has no full stop: the errors that contain it add one.
 _PLANNED = (
     "gtp_shard plans gathers by the order of uses. Leave it out; SchedulePolicy(prefetch_nbytes=...) sets how far ahead"
 )
@@ -73,7 +74,7 @@ def refuse_arguments(call: Callable[_P, _R]) -> Callable[_P, _R]:
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         for name in kwargs.keys() & ARGUMENTS.keys():
             raise TypeError(f"gtp_shard has no argument {name} of fully_shard. {ARGUMENTS[name]}.")
-        if len(args) == 1 and "mesh" not in kwargs:
+        if len(args) == 1 and "mesh" not in kwargs:  # the module alone
             raise TypeError(
                 "gtp_shard expects a mesh, but got none; fully_shard makes one of all ranks. Pass "
                 "init_device_mesh('cuda', (torch.distributed.get_world_size(),), mesh_dim_names=('gtp',))."
@@ -96,6 +97,7 @@ def _refused(name: str, advice: str) -> Callable[..., NoReturn]:
     return method
 
 
+# Methods of the class, so that ``dir`` and ``help`` show them.
 for _name, _advice in METHODS.items():
     setattr(RefusedMethods, _name, _refused(_name, _advice))
 
@@ -130,7 +132,8 @@ class GTPModule(RefusedMethods, BoundModule):
     def _params(self, recurse: bool = True) -> list[ManagedParam]:
         bindings = bindings_of(self.modules())
         if recurse:
-            return params_of(bindings)
+            return params_of(bindings)  # also of calls on submodules
+        # Only those of the ``gtp_shard`` call on this very module.
         group = self._gtp_binding.group
         return params_of(binding for binding in bindings if binding.group is group)
 
@@ -186,7 +189,7 @@ class GTPModule(RefusedMethods, BoundModule):
             tensor(4.)
         """
         for param in self._params(recurse):
-            param.flags.requires_gradient_sync = requires_gradient_sync
+            param.flags.requires_gradient_sync = requires_gradient_sync  # a group shares one ``flags``
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Choose whether backward all-reduces over the replicate axis of a 2-D mesh.
@@ -256,7 +259,7 @@ class GTPModule(RefusedMethods, BoundModule):
             >>> model.bias.grad.to_local()[0]  # 2 samples on each of 4 ranks
             tensor(8.)
         """
-        if not factor > 0:
+        if not factor > 0:  # refuses NaN, too
             raise ValueError(f"set_gradient_divide_factor expects a positive factor, but got {factor}.")
         for param in self._params():
             param.flags.gradient_divide_factor = float(factor)
@@ -328,11 +331,13 @@ class GTPModule(RefusedMethods, BoundModule):
         params = self._params(recurse)
         groups = {param.group for param in params if param.group is not None}
         if reduce_scatter_unused_params and groups:
+            # These sums are packed for the group. Its single weights would lose them.
             if not all(group.pending_grad.is_empty for group in groups):
                 raise RuntimeError(
                     "set_reduce_scatter_unused_params(True) expects no gradients of microbatches without sync. Call it "
                     "before the first forward, or after a backward that syncs them."
                 )
+            # A group is gathered and reduced as a whole, so no rank can leave out one of its weights.
             self._gtp_binding.group.runtime.split_groups()
         for param in params:
             param.flags.reduce_scatter_unused_params = reduce_scatter_unused_params
@@ -381,4 +386,4 @@ class GTPModule(RefusedMethods, BoundModule):
             >>> model.weight.grad.shape
             torch.Size([64, 64])
         """
-        self._gtp_binding.group.runtime.steps.is_last_backward = is_last_backward
+        self._gtp_binding.group.runtime.steps.is_last_backward = is_last_backward  # calls on submodules share it

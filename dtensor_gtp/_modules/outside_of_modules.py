@@ -62,10 +62,12 @@ def _run(stock: Callable[..., Any], outputs: Any, grads: Any, retain: Any, creat
     runtimes = []  # without inputs, all leaves get their gradients
     if inputs:
         runtimes = _runtimes()
+    # A hook may call ``torch.autograd.grad`` within a run. The outer run gets its ids back.
     before = [runtime.asked_for for runtime in runtimes]
     try:
         if any(isinstance(_tensor_of(given), DTensor) for given in inputs or ()):
             inputs = _with_leaves(runtimes, outputs, inputs, accumulates=args[-1])
+        # Ids suffice: ``inputs`` keeps these tensors alive during the run.
         asked_for = {id(given) for given in inputs or ()}
         for runtime in runtimes:
             runtime.asked_for = asked_for
@@ -83,7 +85,7 @@ def _with_leaves(
 ) -> tuple[Any, ...]:
     """For ``backward``: ``inputs`` and the leaves that stand for those that are ours."""
     by_id = {id(managed.param): managed for runtime in runtimes for managed in runtime.members.params}
-    found: list[Any] = list(inputs)
+    found: list[Any] = list(inputs)  # torch still refuses frozen ones among them
     reached = None
     if not accumulates:  # ``torch.autograd.grad``: refuse only parameters that it would find
         reached = _leaves_below(outputs)
@@ -110,7 +112,7 @@ def _with_leaves(
 def _tensor_of(given: Tensor | GradientEdge) -> Any:
     """The tensor, or the leaf whose gradient edge was given."""
     if isinstance(given, GradientEdge):
-        return getattr(given.node, "variable", None)
+        return getattr(given.node, "variable", None)  # only ``AccumulateGrad`` has one
     return given
 
 
@@ -125,12 +127,13 @@ def _leaves_of(managed: ManagedParam) -> list[Tensor]:
         )
     leaves = list(managed.leaves)
     if managed.group is not None:
-        leaves.append(managed.group.leaves.by_member[managed])
+        leaves.append(managed.group.leaves.by_member[managed])  # graphs of the block have this one
     return leaves
 
 
 def _leaves_below(outputs: Any) -> set[int]:
     """Ids of the leaves in the graph of ``outputs``."""
+    # Not recursive: a graph may be deeper than Python's stack.
     waiting: list[Node | None] = []
     for output in outputs:
         waiting.append(output.node if isinstance(output, GradientEdge) else output.grad_fn)
@@ -160,17 +163,19 @@ def _averaged(param: DTensor) -> list[Placement] | None:
     """How ranks hold the gradient of the full tensor of a sharded weight: each that of its own
     data."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-        return None
+        return None  # torch's own rule
     if not (param.is_leaf and param.requires_grad):
         return None
     for runtime in _runtimes():
         weight = runtime.members.member_of(param)
         if isinstance(weight, WholeParam):
+            # ``WholeParam`` takes the gradient of this rank and reduces it.
             return [Replicate()] * param.device_mesh.ndim
         if isinstance(weight, ShardedWeight) and not weight.registration.is_cut_again:
             num_tp = 0
             if weight.tp_spec is not None:  # its axes come first; ranks along them see the same data
                 num_tp = weight.tp_spec.mesh.ndim
+            # Ranks saw different data. The backward of ``full_tensor`` averages over them.
             placements: list[Placement] = [Partial("avg")] * param.device_mesh.ndim
             placements[:num_tp] = [Replicate()] * num_tp
             return placements
@@ -186,13 +191,14 @@ def _write_foreach(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
                 # Compute waits for gathers in flight that read these, before it writes.
                 for param in args[0]:
                     runtime.lost_writes.note_untraced_write(param)
+            # Autograd then refuses backwards through the old values.
             runtime.lost_writes.note_written(args[0])
-    with compat.stock_dtensor_dispatch(op):
+    with compat.stock_dtensor_dispatch(op):  # without this handler, which would call itself
         return op(*args, **kwargs)
 
 
 def _set_data(stock: Any, param: DTensor, value: Any) -> None:
-    if isinstance(param, nn.Parameter):
+    if isinstance(param, nn.Parameter):  # other DTensors are none of ours
         for runtime in _runtimes():
             runtime.lost_writes.refuse_new_data(param)
     stock(param, value)
@@ -202,7 +208,7 @@ def _set_data(stock: Any, param: DTensor, value: Any) -> None:
 
 
 def _note_data(param: DTensor) -> None:
-    if isinstance(param, nn.Parameter) and not compat.is_in_compiler():
+    if isinstance(param, nn.Parameter) and not compat.is_in_compiler():  # the compiler reads it for guards
         for runtime in _runtimes():
             runtime.lost_writes.note_untraced_write(param)
 
@@ -227,7 +233,7 @@ def _replace_backward(stage_class: Any) -> None:
 
     @functools.wraps(run)
     def run_part(stage: Any, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> Any:
-        is_part = backward_type in ("input", "weight")
+        is_part = backward_type in ("input", "weight")  # of a backward in two parts
         runtimes = []
         if last_backward or is_part:
             runtimes = runtimes_below(stage.submod)
@@ -236,7 +242,7 @@ def _replace_backward(stage_class: Any) -> None:
                 "Pipelines do not support elastic.synchronize_replicas: its replicas span all "
                 "ranks of the job, a stage only some. Use a mesh of init_weight_mesh with pp."
             )
-        if backward_type == "full" or not runtimes:
+        if backward_type == "full" or not runtimes:  # one part, or none of our modules
             return run(stage, backward_type, bwd_kwargs, last_backward)
         if backward_type == "input":
             outputs = bwd_kwargs["stage_output"]
@@ -246,6 +252,7 @@ def _replace_backward(stage_class: Any) -> None:
             with ExitStack() as stack:
                 for runtime in runtimes:
                     jobs = stack.enter_context(runtime.grads.postponing())
+                    # The jobs hold inputs and gradients until the second part.
                     postponed.append((runtime, jobs))
                 whole = {**bwd_kwargs, "stage_output": outputs}
                 grads, _ = run(stage, "full", whole, last_backward)
@@ -256,6 +263,8 @@ def _replace_backward(stage_class: Any) -> None:
         nothing = torch.zeros((), requires_grad=True)
         of_nothing = {"stage_output": nothing, "output_grads": None, "input_values": ()}
         result = run(stage, "full", of_nothing, last_backward)
+        # No backward runs: autograd would record the jobs, and ``complete`` does what the end of a backward
+        # does.
         with torch.no_grad():
             for runtime, jobs in bwd_kwargs["param_groups"]:
                 for job in jobs:

@@ -50,7 +50,7 @@ class _Changed(dict[str, Any]):
     """
 
     def __init__(self, params: dict[str, Any], fn: Callable[[Tensor], Tensor], note: Callable[[str], None]) -> None:
-        super().__init__(dict.items(params))
+        super().__init__(dict.items(params))  # as registered
         self._fn = fn
         self._note = note  # called with the name of each that changes
         self._last: tuple[Tensor, Tensor] | None = None  # a tensor, and ``fn`` of it
@@ -60,11 +60,11 @@ class _Changed(dict[str, Any]):
             if param is None:
                 continue
             with torch.no_grad():
-                is_changed = self.apply(param) is not param
+                is_changed = self.apply(param) is not param  # ``to`` without effect gives the tensor itself
             if is_changed:
                 self._note(name)
             if not isinstance(param, DTensor):
-                yield name, param
+                yield name, param  # torch changes a plain one in place
             elif is_changed:
                 # Torch cannot swap a frozen one that has an accumulation node, of hooks or of an
                 # earlier backward.
@@ -72,7 +72,7 @@ class _Changed(dict[str, Any]):
                 param.requires_grad_(param.requires_grad or is_frozen)
                 try:
                     yield name, param
-                finally:
+                finally:  # torch has swapped it and asks for the next one, or has raised
                     param.requires_grad_(param.requires_grad and not is_frozen)
 
     def apply(self, tensor: Tensor) -> Tensor:
@@ -103,16 +103,16 @@ def _apply(self: BoundModule, fn: Callable[[Tensor], Tensor], *args: Any, **kwar
             )
 
     changed = _Changed(registered, fn, refuse_in_group)
-    attributes["_parameters"] = changed
+    attributes["_parameters"] = changed  # torch goes over its ``items``
     stock: Any = type(self)._apply
     try:
         result = stock(self, changed.apply, *args, **kwargs)
-        registered.update(dict.items(changed))
-        attributes["_parameters"] = registered
+        registered.update(dict.items(changed))  # torch may have registered other objects there
+        attributes["_parameters"] = registered  # where ``follow`` looks
         for name, managed in binding.params.items():
             managed.follow(binding.sites[name])
     finally:
-        attributes["_parameters"] = shown
+        attributes["_parameters"] = shown  # it has the same objects, or a group's full weights
     return result
 
 
@@ -139,7 +139,7 @@ def _as_users_see(runtime: Runtime, members: Iterator[tuple[str, Any]], may_gath
         if not torch.is_grad_enabled():
             if len(before) == 1:
                 runtime.lost_writes.note_handed_out(before[0])
-            if before:
+            if before:  # the caller did not stop at the first
                 runtime.lost_writes.note_handed_out(member)
             before.append(member)
         yield name, member
@@ -173,13 +173,13 @@ def _save_to_state_dict(self: BoundModule, *args: Any, **kwargs: Any) -> None:
     type(self)._save_to_state_dict(self, *args, **kwargs)
     for managed in self._gtp_binding.params.values():
         if isinstance(managed, ShardedWeight):
-            self._gtp_binding.group.runtime.keeper.drop_kept(managed)
+            self._gtp_binding.group.runtime.keeper.drop_kept(managed)  # in a group: of all its weights
 
 
 def _load_from_state_dict(self: BoundModule, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
     """Each rank takes its part of whole tensors. ``assign=True`` registers other objects: follow
     them, and report an error for what is no shard."""
-    before = dict(self._parameters.items())
+    before = dict(self._parameters.items())  # the shards, also after ``unshard``
     for name, param in before.items():
         part = _part_of(state_dict.get(prefix + name), param)
         if part is not None:
@@ -201,8 +201,8 @@ def _part_of(value: Any, param: nn.Parameter | None) -> Tensor | None:
     if not isinstance(param, DTensor) or not isinstance(value, Tensor):
         return None
     if isinstance(value, DTensor) or value.shape != param.shape:
-        return None
-    if type(compat.local_tensor(param)) not in (Tensor, nn.Parameter):
+        return None  # a DTensor is loaded as it is; torch reports another shape
+    if type(compat.local_tensor(param)) not in (Tensor, nn.Parameter):  # e.g. quantized
         return None
     # Without communication: each rank has the whole tensor.
     return distributed_tensor.distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
@@ -259,7 +259,7 @@ class PreparedByAccelerate:
     def __get__(self, module: nn.Module | None, owner: type | None = None) -> PreparedByAccelerate:
         if module is None:
             return self
-        reader = sys._getframe(1).f_globals.get("__name__", "")
+        reader = sys._getframe(1).f_globals.get("__name__", "")  # the module whose code reads the attribute
         if reader.partition(".")[0] != "accelerate":
             what = f"'{type(module).__name__}' object"
             raise AttributeError(f"{what} has no attribute '_is_accelerate_prepared'")
@@ -279,8 +279,8 @@ class SeenByTransformers:
     def __bool__(self) -> bool:
         if torch.compiler.is_dynamo_compiling():  # false in Python, true where it is traced
             return True
-        reader = sys._getframe(1).f_globals.get("__name__", "")
-        return not reader.startswith("torch.")
+        reader = sys._getframe(1).f_globals.get("__name__", "")  # the module whose code asks
+        return not reader.startswith("torch.")  # ``torch._dynamo`` asks about modules that it traces
 
 
 SEEN_BY_TRANSFORMERS = SeenByTransformers()
@@ -312,10 +312,10 @@ def resize_or_refuse(stock: Callable[..., nn.Module]) -> Callable[..., nn.Module
     def resize(
         self: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, **options: Any
     ) -> Any:
-        num_rows: int = self.get_input_embeddings()._parameters.get("weight").shape[0]
+        num_rows: int = self.get_input_embeddings()._parameters.get("weight").shape[0]  # of the whole weight
         wanted = new_num_tokens if new_num_tokens is not None else num_rows
         if pad_to_multiple_of is not None:
-            wanted = -(-wanted // pad_to_multiple_of) * pad_to_multiple_of
+            wanted = -(-wanted // pad_to_multiple_of) * pad_to_multiple_of  # rounded up
         if wanted != num_rows:
             raise RuntimeError(
                 f"resize_token_embeddings cannot change {num_rows} rows to {wanted} after gtp_shard, which has split "
@@ -375,11 +375,11 @@ def override(module: nn.Module) -> None:
     cls = type(module)
     attributes = module.__dict__
     for name, function in _OF_ALL.items():
-        attributes[name] = MethodType(function, module)
+        attributes[name] = MethodType(function, module)  # on the instance: its class stays as it is
     if callable(resize := getattr(cls, "resize_token_embeddings", None)):
         attributes["resize_token_embeddings"] = MethodType(resize_or_refuse(resize), module)
     generate = getattr(cls, "generate", None)
-    are_together = "_is_fsdp_managed_module" in attributes
+    are_together = "_is_fsdp_managed_module" in attributes  # ``bind`` has set it: there are other ranks
     if are_together and inspect.isfunction(generate) and is_alone_by_default(generate):
         attributes["generate"] = MethodType(generate_together(generate), module)
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):

@@ -47,7 +47,7 @@ def shard_module(
         for name, buffer in submodule._buffers.items():
             if buffer is not None and not buffer.is_meta and buffer.device != runtime.device:
                 submodule._buffers[name] = buffer.to(runtime.device)
-    if arguments.mesh.size() > 1:
+    if arguments.mesh.size() > 1:  # a rank alone may skip layers
         run_all_layers(module)
     nested = _adopt_earlier(module, decisions, runtime)
     group = ShardGroup(module, arguments, runtime, ignored)
@@ -62,6 +62,7 @@ def shard_module(
         for site in decision.sites:
             site.module._parameters[site.name] = param.param
             owned.setdefault(site.module, {})[site.name] = param
+    # Modules around ours are bound, too: their calls are frames. The rest stays as it is.
     for submodule in list(module.modules()):
         is_ours = any(m in owned or m in nested for m in submodule.modules())
         if submodule not in nested and (is_ours or submodule is module):
@@ -69,11 +70,12 @@ def shard_module(
             bind(submodule, binding, own if submodule is module else None)
     runtime.add(group.params)
     runtime.members.calls.append(group)  # last: it is the outermost one so far
+    # Not yet: the first forward shows how many tokens a rank gets.
     runtime.setup.make_groups_by(partial(make_groups, runtime))
     for part_of_torch in (gradients, data_setter, remedies, torch_patches, outside_of_modules):
-        part_of_torch.install()
+        part_of_torch.install()  # once in a process
     for mesh_of_param in {param.spec.mesh for param in group.params}:
-        random_init.whole_draws().add_mesh(mesh_of_param)
+        random_init.whole_draws().add_mesh(mesh_of_param)  # all ranks draw alike, as one process does
 
 
 def _adopt_earlier(module: nn.Module, decisions: list[Decision], runtime: Runtime) -> set[nn.Module]:
@@ -87,7 +89,7 @@ def _adopt_earlier(module: nn.Module, decisions: list[Decision], runtime: Runtim
             runtime.add(call.params)
             call.runtime = runtime
         runtime.members.calls += earlier.members.calls
-        optimizer_steps().watchers.discard(earlier)
+        optimizer_steps().watchers.discard(earlier)  # it serves no call any more
     # Reversed, so that a tied parameter keeps its first name.
     for name, param in reversed(list(managed_params(module))):
         param.fqn = printable(name)
@@ -110,7 +112,7 @@ def _make_param(decision: Decision, arguments: Arguments, device: torch.device) 
         rank = mesh.get_local_rank(mesh.ndim - 1)
         world = mesh.size(mesh.ndim - 1)
         layout = WeightLayout(local.shape, placement.dim, world, rank, placement.block_size)
-        shard = layout.shard_of(local)
+        shard = layout.shard_of(local)  # a copy: the whole weight can be freed
         cut = None
         if _splits_states(decision, arguments):
             cut = _cut_by_replicas(old, spec_mesh, placements)
@@ -126,6 +128,7 @@ def _make_param(decision: Decision, arguments: Arguments, device: torch.device) 
     spec = compat.make_spec(spec_mesh, placements, old.shape, old.dtype)
     if isinstance(shard, NativeWeight):
         assert recipe is not None
+        # ``copy_`` takes the largest magnitude over these groups.
         shard = shard.like(groups=recipe_groups(spec, recipe))
     new = nn.Parameter(compat.wrap_local(shard, spec), requires_grad=old.requires_grad)
     structural = old.detach().__dict__  # what a tensor subclass needs for itself, its data among it
@@ -144,9 +147,11 @@ def _make_param(decision: Decision, arguments: Arguments, device: torch.device) 
     else:
         managed = WholeParam(fqn, sites, new, mesh, policies, tp_spec, decision.reason)
     managed.flags.reshard_after_forward = arguments.reshard_after_forward
+    # A later call finds the tie by this weak reference, as long as the manager holds it.
     replaced = ReplacedParam(old)
     replaced.manager = managed
     managed.registration.replaced = replaced
+    # What still computes with the old parameter would train on the data of this rank alone.
     if old.requires_grad:
         old.register_hook(partial(refuse_gradient_of_replaced, replaced))
     return managed
@@ -168,6 +173,7 @@ def _where(decision: Decision, arguments: Arguments) -> tuple[DeviceMesh, tuple[
         assert mesh.mesh_dim_names is not None
         replicate, gtp = mesh.mesh_dim_names
         mesh = compat.concatenate_meshes([mesh[gtp], mesh[replicate]])
+        # ``_cut_by_replicas`` may make a Shard(0) of the last one.
         placements = (decision.placement, Replicate())
     if isinstance(decision.param, DTensor):  # gtp cuts what tp has left, also unevenly
         spec = compat.dtensor_spec(decision.param)
@@ -186,5 +192,6 @@ def _cut_by_replicas(
         if isinstance(placement, GTPShard) and placement.dim == 0 and placement.block_size > 1:
             if not has_torch_chunks(spec, axis):
                 return None
+            # The same rows, but without a block size: a placement in blocks must be the last one of its dim.
             placements[axis] = GTPShard(0)
     return (*placements[:-1], Shard(0))

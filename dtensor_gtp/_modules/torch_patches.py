@@ -56,10 +56,11 @@ def _wrap_fully_shard() -> None:
     @functools.wraps(stock_init)
     def init(group: Any, params: list[nn.Parameter], modules: tuple[nn.Module, ...], *args: Any, **kwargs: Any) -> None:
         cut = compat.FullyShardCut.from_arguments(stock_init, group, params, modules, *args, **kwargs)
-        _check_cuts(params, modules, cut)
+        _check_cuts(params, modules, cut)  # while nothing is cut yet
         stock_init(group, params, modules, *args, **kwargs)
         for runtime, param, (module, name) in _managed_in(group):
-            runtime.members.forget_objects()
+            runtime.members.forget_objects()  # ids of parameters have to be looked up again
+            # From now on, gathers wait until ``fully_shard`` has gathered the shard.
             param.registration.is_cut_again = True
             if module._parameters.get(name) is not param.param:
                 # An optimizer that holds the old object would step to no effect.
@@ -69,13 +70,13 @@ def _wrap_fully_shard() -> None:
     def post_backward(group: Any, *unused: Any) -> None:
         for runtime, managed in _by_runtime(group).items():
             runtime.steps.publish(managed)  # into ``.grad``, from where ``fully_shard`` takes them
-        with compat.empty_grads_set_aside(group):
+        with compat.empty_grads_set_aside(group):  # of ranks without rows
             stock_post_backward(group, *unused)
 
     @functools.wraps(stock_to_sharded)
     def to_sharded(group: Any) -> None:
         if not group.is_sharded:
-            # It frees the shards that these gathers read.
+            # Torch frees the shards that these gathers read.
             for runtime, managed in _by_runtime(group).items():
                 runtime.gathering.drop_prefetched_of(managed)
         stock_to_sharded(group)
@@ -115,7 +116,7 @@ def _check_cuts(params: Sequence[nn.Parameter], modules: Sequence[nn.Module], cu
     outer = set(cut.mesh.mesh.flatten().tolist())
     for param in params:
         managed = ours.get(id(param))
-        if managed is None or not isinstance(param, DTensor):
+        if managed is None or not isinstance(param, DTensor):  # not one of ours
             continue
         what = f"parameter '{managed.fqn}' of shape {tuple(param.shape)} (rank {dist.get_rank()})"
         if managed.policies.offload is not None:
@@ -131,6 +132,7 @@ def _check_cuts(params: Sequence[nn.Parameter], modules: Sequence[nn.Module], cu
                 "to gtp_shard (mesh.weights), or leave out shard_optimizer: an outer fully_shard "
                 "splits states over its axis."
             )
+        # This rank is in both meshes. With a second one in both, a gradient would be averaged twice.
         if len(outer & set(managed.mesh.mesh.flatten().tolist())) > 1:
             raise ValueError(
                 "fully_shard expects a mesh of other axes than gtp_shard, but mesh axes "
@@ -142,6 +144,7 @@ def _check_cuts(params: Sequence[nn.Parameter], modules: Sequence[nn.Module], cu
             )
         placement = param.placements[-1]
         dim = cut.dim_of(param)
+        # ``replicate`` cuts nothing, and cuts of another dim leave our blocks whole.
         if cut.num_shards == 1 or not isinstance(placement, GTPShard) or placement.dim != dim:
             continue
         if not has_torch_chunks(compat.dtensor_spec(param), param.device_mesh.ndim - 1):
@@ -195,7 +198,7 @@ def _refuse_wrappers() -> None:
         return make_graphed(callables, *args, **kwargs)
 
     compat.replace("replicate", torch_module, "_localize_dtensor", localize_or_refuse)
-    for module in (torch.cuda, torch.cuda.graphs):
+    for module in (torch.cuda, torch.cuda.graphs):  # the first has imported it by name
         compat.replace("graphed callables", module, "make_graphed_callables", make_graphed_or_refuse)
 
 
@@ -205,6 +208,7 @@ def _before_init(cls: type, check: Callable[[type, dict[str, Any]], None]) -> No
 
     @functools.wraps(stock)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        # Partial, because the stock function reports missing arguments.
         arguments = inspect.signature(stock).bind_partial(self, *args, **kwargs).arguments
         if isinstance(arguments.get("module"), nn.Module):
             check(cls, arguments)
@@ -234,21 +238,23 @@ def _refusal(what: str, name: str, param: ManagedParam) -> ValueError:
 def _check_ddp(cls: type, arguments: dict[str, Any]) -> None:
     module = arguments["module"]
     mesh = arguments.get("device_mesh")
-    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))  # names that DDP leaves alone
     managed = {name: param for name, param in _managed(module) if name not in ignored}
-    if not managed:
+    if not managed:  # DDP would take none of ours
         return
     group = arguments.get("process_group")
     if mesh is not None:
         group = mesh.get_group()
     ranks = sorted(dist.get_process_group_ranks(group))  # None: DDP takes the default group
     for name, param in managed.items():
+        # With ``device_mesh`` DDP may make plain parameters of shards (``_localize_dtensor``).
         if mesh is not None or ranks != sorted(param.mesh.mesh.flatten().tolist()):
             raise _refusal(f"DistributedDataParallel over ranks {ranks}", name, param)
     ignored.update(managed)
     # DDP looks for the parameters of the outermost module under a name with a dot in front as well.
     ignored.update(f".{name}" for name in managed if "." not in name)
     compat.ignore_in_ddp(module, sorted(ignored))
+    # DDP raises for a module without trained parameters, too, but does not say what to do instead.
     left = [name for name, param in module.named_parameters() if param.requires_grad]
     if ignored.issuperset(left):
         axes = next(iter(managed.values())).mesh.mesh_dim_names
@@ -259,6 +265,7 @@ def _check_ddp(cls: type, arguments: dict[str, Any]) -> None:
 
 
 def _check_others(cls: type, arguments: dict[str, Any]) -> None:
+    # Arguments of ``FullyShardedDataParallel``. ``DataParallel`` has none of them.
     ignored: set[nn.Parameter] = set()
     for name in ("ignored_modules", "ignored_states", "ignored_parameters"):
         for item in arguments.get(name) or ():

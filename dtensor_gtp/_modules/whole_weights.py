@@ -47,15 +47,16 @@ def unshard_params(runtime: Runtime, params: list[ManagedParam]) -> UnshardHandl
     weights = _weights_among(params)
     runtime.setup.ensure()  # decides what is gathered together
     for param in params:
-        param.is_pinned = True
+        param.is_pinned = True  # attributes read as full weights, and no use frees them
     for weight in weights:
-        runtime.gather_kept(weight)
+        runtime.gather_kept(weight)  # a group is gathered once: its other members find it kept
     return UnshardHandle(runtime, weights)
 
 
 def reshard_params(runtime: Runtime, params: list[ManagedParam]) -> None:
     """Free what ``unshard_params`` has gathered."""
     weights = _weights_among(params)
+    # First, because this reads what is freed below.
     errors: list[RuntimeError | None] = [*runtime.lost_writes.written_outside(weights)]
     errors += [param.take_back() for param in params if isinstance(param, WholeParam)]
     for param in params:
@@ -64,7 +65,7 @@ def reshard_params(runtime: Runtime, params: list[ManagedParam]) -> None:
         if weight.group is not None:
             weight.group.views.unpin()
         runtime.keeper.drop_kept(weight)
-    for error in errors:
+    for error in errors:  # last, so that everything is freed in any case
         if error is not None:
             raise error
 
@@ -132,7 +133,7 @@ def whole_weights(module: nn.Module, *, trained_only: bool = False) -> Iterator[
 def _put_whole(param: ManagedParam) -> nn.Parameter:
     value: torch.Tensor = master_of(param.param.detach().full_tensor())  # type: ignore[attr-defined]
     if value.data_ptr() == compat.local_part(param.param).data_ptr():
-        value = value.clone()  # of an axis of one rank
+        value = value.clone()  # of one rank, or whole on each: the memory of the shard itself
     whole = nn.Parameter(value, requires_grad=param.param.requires_grad)
     if param.param.grad is not None:
         whole.grad = param.param.grad.full_tensor()  # type: ignore[attr-defined]
@@ -145,8 +146,8 @@ def _put_shard(param: ManagedParam, whole: nn.Parameter) -> None:
     sharded = param.param
     spec = compat.dtensor_spec(sharded)  # type: ignore[arg-type]
     own = compat.own_part(whole.detach(), spec.mesh, spec.placements)
-    master_of(compat.local_part(sharded)).copy_(own)
-    torch.autograd.graph.increment_version(sharded)
+    master_of(compat.local_part(sharded)).copy_(own)  # into the memory that the optimizer knows
+    torch.autograd.graph.increment_version(sharded)  # ``copy_`` has counted on the local tensor alone
     for module, name in param.registration.sites:
         if module._parameters.get(name) is whole:  # unless the code has put another one there
             module._parameters[name] = sharded

@@ -21,12 +21,12 @@ _all_gather: Any = getattr(funcol, "all_gather_single_autograd", None) or funcol
 _reduce_scatter: Any = getattr(funcol, "reduce_scatter_single_autograd", None) or funcol.reduce_scatter_tensor_autograd
 
 Work = dist.Work | None
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
 @functools.cache
 def _options(kind: Any, async_op: bool, op: Any = None) -> Any:
-    options = kind()
+    options = kind()  # one object for all calls: nobody changes it later
     options.asyncOp = async_op
     if op is not None:
         options.reduceOp = op
@@ -57,16 +57,16 @@ def reduce_scatter_coalesced(
 
 def all_to_all_base(output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool) -> Work:
     """``dist.all_to_all_single`` of equal slices, without its argument checks."""
-    return group.alltoall_base(output, input, [], [], _options(AllToAllOptions, async_op))
+    return group.alltoall_base(output, input, [], [], _options(AllToAllOptions, async_op))  # no sizes: equal parts
 
 
 def all_to_all_of_peers(output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool) -> Work:
     """``all_to_all_base`` of rows, but the own one stays where it is: ``output`` has no row for it. gloo lacks it."""
-    received, sent = list(output), list(input)
+    received, sent = list(output), list(input)  # row views: what arrives goes into ``output``
     rank = group.rank()
     nothing = input.new_empty(0)  # which NCCL does not send
     received.insert(rank, nothing)
-    sent[rank] = nothing
+    sent[rank] = nothing  # the own row is neither sent nor received
     return group.alltoall(received, sent, _options(AllToAllOptions, async_op))
 
 
@@ -95,7 +95,9 @@ def complete_collectives(tree: Any) -> Any:
     """``tree`` after a wait for its tensors: compiled code drops gradients of pending ones (pytorch 191113, 180614)."""
 
     def completed(tensor: Tensor) -> Any:
+        # torch's functional collectives return such tensors: they wait only when an op uses them.
         is_pending = isinstance(local_part(tensor), AsyncCollectiveTensor)
+        # Autograd records the wait as an op, so the gradient passes through it.
         return _Completed.apply(tensor) if is_pending else tensor  # type: ignore[no-untyped-call]
 
     return tree_map_only(Tensor, completed, tree)
@@ -116,7 +118,7 @@ def _with_contiguous_grad(result: Tensor) -> Tensor:
 class _ContiguousGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.view_as(tensor)
+        return tensor.view_as(tensor)  # forward changes nothing
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -127,9 +129,9 @@ class _Completed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Tensor:
         if isinstance(tensor, DTensor):
-            return wrap_local(completed_local(tensor), dtensor_spec(tensor))
+            return wrap_local(completed_local(tensor), dtensor_spec(tensor))  # a new DTensor around the completed shard
         completed: Tensor = tensor.trigger_wait()
-        return completed.view_as(completed)
+        return completed.view_as(completed)  # a new tensor for autograd's metadata: the wrapper holds the old one
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:

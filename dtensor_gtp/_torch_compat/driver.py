@@ -64,7 +64,7 @@ def _runtime() -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
     except OSError:
-        return None
+        return None  # then ``enqueue_copies`` always calls the driver
 
 
 @functools.cache
@@ -88,9 +88,10 @@ def _batch(copies: tuple[Copy, ...]) -> tuple[Any, ...]:
     number = len(copies)
     address, size = ctypes.c_uint64 * number, ctypes.c_size_t * number
     targets, sources, sizes = zip(*copies, strict=True)
+    # One set of attributes, from copy 0 on, serves all copies.
     attributes, first = _CopyAttributes(source_access_order=_IN_ORDER_OF_STREAM), ctypes.c_size_t(0)
     arrays = address(*targets), address(*sources), size(*sizes), ctypes.c_size_t(number)
-    return *arrays, ctypes.byref(attributes), ctypes.byref(first), ctypes.c_size_t(1)
+    return *arrays, ctypes.byref(attributes), ctypes.byref(first), ctypes.c_size_t(1)  # ``byref`` keeps them alive
 
 
 def enqueue_copies(copies: Sequence[Copy], stream: int) -> None:
@@ -104,13 +105,16 @@ def enqueue_copies(copies: Sequence[Copy], stream: int) -> None:
     if _profiler_enabled() and (runtime := _runtime()) is not None:
         for target, source, nbytes in copies:
             addresses = ctypes.c_void_p(target), ctypes.c_void_p(source)
+            # CUDA returns 0 for success.
             if code := runtime.cudaMemcpyAsync(*addresses, ctypes.c_size_t(nbytes), _DEFAULT_KIND, handle):
                 raise RuntimeError(f"cudaMemcpyAsync failed with error {code}")
         return
+    # The driver refuses batches on the legacy default stream, whose handle is 0.
     if len(copies) > 1 and stream and _has_batches() and not is_stream_capturing():
         code = driver.cuMemcpyBatchAsync_v2(*_batch(tuple(copies)), handle)
         if not code:
             return
+        # Not supported: copy one by one below.
         if code != _NOT_SUPPORTED:
             raise RuntimeError(f"cuMemcpyBatchAsync failed with CUresult {code}")
     for target, source, nbytes in copies:
@@ -139,7 +143,7 @@ class SignalBarrier:
     """
 
     def __init__(self, flags: Sequence[int], rank: int) -> None:
-        self._turns = [_barrier(flags, rank, turn) for turn in range(2)]
+        self._turns = [_barrier(flags, rank, turn) for turn in range(2)]  # made once: addresses stay
 
     def wait(self, turn: int, stream: int) -> None:
         """Let the stream of this handle wait until those of all ranks have come here; ``turn`` alternates (0, 1)."""
@@ -156,9 +160,11 @@ def _barrier(flags: Sequence[int], rank: int, turn: int) -> ctypes.Array[_Operat
     num_ranks = len(flags)
     peers = [(rank + step) % num_ranks for step in range(1, num_ranks)]
 
+    # The flag in the memory of rank ``of`` that ``peer`` sets.
     def flag(of: int, peer: int) -> int:
         return flags[of] + (turn * num_ranks + peer) * _FLAG_NBYTES
 
+    # The stream executes them in this order. Clear follows hear, so no signal of this turn is lost.
     tell = [_Operation(operation=_WRITE_VALUE, address=flag(peer, rank), value=1) for peer in peers]
     hear = [_Operation(operation=_WAIT_VALUE, address=flag(rank, peer), value=1, flags=_WAIT_EQUAL) for peer in peers]
     clear = [_Operation(operation=_WRITE_VALUE, address=flag(rank, peer), value=0) for peer in peers]
@@ -170,7 +176,7 @@ def symmetric_memory_backend(device: torch.device) -> str | None:
     try:
         # As torch.distributed._symmetric_memory does. To import that takes a tenth of a second, for ops of its own.
         return torch._C._distributed_c10d._SymmetricMemory.get_backend(device)
-    except (AttributeError, RuntimeError):
+    except (AttributeError, RuntimeError):  # a torch without symmetric memory, or no backend for this device
         return None
 
 
@@ -189,28 +195,28 @@ class SymmetricBuffer:
     def __init__(self, nbytes: int, device: torch.device, group_name: str) -> None:
         memory = torch._C._distributed_c10d._SymmetricMemory
         group = resolve_group(group_name)
-        begin = -(-nbytes // _FLAG_ALIGNMENT) * _FLAG_ALIGNMENT
+        begin = -(-nbytes // _FLAG_ALIGNMENT) * _FLAG_ALIGNMENT  # the flags follow the bytes that callers use
         self.nbytes = nbytes
         self._device = device
         own = memory.empty_strided_p2p((begin + num_flag_bytes(group.size()),), (1,), torch.uint8, device, group_name)
-        self._handle = memory.rendezvous(own, group_name)
+        self._handle = memory.rendezvous(own, group_name)  # collective: the ranks map each other's memory
         self._views: dict[tuple[int, int, torch.Size, torch.dtype], Tensor] = {}
         if self._handle is None:
             raise RuntimeError(f"no symmetric memory for the ranks of process group '{group_name}'")
-        own[begin:].zero_()
-        self._begins = list(self._handle.buffer_ptrs)
+        own[begin:].zero_()  # flags: a barrier expects zeros
+        self._begins = list(self._handle.buffer_ptrs)  # by rank, as this GPU sees them
         self._barrier = SignalBarrier([pointer + begin for pointer in self._begins], group.rank())
         self._handle.barrier(0, 0)  # no peer may signal before the flags are zero
         for turn in range(2):  # so that a driver that refuses does so now
             self.barrier(turn)
-        torch.cuda.current_stream(device).synchronize()
-        self._own = own
+        torch.cuda.current_stream(device).synchronize()  # an error of these barriers shows up here
+        self._own = own  # this tensor owns the memory of this rank
 
     def view(self, rank: int, offset: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """A tensor in the buffer of ``rank``, ``offset`` bytes from its begin, a multiple of the dtype's size."""
         key = (rank, offset, shape, dtype)
         if key not in self._views:
-            if len(self._views) >= _MAX_VIEWS:
+            if len(self._views) >= _MAX_VIEWS:  # shapes that keep changing would fill it without end
                 self._views.clear()
             with torch.inference_mode(False):  # else training could not write where an evaluation was first
                 self._views[key] = self._handle.get_buffer(rank, shape, dtype, offset // dtype.itemsize)
@@ -252,7 +258,7 @@ def end_void_recording(device: torch.device, pool: tuple[int, int]) -> None:
     except RuntimeError:
         return  # torch has told the allocator
     torch._C._cuda_releasePool(index, pool)
-    counter = torch.zeros(1, device=device)
+    counter = torch.zeros(1, device=device)  # made outside of the recording, so its memory is not in a graph's pool
     # Another recording, which ends in order, tells the generator.
     graph = torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local")
     with torch.cuda.stream(torch.cuda.current_stream(device)), graph:

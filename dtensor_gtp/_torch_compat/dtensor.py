@@ -56,7 +56,7 @@ def set_local(tensor: DTensor, local: Tensor, spec: DTensorSpec) -> None:
 
 def wrap_data_setter(wrapper: Callable[[Callable[[DTensor, Any], None], DTensor, Any], None]) -> None:
     """Call ``wrapper(what_was_there, tensor, value)`` for ``tensor.data = value`` on DTensors, from now on."""
-    stock: Any = inspect.getattr_static(DTensor, "data")
+    stock: Any = inspect.getattr_static(DTensor, "data")  # a descriptor; perhaps that of ``wrap_data_getter``
     setter = functools.partial(wrapper, stock.__set__)
     replace("data", DTensor, "data", property(stock.__get__, lambda tensor, value: setter(tensor, value)))
 
@@ -78,14 +78,15 @@ class _FullTensor(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, stock: Callable[..., Tensor], grad_placements: list[Placement]) -> Tensor:
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # None instead of zeros where no gradient arrives
         ctx.mesh, ctx.placements, ctx.grad_placements = tensor.device_mesh, tensor.placements, grad_placements
         return stock(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> Any:
-        if grad is None:
+        if grad is None:  # the sharded tensor gets none either
             return None, None, None
+        # The redistribution sums or averages over ranks, as ``grad_placements`` say.
         whole = DTensor.from_local(grad, ctx.mesh, ctx.grad_placements, run_check=False)
         return whole.redistribute(placements=ctx.placements), None, None
 
@@ -98,7 +99,7 @@ def wrap_full_tensor(placements_of_grad: Callable[[DTensor], list[Placement] | N
     @functools.wraps(stock)
     def full_tensor(tensor: DTensor, *, grad_placements: Any = None) -> Tensor:
         own = placements_of_grad(tensor) if grad_placements is None else None
-        if own is None:
+        if own is None:  # the caller says how, or the tensor is none of ours
             return stock(tensor, grad_placements=grad_placements)
         whole: Tensor = _FullTensor.apply(tensor, stock, own)  # type: ignore[no-untyped-call]
         return whole
@@ -126,9 +127,11 @@ def make_spec(mesh: DeviceMesh, placements: tuple[Any, ...], shape: torch.Size, 
 def own_part(full: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Tensor:
     """This rank's part of ``full`` under ``placements``, without communication."""
     coordinate = mesh.get_coordinate()
-    assert coordinate is not None
+    assert coordinate is not None  # this rank is part of the mesh
+    # DTensor applies placements from left to right, so each one cuts what the last one left.
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard | StridedShard):
+            # Views, one for each coordinate: ranks without rows have empty ones.
             parts, _ = placement._split_tensor(full, mesh.size(axis), with_padding=False, contiguous=False)
             full = parts[coordinate[axis]]
     return full
@@ -159,6 +162,7 @@ def wrap_sharding_propagation(wrapper: Callable[[Propagate, OpSchema], OutputSha
     skip_code(code, recursive=True)  # the compiler of torch 2.11 would trace it, while it finds shapes
     before = propagator.propagate_op_sharding_non_cached
     wrapped = functools.wraps(before)(functools.partial(wrapper, before))
+    # torch's cache holds the method that it was made with, so it is replaced by a new one.
     make_cache = type(propagator.propagate_op_sharding)
     replace("propagation", propagator, "propagate_op_sharding_non_cached", wrapped)
     replace("cached propagation", propagator, "propagate_op_sharding", make_cache(wrapped))
@@ -177,6 +181,7 @@ def stock_rule(op: Any) -> StockRule | None:
     propagator = op_dispatcher().sharding_propagator
     single_dim_rule = propagator.op_single_dim_strategy_funcs.get(op)
     rule = single_dim_rule or propagator.op_strategy_funcs.get(op)
+    # In torch 2.13 a rule for one axis is in an object that has the function as ``func``.
     module = str(getattr(getattr(rule, "func", rule), "__module__", ""))
     if not module.startswith("torch.distributed.tensor._ops."):
         return None
@@ -193,16 +198,18 @@ class _HandlersOfThread:
     """
 
     def __init__(self) -> None:
-        self._aside = threading.local()
+        self._aside = threading.local()  # ops, by thread
 
     def __get__(self, dispatcher: Any, owner: type) -> Any:
         if dispatcher is None:
-            return self
+            return self  # asked of the class, not of the dispatcher
+        # torch's table stays in the dict of the instance. A property with a setter hides it there.
         handlers = dispatcher.__dict__["_custom_op_handlers"]
         aside = getattr(self._aside, "ops", ())
+        # A copy without them, only where this thread has put an op aside.
         return {op: handler for op, handler in handlers.items() if op not in aside} if aside else handlers
 
-    def __set__(self, dispatcher: Any, handlers: dict[Any, Any]) -> None:
+    def __set__(self, dispatcher: Any, handlers: dict[Any, Any]) -> None:  # context parallelism assigns another table
         dispatcher.__dict__["_custom_op_handlers"] = handlers
 
     @contextmanager
@@ -213,12 +220,13 @@ class _HandlersOfThread:
         try:
             yield
         finally:
-            self._aside.ops = before
+            self._aside.ops = before  # what outer contexts have put aside
 
 
 @functools.cache
 def _handlers_of_thread() -> _HandlersOfThread:
     handlers = _HandlersOfThread()
+    # On the class, because Python looks for properties there alone.
     replace("handlers", type(op_dispatcher()), "_custom_op_handlers", handlers)
     return handlers
 
@@ -231,7 +239,7 @@ def set_dtensor_handler(op: Any, handler: Callable[[Any, tuple[Any, ...], dict[s
 def foreach_writes() -> list[Any]:
     """The foreach ops on DTensors that write to their first argument. They change no version of it."""
     propagator = op_dispatcher().sharding_propagator
-    ops = (*propagator.op_strategy_funcs, *propagator.op_single_dim_strategy_funcs)
+    ops = (*propagator.op_strategy_funcs, *propagator.op_single_dim_strategy_funcs)  # both kinds of rules
     return [op for op in ops if str(op).startswith("aten._foreach_") and str(op).split(".")[1].endswith("_")]
 
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import _redistribute as redistribute_module
 from .dtensor import op_dispatcher
 from .patches import replace
 
-_HOST_BACKENDS = frozenset({"gloo", "fake"})
+_HOST_BACKENDS = frozenset({"gloo", "fake"})  # they cannot abort, see ``abort_device_groups``
 
 root_mesh = DeviceMesh._get_root_mesh
 flatten_mesh = DeviceMesh._flatten  # a 1-D sub-mesh of the same root, with a name, of the ranks in row-major order
@@ -40,7 +40,7 @@ def twin_group(group: dist.ProcessGroup, device: torch.device, desc: str) -> dis
     # Without what the group may have for other devices: gloo's connections would take 20 ms.
     backends = dist.get_backend_config(group).split(",")
     own = next((backend for backend in backends if backend.startswith(f"{device.type}:")), None)
-    return _group_beside(group, device, desc, backend=own)
+    return _group_beside(group, device, desc, backend=own)  # None: that of the default group
 
 
 def host_group(group: dist.ProcessGroup, device: torch.device, desc: str) -> dist.ProcessGroup:
@@ -54,10 +54,11 @@ def host_group(group: dist.ProcessGroup, device: torch.device, desc: str) -> dis
 def _group_beside(
     group: dist.ProcessGroup, device: torch.device, desc: str, backend: str | None = None
 ) -> dist.ProcessGroup:
-    description = f"{desc} beside {group.group_name}"
+    description = f"{desc} beside {group.group_name}"  # by which later calls find the group
     known = described_group(description)
     if known is not None:
         return known
+    # All ranks of ``group`` come here together: the twin exists on all of them or on none.
     name = agreed_name(group, device, desc)
     return named_group(dist.get_process_group_ranks(group), name, description, group, backend)
 
@@ -74,9 +75,9 @@ def described_group(description: str) -> dist.ProcessGroup | None:
 def agreed_name(group: dist.ProcessGroup, device: torch.device, prefix: str) -> str:
     """A name that no process group has yet. Collective over ``group``: a maximum, whose kernel NCCL has loaded. Its
     broadcast would take 0.1 s."""
-    name = torch.tensor(secrets.randbits(62), device=device)
+    name = torch.tensor(secrets.randbits(62), device=device)  # each rank draws its own
     dist.all_reduce(name, dist.ReduceOp.MAX, group=group)
-    return f"{prefix}_{int(name):x}"
+    return f"{prefix}_{int(name):x}"  # all have the largest; the host waits for it
 
 
 def named_group(
@@ -88,6 +89,7 @@ def named_group(
     device: that would wait for all of its ranks.
     """
     timeout = timeout_of(parent)
+    # torch would name the group by its ranks and by the number of groups of this process.
     with (
         mock.patch.object(distributed_c10d, "_process_group_name", return_value=name),
         mock.patch.object(distributed_c10d, "_get_split_source", return_value=None),
@@ -117,13 +119,13 @@ class OneThreadGloo:
         named = [self._cls.create_device(interface=name) for name in interfaces.split(",") if name]
         return named or [self._cls.create_default_device()]
 
-    def __instancecheck__(self, instance: Any) -> bool:
+    def __instancecheck__(self, instance: Any) -> bool:  # torch calls ``isinstance`` with this object
         return isinstance(instance, self._cls)
 
     def __call__(self, store: Store, rank: int, size: int, timeout: timedelta, **further: bool) -> Any:
         """``further``: 2.14 passes ``enable_reconfigure``, which nobody turns on."""
         assert not any(further.values()), further
-        if self._devices is None:
+        if self._devices is None:  # the first group makes them, later ones share them
             self._devices = self._own_devices()
         options = self._cls._Options()
         options._devices, options._timeout, options._threads = self._devices, timeout, 1
@@ -137,6 +139,7 @@ def gloo_with_one_thread(parent: dist.ProcessGroup | None = None) -> Iterator[No
     if not isinstance(stock, type):  # torch without gloo, or this is on already
         yield
         return
+    # None: devices as torch chooses them, made with the first group.
     options = None if parent is None else _gloo_options(parent)
     made = OneThreadGloo(None if options is None else options._devices)
     with mock.patch.object(distributed_c10d, "ProcessGroupGloo", made):
@@ -150,7 +153,7 @@ def has_racing_threads(group: dist.ProcessGroup) -> bool:
 
 
 def _gloo_options(group: dist.ProcessGroup) -> Any:
-    if torch.device("cpu") not in group._device_types:
+    if torch.device("cpu") not in group._device_types:  # no backend for tensors on the host
         return None
     backend = group._get_backend(torch.device("cpu"))
     return backend.options if backend.name() == "gloo" and hasattr(backend.options, "_threads") else None
@@ -169,7 +172,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
             limits.append(group._get_backend(device).options._timeout)
         except (AttributeError, RuntimeError):  # a backend without options, or one that does not show them
             continue
-    return min(limits, default=None)
+    return min(limits, default=None)  # a group may have a backend for each device
 
 
 def clone_store(store: Store) -> Store:
@@ -189,6 +192,8 @@ def abort_device_groups(*, wait: bool = True) -> None:
     on the device, perhaps behind a collective of another group that hangs. Gloo cannot abort: its collectives end when
     a connection breaks or their time limit passes. With ``wait``, return when all are aborted, perhaps after seconds.
     """
+    # Of groups with a backend other than gloo: the others have nothing to abort.
+    # Daemons, so that an abort that hangs does not keep the process.
     threads = [
         threading.Thread(target=group.abort, name="dtensor_gtp abort", daemon=True)
         for group in list(distributed_c10d._world.pg_map)
@@ -203,15 +208,16 @@ def abort_device_groups(*, wait: bool = True) -> None:
 def restart_group_names() -> None:
     """Without a default group, count names of groups from the beginning. Its name is part of addresses in the store,
     and each failed attempt to make it uses up a name: ranks with different numbers of attempts would not meet."""
-    if not dist.is_initialized():
+    if not dist.is_initialized():  # groups that exist have names already
         distributed_c10d._world.group_count = 0
 
 
 def leave_process_groups() -> None:
     """Abort all process groups of this process without waiting for their ranks, some of which may be gone. Clear
     DTensor's caches: a later mesh of equal ranks would get plans whose groups are gone."""
-    abort_device_groups()
-    distributed_c10d._abort_process_group()
+    abort_device_groups()  # all at once: the call below aborts them one by one
+    distributed_c10d._abort_process_group()  # torch forgets them all, and counts names from 0 again
+    # torch has such a cache for each thread. This clears that of the calling thread.
     op_dispatcher().sharding_propagator.propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
     redistribute_module._gen_transform_infos.cache_clear()
@@ -239,15 +245,15 @@ def _accept_unsorted_axes() -> None:
     """Let DTensor redistribute over a mesh whose axes stand in another order than in its root mesh: there torch (2.11,
     2.13), which looks for a flattened mesh of some axes, gets a KeyError instead of none."""
     lookup = getattr(redistribute_module, "_get_flattened_mesh_by_layout", None)
-    if lookup is None:
+    if lookup is None:  # a torch that looks elsewhere
         return
 
     @functools.wraps(lookup)
     def lookup_or_none(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> DeviceMesh | None:
         try:
             return cast("DeviceMesh | None", lookup(mesh, mesh_dims))
-        except KeyError:
-            return None
+        except KeyError:  # ``_get_slice_mesh_layout`` wants axes in ascending order
+            return None  # no flattened mesh: DTensor goes axis by axis
 
     replace("flattened mesh", redistribute_module, "_get_flattened_mesh_by_layout", lookup_or_none)
 

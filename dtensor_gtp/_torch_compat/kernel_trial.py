@@ -25,7 +25,7 @@ def decided(
     if found is None:
         if compat.is_stream_capturing():
             # Kernels must be compiled and loaded outside of graphs. A step has run eagerly before it is captured.
-            return otherwise, "first used in a CUDA graph"
+            return otherwise, "first used in a CUDA graph"  # not remembered: a later eager call tries
         with compat.without_dispatch_modes(), torch.no_grad():  # a checkpoint's policy must not count these ops
             found = verdicts[key] = attempt()
         if found[1]:
@@ -48,4 +48,4 @@ def on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:
     """Where kernels of ``tensor`` are launched."""
     if not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
         return nullcontext()
-    return torch.cuda.device(tensor.device)
+    return torch.cuda.device(tensor.device)  # Triton launches on the current device

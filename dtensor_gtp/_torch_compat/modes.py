@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 # Active in the forward, and in the recomputation, of a checkpoint with a policy.
 POLICY_MODES: tuple[Any, ...] = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
 
-_NOTHING = nullcontext()
+_NOTHING = nullcontext()  # one for all callers: it has no state
 
 _ONCE = (
     "gtp_shard does not compute second derivatives through a fused op or with respect to a sharded weight "
@@ -47,7 +47,7 @@ def asks_checkpoint_policy() -> bool:
 
 def unseen_by_checkpoint_policies() -> AbstractContextManager[Any]:
     """A context whose ops selective activation checkpointing neither counts nor caches nor skips."""
-    if not asks_checkpoint_policy():
+    if not asks_checkpoint_policy():  # the usual case, which must be quick
         return _NOTHING
     return _without_checkpoint_modes(python_dispatch._get_current_dispatch_mode_stack())
 
@@ -56,10 +56,11 @@ class _Stored:
     """Outputs of one op that a checkpoint saves. What comes in goes through ``store``."""
 
     def __init__(self, store: Callable[[Any], Any]) -> None:
-        super().__init__()
+        super().__init__()  # the dict or the list
         self._store = store
 
     def stored(self, entry: Any) -> Any:
+        # What torch stores for ops that are recomputed has no wrapper, so it stays as it is.
         return tree_map_only(checkpoint._VersionWrapper, self._store, entry)
 
 
@@ -83,8 +84,9 @@ def checkpoint_contexts(policy: Callable[..., Any], store: Callable[[Any], Any])
     pytorch 170384 would make this public."""
     contexts: tuple[Any, Any] = checkpoint.create_selective_checkpoint_contexts(policy)
     storage = contexts[0].storage
+    # The factory tells which torch this is: the recomputation looks outputs up by number, or takes the first.
     kind = _StoredByIndex if storage.default_factory is dict else _StoredInOrder
-    storage.default_factory = functools.partial(kind, store)
+    storage.default_factory = functools.partial(kind, store)  # both contexts have this storage
     return contexts
 
 
@@ -126,6 +128,7 @@ def _without_checkpoint_modes(modes: list[Any]) -> Iterator[None]:
 
 
 def _replace_dispatch_modes(before: list[Any], after: list[Any]) -> None:
+    # Only the top of the stack can be taken off: take off all, and put back those that stay, the lowest first.
     for _ in before:
         python_dispatch._pop_mode()
     for mode in after:
@@ -134,7 +137,7 @@ def _replace_dispatch_modes(before: list[Any], after: list[Any]) -> None:
 
 def skip_code(code: CodeType, *, recursive: bool = False) -> None:
     """Let the compiler leave frames of ``code`` alone, and what they call too if ``recursive``; they may be inlined."""
-    eval_frame = import_module("torch._dynamo.eval_frame")
+    eval_frame = import_module("torch._dynamo.eval_frame")  # here, because it imports the compiler
     action = eval_frame.FrameAction
     strategy = eval_frame.FrameExecStrategy(action.SKIP, action.SKIP if recursive else action.DEFAULT)
     eval_frame.set_code_exec_strategy(code, strategy)
@@ -157,9 +160,9 @@ def once_differentiable(backward: Callable[..., _T]) -> Callable[..., _T]:
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Any) -> _T:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():  # without ``create_graph``: nobody differentiates the result
             return backward(ctx, *grads)
-        with torch.no_grad():
+        with torch.no_grad():  # without a graph: the node below refuses instead
             computed: Any = backward(ctx, *grads)
         if isinstance(computed, torch.Tensor):
             return cast("_T", undifferentiable(computed, *grads))
@@ -173,5 +176,6 @@ def undifferentiable(grad: torch.Tensor, *computed_from: Any) -> torch.Tensor:
     has a part in ``computed_from``: torch would find no way there, and return no gradient, or zeros."""
     sources = [x for x in computed_from if isinstance(x, torch.Tensor) and x.requires_grad]
     refuse: Any = torch._C._functions.DelayedError(_ONCE, 1 + len(sources))
+    # torch makes the node only if an input of it needs a gradient.
     results = refuse(grad.detach().requires_grad_(), *sources)
     return cast("torch.Tensor", results[0] if sources else results)

@@ -27,8 +27,8 @@ def fully_shard_group_class() -> Any:
     try:
         group_class = import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group").FSDPParamGroup
     except (ImportError, AttributeError):
-        return None
-    known = ("post_backward", "_to_sharded", "_to_unsharded", "is_sharded")
+        return None  # ``ManagedParam.follow`` raises at the first use
+    known = ("post_backward", "_to_sharded", "_to_unsharded", "is_sharded")  # what our patches replace or read
     return group_class if all(hasattr(group_class, name) for name in known) else None
 
 
@@ -50,7 +50,7 @@ class FullyShardCut(NamedTuple):
         """The dim of ``param`` that is cut."""
         asked = self.placement_fn(param) if self.placement_fn is not None else None
         placement = getattr(asked, "placement", asked)  # it may come with a mesh of its own
-        return 0 if placement is None else int(placement.dim) % param.ndim
+        return 0 if placement is None else int(placement.dim) % param.ndim  # torch's default
 
 
 def fully_shard_sites(group: Any) -> list[tuple[torch.nn.Module, str]]:
@@ -64,12 +64,12 @@ def empty_grads_set_aside(group: Any) -> Iterator[None]:
     an empty gradient, so that all ranks of the other axes have gradients of the same parameters."""
     empty = []
     for param in group.fsdp_params:
-        unsharded: Any = getattr(param, "_unsharded_param", None)
+        unsharded: Any = getattr(param, "_unsharded_param", None)  # missing until the first gather
         grad = None if unsharded is None else unsharded.grad
         if isinstance(grad, DTensor) and not local_tensor(grad).numel():
-            unsharded.grad = None
+            unsharded.grad = None  # the post-backward skips parameters without a gradient
             empty.append(param)
-    yield
+    yield  # the post-backward runs
     for param in empty:
         param.sharded_param.grad = param.to_sharded_dtensor(torch.zeros_like(local_tensor(param.sharded_param)))
 
@@ -78,6 +78,7 @@ def fully_shard_params() -> list[Tensor]:
     """What all ``fully_shard`` and ``replicate`` calls of this process have registered as sharded parameters."""
     groups: list[Any] = []
     for ref in list(composable_state._module_state_mapping.values()):
+        # The mapping is weak: ``ref()`` may be None. States of other APIs have no parameter groups.
         of_state = getattr(ref(), "_fsdp_param_groups", None)  # torch 2.13
         groups += [getattr(ref(), "_fsdp_param_group", None)] if of_state is None else of_state
     return [param.sharded_param for group in groups if group is not None for param in group.fsdp_params]
@@ -95,4 +96,5 @@ def is_replicated_by_ddp(module: torch.nn.Module) -> bool:
 
 def pipeline_stage_class() -> Any | None:
     """Base class of the stages of ``torch.distributed.pipelining``; None as long as nobody has imported that."""
+    # Without an import: a program without pipelines shall not pay for it.
     return getattr(sys.modules.get("torch.distributed.pipelining.stage"), "_PipelineStageBase", None)

@@ -113,7 +113,7 @@ class Replaced(NamedTuple):
 @functools.cache
 def replaced() -> list[Replaced]:
     """What has been replaced in this process, in order."""
-    return []
+    return []  # ``replace`` appends to it
 
 
 def replace(key: str, owner: Any, name: str, new: Any) -> None:
@@ -122,7 +122,8 @@ def replace(key: str, owner: Any, name: str, new: Any) -> None:
     Raises:
         KeyError: The list has no such entry.
     """
-    patch = PATCHES[key]
+    patch = PATCHES[key]  # first: an entry that is missing changes nothing
+    # Of the owner alone: what a base has must not stay on the owner after undo.
     if name in vars(owner):
         undo = functools.partial(setattr, owner, name, vars(owner)[name])
     else:
@@ -137,12 +138,13 @@ def replace_item(key: str, table: dict[Any, Any], op: Any, new: Any) -> None:
     if op in table:
         undo = functools.partial(table.__setitem__, op, table[op])
     else:
-        undo = functools.partial(table.__delitem__, op)
+        undo = functools.partial(table.__delitem__, op)  # the table had no such op
     table[op] = new
     replaced().append(Replaced(patch, undo))
 
 
 def undo_patches() -> None:
     """Give torch back all that was replaced. Afterwards this process must not use the package any more."""
+    # The last one first: a place that was replaced twice (``DTensor.data``) gets torch's value back.
     while replaced():
         replaced().pop().undo()

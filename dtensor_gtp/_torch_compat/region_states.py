@@ -19,7 +19,7 @@ Kind = tuple[str, ...]  # the axes along which ranks draw different numbers
 @cache
 def _all_states() -> weakref.WeakSet[RegionStates]:
     """Those that a graph may record."""
-    return weakref.WeakSet()
+    return weakref.WeakSet()  # weak: states end with their ``MeshRNG``
 
 
 class RegionStates:
@@ -43,7 +43,7 @@ class RegionStates:
     def register(self, graph: torch.cuda.CUDAGraph) -> None:
         for kind, state in self._states.items():
             graph.register_generator_state(state)
-            self._registered.add(kind)
+            self._registered.add(kind)  # other kinds are refused in this recording
 
     def forget_registered(self) -> None:
         self._registered.clear()
@@ -56,11 +56,11 @@ class RegionStates:
         """Let the device's generator draw from the state of ``kind``, which the draws advance."""
         default = torch.cuda.default_generators[self._device_index]
         before = default.graphsafe_get_state()
-        default.graphsafe_set_state(self._states[kind])
+        default.graphsafe_set_state(self._states[kind])  # shared with the device's generator, not copied
         try:
             yield
         finally:
-            default.graphsafe_set_state(before)
+            default.graphsafe_set_state(before)  # which the region has not advanced
 
     def _device(self) -> torch.device:
         return torch.device("cuda", self._device_index)
@@ -69,11 +69,11 @@ class RegionStates:
 @contextmanager
 def regions_recorded(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
     """Around the recording of ``graph``: regions may be entered in it."""
-    known = list(_all_states())
+    known = list(_all_states())  # strong references until the end of the recording
     try:
         for states in known:
             states.register(graph)
         yield
-    finally:
+    finally:  # also after a recording that failed
         for states in known:
             states.forget_registered()

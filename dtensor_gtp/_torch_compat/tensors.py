@@ -26,6 +26,7 @@ def ignored_saved_weight() -> object:
     """In the backward of a convolution whose input needs no gradient, which unpacks the weight but does not read it:
     what a saved-tensor hook has made of the weight. None elsewhere."""
     node = torch._C._current_autograd_node()
+    # The first edge leads to the input of the convolution: None if that needs no gradient.
     if node is None or not node.name().startswith("ConvolutionBackward") or node.next_functions[0][0] is not None:
         return None
     return getattr(node._raw_saved_weight, "data", None)  # type: ignore[attr-defined]
@@ -63,6 +64,7 @@ def is_awaited(ctx: Any, index: int) -> bool:
 
 def accumulate_node(leaf: Tensor) -> torch.autograd.graph.Node:
     """The node of autograd's graph that takes the gradient of ``leaf``, which needs one."""
+    # Callers may be in any mode. The view below gets a node only with gradients on.
     with torch.inference_mode(False), torch.enable_grad():
         if isinstance(leaf, DTensor):  # torch asks a view of it, which a block placement does not have
             local = leaf.to_local()  # the node lives as long as this (torch 2.11)
@@ -89,6 +91,7 @@ def tensor_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
 
 def is_multi_grad_hook(hook: Callable[..., object]) -> bool:
     """Whether it is one of ``register_multi_grad_hook(mode="all")``, which counts nodes of autograd's graph."""
+    # torch does not mark these hooks: the qualified name of its inner function tells.
     return getattr(hook, "__qualname__", "").startswith("register_multi_grad_hook.<locals>.get_inner_hook")
 
 
@@ -96,7 +99,7 @@ def move_hooks(old: Tensor, new: Tensor) -> None:
     """Let the user's hooks of ``old`` be those of ``new``, in the same dicts, from which handles remove them."""
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if hooks := getattr(old, name, None):
-            setattr(old, name, None)
+            setattr(old, name, None)  # ``old`` must not call them, too
             setattr(new, name, hooks)
 
 
@@ -104,13 +107,13 @@ def has_hooks_at_node(param: Tensor) -> bool:
     """Whether the node that accumulates the gradient of ``param`` has hooks, which are called by autograd alone:
     those of ``param.expand_as(param).grad_fn.next_functions[0][0].register_hook``."""
     local = param._local_tensor if isinstance(param, DTensor) else param
-    if not param.requires_grad or type(local.detach()) is not Tensor:
+    if not param.requires_grad or type(local.detach()) is not Tensor:  # ``detach`` makes a Parameter a plain tensor
         return False
     node = accumulate_node(param)
     for register in (node.register_hook, node.register_prehook):
         handle = register(lambda *grads: None)  # all handles of a node know the dict that has all its hooks
         hooks = handle.hooks_dict_ref()
-        handle.remove()
+        handle.remove()  # before the dict is looked at: this hook does not count
         if hooks:
             return True
     return False
@@ -119,7 +122,9 @@ def has_hooks_at_node(param: Tensor) -> bool:
 def quick_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """``function.apply`` without the Python that torch puts around forward and backward, which takes the host as long
     as a small op. Call it outside of transforms of ``torch.func`` only, and ``unwrap_if_dead`` its tensors first."""
+    # As an attribute of a class the function is a method: the engine passes the context as ``self``.
     cast("Any", function)._backward_cls.apply = function.backward
+    # ``super`` skips ``Function.apply``, which is Python, and finds that of ``torch._C._FunctionBase``.
     return cast("Callable[..., Any]", cast("Any", super(torch.autograd.Function, function)).apply)
 
 
@@ -137,6 +142,7 @@ def without_torch_function(func: Callable[..., Any], args: tuple[Any, ...], kwar
 
 def wrapper_tensor(cls: type[_T], like: Tensor, shape: torch.Size, dtype: torch.dtype) -> _T:
     """A tensor of class ``cls`` without memory; contiguous, but with the strides of ``like`` if that has its shape."""
+    # On the meta device torch computes strides without memory.
     stride = like.stride() if like.shape == shape else torch.empty(shape, device="meta").stride()
     return cast("_T", make_wrapper_subclass(cls, shape, strides=stride, dtype=dtype, device=like.device))
 
@@ -144,7 +150,7 @@ def wrapper_tensor(cls: type[_T], like: Tensor, shape: torch.Size, dtype: torch.
 def template(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor for ``torch.empty_like``, which takes the host half as long as ``torch.empty`` with a shape, a dtype and
     a device. It has memory for one element."""
-    with torch.inference_mode(False):
+    with torch.inference_mode(False):  # it may be made in an evaluation, and used in training
         return torch.empty((), dtype=dtype, device=device).expand(shape)
 
 

@@ -62,7 +62,8 @@ def synchronize_replicas(module: nn.Module, mesh: ElasticMesh, *, bucket_nbytes:
 
     def describe(checked: tuple[Runtime, list[WeightSpec]]) -> list[str]:
         runtime, specs = checked
-        bindings = filter(None, map(binding_of, module.modules()))
+        bindings = filter(None, map(binding_of, module.modules()))  # None: not sharded by us
+        # One for each ``gtp_shard`` call: modules of one call have one group.
         policies = {binding.group: str(binding.group.arguments.mp_policy) for binding in bindings}
         flags = sorted({str(param.flags) for param in runtime.members.params})
         # Tensor parallelism may have another size in each replica: its cuts are compared below.
@@ -75,14 +76,16 @@ def synchronize_replicas(module: nn.Module, mesh: ElasticMesh, *, bucket_nbytes:
     runtime, specs = agree_on_all_ranks(
         mesh.world, check, describe, caller="synchronize_replicas", expected="the same model and policies"
     )
+    # Of each parameter: itself, then its spec on each rank that knows the cuts of tensor parallelism.
     known = list(zip(runtime.members.params, *_specs_with_cuts(specs, mesh), strict=True))
 
     def merge() -> list[WeightSpec]:
         return [_merged(param, set(of_ranks), mesh) for param, *of_ranks in known]
 
+    # Once more on all ranks: a cut that does not fit may be found on some ranks alone.
     merged = agree_on_all_ranks(mesh.world, merge, lambda found: [str(spec) for spec in found])
     sync = ReplicaSync(mesh, plan_sync(mesh.layout, merged), runtime.members.params, runtime.comm, bucket_nbytes)
-    runtime.grads.launches.replicas = sync
+    runtime.grads.launches.replicas = sync  # from here on, ``ReductionLaunches`` asks it
     return sync
 
 
@@ -113,11 +116,12 @@ def _checked_runtime(module: nn.Module, mesh: ElasticMesh) -> Runtime:
             "synchronize_replicas does not support gtp_shard(shard_optimizer=True): the states of a lost replica would "
             "be lost. Leave out shard_optimizer."
         )
-    expected = mesh.weights.mesh.flatten().tolist()
+    expected = mesh.weights.mesh.flatten().tolist()  # ranks of this replica, along gtp
     for param in runtime.members.params:
         if param.policies.offload is not None:
             raise NotImplementedError("synchronize_replicas does not support offload_policy of gtp_shard.")
         ranks = param.mesh.mesh.flatten().tolist()
+        # 1-D: the mesh of a weight has the gtp axis alone, no replicas of equal size.
         if param.mesh.ndim != 1 or ranks != expected:
             raise ValueError(
                 f"synchronize_replicas expects parameters that are sharded over mesh.weights (ranks {expected}), but "
@@ -138,7 +142,8 @@ def _tensor_parallel_cut(param: ManagedParam) -> tuple[int | None, int]:
     """The dim that tensor parallelism cuts (None if it cuts nothing), and the rows of it that stay together."""
     assert isinstance(param.param, DTensor)
     spec = compat.dtensor_spec(param.param)
-    before = spec.placements[:-1]
+    before = spec.placements[:-1]  # all but the last axis, which is gtp
+    # Beside gtp there may be tp of the elastic mesh, and nothing else.
     if before and (len(before) > 1 or spec.mesh.mesh_dim_names != ("tp", "gtp")):
         raise NotImplementedError(
             "synchronize_replicas supports parameters that are sharded over the gtp and tp axes of the elastic "
@@ -146,8 +151,9 @@ def _tensor_parallel_cut(param: ManagedParam) -> tuple[int | None, int]:
             "experts whole on each rank (no ep): replicas of unequal sizes would split them at other rows."
         )
     if not before or before[0].is_replicate():
-        return None, 1
+        return None, 1  # nothing is cut: each tp rank has a copy
     placement = before[0]
+    # With a split factor the axis would cut each of several slices, which a box cannot describe.
     if isinstance(placement, Shard | GTPShard) and getattr(placement, "split_factor", 1) == 1:
         return placement.dim % param.param.ndim, getattr(placement, "block_size", 1)
     raise NotImplementedError(
@@ -159,13 +165,14 @@ def _specs_with_cuts(specs: list[WeightSpec], mesh: ElasticMesh) -> list[list[We
     """The specs of each rank whose replica has tp, or of this one: only those know how tensor parallelism cuts."""
     large = [rank for replica in mesh.layout.replicas if replica.tp > 1 for rank in replica.ranks]
     if not large:
-        return [specs]
+        return [specs]  # without tp, specs are equal on all ranks already
+    # As plain tuples: ranks send each other JSON, which has no dataclasses.
     gathered = all_gather_values([astuple(spec) for spec in specs], mesh.world.get_group())
     return [[WeightSpec(*fields) for fields in gathered[rank]] for rank in large]
 
 
 def _merged(param: ManagedParam, specs: set[WeightSpec], mesh: ElasticMesh) -> WeightSpec:
-    spec, *others = specs
+    spec, *others = specs  # a set: equal specs are one
     if others:
         cuts = sorted(str((spec.tp_dim, spec.tp_block_size)) for spec in specs)
         raise ValueError(
@@ -173,6 +180,7 @@ def _merged(param: ManagedParam, specs: set[WeightSpec], mesh: ElasticMesh) -> W
             f"parameter '{spec.name}' of shape {spec.shape} is split by (dim, block_size) {cuts}. Use one "
             "parallelize plan for all."
         )
+    # The plan computes sizes by itself: they must be those that ``gtp_shard`` made.
     box = box_of_rank(spec, mesh.layout, dist.get_rank())
     assert box.size == param.shard.shape, f"'{spec.name}': planned {box.size}, but the shard is {param.shard.shape}"
     return spec

@@ -9,7 +9,7 @@ from datetime import timedelta
 
 from .. import _torch_compat as compat
 
-now = time.monotonic
+now = time.monotonic  # never set back, as the time of day may be
 sleep = time.sleep
 wait = threading.Event.wait
 

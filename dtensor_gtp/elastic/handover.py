@@ -54,13 +54,14 @@ def handover_path(environment: Mapping[str, str] | None = None, directory: Path 
     """
     environment = os.environ if environment is None else environment
     if "TORCHELASTIC_RUN_ID" not in environment:
-        return None
+        return None  # no launcher, so no process that takes the state
     shared = [Path("/dev/shm"), Path(tempfile.gettempdir())] if directory is None else [directory]
+    # ``map`` is lazy: the second folder is touched only where the first cannot be used.
     own = next((own for own in map(_own_directory, shared) if own is not None), None)
     if own is None:
         return None
     run = environment["TORCHELASTIC_RUN_ID"]
-    readable = re.sub(r"[^A-Za-z0-9_]", "_", run)[:40]
+    readable = re.sub(r"[^A-Za-z0-9_]", "_", run)[:40]  # for people; the digest tells jobs apart
     return own / f"{readable}-{_digest_of_launcher(run)}-{int(environment['LOCAL_RANK'])}.pt"
 
 
@@ -70,10 +71,10 @@ def _own_directory(shared: Path) -> Path | None:
     try:
         own.mkdir(mode=0o700)
     except FileExistsError:
-        pass
+        pass  # made by another worker or an earlier one, if it passes the checks below
     except OSError:  # no such folder, or nobody may write there
         return None
-    found = own.lstat()
+    found = own.lstat()  # not ``stat``, which follows links of others
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & _OTHERS:
         _LOG.warning("%s is not a directory of this user alone, so no state is written or read there", own)
         return None
@@ -82,16 +83,16 @@ def _own_directory(shared: Path) -> Path | None:
 
 def _digest_of_launcher(run: str) -> str:
     """Other launchers have another one: also in another container, or with the process id of one that is gone."""
-    launcher, facts = os.getppid(), [run]
+    launcher, facts = os.getppid(), [run]  # ``torchrun`` itself, the parent of its workers
     for name in ("/proc/sys/kernel/random/boot_id", f"/proc/{launcher}/stat"):
         try:
             text = Path(name).read_text()
         except OSError:
-            continue
+            continue  # no such file outside of Linux
         # After the name of the program, which may hold blanks, the 20th word is the time at which it was started.
         facts.append(text.rpartition(")")[2].split()[19] if name.endswith("stat") else text)
     with suppress(OSError):
-        facts.append(os.readlink("/proc/self/ns/pid"))
+        facts.append(os.readlink("/proc/self/ns/pid"))  # containers number processes anew
     return hashlib.sha256("\n".join([*facts, str(launcher)]).encode()).hexdigest()[:32]
 
 
@@ -112,19 +113,21 @@ def leave_state(held: HeldState, path: Path) -> None:
         >>> take_state(path).plain
         {('epoch',): 3}
     """
+    # Before anything is written: one value that cannot be read would lose the whole file.
     for keys, value in held.plain.items():
         _check_is_plain(keys, value)
     tensors = {
         keys: (tuple(box.offset), tuple(box.size), part.contiguous()) for keys, (box, part) in held.tensors.items()
     }
     partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
+    # O_EXCL and O_NOFOLLOW: never write to a file, or through a link, that was there before.
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
         with open(descriptor, "wb") as file:
             torch.save((path.name, held.step, tensors, held.plain), file)
-        partial.replace(path)
+        partial.replace(path)  # atomic: a reader finds the old file or the whole new one
     finally:
-        partial.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)  # left by an error alone
 
 
 def _check_is_plain(keys: Keys, value: Any) -> None:
@@ -134,7 +137,7 @@ def _check_is_plain(keys: Keys, value: Any) -> None:
         file = io.BytesIO()
         torch.save(value, file)
         file.seek(0)
-        torch.load(file, weights_only=True)
+        torch.load(file, weights_only=True)  # as ``take_state`` reads it
     except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
         name = ".".join(map(str, keys))
         raise TypeError(
@@ -170,12 +173,12 @@ def take_state(path: Path) -> HeldState | None:
         _LOG.warning("%s is ignored, because it cannot be opened: %s", path, error.strerror)
         return None
     with open(descriptor, "rb") as file:
-        reason = _stranger(file)
+        reason = _stranger(file)  # of the open file: the name may get another one meanwhile
         if reason:
             _LOG.warning("%s is ignored, because %s", path, reason)
             return None
         held = _read(file, path)
-    if held is not None:
+    if held is not None:  # what cannot be read stays
         for own in (path, *path.parent.glob(f"{path.name}.*.tmp")):  # a process may have been killed while it wrote
             own.unlink(missing_ok=True)
     return held

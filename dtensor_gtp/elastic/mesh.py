@@ -137,6 +137,7 @@ def nonuniform_mesh(
         >>> model = gtp_shard(nn.Linear(64, 64), mesh.weights)
     """
 
+    # Runs twice where there is no process group yet: for the number of ranks, and on all ranks together.
     def check() -> ReplicaLayout:
         if replicas is None and replicate is not None and gtp is not None:
             layout = plan_replicas(replicate=replicate, gtp=gtp, tp=tp, failed=failed, weights=weights)
@@ -155,15 +156,16 @@ def nonuniform_mesh(
             )
         if memory is not None:
             check_memory(layout, weights, memory)
-        set_device(device_type)
+        set_device(device_type)  # on which the collectives below run
         return layout
 
+    # Without a group no rank can be asked: each checks its own arguments before it waits for others.
     if not dist.is_initialized():
         start_process_group(device_type, backend, timeout, tuple(range(check().num_ranks)))
     world = world_mesh(device_type)
     texts = {"caller": "nonuniform_mesh", "expected": "the same arguments", "remedy": "Pass the same everywhere."}
     layout = agree_on_all_ranks(world, check, lambda checked: [f"{device_type=}, {checked!r}"], **texts)
-    generation = compat.agreed_name(world.get_group(), device_of(world), "elastic")
+    generation = compat.agreed_name(world.get_group(), device_of(world), "elastic")  # drawn at random
     return ElasticMesh(layout, _replica_mesh(device_type, layout, world, generation), world, generation)
 
 
@@ -171,11 +173,14 @@ def _replica_mesh(device_type: str, layout: ReplicaLayout, world: DeviceMesh, ge
     """This rank's (gtp, tp) mesh. Only the ranks of a group take part in making it: first along gtp, then along tp."""
     place = layout.places[dist.get_rank()]
     grid = layout.replicas[place.replica].grid
+    # Along gtp the column of this rank in the grid, along tp its row.
     lines = {"gtp": [row[place.tp] for row in grid], "tp": list(grid[place.gtp])}
     groups = [
+        # The first rank tells the lines of one axis apart, which are all made at the same time.
         compat.named_group(ranks, f"{generation}_{axis}_{ranks[0]}", f"elastic_{axis}", world.get_group())
         for axis, ranks in lines.items()
     ]
+    # A DeviceMesh that makes its own groups would need all ranks of the job, which have other grids.
     return DeviceMesh.from_group(groups, device_type, mesh=torch.tensor(grid), mesh_dim_names=tuple(lines))
 
 
@@ -278,14 +283,16 @@ def _memory(layout: ReplicaLayout, replica: Replica, weights: Sequence[WeightSpe
     # Gathered weights: tensor parallelism alone cuts them.
     gatherable = [replace(weight, dim=None) for weight in weights if weight.dim is not None]
     slices = sorted((box_of_rank(weight, layout, rank).numel for weight in gatherable), reverse=True)
+    # By number: as if the largest weights stood side by side in the plan.
     gathered = sum(slices[: model.prefetch_depth + 1]) * model.gathered_nbytes
     if slices and model.prefetch_depth and model.prefetch_nbytes:
         # The weight in use, those of the prefetch window, and the launch that crosses the end of the window.
         largest = slices[0] * model.gathered_nbytes
         in_window = largest + max(largest, model.prefetch_nbytes) + max(largest, Schedule.coalesce_nbytes)
-        gathered = max(gathered, min(sum(slices) * model.gathered_nbytes, in_window))
+        gathered = max(gathered, min(sum(slices) * model.gathered_nbytes, in_window))  # no more than all weights
     # Gradients that wait to be sent together, and those in flight.
     launch = max([Schedule.coalesce_grad_nbytes, *(numel * model.reduce_nbytes for numel in slices[:1])])
+    # Those in flight, and one launch more that is still collected.
     sent = min(sum(slices) * model.reduce_nbytes, (model.max_inflight_reduce_scatters + 1) * launch)
     return RankMemory(shards, gathered + sent, -(-model.activation_nbytes // replica.tp))
 
@@ -314,12 +321,12 @@ class ReplicaSavePlanner(DefaultSavePlanner):
     def __init__(self, mesh: ElasticMesh, **options: Any) -> None:
         super().__init__(**options)
         sizes = [len(replica.ranks) for replica in mesh.layout.replicas]
-        self._is_writer = mesh.place.replica == sizes.index(max(sizes))
+        self._is_writer = mesh.place.replica == sizes.index(max(sizes))  # the first of them, if several are as large
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         """Leave out what another replica writes."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        if not self._is_writer:
+        if not self._is_writer:  # ``super`` has put the values of nested dicts side by side
             self.state_dict = {key: value for key, value in self.state_dict.items() if not isinstance(value, DTensor)}

@@ -48,6 +48,7 @@ class _BlockParallel(ParallelStyle):
         cut = GTPShard(self._dim, block_size=self.block_size)
 
         def partition(_: str, part: nn.Module, mesh: DeviceMesh) -> None:
+            # A bias has output features alone: torch's ``distribute_module`` replicates it where inputs are cut.
             for key in ("weight",) if self._dim else ("weight", "bias"):
                 param = getattr(module, key)
                 if param is not None:
@@ -90,8 +91,8 @@ class BlockColwiseParallel(_BlockParallel):
     def _prepare_input(self, linear: Any, inputs: Any, mesh: DeviceMesh) -> Any:
         x = inputs[0]
         if not isinstance(x, DTensor):
-            x = DTensor.from_local(x, mesh, (self._layouts,), run_check=False)
-        return (x.redistribute(placements=(Replicate(),)), *inputs[1:])
+            x = DTensor.from_local(x, mesh, (self._layouts,), run_check=False)  # a check would communicate
+        return (x.redistribute(placements=(Replicate(),)), *inputs[1:])  # gathers if ``input_layouts`` says Shard
 
     def _prepare_output(self, linear: Any, output: Any, mesh: DeviceMesh) -> Any:
         return output.to_local()
@@ -122,6 +123,7 @@ class BlockRowwiseParallel(_BlockParallel):
     def _prepare_input(self, linear: Any, inputs: Any, mesh: DeviceMesh) -> Any:
         x = inputs[0]
         if not isinstance(x, DTensor):
+            # ``from_local`` would compute the shape as if all ranks had equal parts, so it gets shape and stride.
             shape = torch.Size((*x.shape[:-1], linear.in_features))
             cut = GTPShard(x.ndim - 1, block_size=self.block_size)
             stride = torch.empty(shape, device="meta").stride()
@@ -129,4 +131,5 @@ class BlockRowwiseParallel(_BlockParallel):
         return (x, *inputs[1:])
 
     def _prepare_output(self, linear: Any, output: Any, mesh: DeviceMesh) -> Any:
+        # The output is a partial sum over this rank's features: the redistribution adds those of all ranks.
         return output.redistribute(placements=(self._layouts,)).to_local()

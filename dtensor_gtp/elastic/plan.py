@@ -42,27 +42,28 @@ class Box(NamedTuple):
 
     def within(self, outer: Box) -> tuple[slice, ...]:
         """This box, which ``outer`` contains, as slices of a tensor that holds ``outer``."""
-        starts = tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True))
+        starts = tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True))  # relative to ``outer``
         return Box(starts, self.size).slices
 
     def intersect(self, other: Box) -> Box | None:
         """What both contain; None if that is nothing."""
         starts = tuple(map(max, self.offset, other.offset))
         sizes = tuple(min(a + n, b + m) - s for s, a, n, b, m in zip(starts, *self, *other, strict=True))
-        return Box(starts, sizes) if min(sizes, default=1) > 0 else None
+        return Box(starts, sizes) if min(sizes, default=1) > 0 else None  # 1: a scalar has one element
 
     def subtract(self, other: Box) -> list[Box]:
         """What is left of this box without ``other``, in boxes."""
         common = self.intersect(other)
         if common is None:
             return [self]
+        # Cut off what lies before and behind the common part, one dim after the other.
         left, offset, size = [], list(self.offset), list(self.size)
         for dim, (start, length) in enumerate(zip(*common, strict=True)):
             for begin, end in ((offset[dim], start), (start + length, offset[dim] + size[dim])):
                 if begin < end:
                     starts = (*offset[:dim], begin, *offset[dim + 1 :])
                     left.append(Box(starts, (*size[:dim], end - begin, *size[dim + 1 :])))
-            offset[dim], size[dim] = start, length
+            offset[dim], size[dim] = start, length  # later pieces have the common extent here
         return left
 
 
@@ -83,12 +84,13 @@ def box_of_rank(weight: WeightSpec, layout: ReplicaLayout, rank: int) -> Box:
     place = layout.places[rank]
     replica = layout.replicas[place.replica]
     offset, size = [0] * len(weight.shape), list(weight.shape)
+    # First tp, then gtp, as DTensor reads placements from left to right.
     if weight.tp_dim is not None:
         cut = chunk_size_and_offset(size[weight.tp_dim], replica.tp, place.tp, weight.tp_block_size)
         size[weight.tp_dim], offset[weight.tp_dim] = cut
     if weight.dim is not None:
         size[weight.dim], start = chunk_size_and_offset(size[weight.dim], replica.gtp, place.gtp, weight.block_size)
-        offset[weight.dim] += start
+        offset[weight.dim] += start  # ``start`` is relative to the slice of tp
     return Box(tuple(offset), tuple(size))
 
 
@@ -98,6 +100,7 @@ def segments_of(weight: WeightSpec, layout: ReplicaLayout) -> Iterator[Segment]:
         raise ValueError(f"segments_of expects a weight that is sharded over gtp, but '{weight.name}' stays whole.")
     boxes = {rank: box_of_rank(weight, layout, rank) for rank in layout.places}
     edges = []
+    # Where boxes begin and end on each dim.
     for dim in range(len(weight.shape)):
         extents = {(box.offset[dim], box.offset[dim] + box.size[dim]) for box in boxes.values()}
         edges.append(sorted(set(chain.from_iterable(extents))))
@@ -106,6 +109,7 @@ def segments_of(weight: WeightSpec, layout: ReplicaLayout) -> Iterator[Segment]:
     holders: dict[Any, list[list[int]]] = {cell: [[] for _ in layout.replicas] for cell in cells}
     for rank, box in boxes.items():
         replica = layout.places[rank].replica
+        # Of each dim the edges within the box. A box without rows has one edge there, so it is in no cell.
         inside = [
             cuts[bisect_left(cuts, start) : bisect_left(cuts, start + size) + 1]
             for cuts, start, size in zip(edges, *box, strict=True)
@@ -114,11 +118,11 @@ def segments_of(weight: WeightSpec, layout: ReplicaLayout) -> Iterator[Segment]:
             holders[cell][replica].append(rank)
     for cell, of_replica in holders.items():
         box = Box(tuple(start for start, _ in cell), tuple(stop - start for start, stop in cell))
-        if len(set(map(len, of_replica))) == 1:
-            for copies in zip(*of_replica, strict=True):
+        if len(set(map(len, of_replica))) == 1:  # as many copies in each replica
+            for copies in zip(*of_replica, strict=True):  # the n-th copies of all replicas
                 yield Segment(box, tuple((rank,) for rank in copies))
         else:
-            yield Segment(box, tuple(map(tuple, of_replica)))
+            yield Segment(box, tuple(map(tuple, of_replica)))  # each copy then counts in part, see ``Channel.scale``
 
 
 @dataclass(frozen=True)
@@ -190,6 +194,7 @@ class SyncPlan:
         Args:
             rank: Of the layout.
         """
+        # A bucket with one owner is not sent.
         shared = sum(self.bucket_nbytes(bucket) for bucket in self.of_rank(rank) if len(bucket.owners) > 1)
         return shared + sum(weight.nbytes * weight.numel for weight in self.whole)
 
@@ -239,16 +244,17 @@ def plan_sync(layout: ReplicaLayout, weights: Sequence[WeightSpec]) -> SyncPlan:
           owners 0 | 1             1 segment, 48 B
           owners 0 | 2             1 segment, 48 B
     """
-    segments: dict[Holders, list[tuple[int, Box]]] = {}
-    known: dict[WeightSpec, list[Segment]] = {}
+    segments: dict[Holders, list[tuple[int, Box]]] = {}  # by the ranks that sum them
+    known: dict[WeightSpec, list[Segment]] = {}  # of weights that are cut alike
     for index, weight in enumerate(weights):
         if weight.dim is None:
-            continue
+            continue  # summed by all ranks at the end of backward
         cut = replace(weight, name="", nbytes=0)  # layers repeat: weights of one shape are cut alike
         if cut not in known:
             known[cut] = list(segments_of(weight, layout))
         for box, holders in known[cut]:
             segments.setdefault(holders, []).append((index, box))
+    # In one order on all ranks, see [Note: order of channels] in ``sync``.
     buckets = tuple(Bucket(holders, tuple(parts)) for holders, parts in sorted(segments.items()))
     return SyncPlan(layout, tuple(weights), buckets)
 
@@ -273,18 +279,20 @@ def plan_moves(
 
     @cache
     def nearest(replica: int) -> list[int]:
+        # The rank's own replica is at distance 0, the one behind it at 1.
         return sorted(held, key=lambda rank: ((replica_of[rank] - replica) % num_replicas, rank))
 
     moves: list[Move] = []
     missing: list[tuple[int, Box]] = []
     for target, box in sorted(wanted.items()):
-        left = [box] if box.numel else []
+        left = [box] if box.numel else []  # a shard without rows needs nothing
+        # ``nearest`` has the target once more, but then nothing is left that it holds.
         for source in chain([target] if target in held else [], nearest(replica_of[target])):
             if not left:
                 break
             taken = [part for piece in left if (part := piece.intersect(held[source])) is not None]
             moves += [Move(source, target, part) for part in taken]
-            if taken:
+            if taken:  # most ranks hold nothing of it
                 left = [rest for piece in left for rest in piece.subtract(held[source])]
         missing += [(target, piece) for piece in left]
     return moves, missing

@@ -92,7 +92,7 @@ def hold_state(state: dict[str, Any], *, step: int) -> HeldState:
         elif isinstance(value, Tensor) and value.device.type != "cpu":
             held.plain[keys] = value.detach().cpu()  # each rank brings it to its own device
         else:
-            held.plain[keys] = copy.deepcopy(value)
+            held.plain[keys] = copy.deepcopy(value)  # the job may still change them
     return held
 
 
@@ -109,6 +109,7 @@ class _Report(NamedTuple):
     held: dict[Keys, tuple[Box, torch.dtype]]
     wanted: dict[Keys, _Part]
 
+    # Ranks send each other JSON, which takes plain tuples and no named ones.
     def as_sent(self) -> tuple[Any, ...]:
         held = {keys: (tuple(box), dtype) for keys, (box, dtype) in self.held.items()}
         return self.step, held, {keys: (tuple(part.box), *part[1:]) for keys, part in self.wanted.items()}
@@ -166,10 +167,10 @@ def recover_state(
     # Then all ranks compute the same plan.
     reports = list(map(_Report.of_sent, all_gather_values(own.as_sent(), mesh.world.get_group())))
     step, moves = _latest_complete_step(reports, {rank: place.replica for rank, place in mesh.layout.places.items()})
-    if held.step != step:
+    if held.step != step:  # parts of another step must not be mixed in
         held = HeldState(_NEW, {}, {})
     targets = {keys: (own.wanted[keys].box, compat.local_tensor(value)) for keys, value in wanted.items()}
-    chunks = list(_chunks(moves, own.wanted, chunk_nbytes * len(reports)))
+    chunks = list(_chunks(moves, own.wanted, chunk_nbytes * len(reports)))  # the limit is for all ranks together
     with torch.no_grad(), Progress(_LOG, f"recovery of the state after step {step}", len(chunks)) as progress:
         for chunk in progress.over(chunks):
             _exchange(chunk, held.tensors, targets, mesh)
@@ -181,12 +182,13 @@ def _latest_complete_step(reports: Sequence[_Report], replica_of: Mapping[int, i
     steps = {rank: report.step for rank, report in enumerate(reports) if report.step != _NEW}
     if not steps:
         raise StateLostError("recover_state expects ranks that hold state, but there are none. Load a checkpoint.")
-    lost = ""
+    lost = ""  # the part that the error names
+    # The latest step first. An older one is taken only if a part of each later one is on no rank.
     for step in sorted(set(steps.values()), reverse=True):
-        sources = {rank: reports[rank].held for rank, at in steps.items() if at == step}
+        sources = {rank: reports[rank].held for rank, at in steps.items() if at == step}  # by rank
         moves: Moves = {}
         known_plans: dict[Any, Any] = {}
-        for keys, part in reports[0].wanted.items():
+        for keys, part in reports[0].wanted.items():  # all ranks want the same tensors
             wanted = {rank: report.wanted[keys].box for rank, report in enumerate(reports)}
             held = {rank: tensors[keys] for rank, tensors in sources.items() if keys in tensors}
             _check_same_model(keys, part, list(held.values()))
@@ -199,7 +201,7 @@ def _latest_complete_step(reports: Sequence[_Report], replica_of: Mapping[int, i
                 box = missing[0][1]
                 lost = f"part {box.offset}+{box.size} of '{'.'.join(map(str, keys))}' after step {step}"
                 break
-        else:
+        else:  # nothing of this step is missing
             return step, moves
     raise StateLostError(
         f"recover_state expects each part of the state on some remaining rank, but {lost} is on none of the ranks "
@@ -208,7 +210,7 @@ def _latest_complete_step(reports: Sequence[_Report], replica_of: Mapping[int, i
 
 
 def _check_same_model(keys: Keys, part: _Part, held: Sequence[tuple[Box, torch.dtype]]) -> None:
-    dtypes = {dtype for _, dtype in held}
+    dtypes = {dtype for _, dtype in held}  # empty if no rank holds any of it
     fits = all(
         len(box.size) == len(part.shape) and all(o + n <= s for o, n, s in zip(*box, part.shape, strict=True))
         for box, _ in held
@@ -228,10 +230,11 @@ def _chunks(moves: Moves, wanted: Mapping[Keys, _Part], limit: int) -> Iterator[
     chunk: Moves = {}
     nbytes, dtype = 0, None
     for keys, of_tensor in moves.items():
-        if chunk and (nbytes >= limit or wanted[keys].dtype != dtype):
+        if chunk and (nbytes >= limit or wanted[keys].dtype != dtype):  # a chunk is sent flat, in one dtype
             yield chunk
             chunk, nbytes = {}, 0
         chunk[keys], dtype = of_tensor, wanted[keys].dtype
+        # What stays on its rank is not sent.
         nbytes += sum(move.box.numel for move in of_tensor if move.source != move.target) * dtype.itemsize
     if chunk:
         yield chunk
@@ -240,8 +243,8 @@ def _chunks(moves: Moves, wanted: Mapping[Keys, _Part], limit: int) -> Iterator[
 def _exchange(chunk: Moves, sources: Parts, targets: Parts, mesh: ElasticMesh) -> None:
     """Copy what stays on this rank; all-to-all of the rest, in the order (keys, move) between any two ranks."""
     rank = dist.get_rank()
-    sent: list[list[Tensor]] = [[] for _ in mesh.layout.places]
-    received: list[list[Tensor]] = [[] for _ in mesh.layout.places]
+    sent: list[list[Tensor]] = [[] for _ in mesh.layout.places]  # by target
+    received: list[list[Tensor]] = [[] for _ in mesh.layout.places]  # by source
     for keys, moves in chunk.items():
         for source, target, box in moves:
             if source == rank:
@@ -250,15 +253,18 @@ def _exchange(chunk: Moves, sources: Parts, targets: Parts, mesh: ElasticMesh) -
             if target == rank:
                 outer, part = targets[keys]
                 received[source].append(part[box.within(outer)])
+    # Both lists come from one list of moves, so they are in one order.
     for part, kept in zip(received[rank], sent[rank], strict=True):
         part.copy_(kept)
-    sent[rank], received[rank] = [], []
+    sent[rank], received[rank] = [], []  # done: nothing of it is sent
+    # Moves are the same on all ranks: all return here, or none does.
     if all(move.source == move.target for moves in chunk.values() for move in moves):
         return
+    # In front, because a rank may have nothing to send, and ``cat`` takes no empty list.
     empty = torch.empty(0, dtype=targets[next(iter(chunk))][1].dtype, device=device_of(mesh.world))
     outbox = torch.cat([empty, *(part.reshape(-1).to(empty.device) for part in chain.from_iterable(sent))])
     sizes, expected = ([sum(part.numel() for part in parts) for parts in lists] for lists in (sent, received))
-    inbox = empty.new_empty(sum(expected))
+    inbox = empty.new_empty(sum(expected))  # in the order of the ranks that send
     dist.all_to_all_single(inbox, outbox, expected, sizes, group=mesh.world.get_group())
     incoming = list(chain.from_iterable(received))
     for part, values in zip(incoming, inbox.split([part.numel() for part in incoming]), strict=True):
@@ -267,11 +273,12 @@ def _exchange(chunk: Moves, sources: Parts, targets: Parts, mesh: ElasticMesh) -
 
 def _fill_plain(state: dict[str, Any], own: dict[Keys, Any], has_own: Sequence[bool], mesh: ElasticMesh) -> None:
     """Values that are no DTensors: this rank's own, else those of the first rank that has some."""
+    # All ranks know who has values, so all of them take part in the broadcast or none.
     shared = own if all(has_own) else broadcast_value(own, mesh.world.get_group(), has_own.index(True))
-    for keys, container, value in list(_leaves(state)):
+    for keys, container, value in list(_leaves(state)):  # a list, because the loop writes to the containers
         if isinstance(value, DTensor):
             continue
-        found = own.get(keys, shared.get(keys, value))
+        found = own.get(keys, shared.get(keys, value))  # a key that nobody held keeps its value
         are_tensors = isinstance(value, Tensor) and isinstance(found, Tensor)
         if are_tensors and value.shape == found.shape:
             with torch.no_grad():

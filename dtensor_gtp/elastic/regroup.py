@@ -78,7 +78,7 @@ class Membership(NamedTuple):
         return replicas_of(self.replicas, tp=self.tp)
 
     def seen_by(self, rank: int) -> Survivors:
-        dead = {old: Place(*place) for old, place in self.dead}
+        dead = {old: Place(*place) for old, place in self.dead}  # lists, if they come from the store
         joined = tuple(range(len(self.alive), len(self.alive) + len(self.tickets)))
         return Survivors(rank, tuple(map(tuple, self.replicas)), dead, joined, self.generation)
 
@@ -134,10 +134,10 @@ def regroup(
         >>> survivors.replicas, survivors.generation
         (((0,),), 1)
     """
-    backend = backend or dist.get_backend()
+    backend = backend or dist.get_backend()  # while there is a group to ask
     is_alive = None if watch is None else watch.is_alive
     with Progress(_LOG, f"regrouping {layout.num_ranks} ranks"):
-        while True:
+        while True:  # until a list of ranks makes a group
             members = agree_on_survivors(layout, rank, store, grace, generation, num_replicas, is_alive)
             if rank not in members.alive:
                 raise RuntimeError(
@@ -147,14 +147,15 @@ def regroup(
                 )
             for ticket in members.tickets:  # on all members alike: the rank that decided may be gone
                 waiting_store(store).set(f"admitted/{ticket}", json.dumps(members))
-            rank = members.alive.index(rank)
+            rank = members.alive.index(rank)  # as the new list counts
             # After the list is written: to end collectives with ranks that are gone may take their whole time limit.
             if dist.is_initialized():
                 compat.leave_process_groups()
             layout, generation = members.layout, members.generation
+            # Before the start: if ranks are lost during it, the next round asks this watch.
             if watch is not None:
                 watch.move_to(layout, rank, generation)
-            if start_regrouped(store, members, rank, backend, timeout):
+            if start_regrouped(store, members, rank, backend, timeout):  # else a rank of the list is lost by now
                 return members.seen_by(rank)
 
 
@@ -185,9 +186,10 @@ def agree_on_survivors(
     is_alive: Callable[[int], bool] | None,
 ) -> Membership:
     """The list that the first rank writes that sees all that are alive; the same on all ranks that ask."""
-    shared = _shared(store, generation)
+    shared = _shared(store, generation)  # each generation has its own keys
     shared.set(f"alive/{rank}", "1")
     end = clock.now() + grace.total_seconds()
+    # Ends when nobody is missing, when another rank has written the list, or after the grace.
     while clock.now() < end and not shared.check(["members"]):
         # A rank that has come and died since is found when the new group is made.
         absent = [other for other in range(layout.num_ranks) if not shared.check([f"alive/{other}"])]
@@ -196,10 +198,11 @@ def agree_on_survivors(
             break
         clock.sleep(POLL_SECONDS)
     if not shared.check(["members"]):
+        # Asked again: ranks may have come in the meantime.
         present = [other for other in range(layout.num_ranks) if shared.check([f"alive/{other}"])]
         members = members_of(layout, present, _waiting_tickets(store), num_replicas, generation + 1)
         shared.compare_set("members", "", json.dumps(members))  # which keeps the first list
-    return Membership(*json.loads(shared.get("members")))
+    return Membership(*json.loads(shared.get("members")))  # perhaps the list of another rank
 
 
 def members_of(
@@ -208,6 +211,7 @@ def members_of(
     """Renumber ``alive`` (ascending) in the replicas of before. Each that joins goes to the smallest replica."""
     new_rank = {old: new for new, old in enumerate(alive)}
     replicas = [[new_rank[r] for r in replica.ranks if r in new_rank] for replica in layout.replicas]
+    # Only ranks that join can fill new replicas.
     replicas += [[] for _ in range(num_replicas - len(replicas))] if tickets else []
     for position in range(len(tickets)):
         min(replicas, key=len).append(len(alive) + position)
@@ -220,14 +224,14 @@ def start_regrouped(
     store: compat.Store, members: Membership, rank: int, backend: str, timeout: timedelta | None
 ) -> bool:
     """Make the default group; False if some of its ranks are lost by now."""
-    compat.restart_group_names()
+    compat.restart_group_names()  # the name is part of addresses in the store
     store, size = compat.PrefixStore("group", _shared(store, members.generation)), members.layout.num_ranks
     try:
-        with compat.gloo_with_one_thread():
+        with compat.gloo_with_one_thread():  # see ``OneThreadGloo``
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     except RuntimeError as error:
         _LOG.warning("rank %d of %d could not connect to the others: %s", rank, size, error)
-        if dist.is_initialized():
+        if dist.is_initialized():  # torch may fail after it has made the group
             compat.leave_process_groups()
         return False
     return True
@@ -243,4 +247,5 @@ def waiting_store(store: compat.Store) -> compat.Store:
 
 def _waiting_tickets(store: compat.Store) -> list[int]:
     waiting = waiting_store(store)
+    # ``add`` of 0 reads the number of tickets, which begin at 1. A process that was admitted or gave up has a key.
     return [t for t in range(1, waiting.add("tickets", 0) + 1) if not waiting.check([f"admitted/{t}"])]

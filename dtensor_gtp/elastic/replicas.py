@@ -208,8 +208,8 @@ class ReplicaLayout:
             )
         divided = [divmod(global_batch * len(replica.ranks), self.num_ranks) for replica in self.replicas]
         surplus = [count - replica.gtp for (count, _), replica in zip(divided, self.replicas, strict=True)]
-        num_left = global_batch - sum(count for count, _ in divided)
-        for index in sorted(range(len(divided)), key=lambda i: -divided[i][1])[:num_left]:
+        num_left = global_batch - sum(count for count, _ in divided)  # lost by rounding down
+        for index in sorted(range(len(divided)), key=lambda i: -divided[i][1])[:num_left]:  # largest remainders first
             surplus[index] += 1
         # In a small batch, a replica with many data ranks (no tp) may have less than one sample for each of them.
         while min(surplus) < 0:
@@ -234,8 +234,8 @@ class ReplicaLayout:
             slice(2, 5, None)
         """
         counts = self.batch_counts(global_batch)
-        ends = accumulate(chain.from_iterable(counts))
-        rows = [row for replica in self.replicas for row in replica.grid]
+        ends = accumulate(chain.from_iterable(counts))  # behind the last sample of each data rank
+        rows = [row for replica in self.replicas for row in replica.grid]  # ranks of a row share samples
         shares = zip(rows, chain.from_iterable(counts), ends, strict=True)
         return {rank: BatchShare(end - count, end, counts) for row, count, end in shares for rank in row}
 
@@ -285,10 +285,10 @@ def plan_replicas(
                 f"nonuniform_mesh expects coordinates within (replicate, gtp, tp) = {(replicate, gtp, tp)} in failed, "
                 f"but got {place}."
             )
-    lost = set(failed)
+    lost = set(failed)  # each coordinate once
     num_left = [gtp * tp - sum(replica == index for replica, _, _ in lost) for index in range(replicate)]
     replicas = [
-        _make_replica(index, tuple(range(end - num, end)), gtp, tp, weights)
+        _make_replica(index, tuple(range(end - num, end)), gtp, tp, weights)  # new ranks follow one another
         for index, (num, end) in enumerate(zip(num_left, accumulate(num_left), strict=True))
         if num
     ]
@@ -321,7 +321,7 @@ def replicas_of(ranks: Sequence[Sequence[int]], *, tp: int = 1, weights: Sequenc
     replica_of: dict[int, int] = {}
     for index, members in enumerate(lists):
         for rank in members:
-            if isinstance(rank, bool) or not isinstance(rank, int):
+            if isinstance(rank, bool) or not isinstance(rank, int):  # True is an int to Python
                 raise TypeError(f"nonuniform_mesh expects ranks as ints, but got {rank!r} in replica {index}.")
             if rank in replica_of:
                 raise ValueError(
@@ -335,7 +335,7 @@ def replicas_of(ranks: Sequence[Sequence[int]], *, tp: int = 1, weights: Sequenc
             "nonuniform_mesh expects replicas that hold the ranks 0 to N-1, but got "
             f"{lists}{f', which leaves out {missing}' if missing else ''}. Add the missing ranks to a replica."
         )
-    gtp = -(-max(map(len, lists)) // tp)
+    gtp = -(-max(map(len, lists)) // tp)  # that of the largest replica
     return ReplicaLayout(
         tuple(_make_replica(index, tuple(members), gtp, tp, weights) for index, members in enumerate(lists) if members)
     )
@@ -345,7 +345,7 @@ def _make_replica(index: int, ranks: tuple[int, ...], gtp: int, tp: int, weights
     """Ranks ascend along both axes of the grid, as process groups count them. Where that allows it, rows of ``tp``
     consecutive ranks stay together."""
     gtp, tp, reason = choose_sizes(len(ranks), gtp, tp, weights, what=f"replica {index}")
-    rows = sorted(tuple(sorted(ranks[i : i + tp])) for i in range(0, len(ranks), tp))
+    rows = sorted(tuple(sorted(ranks[i : i + tp])) for i in range(0, len(ranks), tp))  # tensor-parallel groups
     is_ascending = all(a < b for upper, lower in pairwise(rows) for a, b in zip(upper, lower, strict=True))
     return Replica(tuple(chain.from_iterable(rows) if is_ascending else sorted(ranks)), gtp, tp, reason)
 
@@ -361,9 +361,9 @@ def choose_sizes(
     largest, because activations and gathered weights grow when tp shrinks. What tp gives up moves to gtp. ValueError
     if blocks do not divide a weight, or are fewer than ``tp``.
     """
-    cut = [weight for weight in weights if weight.tp_dim is not None]
+    cut = [weight for weight in weights if weight.tp_dim is not None]  # others do not slow down with tp
     _check_blocks(cut, tp)
-    candidates = [size for size in range(1, tp + 1) if num_ranks % size == 0]
+    candidates = [size for size in range(1, tp + 1) if num_ranks % size == 0]  # sizes that leave no rank idle
     accepted = _slowdown(tp, cut)  # what was asked for with all ranks is good enough with fewer
     best = max(candidates, key=lambda size: (-max(_slowdown(size, cut), accepted), size))
     if (num_ranks // best, best) == (gtp, tp):
@@ -378,12 +378,12 @@ def choose_sizes(
 
 
 def _why_tp_shrinks(num_ranks: int, tp: int, best: int, cut: list[WeightSpec]) -> str:
-    size = max(size for size in range(best, tp + 1) if num_ranks % size == 0)
+    size = max(size for size in range(best, tp + 1) if num_ranks % size == 0)  # a larger one that divides, if any
     if size == best:
         tried = f"{tp} does" if best + 1 == tp else f"{best + 1} to {tp} do"
         return f"{tried} not divide {num_ranks}, and no rank may be idle"
     worst = max(cut, key=lambda weight: size * -(-weight.num_tp_blocks // size) / weight.num_tp_blocks)
-    most = -(-worst.num_tp_blocks // size)
+    most = -(-worst.num_tp_blocks // size)  # blocks on the fullest rank
     return (
         f"tp {size} would idle {1 - worst.num_tp_blocks / (most * size):.0%} of the time in '{worst.name}' "
         f"({worst.num_tp_blocks} blocks over {size} ranks, {most} on the fullest)"
@@ -393,13 +393,13 @@ def _why_tp_shrinks(num_ranks: int, tp: int, best: int, cut: list[WeightSpec]) -
 def _slowdown(tp: int, cut: Sequence[WeightSpec]) -> float:
     """Time of tensor-parallel GEMMs, divided by their time if blocks could be split evenly; by elements of weights."""
     total = sum(weight.numel for weight in cut)
-    if not total:
+    if not total:  # no weight is cut: all sizes are alike
         return 1.0
     return sum(w.numel * tp * -(-w.num_tp_blocks // tp) / w.num_tp_blocks for w in cut) / total
 
 
 def _check_blocks(cut: Sequence[WeightSpec], tp: int) -> None:
-    for weight in cut if tp > 1 else ():
+    for weight in cut if tp > 1 else ():  # a tp of 1 cuts nothing
         assert weight.tp_dim is not None
         rows = weight.shape[weight.tp_dim]
         if rows % weight.tp_block_size or weight.num_tp_blocks < tp:
@@ -421,7 +421,7 @@ def check_size(caller: str, name: str, size: object) -> None:
 def format_ranks(ranks: Sequence[int]) -> str:
     """``0-3,7``: ranges of consecutive ranks, in the order of ``ranks``; the first few of them."""
     numbered = groupby(enumerate(ranks), key=lambda numbered_rank: numbered_rank[1] - numbered_rank[0])
-    runs = [[rank for _, rank in run] for _, run in numbered]
+    runs = [[rank for _, rank in run] for _, run in numbered]  # rank minus position is the same in a run
     parts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
     more = len(parts) - _MAX_RANKS
     return ",".join(parts[:_MAX_RANKS]) + (f" and {more} more ranges" if more > 0 else "")

@@ -42,8 +42,8 @@ class _Entry:
     """A reduced gradient of one weight that waits for the sums of its segments."""
 
     weight: ShardedWeight
-    slot: Tensor
-    num_waiting: int
+    slot: Tensor  # this rank's rows, with padding; sums arrive in it
+    num_waiting: int  # segments without a sum so far
 
 
 @dataclass(eq=False)
@@ -52,7 +52,7 @@ class Channel:
 
     group_name: str  # see ``Groups`` for why it is not the group
     scale: float  # of each copy where a replica has several
-    pending: dict[torch.dtype, list[tuple[_Entry, Tensor]]] = field(default_factory=dict)
+    pending: dict[torch.dtype, list[tuple[_Entry, Tensor]]] = field(default_factory=dict)  # views of slots
 
     def nbytes(self, dtype: torch.dtype) -> int:
         return sum(part.numel() for _, part in self.pending.get(dtype, ())) * dtype.itemsize
@@ -81,7 +81,7 @@ class ReplicaSync:
         self._params, self._comm, self._bucket_nbytes = list(params), comm, bucket_nbytes
         self._place = mesh.place
         self._tp = mesh.layout.replicas[self._place.replica].tp
-        self._world_name = mesh.world.get_group().group_name
+        self._world_name = mesh.world.get_group().group_name  # a name, as in ``Channel``
         self._channels: list[Channel] = []
         boxes = [box_of_rank(weight, mesh.layout, dist.get_rank()) for weight in plan.weights]
         # Of each weight: its segments on this rank, as a channel and slices of the shard.
@@ -101,17 +101,17 @@ class ReplicaSync:
             probe = torch.zeros(1, device=device_of(mesh.world))
             compat.all_reduce(probe, dist.ReduceOp.SUM, compat.resolve_group(channel.group_name), False)
         self._keep: list[Tensor] = []  # slots that the communication stream may still read
-        self._weigh(tuple((1,) * replica.gtp for replica in mesh.layout.replicas))
+        self._weigh(tuple((1,) * replica.gtp for replica in mesh.layout.replicas))  # equal shares
 
     def _make_channels(self) -> Iterator[tuple[Channel, Bucket]]:
         """In the order of the plan. Only the owners of a channel take part in making its process group."""
         world, device = self.mesh.world.get_group(), device_of(self.mesh.world)
         generation = compat.agreed_name(world, device, "elastic_owners")
-        names = {tuple(range(self.mesh.layout.num_ranks)): self._world_name}
+        names = {tuple(range(self.mesh.layout.num_ranks)): self._world_name}  # all ranks have a group already
         for bucket in self.plan.of_rank(dist.get_rank()):
             owners = bucket.owners
             if len(owners) == 1:
-                continue
+                continue  # there is one replica: nothing to sum
             if owners not in names:
                 ranks = "_".join(map(str, owners))
                 description = f"elastic_owners {ranks} of {self.mesh.generation}"  # one for all models on this mesh
@@ -177,7 +177,7 @@ class ReplicaSync:
         total = sum(own)
         # The factor of this rank's gradient in the average over its replica, and of the average in the sum.
         self._of_rank = own[self._place.gtp] * len(own) / total if total else 0.0
-        self._of_replica = total / sum(map(sum, counts))
+        self._of_replica = total / sum(map(sum, counts))  # the sum over replicas is 1
 
     def share(self, factor: float | None) -> float:
         """A divide factor that the user has set replaces the weights: then gradients are summed as they are."""
@@ -192,18 +192,19 @@ class ReplicaSync:
 
     def add(self, weight: ShardedWeight, slot: Tensor, share: float) -> None:
         """Take a reduced gradient, which is sent when its bucket is full. Called by backward."""
-        _scale(slot, share)
+        _scale(slot, share)  # from the mean of this replica to its part of the sum
         parts = self._parts.get(weight, [])
         entry = _Entry(weight, slot, len(parts))
-        if not parts:
+        if not parts:  # no other replica, or a shard without rows
             self._accumulate(entry)
             return
-        rows = weight.layout.filled(slot)
+        rows = weight.layout.filled(slot)  # a view, so sums go into the slot
         for channel, slices in parts:
+            # Slices have the order of the weight's dims, ``rows`` has the sharded one in front.
             dim = weight.layout.dim
             part = rows[(slices[dim], *slices[:dim], *slices[dim + 1 :])]
             if channel.scale != 1:
-                part.mul_(channel.scale)
+                part.mul_(channel.scale)  # each copy of this replica adds its part
             channel.pending.setdefault(slot.dtype, []).append((entry, part))
         # A weight may have several segments in one channel: look at each channel once, in the order of the plan.
         for channel in dict.fromkeys(channel for channel, _ in parts):
@@ -212,24 +213,26 @@ class ReplicaSync:
 
     def _send(self, channel: Channel, dtype: torch.dtype) -> None:
         """Sum a bucket over the owners, on the stream of reductions. See [Note: order of channels]."""
-        bucket = channel.pending.pop(dtype)
+        bucket = channel.pending.pop(dtype)  # a later segment begins a new one
         parts = [part for _, part in bucket]
-        is_alone = len(parts) == 1 and parts[0].is_contiguous()
+        is_alone = len(parts) == 1 and parts[0].is_contiguous()  # summed where it is, without copies
         flat = parts[0] if is_alone else torch.cat([part.reshape(-1) for part in parts])
         self.num_all_reduces += 1
         comm = self._comm
         with profiler_range("GTP::all_reduce", f"{len(parts)} segments"):
             comm.streams.delay()
             group = compat.resolve_group(channel.group_name)
+            # With streams, the sum runs on the current one, that of reductions. Without, it runs in the background.
             work = compat.all_reduce(flat, dist.ReduceOp.SUM, group, not comm.streams.has_streams)
         arrived = partial(self._arrived, bucket, None if is_alone else flat)
+        # With streams, a new ``flat`` is memory of the stream that sums it, so nobody has to keep it alive.
         if comm.streams.has_streams:
             arrived()  # the stream orders it; the caller that sends the last gradient records the event
         else:
-            comm.reductions.launched(work, arrived, (flat,))
+            comm.reductions.launched(work, arrived, (flat,))  # keeps ``flat`` until the sum is there
 
     def _arrived(self, bucket: list[tuple[_Entry, Tensor]], flat: Tensor | None) -> None:
-        if flat is not None:
+        if flat is not None:  # otherwise the sum is in its slot
             parts = [part for _, part in bucket]
             pieces = flat.split([part.numel() for part in parts])
             compat.copy_all(parts, [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)])
@@ -246,9 +249,10 @@ class ReplicaSync:
     def reduce_whole(self, dtype: torch.dtype, factor: float | None, bucket: WholeBucket) -> None:
         """One sum over all ranks: each puts what it holds into its place in the whole parameter, zeros elsewhere."""
         num_data_ranks = len(self._counts[self._place.replica])
+        # This rank's samples, divided by those of the whole batch.
         of_rank = self._of_rank * self._of_replica / num_data_ranks if factor is None else 1 / factor
         flat = torch.cat([self._spread(param, grad).reshape(-1) for param, grad in bucket])
-        wire = torch.view_as_real(flat) if flat.is_complex() else flat
+        wire = torch.view_as_real(flat) if flat.is_complex() else flat  # the same memory
 
         def complete() -> None:
             parts = flat.split([param.param.numel() for param, _ in bucket])
@@ -264,11 +268,11 @@ class ReplicaSync:
             comm.reductions.retire_all()
         with profiler_range("GTP::all_reduce", f"{len(bucket)} whole parameters"), comm.reductions.reducing():
             comm.streams.delay()
-            _scale(wire, of_rank / self._tp)
+            _scale(wire, of_rank / self._tp)  # the ranks of a tp group all add it
             self.num_all_reduces += 1
             world = compat.resolve_group(self._world_name)
             work = compat.all_reduce(wire, dist.ReduceOp.SUM, world, not comm.streams.has_streams)
-            comm.reductions.launched(work, complete, (flat,))
+            comm.reductions.launched(work, complete, (flat,))  # with streams, ``complete`` runs now
 
     def _spread(self, param: WholeParam, grad: Tensor) -> Tensor:
         """The gradient in its place of the whole parameter; the mean of them over tp is the whole gradient."""
@@ -276,7 +280,7 @@ class ReplicaSync:
         if slices is None:
             return grad
         whole = grad.new_zeros(param.param.shape)
-        whole[slices] = grad * self._tp
+        whole[slices] = grad * self._tp  # the other tp ranks add zeros here
         return whole
 
     def finish(self) -> None:
@@ -285,9 +289,10 @@ class ReplicaSync:
             for channel in self._channels:
                 for dtype in list(channel.pending):
                     self._send(channel, dtype)
+            # No collective: with streams, its event stands behind the last sums, so that compute waits for them.
             self._comm.reductions.launched(None, lambda: None, ())
         self._comm.reductions.retire_all()
-        self._keep.clear()
+        self._keep.clear()  # compute has waited for their readers
 
     def reset(self) -> None:
         """Drop what was not sent. Called after a backward that raised."""
@@ -305,14 +310,14 @@ class ReplicaSync:
         # Of each group, in the same order on all ranks: indices of parameters, and what its ranks share of them.
         shared: dict[str, list[tuple[int, Tensor]]] = {}
         for index, (param, weight) in enumerate(zip(self._params, self.plan.weights, strict=True)):
-            param.follow(param.registration.sites[0])
+            param.follow(param.registration.sites[0])  # values may have been assigned since
             for channel, slices in self._parts.get(param, []):
                 shared.setdefault(channel.group_name, []).append((index, param.shard[slices]))
             # Whole parameters that tensor parallelism cuts differ along tp: the weights beside them are compared.
             if isinstance(param, WholeParam) and weight.tp_dim is None:
                 shared.setdefault(self._world_name, []).append((index, param.shard))
         device = device_of(self.mesh.world)
-        first = torch.tensor(len(self._params), device=device)
+        first = torch.tensor(len(self._params), device=device)  # no parameter differs
         for group_name, compared in shared.items():
             own = digests([values for _, values in compared], device)
             extremes = torch.stack([own, ~own])  # the largest and, as its complement, the smallest
@@ -320,7 +325,7 @@ class ReplicaSync:
             for (index, _), differs in zip(compared, (extremes[0] != ~extremes[1]).tolist(), strict=True):
                 if differs:
                     first.clamp_(max=index)
-        dist.all_reduce(first, dist.ReduceOp.MIN, group=self.mesh.world.get_group())
+        dist.all_reduce(first, dist.ReduceOp.MIN, group=self.mesh.world.get_group())  # all ranks name the same one
         if int(first) < len(self._params):
             raise RuntimeError(
                 "ReplicaSync.check_values expects equal parameters in all replicas, but "
@@ -358,7 +363,7 @@ def clip_grad_norm_(
     foreach = options.pop("foreach", None)
     grads = [param.grad for param in params if param.grad is not None]
     total = torch.nn.utils.get_total_norm(grads, foreach=foreach, **options)
-    total = total.full_tensor() if isinstance(total, DTensor) else total
+    total = total.full_tensor() if isinstance(total, DTensor) else total  # collective, over the ranks of this replica
     dist.broadcast(total, group_src=mesh.layout.replicas[0].ranks[0], group=mesh.world.get_group())
     torch.nn.utils.clip_grads_with_norm_(params, max_norm, total, foreach=foreach)
     return total

@@ -103,8 +103,8 @@ class RankWatch:
                 "watchdog may end this process, or block it for minutes, when a peer is lost.",
                 ", ".join(missing),
             )
-        self._interval = self.limit / _BEATS_PER_LIMIT
-        self._listener: _Listener | None = None
+        self._interval = self.limit / _BEATS_PER_LIMIT  # seconds from beat to beat
+        self._listener: _Listener | None = None  # None when closed
         self.move_to(layout, rank, generation)
 
     def move_to(self, layout: ReplicaLayout, rank: int, generation: int) -> None:
@@ -116,7 +116,7 @@ class RankWatch:
             generation: How often there was a failure before.
         """
         if self._listener is not None:
-            self._listener.stop()
+            self._listener.stop()  # its thread ends before another one begins
         self.layout, self.rank, self.generation = layout, rank, generation
         self._num_commits = 0
         name = f"dtensor_gtp_watch_{generation}"
@@ -124,7 +124,7 @@ class RankWatch:
         self._own, store = (job_store(name, compat.clone_store(self.store)) for _ in range(2))
         self._pulse = _Pulse(self._own, self.limit)
         self._listener = _Listener(store, layout.num_ranks, rank, self.limit)
-        self._is_lost = self._listener.is_lost
+        self._is_lost = self._listener.is_lost  # kept after ``close``
 
     def is_alive(self, rank: int) -> bool:
         """Whether ``rank`` beat within the limit and nobody has reported it as silent or closed. For one thread.
@@ -132,6 +132,7 @@ class RankWatch:
         Args:
             rank: Of ``layout``.
         """
+        # A rank that raised is reported as well, but it is alive.
         lost = f"lost/{rank}"
         if self._own.check([lost]) and self._own.get(lost).decode().startswith((_SILENT, _CLOSED)):
             return False
@@ -148,6 +149,7 @@ class RankWatch:
         Raises:
             RanksLostError: A rank is gone, and none updates.
         """
+        # The listener sets ``is_lost`` before it aborts collectives. So an abort until here is seen below.
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         own = self._own
@@ -155,16 +157,17 @@ class RankWatch:
         self._num_commits += 1
         # A rank that knows of a loss may have incomplete gradients: it is never ready.
         if not self._is_lost.is_set() and own.add(f"{name}/ready", 1) == self.layout.num_ranks:
-            own.compare_set(name, "", _UPDATE)
+            own.compare_set(name, "", _UPDATE)  # unless another decision stands
             for key in (earlier, f"{earlier}/ready"):  # no rank reads them any more
                 own.delete_key(key)
         while not own.check([name]):
             # A rank that is done neither beats nor is missed: without this it would be waited for without end.
             has_ended = own.check([_ENDED])
             is_hopeless = has_ended or self._is_lost.is_set()
+            # ``compare_set`` returns the decision that stands, which may be to update.
             if is_hopeless and own.compare_set(name, "", _KEEP).decode() == _KEEP and has_ended:
                 _report_lost(own, int(own.get(_ENDED)), _CLOSED)
-            clock.wait_for_key(own, name, self._interval)
+            clock.wait_for_key(own, name, self._interval)  # or look again after a beat
         if own.get(name).decode() != _UPDATE:
             raise self._error()
 
@@ -196,6 +199,7 @@ class RankWatch:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # No error, the end of the process, or an error that names the ranks already.
         if not isinstance(error, Exception) or isinstance(error, RanksLostError):
             return
         # A peer that is gone is found within the limit.
@@ -218,7 +222,7 @@ class _Listener:
         self.is_lost = threading.Event()
         self._store, self._limit, self._own_beat = store, limit, f"beat/{rank}"
         self._neighbours = [(rank + step) % num_ranks for step in range(1, min(_NUM_NEIGHBOURS + 1, num_ranks))]
-        self._pulse = _Pulse(store, limit)
+        self._pulse = _Pulse(store, limit)  # of this thread alone
         self._is_stopped = threading.Event()
         store.set(self._own_beat, "0")  # the first beat is there when the constructor returns
         self._thread = threading.Thread(target=self._run, name="dtensor_gtp watch", daemon=True)
@@ -226,7 +230,7 @@ class _Listener:
 
     def stop(self) -> None:
         self._is_stopped.set()
-        self._thread.join()
+        self._thread.join()  # it wakes up when the flag is set
 
     def _run(self) -> None:
         numbers = itertools.count(1)
@@ -242,7 +246,7 @@ class _Listener:
             if self._store.check([f"beat/{rank}"]) and not self._pulse.is_alive(rank):
                 _report_lost(self._store, rank, f"{_SILENT} for {self._limit:g} seconds")
         if not self.is_lost.is_set() and self._store.check(["any"]):
-            self.is_lost.set()
+            self.is_lost.set()  # before the abort, see ``commit``
             # Without waiting: this thread must go on beating, or the others take this rank for lost as well.
             compat.abort_device_groups(wait=False)
 
@@ -257,9 +261,9 @@ class _Pulse:
     def is_alive(self, rank: int) -> bool:
         """Whether the number has changed, or was seen first, within the limit."""
         key = f"beat/{rank}"
-        number = self._store.get(key) if self._store.check([key]) else b""
+        number = self._store.get(key) if self._store.check([key]) else b""  # empty before the first beat
         if rank not in self._seen or self._seen[rank][0] != number:
-            self._seen[rank] = (number, clock.now())
+            self._seen[rank] = (number, clock.now())  # by the clock of this process
         return number == _DONE or clock.now() - self._seen[rank][1] <= self._limit
 
 
@@ -272,7 +276,7 @@ def is_peer_lost(error: BaseException) -> bool:
 def _report_lost(store: compat.Store, rank: int, reason: str) -> None:
     """The first reason is kept: a rank that raises and ends is silent afterwards."""
     store.compare_set(f"lost/{rank}", "", reason)
-    store.set("any", "1")
+    store.set("any", "1")  # one key that all listeners look at
 
 
 def join(
@@ -305,19 +309,21 @@ def join(
         TimeoutError: no rank of the job admitted this process within 0.1 seconds.
     """
     waiting = waiting_store(store)
-    ticket = waiting.add("tickets", 1)
+    ticket = waiting.add("tickets", 1)  # 1 for the first process
     name = f"admitted/{ticket}"
     end = clock.now() + grace.total_seconds()
     while not waiting.check([name]):
         if clock.now() > end:
-            waiting.set(name, "gave up")
+            waiting.set(name, "gave up")  # nobody is to admit it later
             raise TimeoutError(f"no rank of the job admitted this process within {grace.total_seconds():g} seconds.")
         clock.sleep(POLL_SECONDS)
     members = Membership(*json.loads(waiting.get(name)))
     rank, layout, generation = len(members.alive) + members.tickets.index(ticket), members.layout, members.generation
+    # Before the start: the others hear this rank while it connects.
     watch = None if limit is None else RankWatch(layout, rank, store, limit=limit, generation=generation)
     if start_regrouped(store, members, rank, backend, timeout):
         return members.seen_by(rank), watch
+    # A rank of the list was lost meanwhile: join the others in the next round.
     survivors = regroup(
         layout, rank, store, generation=generation, grace=grace, backend=backend, timeout=timeout,
         num_replicas=num_replicas, watch=watch,
