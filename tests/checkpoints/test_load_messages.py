@@ -125,6 +125,14 @@ def test_planes_of_a_checkpoint(key: str, alter: Any, message: str, tmp_path: Pa
     assert torch.equal(model.weight, before)
 
 
+def test_planes_without_a_parameter() -> None:
+    state = quantize_(nn.Linear(64, 64, bias=False), "mxfp8", storage="native").state_dict()
+    other = nn.Sequential(nn.Linear(64, 64, bias=False))
+    with pytest.raises(ValueError, match="parameters for all planes in Sequential, but it has no 'weight'"):
+        checkpoint.dequantize_state_dict(state, other)
+    assert set(checkpoint.dequantize_state_dict(state, other[0])) == {"weight"}
+
+
 # --- files of safetensors ---------------------------------------------------------------------------------------------
 
 FINE = {"dtype": "F32", "shape": [8, 8], "data_offsets": [0, 256]}

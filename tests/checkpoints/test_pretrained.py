@@ -168,6 +168,20 @@ class TestLoadPretrained(GlooTest):
             with self.assertRaisesRegex(ValueError, "all parameters of .* on the meta device, or none, but 2 of 4 are"):
                 load_pretrained(partly, folder / "shapes.safetensors")
 
+    def test_dtypes_that_the_format_has_no_name_for(self) -> None:
+        model = gtp_shard(nn.Sequential(nn.Linear(8, 8)), self.gtp_mesh(), schedule=ALL)
+        with shared_directory() as folder:
+            with self.assertRaisesRegex(ValueError, "'0.weight': .* no name for torch.float8_e4m3fnuz. Pass dtype="):
+                save_pretrained(model, folder, dtype=torch.float8_e4m3fnuz)
+            model[0].register_buffer("turns", torch.ones(2, dtype=torch.complex128))
+            with self.assertRaisesRegex(ValueError, "cannot write '0.turns': .* no name for torch.complex128"):
+                save_pretrained(model, folder)
+            self.assertEqual(list(folder.iterdir()), [])
+            dist.barrier()
+            model[0].turns = model[0].turns.to(torch.complex64)
+            save_pretrained(model, folder)
+            self.assertEqual(load_pretrained(model, folder), ())
+
     def test_what_is_written_is_what_the_model_has(self) -> None:
         """In one file and in several, in another dtype; and the format's own library reads the same."""
         model = shard(make(seed=3), self.gtp_mesh())

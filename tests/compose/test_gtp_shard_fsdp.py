@@ -344,6 +344,20 @@ class TestOrder(unittest.TestCase):
         with self.assertRaisesRegex(RuntimeError, "'head.weight'.*is used outside of the forward or backward of the"):
             model.head(torch.zeros(1, WIDTH, dtype=torch.float64))
 
+    def test_parameters_cannot_be_named_or_given_data(self) -> None:
+        """``fully_shard`` has put its own in the place of those that ``gtp_shard`` made."""
+        model = both(self.mesh, reshard_after_forward=True)(make())
+        weight = model.head.weight
+        with self.assertRaisesRegex(ValueError, "a parameter that no outer fully_shard has sharded, but got a Tensor"):
+            weight.data = torch.ones(weight.shape, dtype=weight.dtype)
+        loss = next_token_loss(model, self.tokens)
+        for ask in (lambda: loss.backward(inputs=[weight]), lambda: torch.autograd.grad(loss, weight)):
+            told = "cannot name a parameter of shape .* which an outer fully_shard has sharded, too.*requires_grad_"
+            with self.assertRaisesRegex(NotImplementedError, told):
+                ask()
+        loss.backward()  # the graph is as it was
+        self.assertIsNotNone(weight.grad)
+
 
 class TestFullyShardOutsideOfEight(GlooTest):
     """What needs three axes of two ranks: few tests, because eight workers are slow to start."""

@@ -299,3 +299,17 @@ class TestVocabularyParallel(GlooTest):
         for args, options, error, message in wrong:
             with self.assertRaisesRegex(error, message):
                 linear_cross_entropy(*args, **options)
+
+    def test_a_bias_in_shards_is_refused(self) -> None:
+        """Where logits are not those of the layer's own forward: exchanged, or without a graph."""
+        hidden, target = torch.ones(3, WIDTH, dtype=torch.float64), torch.zeros(3, dtype=torch.long)
+        told = r"a bias that stays whole, but parameter 'bias' of shape \(31,\) has placements .*Return Replicate\(\)"
+        cut, whole = (
+            gtp_shard(nn.Linear(WIDTH, VOCABULARY).double(), self.gtp_mesh(), schedule=ALL, shard_placement_fn=place)
+            for place in (lambda param: GTPShard(0), None)
+        )
+        for is_grad_enabled in (True, False):
+            with torch.set_grad_enabled(is_grad_enabled):
+                with self.assertRaisesRegex(NotImplementedError, told):
+                    linear_cross_entropy(hidden, cut, target)
+                linear_cross_entropy(hidden, whole, target)

@@ -17,10 +17,12 @@ from checkpoint_common import make, shard
 from common import ALL, GlooTest, assert_same_params
 from runtime_common import local
 from schedules import explicit
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import Placement, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from dtensor_gtp import MixedPrecisionPolicy, api, capture_step, gtp_shard
+from dtensor_gtp import GTPShard, MixedPrecisionPolicy, api, capture_step, gtp_shard
 from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp.elastic import (
     BatchShare,
@@ -429,6 +431,28 @@ class TestSixRanks(GlooTest):
             capture_step(print, model, sgd(model))
         with self.assertRaisesRegex(ValueError, "synchronize_replicas was already called on a part of it"):
             gtp_shard(nn.Sequential(model), mesh.weights)
+
+    def test_splits_by_others_are_refused(self) -> None:
+        """Of an outer ``fully_shard``, one that no plan of sums has, and one that is another in each replica."""
+        mesh = _replicas(((0, 1, 2, 3), (4, 5)), tp=2)
+
+        def cut(placement: Placement) -> nn.Module:
+            model = nn.Sequential(nn.Linear(8, 8, bias=False))
+            model[0].weight = nn.Parameter(distribute_tensor(model[0].weight, mesh["tp"], [placement]))
+            return gtp_shard(model, mesh.weights, schedule=ALL)
+
+        wrapped = gtp_shard(nn.Sequential(nn.Linear(8, 8)), mesh.weights, schedule=ALL)
+        fully_shard(wrapped[0], mesh=mesh["tp"])
+        same = r"same tensor-parallel split .* '0.weight' of shape .* \['\(0, 1\)', '\(1, 1\)'\]. Use one parallelize"
+        strided, kinds = cut(GTPShard(0, split_factor=2)), "supports Shard, GTPShard and Replicate on axis tp"
+        for error, message, refused in (
+            (NotImplementedError, "does not support fully_shard around gtp_shard, but '0' is wrapped", wrapped),
+            (NotImplementedError, f"{kinds}, but '0.weight' has", strided),
+            (ValueError, same, cut(Shard(mesh.place.replica))),
+        ):
+            with self.assertRaisesRegex(error, message):
+                synchronize_replicas(refused, mesh)
+        synchronize_replicas(cut(Shard(1)), mesh)
 
     def test_set_batch_refuses(self) -> None:
         rank, sync = dist.get_rank(), Elastic(self.unequal()).sync

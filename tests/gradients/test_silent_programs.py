@@ -174,6 +174,16 @@ class TestInputsOfBackward(PairTest):
         (grad,) = torch.autograd.grad(make_rows(0).requires_grad_().sum(), param, materialize_grads=True)
         assert not full(grad).any()
 
+    def test_a_parameter_that_computes_in_a_wider_dtype_is_refused(self) -> None:
+        wide = MixedPrecisionPolicy(param_dtype=torch.float32)
+        model = gtp_shard(small_model().bfloat16(), self.gtp_mesh(), schedule=ALL, mp_policy=wide)
+        loss, params = square_loss(model, make_rows(0)), dict(model.named_parameters())
+        told = "cannot name parameter '2.bias' .* is torch.bfloat16 and computes in torch.float32.*requires_grad_"
+        with self.assertRaisesRegex(NotImplementedError, told):
+            loss.backward(inputs=[params["2.bias"]])
+        loss.backward(inputs=[params["0.weight"]])  # sharded ones can be named
+        self.assertEqual([name for name, param in params.items() if param.grad is not None], ["0.weight"])
+
 
 class Choice(nn.Module):
     """Layers of one shape, in an order that the caller chooses."""

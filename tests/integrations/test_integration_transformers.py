@@ -176,6 +176,16 @@ class TestTrainer(GlooTest):
             expected = [mock.call("whole", state_dict=gathered.return_value)] if self.rank == 0 else []
             self.assertEqual(written.mock_calls, expected)
 
+    def test_a_checkpoint_of_another_trainer_is_refused(self) -> None:
+        with shared_directory() as folder:
+            trained_alone(folder, save_strategy="steps", save_steps=STEPS)
+            dist.barrier()  # rank 0 alone has saved
+            with process(1):
+                trainer = trainer_of(make_llama(), arguments(folder / f"resumed_{self.rank}", 1), 1)
+                told = "to resume from a checkpoint of a GTPTrainer, but .*has an optimizer.pt of another trainer"
+                with self.assertRaisesRegex(ValueError, told):
+                    trainer.train(resume_from_checkpoint=str(folder / "alone_0" / f"checkpoint-{STEPS}"))
+
     def test_microbatches_communicate_no_gradients(self) -> None:
         with shared_directory() as folder:
             accumulate = {"gradient_accumulation_steps": 3, "max_steps": 2}

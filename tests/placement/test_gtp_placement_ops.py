@@ -236,6 +236,18 @@ def test_partial_operands_are_reduced(meshes: Meshes) -> None:
         partial.add_(da)
 
 
+def test_outputs_with_unlike_placements_raise(meshes: Meshes) -> None:
+    placements = (GTPShard(0, block_size=4),)
+    a, _ = operands(CASES["uneven"])
+    source = shard(a, meshes.gtp, placements)
+    mantissa, exponent = torch.empty_like(source), shard(torch.zeros(a.shape).int(), meshes.gtp, [Replicate()])
+    with pytest.raises(NotImplementedError, match=r"aten.frexp.* it writes to tensors with different placements"):
+        torch.frexp(source, out=(mantissa, exponent))
+    torch.frexp(source, out=(mantissa, exponent := exponent.redistribute(placements=placements)))
+    for actual, expected in zip((mantissa, exponent), torch.frexp(a), strict=True):
+        assert_holds(actual, expected, placements)
+
+
 @pytest.mark.parametrize(
     ("left", "right", "expected_dim"),
     [

@@ -10,6 +10,7 @@ import torch
 from test_planner_model import TINY
 
 from dtensor_gtp import plan
+from dtensor_gtp.planner.errors import PlanError
 from dtensor_gtp.planner.trace import Part, record_reference, repeated
 from dtensor_gtp.planner.user_model import UserModel, step_of
 
@@ -102,6 +103,20 @@ def test_a_loop_over_experts_is_planned_as_grouped(users_models: Any, transforme
     assert first == second
     experts = next(weight for weight in traces[0].weights if weight.name.endswith("experts.weight"))
     assert experts.flops == 2 * 64 * 2 * 3 * 64 * 32  # two of four experts for each of 64 tokens
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("deepseek_v2", "it has no num_experts_per_tok: take the config.json of a trained model"),
+        ("clip_text_model", "no model for CLIPTextConfig has a loss. Name another"),
+    ],
+)
+def test_configurations_that_cannot_train(kind: str, message: str, transformers: Any, tmp_path: Path) -> None:
+    config = transformers.AutoConfig.for_model(kind)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    with pytest.raises(PlanError, match=f"transformers cannot build .*config.json: ValueError: {message}"):
+        plan(str(tmp_path / "config.json"), "h100", gpus=2)
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ from quant_common import Net, all_recipes, blocks_only, compile_layers, dequanti
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dtensor_gtp import GTPShard, gtp_shard, quantize_, sharding_report
@@ -94,6 +94,19 @@ class TestValues(unittest.TestCase):
         for other in (copy.deepcopy(model).to_empty(device="cpu"), model):
             other.load_state_dict(state, assign=other is model)
             self.assertTrue(same_state(other.state_dict(), state))
+
+    def test_writes_through_a_view_are_refused(self) -> None:
+        """And to a weight without memory."""
+        weight = native(make(), "mxfp8")[0].weight
+        with torch.no_grad():
+            for target, told in (
+                (weight.view(3, 11, 40), r"a view of shape \(3, 11, 40\) on cpu. Copy into the parameter itself"),
+                (weight.to("meta"), r"a view of shape \(33, 40\) on meta"),
+            ):
+                with self.assertRaisesRegex(NotImplementedError, rf"'0.weight' of shape \(33, 40\) .* through {told}"):
+                    target.copy_(torch.ones(target.shape))
+            weight.copy_(torch.ones(33, 40))
+            self.assertTrue(torch.equal(weight.dense(), torch.ones(33, 40)))
 
 
 class TestStateDict(unittest.TestCase):
@@ -239,6 +252,19 @@ class TestSharded(unittest.TestCase):
                     with self.assertRaisesRegex(NotImplementedError, message):
                         make_optimizer([model[0].weight]).step()
                     self.assertTrue(same_state(model.state_dict(), before))
+
+    def test_parts_with_one_scale_for_the_whole_weight(self) -> None:
+        """``fully_shard`` does not say which ranks have the others. A state dict says it."""
+        for recipe in ("float8_tensorwise", "nvfp4"):
+            with fake_mesh(4, rank=3) as mesh:
+                model = by_fsdp(native(nn.Sequential(nn.Linear(64, 126)), recipe), mesh)
+                told = rf"'0.weight' of shape \(126, 64\) .* by copy_ under fully_shard, because {recipe} has one scale"
+                for target in (model[0].weight, model[0].weight.to_local()):
+                    with torch.no_grad(), self.assertRaisesRegex(NotImplementedError, told):
+                        target.copy_(torch.ones_like(target))
+                ones = DTensor.from_local(torch.ones(30, 64), mesh, [Shard(0)], shape=(126, 64), stride=(64, 1))
+                model.load_state_dict({"0.weight": ones, "0.bias": model[0].bias})
+                self.assertTrue(torch.equal(local(model[0].weight).dense(), torch.ones(30, 64)))
 
     def test_frozen_base_with_adapters(self) -> None:
         """Nothing is reduced for what does not train."""
@@ -393,6 +419,19 @@ class TestMasterOptimizer(unittest.TestCase):
         ):
             with self.assertRaisesRegex(error, message):
                 MasterOptimizer(layer.parameters(), cls, lr=0.1, masters=masters)  # type: ignore[arg-type]
+
+    def test_masters_with_other_placements(self) -> None:
+        values = torch.randn(33, 40)
+        with fake_mesh(3) as mesh:
+            layer = gtp_shard(make_layer(), mesh, schedule=ALL)
+            for given in (distribute_tensor(values, mesh, [placement]) for placement in (Replicate(), Shard(1))):
+                told = r"master for 'weight' of shape \(33, 40\) that is placed as the parameter or whole .*placements"
+                with self.assertRaisesRegex(ValueError, told):
+                    MasterOptimizer(layer.parameters(), torch.optim.SGD, masters={"weight": given})
+            for given in (values, distribute_tensor(values, mesh, layer.weight.placements)):
+                optimizer = MasterOptimizer(layer.parameters(), torch.optim.SGD, masters={"weight": given}, lr=0.0)
+                step(layer, optimizer)
+                self.assertTrue(torch.equal(local(optimizer.state[layer.weight]["master"]), values[:11]))
 
     def test_compiled_blocks_share_one_graph(self) -> None:
         """Sharded and without sharding."""

@@ -185,6 +185,17 @@ class TestArithmetic(unittest.TestCase):
             self.assertIs(layer.weight.copy_(layer.weight + 1), layer.weight)
         self.assertTrue(torch.equal(master, torch.full((32, 32), 7.0)))
 
+    def test_dtypes_of_input_and_weight_must_agree(self) -> None:
+        """Where GEMMs in float8 multiply them, of both kinds of storage."""
+        for storage in ("master", "native"):
+            layer = quantize_(nn.Linear(32, 16), Float8Rowwise(compute="float8"), storage=storage)
+            told = r"one dtype, but got torch.bfloat16 and torch.float32 for a weight of shape \(16, 32\)"
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # they are slow on CPUs
+                with self.assertRaisesRegex(RuntimeError, f"F.linear expects input and weight of {told}"):
+                    layer(torch.ones(2, 32, dtype=torch.bfloat16))
+                self.assertEqual(layer(torch.ones(2, 32)).dtype, torch.float32)
+
     def test_unknown_products_are_refused(self) -> None:
         layer = quantize_(nn.Linear(32, 32), "mxfp8")
         with self.assertRaisesRegex(NotImplementedError, "aten.mm.default does not support a weight with"):

@@ -22,8 +22,9 @@ import torch.nn as nn
 from common import ALL, fake_mesh
 from passes_common import NUM_ROWS, WIDTH, Model
 from test_errors import NUM_RANKS, Net
-from torch.distributed.tensor import DTensor, Replicate
-from torch.nn.utils import parametrizations
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import AveragedModel
 
 from dtensor_gtp import GTPModule, GTPShard, SchedulePolicy, gtp_shard, quantize_, sharding_report, whole_weights
@@ -126,6 +127,33 @@ class TestRefusalsLater(unittest.TestCase):
             head.weight._local_tensor = torch.cat([head.weight.to_local()] * 2).detach()
         with self.refused("'head.weight' was replaced after gtp_shard"):
             self.net(self.x)
+
+    def test_removed_after_a_forward(self) -> None:
+        """By hand, and by code that puts other parameters there, which need no gradient."""
+        changes: dict[str, Callable[[nn.Module], Any]] = {
+            "head.bias": lambda net: delattr(net.head, "bias"),
+            "head.weight": lambda net: prune.identity(net.head.requires_grad_(False), "weight"),
+            "inner.0.weight": lambda net: parametrizations.weight_norm(net.inner[0].requires_grad_(False)),
+        }
+        for name, change in changes.items():
+            net = self.sharded()
+            net(self.x).sum().backward()
+            change(net)
+            with self.refused(f"'{name}' was removed from its module, but .*pruning after gtp_shard.* Change the mod"):
+                net(self.x)
+
+    def test_a_parameter_over_more_axes(self) -> None:
+        """As an outer ``fully_shard`` registers it, whose code the package does not know."""
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "gtp"))
+        net = gtp_shard(Net(), mesh["gtp"], schedule=ALL)
+        kept = net.head.weight
+        for axis in (Replicate(), Shard(1)):
+            net.head.weight = nn.Parameter(distribute_tensor(torch.ones(6, 8), mesh, [axis, GTPShard(0)]))
+            told = "'head.weight' was sharded again by the fully_shard of torch .*pass a .replicate, gtp. mesh"
+            with self.assertRaisesRegex(NotImplementedError, told):
+                net(self.x)
+            net.head.weight = kept
+            net(self.x).sum().backward()
 
     def test_resized_or_cast_in_place(self) -> None:
         """The same object, which reads like a parameter of another kind; before and after the first forward."""
