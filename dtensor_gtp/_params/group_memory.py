@@ -54,10 +54,12 @@ class GroupShards:
     def __init__(self, members: Sequence[ManagedParam]) -> None:
         self._members = members
         self.num_updates = 0  # writes to members that leave no version behind
+        self.num_followed = 0  # how often members got other tensors, whose versions may be lower
         self.follow()
 
     def follow(self) -> None:
         """Members may have other parameters or shards than before."""
+        self.num_followed += 1
         # Their versions count writes.
         self.tensors = [tensor for member in self._members for tensor in (member.param, member.local)]
         self._parts: Parts | None = None  # until the first gather of these shards

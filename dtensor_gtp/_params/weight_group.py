@@ -20,6 +20,7 @@ for a weight sends zeros.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -148,15 +149,23 @@ class GroupViews:
         until the next forward."""
         if self._hooks:
             return  # all callers pass the same function
+        # Autograd owns the hooks, where the garbage collector does not see them: they must not keep
+        # the runtime alive.
+        note = weakref.WeakMethod(note_backward)
         for leaf in self._group.leaves.by_member.values():
             if leaf.requires_grad:
-                hook = leaf.register_post_accumulate_grad_hook(lambda _: note_backward())
+                hook = leaf.register_post_accumulate_grad_hook(lambda _: _call(note))
                 self._hooks.append(hook)
 
     def forget_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+
+def _call(reference: weakref.WeakMethod[Callable[[], None]]) -> None:
+    if (method := reference()) is not None:
+        method()
 
 
 @dataclass(slots=True)
@@ -307,7 +316,7 @@ class WeightGroup:
     @property
     def version(self) -> Version:
         shards = self.shards
-        return shards.num_updates + sum(map(version_of, shards.tensors)), 0, 0
+        return shards.num_updates + sum(map(version_of, shards.tensors)), shards.num_followed, 0
 
     def is_fresh(self, gathered: Gathered) -> bool:
         """Whether it has the present values of all shards; in use, those of the start of the use."""
@@ -345,9 +354,10 @@ class WeightGroup:
         shards = self.shards.tensors  # as they were: the parameter and the local tensor of each
         for index, (member, leaf) in enumerate(self.leaves.by_member.items()):
             param = member.param
-            module, name = member.registration.sites[0]
             is_known = shards[2 * index] is param and shards[2 * index + 1] is member.local
-            is_registered = module._parameters.get(name) is param
+            is_registered = True
+            for module, name in member.registration.sites:  # several, if it is tied
+                is_registered = is_registered and module._parameters.get(name) is param
             if not (is_known and is_registered and compat.local_part(param) is member.local):
                 member.begin_forward(False)  # ``forget_stale`` below gets ``is_captured``
                 for site in member.registration.sites:
@@ -377,7 +387,6 @@ class WeightGroup:
         self.leaves.refuse_graphs(first.replaced_before_backward())
         for param in self.whole:
             param.set_grad_aside()  # while its old leaf still has the gradient
-        self.shards.num_updates += 1
         self.shards.follow()
         dtypes = {(member.compute_dtype, member.reduce_dtype) for member in self.members}
         if len(dtypes) > 1:

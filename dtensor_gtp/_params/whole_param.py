@@ -173,6 +173,12 @@ class WholeParam(ManagedParam):
     def _add_wide(self, grad: Tensor) -> None:
         self._wide_local_grad = _sum(self._wide_local_grad, grad)
 
+    @property
+    def has_local_grad(self) -> bool:
+        """Whether a gradient has arrived that ``take_local_grad`` has not taken."""
+        grads = (self._leaf_in_use.grad, self.leaf.grad, self._wide_local_grad)
+        return any(grad is not None for grad in grads)
+
     def take_local_grad(self) -> Tensor | None:
         """Return the local gradient since the last reduction, and forget it."""
         grad = self._take_grad_of_leaf()

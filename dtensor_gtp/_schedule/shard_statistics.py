@@ -48,11 +48,13 @@ class Statistics:
         sent = {weight for target in targets for weight in gather.weights_of(target)}
         if sent.isdisjoint(waiting):  # nothing that is sent waits for others
             return
-        later: list[ShardedWeight] = []
+        # Each gather asks whether anything is waiting, so a mesh that waits no more has no entry.
+        del self.waiting[groups]
         if groups not in self._agreeing:  # the first gather of this forward
             later = [weight for weight in waiting if weight not in sent]
             waiting = [weight for weight in waiting if weight in sent]
-        self.waiting[groups] = later
+            if later:
+                self.waiting[groups] = later
         self._agreeing.add(groups)
         with self._comm.packing(groups):  # on the stream that packs shards: compute does not wait
             agree_on_amax(waiting, self._comm)

@@ -142,7 +142,7 @@ class Steps:
             return True
         if any(param.gradient.reduced is not None for param in self._members.params):
             return True
-        return any(param.leaf.grad is not None or param._wide_local_grad is not None for param in self._members.whole)
+        return any(param.has_local_grad for param in self._members.whole)
 
 
 class Watcher(Protocol):
@@ -172,8 +172,14 @@ class OptimizerSteps:
                     f"{tuple(shape)} had no effect, because fully_shard has replaced this parameter. Create the "
                     "optimizer after fully_shard."
                 )
+        errors: list[Exception] = []
         for watcher in self.watchers:
-            watcher.note_step(updated)
+            try:
+                watcher.note_step(updated)
+            except Exception as error:  # the others must hear of the step all the same
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def note_replaced(self, param: nn.Parameter, fqn: str) -> None:
         """``fully_shard`` has put another parameter instead of this one: refuse steps of this one."""

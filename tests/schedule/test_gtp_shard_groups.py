@@ -14,7 +14,7 @@ import torch.nn as nn
 from addends_common import add, all_to_all_of_peers
 from common import GlooTest, assert_same_params, check_training, full, rows_of_rank
 from counting import noted
-from runtime_common import assert_bit_equal, members_of
+from runtime_common import assert_bit_equal, members_of, runtime_of
 from schedules import explicit
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -369,6 +369,54 @@ class TestGroups(GlooTest):
             model.unshard()
             self.assertEqual(model.layers[0].up.weight.detach(), expected, exact_dtype=False)
             model.reshard()
+
+    def test_replaced_parameters_whose_versions_are_lower(self) -> None:
+        """What stays gathered of the old ones is stale, however many writes those have seen."""
+        for num_writes in range(4):
+            model = self.shard(seeded(Model), reshard_after_forward=False)
+            model.set_reshard_after_backward(False)
+            with torch.no_grad():
+                for _ in range(num_writes):
+                    model.layers[0].up.weight.mul_(1.0)
+            square(model, torch.ones(2, WIDTH)).backward()
+            group = members_of(model).groups[0]
+            before = group.version
+            doubled = {name: 2 * value for name, value in model.state_dict().items()}
+            model.load_state_dict(doubled, assign=True)
+            expected = seeded(Model)
+            expected.load_state_dict({name: 2 * value for name, value in expected.state_dict().items()})
+            self.assertEqual(square(model, torch.ones(2, WIDTH)), square(expected, torch.ones(2, WIDTH)))
+            self.assertNotEqual(group.version, before)
+
+    def test_a_tied_weight_that_is_replaced_at_one_place(self) -> None:
+        class Tied(Block):
+            def __init__(self) -> None:
+                super().__init__()
+                self.unused.weight = self.same = nn.Parameter(torch.ones(WIDTH, WIDTH))
+
+        model = self.shard(seeded(partial(Model, block=Tied)))
+        square(model, torch.ones(2, WIDTH)).backward()
+        self.assertEqual(len(members_of(model).groups), 3)
+        for name in ("same", "unused.weight"):
+            old = model.get_parameter(f"layers.0.{name}")
+            module = model.layers[0].get_submodule(name.rpartition(".")[0])
+            setattr(module, name.rpartition(".")[2], nn.Parameter(torch.zeros(WIDTH, WIDTH)))
+            with self.assertRaisesRegex(RuntimeError, r"'layers.0.same' was replaced after gtp_shard by a Parameter"):
+                model(torch.ones(2, WIDTH))
+            setattr(module, name.rpartition(".")[2], old)
+            square(model, torch.ones(2, WIDTH)).backward()
+
+    def test_gradients_of_biases_alone_are_in_flight(self) -> None:
+        """A captured step would add to them in each replay."""
+        model = self.shard(seeded(Model))
+        for name, param in model.named_parameters():
+            param.requires_grad_(name.startswith("layers") and param.ndim == 1)
+        model.set_is_last_backward(False)
+        square(model, torch.ones(2, WIDTH)).backward()
+        self.assertTrue(runtime_of(model).steps.are_in_flight)
+        model.set_is_last_backward(True)
+        square(model, torch.ones(2, WIDTH)).backward()
+        self.assertFalse(runtime_of(model).steps.are_in_flight)
 
     def test_blocks_that_are_no_groups(self) -> None:
         reference = seeded(Model)

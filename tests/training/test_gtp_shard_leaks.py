@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from capture_common import Setting, rows
 from common import ALL, GlooTest, fake_world
+from runtime_common import members_of
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -79,6 +80,20 @@ BESIDE: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.norm(self.up(x)))
+
+
+def blocks(mesh: DeviceMesh, schedule: SchedulePolicy) -> nn.Module:
+    torch.manual_seed(0)
+    return gtp_shard(nn.Sequential(Residual(), Residual()), mesh, schedule=schedule)
+
+
 def one_layer(mesh: DeviceMesh) -> nn.Module:
     torch.manual_seed(0)
     return gtp_shard(nn.Sequential(nn.Linear(8, 8)), mesh, schedule=ALL)
@@ -97,12 +112,12 @@ class TestLongRuns(GlooTest):
 
     def train_on(self, schedule: SchedulePolicy) -> None:
         """What there is after 1,000 steps is there after 10,000, and no more."""
-        torch.manual_seed(0)
-        blocks = (nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(2))
-        model = gtp_shard(nn.Sequential(*blocks), self.gtp_mesh(), schedule=schedule)
+        model = blocks(self.gtp_mesh(), schedule)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         for step in range(10_000):
             step_with(optimizer, model)
+            if step == 0:
+                self.assertEqual(len(members_of(model).groups), 2 * (schedule is not ALL))
             if step == 1_000:
                 before, nbytes = (*counts(), num_tensors()), resident_nbytes()
         self.assertEqual((*counts(), num_tensors()), before)
@@ -118,6 +133,15 @@ class TestLeaks(GlooTest):
     @pytest.mark.long
     def test_many_models_leave_nothing_behind(self) -> None:
         self.make_models(300)
+
+    def test_groups_that_are_dropped_between_unshard_and_reshard(self) -> None:
+        def make(_: int) -> None:
+            model = blocks(self.gtp_mesh(), SchedulePolicy(min_shard_numel=0))
+            model(torch.ones(2, 8)).sum().backward()
+            self.assertEqual(len(members_of(model).groups), 2)
+            model.unshard()
+
+        self.make_many("models", 10, make)
 
     def test_what_is_made_beside_a_model(self) -> None:
         self.make_beside(10)
