@@ -130,7 +130,14 @@ class SavedWeights:
         for name, part in _parts_of(gathered.contiguous()).items():
             watched = self._watched.setdefault(part.untyped_storage().data_ptr(), [])
             begin = int(part.storage_offset())
-            if all(other.begin != begin for other in watched):
+            for index, other in enumerate(watched):
+                # Read again: the same values, unless the forward has written the weight (an alias of
+                # the shard) in between. What autograd saves from now on is what was written.
+                if other.begin == begin:
+                    if other.use.version != use.version:
+                        watched[index] = _Watched(use, *other[1:])
+                    break
+            else:
                 watched.append(_Watched(use, name, begin, _end_of(part), part.dtype))
 
     def _pack(self, tensor: Tensor) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import ALL, assert_same_params, check_update, full, rows_of_rank
+from common import ALL, assert_same_params, check_update, fake_mesh, full, rows_of_rank
 from pairs_common import CHOSEN, Pair, PairTest, halve_data, replace_data
 from runtime_common import WIDTH, Raw, make_rows, small_model, square_loss, square_step
 from schedules import explicit
@@ -368,3 +368,29 @@ class TestWritesBeforeBackward(WriteTest):
             model(make_rows(0))
             with self.assertRaisesRegex(RuntimeError, "was replaced between|modified by an inplace operation"):
                 loss.backward()
+
+
+class Clipped(nn.Module):
+    """Writes its weight, which it has read, and reads it again: twice, so that autograd saves it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return F.linear(F.linear(x, self.weight).tanh(), self.weight)
+
+
+def test_a_forward_that_writes_the_shard_itself() -> None:
+    """On an axis of one rank nothing is gathered: what modules read is the shard."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(Clipped(), nn.Linear(WIDTH, WIDTH))
+    with fake_mesh(1) as mesh:
+        model = gtp_shard(copy.deepcopy(reference), mesh, schedule=ALL)
+        for step in range(2):
+            for one in (reference, model):
+                square_loss(one, torch.full((2, WIDTH), 1.0 + step)).backward()
+        for mine, theirs in zip(reference.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad.to_local())
