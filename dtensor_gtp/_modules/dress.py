@@ -164,6 +164,9 @@ def _call_recurrent(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     what it holds."""
     names: list[str] = module._flat_weights_names  # type: ignore[assignment]
     module.__dict__["_flat_weights"] = [getattr(module, name, None) for name in names]
+    # The forward compares its weights with these. Where they differ, it moves the weights side by side
+    # for cuDNN (``flatten_parameters``): the gathered ones, which would look like a write.
+    module.__dict__["_flat_weight_refs"] = [None] * len(names)
     try:
         return type(module)._call_impl(module, *args, **kwargs)
     finally:

@@ -8,13 +8,13 @@ from unittest import mock
 
 import torch
 import torch.nn as nn
-from common import assert_same_params, environment, full
+from common import assert_same_params, check_training, environment, full
 from cuda_common import BF16, NUM_RANKS, Block, CudaTest, assert_same, drawn, square_loss, square_step, training_step
 from runtime_common import members_of
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from dtensor_gtp import gtp_shard
+from dtensor_gtp import SchedulePolicy, gtp_shard
 from dtensor_gtp._comm import addends
 
 WIDTH = 512
@@ -179,6 +179,32 @@ class TestCudaGroups(CudaTest):
             square_loss(model, self.mine(number)).backward()
             square_loss(reference, batch_of(number)).backward()
         assert_same_params(model, reference, "grad", rtol=1e-3, atol=1e-6)
+
+    def test_recurrent_layers(self) -> None:
+        """cuDNN wants the weights of a layer side by side; ``nn.RNNBase`` moves them there if it can."""
+
+        class Recurrent(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layers = nn.ModuleList(nn.LSTM(64, 64, num_layers=2, batch_first=True) for _ in range(2))
+                self.head = nn.Linear(64, 64)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                for layer in self.layers:
+                    x, _ = layer(x)
+                return self.head(x)
+
+        torch.manual_seed(0)
+        with torch.device("cuda"):
+            reference = Recurrent()
+        check_training(
+            reference,
+            lambda model: gtp_shard(model, self.gtp_mesh(), schedule=SchedulePolicy(min_shard_numel=0)),
+            self.gtp_mesh(),
+            lambda generator: torch.randn(2 * self.world_size, 5, 64, generator=generator).cuda(),
+            lambda model, batch: model(batch).square().mean(),
+            tolerance={"rtol": 1e-3, "atol": 1e-6},
+        )
 
     def test_weights_are_the_same_after_a_forward_without_gradients(self) -> None:
         model, reference = self.sharded(), copy.deepcopy(make())

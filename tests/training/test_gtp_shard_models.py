@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn as nn
@@ -238,6 +239,13 @@ class TestModels(GlooTest):
                 output = model(batch)
                 self.assertEqual(output, reference(batch))
             self.assertFalse(output.requires_grad)
+
+    def test_recurrent_layers_do_not_move_gathered_weights(self) -> None:
+        """On a GPU, ``flatten_parameters`` gives the weights other memory."""
+        model = gtp_shard(recurrent(), self.gtp_mesh(), schedule=ALL)
+        with mock.patch.object(nn.RNNBase, "flatten_parameters", side_effect=AssertionError("moved")):
+            for _ in range(2):
+                model(torch.ones(2, 3, 6)).sum().backward()
 
     def test_encoder_with_padding_takes_nested_tensors(self) -> None:
         reference = CASES["encoder"].make().double().eval()
