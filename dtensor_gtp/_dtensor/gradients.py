@@ -37,7 +37,9 @@ def _propagate(stock: Propagate, op_schema: OpSchema) -> OutputSharding:
     # Such a norm of no elements raises. All ranks see the same sizes, so all gather the same gradients.
     if needs_rows_for_norm(op_schema) and any(has_empty_shard(spec) for spec in specs):
         whole = map_specs(op_schema, lambda spec: _replicated(spec) if has_empty_shard(spec) else spec)
-        return OutputSharding(stock(whole).output_spec, whole, needs_redistribute=True)
+        sharding = stock(whole)
+        # The stock rule may reduce a Partial gradient beside them.
+        return OutputSharding(sharding.output_spec, sharding.redistribute_schema or whole, needs_redistribute=True)
     if all(spec.mesh == specs[0].mesh for spec in specs):
         return stock(op_schema)
     if op_schema.op is aten.stack.default and all(spec.ndim == 0 for spec in specs):

@@ -75,7 +75,8 @@ def remedy_for(error: BaseException) -> str | None:
     """What to write instead of code that DTensor refuses; None for other errors."""
     if isinstance(error, AssertionError) and not str(error):  # DTensor's own, e.g. of sizes that do not fit
         frames = list(_frames(error.__traceback__))
-        is_dtensors = frames[-1].f_globals.get("__name__", "").startswith(_DTENSOR)  # the innermost frame raised
+        # The innermost frame raised. A cause that nobody raised has no frames.
+        is_dtensors = bool(frames) and frames[-1].f_globals.get("__name__", "").startswith(_DTENSOR)
         return _NEEDS_WHOLE if is_dtensors and any(map(_is_step, frames)) else None
     if not isinstance(error, RuntimeError):
         return None
@@ -136,7 +137,10 @@ def _has_shards(module: nn.Module) -> bool:
 
 def _show(stock: Any, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     shown: BaseException | None = error
-    while shown is not None:  # the errors that it was raised from are printed, too
+    seen: set[int] = set()
+    # The errors that it was raised from are printed, too. ``raise error from error`` is a circle.
+    while shown is not None and id(shown) not in seen:
+        seen.add(id(shown))
         explain(shown)
         shown = shown.__cause__ or shown.__context__
     stock(kind, error, traceback)

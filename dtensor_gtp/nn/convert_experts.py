@@ -9,6 +9,7 @@ like *mixtral*, the same with the names ``w1``, ``w3``, ``w2``.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,7 +35,8 @@ def group_experts(experts: nn.Module, *, is_fused: bool = True) -> GroupedExpert
     """Grouped layers with copies of the weights of ``experts``, which do not change.
 
     Args:
-        experts: Fused, or a ``ModuleList`` of MLPs; see above. Their activation is taken over.
+        experts: Fused, or a ``ModuleList`` of MLPs; see above. Each computes ``down(act_fn(gate(x)) * up(x))``; without
+            an attribute ``act_fn`` the activation is ``silu``.
         is_fused: As for :class:`GroupedMLP`.
 
     Returns:
@@ -42,7 +44,8 @@ def group_experts(experts: nn.Module, *, is_fused: bool = True) -> GroupedExpert
 
     Raises:
         TypeError: ``experts`` is stored in none of these ways, or its MLPs differ.
-        NotImplementedError: Its weights are transposed or interleaved, have biases or no gate.
+        NotImplementedError: Its weights are transposed or interleaved, have biases or no gate; or it has a gate of its
+            own (``_apply_gate``) or other modules, e.g. a norm.
 
     Example:
         >>> def mlp():
@@ -178,12 +181,13 @@ def convert_experts_state_dict(state_dict: Mapping[str, Tensor], form: str) -> d
 
 def _take(state: dict[str, Tensor], prefix: str, names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
     """Remove the weights of experts from ``state``: gate and up together, and down."""
-    num_experts = 0
-    # Experts are numbered from 0 without a gap. Forms without numbers keep a count of 0.
-    while "{}" in names[-1] and prefix + names[-1].format(num_experts) in state:
-        num_experts += 1
+    numbered = re.compile("|".join(re.escape(name).replace(r"\{\}", r"(\d+)") for name in names))
+    matches = [numbered.fullmatch(key.removeprefix(prefix)) for key in state if key.startswith(prefix)]
+    # Experts are numbered from 0. Count up to the last one, so that a gap raises. Others have one tensor.
+    numbers = [int(match[match.lastindex]) for match in matches if match is not None and match.lastindex]
+    num_experts = max(numbers, default=0) + 1
     try:
-        values = [[state.pop(prefix + n.format(i)) for i in range(num_experts if "{}" in n else 1)] for n in names]
+        values = [[state.pop(prefix + n.format(i)) for i in range(num_experts)] for n in names]
     except KeyError as error:
         what = f"all weights of the experts under '{prefix}', but {error} is missing"
         raise ValueError(f"convert_experts_state_dict expects {what}.") from None
@@ -206,17 +210,35 @@ def _weights_of(experts: nn.Module) -> tuple[Tensor, Tensor, bool]:
         expected = "a module with gate_up_proj and down_proj or a ModuleList of MLPs"
         raise TypeError(f"group_experts expects {expected}, but got {type(experts).__name__}.")
     # ``use_experts_implementation`` of transformers notes these on a module. Without a note it counts as usual.
-    usual = {"is_transposed": False, "is_concatenated": True, "has_bias": False, "has_gate": True}
+    usual = {
+        "is_transposed": False,
+        "is_concatenated": True,
+        "has_bias": False,
+        "has_gate": True,
+        "has_post_expert_norm": False,
+    }
     unusual = [name for name, value in usual.items() if getattr(experts, name, value) != value]
     unusual += [name for name in experts._parameters if name not in ("gate_up_proj", "down_proj")]
+    unusual += _own_arithmetic(experts, ())
     num_experts, dim, hidden_dim = down.shape if down.ndim == 3 else (0, 0, 0)
     if unusual or gate_up.shape != (num_experts, 2 * hidden_dim, dim):
         raise NotImplementedError(
             "group_experts supports gate_up_proj (num_experts, 2 * hidden, dim) and down_proj (num_experts, dim, "
             f"hidden) without biases, but {type(experts).__name__} has {tuple(gate_up.shape)} and "
-            f"{tuple(down.shape)}" + (f" and differs in {', '.join(unusual)}." if unusual else ".")
+            f"{tuple(down.shape)}" + (f" and differs in {', '.join(unusual)}." if unusual else ".") + " Leave these "
+            "experts as they are: gtp_shard shards them over gtp, too."
         )
     return gate_up.detach(), down.detach(), gate_up.requires_grad and down.requires_grad
+
+
+def _own_arithmetic(expert: nn.Module, linears: tuple[str, ...]) -> list[str]:
+    """Names of what may compute something else than ``down(act_fn(gate(x)) * up(x))``."""
+    found = [name for name, _ in expert.named_children() if name not in (*linears, "act_fn")]
+    # ``use_experts_implementation`` of transformers adds the usual gate to classes that have none of their own.
+    gate = getattr(expert, "_apply_gate", None)
+    if gate is not None and gate.__name__ != "_default_apply_gate":
+        found.append("_apply_gate")
+    return found
 
 
 def _weights_of_list(experts: nn.ModuleList) -> tuple[Tensor, Tensor, bool]:
@@ -229,6 +251,12 @@ def _weights_of_list(experts: nn.ModuleList) -> tuple[Tensor, Tensor, bool]:
     else:
         known, kinds = " or ".join(map(str, _LINEAR_NAMES)), sorted({type(expert).__name__ for expert in experts})
         raise TypeError(f"group_experts expects MLPs with the linear layers {known}, but got {kinds}.")
+    for expert in experts:
+        if unusual := _own_arithmetic(expert, names):
+            raise NotImplementedError(
+                "group_experts supports MLPs that compute down(act_fn(gate(x)) * up(x)), but "
+                f"{type(expert).__name__} has its own {', '.join(unusual)}. Leave these experts as they are."
+            )
     if any(layer.bias is not None for layer in linears):
         raise NotImplementedError("group_experts supports experts without biases, but these have some.")
     if any(len({layer.weight.shape for layer in linears[kind::3]}) > 1 for kind in range(3)):

@@ -89,8 +89,15 @@ def _losses(hidden: Tensor, linear: nn.Linear | nn.Embedding, targets: Tensor, l
     weight = binding.params.get("weight") if binding is not None else None
     if binding is None or not isinstance(weight, ShardedWeight):
         # Not sharded, or whole on each rank.
-        logits = F.linear(hidden, linear.weight) if isinstance(linear, nn.Embedding) else linear(hidden)
+        is_table = isinstance(linear, nn.Embedding)  # its forward would look rows up
+        logits = F.linear(hidden, linear.weight) if is_table else _logits(linear, hidden)
         return _cross_entropy(logits, targets, label_smoothing)
+    if isinstance(linear, nn.Embedding) and weight.tp_spec is not None:
+        raise NotImplementedError(
+            "linear_cross_entropy expects a table that is whole on each rank of tensor parallelism, but got parameter "
+            f"'{weight.fqn}' of shape {tuple(weight.param.shape)} with placements {weight.placements}. Leave it out of "
+            "tensor parallelism."
+        )
     runtime = binding.group.runtime
     weight.follow(Site(linear, "weight"))  # another parameter object may be registered by now
     # Without gradients: gather the plain weight once, and keep the logits of some tokens at a time.
@@ -109,10 +116,21 @@ def _losses(hidden: Tensor, linear: nn.Linear | nn.Embedding, targets: Tensor, l
         losses = vocabulary_parallel_loss(hidden, targets, bias, runtime, weight, exchange, label_smoothing)
         if losses is not None:  # None: ranks have agreed to gather the weight
             return losses
-    # The forward of an embedding would look rows up.
-    is_table = isinstance(linear, nn.Embedding) and weight.tp_spec is None
-    logits = sharded_linear(hidden, None, runtime, weight) if is_table else linear(hidden)
+    is_table = isinstance(linear, nn.Embedding)
+    logits = sharded_linear(hidden, None, runtime, weight) if is_table else _logits(linear, hidden)
     return _cross_entropy(logits, targets, label_smoothing)
+
+
+def _logits(linear: nn.Module, hidden: Tensor) -> Tensor:
+    """Of the layer's own forward. Tensor parallelism may have made it return a part of the vocabulary."""
+    logits: Tensor = linear(hidden)
+    if logits.shape[-1] != linear.out_features:
+        raise NotImplementedError(
+            f"linear_cross_entropy expects a layer that returns logits of the whole vocabulary of "
+            f"{linear.out_features} rows, but got {tuple(logits.shape)} from {type(linear).__name__}. Pass "
+            "output_layouts=Replicate() to its ColwiseParallel."
+        )
+    return logits
 
 
 def _compute_dtype(hidden: Tensor, weight: ShardedWeight) -> torch.dtype:

@@ -241,7 +241,8 @@ def convert_grouped_state_dict(
         A new dict.
 
     Raises:
-        ValueError: ``state_dict`` has no weights of a :class:`GroupedLinear` in the other form under ``prefix``.
+        ValueError: ``state_dict`` has no weights of a :class:`GroupedLinear` in the other form under ``prefix``, or
+            those of a group are missing.
 
     Example:
         >>> layer = GroupedLinear(2, 4, 4)
@@ -250,18 +251,31 @@ def convert_grouped_state_dict(
         ['bias0', 'bias1', 'weight0', 'weight1']
     """
     converted = dict(state_dict)
+    weight = state_dict.get(f"{prefix}weight")
+    is_grouped = weight is not None and weight.ndim == 3  # that of an nn.Linear has 2 dims
     for name in (f"{prefix}weight", f"{prefix}bias"):
         if single_grouped_weight:
-            names = [f"{name}{group}" for group in range(len(state_dict)) if f"{name}{group}" in state_dict]
-            if names:
-                converted[name] = torch.stack([converted.pop(part) for part in names])
-        elif name in state_dict and state_dict[name].ndim > 1:
+            parts = _parts(converted, name)
+            if parts:
+                converted[name] = torch.stack(parts)
+        elif is_grouped and name in state_dict:
             for group, value in enumerate(converted.pop(name).unbind(0)):
                 converted[f"{name}{group}"] = value.clone()  # a copy, not a view of all groups
     if converted.keys() == state_dict.keys():
         wanted = "weight0, weight1, ..." if single_grouped_weight else "weight"
         raise ValueError(f"convert_grouped_state_dict expects {wanted} under prefix '{prefix}', but found none.")
     return converted
+
+
+def _parts(state: dict[str, Tensor], name: str) -> list[Tensor]:
+    """Remove the parameters of all groups from ``state``."""
+    ends = [key.removeprefix(name) for key in state if key.startswith(name)]
+    last = max((int(end) for end in ends if end.isdecimal()), default=-1)
+    try:
+        return [state.pop(f"{name}{group}") for group in range(last + 1)]
+    except KeyError as error:
+        what = f"all groups up to '{name}{last}', but {error} is missing"
+        raise ValueError(f"convert_grouped_state_dict expects {what}.") from None
 
 
 def _local(value: Tensor) -> Tensor:

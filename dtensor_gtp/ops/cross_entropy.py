@@ -229,6 +229,7 @@ def _forward(job: _Job, hidden: Tensor, bias: Tensor | None) -> tuple[Tensor, Te
         logits -= peak.clamp(min=torch.finfo(dtype).min).unsqueeze(1)
         largest[:, chunk] = peak.view(layout.world, -1)
         exponentials[:, chunk] = logits.exp_().sum(1).view(layout.world, -1)
+        del logits  # before the next logits
     own = largest.clone()  # the all_reduce overwrites ``largest``
     job.all_reduce(largest, dist.ReduceOp.MAX)
     # From now on relative to the largest logit of all ranks.

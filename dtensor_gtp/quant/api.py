@@ -75,7 +75,8 @@ def quantize_(
             that does not match, a matching weight has been sharded already, or tensor parallelism
             cuts blocks of native storage.
         NotImplementedError: A matching weight has more than two dims and is not that of a
-            ``GroupedLinear``, or a ``GroupedLinear`` has a weight for each group.
+            ``GroupedLinear``, a ``GroupedLinear`` has a weight for each group, or a layer computes
+            its weight, e.g. by ``weight_norm``.
 
     Source: ``torchao.quantization.quantize_`` for the name and the filter.
 
@@ -146,6 +147,12 @@ def _candidate(module: nn.Module, name: str, filter_fn: Callable[[nn.Module, str
         return None
     if filter_fn is not None and not filter_fn(module, name):
         return None
+    if weight is None and not is_grouped:
+        raise NotImplementedError(
+            f"quantize_ supports weights that are parameters, but '{name}' of {type(module).__name__} computes its "
+            "'weight' from others, e.g. by weight_norm. Leave it out with filter_fn, or call "
+            "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight') before."
+        )
     if weight is None:
         raise NotImplementedError(
             f"quantize_ supports a GroupedLinear with one weight for all groups, but '{name}' has "

@@ -27,7 +27,6 @@ from .casts import casts_for
 from .float8_gemms import ALIGNMENT, Granularity, Operand, RowwiseGEMMs, Tensors, product
 from .planes import Quantized
 
-MX_BLOCK = 32  # elements along the contraction that share a scale
 # Scales lie in tiles of this many rows and columns, and a tile holds rows of one group.
 TILE_ROWS = 128
 TILE_COLUMNS = 4
@@ -104,7 +103,7 @@ class GroupedMXGEMMs(GroupedGEMMs):
     scale_rounding: str = "rceil"  # of activations and gradients, as of the weight
 
     capability = (10, "Blackwell")
-    alignment = MX_BLOCK
+    alignment = cast.MX_BLOCK
     has_run = False
     needs_columnwise = True
 
@@ -121,7 +120,7 @@ class GroupedMXGEMMs(GroupedGEMMs):
     ) -> Tensor:
         """Rows times the transpose of each group's matrix, whose scales are for ``B`` blocks of its
         columns."""
-        left_data, left_scale = casts_for(rows_TC).cast_mx(rows_TC, (1, MX_BLOCK), self.scale_rounding)
+        left_data, left_scale = casts_for(rows_TC).cast_mx(rows_TC, (1, cast.MX_BLOCK), self.scale_rounding)
         if self.on_hardware:
             return _multiply_tiles(left_data, left_scale, data_GRC, scale_GRB, ends_G, dtype)
         output = rows_TC.new_zeros(rows_TC.shape[0], data_GRC.shape[1], dtype=dtype)
@@ -139,7 +138,7 @@ def group_of_rows(ends_G: Tensor, num_rows: int) -> Tensor:
 
 
 def _dequantize(data: Tensor, scale: Tensor) -> Tensor:
-    factor = cast.spread(cast.e8m0_to_float(scale.contiguous()), (1, MX_BLOCK), data.shape)
+    factor = cast.spread(cast.e8m0_to_float(scale.contiguous()), (1, cast.MX_BLOCK), data.shape)
     return data.to(torch.float32) * factor
 
 

@@ -164,7 +164,7 @@ class NativeWeight(StoredWeight):
     def __tensor_unflatten__(inner: dict[str, Tensor], context: _Context, size: Any, stride: Any) -> NativeWeight:
         info, dtype = context
         stored = {name.removeprefix("stored_"): tensor for name, tensor in inner.items()}
-        return NativeWeight(quantized_of(stored), info.matrix, dtype, info)
+        return NativeWeight(quantized_of(stored), size, dtype, info)
 
     @classmethod
     def __metadata_guard__(cls, traced: _Context, other: _Context) -> bool:

@@ -311,8 +311,8 @@ class GatheredWeight(WeightWithRecipe):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        # ``fully_shard`` and ``nn.Parameter`` view the whole weight, so sizes and strides are not looked at.
-        if func in (aten.detach.default, aten.alias.default, aten.as_strided.default, aten.view.default):
+        # ``fully_shard`` and ``nn.Parameter`` view the whole weight. A view of another shape is one of the values.
+        if func in (aten.detach.default, aten.alias.default) or _is_whole_view(func, args, kwargs or {}):
             return GatheredWeight(args[0].slots, args[0].info, args[0].dtype)
         inner = (args, kwargs or {})
         args, kwargs = compat.tree_map_only(GatheredWeight, lambda w: w.dequantize_for(Direction.ROWWISE), inner)
@@ -320,3 +320,12 @@ class GatheredWeight(WeightWithRecipe):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"GatheredWeight(shape={tuple(self.shape)}, dtype={self.dtype}, recipe={self.recipe})"
+
+
+def _is_whole_view(func: Any, args: Any, kwargs: Any) -> bool:
+    if func not in (aten.as_strided.default, aten.view.default):
+        return False
+    weight, *given = args
+    # The strides of what a view makes, also where a size is -1.
+    view = func(torch.empty(weight.shape, device="meta"), *given, **kwargs)
+    return (view.shape, view.stride(), view.storage_offset()) == (weight.shape, weight.stride(), 0)

@@ -8,11 +8,13 @@ from unittest import mock
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import ALL, GlooTest, assert_same_params, check_training, environment, full, rows_of_rank
+from common import ALL, GlooTest, _mesh, assert_same_params, check_training, environment, full, rows_of_rank
 from fsdp_common import dp_gtp
 from runtime_common import assert_idle, num_gathers, runtime_of, shard_copy, weight_of
 from schedules import explicit
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -313,3 +315,28 @@ class TestVocabularyParallel(GlooTest):
                 with self.assertRaisesRegex(NotImplementedError, told):
                     linear_cross_entropy(hidden, cut, target)
                 linear_cross_entropy(hidden, whole, target)
+
+    def test_a_vocabulary_that_tensor_parallelism_has_cut(self) -> None:
+        """Whole logits are fine. Of a part of them no loss is computed, and a table looks no hidden states up."""
+        world = _mesh((2, 2), ("gtp", "tp"))
+        # Rows of the first rank, so that a loss of its part would not fail.
+        tokens = make_tokens(vocabulary=32).clamp(max=7)
+        own = rows_of_rank(tokens, world["gtp"])
+        hidden, target = torch.randn(own.numel(), WIDTH), own.flatten()
+        cut, whole = ColwiseParallel(), ColwiseParallel(output_layouts=Replicate())
+        for head, plan, message in (
+            ("head", cut, r"whole vocabulary of 32 .* got \(16, 16\) .*output_layouts=Replicate"),
+            ("head", whole, None),
+            ("embedding", RowwiseParallel(), "'embedding.weight' of shape .* tensor parallelism"),
+        ):
+            reference = lm(vocabulary=32)
+            model = parallelize_module(copy.deepcopy(reference), world["tp"], {head: plan})
+            gtp_shard(model, world["gtp"], schedule=explicit(min_shard_numel=0, head="auto"))
+            for has_grad in (True, False):
+                with torch.set_grad_enabled(has_grad):
+                    if message is None:
+                        expected = linear_cross_entropy(hidden, reference.head, target)
+                        self.assertEqual(linear_cross_entropy(hidden, model.head, target), expected)
+                        continue
+                    with self.assertRaisesRegex(NotImplementedError, message):
+                        linear_cross_entropy(hidden, getattr(model, head), target)

@@ -13,7 +13,7 @@ import torch.nn as nn
 from common import ALL, GlooTest, _mesh, check_update, full, rows_of_rank
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from dtensor_gtp import GTPShard, gtp_shard
@@ -132,3 +132,12 @@ class TestNorms(GlooTest):
         self.assertEqual(full(torch.stack([rows.sum(), rows.sum()])), torch.tensor([28.0, 28.0]))
         whole = rows.sum().redistribute(placements=[Replicate()])
         self.assertEqual(full(others * whole), torch.arange(8.0) * 28)
+
+    def test_infinity_norms_of_an_empty_shard_and_a_sum_that_is_not_reduced(self) -> None:
+        """In one list, as a foreach norm has them: the sum is reduced first."""
+        mesh = self.gtp_mesh()
+        gtp_shard(nn.Linear(4, 4), mesh)
+        short = distribute_tensor(torch.tensor([5.0, 6.0]), mesh, [Shard(0)])  # fewer rows than ranks
+        terms = DTensor.from_local(torch.full((3,), self.rank + 1.0), mesh, [Partial()], run_check=False)
+        norms = torch._foreach_norm([short, terms], math.inf)
+        self.assertEqual([full(norm).item() for norm in norms], [6.0, 10.0])

@@ -168,6 +168,17 @@ class TestRemedies(unittest.TestCase):
             printed.getvalue(), r"got mixed torch.Tensor and DTensor[^\n]*\n[^\n]*dtensor_gtp: Outside of the"
         )
 
+    def test_causes_that_nobody_raised_and_causes_in_a_circle_are_printed(self) -> None:
+        self.model()  # installs the hook
+        circle = ValueError("the step failed")
+        circle.__cause__ = circle
+        made = ValueError("the step failed")
+        made.__cause__ = AssertionError()
+        for error in (made, circle):
+            with contextlib.redirect_stderr(io.StringIO()) as printed:
+                sys.excepthook(type(error), error, None)
+            self.assertIn("the step failed", printed.getvalue())
+
 
 class TestWhatTheySay(GlooTest):
     world_size = 2

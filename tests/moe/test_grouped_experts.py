@@ -220,6 +220,41 @@ def test_what_cannot_be_grouped_is_refused() -> None:
             call()
 
 
+def test_experts_with_arithmetic_of_their_own_are_refused() -> None:
+    class ClampedExperts(FusedExperts):
+        """As ``DeepseekV4Experts`` of transformers 5.24."""
+
+        def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+            gate, up = gate_up.chunk(2, dim=-1)
+            return self.act_fn(gate.clamp(max=1)) * up.clamp(min=-1, max=1)
+
+    class NormedExperts(FusedExperts):
+        has_post_expert_norm = True
+
+    def with_norm(expert: Any) -> Any:
+        expert.norm = nn.LayerNorm(DIM)
+        return expert
+
+    for call, message in (
+        (lambda: group_experts(ClampedExperts()), "ClampedExperts has .* and differs in _apply_gate"),
+        (lambda: group_experts_(nn.Sequential(ClampedExperts())), "differs in _apply_gate"),
+        (lambda: group_experts(NormedExperts()), "NormedExperts has .* and differs in has_post_expert_norm"),
+        (lambda: group_experts(with_norm(FusedExperts())), "differs in norm"),
+        (lambda: of_list(Expert(), with_norm(Expert())), "but Expert has its own norm"),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            call()
+
+
+@pytest.mark.parametrize("lost", ["experts.2.down_proj", "experts.3.down_proj", "experts.2."])
+def test_weights_of_an_expert_that_are_missing_are_named(lost: str) -> None:
+    """Of the last expert, and of one before others: these would be left out, without a word."""
+    state = make(DeepSeekBlock).state_dict()
+    rest = {name: value for name, value in state.items() if not name.startswith(lost)}
+    with pytest.raises(ValueError, match=rf"under 'experts\.', but '{lost}.*' is missing"):
+        convert_experts_state_dict(rest, "grouped")
+
+
 def of_list(*experts: nn.Module) -> GroupedExperts:
     return group_experts(nn.ModuleList(experts))
 

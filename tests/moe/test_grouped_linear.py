@@ -177,6 +177,12 @@ def test_state_dicts_of_both_forms_hold_the_same_bytes(bias: bool) -> None:
         assert torch.equal(back[name], value)
     with pytest.raises(ValueError, match=r"expects weight0, weight1, \.\.\. under prefix 'experts.', but found none"):
         convert_grouped_state_dict(single.state_dict(), "experts.", single_grouped_weight=True)
+    with pytest.raises(ValueError, match=r"expects weight under prefix 'other\.', but found none"):
+        convert_grouped_state_dict(model.state_dict(), "other.", single_grouped_weight=False)  # of an nn.Linear
+    lost = several.state_dict()
+    del lost["weight1"]
+    with pytest.raises(ValueError, match="all groups up to 'weight3', but 'weight1' is missing"):
+        convert_grouped_state_dict(lost, single_grouped_weight=True)
 
 
 @pytest.mark.parametrize(

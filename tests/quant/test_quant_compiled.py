@@ -1,11 +1,13 @@
-"""Casts that the compiler has fused equal the reference bit for bit."""
+"""Casts that the compiler has fused equal the reference bit for bit; weights that it takes apart."""
 
 import unittest
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn as nn
 
+from dtensor_gtp import quantize_
 from dtensor_gtp.quant import MXFP8, NVFP4, Direction, Float8Blockwise, Float8Rowwise, Float8Tensorwise, Recipe
 from dtensor_gtp.quant.float8_gemms import BlockwiseGEMMs, RowwiseGEMMs, TensorwiseGEMMs
 
@@ -81,3 +83,13 @@ class TestCompiledCasts(unittest.TestCase):
             return results
 
         self._check(casts, [matrix.bfloat16() for matrix in matrices()])
+
+
+def test_a_view_of_a_native_weight_keeps_its_shape_where_it_is_taken_apart() -> None:
+    weight = quantize_(nn.Linear(40, 33), "mxfp8", storage="native").weight.detach()
+    for shape in ((-1,), (11, 3, 40), (33, 40)):
+        view = weight.view(shape)
+        names, context = view.__tensor_flatten__()
+        parts = {name: getattr(view, name) for name in names}
+        back = type(weight).__tensor_unflatten__(parts, context, view.size(), view.stride())
+        assert torch.equal(back.dense(), view.dense())

@@ -95,6 +95,7 @@ class TestSelection(unittest.TestCase):
         wide = nn.ModuleDict({"wide": nn.Linear(4, 4, dtype=torch.float64)})
         conv = nn.Sequential(nn.Conv1d(4, 4, 3))
         several = nn.Sequential(GroupedLinear(2, 4, 4, single_grouped_weight=False))
+        computed = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)))
         tied = nn.ModuleDict({"first": nn.Linear(4, 4), "head": nn.Linear(4, 4)})
         tied["head"].weight = tied["first"].weight
         refused = NotImplementedError
@@ -108,6 +109,7 @@ class TestSelection(unittest.TestCase):
             (ValueError, "no weight to quantize in LayerNorm", nn.LayerNorm(4), "mxfp8", {}),
             (refused, r"2 dims, but '0.weight' of Conv1d has shape \(4, 4, 3\)", conv, "mxfp8", everything),
             (refused, "one weight for all groups, but '0' has one for each", several, "mxfp8", {}),
+            (refused, "but '0' of ParametrizedLinear computes its 'weight'", computed, "mxfp8", {}),
             (TypeError, r"'wide.weight' of shape \(4, 4\) has torch.float64", wide, "mxfp8", {}),
             (ValueError, "one recipe for the tied weight of 'head'", tied, {"first": "mxfp8", "head": "nvfp4"}, {}),
         ):
@@ -359,3 +361,17 @@ class TestSharded(unittest.TestCase):
             native = fully_shard(quantize_(nn.Linear(16, 66), "float8_tensorwise", storage="native"), mesh=mesh)
             with self.assertRaisesRegex(NotImplementedError, "a multiple of 4 rows, use gtp_shard"):
                 native(torch.zeros(1, 16))
+
+    def test_views_of_what_fully_shard_gathers_have_the_shape_that_was_asked_for(self) -> None:
+        with fake_mesh(1) as mesh:
+            model = fully_shard(quantize_(nn.Linear(64, 64, bias=False), "mxfp8"), mesh=mesh)
+            model.unshard()
+            values = model.weight + 0
+            for view in (
+                lambda t: t.view(64, 64),
+                lambda t: t.view(8, 8, 64),
+                lambda t: t.reshape(-1),
+                lambda t: t.as_strided((64, 64), (1, 64)),
+                lambda t: t.as_strided((8, 64), (64, 1), 64),
+            ):
+                torch.testing.assert_close(view(model.weight) + 0, view(values), rtol=0, atol=0)
