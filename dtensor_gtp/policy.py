@@ -273,13 +273,14 @@ class SchedulePolicy:
     def chosen(module: nn.Module) -> SchedulePolicy:
         """The policy of a sharded module with all choices of its first forward.
 
-        Passed to ``gtp_shard`` it does the same without choosing. It can be pickled with a checkpoint.
+        Passed to ``gtp_shard`` it does the same. It can be pickled with a checkpoint.
 
         Args:
             module: A module that ``gtp_shard`` was called on, after a forward.
 
         Returns:
-            A policy in which everything is chosen.
+            A policy in which everything is chosen. Where meshes have chosen differently, ``gather_backend`` or
+            ``reduce_scatter`` is as it was asked for.
 
         Raises:
             ValueError: ``module`` is not sharded, or has not run yet.

@@ -166,24 +166,33 @@ def name_of(backend: GatherBackendName | type[GatherBackend]) -> str:
 
 
 def choose_gather_backend(
-    schedule: Schedule, groups: list[dist.ProcessGroup], device: torch.device
+    schedule: Schedule, groups: list[dist.ProcessGroup], device: torch.device, known: GatherBackend | None = None
 ) -> tuple[GatherBackend, GatherBackendName | type[GatherBackend], str]:
     """The backend that ``schedule`` asks for, its name in a policy, and why "auto" took it.
     Collective over all ``groups``: the gather communicator first, then those of the mesh's other
-    axes, whose ranks must agree.
+    axes, whose ranks must agree. ``known``: the backend that another mesh has for the gather
+    communicator.
 
     "auto" takes copy engines if all ranks can have them: they were faster in each measurement.
     """
     asked = schedule.gather_backend
     if asked == "process_group":
         return ProcessGroupBackend(groups[0], device), asked, ""
+
+    def make(group: dist.ProcessGroup, device: torch.device) -> GatherBackend:
+        # Called also if one is known: peers on other axes may know none, and all must agree.
+        if known is not None and not isinstance(known, ProcessGroupBackend):
+            return known
+        if isinstance(asked, type):
+            return asked(group, device)
+        return CopyEngine(group, device, round_nbytes=round_nbytes(schedule, group.size()))
+
     if isinstance(asked, type):
         advice = f". {see('add_a_gather_backend')}"
-        return _make_on_all_ranks(asked, groups, device, asked.__name__, advice), asked, ""
+        return _make_on_all_ranks(make, groups, device, asked.__name__, advice), asked, ""
     # Each rank must know of the others' errors, and take the same backend.
-    factory = functools.partial(CopyEngine, round_nbytes=round_nbytes(schedule, groups[0].size()))
     try:
-        engine = _make_on_all_ranks(factory, groups, device, "copy_engine")
+        engine = _make_on_all_ranks(make, groups, device, "copy_engine")
         return engine, "copy_engine", _why_auto(asked, "one host")
     except RuntimeError as error:  # raised on all ranks alike, so all of them take the process group
         if asked != "auto":

@@ -70,14 +70,17 @@ class CommContext:
         if schedule.reduce_scatter != "auto":
             kind = schedule.reduce_scatter
         if gather.size() > 1:
-            backend, name, why = choose_gather_backend(schedule, [gather, *replicate], device)
-            self._gather_backends[gather.group_name] = backend
+            # A mesh with and one without a replicate axis may have the same gather group: they share
+            # what belongs to it.
+            known = self._gather_backends.get(gather.group_name)
+            made, name, why = choose_gather_backend(schedule, [gather, *replicate], device, known)
+            backend = self._gather_backends.setdefault(gather.group_name, made)
             # Gathers would wait for reductions in one communicator. Copy engines gather without it,
             # and to make another one takes NCCL a tenth of a second.
-            if isinstance(backend, CopyEngine):
-                backend.cast_stream = self.streams.new_stream()
-            else:
+            if not isinstance(backend, CopyEngine):
                 scatter = compat.twin_group(gather, device, "gtp_scatter")
+            elif backend is not known:
+                backend.cast_stream = self.streams.new_stream()
             where = f"the mesh={gather.size()}"
             if mesh.mesh_dim_names:
                 where = f"{mesh.mesh_dim_names[-1]}={gather.size()}"
@@ -89,12 +92,11 @@ class CommContext:
                 self.choices.append(f"reduce-scatter on {where}: {kind} ({why})")
             self._chosen.append((name, kind))
             if ring is not None:
-                self._send_rings[scatter.group_name] = ring
+                self._send_rings.setdefault(scatter.group_name, ring)
                 # The sum of an exchange is a kernel, which must not delay the next exchange.
                 self.reductions.finish_apart()
         stream = self.streams.new_stream()
         if stream is not None:
-            # A mesh with and one without a replicate axis may have the same gather group: keep its stream.
             self._gather_streams.setdefault(gather.group_name, stream)
         groups = self._groups[names] = Groups(
             gather.group_name,

@@ -91,7 +91,7 @@ class PeerCopies:
         del self._captured[self._num_captured_before :]
 
     def _is_capturing(self) -> bool:
-        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self._device.type == "cuda" and compat.is_stream_capturing()
 
     def _wait_on_host(self) -> None:
         torch.cuda.current_stream(self._device).synchronize()

@@ -310,8 +310,8 @@ class Scattering:
     def launch(
         self, scale: ReduceScale, groups: Groups, reductions: ReductionsInFlight, *, async_op: bool
     ) -> dist.Work | None:
-        """Launch the collective in ``reducing``: on the current stream, or in the background
-        (``async_op``)."""
+        """Launch the collective in ``reducing``: on the current stream, or without streams in the
+        background (``async_op``)."""
         if self._num_ranks == 1:
             if scale.predivide is not None:
                 self.slots[0].div_(scale.predivide)
@@ -323,7 +323,7 @@ class Scattering:
             for target, source in self._copies:
                 # On the scatter stream, beside the compute that follows.
                 target.copy_(source)
-            if not self._sent[0].is_cuda:  # on CUDA the stream may still read the sources
+            if async_op:  # without streams the copies are complete; a stream may still read the sources
                 self._copies.clear()
         if self._received is None:
             if scale.predivide is not None:

@@ -69,8 +69,7 @@ class WeightLayout:
 
     def part_of(self, full: Tensor) -> Tensor:
         """This rank's part of ``full``, a view."""
-        # The offset of a rank without rows may lie beyond the end.
-        return full.narrow(self.dim, min(self.local_offset, self.num_rows), self.local_rows)
+        return full.narrow(self.dim, self.local_offset, self.local_rows)
 
     def rows_of(self, shard: Tensor) -> Tensor:
         """``shard`` with the sharded dim in front."""

@@ -145,9 +145,9 @@ class AttributeReads:
         which the recorded backward asks for."""
         depth = len(self.frames)
         outside = self.saved_in_backward
+        self.saved_in_backward = []
         try:
             self.push(is_forward)
-            self.saved_in_backward = []
             yield
         finally:
             while len(self.frames) > depth:
@@ -243,15 +243,17 @@ class AttributeReads:
         gathered = self._acquire(weight)
         is_differentiable = torch.is_grad_enabled() and weight.param.requires_grad
         try:
-            if gathered.is_alias:
-                return self._value(weight, gathered, is_differentiable)
             if gathered.seen is None:
                 gathered.seen = {}
             seen: Seen | None = gathered.seen.get(is_differentiable)
-            if seen is None:
-                value = self._value(weight, gathered, is_differentiable)
-                seen = gathered.seen[is_differentiable] = Seen.of(value, looks_at_bits=True)
-            return seen.value  # one object for all who read it: ``.data = ...`` changes that alone
+            if seen is not None:
+                return seen.value  # one object for all who read it: ``.data = ...`` changes that alone
+            if is_differentiable:
+                check_differentiable(weight)
+            value = self._value(weight, gathered, is_differentiable)
+            if not gathered.is_alias:
+                gathered.seen[is_differentiable] = Seen.of(value, looks_at_bits=True)
+            return value
         finally:
             # The weight is pinned, so this keeps the gather, see ``Keeper.stays``.
             self._gathering.release(weight.for_forward, gathered)

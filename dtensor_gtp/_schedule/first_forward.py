@@ -161,8 +161,8 @@ class Setup:
             ring.expect(expected)
 
     def chosen_policy(self) -> SchedulePolicy | None:
-        """What was asked for and chosen, as a policy that leaves nothing open. None before the
-        first forward."""
+        """What was asked for and chosen, as a policy. It leaves open who gathers or reduces where
+        meshes have chosen differently. None before the first forward."""
         if not self.is_done:
             return None
         schedule = replace(self.schedule, **self._comm.chosen_backends())

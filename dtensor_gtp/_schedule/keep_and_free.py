@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
+
 import torch
 
 from .. import _torch_compat as compat
@@ -50,27 +52,31 @@ class Keeper:
 
     def kept_from_forward(self, entry: Entry | None) -> frozenset[int]:
         """All weights that are kept from a forward of ``entry`` to its backward, for reports."""
-        kept = set(self.kept_until_backward(entry))
+        chosen = set(self.kept_until_backward(entry))
         if self._setup.schedule.keep_last:
             _, _, turning = self._passes.turning_point(entry)
-            kept.update(turning)
-        for target in self._members.gatherables:
-            weight = target.weight
-            is_asked_for = not weight.flags.reshard_after_forward and weight.for_backward is target
-            if weight.is_pinned or is_asked_for:
-                kept.add(target.index)
-        return frozenset(kept)
+            chosen.update(turning)
+        gatherables = self._members.gatherables
+        return frozenset(target.index for target in gatherables if self._stays_from_forward(target, chosen))
 
     def stays(self, target: Gatherable) -> bool:
         """Whether the weight stays gathered after all of its uses in this pass."""
+        if not self._passes.is_in_backward:
+            return self._stays_from_forward(target, self._until_backward)
+        weight = target.weight
+        if weight.is_pinned or target.may_be_left_out:
+            return True
+        return weight.form.fixed is None and not weight.flags.reshard_after_backward
+
+    @staticmethod
+    def _stays_from_forward(target: Gatherable, chosen: AbstractSet[int]) -> bool:
+        """Whether the weight stays gathered from a forward to its backward, where ``chosen`` do."""
         weight = target.weight
         if weight.is_pinned or target.may_be_left_out:
             return True  # after ``unshard``, or gathered once for the whole pass
         if weight.form.fixed is not None:
             return False  # see [Note: fixed buffers]
-        if self._passes.is_in_backward:
-            return not weight.flags.reshard_after_backward
-        if target.index in self._until_backward:
+        if target.index in chosen:
             return True
         # What the user keeps, in the form that backward uses.
         return not weight.flags.reshard_after_forward and weight.for_backward is target

@@ -28,6 +28,7 @@ from .._modules.binding import bindings_of, params_of, unmanaged_params
 from .._params.gathered import FixedBuffers
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import ShardedWeight
+from .._schedule.runtime import Runtime
 from .record_block import Block, BlockGraph, Reached
 from .recorder import (
     CudaRecorder,
@@ -163,11 +164,6 @@ class CapturedBlocks:
         owners: dict[ManagedParam, str] = {}
         owns = [_checked(names[block], block, recorder, owners) for block in blocks]  # before any forward is replaced
         _warn_of_late_gathers(owns)
-        for own in owns:
-            # With "auto", an embedding in a block is gathered. "exchange" raises in the first call.
-            may_exchange = own.runtime.policy.embedding == "exchange"
-            for weight in own.weights:
-                weight.fused.may_exchange = may_exchange
         _give_buffers(owns)
         self._blocks = [
             _CapturedBlock(block, own, KnownCalls(warmup_calls, max_graphs))
@@ -186,7 +182,8 @@ class CapturedBlocks:
             block.calls.forget()
 
     def remove(self) -> None:
-        """Give the blocks their own ``forward`` back, and free graphs and buffers.
+        """Give the blocks their own ``forward`` back, and free graphs and buffers. Call it on all
+        ranks. Small weights that were gathered in groups before ``capture_blocks`` stay single.
 
         Raises:
             RuntimeError: The backward of a call may still come.
@@ -210,6 +207,10 @@ class _CapturedBlock:
         self.calls = calls
         self._block = block
         self._weights = own.weights
+        # With "auto", an embedding in a block is gathered. "exchange" raises in the first call.
+        self._could_exchange = [weight.fused.may_exchange for weight in self._weights]
+        for weight in self._weights:
+            weight.fused.may_exchange = own.runtime.policy.embedding == "exchange"
         self._binding: Hashable = None  # what all graphs find beside their inputs
         # Whether it was set on the instance, so that ``remove`` sets it again.
         self._had_forward = "forward" in block.__dict__
@@ -217,8 +218,9 @@ class _CapturedBlock:
 
     def remove(self) -> None:
         self.calls.forget()
-        for weight in self._weights:
+        for weight, could_exchange in zip(self._weights, self._could_exchange, strict=True):
             weight.form.fixed = None  # gathers allocate again, see ``GatherForm.gather_buffer``
+            weight.fused.may_exchange = could_exchange
         if self._had_forward:
             self._block.forward = self.own.forward
         else:
@@ -293,16 +295,19 @@ class _CapturedBlock:
 
 
 def _warn_of_late_gathers(blocks: Sequence[Block]) -> None:
-    asked = blocks[0].runtime.policy.prefetch_nbytes
-    sizes = [sum(weight.for_forward.kept_nbytes for weight in block.weights) for block in blocks]
-    nbytes = max(sizes)
-    if asked and asked < nbytes:  # None: the library chooses; 0: the user wants no gathers ahead
-        logger.warning(
-            "capture_blocks: SchedulePolicy(prefetch_nbytes=%d) gathers the rest of the %d bytes "
-            "of a block only after the block before has ended; raise it to this number",
-            asked,
-            nbytes,
-        )
+    largest: dict[Runtime, int] = {}
+    for block in blocks:
+        nbytes = sum(weight.for_forward.kept_nbytes for weight in block.weights)
+        largest[block.runtime] = max(nbytes, largest.get(block.runtime, 0))
+    for runtime, nbytes in largest.items():
+        asked = runtime.policy.prefetch_nbytes
+        if asked and asked < nbytes:  # None: the library chooses; 0: the user wants no gathers ahead
+            logger.warning(
+                "capture_blocks: SchedulePolicy(prefetch_nbytes=%d) gathers the rest of the %d bytes "
+                "of a block only after the block before has ended; raise it to this number",
+                asked,
+                nbytes,
+            )
 
 
 def _checked(name: str, block: nn.Module, recorder: CudaRecorder, owners: dict[ManagedParam, str]) -> Block:

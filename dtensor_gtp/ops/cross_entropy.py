@@ -104,7 +104,7 @@ class _Job:
     def own_part(self, vector: Tensor) -> Tensor:
         """This rank's part of a vector over the vocabulary."""
         layout = self.weight.layout
-        return vector.narrow(0, min(layout.local_offset, layout.num_rows), layout.local_rows)
+        return vector.narrow(0, layout.local_offset, layout.local_rows)
 
     def logits(self, hidden: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor:
         """Those of the own rows, computed in the dtype of ``hidden``, returned in float32 or wider."""

@@ -168,8 +168,10 @@ def _product(
 def stacked(parts: Sequence[Tensor]) -> Tensor:
     """``torch.stack(parts)``, as a view if they lie at equal distances in one storage."""
     first = parts[0]
+    if len(parts) == 1:
+        return first.unsqueeze(0)
     # As ``_side_by_side`` in ``_params/gather.py`` lays them out.
-    distance = int(parts[-1].storage_offset() - first.storage_offset()) // max(len(parts) - 1, 1)
+    distance = int(parts[-1].storage_offset() - first.storage_offset()) // (len(parts) - 1)
     storage = first.untyped_storage().data_ptr()
     is_regular = distance >= first.numel() > 0 and all(
         part.untyped_storage().data_ptr() == storage

@@ -348,6 +348,16 @@ class TestRefusals:
         Pair(world, schedule=SchedulePolicy(min_shard_numel=0, prefetch_nbytes=64))
         assert "gathers the rest of the 9216 bytes of a block only after the block before" in caplog.text
 
+    def test_a_window_that_is_too_small_in_one_of_several_calls_is_told(
+        self, world: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
+        for block, nbytes in zip(model, (1 << 20, 64, 0), strict=True):
+            gtp_shard(block, world[0], schedule=SchedulePolicy(min_shard_numel=0, prefetch_nbytes=nbytes))
+        CapturedBlocks(model, list(model), OnHost(), 2, 4)
+        (record,) = [record for record in caplog.records if "prefetch_nbytes" in record.message]
+        assert f"(prefetch_nbytes=64) gathers the rest of the {WIDTH * WIDTH * 4} bytes" in record.message
+
     def test_blocks(self, world: Any) -> None:
         mesh, _ = world
         plain: Any = Net()

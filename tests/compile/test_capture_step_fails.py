@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtensor_gtp import gtp_shard
 from dtensor_gtp._comm.copy_engine import CopyEngine
 from dtensor_gtp._comm.streams import Streams
+from dtensor_gtp._schedule.saved_weights import SavedWeights
 from dtensor_gtp.graphs.recorder import _refusing_synchronization
 from dtensor_gtp.nn import GroupedLinear
 
@@ -179,6 +180,17 @@ def test_code_that_waits_only_outside_of_recordings_passes_the_step_before_one(m
         raise RuntimeError("called a synchronizing CUDA operation")
     assert not torch.cuda.is_current_stream_capturing()
     assert modes == [0, "error", 0, "error", 0]
+
+
+def test_a_recording_of_a_block_that_is_interrupted_at_once_releases_nothing_of_others(mesh: DeviceMesh) -> None:
+    reads = runtime_of(gtp_shard(nn.Linear(8, 8), mesh, schedule=ALL)).reads
+    of_others = mock.Mock()
+    reads.saved_in_backward.append(of_others)
+    interrupted = mock.patch.object(SavedWeights, "push", side_effect=KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt), interrupted, reads.apart(is_forward=True):
+        pass
+    assert reads.saved_in_backward == [of_others]
+    of_others.release_all.assert_not_called()
 
 
 @pytest.fixture

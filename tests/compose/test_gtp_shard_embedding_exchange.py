@@ -32,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from dtensor_gtp import MixedPrecisionPolicy, gtp_shard, sharding_report
 from dtensor_gtp._comm.context import CommContext
 from dtensor_gtp._schedule import choose_schedule
+from dtensor_gtp.graphs.capture_blocks import CapturedBlocks
 
 EXCHANGE = explicit(min_shard_numel=0, embedding="exchange")
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -261,3 +262,18 @@ class TestEmbeddingExchange(GlooTest):
             report = str(sharding_report(model, verbose=True))
             self.assertIn(said, report)
             self.assertEqual("lookup" in report, bool(said))
+
+    def test_auto_exchanges_again_after_recorded_blocks_are_removed(self) -> None:
+        mesh = self.gtp_mesh()
+        torch.manual_seed(0)
+        reference = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Tanh())
+        schedule = explicit(min_shard_numel=0, embedding="auto", exchange_tokens=2)
+        model = shard_copy(reference, mesh, schedule=schedule)
+        captured = CapturedBlocks(model, [model[0]], mock.Mock(), 2, 4)
+        batch = make_tokens(0).flatten()[:8]
+        check_step(reference, model, mesh, batch, square_step)
+        self.assertEqual(num_gathers(model)["0.weight"], 1)
+        captured.remove()
+        for _ in range(3):
+            check_step(reference, model, mesh, batch, square_step)
+        self.assertEqual(num_gathers(model)["0.weight"], 2)  # once more ahead, as the last forward needed it

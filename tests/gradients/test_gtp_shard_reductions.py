@@ -210,6 +210,17 @@ def test_slots_are_kept_while_the_communication_stream_reads_them() -> None:
         assert all(slot.untyped_storage().data_ptr() in kept for slot in scattering.slots), (kind, num_ranks, dtype)
 
 
+def test_what_is_copied_on_a_stream_is_kept() -> None:
+    """On any device with streams. Without them the copy is complete."""
+    for has_streams in (True, False):
+        full = torch.ones(4, 2)
+        scattering = Scattering("ring", [full], 2, BF16)
+        with mock.patch.object(compat, "reduce_scatter_base"):
+            scale = ReduceScale(ReduceOp.SUM, None, None)
+            scattering.launch(scale, mock.Mock(), mock.Mock(), async_op=not has_streams)
+        assert any(buffer is full for buffer in scattering.keep()) == has_streams
+
+
 @pytest.mark.parametrize("kind", ["ring", "all_to_all"])
 def test_only_a_send_ring_asks_for_addresses(kind: ReduceScatterKind) -> None:
     """Tensors without memory, with which steps are planned, have none to tell."""

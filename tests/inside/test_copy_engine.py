@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -481,6 +482,22 @@ def test_a_stage_of_a_graph_does_not_grow_and_outlives_it(group: Group) -> None:
     assert engine.held_nbytes == small.nbytes + large.nbytes
     gather(64)
     assert engine.held_nbytes == small.nbytes + engine._stage.nbytes
+
+
+def test_the_step_before_a_recording_is_no_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``capture_step`` lets torch's public function say yes in it. The stage grows, and is not kept for a graph."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda.graphs, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(copy_engine, "waiting_allowed", nullcontext)
+
+    @on_each_rank
+    def gather(group: Group) -> None:
+        engine = Engine(group, torch.device("cuda"))
+        for num_rows in (8, 32):
+            engine.all_gather([torch.empty(NUM_RANKS * num_rows)], [torch.ones(num_rows)])
+        assert engine.held_nbytes == engine._stage.nbytes
+
+    gather()
 
 
 def test_parts_lie_aligned_one_behind_the_other() -> None:

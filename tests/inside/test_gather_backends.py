@@ -6,6 +6,7 @@ are the host.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import tempfile
 from collections.abc import Sequence
@@ -90,6 +91,18 @@ class Casts(ByBroadcast, CopyEngine):
             type(self).num_cast += target.dtype != shard.dtype
             target[: shard.shape[0]].copy_(shard)
         super().all_gather(outputs, own)
+
+
+class Once(Casts):
+    """Leaves no memory for a second one."""
+
+    num_made = 0
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, round_nbytes: int | None = None) -> None:
+        super().__init__(group, device)
+        type(self).num_made += 1
+        if self.num_made > 1:
+            raise RuntimeError("out of memory")
 
 
 class FailsOnLastRank(ByBroadcast):
@@ -212,6 +225,27 @@ class TestGatherBackends(GlooTest):
         assert_bit_equal(records[1], records[0], "casts")
         self.assertGreater(Casts.num_cast, 10)
         self.assertGreater(Casts.num_passes, 3)
+
+    def test_meshes_of_one_gather_group_share_a_backend(self) -> None:
+        """As experts of each replica and layers that replicas have in common."""
+        mesh = self.hsdp_mesh()
+        torch.manual_seed(0)
+        reference = small_model()
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        records = []
+        for first, second in ((mesh, mesh["gtp"]), (mesh["gtp"], mesh)):
+            for asked in ("process_group", "auto", Once):
+                Once.num_made = 0
+                schedule = explicit(min_shard_numel=0, gather_backend=asked, reduce_scatter="ring")
+                model = copy.deepcopy(reference)
+                gtp_shard(model[0], first, schedule=schedule, mp_policy=policy)
+                gtp_shard(model, second, schedule=schedule, mp_policy=policy)
+                with mock.patch.object(backends, "CopyEngine", Once):
+                    square_loss(model, make_rows(0)).backward()
+                self.assertEqual(Once.num_made, int(asked != "process_group"))
+                records.append([full(param.grad) for param in model.parameters()])
+        for record in records[1:]:
+            assert_bit_equal(record, records[0], "shared")
 
     def test_copy_engine_changes_no_bit(self) -> None:
         mesh = self.gtp_mesh()

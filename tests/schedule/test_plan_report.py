@@ -30,6 +30,7 @@ from dtensor_gtp._comm.context import CommContext
 from dtensor_gtp._comm.copy_engine import CopyEngine
 from dtensor_gtp._report.facts import Cut, ReportRow
 from dtensor_gtp._report.pictures import parts_of, strip, timeline
+from dtensor_gtp.graphs.capture_blocks import CapturedBlocks
 from dtensor_gtp.report import PassReport, ShardingReport
 
 WIDTH, NBYTES = 8, 8 * 8 * 4
@@ -113,6 +114,22 @@ class TestPlanReport(unittest.TestCase):
             grads.append(inputs.grad)
         for grad in grads[1:]:
             self.assertTrue(torch.equal(grad, grads[0]))
+
+    def test_weights_that_stay_whatever_the_policy_says_and_those_that_never_do(self) -> None:
+        """Ranks may leave one out of a pass, and a block that is to be recorded has fixed buffers."""
+        self.model = three_layers()
+        for module in (self.model[2], self.model):
+            gtp_shard(module, self.mesh, schedule=ONE_AHEAD, reshard_after_forward=False)
+        CapturedBlocks(self.model, [self.model[0]], mock.Mock(), 2, 4)
+        self.model[2].set_reduce_scatter_unused_params(True)
+        self.step()
+        loss = self.model(torch.randn(2, WIDTH, requires_grad=True)).sum()
+        runtime = runtime_of(self.model)
+        held = [target for target in runtime.members.gatherables if target.kept is not None]
+        self.assertEqual({target.weight.fqn for target in held}, {"1.weight", "2.weight"})
+        for key in runtime.passes.chains:
+            self.assertEqual(runtime.keeper.kept_from_forward(key.entry), {target.index for target in held})
+        loss.backward()
 
     def test_ranges(self) -> None:
         self.step()

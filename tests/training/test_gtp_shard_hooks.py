@@ -287,6 +287,11 @@ class TestHooks(GlooTest):
                 message = r"torch\.func \(grad, vmap, jacrev, jvp\) .* parameter '.*' .*torch\.autograd\.grad"
                 with self.assertRaisesRegex(NotImplementedError, message, msg=name):
                     transform()
+            model.unshard()
+            name, _ = next(model.named_parameters())
+            with self.assertRaisesRegex(NotImplementedError, message):
+                torch.func.grad(lambda x, m=model, name=name: (x * m.get_parameter(name).sum()).sum())(x)
+            model.reshard()
             assert_idle(model)
             y = x.clone().requires_grad_()
             actual, expected = (torch.autograd.grad(m(y).square().sum(), y)[0] for m in (model, reference))
