@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.nn.modules import module as nn_module
 
 from .. import _torch_compat as compat
@@ -21,7 +22,7 @@ from .._dtensor.remedies import explain
 from .._howto import see
 from .._params.refusals import refuse_recording
 from .._schedule.attribute_reads import Frame
-from .._schedule.block_uses import BlockUse, Inputs
+from .._schedule.block_uses import BlockUse, nodes_of, with_node
 from .._schedule.passes import Entry
 from .binding import BoundModule, Reads, ShardGroup, trains_unmanaged, unmanaged_params
 from .outside_of_modules import follow_pipelining
@@ -114,6 +115,10 @@ def _call_in_frame(
             group.checked = now
     if not runtime.setup.is_done:  # for the choice of groups
         runtime.setup.expect_tokens(_num_tokens((args, kwargs)))
+        if not runtime.is_materializing:
+            runtime.setup.ensure()
+            if binding.block is not None and method == "forward":  # a block by now
+                return _call_block(module, call, args, kwargs, compiler)
     reads = reads if reads is not None else binding.reads  # a registered method has its own
     run = partial(_run, module, reads, call, args, kwargs, compiler)
     output = _in_frame(module, reads.may_read, run, method)
@@ -135,7 +140,8 @@ def _call_block(block: BoundModule, call: Any, args: Any, kwargs: Any, compiler:
     runtime = block._gtp_binding.group.runtime
     is_compiled = compiler is not None or block._compiled_call_impl is not None
 
-    def run(frame: Frame) -> tuple[Any, BlockUse | None, Inputs]:
+    def run(frame: Frame) -> tuple[Any, BlockUse | None, set[Node]]:
+        nonlocal args, kwargs
         was_in_pass = group.views.is_in_pass
         gathered = None
         try:
@@ -144,11 +150,12 @@ def _call_block(block: BoundModule, call: Any, args: Any, kwargs: Any, compiler:
             if runtime.reads.looks_at_bits:
                 seen = group.leaves.seen()
             use = None
-            inputs = Inputs(set(), [])
+            inputs: set[Node] = set()
             if torch.is_grad_enabled():
                 use = BlockUse(runtime, group)
+                args, kwargs = _with_nodes((args, kwargs))
                 # Now, because the block may write its inputs and change the containers.
-                inputs = Inputs.of(_tensors_in((args, kwargs)))
+                inputs = nodes_of(_tensors_in((args, kwargs)))
             if is_compiled or not was_in_pass:
                 # Outside of a pass modules have shards; compiled code takes plain dicts alone.
                 group.views.show(is_compiled=is_compiled)
@@ -314,6 +321,13 @@ def _tensors_in(tree: Any) -> Iterator[Tensor]:
             yield leaf
         elif is_dataclass(leaf) and not isinstance(leaf, type):
             yield from _tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
+
+
+def _with_nodes(inputs: Any) -> Any:
+    """``inputs`` of a block, see ``with_node``."""
+    if any(tensor.requires_grad and tensor.grad_fn is None for tensor in _tensors_in(inputs)):
+        return _map_tensors(inputs, with_node)
+    return inputs  # nearly always
 
 
 def _map_tensors(tree: Any, convert: Callable[[Tensor], Tensor]) -> Any:

@@ -34,10 +34,13 @@ from .._dtensor.remedies import explain
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import ShardedWeight
 from .._params.whole_param import WholeParam
-from .._schedule.runtime import Runtime
+from .._schedule.runtime import RETURN_IT, Runtime
 from .._schedule.steps import optimizer_steps
 from ..placement import GTPShard
 from .binding import runtimes_below
+
+# What torch says of a leaf of a group without memory.
+_FREED = "out of bounds for storage of size 0"
 
 
 @functools.cache
@@ -62,6 +65,7 @@ def _run(stock: Callable[..., Any], outputs: Any, grads: Any, retain: Any, creat
     runtimes = []  # without inputs, all leaves get their gradients
     if inputs:
         runtimes = _runtimes()
+    is_outermost = compat.current_graph_task_id() == -1  # a hook or a checkpoint may run another one within
     # A hook may call ``torch.autograd.grad`` within a run. The outer run gets its ids back.
     before = [runtime.asked_for for runtime in runtimes]
     try:
@@ -71,9 +75,19 @@ def _run(stock: Callable[..., Any], outputs: Any, grads: Any, retain: Any, creat
         asked_for = {id(given) for given in inputs or ()}
         for runtime in runtimes:
             runtime.asked_for = asked_for
-        return stock(outputs, grads, retain, create, inputs, *args)
+        result = stock(outputs, grads, retain, create, inputs, *args)
+        if is_outermost and not create:
+            for runtime in _runtimes():
+                runtime.refuse_lost_gradients()
+        return result
     except RuntimeError as error:
         explain(error)
+        if _FREED in str(error) and (blocks := [group for each in _runtimes() for group in each.members.groups]):
+            names = f"'{blocks[0].fqn}'" + f" to '{blocks[-1].fqn}'" * (len(blocks) > 1)
+            raise RuntimeError(
+                "A backward came to ops of a block before it came to an output of the block, whose weights are "
+                f"gathered only then (blocks {names}, rank {dist.get_rank()}). {RETURN_IT}"
+            ) from error
         raise
     finally:
         for runtime, earlier in zip(runtimes, before, strict=True):

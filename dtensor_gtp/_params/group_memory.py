@@ -155,6 +155,11 @@ class GroupLeaves:
         """Whether a leaf has memory while the group has none."""
         return self.storage.nbytes() == 0 and any(leaf.data_ptr() for leaf in self.by_member.values())
 
+    @property
+    def have_gradients(self) -> bool:
+        """Whether gradients have arrived that nobody has taken."""
+        return any(leaf.grad is not None for leaf in self.by_member.values())
+
     def put_back(self) -> bool:
         """Let leaves be views of the storage again. Returns whether ``set_`` or ``.data = ...`` had
         changed that."""

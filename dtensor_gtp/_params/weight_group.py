@@ -254,12 +254,13 @@ class WeightGroup:
         self.carry_writes()
         self.leaves.storage.resize_(0)  # back to the allocator; leaves keep their shapes
 
-    def carry_writes(self) -> None:
-        """Write to the shards what a forward wrote to full weights, as weight clipping does."""
+    def carry_writes(self) -> bool:
+        """Write to the shards what a forward wrote to full weights, as weight clipping does. Returns
+        whether it has."""
         leaves = self.leaves
         versions = leaves.versions()
         if versions == leaves.written:
-            return  # gathers write through other views, which these do not count
+            return False  # gathers write through other views, which these do not count
         with torch.no_grad():
             for (member, leaf), before, now in zip(leaves.by_member.items(), leaves.written, versions, strict=True):
                 if before == now:
@@ -272,6 +273,7 @@ class WeightGroup:
         leaves.written = versions
         self.shards.num_updates += 1
         leaves.version = self.version  # a gather gives the values that were written
+        return True
 
     def dissolve(self) -> None:
         """Let each member be gathered by itself again."""

@@ -4,15 +4,15 @@
 It begins when autograd comes to the op that made an output of the block. It ends when autograd
 comes to the op that made an input. Autograd runs ready ops in reverse order of their making, so by
 then all ops of the block have run whose gradients have arrived. Where an input is no result of an
-op, its gradient ends the backward; where no input needs a gradient, the end of the whole backward
-does. Gradients that arrive later are reduced then, too. ``fully_shard`` puts an identity op before
+op, one is put before the block (``with_node``); where no input needs a gradient, the end of the whole
+backward does. Gradients that arrive later are reduced then, too. ``fully_shard`` puts an identity op before
 each block instead (``RegisterPostBackwardFunction``), through which inputs cannot be written.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,38 +23,34 @@ from .._params.weight_group import WeightGroup
 from .runtime import Runtime
 
 
-class Inputs(NamedTuple):
-    """Inputs of a block that need a gradient, as they are before its forward, which may write them."""
+def nodes_of(inputs: Iterable[Tensor]) -> set[Node]:
+    """What has made the inputs of a block that need a gradient. To be asked before its forward,
+    which may write them."""
+    return {tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None}
 
-    nodes: set[Node]  # that made them
-    leaves: list[Tensor]  # that no op has made
 
-    @classmethod
-    def of(cls, tensors: Iterable[Tensor]) -> Inputs:
-        found = cls(set(), [])
-        for tensor in tensors:
-            if not tensor.requires_grad:
-                continue
-            if tensor.grad_fn is None:
-                found.leaves.append(tensor)
-            else:
-                found.nodes.add(tensor.grad_fn)
-        return found
+def with_node(tensor: Tensor) -> Tensor:
+    """An input of a block, by an op if it is a leaf that needs a gradient. Autograd completes the
+    gradient of a leaf before ops of the block that read weights, but that of an op in the order of
+    their making."""
+    if tensor.requires_grad and tensor.grad_fn is None and tensor.layout is torch.strided:
+        return tensor.view_as(tensor)
+    return tensor
 
 
 class BlockUse:
     """One forward of a block, while its backward may come."""
 
-    __slots__ = ("_group", "_leaves", "_runtime")
+    __slots__ = ("__weakref__", "_group", "_leaves", "_runtime")
 
     def __init__(self, runtime: Runtime, group: WeightGroup) -> None:
         self._runtime = runtime
         self._group = group
         self._leaves = group.leaves  # those of this forward: the group may get others
 
-    def watch(self, inputs: Inputs, outputs: Iterable[Tensor]) -> None:
-        """Call ``begin`` and ``end`` with the backward of the block, see the note above."""
-        before, leaves = inputs  # of leaves no earlier op shows that they are reached
+    def watch(self, before: set[Node], outputs: Iterable[Tensor]) -> None:
+        """Call ``begin`` and ``end`` with the backward of the block, see the note above. ``before``:
+        ``nodes_of`` the inputs."""
         outputs = list(outputs)
         made = {output.grad_fn for output in outputs if output.grad_fn is not None}
         # An input that the block returns as it is, such as T5's position bias, has its gradient
@@ -64,20 +60,21 @@ class BlockUse:
         # No output shows when the backward begins. If it can come at all, hold the weights for it.
         if not made:
             members = self._leaves.by_member.values()
-            if before or leaves or any(leaf.requires_grad for leaf in members):
-                self._hold_for_hidden(outputs, leaves)
+            if before or any(leaf.requires_grad for leaf in members):
+                self._hold_for_hidden(outputs)
         # Autograd runs the node with the highest number first: of these, the one that was made last.
         last = max(before, key=lambda node: node._sequence_nr(), default=None)
-        if last is not None:
+        if last is not None and made:
+            # An input may outlive this forward and its outputs: it must not keep them.
+            this = weakref.ref(self)
+            last.register_prehook(lambda grads: _end(this()))
+        elif last is not None:
             last.register_prehook(self.end)
-        elif leaves:
-            leaves[0].register_hook(self.end)
 
-    def _hold_for_hidden(self, outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> None:
+    def _hold_for_hidden(self, outputs: Iterable[Tensor]) -> None:
         """No output that we see shows when the backward begins: they are in an object, or in a
         transform."""
-        known = set(map(id, inputs))
-        if any(output.requires_grad and id(output) not in known for output in outputs):
+        if any(output.requires_grad for output in outputs):
             raise NotImplementedError(
                 f"A hook or the forward of block '{self._group.fqn}' returns a detached tensor that requires a "
                 f"gradient (rank {dist.get_rank()}), so nothing says when the backward of the block begins. Detach it "
@@ -111,3 +108,8 @@ class BlockUse:
             self._runtime.lost_writes.check(self._group)
             self._runtime.gathering.release_block(self._group)
         self._runtime.grads.reduce_group(self._group)
+
+
+def _end(use: BlockUse | None) -> None:
+    if use is not None:  # else no backward can come through the outputs of that forward
+        use.end()

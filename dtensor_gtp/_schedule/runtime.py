@@ -30,6 +30,8 @@ from .reduce_gradients import Gradients
 from .steps import Steps, optimizer_steps
 
 logger = logging.getLogger(__name__)
+# To users, where a backward does not come through the outputs of a block.
+RETURN_IT = "Return each tensor that a loss uses from the forward of the block, also one that a hook collects there."
 
 
 class Runtime:
@@ -271,6 +273,20 @@ class Runtime:
         self.gathering.gather_for_any_use(is_in_backward=True)
         self.gathering.begin(self.passes.backward)
         self._hide_groups()
+
+    def refuse_lost_gradients(self) -> None:
+        """After a run of autograd: raise for gradients of groups that no backward of a block has
+        reduced. The next step would have them."""
+        if self.passes.is_in_backward:
+            return  # of another thread
+        lost = [group for group in self.members.groups if group.leaves.have_gradients]
+        for group in lost:
+            group.pending_grad.forget()
+        if lost:
+            raise RuntimeError(
+                f"Gradients of weights of block '{lost[0].fqn}' did not come through an output of the block, so they "
+                f"are lost (rank {dist.get_rank()}). {RETURN_IT}"
+            )
 
     def use_groups(self, groups: Sequence[WeightGroup]) -> None:
         """Gather and reduce the members of ``groups`` together from now on, and each other weight

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
@@ -11,6 +13,7 @@ from unittest import mock
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from addends_common import add, all_to_all_of_peers
 from common import GlooTest, assert_same_params, check_training, full, rows_of_rank
 from counting import noted
@@ -23,6 +26,7 @@ from dtensor_gtp import SchedulePolicy, gtp_shard, sharding_report
 from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp._comm import context, reductions
 from dtensor_gtp._schedule import choose_schedule
+from dtensor_gtp._schedule.block_uses import BlockUse
 
 WIDTH = 16
 CHOSEN = SchedulePolicy(min_shard_numel=0)  # as the default, but tiny weights are sharded, too
@@ -258,6 +262,110 @@ class TestGroups(GlooTest):
                 return x
 
         self.check(seeded(partial(Model, block=Residual)))
+
+    def test_inputs_that_no_op_has_made(self) -> None:
+        """Autograd completes their gradients before ops that read weights alone, as in reentrant checkpoints."""
+
+        class Standardized(Block):
+            def forward(self, x: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
+                weight = self.up.weight - self.up.weight.mean(0)
+                x = x if memory is None else x + self.unused(memory)
+                return x + self.down(F.linear(self.norm(x), weight, self.up.bias).relu())
+
+        def reentrant(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(layer, x * 1, x, use_reentrant=True)
+
+        def leaves(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            return layer(x.detach().requires_grad_()) + x
+
+        for call in (reentrant, leaves):
+            self.check(seeded(partial(Model, call=call, block=Standardized)))
+
+    def test_an_input_that_outlives_steps_keeps_nothing(self) -> None:
+        model = self.shard(seeded(partial(Model, call=lambda layer, x: layer(x))))
+        prompt = torch.ones(2, WIDTH, requires_grad=True)
+        square(model, torch.ones(2, WIDTH)).backward()
+        for _ in range(3):
+            model.layers[0](prompt).sum().backward()
+        self.assertFalse(prompt._backward_hooks)
+        kept = prompt * 1
+        uses = [weakref.ref(model.layers[0](kept)) for _ in range(3)]
+        gc.collect()
+        self.assertFalse(any(isinstance(thing, BlockUse) for thing in gc.get_objects()), uses)
+
+    def test_the_first_call_of_all_is_that_of_a_block(self) -> None:
+        class Loop(Model):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x
+
+        def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            for layer in model.layers:
+                batch = layer(batch)
+            return model.last(model.first(batch)).square().mean()
+
+        self.check(seeded(Loop), loss=loss)
+        model, reference = self.shard(seeded(Model)), seeded(Model)
+        for one in (model, reference):
+            y = one.layers[0](torch.ones(2, WIDTH)).sum()
+            y.backward(retain_graph=True)
+            y.backward()
+        assert_same_params(model.layers[0], reference.layers[0], "grad", **CLOSE)
+
+    def test_writes_to_a_block_that_stays_gathered(self) -> None:
+        """They reach the shards before an optimizer or a load does, not after it."""
+
+        class Clipped(Block):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                with torch.no_grad():
+                    self.up.weight.clamp_(-0.1, 0.1)
+                return super().forward(x)
+
+        def stay(model: nn.Module) -> nn.Module:
+            model = self.shard(model, reshard_after_forward=False)
+            model.set_reshard_after_backward(False)
+            return model
+
+        for optimizer in (partial(torch.optim.SGD, lr=0.1), partial(torch.optim.AdamW, fused=True)):
+            reference = seeded(partial(Model, block=Clipped))
+            model = check_training(
+                reference, stay, self.gtp_mesh(), rows, square, steps=3, tolerance=CLOSE, make_optimizer=optimizer
+            )
+        square(model, torch.ones(2, WIDTH))  # no backward
+        values = {name: torch.full_like(full(value), 0.01) for name, value in model.state_dict().items()}
+        for one in (model, reference):
+            one.load_state_dict(values)
+        self.assertEqual(square(model, torch.ones(2, WIDTH)), square(reference, torch.ones(2, WIDTH)))
+
+    def test_tensors_that_a_block_keeps_for_the_loss(self) -> None:
+        class Keeps(Block):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                self.aux = self.unused(x.detach()).square().mean()
+                return super().forward(x)
+
+        model = self.shard(seeded(partial(Model, block=Keeps)))
+        square(model, torch.ones(2, WIDTH)).backward()
+        with self.assertRaisesRegex(
+            RuntimeError, "block 'layers.0' did not come through an output .* Return each tensor"
+        ):
+            sum(layer.aux for layer in model.layers).backward()
+        model.zero_grad()
+        reference = seeded(Model)
+        for one in (model, reference):  # nothing of it is left
+            square(one, torch.ones(2, WIDTH)).backward()
+        assert_same_params(model, reference, "grad", **CLOSE)
+
+        class Late(Block):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                output = super().forward(x)
+                self.aux = self.unused(output).square().mean()
+                return output
+
+        model = self.shard(seeded(partial(Model, block=Late)))
+        loss = square(model, torch.ones(2, WIDTH))
+        with self.assertRaisesRegex(
+            RuntimeError, "before it came to an output .*'layers.0' to 'layers.2'.* Return each"
+        ):
+            (loss + sum(layer.aux for layer in model.layers)).backward()
 
     def test_second_derivatives(self) -> None:
         class Slopes(Model):
