@@ -155,7 +155,8 @@ def save_pretrained(
     for key, stored in dtypes.items():
         if stored not in NAMES:
             raise ValueError(
-                f"save_pretrained cannot write {key!r}: safetensors has no name for {stored}. Pass dtype=."
+                f"save_pretrained cannot write {key!r}: safetensors has no name for {stored}. Pass another dtype= for "
+                "floating-point tensors; convert other tensors before."
             )
     sizes = {key: tensor.numel() * dtypes[key].itemsize for key, tensor in tensors.items()}
     files = _in_files(sizes, max_file_nbytes)

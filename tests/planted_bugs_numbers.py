@@ -26,6 +26,12 @@ NUMBERS = {
             "test_gradients_of_16_bits_travel_as_they_are"),
     "weights with native storage become whole values that nobody writes back":
         Bug("whole_weights", never("native_of(param.param) is not None"), "test_native_weights_have_no_whole_values"),
+    "whole values of another shape are broadcast":
+        Bug("whole_weights:_put_shard", never("whole.shape != sharded.shape"),
+            "test_another_shape_is_refused_and_the_others_are_put_back"),
+    "parts of native weights under fully_shard are quantized by magnitudes of their own":
+        Bug("NativeWeight._groups_of_part", never("cut.intersection(self.recipe.amax_dims)"),
+            "test_equal_parts_with_one_scale_for_the_whole_weight"),
     "a model that is partly on the meta device is filled":
         Bug("pretrained:_leave_meta", never("len(on_meta) < len(params)"),
             "test_pretrained.py::TestLoadPretrained::test_refusals"),

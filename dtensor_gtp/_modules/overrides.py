@@ -244,7 +244,9 @@ def extra_repr(self: BoundModule) -> str:
 def _zero_padding_row(self: Any) -> None:
     """Replaces torch's method with which ``reset_parameters`` zeros the row of ``padding_idx``."""
     weight = self._parameters.get("weight")
-    if self.padding_idx is not None and isinstance(weight, DTensor):
+    if not isinstance(weight, DTensor):  # e.g. a plain one in ``whole_weights``
+        type(self)._fill_padding_idx_with_zero(self)
+    elif self.padding_idx is not None:
         zero_row(weight, self.padding_idx)
 
 

@@ -142,12 +142,13 @@ def _check_cuts(params: Sequence[nn.Parameter], modules: Sequence[nn.Module], cu
                 "fully_shard is for other modules, pass the parameters of gtp_shard in "
                 "ignored_params."
             )
-        placement = param.placements[-1]
+        axis = managed.gtp_axis  # not always the last one, see ``shard_optimizer``
+        placement = param.placements[axis]
         dim = cut.dim_of(param)
         # ``replicate`` cuts nothing, and cuts of another dim leave our blocks whole.
         if cut.num_shards == 1 or not isinstance(placement, GTPShard) or placement.dim != dim:
             continue
-        if not has_torch_chunks(compat.dtensor_spec(param), param.device_mesh.ndim - 1):
+        if not has_torch_chunks(compat.dtensor_spec(param), axis):
             raise NotImplementedError(
                 f"fully_shard over mesh axes {cut.mesh.mesh_dim_names} cannot shard dim {dim} of "
                 f"{what} with placements {param.placements}: its shards hold whole blocks, which "
@@ -267,7 +268,7 @@ def _check_ddp(cls: type, arguments: dict[str, Any]) -> None:
 def _check_others(cls: type, arguments: dict[str, Any]) -> None:
     # Arguments of ``FullyShardedDataParallel``. ``DataParallel`` has none of them.
     ignored: set[nn.Parameter] = set()
-    for name in ("ignored_modules", "ignored_states", "ignored_parameters"):
+    for name in ("ignored_modules", "ignored_states"):
         for item in arguments.get(name) or ():
             if isinstance(item, nn.Module):
                 ignored.update(item.parameters())

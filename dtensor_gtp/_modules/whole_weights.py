@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 
 from .. import _torch_compat as compat
@@ -88,7 +89,7 @@ def whole_weights(module: nn.Module, *, trained_only: bool = False) -> Iterator[
         trained_only: Leave out parameters that need no gradient.
 
     Raises:
-        RuntimeError: A forward or backward is running.
+        RuntimeError: A forward or backward is running, or the shape of a parameter was changed.
         NotImplementedError: A weight has native storage (:func:`quantize_`).
 
     The counterpart of ``FullyShardedDataParallel.summon_full_params``.
@@ -104,30 +105,26 @@ def whole_weights(module: nn.Module, *, trained_only: bool = False) -> Iterator[
         raise RuntimeError(
             "whole_weights cannot be called during a forward or backward. There, module.weight is whole already."
         )
-    managed = list(managed_params(module))
+    names = {param: name for name, param in managed_params(module)}  # a tied one once
     if trained_only:
-        managed = [(name, param) for name, param in managed if param.param.requires_grad]
-    for name, param in managed:
+        names = {param: name for param, name in names.items() if param.param.requires_grad}
+    for param, name in names.items():
         if native_of(param.param) is not None:
             raise NotImplementedError(
                 f"whole_weights cannot write high-precision values to parameter {name!r} of shape "
                 f"{tuple(param.param.shape)} with native storage. Use storage='master', or "
                 "trained_only=True."
             )
-    pinned = [param for _, param in managed if param.is_pinned]
-    for param in pinned:
-        param.is_pinned = False  # attributes would read what ``unshard`` has gathered
-    wholes = [(param, _put_whole(param)) for _, param in managed]
-    try:
-        yield
-    finally:
-        for param, whole in wholes:
-            _put_shard(param, whole)
-        for param in pinned:
-            param.is_pinned = True
-        written = {id(param.param) for param, _ in wholes}
+    with ExitStack() as undo:  # also after an error in the middle, of a gather or of what is put back
+        written = {id(param.param) for param in names}
         for runtime in runtimes_below(module):
-            runtime.note_step(written)  # what is kept gathered is old
+            undo.callback(runtime.note_step, written)  # what is kept gathered is old
+        for param in names:
+            undo.callback(setattr, param, "is_pinned", param.is_pinned)
+            param.is_pinned = False  # attributes would read what ``unshard`` has gathered
+        for param in names:
+            undo.callback(_put_shard, param, _put_whole(param))
+        yield
 
 
 def _put_whole(param: ManagedParam) -> nn.Parameter:
@@ -144,10 +141,15 @@ def _put_whole(param: ManagedParam) -> nn.Parameter:
 @torch.no_grad()
 def _put_shard(param: ManagedParam, whole: nn.Parameter) -> None:
     sharded = param.param
+    for module, name in param.registration.sites:
+        if module._parameters.get(name) is whole:  # unless the code has put another one there
+            module._parameters[name] = sharded
+    if whole.shape != sharded.shape:  # ``copy_`` would broadcast it
+        raise RuntimeError(
+            f"whole_weights expects parameter '{param.fqn}' to keep its shape {tuple(sharded.shape)}, but got "
+            f"{tuple(whole.shape)} (rank {dist.get_rank()}). Change shapes before gtp_shard."
+        )
     spec = compat.dtensor_spec(sharded)  # type: ignore[arg-type]
     own = compat.own_part(whole.detach(), spec.mesh, spec.placements)
     master_of(compat.local_part(sharded)).copy_(own)  # into the memory that the optimizer knows
     torch.autograd.graph.increment_version(sharded)  # ``copy_`` has counted on the local tensor alone
-    for module, name in param.registration.sites:
-        if module._parameters.get(name) is whole:  # unless the code has put another one there
-            module._parameters[name] = sharded

@@ -19,7 +19,7 @@ class Call(Protocol):
     module: nn.Module
     params: list[ManagedParam]
     runtime: Any  # a ``Runtime``
-    arguments: Any  # a ``bad_arguments.Arguments``
+    arguments: Any  # a ``binding.Arguments``
 
 
 class Members:

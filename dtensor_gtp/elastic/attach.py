@@ -25,9 +25,9 @@ from .sync import ReplicaSync
 def synchronize_replicas(module: nn.Module, mesh: ElasticMesh, *, bucket_nbytes: int = 32 << 20) -> ReplicaSync:
     """Sum the gradients of ``module`` over all replicas of ``mesh``, from the next backward on.
 
-    Call it once on the root after ``gtp_shard(module, mesh.weights)``, on all ranks. Then ``backward()`` writes the
-    mean over the whole batch to ``.grad``, as on a (replicate, gtp) mesh: each rank sums its rows with the ranks of
-    other replicas that hold them, in buckets, during backward. Replicas must hold equal values (one seed, or one
+    Call it once on the root right after ``gtp_shard(module, mesh.weights)``, on all ranks. Then ``backward()`` writes
+    the mean over the whole batch to ``.grad``, as on a (replicate, gtp) mesh: each rank sums its rows with the ranks
+    of other replicas that hold them, in buckets, during backward. Replicas must hold equal values (one seed, or one
     checkpoint): :meth:`ReplicaSync.check_values` of the handle that is returned compares them, and
     :meth:`ReplicaSync.set_batch` takes the number of samples of each rank.
 
@@ -41,7 +41,8 @@ def synchronize_replicas(module: nn.Module, mesh: ElasticMesh, *, bucket_nbytes:
     Raises:
         TypeError, ValueError: ``module`` is not sharded over ``mesh.weights``, or an argument is out of range.
         NotImplementedError: ``fully_shard`` wraps it, other axes than gtp and tp cut it, or it uses copy engines.
-        RuntimeError: Replicas have different models or policies. All of these are raised on all ranks.
+        RuntimeError: A forward has run already, or replicas have different models or policies. All of these are raised
+            on all ranks.
 
     Example:
         >>> mesh = nonuniform_mesh("cpu", replicas=[[0], [1, 2, 3]])
@@ -99,6 +100,11 @@ def _checked_runtime(module: nn.Module, mesh: ElasticMesh) -> Runtime:
     runtime = binding.group.runtime
     if runtime.grads.launches.replicas is not None:
         raise ValueError(f"synchronize_replicas was called on this {type(module).__name__} already: call it once.")
+    if runtime.setup.is_done:  # it may have made groups or chosen copy engines, which unequal replicas do not have
+        raise RuntimeError(
+            f"synchronize_replicas expects a {type(module).__name__} that has run no forward and no unshard(), but a "
+            "schedule has been chosen already. Call it right after gtp_shard."
+        )
     for name in ("gather_backend", "reduce_scatter"):
         if getattr(runtime.policy, name) == "copy_engine":
             raise NotImplementedError(

@@ -182,7 +182,7 @@ def _latest_complete_step(reports: Sequence[_Report], replica_of: Mapping[int, i
     steps = {rank: report.step for rank, report in enumerate(reports) if report.step != _NEW}
     if not steps:
         raise StateLostError("recover_state expects ranks that hold state, but there are none. Load a checkpoint.")
-    lost = ""  # the part that the error names
+    lost = ""  # the part that the error names: the first of the latest step
     # The latest step first. An older one is taken only if a part of each later one is on no rank.
     for step in sorted(set(steps.values()), reverse=True):
         sources = {rank: reports[rank].held for rank, at in steps.items() if at == step}  # by rank
@@ -199,7 +199,7 @@ def _latest_complete_step(reports: Sequence[_Report], replica_of: Mapping[int, i
             moves[keys], missing = known_plans[cut]
             if missing:
                 box = missing[0][1]
-                lost = f"part {box.offset}+{box.size} of '{'.'.join(map(str, keys))}' after step {step}"
+                lost = lost or f"part {box.offset}+{box.size} of '{'.'.join(map(str, keys))}' after step {step}"
                 break
         else:  # nothing of this step is missing
             return step, moves

@@ -36,6 +36,7 @@ _NUM_NEIGHBOURS = 2  # that each rank listens to: all ranks are found if at most
 _DONE = b"done"
 _SILENT, _CLOSED = "was silent", "has closed its watch"
 _UPDATE, _KEEP = "update", "keep"
+_GAVE_UP = "gave up"  # instead of an admission
 _ENDED = "ended"  # key of the last rank that is done
 # What gloo, NCCL and the stores say when a peer is gone, in errors that have no type of their own.
 _PEER_LOST = re.compile("gloo|nccl|closed by peer|reset by peer|broken pipe|timed out|timeout", re.IGNORECASE)
@@ -313,8 +314,8 @@ def join(
     name = f"admitted/{ticket}"
     end = clock.now() + grace.total_seconds()
     while not waiting.check([name]):
-        if clock.now() > end:
-            waiting.set(name, "gave up")  # nobody is to admit it later
+        # Nobody is to admit it later. ``compare_set`` keeps an admission that has just come, which the loop then sees.
+        if clock.now() > end and waiting.compare_set(name, "", _GAVE_UP).decode() == _GAVE_UP:
             raise TimeoutError(f"no rank of the job admitted this process within {grace.total_seconds():g} seconds.")
         clock.sleep(POLL_SECONDS)
     members = Membership(*json.loads(waiting.get(name)))

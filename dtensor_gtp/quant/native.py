@@ -141,10 +141,14 @@ class NativeWeight(StoredWeight):
         sizes = list(self.shape)
         sizes[dim] = length
         shape = torch.Size(sizes)
-        groups = self.info.groups
-        if length != self.shape[dim] and from_end in self.recipe.amax_dims:
-            groups = None  # the statistic is that of more than this part
-        return self.like(quantized_of(stored), shape, matrix=shape, groups=groups)
+        return self.like(quantized_of(stored), shape, matrix=shape, groups=self._groups_of_part(shape))
+
+    def _groups_of_part(self, shape: torch.Size) -> tuple[str, ...] | None:
+        """None if the recipe's statistic is of more than a part of this shape."""
+        cut = {dim - self.ndim for dim, size in enumerate(self.shape) if shape[dim] != size}
+        if cut.intersection(self.recipe.amax_dims):
+            return None
+        return self.info.groups
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -259,7 +263,7 @@ def _new_zeros(func: Any, args: Any, kwargs: Any) -> Any:
     stored = {}
     for name, spec in native_planes(weight.recipe).items():
         stored[name] = weight.stored[name].new_zeros(spec.shape(shape), device=device)
-    result = weight.like(quantized_of(stored), shape, matrix=shape)
+    result = weight.like(quantized_of(stored), shape, matrix=shape, groups=weight._groups_of_part(shape))
     result.is_blank = True  # parts may end within blocks, until they are filled
     return result
 

@@ -228,6 +228,20 @@ class TestRefused(unittest.TestCase):
         message = r"cannot shard dim 0 of parameter 'layers.0.up.weight'.*shard_placement_fn=lambda param: Shard\(1\)"
         self.refused(message, model, partial(fully_shard, mesh=self.mesh["dp"]), NotImplementedError)
 
+    def test_fully_shard_cuts_blocks_apart_that_replicas_leave_whole(self) -> None:
+        """``shard_optimizer`` puts the axis of the replicas behind that of gtp."""
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "replicate", "gtp"))
+        blocked = GTPShard(0, block_size=8)
+        for is_trained, rows in ((False, 24), (True, 24), (False, 32)):
+            model = nn.Sequential(nn.Linear(16, rows, bias=False).requires_grad_(is_trained))
+            options: dict[str, Any] = {"schedule": ALL, "shard_optimizer": True}
+            gtp_shard(model, mesh["replicate", "gtp"], shard_placement_fn=lambda param: blocked, **options)
+            if rows == 32:  # each rank of gtp has two blocks
+                fully_shard(model, mesh=mesh["dp"])
+            else:
+                message = r"cannot shard dim 0 of parameter '0.weight'.*shard_placement_fn=lambda param: Shard\(1\)"
+                self.refused(message, model, partial(fully_shard, mesh=mesh["dp"]), NotImplementedError)
+
     def test_unshard_of_gtp_shard_outside_of_the_forward(self) -> None:
         model = both(self.mesh)(Model())
         with self.assertRaisesRegex(RuntimeError, "outside of the forward or backward of the fully_shard module"):

@@ -412,6 +412,9 @@ class TestSixRanks(GlooTest):
         split = gtp_shard(make(0), mesh.weights, schedule=ALL, shard_optimizer=True)
         with mock.patch.object(api, "refuse_unavailable"):  # a CPU has no copy engines
             copying = gtp_shard(nn.Linear(8, 8), mesh.weights, schedule=explicit(gather_backend="copy_engine"))
+        used = gtp_shard(nn.Linear(8, 8), mesh.weights, schedule=ALL)
+        used(torch.ones(1, 8))
+        first = "expects a Linear that has run no forward .* Call it right after gtp_shard"
         streams = "gather_backend='copy_engine'.: streams would wait forever .* Leave out gather_backend"
         for error, message, refused, where in (
             (ValueError, "was passed to gtp_shard, but got another", make(0), mesh),
@@ -419,6 +422,7 @@ class TestSixRanks(GlooTest):
             (NotImplementedError, "does not support gtp_shard.shard_optimizer=True", split, mesh),
             (ValueError, r"sharded over mesh.weights \(ranks \[.*every gtp_shard call", everywhere, mesh),
             (NotImplementedError, streams, copying, mesh),
+            (RuntimeError, first, used, mesh),
         ):
             with self.assertRaisesRegex(error, message):
                 synchronize_replicas(refused, where)  # type: ignore[arg-type]

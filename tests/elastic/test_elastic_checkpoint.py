@@ -313,6 +313,9 @@ class TestElasticCheckpoint(GlooTest):
         ):
             with self.assertRaisesRegex(RuntimeError, message):
                 recover_state(held if rank in alive else None, state, mesh)
+        late = hold_state({"model": job.model.state_dict()}, step=int(rank == 0))  # the others are at step 0
+        with self.assertRaisesRegex(RuntimeError, "after step 1 is on none of the ranks"):
+            recover_state(late if rank in (0, 2, 3) else None, state, mesh)
         held.plain["hook",] = print
         hooked = {"hook": None, **state}
         recover_state(held, hooked, mesh)

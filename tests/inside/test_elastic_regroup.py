@@ -6,6 +6,7 @@ Times are those of a simulated clock: a wait of seconds takes none.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from expecttest import TestCase
 from mesh_common import fake_world
 
 from dtensor_gtp import _torch_compat as compat
-from dtensor_gtp.elastic import RanksLostError, RankWatch, join, num_waiting, replicas_of
+from dtensor_gtp.elastic import RanksLostError, RankWatch, clock, join, num_waiting, replicas_of
 from dtensor_gtp.elastic.regroup import agree_on_survivors, members_of, start_regrouped, waiting_store
 from dtensor_gtp.elastic.watch import is_peer_lost
 
@@ -343,3 +344,18 @@ class TestWatch(ClockTestCase):
 
         self.clock.run(wait_to_join, look)
         self.assertEqual(counts, [1, 0])
+
+    def test_who_is_admitted_while_giving_up_joins(self) -> None:
+        store, times = dist.HashStore(), iter((0.0, 2.0))
+
+        def now() -> float:
+            time = next(times)
+            if time > 1:  # the grace is over
+                members = members_of(replicas_of([[0]]), [0], tickets=[1])
+                waiting_store(store).set("admitted/1", json.dumps(members))
+            return time
+
+        start = mock.patch("dtensor_gtp.elastic.watch.start_regrouped", return_value=True)
+        with mock.patch.object(clock, "now", now), start:
+            survivors, _ = join(store, grace=timedelta(seconds=1), backend="gloo")
+        self.assertEqual((survivors.rank, survivors.joined), (1, (1,)))

@@ -266,6 +266,24 @@ class TestSharded(unittest.TestCase):
                 model.load_state_dict({"0.weight": ones, "0.bias": model[0].bias})
                 self.assertTrue(torch.equal(local(model[0].weight).dense(), torch.ones(30, 64)))
 
+    def test_equal_parts_with_one_scale_for_the_whole_weight(self) -> None:
+        """Refused on all ranks, also on those whose part needs no padding."""
+        for recipe, rows in itertools.product(("float8_tensorwise", "nvfp4"), (128, 126)):
+            with fake_mesh(4, rank=0) as mesh:
+                weight = by_fsdp(native(nn.Sequential(nn.Linear(64, rows)), recipe), mesh)[0].weight
+                told = rf"'0.weight' of shape \({rows}, 64\) .* by copy_ under fully_shard, because {recipe} has one"
+                with torch.no_grad(), self.assertRaisesRegex(NotImplementedError, told):
+                    weight.copy_(torch.ones_like(weight))
+
+    def test_parts_with_a_scale_of_their_own_are_written(self) -> None:
+        """Under ``fully_shard`` that splits no statistic: rows scaled one by one, and a mesh of one rank."""
+        for recipe, size in (("float8_rowwise", 4), ("float8_tensorwise", 1)):
+            with fake_mesh(size) as mesh:
+                weight = by_fsdp(native(nn.Sequential(nn.Linear(64, 128)), recipe), mesh)[0].weight
+                with torch.no_grad():
+                    weight.copy_(torch.ones_like(weight))
+                self.assertTrue(torch.equal(local(weight).dense(), torch.ones(128 // size, 64)))
+
     def test_frozen_base_with_adapters(self) -> None:
         """Nothing is reduced for what does not train."""
         with fake_mesh(4) as mesh:

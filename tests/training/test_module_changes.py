@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from unittest import mock
 
 import torch
 import torch.nn as nn
@@ -171,6 +173,45 @@ class TestWholeWeights(GlooTest):
             merged.weight = model[1].weight
             model[1].weight = nn.Parameter(torch.zeros(8, 8))
         self.assertEqual(merged.weight.shape, (8, 8))
+
+    def test_reset_parameters_zeros_the_row_of_padding(self) -> None:
+        for make in (nn.Embedding, nn.EmbeddingBag):
+            reference = make(8, 4, padding_idx=5)
+            model = shard_copy(reference, self.gtp_mesh(), schedule=ALL)
+            torch.manual_seed(3)
+            reference.reset_parameters()
+            torch.manual_seed(3)
+            with whole_weights(model):
+                model.reset_parameters()
+                self.assertEqual(model.weight, reference.weight)
+            self.assertEqual(model.weight.full_tensor(), reference.weight)
+
+    def test_an_error_while_weights_are_gathered_leaves_all_as_it_was(self) -> None:
+        model = gtp_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), self.gtp_mesh(), schedule=ALL)
+        model.unshard()
+        gather, calls = DTensor.full_tensor, itertools.count()
+
+        def run_out_of_memory(tensor: DTensor) -> torch.Tensor:
+            if next(calls) == 2:
+                raise torch.OutOfMemoryError("of the test")
+            return gather(tensor)
+
+        with mock.patch.object(DTensor, "full_tensor", run_out_of_memory), self.assertRaises(torch.OutOfMemoryError):
+            with whole_weights(model):
+                self.fail("no rank comes here")
+        self.assertEqual(model[0].weight.shape, (8, 8))
+        self.assertNotIsInstance(model[0].weight, DTensor)  # as after ``unshard``
+        model.reshard()
+        self.assertTrue(all(isinstance(param, DTensor) for param in model.parameters()))
+
+    def test_another_shape_is_refused_and_the_others_are_put_back(self) -> None:
+        model = gtp_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), self.gtp_mesh(), schedule=ALL)
+        with self.assertRaisesRegex(RuntimeError, r"'0.bias' to keep its shape \(8,\), but got \(1,\)"):
+            with whole_weights(model):
+                model[0].bias.data = torch.ones(1)
+                model[1].bias.data = torch.ones(8)
+        self.assertTrue(all(isinstance(param, DTensor) for param in model.parameters()))
+        self.assertEqual(model[1].bias.full_tensor(), torch.ones(8))
 
     def test_it_is_refused_in_a_forward(self) -> None:
         class Reads(nn.Linear):
