@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
 from .._params.managed_param import ManagedParam
@@ -89,8 +90,9 @@ def whole_weights(module: nn.Module, *, trained_only: bool = False) -> Iterator[
         trained_only: Leave out parameters that need no gradient.
 
     Raises:
-        RuntimeError: A forward or backward is running, or the shape of a parameter was changed.
-        NotImplementedError: A weight has native storage (:func:`quantize_`).
+        RuntimeError: A forward or backward is running, a block that is gathered as a whole is between ``unshard()``
+            and ``reshard()``, or the shape of a parameter was changed.
+        NotImplementedError: A weight has native storage (:func:`quantize_`), or a ``fully_shard`` is outside.
 
     The counterpart of ``FullyShardedDataParallel.summon_full_params``.
 
@@ -106,6 +108,8 @@ def whole_weights(module: nn.Module, *, trained_only: bool = False) -> Iterator[
             "whole_weights cannot be called during a forward or backward. There, module.weight is whole already."
         )
     names = {param: name for name, param in managed_params(module)}  # a tied one once
+    # What a ``whole_weights`` around this one has made whole is whole, and is put back there.
+    names = {param: name for param, name in names.items() if not _is_whole(param)}
     if trained_only:
         names = {param: name for param, name in names.items() if param.param.requires_grad}
     for param, name in names.items():
@@ -114,6 +118,17 @@ def whole_weights(module: nn.Module, *, trained_only: bool = False) -> Iterator[
                 f"whole_weights cannot write high-precision values to parameter {name!r} of shape "
                 f"{tuple(param.param.shape)} with native storage. Use storage='master', or "
                 "trained_only=True."
+            )
+        if param.registration.is_cut_again:
+            raise NotImplementedError(
+                f"whole_weights does not support a fully_shard outside of gtp_shard, which has cut parameter {name!r} "
+                f"of shape {tuple(param.param.shape)} again. Read whole values by get_model_state_dict with "
+                "full_state_dict=True, and write to the parameters, which are DTensors."
+            )
+        if param.group is not None and param.group.is_pinned:
+            raise RuntimeError(
+                f"whole_weights cannot be called between unshard() and reshard() of block '{param.group.fqn}'. Call "
+                "reshard() before."
             )
     with ExitStack() as undo:  # also after an error in the middle, of a gather or of what is put back
         written = {id(param.param) for param in names}
@@ -125,6 +140,12 @@ def whole_weights(module: nn.Module, *, trained_only: bool = False) -> Iterator[
         for param in names:
             undo.callback(_put_shard, param, _put_whole(param))
         yield
+
+
+def _is_whole(param: ManagedParam) -> bool:
+    module, name = param.registration.sites[0]
+    registered = module._parameters.get(name)
+    return isinstance(registered, nn.Parameter) and not isinstance(registered, DTensor) and not param.is_pinned
 
 
 def _put_whole(param: ManagedParam) -> nn.Parameter:

@@ -234,7 +234,9 @@ class ManagedParam:
     def follow_assigned(self, site: Site, before: nn.Parameter | None) -> None:
         """Take over what ``load_state_dict(assign=True)`` registered. If its placements are not
         those of ``before``, register ``before`` again and raise a RuntimeError."""
-        current = site.module._parameters.get(site.name)
+        current = dict(site.module._parameters.items()).get(site.name)  # the shard, also after ``unshard``
+        if current is before and (current is not self.param or compat.local_part(current) is self.local):
+            return  # nothing was assigned
         try:
             if isinstance(before, DTensor) and isinstance(current, DTensor):
                 spec = compat.dtensor_spec(current)

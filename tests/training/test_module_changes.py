@@ -16,12 +16,15 @@ from runtime_common import (
     check_step,
     make_rows,
     make_tokens,
+    members_of,
     shard_copy,
     small_model,
     square_loss,
     square_step,
     token_loss,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from dtensor_gtp import GTPShard, gtp_shard, shard_added, whole_weights
@@ -136,6 +139,15 @@ def normalize(model: nn.Module) -> list[float]:
     return [float(param.grad.norm()) for param in model.parameters()]
 
 
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x))
+
+
 class TestWholeWeights(GlooTest):
     """``whole_weights``: code that knows no DTensor reads and changes parameters as in one process."""
 
@@ -222,6 +234,40 @@ class TestWholeWeights(GlooTest):
         model = gtp_shard(nn.Sequential(Reads(8, 8)), self.gtp_mesh(), schedule=ALL)
         with self.assertRaisesRegex(RuntimeError, "whole_weights cannot be called during a forward or backward"):
             model(torch.ones(2, 8))
+
+    def test_one_within_another_and_a_state_dict_that_is_loaded_there(self) -> None:
+        model = gtp_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), self.gtp_mesh(), schedule=ALL)
+        with whole_weights(model), torch.no_grad():
+            with whole_weights(model[0]):
+                model[0].weight.fill_(3.0)
+            model[1].load_state_dict({"weight": torch.full((8, 8), 2.0), "bias": torch.zeros(8)})
+        for layer, value in zip(model, (3.0, 2.0), strict=True):
+            self.assertEqual(layer.weight.full_tensor(), torch.full((8, 8), value))
+
+    def test_groups_between_unshard_and_reshard(self) -> None:
+        """There ``load_state_dict`` writes to the shards, and whole weights are refused before anything changes."""
+        model = gtp_shard(nn.Sequential(Residual(), Residual()), self.gtp_mesh(), schedule=GROUPS)
+        model(torch.ones(2, 8)).sum().backward()
+        self.assertEqual(len(members_of(model).groups), 2)
+        model.unshard()
+        with self.assertRaisesRegex(RuntimeError, r"between unshard\(\) and reshard\(\) of block '0'.* before"):
+            with whole_weights(model):
+                self.fail("no rank comes here")
+        values = {name: torch.full_like(value.full_tensor(), 0.5) for name, value in model.state_dict().items()}
+        model.load_state_dict(values)
+        model.reshard()
+        reference = nn.Sequential(Residual(), Residual())
+        reference.load_state_dict(values)
+        self.assertEqual(model(torch.ones(2, 8)), reference(torch.ones(2, 8)))
+
+    def test_a_fully_shard_outside_is_refused(self) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "gtp"))
+        model = gtp_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mesh["gtp"], schedule=ALL)
+        fully_shard(model, mesh=mesh["dp"])
+        model(torch.ones(2, 8)).sum().backward()
+        with self.assertRaisesRegex(NotImplementedError, "a fully_shard outside .* has cut parameter '0.weight'"):
+            with whole_weights(model):
+                self.fail("no rank comes here")
 
     def test_an_uneven_shard_of_another_dim_and_blocks(self) -> None:
         for placement in (GTPShard(1), GTPShard(0, block_size=4)):
