@@ -83,24 +83,39 @@ class GatheredOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
         super().__init__(params, {})
-        self._slots = [[_Slot(param) for param in group["params"]] for group in self.param_groups]
-        self._choose_owners()
-        groups = []
-        for group, slots in zip(self.param_groups, self._slots, strict=True):
-            wholes = [slot.whole for slot in slots if slot.is_owned]
-            groups.append({**group, "params": wholes})
+        self._slots: list[list[_Slot]] = []
+        self._loads: dict[str, list[int]] = {}  # elements that each rank owns, by group of ranks
+        groups = [self._stepped(group) for group in self.param_groups]
         self.inner = self.optimizer_class(groups, *args, **kwargs)
         self.defaults = self.inner.defaults
         self._copy_options(self.inner, self)
 
-    def _choose_owners(self) -> None:
-        """The largest parameter goes to the rank with the least so far, in each group of ranks."""
-        loads: dict[str, list[int]] = {}
-        shared = [slot for slots in self._slots for slot in slots if slot.axis is not None]
+    def _stepped(self, group: dict[str, Any]) -> dict[str, Any]:
+        """A new ``group`` as the wrapped optimizer gets it: with what this rank owns."""
+        slots = [_Slot(param) for param in group["params"]]
+        self._choose_owners(slots)
+        self._slots.append(slots)
+        return {**group, "params": [slot.whole for slot in slots if slot.is_owned]}
+
+    def _choose_owners(self, slots: Sequence[_Slot]) -> None:
+        """The largest parameter goes to the rank with the least so far, in each group of ranks. One param group after
+        the other: a state dict fits whether they came together or later."""
+        shared = [slot for slot in slots if slot.axis is not None]
         for slot in sorted(shared, key=lambda slot: -slot.param.numel()):
-            load = loads.setdefault(slot.group.group_name, [0] * slot.group.size())
+            load = self._loads.setdefault(slot.group.group_name, [0] * slot.group.size())
             slot.owner = load.index(min(load))
             load[slot.owner] += slot.param.numel()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As of any optimizer; on all ranks alike.
+
+        Args:
+            param_group: Parameters under ``"params"``, and options that differ from the defaults.
+        """
+        super().add_param_group(param_group)
+        if "inner" in self.__dict__:  # else torch's constructor calls it, for each of its groups
+            self.inner.add_param_group(self._stepped(self.param_groups[-1]))
+            self._copy_options(self.inner, self)
 
     @staticmethod
     def _copy_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:

@@ -10,6 +10,7 @@ import ctypes
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from .quant.native import native_of
 
 _LOG = logging.getLogger(__name__)
 _MOST_NAMED = 5  # in an error
+_INCOMPLETE = ".incomplete"  # ends names of files until all are written; no reader takes them
+_OF_A_SAVE = re.compile(rf"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?({re.escape(_INCOMPLETE)})?")
 
 
 def load_pretrained(
@@ -132,6 +135,7 @@ def save_pretrained(
     """Write the whole model as safetensors, which ``from_pretrained`` and :func:`load_pretrained` read.
 
     Call it on all ranks. They gather one tensor after the other, so rank 0 needs host memory for the largest one.
+    A model that was saved in the folder is deleted after this one is written, so the disk needs space for both.
 
     Args:
         model: A module after ``gtp_shard``.
@@ -165,12 +169,28 @@ def save_pretrained(
         folder.mkdir(parents=True, exist_ok=True)
     with Progress(_LOG, f"writing {path}", len(tensors)) as progress:
         for name, keys in files.items():
-            _write(folder / name if is_writer else None, {key: tensors[key] for key in keys}, dtypes, progress)
-    if is_writer and len(files) > 1:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": {}}
-        index["weight_map"] = {key: name for name, keys in files.items() for key in keys}
-        (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+            file = folder / f"{name}{_INCOMPLETE}" if is_writer else None
+            _write(file, {key: tensors[key] for key in keys}, dtypes, progress)
+    if is_writer:
+        names = list(files)
+        if len(files) > 1:
+            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": {}}
+            index["weight_map"] = {key: name for name, keys in files.items() for key in keys}
+            (folder / f"{INDEX}{_INCOMPLETE}").write_text(json.dumps(index, indent=1) + "\n")
+            names.append(INDEX)
+        _replace_earlier(folder, names)
     _meet(model)
+
+
+def _replace_earlier(folder: Path, names: list[str]) -> None:
+    """Delete the files of earlier saves, then give the new ones their names. After a crash in between, tensors are
+    missing, with which loads raise: files of two saves never stand beside each other."""
+    new = {f"{name}{_INCOMPLETE}": name for name in names}
+    for file in list(folder.iterdir()):
+        if _OF_A_SAVE.fullmatch(file.name) and file.name not in new:
+            file.unlink()
+    for incomplete, name in new.items():
+        (folder / incomplete).replace(folder / name)
 
 
 def _meet(model: nn.Module) -> None:

@@ -28,6 +28,7 @@ from .._howto import printable, see
 from .._params.sharded_weight import ShardedWeight
 from .._params.weight_group import FullParams
 from .._schedule.runtime import Runtime
+from ..quant.native import native_of
 from .binding import BoundModule
 from .frames import ADVICE_FOR_JIT
 
@@ -180,8 +181,9 @@ def _load_from_state_dict(self: BoundModule, state_dict: dict[str, Any], prefix:
     """Each rank takes its part of whole tensors. ``assign=True`` registers other objects: follow
     them, and report an error for what is no shard."""
     before = dict(self._parameters.items())  # the shards, also after ``unshard``
+    is_assigned = args[0].get("assign_to_params_buffers", False)  # torch's metadata of the module
     for name, param in before.items():
-        part = _part_of(state_dict.get(prefix + name), param)
+        part = _part_of(state_dict.get(prefix + name), param, is_assigned)
         if part is not None:
             # In place, as hooks of torch rename keys: the caller looks for missing ones in this
             # very dict.
@@ -195,16 +197,17 @@ def _load_from_state_dict(self: BoundModule, state_dict: dict[str, Any], prefix:
             args[-1].append(str(error))  # the list of error messages
 
 
-def _part_of(value: Any, param: nn.Parameter | None) -> Tensor | None:
+def _part_of(value: Any, param: nn.Parameter | None, is_assigned: bool) -> Tensor | None:
     """This rank's part of a whole tensor for a sharded ``param``; None for all that is loaded as it
     is."""
     if not isinstance(param, DTensor) or not isinstance(value, Tensor):
         return None
     if isinstance(value, DTensor) or value.shape != param.shape:
         return None  # a DTensor is loaded as it is; torch reports another shape
-    if type(compat.local_tensor(param)) not in (Tensor, nn.Parameter):  # e.g. quantized
-        return None
-    # Without communication: each rank has the whole tensor.
+    is_subclass = type(compat.local_tensor(param)) not in (Tensor, nn.Parameter)
+    if is_assigned and is_subclass and native_of(param) is None:
+        return None  # a plain part would replace e.g. a weight of torchao: refused as any other object
+    # Without communication: each rank has the whole tensor. Hooks of native weights quantize the part.
     return distributed_tensor.distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
 
 

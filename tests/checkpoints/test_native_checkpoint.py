@@ -181,6 +181,26 @@ class TestNativeCheckpoint(GlooTest):
                 )
                 self.assertTrue(torch.equal(param, value), (recipe, name))
 
+    def test_load_state_dict_quantizes_whole_values(self) -> None:
+        """Of high precision on every rank, copied and assigned, on one axis and on several, also after unshard()."""
+        mesh, tp, around = self.gtp_mesh(), _mesh((2, 2), ("gtp", "tp")), _mesh((2, 2), ("dp", "gtp"))
+        values = net(1).state_dict()
+        shards: list[ShardFn] = []
+        for recipe in all_recipes():
+            shards += [on_gtp(recipe, mesh), on_tp(recipe, tp)]
+        shards += [on_gtp(NVFP4(), mesh, **COLUMNS), on_gtp(NVFP4(), around["gtp"])]
+        shards.append(lambda model: fsdp(on_gtp(MXFP8(), around["gtp"])(model), around["dp"]))
+        for index, shard in enumerate(shards):
+            expected = shard(net(1)).state_dict()
+            for assign in (False, True):
+                model = shard(net(2))
+                model.load_state_dict(values, assign=assign)
+                assert_same_state(model.state_dict(), expected, (index, assign))
+        model = shards[0](net(2))
+        model.unshard()
+        model.load_state_dict(values)
+        assert_same_state(model.state_dict(), shards[0](net(1)).state_dict())
+
     def test_bfloat16_into_native_and_back(self) -> None:
         """A checkpoint of plain ``fully_shard`` in bfloat16 into every recipe and masters, and each of them back."""
         mesh, tp, around = self.gtp_mesh(), _mesh((2, 2), ("gtp", "tp")), _mesh((2, 2), ("dp", "gtp"))

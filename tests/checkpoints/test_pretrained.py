@@ -206,6 +206,42 @@ class TestLoadPretrained(GlooTest):
             assert_same_params(again, expected, rtol=0.0, atol=0.0)
             self.assertIsInstance(again.linear.weight, DTensor)
 
+    def test_a_save_replaces_an_earlier_one_in_the_folder(self) -> None:
+        """From several files to one, to fewer, and back; what others have put there stays."""
+        one, two, three = {}, {"max_file_nbytes": 1000}, {"max_file_nbytes": 700}
+        with shared_directory() as folder:
+            if self.rank == 0:
+                write(folder / "model-ema.safetensors", {})
+            dist.barrier()
+            for seed, options in enumerate((three, two, one, two, one)):
+                save_pretrained(shard(make(seed), self.gtp_mesh()), folder, **options)
+                count = {1000: 2, 700: 3}.get(options.get("max_file_nbytes", 0), 1)
+                expected = {f"model-{k + 1:05}-of-{count:05}.safetensors" for k in range(count)}
+                expected |= {"model.safetensors.index.json"}
+                if options is one:
+                    expected = {"model.safetensors"}
+                self.assertEqual({file.name for file in folder.iterdir()}, expected | {"model-ema.safetensors"})
+                loaded = shard(make(seed + 1), self.gtp_mesh())
+                load_pretrained(loaded, folder)
+                assert_same_params(loaded, make(seed), rtol=0.0, atol=0.0)
+                dist.barrier()
+
+    def test_a_save_that_fails_leaves_the_earlier_one(self) -> None:
+        with shared_directory() as folder:
+            for options in ({}, {"max_file_nbytes": 1000}):
+                save_pretrained(shard(make(1), self.gtp_mesh()), folder, **options)
+                model = shard(make(2), self.gtp_mesh())
+                for again in ({}, {"max_file_nbytes": 1000}):
+                    with (
+                        mock.patch.object(DTensor, "full_tensor", side_effect=OSError("cut off")),
+                        self.assertRaisesRegex(OSError, "cut off"),
+                    ):
+                        save_pretrained(model, folder, **again)
+                    dist.barrier()
+                    loaded = shard(make(3), self.gtp_mesh())
+                    load_pretrained(loaded, folder)
+                    assert_same_params(loaded, make(1), rtol=0.0, atol=0.0)
+
     @pytest.mark.long
     @unittest.skipIf(find_spec("transformers") is None, "needs transformers")
     def test_a_model_of_transformers(self) -> None:

@@ -97,6 +97,16 @@ class TestHooks(GlooTest):
                 x = torch.randn(4, 16)
                 self.assertEqual(model(x), x @ weight.t())
 
+    def test_whole_values_are_loaded_into_the_class(self) -> None:
+        """Copied; assigned values would replace it."""
+        model = gtp_shard(make_scaled(), self.gtp_mesh(), schedule=ALL)
+        values = {name: torch.full(param.shape, 2.0) for name, param in model.named_parameters()}
+        model.load_state_dict(values)
+        with self.assertRaisesRegex(RuntimeError, "'0.weight' was replaced after gtp_shard by a Parameter"):
+            model.load_state_dict(values, assign=True)
+        self.assertIs(type(model[0].weight.to_local()), Scaled)
+        self.assertEqual(plain(model[0].weight), values["0.weight"])
+
     def test_hooks_that_come_too_late(self) -> None:
         """On the local tensor after ``gtp_shard``: all ranks say so."""
         model = gtp_shard(nn.Sequential(nn.Linear(16, 16)), self.gtp_mesh(), schedule=ALL)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from common import ALL, GlooTest, assert_same_params, check_training, fake_mesh, full, rows_of_rank, shared_directory
@@ -249,3 +250,38 @@ class TestGathered(GlooTest):
         again_schedule.load_state_dict(schedule.state_dict())
         train(first, again, again_schedule, range(2, 4))
         assert_same_params(first, reference, rtol=2e-3, atol=2e-4)
+
+    def test_groups_that_are_added_later(self) -> None:
+        """Parameters and states are those of one process; an optimizer made with all groups takes the state."""
+
+        def train(model: nn.Module, optimizer: Any, steps: range) -> None:
+            for step in steps:
+                optimizer.zero_grad()
+                token_loss(model, make_tokens(step)).backward()
+                optimizer.step()
+
+        reference = Net()
+        model = self.shard(copy.deepcopy(reference), self.gtp_mesh())
+        optimizers = []
+        for each, cls in ((reference, torch.optim.AdamW), (model, gathered(torch.optim.AdamW))):
+            params = list(each.parameters())
+            optimizer = cls(params[2:], lr=0.05)
+            train(each, optimizer, range(2))
+            optimizer.add_param_group({"params": iter(params[:2]), "lr": 0.01})
+            train(each, optimizer, range(2, 4))
+            optimizers.append(optimizer)
+        assert_same_params(model, reference, rtol=2e-3, atol=2e-4)
+        expected, actual = (optimizer.state_dict() for optimizer in optimizers)
+        self.assertEqual(actual["param_groups"], expected["param_groups"])
+        held: list[Any] = [None] * self.world_size
+        dist.all_gather_object(held, actual["state"])
+        for index, state in expected["state"].items():
+            owned = [states[index] for states in held if states[index]]
+            self.assertGreaterEqual(len(owned), 1)
+            torch.testing.assert_close(owned[0], state, rtol=2e-3, atol=2e-4)
+        params = list(model.parameters())
+        again = gathered(torch.optim.AdamW)([{"params": params[2:]}, {"params": params[:2]}])
+        again.load_state_dict(actual)
+        train(model, again, range(4, 6))
+        train(reference, optimizers[0], range(4, 6))
+        assert_same_params(model, reference, rtol=2e-3, atol=2e-4)
