@@ -65,7 +65,9 @@ def _run(stock: Callable[..., Any], outputs: Any, grads: Any, retain: Any, creat
     runtimes = []  # without inputs, all leaves get their gradients
     if inputs:
         runtimes = _runtimes()
-    is_outermost = compat.current_graph_task_id() == -1  # a hook or a checkpoint may run another one within
+    arrived = []
+    if compat.current_graph_task_id() == -1 and not create:  # no hook or checkpoint of another run is around
+        arrived = [(runtime, runtime.arrived()) for runtime in _runtimes()]
     # A hook may call ``torch.autograd.grad`` within a run. The outer run gets its ids back.
     before = [runtime.asked_for for runtime in runtimes]
     try:
@@ -76,9 +78,8 @@ def _run(stock: Callable[..., Any], outputs: Any, grads: Any, retain: Any, creat
         for runtime in runtimes:
             runtime.asked_for = asked_for
         result = stock(outputs, grads, retain, create, inputs, *args)
-        if is_outermost and not create:
-            for runtime in _runtimes():
-                runtime.refuse_lost_gradients()
+        for runtime, had_arrived in arrived:
+            runtime.refuse_lost_gradients(had_arrived)
         return result
     except RuntimeError as error:
         explain(error)

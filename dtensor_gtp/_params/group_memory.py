@@ -156,9 +156,9 @@ class GroupLeaves:
         return self.storage.nbytes() == 0 and any(leaf.data_ptr() for leaf in self.by_member.values())
 
     @property
-    def have_gradients(self) -> bool:
-        """Whether gradients have arrived that nobody has taken."""
-        return any(leaf.grad is not None for leaf in self.by_member.values())
+    def num_gradients(self) -> int:
+        """Of leaves whose gradient has arrived and was not taken yet."""
+        return sum(leaf.grad is not None for leaf in self.by_member.values())
 
     def put_back(self) -> bool:
         """Let leaves be views of the storage again. Returns whether ``set_`` or ``.data = ...`` had

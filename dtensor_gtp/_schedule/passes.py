@@ -173,6 +173,7 @@ class Passes:
         self._members = members
         self.chains: dict[ChainKey, Chain] = {}
         self.is_in_backward = False  # whether a backward has begun and not ended
+        self.num_backwards = 0  # that have begun
         self.forward: Chain | None = None  # of the running forward
         self.forward_of_backward: Chain | None = None  # of the running or last backward
         self.look_ahead(Schedule())  # until one is chosen
@@ -222,6 +223,7 @@ class Passes:
 
     def begin_backward(self, entry: Entry | None) -> None:
         self.is_in_backward = True
+        self.num_backwards += 1
         self.backward = self.chain(entry, is_backward=True)
         self.forward_of_backward = None
         if entry is not None:
