@@ -186,6 +186,25 @@ SILENT = {
     "a block computes with shards that its forward has written":
         Bug("LostWrites._drop_in_forward", never("is_new and self._comm.streams.may_wait_on_host"),
             "test_writes_to_shards_of_a_block_that_runs_are_refused"),
+    "a block that stays gathered carries its writes over newer values":
+        Bug("Gathering.release", never("is_kept and target.group.carry_writes()"),
+            "test_writes_to_a_block_that_stays_gathered"),
+    "versions of replaced parameters repeat":
+        Bug("WeightGroup.version", replace("shards.num_followed", "0"),
+            "test_replaced_parameters_whose_versions_are_lower"),
+    "gradients that no backward of a block has reduced stay for the next step":
+        Bug("Runtime.refuse_lost_gradients", replace("now[1] <= before[1]", "True"),
+            "test_tensors_that_a_block_keeps_for_the_loss"),
+    "a block that is called first of all is no group yet":
+        Bug("_call_in_frame", never("binding.block is not None and method == 'forward'"),
+            "test_the_first_call_of_all_is_that_of_a_block"),
+    "autograd saves an alias as it was before a write":
+        Bug("SavedWeights.watch", never("other.use.version != use.version"),
+            "test_a_forward_that_writes_the_shard_itself"),
+    "a tie is followed at its first place alone":
+        Bug("WeightGroup.begin_forward", replace("is_registered and module._parameters.get(name) is param",
+            "is_registered and module._parameters.get(name) is param or (module, name) != member.registration.sites[0]"),
+            "test_a_tied_weight_that_is_replaced_at_one_place"),
     "a block may return a tensor that autograd does not follow into it":
         Bug("BlockUse._hold_for_hidden",
             never("any(output.requires_grad for output in outputs)"),
