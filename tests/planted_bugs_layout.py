@@ -33,8 +33,16 @@ LAYOUT = {
         Bug("_is_recut", argument("any", 0, "(_shards(p, dim) for p, _ in changed)"),
             "test_redistribute_to_every_layout_and_back"),
     "each rank draws the first rows":
-        Bug("WholeDraws.draw", replace("compat.own_part(...)", "full.flatten()[: local.numel()].view(local.shape)"),
+        Bug("_write_own_part", replace("compat.own_part(...)", "full.flatten()[: local.numel()].view(local.shape)"),
             "test_reset_parameters"),
+    "a draw ignores the strides of the tensor":
+        Bug("empty_whole", argument("empty_strided", 1, "torch.empty(tensor.shape).stride()"),
+            "test_draws_follow_the_strides_of_the_tensor"),
+    "noise of the first rows on each rank":
+        Bug("WholeDraws.draw_like", replace("compat.own_part(...)", "full[: len(compat.local_tensor(source))]"),
+            "test_new_random_tensors_have_the_rows_of_one_process"),
+    "a view of a view of a copy counts as the shard":
+        Bug("mark_copies", without("is_copy(operand.spec)"), "test_other_writes_to_a_view_of_a_copy_raise"),
     "truth value of a rank's own part":
         Bug("WholeDraws.read_scalar", negate("self.is_on_our_mesh(target)"), "test_init_functions"),
     "sum of one shard counts for all":

@@ -34,6 +34,7 @@ from .._torch_compat import (
     OpSchema,
     OutputSharding,
     Propagate,
+    is_tracing_dtensors,
     op_dispatcher,
     replace_item,
     wrap_sharding_propagation,
@@ -44,6 +45,7 @@ from .block_layout import gathered, has_block, has_empty_shard, map_specs, on_di
 from .elementwise import Operand, operands_of, propagate_alike, unsupported
 from .gradients import NORMS, needs_rows_for_norm
 from .remedies import explain
+from .view_copies import mark_copies, without_marks
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +107,14 @@ class _Propagation:
         self._meshes: WeakSet[DeviceMesh] = WeakSet()
 
     def __call__(self, stock: Propagate, schema: OpSchema) -> OutputSharding:
+        operands = list(operands_of(schema))
+        sharding = self._propagate(stock, without_marks(schema, operands))
+        # Compiled code that writes to a view is made of ops that do not.
+        if any(o.is_aliased and o.spec.mesh in self._meshes for o in operands) and not is_tracing_dtensors():
+            return mark_copies(operands, sharding)
+        return sharding
+
+    def _propagate(self, stock: Propagate, schema: OpSchema) -> OutputSharding:
         operands = list(operands_of(schema))
         for operand in operands:
             if any(isinstance(placement, GTPShard) for placement in operand.spec.placements):

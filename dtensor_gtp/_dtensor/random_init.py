@@ -1,4 +1,4 @@
-"""Random initialization in place: every rank gets the rows that the unsharded tensor would have drawn.
+"""Initialization in place: every rank gets the rows that the unsharded tensor would have got.
 
 DTensor draws each shard by itself. Here each rank draws the whole of a tensor on a mesh that ``gtp_shard`` shards over,
 and keeps its part. With ranks seeded alike, ``to_empty`` and ``reset_parameters`` give the parameters and the
@@ -8,25 +8,35 @@ generator's state of the unsharded module.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
+from .view_copies import is_copy, overwrite
 
 aten = torch.ops.aten
 
+# In-place ops that read nothing of what they write to.
 RANDOM_OPS = (
     aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float, aten.exponential_.default, aten.cauchy_.default,
     aten.log_normal_.default, aten.geometric_.default, aten.random_.default, aten.random_.to,
     getattr(aten.random_, "from"),
 )  # fmt: skip
+FILLS = (aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor)
+# Ops that draw a new tensor which lies as their first argument.
+LIKE_OPS = (
+    aten.bernoulli.default, aten.rand_like.default, aten.randn_like.default, aten.randint_like.default,
+    aten.randint_like.low_dtype,
+)  # fmt: skip
 
 
 class WholeDraws:
-    """DTensor's handler of the random ops."""
+    """DTensor's handler of the ops above."""
 
     def __init__(self) -> None:
         # Store hashes. A strong reference keeps process groups alive; a weak one dies when the first of several equal
@@ -46,24 +56,74 @@ class WholeDraws:
         target = args[0]
         if target.dtype == torch.bool and self.is_on_our_mesh(target):
             return op(target.full_tensor(), *args[1:], **kwargs)  # all ranks read the same value
-        with compat.stock_dtensor_dispatch(op):
-            return op(*args, **kwargs)
+        return _stock(op, args, kwargs)
 
     def draw(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the in-place random ``op`` on ``args[0]``."""
         target = args[0]
-        is_ours = isinstance(target, DTensor) and self.is_on_our_mesh(target)
-        has_part = is_ours and not compat.local_tensor(target).is_meta and compat.is_real_rank(target.device_mesh)
-        # torch draws: no DTensor of ours, a meta tensor, simulated ranks, or partial values.
-        if not has_part or any(placement.is_partial() for placement in target.placements):
-            with compat.stock_dtensor_dispatch(op):
-                return op(*args, **kwargs)
-        local = compat.local_tensor(target)
-        # All ranks draw all values, so their generators stay alike. The full tensor is freed on return.
-        full = torch.empty(target.shape, dtype=target.dtype, device=local.device)
-        op(full, *args[1:], **kwargs)
-        local.copy_(compat.own_part(full, target.device_mesh, target.placements))
-        return target
+        if not self._has_part(target):
+            return _stock(op, args, kwargs)
+        if is_copy(compat.dtensor_spec(target)):
+            return overwrite(op, args, kwargs)
+        return _write_own_part(target, lambda full: op(full, *args[1:], **kwargs))
+
+    def fill(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the filling ``op`` on ``args[0]``."""
+        target = args[0]
+        if isinstance(target, DTensor) and is_copy(compat.dtensor_spec(target)) and self._has_part(target):
+            return overwrite(op, args, kwargs)
+        return _stock(op, args, kwargs)
+
+    def eye(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``torch.eye(..., out=target)``, by which DTensor would make each local tensor the whole matrix."""
+        target = kwargs["out"]
+        if not self._has_part(target):
+            return _stock(op, args, kwargs)
+        shape = (args[0], args[-1])
+        if target.shape != shape or is_copy(compat.dtensor_spec(target)):
+            raise ValueError(
+                f"torch.eye expects a parameter of shape {shape} as out, but got a sharded one of shape "
+                f"{tuple(target.shape)}, or a view of one. Write nn.init.eye_(param)."
+            )
+        return _write_own_part(target, lambda full: op(*args, **{**kwargs, "out": full}))
+
+    def draw_like(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run ``op``, which draws a new tensor that lies as ``args[0]``."""
+        source = args[0]
+        if not self._has_part(source):
+            return _stock(op, args, kwargs)
+        if op is aten.bernoulli.default:  # it reads the probabilities
+            whole = source.full_tensor()
+        else:
+            whole = compat.empty_whole(source)
+        full = op(whole, *args[1:], **kwargs)
+        # A copy, which does not keep the full tensor alive.
+        part = compat.own_part(full, source.device_mesh, source.placements).clone()
+        meta = compat.TensorMeta(full.shape, full.stride(), full.dtype)
+        return compat.wrap_local(part, compat.dtensor_spec(source).shallow_copy_with_tensor_meta(meta))
+
+    def _has_part(self, tensor: Any) -> bool:
+        """Whether this rank holds a part of it. If not torch draws: no DTensor of ours, a meta tensor, simulated ranks,
+        or partial values."""
+        if not isinstance(tensor, DTensor) or not self.is_on_our_mesh(tensor):
+            return False
+        if compat.local_tensor(tensor).is_meta or not compat.is_real_rank(tensor.device_mesh):
+            return False
+        return not any(placement.is_partial() for placement in tensor.placements)
+
+
+def _stock(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with compat.stock_dtensor_dispatch(op):
+        return op(*args, **kwargs)
+
+
+def _write_own_part(target: DTensor, fill: Callable[[Tensor], object]) -> DTensor:
+    # All ranks draw all values, so their generators stay alike. The full tensor is freed on return.
+    full = compat.empty_whole(target)
+    fill(full)
+    local = compat.local_tensor(target)
+    local.copy_(compat.own_part(full, target.device_mesh, target.placements))
+    return target
 
 
 def zero_row(weight: DTensor, row: int) -> None:
@@ -83,7 +143,14 @@ def zero_row(weight: DTensor, row: int) -> None:
 def whole_draws() -> WholeDraws:
     """The one handler of this process, taught to DTensor's dispatcher by the first call."""
     draws = WholeDraws()
-    for op in RANDOM_OPS:
-        compat.set_dtensor_handler(op, draws.draw)
-    compat.set_dtensor_handler(aten._local_scalar_dense.default, draws.read_scalar)
+    handlers = (
+        (draws.draw, RANDOM_OPS),
+        (draws.fill, FILLS),
+        (draws.eye, (aten.eye.out, aten.eye.m_out)),
+        (draws.draw_like, LIKE_OPS),
+        (draws.read_scalar, (aten._local_scalar_dense.default,)),
+    )
+    for handler, ops in handlers:
+        for op in ops:
+            compat.set_dtensor_handler(op, handler)
     return draws

@@ -32,12 +32,16 @@ _REMEDIES = (
         "separate param group, and clip them by a separate clip_grad_norm_.",
     ),
     (
+        ("index_put_", "t_"),
+        "Indexed writes, nn.init.sparse_ and nn.init.orthogonal_ need whole parameters: with whole_weights(model).",
+    ),
+    (
         ("index", "embedding", "gather", "mm", "addmm", "bmm", "matmul", "linear", "convolution"),
         "Outside of the forward of its module a weight is sharded. Call the module, e.g. model.embedding(ids); "
         f"or register your method: register_gtp_forward_method(model, 'name'); or convert: {_WHOLE}.",
     ),
     (
-        ("copy_", "fill_", "index_put_", "lerp_"),
+        ("copy_", "fill_", "lerp_"),
         "To write a whole tensor into a parameter: param.copy_(distribute_tensor(value, param.device_mesh, "
         f"param.placements)) under torch.no_grad(), or load_state_dict. To read one: {_WHOLE}.",
     ),
@@ -48,7 +52,7 @@ _REFUSED = re.compile(r"aten\.(\w+)\.\w+:? (?:got mixed torch\.Tensor and DTenso
 _IN_PLACE = re.compile(r"aten\.\w+\.\w+: in-place operations that require placement changes are not supported")
 _NEEDS_WHOLE = (
     "This op needs whole tensors. In an optimizer: dtensor_gtp.optim.gathered(optimizer_class) steps on whole "
-    f"parameters. Elsewhere: {_WHOLE}."
+    f"parameters. Elsewhere: {_WHOLE}, and to write one: with whole_weights(model)."
 )
 _PACKAGE = f"{__name__.partition('.')[0]}."
 _DTENSOR = "torch.distributed.tensor."

@@ -137,6 +137,17 @@ def own_part(full: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) 
     return full
 
 
+def empty_whole(tensor: DTensor) -> Tensor:
+    """A plain tensor of the logical shape and strides of ``tensor``, on this rank's device."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor._local_tensor.device)
+
+
+def replay_view(view: Tensor, base: Tensor) -> Tensor:
+    """The view of ``base`` that ``view`` is of ``view._base``."""
+    replayed: Tensor = view._view_func_unsafe(base)
+    return replayed
+
+
 def distribute_tensor_modules() -> list[Any]:
     """Modules of torch that hold ``distribute_tensor``, the one that defines it first."""
     return [import_module(f"torch.distributed.{name}") for name in ("tensor._api", "tensor", "_state_dict_utils")]

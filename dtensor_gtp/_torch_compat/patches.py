@@ -65,7 +65,7 @@ PATCHES = {
     "handler": Patch(
         f"{_TENSOR}.DTensor._op_dispatcher._custom_op_handlers[op]",
         _ALL,
-        "random initialization, item() and GradScaler would use the rows of one mesh axis alone",
+        "initialization, item() and GradScaler would use the rows of one mesh axis alone",
     ),
     "fused optimizers": Patch(
         f"{_TENSOR}.DTensor._op_dispatcher.sharding_propagator, its four tables of strategies",

@@ -43,6 +43,9 @@ class TestRemedies(unittest.TestCase):
         ignored_params = {model.get_parameter(name) for name in ignored}
         return gtp_shard(model, self.mesh, schedule=ALL, ignored_params=ignored_params)
 
+    def wide(self) -> nn.Module:
+        return gtp_shard(nn.Linear(8, 4), self.mesh, schedule=ALL)
+
     def check(self, remedy: str, call: Any) -> None:
         try:  # not assertRaises, which clears the frames
             call()
@@ -60,7 +63,8 @@ class TestRemedies(unittest.TestCase):
         self.check("register_gtp_forward_method", lambda: torch.ones(2, 8) @ linear.weight)
         with torch.no_grad():
             self.check("distribute_tensor", lambda: linear.weight.copy_(torch.ones(8, 8)))
-            self.check("distribute_tensor", lambda: linear.weight[0].fill_(torch.ones(())))
+            self.check("with whole_weights", lambda: nn.init.sparse_(linear.weight, 0.1))
+            self.check("with whole_weights", lambda: nn.init.orthogonal_(self.wide().weight))
             self.check("full_tensor", lambda: torch.empty(8, 8).copy_(linear.weight))
         loss = model(ids).square().mean() + sum(param.square().sum() for param in model.parameters())
         self.check("penalty.full_tensor", loss.backward)
