@@ -112,10 +112,10 @@ class TestRemedies(unittest.TestCase):
         remedy = r"dtensor_gtp.optim.gathered\(optimizer_class\)"
         optimizer = torch.optim.Adafactor(model.parameters(), foreach=False)
         self.check(remedy, optimizer.step)
-        with self.assertRaisesRegex(RuntimeError, "Sharding propagation failed") as caught:
+        with self.assertRaisesRegex(RuntimeError, "Sharding propagation failed|placement changes") as caught:
             optimizer.step()
-        cause = caught.exception.__cause__
-        self.assertRegex("".join(cause.__notes__), remedy)
+        error = caught.exception.__cause__ or caught.exception  # torch 2.11 raises it as it is
+        self.assertRegex("".join(error.__notes__), remedy)
         for cls in (OfColumns, OfNorms):
             self.check(remedy, cls(model.parameters(), {}).step)
 
@@ -144,7 +144,8 @@ class TestRemedies(unittest.TestCase):
         with self.assertRaisesRegex(TypeError, r"Write f'\{norm.full_tensor\(\):.3f\}', on all ranks"):
             f"{norm:.3f}"
         self.assertEqual(f"{norm}", str(norm))
-        self.assertRegex(f"{norm.full_tensor():.3f}", r"^\d+\.\d{3}$")
+        # A fake group fills nothing: the number may be any.
+        self.assertRegex(f"{norm.full_tensor():.3f}", r"^(\d+\.\d{3}|nan|inf)$")
         weight = model[1].weight
         for name in ("numpy", "tolist"):
             with self.assertRaisesRegex(RuntimeError, rf"param.full_tensor\(\).{name}\(\) on all ranks.*histogram"):

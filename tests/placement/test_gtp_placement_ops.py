@@ -241,7 +241,7 @@ def test_outputs_with_unlike_placements_raise(meshes: Meshes) -> None:
     a, _ = operands(CASES["uneven"])
     source = shard(a, meshes.gtp, placements)
     mantissa, exponent = torch.empty_like(source), shard(torch.zeros(a.shape).int(), meshes.gtp, [Replicate()])
-    with pytest.raises(NotImplementedError, match=r"aten.frexp.* it writes to tensors with different placements"):
+    with pytest.raises(NotImplementedError, match=r"aten.frexp.* (with different placements|to a gathered copy)"):
         torch.frexp(source, out=(mantissa, exponent))
     torch.frexp(source, out=(mantissa, exponent := exponent.redistribute(placements=placements)))
     for actual, expected in zip((mantissa, exponent), torch.frexp(a), strict=True):
