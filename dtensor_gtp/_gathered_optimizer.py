@@ -112,8 +112,11 @@ class GatheredOptimizer(torch.optim.Optimizer):
         Args:
             param_group: Parameters under ``"params"``, and options that differ from the defaults.
         """
+        is_later = "inner" in self.__dict__  # else torch's constructor calls it, for each of its groups
+        if is_later:
+            self._copy_options(self, self.inner)  # what schedulers have set since the last step
         super().add_param_group(param_group)
-        if "inner" in self.__dict__:  # else torch's constructor calls it, for each of its groups
+        if is_later:
             self.inner.add_param_group(self._stepped(self.param_groups[-1]))
             self._copy_options(self.inner, self)
 

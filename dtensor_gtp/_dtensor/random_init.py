@@ -61,18 +61,26 @@ class WholeDraws:
     def draw(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the in-place random ``op`` on ``args[0]``."""
         target = args[0]
+        if _is_copy(target):
+            return self._overwrite(op, args, kwargs)
         if not self._has_part(target):
             return _stock(op, args, kwargs)
-        if is_copy(compat.dtensor_spec(target)):
-            return overwrite(op, args, kwargs)
         return _write_own_part(target, lambda full: op(full, *args[1:], **kwargs))
 
     def fill(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the filling ``op`` on ``args[0]``."""
         target = args[0]
-        if isinstance(target, DTensor) and is_copy(compat.dtensor_spec(target)) and self._has_part(target):
-            return overwrite(op, args, kwargs)
+        if _is_copy(target):
+            return self._overwrite(op, args, kwargs)
+        if op is aten.zero_.default and isinstance(target, DTensor):
+            compat.local_tensor(target).zero_()  # quicker: ``zero_grad`` asks for each parameter
+            return target
         return _stock(op, args, kwargs)
+
+    def _overwrite(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._has_part(args[0]):  # a meta tensor, or simulated ranks
+            return args[0]
+        return overwrite(op, args, kwargs)
 
     def eye(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``torch.eye(..., out=target)``, by which DTensor would make each local tensor the whole matrix."""
@@ -80,7 +88,7 @@ class WholeDraws:
         if not self._has_part(target):
             return _stock(op, args, kwargs)
         shape = (args[0], args[-1])
-        if target.shape != shape or is_copy(compat.dtensor_spec(target)):
+        if target.shape != shape or _is_copy(target):
             raise ValueError(
                 f"torch.eye expects a parameter of shape {shape} as out, but got a sharded one of shape "
                 f"{tuple(target.shape)}, or a view of one. Write nn.init.eye_(param)."
@@ -110,6 +118,10 @@ class WholeDraws:
         if compat.local_tensor(tensor).is_meta or not compat.is_real_rank(tensor.device_mesh):
             return False
         return not any(placement.is_partial() for placement in tensor.placements)
+
+
+def _is_copy(target: Any) -> bool:
+    return isinstance(target, DTensor) and is_copy(compat.dtensor_spec(target))
 
 
 def _stock(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -96,8 +96,6 @@ def overwrite(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor
     if not isinstance(base, DTensor) or is_copy(compat.dtensor_spec(base)):  # e.g. weight[3].data
         raise _refusal(op, compat.dtensor_spec(view))
     local = compat.local_tensor(base)
-    if local.is_meta:
-        return view
     # Whole tensors, of which the same views are taken: all ranks get the same values, and each one keeps its rows.
     full = compat.empty_whole(base)
     is_written = torch.zeros_like(full, dtype=torch.bool)
@@ -116,6 +114,7 @@ def overwrite(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor
 def _refusal(op: Any, spec: DTensorSpec) -> NotImplementedError:
     return NotImplementedError(
         f"{op} expects a tensor that it can write to, but got a view of shape {tuple(spec.shape)} of a sharded "
-        "parameter. The view cuts a sharded dim, so it holds a copy. Write to the parameter itself, e.g. "
-        "param.mul_(mask) under torch.no_grad(), or write inside of: with whole_weights(model)."
+        "tensor. The view cuts a sharded dim, so it holds a copy. To change a parameter, write to all of it, e.g. "
+        "param.mul_(mask) under torch.no_grad(), or inside of: with whole_weights(model). To compute with a copy, "
+        "clone() the view."
     )

@@ -116,7 +116,7 @@ def _call_in_frame(
     if not runtime.setup.is_done:  # for the choice of groups
         runtime.setup.expect_tokens(_num_tokens((args, kwargs)))
         if not runtime.is_materializing:
-            runtime.setup.ensure()
+            _set_up(runtime)
             if binding.block is not None and method == "forward":  # a block by now
                 return _call_block(module, call, args, kwargs, compiler)
     reads = reads if reads is not None else binding.reads  # a registered method has its own
@@ -153,9 +153,12 @@ def _call_block(block: BoundModule, call: Any, args: Any, kwargs: Any, compiler:
             inputs: set[Node] = set()
             if torch.is_grad_enabled():
                 use = BlockUse(runtime, group)
-                args, kwargs = _with_nodes((args, kwargs))
                 # Now, because the block may write its inputs and change the containers.
-                inputs = nodes_of(_tensors_in((args, kwargs)))
+                tensors = list(_tensors_in((args, kwargs)))
+                if any(tensor.requires_grad and tensor.grad_fn is None for tensor in tensors):
+                    args, kwargs = _map_tensors((args, kwargs), with_node)
+                    tensors = list(_tensors_in((args, kwargs)))
+                inputs = nodes_of(tensors)
             if is_compiled or not was_in_pass:
                 # Outside of a pass modules have shards; compiled code takes plain dicts alone.
                 group.views.show(is_compiled=is_compiled)
@@ -181,6 +184,15 @@ def _call_block(block: BoundModule, call: Any, args: Any, kwargs: Any, compiler:
     if use is not None:
         use.watch(inputs, _tensors_in(output))  # begins and ends the backward of this use
     return output
+
+
+def _set_up(runtime: Any) -> None:
+    """Choose groups before the first call is taken for one of a block or not."""
+    try:
+        runtime.setup.ensure()
+    except torch.OutOfMemoryError as error:
+        error.add_note(see("memory_too_high"))
+        raise
 
 
 def forward_in_frame(module: BoundModule, stock: Callable[..., Any], *args: Tensor | None) -> Tensor:
@@ -321,13 +333,6 @@ def _tensors_in(tree: Any) -> Iterator[Tensor]:
             yield leaf
         elif is_dataclass(leaf) and not isinstance(leaf, type):
             yield from _tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
-
-
-def _with_nodes(inputs: Any) -> Any:
-    """``inputs`` of a block, see ``with_node``."""
-    if any(tensor.requires_grad and tensor.grad_fn is None for tensor in _tensors_in(inputs)):
-        return _map_tensors(inputs, with_node)
-    return inputs  # nearly always
 
 
 def _map_tensors(tree: Any, convert: Callable[[Tensor], Tensor]) -> Any:

@@ -86,8 +86,8 @@ def _run(stock: Callable[..., Any], outputs: Any, grads: Any, retain: Any, creat
         if _FREED in str(error) and (blocks := [group for each in _runtimes() for group in each.members.groups]):
             names = f"'{blocks[0].fqn}'" + f" to '{blocks[-1].fqn}'" * (len(blocks) > 1)
             raise RuntimeError(
-                "A backward came to ops of a block before it came to an output of the block, whose weights are "
-                f"gathered only then (blocks {names}, rank {dist.get_rank()}). {RETURN_IT}"
+                f"{error} Perhaps a backward came to ops of a block before it came to an output of the block, whose "
+                f"weights are gathered only then (blocks {names}, rank {dist.get_rank()}). {RETURN_IT}"
             ) from error
         raise
     finally:

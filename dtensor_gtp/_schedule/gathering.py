@@ -149,9 +149,11 @@ class Gathering:
         is_kept = self._keeper.stays_after_use(target)
         if isinstance(target, GatherableGroup):
             is_kept = is_kept or self._is_next(target)
-            # Now: shards may get newer values before a group that is kept is freed.
-            if is_kept and target.group.carry_writes():
-                gathered.version = target.group.version
+            if is_kept:
+                # Now: shards may get newer values before a group that is kept is freed.
+                was_fresh = target.group.is_fresh(gathered)
+                if target.group.carry_writes() and was_fresh:
+                    gathered.version = target.group.version
         # What an optimizer step or other code may have outdated meanwhile is gathered again.
         if is_kept and target.weight.is_fresh(gathered) and target.weight not in self.handed_out:
             target.kept = gathered

@@ -274,23 +274,25 @@ class Runtime:
         self.gathering.begin(self.passes.backward)
         self._hide_groups()
 
-    def arrived(self) -> tuple[int, int]:
-        """How many backwards have begun here, and how many weights of groups have a gradient."""
-        return self.passes.num_backwards, sum(group.leaves.num_gradients for group in self.members.groups)
+    def arrived(self) -> tuple[int, list[int]]:
+        """How many backwards have begun here, and how many weights of each group have a gradient."""
+        return self.passes.num_backwards, [group.leaves.num_gradients for group in self.members.groups]
 
-    def refuse_lost_gradients(self, before: tuple[int, int]) -> None:
+    def refuse_lost_gradients(self, before: tuple[int, list[int]]) -> None:
         """After a run of autograd: raise for gradients of groups that came without a backward of a
         block, so that nobody reduces them. The next step would have them."""
-        now = self.arrived()
-        if now[0] != before[0] or now[1] <= before[1]:
+        num_backwards, counts = before
+        if self.passes.num_backwards != num_backwards:
             return
-        lost = [group for group in self.members.groups if group.leaves.num_gradients]
+        groups = zip(self.members.groups, counts, strict=False)
+        lost = [group for group, number in groups if group.leaves.num_gradients > number]
         for group in lost:
             group.pending_grad.forget()
-        raise RuntimeError(
-            f"Gradients of weights of block '{lost[0].fqn}' did not come through an output of the block, so they are "
-            f"lost (rank {dist.get_rank()}). {RETURN_IT}"
-        )
+        if lost:
+            raise RuntimeError(
+                f"Gradients of weights of block '{lost[0].fqn}' did not come through an output of the block, so they "
+                f"are lost (rank {dist.get_rank()}). {RETURN_IT}"
+            )
 
     def use_groups(self, groups: Sequence[WeightGroup]) -> None:
         """Gather and reduce the members of ``groups`` together from now on, and each other weight

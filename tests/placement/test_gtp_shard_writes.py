@@ -104,6 +104,13 @@ class TestWrites(GlooTest):
         before[2:5].mul_(2)
         self.assertTrue(torch.equal(model.weight.full_tensor(), before))
 
+    def test_views_of_meta_tensors_can_be_written(self) -> None:
+        with torch.device("meta"):
+            model = self.shard(self.model())
+        with torch.no_grad():
+            model.weight[3].zero_()
+            model.weight[2:5].normal_()
+
     def test_a_rank_alone_writes_to_its_shard(self) -> None:
         mesh = self.hsdp_mesh(self.world_size)["gtp"]
         model = gtp_shard(self.model(), mesh, schedule=ALL)

@@ -267,6 +267,7 @@ class TestGathered(GlooTest):
             params = list(each.parameters())
             optimizer = cls(params[2:], lr=0.05)
             train(each, optimizer, range(2))
+            optimizer.param_groups[0]["lr"] = 0.02  # as a scheduler does
             optimizer.add_param_group({"params": iter(params[:2]), "lr": 0.01})
             train(each, optimizer, range(2, 4))
             optimizers.append(optimizer)
