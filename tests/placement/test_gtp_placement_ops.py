@@ -243,6 +243,8 @@ def test_outputs_with_unlike_placements_raise(meshes: Meshes) -> None:
     mantissa, exponent = torch.empty_like(source), shard(torch.zeros(a.shape).int(), meshes.gtp, [Replicate()])
     with pytest.raises(NotImplementedError, match=r"aten.frexp.* (with different placements|to a gathered copy)"):
         torch.frexp(source, out=(mantissa, exponent))
+    if torch.__version__ < "2.13":
+        return  # without a rule for outputs that lie alike
     torch.frexp(source, out=(mantissa, exponent := exponent.redistribute(placements=placements)))
     for actual, expected in zip((mantissa, exponent), torch.frexp(a), strict=True):
         assert_holds(actual, expected, placements)

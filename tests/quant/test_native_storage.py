@@ -446,7 +446,8 @@ class TestMasterOptimizer(unittest.TestCase):
                 told = r"master for 'weight' of shape \(33, 40\) that is placed as the parameter or whole .*placements"
                 with self.assertRaisesRegex(ValueError, told):
                     MasterOptimizer(layer.parameters(), torch.optim.SGD, masters={"weight": given})
-            for given in (values, distribute_tensor(values, mesh, layer.weight.placements)):
+            own = distribute_tensor(values, mesh, layer.weight.placements, src_data_rank=None)  # nothing is sent
+            for given in (values, own):
                 optimizer = MasterOptimizer(layer.parameters(), torch.optim.SGD, masters={"weight": given}, lr=0.0)
                 layer(torch.ones(5, 40)).sum().backward()
                 for param in layer.parameters():
