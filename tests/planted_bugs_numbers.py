@@ -25,7 +25,7 @@ NUMBERS = {
         Bug("add_rows", replace("torch.mean(rows, 0, dtype=out.dtype, out=out)", "out.copy_(torch.mean(rows, 0))"),
             "test_gradients_of_16_bits_travel_as_they_are"),
     "weights with native storage become whole values that nobody writes back":
-        Bug("whole_weights", never("native_of(param.param) is not None"), "test_native_weights_have_no_whole_values"),
+        Bug("_refuse_some", never("native_of(param.param) is not None"), "test_native_weights_have_no_whole_values"),
     "whole values of another shape are broadcast":
         Bug("whole_weights:_put_shard", never("whole.shape != sharded.shape"),
             "test_another_shape_is_refused_and_the_others_are_put_back"),

@@ -275,10 +275,8 @@ class CopyEngine(PeerCopies):
             self.cast_stream.wait_event(last_passed)
             with self.cast_stream:
                 self._cast(casts)
-        return (
-            self.cast_stream.record_event(),
-            last_passed is not None,
-        )  # if nothing was cast here, it covers quantized data
+        # If nothing was cast here, the event covers quantized data.
+        return self.cast_stream.record_event(), last_passed is not None
 
     def _copy_own_beside(self, stage: compat.SymmetricBuffer, own: list[compat.Fetch]) -> torch.Event | None:
         """Copy this rank's own part out of its stage on the stream of casts; the event after that."""

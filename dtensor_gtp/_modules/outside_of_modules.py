@@ -62,12 +62,13 @@ def _runtimes() -> list[Runtime]:
 
 def _run(stock: Callable[..., Any], outputs: Any, grads: Any, retain: Any, create: Any, inputs: Any, *args: Any) -> Any:
     """As torch's function. The last one of ``args`` says whether gradients go to ``.grad``."""
+    known = _runtimes()
     runtimes = []  # without inputs, all leaves get their gradients
     if inputs:
-        runtimes = _runtimes()
+        runtimes = known
     arrived = []
     if compat.current_graph_task_id() == -1 and not create:  # no hook or checkpoint of another run is around
-        arrived = [(runtime, runtime.arrived()) for runtime in _runtimes()]
+        arrived = [(runtime, runtime.arrived()) for runtime in known]
     # A hook may call ``torch.autograd.grad`` within a run. The outer run gets its ids back.
     before = [runtime.asked_for for runtime in runtimes]
     try:
@@ -83,7 +84,7 @@ def _run(stock: Callable[..., Any], outputs: Any, grads: Any, retain: Any, creat
         return result
     except RuntimeError as error:
         explain(error)
-        if _FREED in str(error) and (blocks := [group for each in _runtimes() for group in each.members.groups]):
+        if _FREED in str(error) and (blocks := [group for each in known for group in each.members.groups]):
             names = f"'{blocks[0].fqn}'" + f" to '{blocks[-1].fqn}'" * (len(blocks) > 1)
             raise RuntimeError(
                 f"{error} Perhaps a backward came to ops of a block before it came to an output of the block, whose "

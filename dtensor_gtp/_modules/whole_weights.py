@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -112,6 +112,21 @@ def whole_weights(module: nn.Module, *, trained_only: bool = False) -> Iterator[
     names = {param: name for param, name in names.items() if not _is_whole(param)}
     if trained_only:
         names = {param: name for param, name in names.items() if param.param.requires_grad}
+    _refuse_some(names)
+    with ExitStack() as undo:  # also after an error in the middle, of a gather or of what is put back
+        written = {id(param.param) for param in names}
+        for runtime in runtimes_below(module):
+            undo.callback(runtime.note_step, written)  # what is kept gathered is old
+        for param in names:
+            undo.callback(setattr, param, "is_pinned", param.is_pinned)
+            param.is_pinned = False  # attributes would read what ``unshard`` has gathered
+        for param in names:
+            undo.callback(_put_shard, param, _put_whole(param))
+        yield
+
+
+def _refuse_some(names: Mapping[ManagedParam, str]) -> None:
+    """Raise for parameters that ``whole_weights`` cannot gather or write, before it changes any."""
     for param, name in names.items():
         if native_of(param.param) is not None:
             raise NotImplementedError(
@@ -130,16 +145,6 @@ def whole_weights(module: nn.Module, *, trained_only: bool = False) -> Iterator[
                 f"whole_weights cannot be called between unshard() and reshard() of block '{param.group.fqn}'. Call "
                 "reshard() before."
             )
-    with ExitStack() as undo:  # also after an error in the middle, of a gather or of what is put back
-        written = {id(param.param) for param in names}
-        for runtime in runtimes_below(module):
-            undo.callback(runtime.note_step, written)  # what is kept gathered is old
-        for param in names:
-            undo.callback(setattr, param, "is_pinned", param.is_pinned)
-            param.is_pinned = False  # attributes would read what ``unshard`` has gathered
-        for param in names:
-            undo.callback(_put_shard, param, _put_whole(param))
-        yield
 
 
 def _is_whole(param: ManagedParam) -> bool:

@@ -72,7 +72,6 @@ class GroupShards:
         if self._parts is not None:
             return self._parts
         parts = self._parts = Parts([], [], [], [])
-        self.quantized.clear()
         with torch.inference_mode(False):
             # Whole parameters have a place among the leaves, where their values are copied.
             for member, output in zip(self._members, outputs, strict=True):

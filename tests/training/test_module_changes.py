@@ -23,6 +23,7 @@ from runtime_common import (
     square_step,
     token_loss,
 )
+from test_gtp_shard_leaks import Residual
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -137,15 +138,6 @@ def normalize(model: nn.Module) -> list[float]:
         else:
             param.mul_(0.5)
     return [float(param.grad.norm()) for param in model.parameters()]
-
-
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(x))
 
 
 class TestWholeWeights(GlooTest):
