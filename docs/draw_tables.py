@@ -268,13 +268,11 @@ _REAL_MODELS = {
 
 
 def draw_real_models(job: str) -> str:
-    """A line for each model and number of tokens."""
+    """A line for each model and number of tokens, whose blocks are compiled in all modes or in none."""
     lines = []
     for case in dict.fromkeys(row["case"] for row in rows(job)):
-        plain, peer, ours = (
-            next(row for row in rows(job) if (row["case"], row["mode"]) == (case, mode))
-            for mode in ("plain", "fsdp2", "gtp")
-        )
+        of_mode = {row["mode"].removesuffix("-c"): row for row in rows(job) if row["case"] == case}
+        plain, peer, ours = (of_mode[mode] for mode in ("plain", "fsdp2", "gtp"))
         name, tokens = case.split(":")
         times = [f"{row['fb_ms']:.1f} ({peer['fb_ms'] / row['fb_ms']:.2f})" for row in (ours, peer, plain)]
         host = f"{ours['host_ms'] / plain['host_ms']:.1f}, {peer['host_ms'] / plain['host_ms']:.1f}"
@@ -374,6 +372,7 @@ TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "elastic": (draw_elastic, ("4xh200_elastic",)),
     "2xh200_real_models": (partial(draw_real_models, "2xh200_real_models"), ("2xh200_real_models",)),
     "2xh200_other_models": (partial(draw_real_models, "2xh200_other_models"), ("2xh200_other_models",)),
+    "2xh200_compiled_models": (partial(draw_real_models, "2xh200_compiled_models"), ("2xh200_compiled_models",)),
     "aims": (draw_aims, ("2xh100_first", "2xh200_first", "host_time")),
     "history": (draw_history, ()),
 }

@@ -326,13 +326,28 @@ def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
     return _map_tensors(tree, convert)
 
 
+_PLAIN = frozenset((type(None), bool, int, float, str))  # neither tensors nor containers
+
+
 def _tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Those in containers that pytree knows and in dataclasses."""
-    for leaf in compat.tree_leaves(tree):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _tensors_in([getattr(leaf, field.name) for field in fields(leaf)])
+    """Those in containers that pytree knows and in dataclasses, in any order. Each call of a block asks
+    twice, so plain containers are looked into without pytree: a third of the time for 8 inputs."""
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        kind = type(node)
+        if isinstance(node, Tensor):
+            yield node
+        elif kind is tuple or kind is list:
+            waiting += node
+        elif kind is dict:
+            waiting += node.values()
+        elif is_dataclass(node) and not isinstance(node, type):
+            waiting += [getattr(node, field.name) for field in fields(node)]
+        elif kind not in _PLAIN:
+            leaves = compat.tree_leaves(node)
+            if not (len(leaves) == 1 and leaves[0] is node):  # else it is no container
+                waiting += leaves
 
 
 def _map_tensors(tree: Any, convert: Callable[[Tensor], Tensor]) -> Any:

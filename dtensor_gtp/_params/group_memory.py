@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,11 @@ from .managed_param import ManagedParam
 from .sharded_weight import ShardedWeight
 from .whole_param import WholeParam
 
-version_of = attrgetter("_version")  # in C: each launch of a group asks all its tensors
+# In C: a group asks all its tensors in each launch and at each begin of a forward.
+version_of = attrgetter("_version")
+param_of = attrgetter("param")
+local_of = attrgetter("local")
+is_trained = attrgetter("requires_grad")
 _ALIGNMENT = 128  # bytes: GEMMs and copies are fastest on aligned rows
 
 
@@ -60,12 +64,30 @@ class GroupShards:
     def follow(self) -> None:
         """Members may have other parameters or shards than before."""
         self.num_followed += 1
-        # Their versions count writes.
-        self.tensors = [tensor for member in self._members for tensor in (member.param, member.local)]
+        self._params = [member.param for member in self._members]
+        self._locals = [member.local for member in self._members]
+        self.tensors = [*self._params, *self._locals]  # their versions count writes
         self._parts: Parts | None = None  # until the first gather of these shards
         # Quantized members, and where a gather sends their values from: slots of its outputs, to be
         # filled before it.
         self.quantized: list[tuple[ShardedWeight, Tensor]] = []
+
+    def replaced(self) -> list[ManagedParam]:
+        """Members of which a module has another parameter than at the last ``follow``, or the parameter
+        another shard."""
+        if self._are_same(self._members, self._params, self._locals):
+            return []
+        each = zip(self._members, self._params, self._locals, strict=True)
+        return [member for member, param, local in each if not self._are_same([member], [param], [local])]
+
+    @staticmethod
+    def _are_same(members: Sequence[ManagedParam], params: Sequence[Tensor], locals_: Sequence[Tensor]) -> bool:
+        for member, param in zip(members, params, strict=True):
+            for module, name in member.registration.sites:  # several, if it is tied
+                if module._parameters.get(name) is not param:
+                    return False
+        is_same = all(map(is_, map(param_of, members), params)) and all(map(is_, map(local_of, members), locals_))
+        return is_same and all(map(is_, map(compat.local_part, params), locals_))
 
     def parts(self, outputs: Sequence[Tensor], casts_shards: bool) -> Parts:
         """What a gather sends and fills, to be read only; sets ``quantized``."""
@@ -122,6 +144,7 @@ class GroupLeaves:
         words = torch.empty(0, dtype=torch.int64, device=device)
         self._bits = words.set_(self.storage, 0, (self.nbytes // 8,), (1,))
         self.storage.resize_(0)  # the first gather allocates
+        self._places = self._addresses()  # without memory: offsets
         # Why no backward may compute with them: parameters were replaced.
         self.refusal: str | None = None
         # Of the shards that the leaves have, or are being filled with.
@@ -152,7 +175,10 @@ class GroupLeaves:
     @property
     def are_elsewhere(self) -> bool:
         """Whether a leaf has memory while the group has none."""
-        return self.storage.nbytes() == 0 and any(leaf.data_ptr() for leaf in self.by_member.values())
+        return self.storage.nbytes() == 0 and self._addresses() != self._places
+
+    def _addresses(self) -> list[int]:
+        return [*map(Tensor.data_ptr, self.by_member.values())]
 
     @property
     def num_gradients(self) -> int:

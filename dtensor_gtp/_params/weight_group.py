@@ -32,7 +32,7 @@ from torch import Tensor
 
 from .. import _torch_compat as compat
 from .gathered import Gathered, GatherForm, Version
-from .group_memory import GroupGradients, GroupLeaves, GroupShards, version_of
+from .group_memory import GroupGradients, GroupLeaves, GroupShards, is_trained, param_of, version_of
 from .layout import WeightLayout
 from .managed_param import ManagedParam, Registration, Site
 from .sharded_weight import Gatherable, ShardedWeight
@@ -351,23 +351,17 @@ class WeightGroup:
         # ``.data = ...`` gave a leaf memory of its own, which no gather fills.
         if self.leaves.are_elsewhere and self.leaves.put_back():
             raise self._lost_write("in an earlier forward")
-        replaced: list[ManagedParam] = []
-        is_frozen = False  # whether members were frozen or unfrozen
-        shards = self.shards.tensors  # as they were: the parameter and the local tensor of each
-        for index, (member, leaf) in enumerate(self.leaves.by_member.items()):
-            param = member.param
-            is_known = shards[2 * index] is param and shards[2 * index + 1] is member.local
-            is_registered = True
-            for module, name in member.registration.sites:  # several, if it is tied
-                is_registered = is_registered and module._parameters.get(name) is param
-            if not (is_known and is_registered and compat.local_part(param) is member.local):
-                member.begin_forward(False)  # ``forget_stale`` below gets ``is_captured``
-                for site in member.registration.sites:
-                    member.follow(site)
-                replaced.append(member)
+        replaced = self.shards.replaced()
+        for member in replaced:
+            member.begin_forward(False)  # ``forget_stale`` below gets ``is_captured``
+            for site in member.registration.sites:
+                member.follow(site)
+        for member in self.members:
             if member.gradient.wide is not None:
                 member.gradient.forget_if_cleared()
-            is_frozen = is_frozen or leaf.requires_grad is not member.param.requires_grad
+        leaves = self.leaves.by_member
+        # Whether members were frozen or unfrozen.
+        is_frozen = [*map(is_trained, leaves.values())] != [*map(is_trained, map(param_of, leaves))]
         if replaced:
             self._follow_replaced(replaced[0])
         for weight in self.quantized:
