@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -43,9 +44,9 @@ def group_experts(experts: nn.Module, *, is_fused: bool = True) -> GroupedExpert
         New layers with copies of the weights.
 
     Raises:
-        TypeError: ``experts`` is stored in none of these ways, or its MLPs differ.
+        TypeError: ``experts`` is stored in none of these ways, or its MLPs differ in size or activation.
         NotImplementedError: Its weights are transposed or interleaved, have biases or no gate; or it has a gate of its
-            own (``_apply_gate``) or other modules, e.g. a norm.
+            own (``_apply_gate``) or other modules, e.g. a norm. Its experts share weights, or only some are trained.
 
     Example:
         >>> def mlp():
@@ -58,16 +59,20 @@ def group_experts(experts: nn.Module, *, is_fused: bool = True) -> GroupedExpert
         >>> experts.mlp.gate_up.weight.shape
         torch.Size([2, 16, 4])
     """
-    gate_up, down, requires_grad = _weights_of(experts)  # down: (num_experts, dim, hidden_dim)
-    # The first MLP of a list speaks for all.
-    activation = getattr(experts[0] if isinstance(experts, nn.ModuleList) else experts, "act_fn", F.silu)
+    kinds = _weights_of(experts)
+    _refuse_ties(experts, [experts])
+    activation = _activation_of(experts)
+    is_trained = _are_trained(kinds, is_fused)
+    with torch.no_grad():
+        *gates, down = [torch.stack(kind) if len(kinds) == 3 else kind[0] for kind in kinds]
+        gate_up = gates[0] if len(gates) == 1 else torch.cat(gates, 1)
     mlp = GroupedMLP(*down.shape, activation=activation, is_fused=is_fused, device=down.device, dtype=down.dtype)
     layers = [mlp.gate_up, mlp.down] if is_fused else [mlp.gate, mlp.up, mlp.down]
     weights = [gate_up, down] if is_fused else [*gate_up.chunk(2, 1), down]  # the rows of gate come first
-    with torch.no_grad():
-        for layer, weight in zip(layers, weights, strict=True):
+    for layer, weight, requires_grad in zip(layers, weights, is_trained, strict=True):
+        with torch.no_grad():
             layer.weight.copy_(weight)
-            layer.weight.requires_grad_(requires_grad)
+        layer.weight.requires_grad_(requires_grad)
     return GroupedExperts(mlp.train(experts.training))
 
 
@@ -77,7 +82,8 @@ def group_experts_(
     """Replace all experts below ``module`` by :class:`GroupedExperts`, in place. Returns ``module``.
 
     Fused experts that are called with ``(hidden_states, top_k_index, top_k_weights)``, as those of ``transformers``,
-    are found. Blocks whose own forward runs over a list of experts need another forward.
+    are found. Blocks whose own forward runs over a list of experts need another forward. Experts that several modules
+    share are converted once, and all of them share the result.
 
     Args:
         module: Changed in place, before ``gtp_shard`` and before the optimizer is created.
@@ -90,6 +96,7 @@ def group_experts_(
     Raises:
         ValueError: There are no experts to replace.
         TypeError, NotImplementedError: As :func:`group_experts`.
+        NotImplementedError: A weight of experts is used elsewhere in ``module``, too.
 
     Example:
         >>> class FusedExperts(nn.Module):
@@ -104,26 +111,32 @@ def group_experts_(
         'GroupedExperts'
     """
     # First find and convert all, then replace: an error leaves the module as it was.
-    replaced: list[tuple[nn.Module, str, nn.Module]] = []
+    found: dict[nn.Module, None] = {}  # shared experts are found once
     classes: dict[nn.Module, type[nn.Module]] = {}
     for parent in module.modules():
         forward = (forwards or {}).get(type(parent))
-        for name, child in parent.named_children():
-            if _is_called_as_ours(child) or (forward is not None and isinstance(child, nn.ModuleList)):
-                replaced.append((parent, name, group_experts(child, is_fused=is_fused)))
-                if forward is not None and isinstance(child, nn.ModuleList):
-                    # A class for this block alone. Its name stays, and the old class is its base.
-                    cls = type(parent)
-                    body = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-                    classes[parent] = type(cls.__name__, (cls,), body)
-    if not replaced:
+        for child in parent.children():
+            is_list = forward is not None and isinstance(child, nn.ModuleList)
+            if is_list or _is_called_as_ours(child):
+                found[child] = None
+            if is_list:
+                # A class for this block alone. Its name stays, and the old class is its base.
+                cls = type(parent)
+                body = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+                classes[parent] = type(cls.__name__, (cls,), body)
+    if not found:
         raise ValueError(
             f"group_experts_ found no experts in {type(module).__name__}. It knows fused experts with gate_up_proj "
             "and down_proj that take (hidden_states, top_k_index, top_k_weights). For blocks with a list of experts "
             "pass forwards."
         )
-    for parent, name, experts in replaced:
-        setattr(parent, name, experts)
+    _refuse_ties(module, found)
+    grouped = {experts: group_experts(experts, is_fused=is_fused) for experts in found}
+    for parent in list(module.modules()):
+        # Not named_children: it leaves out further names of one module.
+        for name, submodule in parent._modules.items():
+            if submodule in grouped:
+                setattr(parent, name, grouped[submodule])
     for parent, changed in classes.items():
         parent.__class__ = changed
     return module
@@ -133,7 +146,8 @@ def convert_experts_state_dict(state_dict: Mapping[str, Tensor], form: str) -> d
     """Convert a model's state dict to another form of its experts, bit for bit.
 
     Args:
-        state_dict: Plain tensors. Keys that belong to no experts are passed on.
+        state_dict: Plain tensors. Keys that belong to no experts are passed on, also those of dense layers
+            ``mlp.gate_up`` and ``mlp.down``, whose weights have 2 dims.
         form: ``"grouped"`` or ``"grouped_split"`` (:class:`GroupedExperts`, with ``is_fused`` or without),
             ``"fused"``, ``"modules"`` or ``"mixtral"``.
 
@@ -159,11 +173,13 @@ def convert_experts_state_dict(state_dict: Mapping[str, Tensor], form: str) -> d
     for names in _FORMS.values():
         # The names of gate (or both) and down of expert 0 tell the form, and where the experts are.
         first, last = names[0].format(0), names[-1].format(0)
+        # One tensor of all experts has 3 dims. Those of dense layers with such names have 2.
+        ndim = 2 if "{}" in names[0] else 3
         for key in state_dict:
             # A prefix is empty or ends with a dot, because other names may end alike.
             prefix = key.removesuffix(last)
             is_prefix = prefix != key and (not prefix or prefix.endswith("."))
-            if is_prefix and prefix + first in state_dict:
+            if is_prefix and prefix + first in state_dict and state_dict[key].ndim == ndim:
                 prefixes[prefix] = names
     if not prefixes:
         raise ValueError("convert_experts_state_dict found no experts in the state dict, in none of the known forms.")
@@ -201,8 +217,74 @@ def _is_called_as_ours(module: nn.Module) -> bool:
     return list(inspect.signature(module.forward).parameters)[:3] == ["hidden_states", "top_k_index", "top_k_weights"]
 
 
-def _weights_of(experts: nn.Module) -> tuple[Tensor, Tensor, bool]:
-    """Gate and up together, down, and whether they are trained."""
+def _refuse_ties(module: nn.Module, found: Collection[nn.Module]) -> None:
+    """Refuse weights that would be copied to several places, or are also used outside of ``found``."""
+    num_places = Counter(weight for experts in found for kind in _weights_of(experts) for weight in kind)
+    num_places.update(set(_parameters_outside(module, found)))
+    for weight, count in num_places.items():
+        if count > 1:
+            names = [repr(name) for name, param in module.named_parameters(remove_duplicate=False) if param is weight]
+            raise NotImplementedError(
+                "group_experts supports experts whose weights are each a parameter of their own, but "
+                f"{' and '.join(names)} are one parameter of shape {tuple(weight.shape)}. Copies would be trained "
+                "apart. Share whole experts modules, or leave these experts as they are."
+            )
+
+
+def _parameters_outside(module: nn.Module, found: Collection[nn.Module]) -> Iterator[Tensor]:
+    """Parameters that ``module`` has by a way that does not lead through ``found``."""
+    if module in found:
+        return
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        yield from _parameters_outside(child, found)
+
+
+def _are_trained(kinds: list[list[Tensor]], is_fused: bool) -> list[bool]:
+    """Of each weight of a :class:`GroupedMLP`, which is made of these."""
+    *gates, down = kinds
+    if is_fused:
+        gates = [[weight for kind in gates for weight in kind]]  # one tensor holds gate and up
+    elif len(gates) == 1:
+        gates = gates * 2  # halves of one tensor
+    is_trained = []
+    for weights in (*gates, down):
+        num_trained = sum(weight.requires_grad for weight in weights)
+        if 0 < num_trained < len(weights):
+            raise NotImplementedError(
+                "group_experts puts weights of all experts into one tensor and expects them all trained or all "
+                f"frozen, but {num_trained} of {len(weights)} are trained. Set requires_grad alike, or pass "
+                "is_fused=False where gate and up differ."
+            )
+        is_trained.append(num_trained > 0)
+    return is_trained
+
+
+def _activation_of(experts: nn.Module) -> Callable[[Tensor], Tensor]:
+    if not isinstance(experts, nn.ModuleList):
+        return getattr(experts, "act_fn", F.silu)
+    first, *others = [getattr(expert, "act_fn", F.silu) for expert in experts]
+    for other in others:
+        if not _is_same_activation(first, other):
+            raise TypeError(
+                f"group_experts expects experts with one activation, but got act_fn {first} and {other}. Assign the "
+                "same act_fn object to all if they compute the same."
+            )
+    return first
+
+
+def _is_same_activation(first: Any, other: Any) -> bool:
+    if first is other:
+        return True
+    if type(first) is not type(other) or not isinstance(first, nn.Module):
+        return False
+    # Each layer makes its own nn.SiLU(). Attributes such as a negative slope must agree; parameters never do.
+    has_state = any(True for module in (first, other) for _ in (*module.parameters(), *module.buffers()))
+    return not has_state and bool(vars(first) == vars(other))
+
+
+def _weights_of(experts: nn.Module) -> list[list[Tensor]]:
+    """Gate and up together, and down; or of each expert in a list: the gates, the ups, the downs."""
     if isinstance(experts, nn.ModuleList):
         return _weights_of_list(experts)
     gate_up, down = (experts._parameters.get(name) for name in ("gate_up_proj", "down_proj"))
@@ -228,7 +310,7 @@ def _weights_of(experts: nn.Module) -> tuple[Tensor, Tensor, bool]:
             f"{tuple(down.shape)}" + (f" and differs in {', '.join(unusual)}." if unusual else ".") + " Leave these "
             "experts as they are: gtp_shard shards them over gtp, too."
         )
-    return gate_up.detach(), down.detach(), gate_up.requires_grad and down.requires_grad
+    return [[gate_up], [down]]
 
 
 def _own_arithmetic(expert: nn.Module, linears: tuple[str, ...]) -> list[str]:
@@ -241,7 +323,7 @@ def _own_arithmetic(expert: nn.Module, linears: tuple[str, ...]) -> list[str]:
     return found
 
 
-def _weights_of_list(experts: nn.ModuleList) -> tuple[Tensor, Tensor, bool]:
+def _weights_of_list(experts: nn.ModuleList) -> list[list[Tensor]]:
     for names in _LINEAR_NAMES:
         # Of each expert in turn: gate, up, down.
         layers = [getattr(expert, name, None) for expert in experts for name in names]
@@ -249,8 +331,8 @@ def _weights_of_list(experts: nn.ModuleList) -> tuple[Tensor, Tensor, bool]:
         if layers and len(linears) == len(layers):
             break
     else:
-        known, kinds = " or ".join(map(str, _LINEAR_NAMES)), sorted({type(expert).__name__ for expert in experts})
-        raise TypeError(f"group_experts expects MLPs with the linear layers {known}, but got {kinds}.")
+        known, got = " or ".join(map(str, _LINEAR_NAMES)), sorted({type(expert).__name__ for expert in experts})
+        raise TypeError(f"group_experts expects MLPs with the linear layers {known}, but got {got}.")
     for expert in experts:
         if unusual := _own_arithmetic(expert, names):
             raise NotImplementedError(
@@ -259,8 +341,7 @@ def _weights_of_list(experts: nn.ModuleList) -> tuple[Tensor, Tensor, bool]:
             )
     if any(layer.bias is not None for layer in linears):
         raise NotImplementedError("group_experts supports experts without biases, but these have some.")
-    if any(len({layer.weight.shape for layer in linears[kind::3]}) > 1 for kind in range(3)):
+    kinds: list[list[Tensor]] = [[layer.weight for layer in linears[kind::3]] for kind in range(3)]
+    if any(len({weight.shape for weight in weights}) > 1 for weights in kinds):
         raise TypeError("group_experts expects experts of one size, but got several.")
-    with torch.no_grad():
-        gate, up, down = (torch.stack([layer.weight for layer in linears[kind::3]]) for kind in range(3))
-    return torch.cat([gate, up], 1), down, all(layer.weight.requires_grad for layer in linears)
+    return kinds

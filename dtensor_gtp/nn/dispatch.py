@@ -173,7 +173,8 @@ class TokenDispatcher:
 
         Args:
             tokens: Shape ``(num_tokens, dim)``.
-            experts: The experts of each token, shape ``(num_tokens, k)``, int64; no expert twice for a token.
+            experts: The experts of each token, shape ``(num_tokens, k)``, int64; no expert twice for a token. Numbers
+                below 0 or from ``num_experts`` on stand for no expert.
 
         Returns:
             The rows, sorted by expert, and what :meth:`combine` needs to bring them back.
@@ -195,10 +196,10 @@ class TokenDispatcher:
             return self._gather(tokens, experts)
         # Copy ``i`` of token ``t`` has the number ``t * k + i``.
         order, counts = sort_by_group(experts.flatten(), self.num_experts)
+        if not is_alone:
+            return self._exchange(tokens, experts.shape[1], counts, order)
         rows = _Spread.apply(tokens, order, experts.shape[1])  # type: ignore[no-untyped-call]
-        if is_alone:
-            return Dispatched(rows, counts, counts, order)  # all experts are on this rank
-        return self._exchange(rows, counts, order)
+        return Dispatched(rows, counts, counts, order)  # all experts are on this rank
 
     def combine(self, rows: Tensor, dispatched: Dispatched, weights: Tensor) -> Tensor:
         """The weighted sum of each token's experts, on the rank of the token.
@@ -215,16 +216,16 @@ class TokenDispatcher:
         if dispatched._capacity:  # sent by all_gather
             all_weights = compat.all_gather_rows(padded(weights, dispatched._capacity), self._group)
             # Rows of other ranks' experts are zeros here. The sum over ranks completes each token.
-            spread = rows.new_zeros(all_weights.numel(), rows.shape[1]).index_copy(0, dispatched._order, rows)
+            spread = _unpermute(rows, dispatched._order, all_weights.numel())
             own = compat.reduce_scatter_rows(_weighted_sum(spread, all_weights), self._group)
             return own if own.shape[0] == weights.shape[0] else own[: weights.shape[0]]  # without the padding
         if dispatched._exchange is not None:
             sent, received, order = dispatched._exchange
             # The way back: each rank receives as many rows as it has sent.
-            rows = compat.all_to_all_rows(_unpermute(rows, order), sent, received, self._group)
-        return _weighted_sum(_unpermute(rows, dispatched._order), weights)
+            rows = compat.all_to_all_rows(_unpermute(rows, order, rows.shape[0]), sent, received, self._group)
+        return _weighted_sum(_unpermute(rows, dispatched._order, weights.numel()), weights)
 
-    def _exchange(self, rows: Tensor, counts: Tensor, order: Tensor) -> Dispatched:
+    def _exchange(self, tokens: Tensor, k: int, counts: Tensor, order: Tensor) -> Dispatched:
         """All-to-all."""
         group = self._group
         # By rank and expert of this rank: rows to receive. By rank and expert of that rank: rows to send.
@@ -232,6 +233,8 @@ class TokenDispatcher:
         outgoing_RE = counts.view(group.size(), self.num_local)
         # The host waits for these sizes, see [Note: what the host must know].
         sent, received = torch.stack([outgoing_RE.sum(1), incoming_RE.sum(1)]).tolist()
+        order = order[: sum(sent)]  # rows of no expert are the last ones and stay here
+        rows = _Spread.apply(tokens, order, k)  # type: ignore[no-untyped-call]
         rows = compat.all_to_all_rows(rows, received, sent, group)
         # Rows come in by source rank, and by expert within one. The stable sort puts those of an expert together.
         # ``output_size`` is known, so ``repeat_interleave`` does not wait for it.
@@ -305,15 +308,19 @@ def experts_per_rank(num_experts: int, mesh: DeviceMesh | None) -> int:
 
 def sort_by_group(groups: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
     """A stable order of rows by their group, and how many rows each of ``num_groups`` has, without a wait of the host.
-    Rows with other numbers, from ``num_groups`` on, are sorted to the end and not counted."""
+    Rows with other numbers, below 0 or from ``num_groups`` on, are sorted to the end and not counted."""
+    groups = groups.masked_fill(groups < 0, num_groups)  # -1 is no expert in DeepEP and Megatron
     ordered, order = groups.sort(stable=True)
     ends = torch.searchsorted(ordered, torch.arange(num_groups, device=groups.device), right=True)
     return order, ends.diff(prepend=ends.new_zeros(1))
 
 
-def _unpermute(rows: Tensor, order: Tensor) -> Tensor:
-    """Undo ``x[order]``; its gradient is ``grad[order]``."""
-    return torch.empty_like(rows).index_copy(0, order, rows)  # ``order`` names each row, so none stays empty
+def _unpermute(rows: Tensor, order: Tensor, num_rows: int) -> Tensor:
+    """Undo ``x[order]`` of ``num_rows`` rows; those that ``order`` leaves out are zeros. Its gradient is
+    ``grad[order]``."""
+    is_whole = order.shape[0] == num_rows
+    whole = (rows.new_empty if is_whole else rows.new_zeros)(num_rows, rows.shape[1])
+    return whole.index_copy(0, order, rows)
 
 
 def _weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:

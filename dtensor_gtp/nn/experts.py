@@ -126,7 +126,8 @@ class GroupedExperts(nn.Module):
 
         Args:
             hidden_states: Tokens, shape ``(num_tokens, dim)``.
-            top_k_index: Experts of each token, shape ``(num_tokens, k)``, int64; none twice for a token.
+            top_k_index: Experts of each token, shape ``(num_tokens, k)``, int64; none twice for a token. Numbers below
+                0 or from ``num_experts`` on stand for no expert.
             top_k_weights: Their weights, same shape, floating point.
 
         Returns:

@@ -95,6 +95,26 @@ class TestMixtureOfExperts(GlooTest):
                 dispatched = model.experts.dispatcher.dispatch(torch.ones(EXPERTS, WIDTH), chosen)
                 self.assertEqual(dispatched.tokens_per_expert.tolist(), [2, 1, 1, 0])
 
+    def test_a_token_may_choose_no_expert(self) -> None:
+        """Numbers that no expert has count for nobody, also where a rank has no others."""
+        mesh = weight_mesh(ep=4, expert_gtp=1)["ep"]
+        for method, nobody in itertools.product(("all_to_all", "all_gather"), (-1, EXPERTS, EXPERTS + 3)):
+            chosen = torch.tensor([[nobody, 0], [3, 1], [nobody, nobody], [2, nobody], [self.rank, nobody]])
+            if self.rank == 1:
+                chosen.fill_(nobody)
+            is_expert = ((chosen >= 0) & (chosen < EXPERTS)).float()
+            x, weights = tokens_of(self.rank).requires_grad_(), torch.rand(TOKENS, TOP_K).requires_grad_()
+            dispatcher = TokenDispatcher(EXPERTS, mesh, method=method)
+            dispatched = dispatcher.dispatch(x, chosen)
+            counts = [int((chosen == expert).sum()) for expert in range(EXPERTS)]
+            self.assertEqual(dispatched.tokens_per_expert.tolist(), counts)
+            y = dispatcher.combine(filled(dispatched), dispatched, weights)
+            expected = x * (is_expert * weights).sum(1, keepdim=True)
+            self.assertEqual(y, expected, f"{method}, {nobody}")
+            inputs = (x, weights)
+            grads = [torch.autograd.grad(each.square().sum(), inputs) for each in (y, expected)]
+            self.assertEqual(*grads, f"{method}, {nobody}")
+
     def pairs(self) -> Iterator[tuple[str, Meshes]]:
         """Dense layers over 1, 2 and 4 ranks, experts over 1, 2 and 4."""
         by_size = {1: self.hsdp_mesh(4), 2: self.hsdp_mesh(2), 4: self.gtp_mesh()}
