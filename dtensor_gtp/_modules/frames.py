@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -196,7 +196,13 @@ def _set_up(runtime: Any) -> None:
 
 
 def forward_in_frame(module: BoundModule, stock: Callable[..., Any], *args: Tensor | None) -> Tensor:
-    """The stock forward, which reads the weight as an attribute, in a frame of its own."""
+    """The stock forward, which reads the weight as an attribute, in a frame of its own; in a group as a part of the
+    block's forward, or outside of passes as a use of the block."""
+    binding = module._gtp_binding
+    if binding.block is not None:
+        if binding.weight_group.views.is_in_pass:
+            return cast("Tensor", stock(module, *args))
+        return cast("Tensor", _call_block(module, partial(stock, module), args, {}, None))
     output: Tensor = _in_frame(module, lambda num_steps: True, lambda frame: stock(module, *args))
     return output
 

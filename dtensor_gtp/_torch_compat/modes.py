@@ -154,6 +154,22 @@ def is_in_compiler() -> bool:
     return torch.compiler.is_compiling() or _guards.CompileContext.try_get() is not None
 
 
+def autocast_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype to which ``torch.autocast`` casts operands of ``dtype`` that are multiplied: float64 stays. Outside of
+    it, ``dtype``."""
+    if dtype == torch.float64 or not dtype.is_floating_point:
+        return dtype
+    # The meta device has no autocast, and torch raises when it is asked for it.
+    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
+        return dtype
+    return torch.get_autocast_dtype(device.type)
+
+
+def autocast_operand(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` as ``F.linear`` takes it under ``torch.autocast``. Outside of it, ``tensor``."""
+    return tensor.to(autocast_dtype(tensor.dtype, tensor.device))
+
+
 def once_differentiable(backward: Callable[..., _T]) -> Callable[..., _T]:
     """As ``torch.autograd.function.once_differentiable``, but what is computed from a weight raises as well when it is
     differentiated: torch returns it as a constant if no argument of ``backward`` needs a gradient."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.nn as nn
@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._modules.binding import Binding, binding_of
+from .. import _torch_compat as compat
+from .._modules.binding import Binding, BoundModule, binding_of
+from .._modules.frames import forward_in_frame
 from .._params.managed_param import Site
 from .._params.sharded_weight import ShardedWeight
 from .._params.whole_param import WholeParam
@@ -87,11 +89,9 @@ def _losses(hidden: Tensor, linear: nn.Linear | nn.Embedding, targets: Tensor, l
     """The loss of each token; zero where the target is ``IGNORED``."""
     binding = binding_of(linear)
     weight = binding.params.get("weight") if binding is not None else None
-    if binding is None or not isinstance(weight, ShardedWeight):
-        # Not sharded, or whole on each rank.
-        is_table = isinstance(linear, nn.Embedding)  # its forward would look rows up
-        logits = F.linear(hidden, linear.weight) if is_table else _logits(linear, hidden)
-        return _cross_entropy(logits, targets, label_smoothing)
+    # Not sharded, whole on each rank, or in a group, whose modules have plain full weights.
+    if binding is None or binding.block is not None or not isinstance(weight, ShardedWeight):
+        return _cross_entropy(_logits(linear, hidden), targets, label_smoothing)
     if isinstance(linear, nn.Embedding) and weight.tp_spec is not None:
         raise NotImplementedError(
             "linear_cross_entropy expects a table that is whole on each rank of tensor parallelism, but got parameter "
@@ -116,13 +116,20 @@ def _losses(hidden: Tensor, linear: nn.Linear | nn.Embedding, targets: Tensor, l
         losses = vocabulary_parallel_loss(hidden, targets, bias, runtime, weight, exchange, label_smoothing)
         if losses is not None:  # None: ranks have agreed to gather the weight
             return losses
-    is_table = isinstance(linear, nn.Embedding)
-    logits = sharded_linear(hidden, None, runtime, weight) if is_table else _logits(linear, hidden)
+    if isinstance(linear, nn.Embedding) and not torch.is_autocast_enabled(hidden.device.type):
+        logits = sharded_linear(hidden, None, runtime, weight)
+    else:
+        logits = _logits(linear, hidden)
     return _cross_entropy(logits, targets, label_smoothing)
 
 
-def _logits(linear: nn.Module, hidden: Tensor) -> Tensor:
+def _logits(linear: nn.Linear | nn.Embedding, hidden: Tensor) -> Tensor:
     """Of the layer's own forward. Tensor parallelism may have made it return a part of the vocabulary."""
+    if isinstance(linear, nn.Embedding):  # its forward would look rows up
+        binding = binding_of(linear)
+        if binding is None or "weight" not in binding.params:
+            return F.linear(hidden, linear.weight)
+        return forward_in_frame(cast(BoundModule, linear), _multiply_with_table, hidden)
     logits: Tensor = linear(hidden)
     if logits.shape[-1] != linear.out_features:
         raise NotImplementedError(
@@ -133,15 +140,18 @@ def _logits(linear: nn.Module, hidden: Tensor) -> Tensor:
     return logits
 
 
+def _multiply_with_table(table: nn.Embedding, hidden: Tensor) -> Tensor:
+    return F.linear(hidden, table.weight)
+
+
 def _compute_dtype(hidden: Tensor, weight: ShardedWeight) -> torch.dtype:
-    if torch.is_autocast_enabled(hidden.device.type):
-        return torch.get_autocast_dtype(hidden.device.type)
-    if hidden.dtype != weight.compute_dtype:
+    dtype = compat.autocast_dtype(hidden.dtype, hidden.device)
+    if dtype != compat.autocast_dtype(weight.compute_dtype, hidden.device):
         raise ValueError(
             f"linear_cross_entropy expects input of {weight.compute_dtype}, as parameter '{weight.fqn}', but got "
             f"{hidden.dtype}. Convert it, or call it inside of the module of gtp_shard, whose policy casts."
         )
-    return hidden.dtype
+    return dtype
 
 
 def _bias(linear: nn.Linear | nn.Embedding, binding: Binding) -> Tensor | None:

@@ -164,7 +164,7 @@ class GroupedLinear(nn.Module):
             scales: With ``scale_bias``: factor of each row's bias, shape ``(num_rows,)``.
 
         Returns:
-            Shape ``(num_rows, out_features)``, in the dtype of ``x``.
+            Shape ``(num_rows, out_features)``, in the dtype of ``x``, or of autocast.
 
         Raises:
             ValueError, TypeError: An argument has the wrong shape, dtype or device.

@@ -37,9 +37,13 @@ def grouped_linear(
     x_TK: Tensor, weight_GNK: Tensor, bias_GN: Tensor | None, split_sizes_G: Tensor, scales_T: Tensor | None = None
 ) -> Tensor:
     """``F.linear`` of each group's rows with the group's weight and bias, which is multiplied by
-    the row's scale."""
+    the row's scale. Under autocast as well, which does not know ``F.grouped_mm``."""
     ends_G = split_sizes_G.cumsum(0, dtype=torch.int32)
-    output: Tensor = _GroupedMM.apply(x_TK, weight_GNK, ends_G)  # type: ignore[no-untyped-call]
+    if bias_GN is not None:
+        bias_GN = compat.autocast_operand(bias_GN)
+    dtype = compat.autocast_dtype(weight_GNK.dtype, weight_GNK.device)
+    args = (compat.autocast_operand(x_TK), weight_GNK, ends_G, dtype)
+    output: Tensor = _GroupedMM.apply(*args)  # type: ignore[no-untyped-call]
     return add_bias(output, bias_GN, ends_G, scales_T)
 
 
@@ -244,15 +248,16 @@ class _ShardedGroupedMM(torch.autograd.Function):
 
 
 class _GroupedMM(torch.autograd.Function):
-    """With a weight that is not sharded."""
+    """With a weight that is not sharded, in ``dtype``. The cast is not saved, but made again."""
 
     @staticmethod
-    def forward(ctx: Any, x_TK: Tensor, weight_GNK: Tensor, ends_G: Tensor) -> Tensor:
+    def forward(ctx: Any, x_TK: Tensor, weight_GNK: Tensor, ends_G: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = dtype
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         saved_x = x_TK if needs_weight else None  # saved only for the gradient that needs it
         saved_weight = weight_GNK if needs_x else None
         ctx.save_for_backward(saved_x, saved_weight, ends_G)
-        return _product_with(weight_GNK, x_TK, ends_G, Direction.ROWWISE)
+        return _product_with(weight_GNK, x_TK, ends_G, Direction.ROWWISE, dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
@@ -263,16 +268,16 @@ class _GroupedMM(torch.autograd.Function):
         if x_TK is not None:
             wgrad = grouped_wgrad(grad_TN, x_TK, ends_G)
         if weight_GNK is not None:
-            dgrad = _product_with(weight_GNK, grad_TN, ends_G, Direction.COLUMNWISE)
-        return dgrad, wgrad, None
+            dgrad = _product_with(weight_GNK, grad_TN, ends_G, Direction.COLUMNWISE, ctx.dtype)
+        return dgrad, wgrad, None, None
 
 
-def _product_with(weight_GNK: Tensor, rows: Tensor, ends_G: Tensor, direction: Direction) -> Tensor:
+def _product_with(weight_GNK: Tensor, rows: Tensor, ends_G: Tensor, direction: Direction, dtype: torch.dtype) -> Tensor:
     """As ``multiply``, with a weight that is not sharded."""
     if isinstance(weight_GNK, WeightWithRecipe):
         gemms = gemms_of(weight_GNK)
         if isinstance(gemms, GroupedGEMMs):
             quantized = weight_GNK.quantized_for(direction)
-            return _product(rows, quantized, ends_G, direction, gemms, weight_GNK.dtype)
-    operand = for_product(weight_GNK, direction)
-    return _product(rows, operand, ends_G, direction, None, weight_GNK.dtype)
+            return _product(rows, quantized, ends_G, direction, gemms, dtype)
+    operand = for_product(weight_GNK, direction).to(dtype)
+    return _product(rows, operand, ends_G, direction, None, dtype)

@@ -65,7 +65,11 @@ def gemms_of(weight: WeightWithRecipe) -> Float8GEMMs | None:
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     if not isinstance(weight, WeightWithRecipe):
         raise TypeError(f"F.linear expects a weight with a recipe as weight only, but got {type(input).__name__}.")
-    return _Linear.apply(input, weight, bias, gemms_of(weight))  # type: ignore[no-untyped-call]
+    if bias is not None:
+        bias = compat.autocast_operand(bias)
+    dtype = compat.autocast_dtype(weight.dtype, weight.device)
+    args = (compat.autocast_operand(input), weight, bias, gemms_of(weight), dtype)
+    return _Linear.apply(*args)  # type: ignore[no-untyped-call]
 
 
 def _embedding(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -85,26 +89,33 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class _Linear(torch.autograd.Function):
-    """By the three GEMMs in float8; without them (``gemms`` is None) with the dequantized weight."""
+    """By the three GEMMs in float8; without them (``gemms`` is None) with the dequantized weight. ``dtype`` is that of
+    computation: under autocast another one than the weight's."""
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: WeightWithRecipe, bias: Tensor | None, gemms: Float8GEMMs | None
+        ctx: Any,
+        input: Tensor,
+        weight: WeightWithRecipe,
+        bias: Tensor | None,
+        gemms: Float8GEMMs | None,
+        dtype: torch.dtype,
     ) -> Tensor:
         # fully_shard keeps the object and fills it again for backward.
         ctx.weight = weight
         ctx.gemms = gemms
+        ctx.dtype = dtype
         if gemms is None:
             ctx.save_for_backward(input)
-            return F.linear(input, weight.dequantize_for(Direction.ROWWISE), bias)
-        if input.dtype != weight.dtype:
+            return F.linear(input, weight.dequantize_for(Direction.ROWWISE).to(dtype), bias)
+        if input.dtype != dtype:
             raise RuntimeError(
                 f"F.linear expects input and weight of one dtype, but got {input.dtype} and "
-                f"{weight.dtype} for a weight of shape {tuple(weight.shape)}."
+                f"{dtype} for a weight of shape {tuple(weight.shape)}."
             )
         operands = gemms.cast_input(input.reshape(-1, input.shape[-1]))
         ctx.save_for_backward(input, *gemms.for_later(operands))
-        output = gemms.output(operands, weight.quantized_for(Direction.ROWWISE), weight.dtype)
+        output = gemms.output(operands, weight.quantized_for(Direction.ROWWISE), dtype)
         output = output.view(*input.shape[:-1], output.shape[-1])
         if bias is not None:
             output = output + bias
@@ -114,7 +125,7 @@ class _Linear(torch.autograd.Function):
     @compat.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, *known = ctx.saved_tensors
-        needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         gemms: Float8GEMMs | None = ctx.gemms
         weight: WeightWithRecipe = ctx.weight
         grad_MN = grad.reshape(-1, grad.shape[-1])
@@ -133,13 +144,13 @@ class _Linear(torch.autograd.Function):
                 for_wgrad = gemms.cast_wgrad(grad_MN, input_MK, operands, known)
                 grad_weight = gemms.grad_weight(for_wgrad, weight.dtype)
         if needs_input and gemms is None:
-            grad_input = grad.matmul(weight.dequantize_for(Direction.COLUMNWISE))
+            grad_input = grad.matmul(weight.dequantize_for(Direction.COLUMNWISE).to(ctx.dtype))
         elif needs_input and gemms is not None:
             quantized = weight.quantized_for(Direction.COLUMNWISE)
-            grad_input = gemms.grad_input(operands, quantized, weight.dtype).view(input.shape)
+            grad_input = gemms.grad_input(operands, quantized, ctx.dtype).view(input.shape)
         if needs_bias:
             grad_bias = grad_MN.sum(0)
-        return grad_input, grad_weight, grad_bias, None
+        return grad_input, grad_weight, grad_bias, None, None  # autograd casts them to the dtypes of what forward got
 
 
 class StoredWeight(WeightWithRecipe):

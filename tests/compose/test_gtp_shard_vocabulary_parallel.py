@@ -1,6 +1,7 @@
 """``linear_cross_entropy`` over a sharded vocabulary trains as ``F.cross_entropy`` of whole logits in one process."""
 
 import copy
+import itertools
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from dtensor_gtp import GTPShard, MixedPrecisionPolicy, gtp_shard, quantize_, sharding_report
+from dtensor_gtp import GTPShard, MixedPrecisionPolicy, SchedulePolicy, gtp_shard, quantize_, sharding_report
 from dtensor_gtp.nn.functional import linear_cross_entropy
 from dtensor_gtp.ops import cross_entropy
 
@@ -46,6 +47,30 @@ class LM(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return linear_cross_entropy(self.hidden(tokens[:, :-1]), self.head, tokens[:, 1:], **self.options)
+
+
+class Predictor(nn.Module):
+    """A block with a head of its own, a layer or a table. Returns hidden states and the loss."""
+
+    def __init__(self, has_table: bool) -> None:
+        super().__init__()
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Embedding(VOCABULARY, WIDTH) if has_table else nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, hidden: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = torch.tanh(self.body(hidden))
+        return hidden, linear_cross_entropy(hidden, self.head, target)
+
+
+class Predictors(nn.Module):
+    def __init__(self, has_table: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Predictor(has_table) for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden, first = self.layers[0](self.embedding(tokens[:, :-1]), tokens[:, 1:])
+        return first + self.layers[1](hidden, tokens[:, 1:])[1]
 
 
 def lm(**options: Any) -> LM:
@@ -136,6 +161,37 @@ class TestVocabularyParallel(GlooTest):
             assert_same_params(model, reference, "grad")
             reference.zero_grad()
             assert_idle(model)
+
+    def test_heads_in_blocks_that_are_groups(self) -> None:
+        """In training and without gradients, and for a loss that code around the model computes."""
+        mesh, tokens = self.gtp_mesh(), make_tokens()
+        shard = partial(gtp_shard, mesh=mesh, schedule=SchedulePolicy(min_shard_numel=0))
+        for has_table in (False, True):
+            torch.manual_seed(0)
+            reference = Predictors(has_table)
+            model = check_training(reference, shard, mesh, lambda _: make_tokens(), call)
+            self.assertIn("groups: 2 blocks", str(sharding_report(model, verbose=True)))
+            with torch.no_grad():
+                self.assertEqual(model(tokens), reference(tokens))
+            for module in (reference, model):
+                module.zero_grad()
+                hidden = torch.ones(8, 3, WIDTH)
+                linear_cross_entropy(hidden, module.layers[1].head, tokens[:, 1:]).backward()  # type: ignore[index]
+            assert_same_params(model, reference, "grad")
+
+    def test_autocast(self) -> None:
+        """As whole logits under autocast, of a layer and of a table, with exchanges and with gathers."""
+        mesh, tokens = self.gtp_mesh(), make_tokens()
+        own = rows_of_rank(tokens, mesh)
+        for head, name in itertools.product(("exchange", "gather"), ("head", "embedding")):
+            reference = lm(is_tied=True)
+            model = shard_copy(reference, mesh, schedule=explicit(min_shard_numel=0, head=head))
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = linear_cross_entropy(model.hidden(own[:, :-1]), getattr(model, name), own[:, 1:])
+                expected = stock_loss(reference, tokens)
+            loss.backward()
+            expected.backward()
+            assert_same_params(model, reference, "grad", rtol=0.05, atol=2e-3)
 
     def test_bf16(self) -> None:
         """bf16 products, float32 sums: as near to float32 as bf16 logits allow; the wgrad is never rounded to bf16."""

@@ -58,6 +58,18 @@ def test_tokens_of_one_rank(nobody: int) -> None:
     assert tokens.grad[:, 0].tolist() == [2, 1, 2, 2]
 
 
+def test_autocast() -> None:
+    torch.manual_seed(0)
+    experts = GroupedExperts(GroupedMLP(EXPERTS, DIM, HIDDEN))
+    x, chosen, weights = torch.randn(5, DIM), torch.tensor([[0, 2]] * 5), torch.rand(5, TOP_K)
+    expected = experts(x, chosen, weights)
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16):
+            actual = experts(x.to(dtype), chosen, weights)
+        assert actual.dtype == torch.bfloat16
+        torch.testing.assert_close(actual.float(), expected, rtol=0.05, atol=0.02)
+
+
 def test_no_token_at_all() -> None:
     experts = make(GroupedExperts, make(GroupedMLP, EXPERTS, DIM, HIDDEN))
     x = torch.zeros(0, DIM, dtype=torch.float64, requires_grad=True)

@@ -153,6 +153,32 @@ def test_compiles_into_one_graph(single: bool) -> None:
             assert torch.equal(eager, traced)
 
 
+@pytest.mark.parametrize("single", [True, False])
+def test_autocast_casts_as_for_linear_layers(single: bool) -> None:
+    """Input, weight and bias, with gradients in their own dtypes; sharded and compiled, too. float64 stays."""
+    counts = torch.tensor(SPLITS[0])
+    with fake_mesh(1) as mesh:
+        layer = make(torch.float32, single_grouped_weight=single)
+        sharded = gtp_shard(copy.deepcopy(layer), mesh, schedule=ALL)
+        compiled = torch.compile(copy.deepcopy(layer), fullgraph=True, backend="aot_eager")
+        for dtype, (module, name) in itertools.product(
+            (torch.float32, torch.bfloat16), ((layer, "plain"), (sharded, "sharded"), (compiled, "compiled"))
+        ):
+            x = torch.randn(12, 8, dtype=dtype, requires_grad=True)
+            with torch.autocast("cpu", torch.bfloat16):
+                expected = loop(layer, x, SPLITS[0], None)
+                actual = module(x, counts)
+            assert actual.dtype == torch.bfloat16, name
+            torch.testing.assert_close(actual.float(), expected.float(), rtol=0.02, atol=0.02)
+            want = torch.autograd.grad(expected.float().sum(), [x, *layer.parameters()])
+            module.zero_grad()
+            actual.float().sum().backward()
+            got = [x.grad, *(local(param.grad) for param in module.parameters())]
+            torch.testing.assert_close(got, list(want), rtol=0.02, atol=0.02)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert make()(torch.ones(2, 8, dtype=torch.float64), torch.tensor([1, 0, 1, 0])).dtype == torch.float64
+
+
 def test_initial_values_are_those_of_linear_layers() -> None:
     single = GroupedLinear(3, 64, 32)
     bound = 1 / 8

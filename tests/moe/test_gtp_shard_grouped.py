@@ -198,6 +198,11 @@ class TestGrouped(GlooTest):
         low = gtp_shard(make(), mesh, schedule=ALL, mp_policy=LOW)
         square(low, rows_of_rank(x, mesh)).backward()
         assert_same_params(low, reference, "grad", rtol=0.1, atol=0.01)
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = square(model, rows_of_rank(x, mesh).bfloat16())
+        loss.backward()
+        assert_same_params(model, reference, "grad", rtol=0.1, atol=0.01)
 
     def test_compiled(self) -> None:
         """One graph for the whole model; gathers as many weights as without a compiler, and saves none of them."""
