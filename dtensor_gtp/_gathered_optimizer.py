@@ -7,6 +7,7 @@ back. So each rank computes, and keeps the state of, its share of the parameters
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -82,6 +83,7 @@ class GatheredOptimizer(torch.optim.Optimizer):
     optimizer_class: ClassVar[type[torch.optim.Optimizer]]
 
     def __init__(self, params: Iterable[Any], *args: Any, **kwargs: Any) -> None:
+        _handle_full_state_dicts()
         super().__init__(params, {})
         self._slots: list[list[_Slot]] = []
         self._loads: dict[str, list[int]] = {}  # elements that each rank owns, by group of ranks
@@ -175,12 +177,49 @@ class GatheredOptimizer(torch.optim.Optimizer):
             state_dict: Of this class, on as many ranks; ``torch.distributed.checkpoint`` loads on any number of ranks.
         """
         super().load_state_dict(state_dict)
-        for slot in (slot for slots in self._slots for slot in slots if slot.is_owned):
+        for slot in (slot for slots in self._slots for slot in slots):
             if slot.param in self.state:
-                self.inner.state[slot.whole] = self.state[slot.param]
+                if slot.is_owned:
+                    self.inner.state[slot.whole] = self.state[slot.param]
+                else:  # a full state dict has the states of all ranks
+                    self.state[slot.param] = {}
             else:  # accelerate loads the state of a new optimizer
                 self.inner.state.pop(slot.whole, None)
         self._copy_options(self, self.inner)
+
+
+@functools.cache
+def _handle_full_state_dicts() -> None:
+    """Have ``get_optimizer_state_dict`` and ``set_optimizer_state_dict`` know that ranks keep different states."""
+    module = compat.state_dict_module()
+    get, load = module._get_optim_state_dict, module._load_optim_state_dict
+
+    @functools.wraps(get)
+    def get_or_refuse(model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...], info: Any) -> Any:
+        for optimizer in optimizers:
+            if info.full_state_dict and isinstance(optimizer, GatheredOptimizer):
+                raise NotImplementedError(
+                    "get_optimizer_state_dict expects full_state_dict=False for an optimizer of gathered, but got True "
+                    f"for a {type(optimizer).__name__}: each rank has the states of its share of the parameters alone. "
+                    "Leave out full_state_dict, and save the result with dtensor_gtp.checkpoint.save: any number of "
+                    "processes can load it, also a single one."
+                )
+        return get(model, optimizers, info)
+
+    @functools.wraps(load)
+    def load_each(model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...], state_dict: Any, info: Any) -> None:
+        for optimizer in optimizers:
+            # Each rank has the whole states: ``load_state_dict`` takes those that the rank owns.
+            is_direct = isinstance(optimizer, GatheredOptimizer) and not info.broadcast_from_rank0
+            is_full = info.full_state_dict
+            info.full_state_dict = is_full and not is_direct
+            try:
+                load(model, (optimizer,), state_dict, info)
+            finally:
+                info.full_state_dict = is_full
+
+    compat.replace("full optimizer state", module, "_get_optim_state_dict", get_or_refuse)
+    compat.replace("loading full optimizer state", module, "_load_optim_state_dict", load_each)
 
 
 def gathered(optimizer_class: type[torch.optim.Optimizer]) -> type[GatheredOptimizer]:

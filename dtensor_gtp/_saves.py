@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_now
 
 _MARK = "complete.json"  # in each checkpoint that ``save`` has ended, with its number among those beside it
 _PARTIAL, _REPLACED = ".partial", ".replaced"  # ends of names of folders while a checkpoint is saved
+_FILES = (_MARK, ".metadata", ".metadata.tmp", ".distcp")  # ends of the names of all files of a checkpoint
 
 
 def save(
@@ -39,20 +41,28 @@ def save(
 
     Args:
         state_dict, planner, process_group, no_dist: As for ``dcp.save``.
-        path: The folder of this checkpoint, such as ``run/step-10``, on a file system that all ranks share.
+        path: The folder of this checkpoint alone, such as ``run/step-10``, on a file system that all ranks share. It is
+            replaced as a whole.
         keep: How many checkpoints of :func:`save` stay in the folder that holds ``path``; older ones are removed.
 
     Raises:
-        ValueError: ``keep`` is less than 1.
+        ValueError: ``keep`` is less than 1, or ``path`` ends as the names of unfinished saves do.
+        FileExistsError: ``path`` is a file or a link, or a folder with anything else than a checkpoint. Raised on all
+            ranks, before any of them writes.
 
     Example:
         >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
         >>> save({"model": model.state_dict()}, "run/step-10", keep=2)
         >>> load({"model": model.state_dict()}, checkpoint_id=latest("run"))
     """
-    save_now(
-        state_dict, storage_writer=_Writer(path, keep), planner=planner, process_group=process_group, no_dist=no_dist
-    )
+    writer = _Writer(path, keep)
+    try:
+        save_now(state_dict, storage_writer=writer, planner=planner, process_group=process_group, no_dist=no_dist)
+    except CheckpointException as error:  # torch would show the traceback of each rank
+        for refused, _ in error.failures.values():
+            if isinstance(refused, FileExistsError):
+                raise refused from None
+        raise
 
 
 def async_save(
@@ -113,13 +123,32 @@ class _Writer(FileSystemWriter):
         if keep is not None and keep < 1:
             raise ValueError(f"save expects keep to be at least 1, but got {keep}. Pass None to remove nothing.")
         self._final, self._keep = Path(os.path.abspath(path)), keep
+        if self._final.suffix in (_PARTIAL, _REPLACED):
+            raise ValueError(
+                f"save expects a path that does not end with {_PARTIAL!r} or {_REPLACED!r}, as folders of unfinished "
+                f"saves do, but got '{path}'. Choose another name."
+            )
+        self._replaced = self._final.with_name(self._final.name + _REPLACED)
         super().__init__(self._final.with_name(self._final.name + _PARTIAL))
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Make no folder before ``prepare_global_plan`` has checked what is there."""
+        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Runs on one rank, while no rank writes: remove what a save has left that did not end."""
-        for leftover in Path(self.path).iterdir():
+        partial = Path(self.path)
+        for folder in (self._final, partial, self._replaced):
+            _check_replaceable(folder)
+        partial.mkdir(parents=True, exist_ok=True)
+        for leftover in partial.iterdir():
             leftover.unlink()
         return super().prepare_global_plan(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        """Make the folder on each rank: a network file system may not show yet that one rank has made it."""
+        Path(self.path).mkdir(parents=True, exist_ok=True)
+        return super().write_data(plan, planner)
 
     def finish(self, metadata: Metadata, results: Any) -> None:
         """Runs on one rank, when all ranks have flushed their files."""
@@ -131,15 +160,34 @@ class _Writer(FileSystemWriter):
             file.flush()
             os.fsync(file.fileno())
         _sync_folder(partial)
-        replaced = self._final.with_name(self._final.name + _REPLACED)
         if self._final.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-            self._final.rename(replaced)  # complete, and found by ``latest``, until the new one has its name
+            shutil.rmtree(self._replaced, ignore_errors=True)
+            self._final.rename(self._replaced)  # complete, and found by ``latest``, until the new one has its name
         partial.rename(self._final)
         _sync_folder(folder)
-        shutil.rmtree(replaced, ignore_errors=True)
-        for old in _complete(folder)[self._keep :] if self._keep else ():
+        shutil.rmtree(self._replaced, ignore_errors=True)
+        saved = [path for path in _complete(folder) if not path.is_symlink()]  # a link is a second name of one of them
+        for old in saved[self._keep :] if self._keep else ():
             shutil.rmtree(old)
+
+
+def _check_replaceable(path: Path) -> None:
+    """Refuse to remove what is no checkpoint."""
+    found = ""
+    if path.is_symlink():
+        found = f"it is a link to '{os.readlink(path)}'"
+    elif path.is_file():
+        found = "it is a file"
+    elif path.is_dir():
+        others = sorted(entry.name for entry in path.iterdir() if entry.is_dir() or not entry.name.endswith(_FILES))
+        if others:
+            found = f"{len(others)} of its entries are not of a checkpoint: {', '.join(others[:3])}"
+    if found:
+        raise FileExistsError(
+            f"save expects '{path}' not to exist or to have a checkpoint alone, because it replaces the whole folder, "
+            f"but {found}. Pass a folder of this checkpoint alone as path, such as 'run/step-10', or remove what is "
+            "there."
+        )
 
 
 def _sync_folder(path: Path) -> None:

@@ -206,6 +206,7 @@ class ShardedEMA:
     Raises:
         ValueError: ``decay`` is out of its range.
         NotImplementedError: A weight that is trained has native storage (:func:`~dtensor_gtp.quantize_`).
+        RuntimeError: A parameter is on the meta device. Later: the model has other parameters than at first.
 
     Source: B. Polyak and A. Juditsky, "Acceleration of stochastic approximation by averaging", 1992;
     ``torch.optim.swa_utils.AveragedModel``.
@@ -229,29 +230,55 @@ class ShardedEMA:
             raise ValueError(f"ShardedEMA expects a decay in [0, 1], but got {decay}.")
         self.decay = decay
         self._model = model
-        self._reshard()
-        self._params: dict[str, nn.Parameter] = {}
         self._averages: dict[str, Tensor] = {}
         self._weights: dict[str, Tensor] | None = None  # the parameters' own values, while these are the averages
-        for name, param in model.named_parameters():
-            if not param.is_floating_point():
-                continue
-            if native_of(param) is not None:
-                if not param.requires_grad:
-                    continue  # its average is itself
-                raise NotImplementedError(
-                    f"ShardedEMA averages values in high precision, but parameter '{name}' of shape "
-                    f"{tuple(param.shape)} has native storage. Use storage='master', or freeze the parameter. "
-                    + see("ema")
-                )
-            name = name.replace("_orig_mod.", "")  # of compiled modules
+        for name, param in self._params().items():
             local = _values_of(param)
+            if local.is_meta:
+                raise RuntimeError(
+                    f"ShardedEMA expects parameters with values, but '{name}' of shape {tuple(param.shape)} is on the "
+                    "meta device. Load or initialize the model before. " + see("ema")
+                )
             average = local.to(dtype or local.dtype, copy=True)
             if isinstance(param, DTensor):
                 spec = compat.dtensor_spec(param)
                 spec = compat.make_spec(spec.mesh, spec.placements, param.shape, average.dtype)
                 average = compat.wrap_local(average, spec)
-            self._params[name], self._averages[name] = param, average
+            self._averages[name] = average
+
+    def _params(self) -> dict[str, nn.Parameter]:
+        """Parameters that are averaged, as the model has them now: loading a state dict may have replaced them."""
+        self._reshard()
+        params = {}
+        for name, param in self._model.named_parameters():
+            if not param.is_floating_point():
+                continue
+            if native_of(param) is None:
+                params[name.replace("_orig_mod.", "")] = param  # the prefix is of compiled modules
+            elif param.requires_grad:  # the average of a frozen one is itself
+                raise NotImplementedError(
+                    f"ShardedEMA averages values in high precision, but parameter '{name}' of shape "
+                    f"{tuple(param.shape)} has native storage. Use storage='master', or freeze the parameter. "
+                    + see("ema")
+                )
+        return params
+
+    def _checked_params(self) -> dict[str, nn.Parameter]:
+        """The same, if each of them has an average."""
+        params = self._params()
+        if params.keys() != self._averages.keys():
+            raise RuntimeError(
+                "ShardedEMA expects the parameters that the model had at first, but only one of the two has "
+                f"{sorted(params.keys() ^ self._averages.keys())}. Make a new ShardedEMA after changes of the model."
+            )
+        for name, param in params.items():
+            shapes = [tuple(compat.local_part(each).shape) for each in (param, self._averages[name])]
+            if shapes[0] != shapes[1]:
+                raise RuntimeError(
+                    f"ShardedEMA expects parameter '{name}' sharded as at first, with {shapes[1]} on this rank, but "
+                    f"got {shapes[0]}. Make a new ShardedEMA after changes of the model."
+                )
+        return params
 
     @torch.no_grad()
     def update(self) -> None:
@@ -262,10 +289,11 @@ class ShardedEMA:
         """
         if self._weights is not None:
             raise RuntimeError("ShardedEMA.update expects a model with its own weights. Call restore() before.")
-        averages = [compat.local_part(average) for average in self._averages.values()]
-        values = [_values_of(param) for param in self._params.values()]
-        pairs = zip(values, averages, strict=True)
-        compat.lerp_all(averages, [value.to(average.dtype) for value, average in pairs], 1 - self.decay)
+        averages, values = [], []
+        for name, param in self._checked_params().items():
+            averages.append(compat.local_part(self._averages[name]))
+            values.append(_values_of(param).to(averages[-1].dtype))
+        compat.lerp_all(averages, values, 1 - self.decay)
 
     @torch.no_grad()
     def swap(self) -> None:
@@ -283,7 +311,7 @@ class ShardedEMA:
         """
         if self._weights is not None:
             raise RuntimeError("ShardedEMA.swap was called twice. Call restore() in between.")
-        self._weights = {name: _values_of(param).clone() for name, param in self._params.items()}
+        self._weights = {name: _values_of(param).clone() for name, param in self._checked_params().items()}
         self._write(self._averages)
 
     @torch.no_grad()
@@ -308,14 +336,14 @@ class ShardedEMA:
             self.restore()
 
     def _reshard(self) -> None:
-        """Let ``fully_shard`` free what it has kept after a forward: it would not gather the new values."""
+        """Let ``fully_shard`` free what it has kept after a forward: it would not gather the new values, and the model
+        would have whole parameters."""
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def _write(self, values: Mapping[str, Tensor]) -> None:
-        self._reshard()
-        for name, param in self._params.items():
+        for name, param in self._checked_params().items():
             _values_of(param).copy_(compat.local_part(values[name]))
             torch.autograd.graph.increment_version(param)
 

@@ -89,6 +89,11 @@ def localizing_module() -> Any:
     return import_module("torch.distributed.tensor.parallel.ddp")
 
 
+def state_dict_module() -> Any:
+    """The module of torch with ``_get_optim_state_dict`` and ``_load_optim_state_dict``."""
+    return import_module("torch.distributed.checkpoint.state_dict")
+
+
 def is_replicated_by_ddp(module: torch.nn.Module) -> bool:
     """Whether the ``replicate`` that is built on DDP was called on ``module``."""
     return isinstance(module, import_module("torch.distributed._composable.replicate").DDP)

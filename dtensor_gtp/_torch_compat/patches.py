@@ -95,6 +95,16 @@ PATCHES = {
         _ALL,
         "its graphs would have no gradients of ours",
     ),
+    "full optimizer state": Patch(
+        "torch.distributed.checkpoint.state_dict._get_optim_state_dict",
+        _ALL,
+        "of a gathered optimizer, it would return the states of one rank's parameters as those of all",
+    ),
+    "loading full optimizer state": Patch(
+        "torch.distributed.checkpoint.state_dict._load_optim_state_dict",
+        _ALL,
+        "it raises a KeyError for states that another rank keeps",
+    ),
     "pipeline": Patch(
         "torch.distributed.pipelining.stage._PipelineStageBase.backward_maybe_with_nosync",
         _ALL,

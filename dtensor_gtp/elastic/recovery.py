@@ -108,19 +108,23 @@ class _Report(NamedTuple):
     step: int
     held: dict[Keys, tuple[Box, torch.dtype]]
     wanted: dict[Keys, _Part]
+    held_plain: dict[Keys, int]  # bytes of values that are no DTensors
+    wanted_plain: dict[Keys, bool]  # whether they are tensors
 
     # Ranks send each other JSON, which takes plain tuples and no named ones.
     def as_sent(self) -> tuple[Any, ...]:
         held = {keys: (tuple(box), dtype) for keys, (box, dtype) in self.held.items()}
-        return self.step, held, {keys: (tuple(part.box), *part[1:]) for keys, part in self.wanted.items()}
+        wanted = {keys: (tuple(part.box), *part[1:]) for keys, part in self.wanted.items()}
+        return self.step, held, wanted, self.held_plain, self.wanted_plain
 
     @classmethod
     def of_sent(cls, sent: tuple[Any, ...]) -> _Report:
-        step, held, wanted = sent
+        step, held, wanted, *plain = sent
         return cls(
             step,
             {keys: (Box(*box), dtype) for keys, (box, dtype) in held.items()},
             {keys: _Part(Box(*box), *rest) for keys, (box, *rest) in wanted.items()},
+            *plain,
         )
 
 
@@ -135,8 +139,9 @@ def recover_state(
     Args:
         held: What this rank has, None if it is new.
         state: State of the job that was built on ``mesh``: as for ``dcp.load``, its tensors are written in place, other
-            values are replaced. Ranks that have the step that is taken keep their values that are no DTensors; the
-            others get those of the lowest of these ranks.
+            values and lists of them are replaced. Ranks that have the step that is taken keep their values that are no
+            DTensors. What a rank does not have it gets from the lowest of these ranks that has it: a new rank all
+            values, and the new owner of a parameter its state in an optimizer of :func:`~dtensor_gtp.optim.gathered`.
         mesh: The new one.
         chunk_nbytes: Bytes that a rank exchanges at a time, about.
 
@@ -157,12 +162,15 @@ def recover_state(
         >>> recover_state(held, {"model": model.state_dict()}, mesh)
         7
     """
-    wanted = {keys: value for keys, _, value in _leaves(state) if isinstance(value, DTensor)}
+    leaves = {keys: value for keys, _, value in _leaves(state)}
+    wanted = {keys: value for keys, value in leaves.items() if isinstance(value, DTensor)}
     held = HeldState(_NEW, {}, {}) if held is None else held
     own = _Report(
         held.step,
         {keys: (box, part.dtype) for keys, (box, part) in held.tensors.items()},
         {keys: _Part(_box_of(value), tuple(value.shape), value.dtype) for keys, value in wanted.items()},
+        {keys: value.nbytes if isinstance(value, Tensor) else 0 for keys, value in held.plain.items()},
+        {keys: isinstance(value, Tensor) for keys, value in leaves.items() if keys not in wanted},
     )
     # Then all ranks compute the same plan.
     reports = list(map(_Report.of_sent, all_gather_values(own.as_sent(), mesh.world.get_group())))
@@ -174,7 +182,7 @@ def recover_state(
     with torch.no_grad(), Progress(_LOG, f"recovery of the state after step {step}", len(chunks)) as progress:
         for chunk in progress.over(chunks):
             _exchange(chunk, held.tensors, targets, mesh)
-        _fill_plain(state, held.plain, [report.step == step for report in reports], mesh)
+        _fill_plain(state, _shared_values(held.plain, reports, step, mesh, chunk_nbytes) | held.plain)
     return step
 
 
@@ -182,31 +190,49 @@ def _latest_complete_step(reports: Sequence[_Report], replica_of: Mapping[int, i
     steps = {rank: report.step for rank, report in enumerate(reports) if report.step != _NEW}
     if not steps:
         raise StateLostError("recover_state expects ranks that hold state, but there are none. Load a checkpoint.")
-    lost = ""  # the part that the error names: the first of the latest step
+    lost = ""  # what the error names: the first that is missing of the latest step
     # The latest step first. An older one is taken only if a part of each later one is on no rank.
     for step in sorted(set(steps.values()), reverse=True):
-        sources = {rank: reports[rank].held for rank, at in steps.items() if at == step}  # by rank
-        moves: Moves = {}
-        known_plans: dict[Any, Any] = {}
-        for keys, part in reports[0].wanted.items():  # all ranks want the same tensors
-            wanted = {rank: report.wanted[keys].box for rank, report in enumerate(reports)}
-            held = {rank: tensors[keys] for rank, tensors in sources.items() if keys in tensors}
-            _check_same_model(keys, part, list(held.values()))
-            boxes = {rank: box for rank, (box, _) in held.items()}
-            cut = (tuple(wanted.items()), tuple(boxes.items()))  # layers repeat: cut alike, tensors move alike
-            if cut not in known_plans:
-                known_plans[cut] = plan_moves(boxes, wanted, replica_of)
-            moves[keys], missing = known_plans[cut]
-            if missing:
-                box = missing[0][1]
-                lost = lost or f"part {box.offset}+{box.size} of '{'.'.join(map(str, keys))}' after step {step}"
-                break
-        else:  # nothing of this step is missing
+        moves, missing = _moves_of_step(reports, step, replica_of)
+        missing = missing or _lost_value(reports, step)
+        if not missing:
             return step, moves
+        lost = lost or f"{missing} after step {step}"
     raise StateLostError(
         f"recover_state expects each part of the state on some remaining rank, but {lost} is on none of the ranks "
         f"{list(steps)}. Load a checkpoint."
     )
+
+
+def _moves_of_step(reports: Sequence[_Report], step: int, replica_of: Mapping[int, int]) -> tuple[Moves, str]:
+    """How the DTensors of a step get to their places, and the first part that no rank has; empty if there is none."""
+    sources = {rank: report.held for rank, report in enumerate(reports) if report.step == step}
+    moves: Moves = {}
+    known_plans: dict[Any, Any] = {}
+    for keys, part in reports[0].wanted.items():  # all ranks want the same tensors
+        wanted = {rank: report.wanted[keys].box for rank, report in enumerate(reports)}
+        held = {rank: tensors[keys] for rank, tensors in sources.items() if keys in tensors}
+        _check_same_model(keys, part, list(held.values()))
+        boxes = {rank: box for rank, (box, _) in held.items()}
+        cut = (tuple(wanted.items()), tuple(boxes.items()))  # layers repeat: cut alike, tensors move alike
+        if cut not in known_plans:
+            known_plans[cut] = plan_moves(boxes, wanted, replica_of)
+        moves[keys], missing = known_plans[cut]
+        if missing:
+            box = missing[0][1]
+            return moves, f"part {box.offset}+{box.size} of '{'.'.join(map(str, keys))}'"
+    return moves, ""
+
+
+def _lost_value(reports: Sequence[_Report], step: int) -> str:
+    """A tensor that a rank needs where others hold an empty dict alone: the state of a parameter in ``gathered``
+    optimizers, whose owner is gone. Other values that no rank has are new in the state."""
+    held = {keys for report in reports if report.step == step for keys in report.held_plain}
+    for report in reports:
+        for keys, is_tensor in report.wanted_plain.items():
+            if is_tensor and keys not in held and any(keys[:length] in held for length in range(1, len(keys))):
+                return f"'{'.'.join(map(str, keys))}'"
+    return ""
 
 
 def _check_same_model(keys: Keys, part: _Part, held: Sequence[tuple[Box, torch.dtype]]) -> None:
@@ -271,29 +297,62 @@ def _exchange(chunk: Moves, sources: Parts, targets: Parts, mesh: ElasticMesh) -
         part.copy_(values.view(part.shape))
 
 
-def _fill_plain(state: dict[str, Any], own: dict[Keys, Any], has_own: Sequence[bool], mesh: ElasticMesh) -> None:
-    """Values that are no DTensors: this rank's own, else those of the first rank that has some."""
-    # All ranks know who has values, so all of them take part in the broadcast or none.
-    shared = own if all(has_own) else broadcast_value(own, mesh.world.get_group(), has_own.index(True))
+def _shared_values(
+    own: dict[Keys, Any], reports: Sequence[_Report], step: int, mesh: ElasticMesh, limit: int
+) -> dict[Keys, Any]:
+    """Values that are no DTensors and that a rank needs from another one: of the lowest rank that has them."""
+    givers: dict[Keys, int] = {}
+    lacking: set[Keys] = set()  # on any rank, so that all take part in a broadcast or none
+    for rank, report in enumerate(reports):
+        present = report.held_plain if report.step == step else {}
+        for keys in present:
+            givers.setdefault(keys, rank)
+        lacking |= report.wanted_plain.keys() - present.keys()
+    rank = dist.get_rank(mesh.world.get_group())
+    shared: dict[Keys, Any] = {}
+    for giver in sorted(set(givers.values())):
+        nbytes, portion = 0, []
+        needed = [keys for keys, source in givers.items() if source == giver and keys in lacking]
+        for index, keys in enumerate(needed, 1):
+            portion.append(keys)
+            nbytes += reports[giver].held_plain[keys]
+            if nbytes < limit and index < len(needed):
+                continue
+            sent = {keys: own[keys] for keys in portion} if giver == rank else None
+            received = broadcast_value(sent, mesh.world.get_group(), giver)
+            shared |= {keys: value for keys, value in received.items() if keys in reports[rank].wanted_plain}
+            nbytes, portion = 0, []
+    return shared
+
+
+def _fill_plain(state: dict[str, Any], values: dict[Keys, Any]) -> None:
+    """Write or replace what is no DTensor. A key that no rank had keeps its value."""
     for keys, container, value in list(_leaves(state)):  # a list, because the loop writes to the containers
-        if isinstance(value, DTensor):
+        if isinstance(value, DTensor) or keys not in values:
             continue
-        found = own.get(keys, shared.get(keys, value))  # a key that nobody held keeps its value
+        found = values[keys]
         are_tensors = isinstance(value, Tensor) and isinstance(found, Tensor)
         if are_tensors and value.shape == found.shape:
-            with torch.no_grad():
-                value.copy_(found)
+            value.copy_(found)
         else:
             container[keys[-1]] = found.to(value.device) if are_tensors else found
 
 
 def _leaves(tree: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any, Any]]:
-    """(keys, container, value) of everything in nested dicts and lists."""
+    """(keys, container, value) of everything in nested dicts and lists. Empty dicts, and lists without tensors and
+    dicts, are values as well."""
     for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-        if isinstance(value, dict | list):
+        if isinstance(value, dict | list) and not _is_value(value):
             yield from _leaves(value, (*keys, key))
         else:
             yield (*keys, key), tree, value
+
+
+def _is_value(value: Any) -> bool:
+    """As ``torch.distributed.checkpoint`` divides a state dict into what it stores."""
+    if isinstance(value, list):
+        return all(map(_is_value, value))
+    return not (value if isinstance(value, dict) else isinstance(value, Tensor))
 
 
 def _box_of(tensor: DTensor) -> Box:

@@ -86,6 +86,34 @@ class TestSave(GlooTest):
             self.assertEqual(self.names(Path(directory)), ["last"])
             self.assertFalse((path / "__7_0.distcp").exists())
 
+    def test_what_is_no_checkpoint_is_not_removed(self) -> None:
+        """Neither from the folder itself nor from those that a save makes beside it; by an error on all ranks."""
+        with shared_directory() as directory:
+            run = Path(directory) / "run"
+            checkpoint.save(self.model(1.0).state_dict(), run / "step-1")
+            if self.rank == 0:
+                (run / "train.log").touch()
+                (run / "last").symlink_to("step-1")
+                (run / "new.partial" / "events").mkdir(parents=True)
+                (run / "empty").mkdir()
+            dist.barrier()
+            found = sorted(run.rglob("*"))
+            for path, what in (
+                (run, "5 of its entries are not of a checkpoint: empty, last, new.partial"),
+                (run / "train.log", "it is a file"),
+                (run / "last", "it is a link to 'step-1'"),
+                (run / "new", "1 of its entries are not of a checkpoint: events"),
+            ):
+                with self.assertRaisesRegex(FileExistsError, what):
+                    checkpoint.save(self.model(2.0).state_dict(), path)
+                dist.barrier()
+                self.assertEqual(sorted(run.rglob("*")), found)
+            with self.assertRaisesRegex(ValueError, "does not end with '.partial'"):
+                checkpoint.save({}, run / "x.partial")
+            checkpoint.save(self.model(3.0).state_dict(), run / "empty", keep=2)
+            self.assertEqual(self.values(run / "empty"), {3.0})
+            self.assertEqual(self.values(run / "last"), {1.0})  # a link is not counted
+
     def test_what_others_did_to_a_checkpoint(self) -> None:
         """A save that died between the two names leaves a complete one; a file that was cut off is not loaded."""
         with shared_directory() as directory:

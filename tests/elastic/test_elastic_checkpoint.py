@@ -24,6 +24,7 @@ from dtensor_gtp.elastic import (
     ElasticMesh,
     HeldState,
     ReplicaSavePlanner,
+    StateLostError,
     WeightSpec,
     hold_state,
     nonuniform_mesh,
@@ -31,6 +32,7 @@ from dtensor_gtp.elastic import (
     recovery,
     synchronize_replicas,
 )
+from dtensor_gtp.optim import gathered
 from dtensor_gtp.quant import MXFP8, Float8Tensorwise, Recipe
 
 Ranks = tuple[tuple[int, ...], ...]
@@ -107,6 +109,14 @@ class Job(Reference):
         self.check(_reference(step + 1))
         if isinstance(self.mesh, ElasticMesh):
             self.sync.check_values()
+
+
+class GatheredJob(Job):
+    """One rank of each replica owns the state of a parameter."""
+
+    def __init__(self, mesh: ElasticMesh, seed: int = 0) -> None:
+        super().__init__(mesh, seed)
+        self.optimizer = gathered(torch.optim.AdamW)(self.model.parameters(), lr=1e-2, foreach=False)
 
 
 class RecordingReplicas(RecordingPlanner, ReplicaSavePlanner):
@@ -249,6 +259,29 @@ class TestElasticCheckpoint(GlooTest):
         drawn = torch.rand(3, generator=torch.Generator().set_state(new["rng"]))
         self.assertEqual(drawn, torch.rand(3, generator=torch.Generator().manual_seed(rank if rank != 2 else 0)))
         self.assertEqual(full(new["weight"]), make(0).norm.weight)
+
+    def test_lists_of_other_lengths_are_replaced(self) -> None:
+        mesh = _replicas(UNEQUAL)
+        held = hold_state({"losses": [1.0, 2.0], "few": [1, [2]], "tensors": [torch.ones(2)], "none": {}}, step=1)
+        state = {"losses": [], "few": [9] * 5, "tensors": [torch.zeros(2)], "none": {}, "new": [3]}
+        recover_state(held if dist.get_rank() != 2 else None, state, mesh)
+        expected = {"losses": [1.0, 2.0], "few": [1, [2]], "tensors": [torch.ones(2)], "none": {}, "new": [3]}
+        self.assertEqual(state, expected)
+
+    def test_gathered_states_get_new_owners(self) -> None:
+        """Also from an owner in another replica. Without the owner, they are lost."""
+        mesh = _replicas(UNEQUAL)
+        job = GatheredJob(mesh)
+        job.train(range(2))
+        held = job.hold(2)
+        resumed = GatheredJob(_replicas(OTHER), seed=1)
+        self.assertEqual(resumed.recover(held if dist.get_rank() > 1 else None, chunk_nbytes=100)[0], 2)
+        resumed.check_goes_on(2)
+        lost = r"expects each part .* but 'optimizer\..*' after step 2 is on none of the ranks \[0, 2, 3\]"
+        state = job_state(resumed.model, resumed.optimizer)
+        del state["model"]  # of which the other ranks hold parts as well
+        with self.assertRaisesRegex(StateLostError, lost):
+            recover_state(held if dist.get_rank() in (0, 2, 3) else None, state, resumed.mesh)
 
     def test_quantized_masters(self) -> None:
         """Segments hold whole blocks; a rank that comes back gets its master, from which it quantizes."""

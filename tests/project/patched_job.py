@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtensor_gtp import GTPShard, SchedulePolicy, gtp_shard
 from dtensor_gtp import _torch_compat as compat
+from dtensor_gtp.optim import gathered
 
 
 def everything_replaceable() -> dict[str, Any]:
@@ -27,7 +28,12 @@ def everything_replaceable() -> dict[str, Any]:
     owners: list[Any] = [
         *(compat.DTensorSpec, compat.redistribute_module, propagator, type(dispatcher), DTensor, torch.autograd, group),
         *(DistributedDataParallel, FullyShardedDataParallel, DataParallel, torch.cuda, torch.cuda.graphs, sys),
-        *(compat.localizing_module(), compat.pipeline_stage_class(), *compat.distribute_tensor_modules()),
+        *(
+            compat.localizing_module(),
+            compat.pipeline_stage_class(),
+            compat.state_dict_module(),
+            *compat.distribute_tensor_modules(),
+        ),
     ]
     found = {f"{index} {name}": value for index, each in enumerate(owners) for name, value in vars(each).items()}
     tables = {
@@ -44,6 +50,7 @@ def train() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     gtp_shard(model, mesh["gtp"], schedule=SchedulePolicy(min_shard_numel=0))
     model(torch.ones(2, 8)).sum().backward()
+    gathered(torch.optim.SGD)(model.parameters())
     blocks = DTensor.from_local(torch.ones(2, 8), mesh["gtp"], [GTPShard(0, block_size=2)], run_check=False)
     blocks.redistribute(placements=[Replicate()])
     compat.concatenate_meshes([mesh["tp"], mesh["gtp"]])

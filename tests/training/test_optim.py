@@ -13,7 +13,7 @@ import torch.nn as nn
 from common import ALL, GlooTest, assert_same_params, check_training, fake_mesh, full, rows_of_rank, shared_directory
 from quant_common import take_over
 from runtime_common import WIDTH, Net, make_rows, make_tokens, token_loss
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -129,6 +129,26 @@ class TestShardedEMAAlone(TestCase):
         del state["averages"]["0.bias"]
         with self.assertRaisesRegex(ValueError, r"but only one of the two has \['0.bias'\]"):
             ema.load_state_dict(state)
+
+    def test_parameters_that_a_load_has_replaced(self) -> None:
+        model, other = make(), nn.Sequential(nn.Linear(WIDTH, 33), nn.LayerNorm(33), nn.Linear(33, WIDTH))
+        before = copy.deepcopy(model.state_dict())
+        ema = ShardedEMA(model, decay=0.5)
+        model.load_state_dict(other.state_dict(), assign=True)
+        ema.update()
+        for name, average in ema.state_dict()["averages"].items():
+            self.assertEqual(average, before[name].lerp(other.state_dict()[name], 0.5), rtol=0, atol=0)
+        with ema.averaged():
+            self.assertEqual(model.state_dict(), ema.state_dict()["averages"])
+        self.assertEqual(model.state_dict(), other.state_dict())
+        model[0] = nn.Linear(WIDTH, 34)
+        with self.assertRaisesRegex(RuntimeError, r"'0.weight' sharded as at first, with \(33, .*\) .* got \(34, "):
+            ema.swap()
+        model[0] = nn.Identity()
+        with self.assertRaisesRegex(RuntimeError, r"only one of the two has \['0.bias', '0.weight'\]"):
+            ema.update()
+        with self.assertRaisesRegex(RuntimeError, r"'weight' of shape \(2, 2\) is on the meta device"):
+            ShardedEMA(nn.Linear(2, 2, device="meta"))
 
     def test_quantized_weights(self) -> None:
         """Masters are averaged; native weights have none."""
@@ -250,6 +270,29 @@ class TestGathered(GlooTest):
         again_schedule.load_state_dict(schedule.state_dict())
         train(first, again, again_schedule, range(2, 4))
         assert_same_params(first, reference, rtol=2e-3, atol=2e-4)
+
+    def test_full_state_dicts(self) -> None:
+        """Each rank loads its share of one, with and without a broadcast. None is made: ranks keep their shares."""
+        reference = Net()
+        model = self.shard(copy.deepcopy(reference), self.gtp_mesh())
+        expected = torch.optim.AdamW(reference.parameters())
+        token_loss(reference, make_tokens(0)).backward()
+        expected.step()
+        state = get_optimizer_state_dict(reference, expected)
+        for is_sent in (False, True):
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=is_sent)
+            optimizer = gathered(torch.optim.AdamW)(model.parameters())
+            given = state if self.rank == 0 or not is_sent else {}
+            set_optimizer_state_dict(model, optimizer, copy.deepcopy(given), options=options)
+            loaded = {name: optimizer.state[param] for name, param in model.named_parameters()}
+            held = {name for name, values in loaded.items() if values}
+            self.assertEqual({name: loaded[name] for name in held}, {name: state["state"][name] for name in held})
+            self.assertLess(len(held), len(loaded))
+            every: list[Any] = [None] * self.world_size
+            dist.all_gather_object(every, held)
+            self.assertEqual(set().union(*every), loaded.keys())
+        with self.assertRaisesRegex(NotImplementedError, "expects full_state_dict=False .* GatheredAdamW: each rank"):
+            get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
 
     def test_groups_that_are_added_later(self) -> None:
         """Parameters and states are those of one process; an optimizer made with all groups takes the state."""
