@@ -28,13 +28,15 @@ from .._params.weight_group import Reducible
 from .._params.whole_param import WholeParam
 from .parted_ranks import OrderOfLaunches
 
-WholeBucket = list[tuple[WholeParam, Tensor]]
+WholeBucket = list[tuple[WholeParam, Tensor | None]]  # None: this rank has not used the parameter
 
 
 class UnequalReplicas(Protocol):
     """Sums gradients with replicas that may have another number of ranks:
     ``elastic.sync.ReplicaSync``."""
 
+    # Before a gradient of this model. Calls the ``settle`` of another model that had the last one.
+    def take_turn(self, settle: Callable[[], None]) -> None: ...
     # The share of this replica's gradient in the sum over replicas.
     def share(self, factor: float | None) -> float: ...
     # A full gradient, for the average over this replica.
@@ -70,6 +72,11 @@ class ReductionLaunches:
         self.order = OrderOfLaunches()
         # Set if the mesh is one of several replicas of unequal sizes.
         self.replicas: UnequalReplicas | None = None
+
+    def take_turn(self, settle: Callable[[], None]) -> None:
+        """Call before each gradient, see ``UnequalReplicas``."""
+        if self.replicas is not None:
+            self.replicas.take_turn(settle)
 
     def share(self, factor: float | None) -> float:
         """The factor of a gradient of this rank in the sum over unequal replicas."""
@@ -254,7 +261,7 @@ class ReductionLaunches:
         has used gets no gradient, or zeros if the user asks for that
         (``set_reduce_scatter_unused_params``).
         """
-        buckets: dict[tuple[Any, ...], list[tuple[WholeParam, Tensor | None]]] = {}
+        buckets: dict[tuple[Any, ...], WholeBucket] = {}
         for param in params:
             grad = param.take_local_grad()
             flags = param.flags
@@ -262,20 +269,19 @@ class ReductionLaunches:
                 if grad is not None:
                     grad = grad.to(param.reduce_dtype)
                 param.unsynced_grad = grad  # for a later microbatch; None: no gradient so far
-            elif grad is not None or (self.replicas is None and param.gradient.awaits_reduction):
+            elif grad is not None or param.gradient.awaits_reduction:
                 key = param.groups, param.reduce_dtype, flags.gradient_divide_factor
                 buckets.setdefault(key, []).append((param, grad))
         for (groups, dtype, factor), bucket in buckets.items():
             if self.replicas is None:
                 self._reduce_bucket(bucket, sum_dtype(groups.reduce_scatter, dtype))
             else:
-                present = [(param, grad.to(dtype)) for param, grad in bucket if grad is not None]
-                self.replicas.reduce_whole(dtype, factor, present)
+                self.replicas.reduce_whole(dtype, factor, bucket)
         for bucket in buckets.values():
             for param, _ in bucket:
                 param.gradient.awaits_reduction = False
 
-    def _reduce_bucket(self, bucket: list[tuple[WholeParam, Tensor | None]], dtype: torch.dtype) -> None:
+    def _reduce_bucket(self, bucket: WholeBucket, dtype: torch.dtype) -> None:
         comm = self._comm
         first = bucket[0][0]
         groups = first.groups
@@ -285,12 +291,7 @@ class ReductionLaunches:
             if not bucket:
                 return
         scale = collectives.reduce_scale(dtype, first.num_ranks, first.flags.gradient_divide_factor)
-        grads = [param.new_zero_grad() if grad is None else grad for param, grad in bucket]
-        # Travels with the gradients. The sum is positive where any rank has used the parameter.
-        used = grads[0].new_ones(len(bucket))  # filled on the device, as a graph may record it
-        for index, (_, grad) in enumerate(bucket):
-            if grad is None:
-                used[index].zero_()
+        grads, used = with_zeros(bucket)
         sent = [*grads, used]
         marks = None
         if groups.scatter.size() > 1:
@@ -311,10 +312,7 @@ class ReductionLaunches:
             if scale.postdivide is not None:
                 wire.div_(scale.postdivide)
             *parts, used_by_any = compat.unflatten(flat, [*grads, used])
-            for (param, grad), part, is_used in zip(bucket, parts, used_by_any, strict=True):
-                if grad is None and not param.flags.reduce_scatter_unused_params:
-                    param.gradient.note_use_elsewhere(is_used)  # if no rank used it, it gets none
-                param.gradient.accumulate(part)
+            accumulate_whole(bucket, parts, used_by_any)
 
         title = f"{len(bucket)} whole parameters"
         with profiler_range("GTP::all_reduce", title), comm.reductions.reducing():
@@ -329,6 +327,25 @@ class ReductionLaunches:
             if active:
                 work = compat.all_reduce(wire, scale.op, active[0], not comm.streams.has_streams)
             comm.reductions.launched(work, complete, (flat,))  # memory of the compute stream
+
+
+def with_zeros(bucket: WholeBucket) -> tuple[list[Tensor], Tensor]:
+    """The gradients that this rank sends, and marks that travel with them: the sum of a mark is positive where any
+    rank has used the parameter."""
+    grads = [param.new_zero_grad() if grad is None else grad for param, grad in bucket]
+    used = grads[0].new_ones(len(bucket))  # filled on the device, as a graph may record it
+    for index, (_, grad) in enumerate(bucket):
+        if grad is None:
+            used[index].zero_()
+    return grads, used
+
+
+def accumulate_whole(bucket: WholeBucket, sums: Sequence[Tensor], used_by_any: Tensor) -> None:
+    """Take the sums of what ``with_zeros`` has returned."""
+    for index, ((param, grad), total) in enumerate(zip(bucket, sums, strict=True)):
+        if grad is None and not param.flags.reduce_scatter_unused_params:
+            param.gradient.note_use_elsewhere(used_by_any[index])  # if no rank used it, it gets none
+        param.gradient.accumulate(total)
 
 
 def _flatten(grads: list[Tensor], dtype: torch.dtype) -> Tensor:

@@ -165,9 +165,7 @@ class Gradients:
             found = any_rank_has(grads.known, group.mesh, group.device)
             if not any(found):
                 return
-            # What was packed before has the layout of the weights that were known then.
-            self.launch_waiting()
-            self._comm.reductions.retire_all()
+            self.settle()  # what was packed before has the layout of the weights that were known then
             grads.agree(found)
         if not grads.weights:
             return  # until now whole parameters alone have gradients
@@ -223,6 +221,7 @@ class Gradients:
 
     def _send(self, weight: Reducible, buffer: Tensor) -> None:
         flags = weight.flags
+        self.launches.take_turn(self.settle)
         weight.pending_grad.unsharded = None
         share = self.launches.share(flags.gradient_divide_factor)
         if self.launches.replicas is not None:
@@ -319,6 +318,11 @@ class Gradients:
         for name in list(self._waiting):
             self._launch(self._waiting.pop(name))
 
+    def settle(self) -> None:
+        """Launch all gradients so far, and make compute wait for them."""
+        self.launch_waiting()
+        self._comm.reductions.retire_all()
+
     def add_rows(self, weight: Reducible, rows: Tensor) -> None:
         """Take this rank's rows of a gradient that an op has summed over the gtp axis, and do what
         follows a reduce-scatter. They have the dtype of the sum or a wider one, and nothing else
@@ -343,6 +347,7 @@ class Gradients:
     def complete(self, params: Sequence[ManagedParam], groups: Sequence[WeightGroup] = ()) -> None:
         """Reduce all gradients of ``params`` and ``groups``. Wait for them on the current stream
         and move them into ``.grad``."""
+        self.launches.take_turn(self.settle)
         # Earlier microbatches left gradients of weights that the last microbatch did not use. What
         # ranks may use in different ways is reduced here, in the order of registration.
         whole = [param for param in params if isinstance(param, WholeParam)]

@@ -29,7 +29,8 @@ def synchronize_replicas(module: nn.Module, mesh: ElasticMesh, *, bucket_nbytes:
     the mean over the whole batch to ``.grad``, as on a (replicate, gtp) mesh: each rank sums its rows with the ranks
     of other replicas that hold them, in buckets, during backward. Replicas must hold equal values (one seed, or one
     checkpoint): :meth:`ReplicaSync.check_values` of the handle that is returned compares them, and
-    :meth:`ReplicaSync.set_batch` takes the number of samples of each rank.
+    :meth:`ReplicaSync.set_batch` takes the number of samples of each rank. Several modules on one mesh, each
+    synchronized by its own call, may be part of one backward.
 
     Args:
         module, mesh: The module that ``gtp_shard`` was called on, and the mesh whose ``weights`` it was sharded over.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -21,6 +22,26 @@ from .._comm.process_groups import set_device, start_process_group, world_mesh, 
 from ..policy import Schedule
 from .plan import box_of_rank
 from .replicas import BatchShare, Place, Replica, ReplicaLayout, WeightSpec, plan_replicas, replicas_of
+
+
+class Turns:
+    """Which model of a mesh has taken the last gradient, see [Note: order of channels]."""
+
+    def __init__(self) -> None:
+        self._last: weakref.WeakMethod[Callable[[], None]] | None = None
+
+    def take(self, settle: Callable[[], None]) -> None:
+        """A model takes the next gradient. The one that took the last, if it is another, sends all that it has: call
+        its ``settle``, a bound method."""
+        own = weakref.WeakMethod(settle)
+        if self._last == own:
+            return
+        settle_last = None
+        if self._last is not None:
+            settle_last = self._last()  # None if the model is gone
+        if settle_last is not None:
+            settle_last()
+        self._last = own
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -48,6 +69,7 @@ class ElasticMesh:
     replica: DeviceMesh
     world: DeviceMesh
     generation: str
+    _turns: Turns = field(default_factory=Turns, init=False)
 
     @property
     def weights(self) -> DeviceMesh:

@@ -8,11 +8,14 @@ All ranks complete the gradients of the same weights in the same order. So every
 at the same weight. Where one weight fills several buckets, they are sent in the order of the plan. Whole parameters
 follow at the end of backward. So there is one global order of all sums: no ranks wait for each other in a circle, and
 no two sums meet in one group.
+
+Models of one mesh share its groups. Between two gradients of different models in one backward, the first model sends
+all that it has (``Turns``): how long its gradients wait differs between replicas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -31,7 +34,7 @@ from .._howto import see
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import ShardedWeight
 from .._params.whole_param import WholeParam
-from .._schedule.launch_reductions import WholeBucket
+from .._schedule.launch_reductions import WholeBucket, accumulate_whole, with_zeros
 from .mesh import ElasticMesh
 from .plan import Bucket, SyncPlan, box_of_rank
 from .replicas import BatchShare
@@ -179,6 +182,10 @@ class ReplicaSync:
         self._of_rank = own[self._place.gtp] * len(own) / total if total else 0.0
         self._of_replica = total / sum(map(sum, counts))  # the sum over replicas is 1
 
+    def take_turn(self, settle: Callable[[], None]) -> None:
+        """Called by backward before each gradient."""
+        self.mesh._turns.take(settle)
+
     def share(self, factor: float | None) -> float:
         """A divide factor that the user has set replaces the weights: then gradients are summed as they are."""
         return self._of_replica if factor is None else 1.0
@@ -251,15 +258,16 @@ class ReplicaSync:
         num_data_ranks = len(self._counts[self._place.replica])
         # This rank's samples, divided by those of the whole batch.
         of_rank = self._of_rank * self._of_replica / num_data_ranks if factor is None else 1 / factor
-        flat = torch.cat([self._spread(param, grad).reshape(-1) for param, grad in bucket])
+        grads, used = with_zeros(bucket)
+        params = [param for param, _ in bucket]
+        sent = [self._spread(param, grad.to(dtype)) for param, grad in zip(params, grads, strict=True)]
+        flat = torch.cat([part.reshape(-1) for part in (*sent, used.to(dtype))])
         wire = torch.view_as_real(flat) if flat.is_complex() else flat  # the same memory
 
         def complete() -> None:
-            parts = flat.split([param.param.numel() for param, _ in bucket])
-            for (param, grad), part in zip(bucket, parts, strict=True):
-                whole, slices = part.view(param.param.shape), self._tp_slices.get(param)
-                own = whole if slices is None else whole[slices].contiguous()
-                param.gradient.accumulate(own.view(grad.shape))
+            *parts, used_by_any = compat.unflatten(flat, [*sent, used])
+            sums = [self._own_part(param, part) for param, part in zip(params, parts, strict=True)]
+            accumulate_whole(bucket, sums, used_by_any)
 
         comm = self._comm
         if not comm.streams.has_streams:
@@ -268,7 +276,8 @@ class ReplicaSync:
             comm.reductions.retire_all()
         with profiler_range("GTP::all_reduce", f"{len(bucket)} whole parameters"), comm.reductions.reducing():
             comm.streams.delay()
-            _scale(wire, of_rank / self._tp)  # the ranks of a tp group all add it
+            # Not the marks: those of a rank without samples count. The ranks of a tp group all add it.
+            _scale(wire[: -len(used)], of_rank / self._tp)
             self.num_all_reduces += 1
             world = compat.resolve_group(self._world_name)
             work = compat.all_reduce(wire, dist.ReduceOp.SUM, world, not comm.streams.has_streams)
@@ -282,6 +291,10 @@ class ReplicaSync:
         whole = grad.new_zeros(param.param.shape)
         whole[slices] = grad * self._tp  # the other tp ranks add zeros here
         return whole
+
+    def _own_part(self, param: WholeParam, whole: Tensor) -> Tensor:
+        slices = self._tp_slices.get(param)
+        return whole if slices is None else whole[slices].contiguous()
 
     def finish(self) -> None:
         """Send what is left, and wait for it. Called at the end of backward."""
