@@ -3,10 +3,8 @@ frames of the runtime."""
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -26,6 +24,7 @@ from .._schedule.block_uses import BlockUse, nodes_of, with_node
 from .._schedule.passes import Entry
 from .binding import BoundModule, Reads, ShardGroup, trains_unmanaged, unmanaged_params
 from .outside_of_modules import follow_pipelining
+from .trees import map_tensors, tensors_in
 
 ADVICE_FOR_JIT = (
     "Use torch.compile; or build the module again, load get_model_state_dict with "
@@ -128,7 +127,7 @@ def _call_in_frame(
         # Tell the runtime when a backward through the output begins, so that its first gathers
         # start at once.
         note = partial(runtime.note_backward, Entry(module, method))
-        for tensor in _tensors_in(output):
+        for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(lambda grad: note())
     return output
@@ -154,10 +153,10 @@ def _call_block(block: BoundModule, call: Any, args: Any, kwargs: Any, compiler:
             if torch.is_grad_enabled():
                 use = BlockUse(runtime, group)
                 # Now, because the block may write its inputs and change the containers.
-                tensors = list(_tensors_in((args, kwargs)))
+                tensors = list(tensors_in((args, kwargs)))
                 if any(tensor.requires_grad and tensor.grad_fn is None for tensor in tensors):
-                    args, kwargs = _map_tensors((args, kwargs), with_node)
-                    tensors = list(_tensors_in((args, kwargs)))
+                    args, kwargs = map_tensors((args, kwargs), with_node)
+                    tensors = list(tensors_in((args, kwargs)))
                 inputs = nodes_of(tensors)
             if is_compiled or not was_in_pass:
                 # Outside of a pass modules have shards; compiled code takes plain dicts alone.
@@ -182,7 +181,7 @@ def _call_block(block: BoundModule, call: Any, args: Any, kwargs: Any, compiler:
     # backward.
     output, use, inputs = _in_frame(block, lambda num_steps: False, run)
     if use is not None:
-        use.watch(inputs, _tensors_in(output))  # begins and ends the backward of this use
+        use.watch(inputs, tensors_in(output))  # begins and ends the backward of this use
     return output
 
 
@@ -268,7 +267,7 @@ def _call_under(compiler: Any, call: Any, args: Any, kwargs: Any) -> Any:
 
 def _num_tokens(inputs: Any) -> int:
     """How many tokens a first forward gets: the size of its largest tensor of integers."""
-    ids = (tensor for tensor in _tensors_in(inputs) if not tensor.is_floating_point())
+    ids = (tensor for tensor in tensors_in(inputs) if not tensor.is_floating_point())
     return max((tensor.numel() for tensor in ids), default=0)
 
 
@@ -316,7 +315,7 @@ def to_device(tree: Any, device: torch.device) -> Any:
             return tensor
         return tensor.to(device)
 
-    return _map_tensors(tree, move)
+    return map_tensors(tree, move)
 
 
 def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
@@ -329,42 +328,4 @@ def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
             return tensor
         return tensor.to(dtype)
 
-    return _map_tensors(tree, convert)
-
-
-_PLAIN = frozenset((type(None), bool, int, float, str))  # neither tensors nor containers
-
-
-def _tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Those in containers that pytree knows and in dataclasses, in any order. Each call of a block asks
-    twice, so plain containers are looked into without pytree: a third of the time for 8 inputs."""
-    waiting = [tree]
-    while waiting:
-        node = waiting.pop()
-        kind = type(node)
-        if isinstance(node, Tensor):
-            yield node
-        elif kind is tuple or kind is list:
-            waiting += node
-        elif kind is dict:
-            waiting += node.values()
-        elif is_dataclass(node) and not isinstance(node, type):
-            waiting += [getattr(node, field.name) for field in fields(node)]
-        elif kind not in _PLAIN:
-            leaves = compat.tree_leaves(node)
-            if not (len(leaves) == 1 and leaves[0] is node):  # else it is no container
-                waiting += leaves
-
-
-def _map_tensors(tree: Any, convert: Callable[[Tensor], Tensor]) -> Any:
-    """``convert`` of all tensors in containers that pytree knows and in dataclasses."""
-    leaves, spec = compat.tree_flatten(tree)
-    for index, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor):
-            leaves[index] = convert(leaf)
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            leaves[index] = copy.copy(leaf)  # the caller's object stays as it is
-            for field in fields(leaf):  # also of a frozen one
-                value = _map_tensors(getattr(leaf, field.name), convert)
-                object.__setattr__(leaves[index], field.name, value)
-    return compat.tree_unflatten(leaves, spec)
+    return map_tensors(tree, convert)

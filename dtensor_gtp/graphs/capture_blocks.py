@@ -37,6 +37,7 @@ from .recorder import (
     check_buffers,
     check_on_gpu,
     check_places,
+    returned_tensors,
     runtimes_of,
     signature,
 )
@@ -72,9 +73,9 @@ def capture_blocks(
     Args:
         module: What ``gtp_shard`` was called on, or a module that contains such modules.
         blocks: Modules below it that do not contain each other. Arguments: any tree of tensors,
-            which are copied, and other values, which are compared. Outputs are copies; backward
-            must reach the same outputs as in the eager calls. Tensors that are attributes (a cache)
-            must keep their address: this is not checked.
+            which are copied, and other values, which are compared. Outputs, also in dataclasses,
+            are copies; backward must reach the same ones as in the eager calls. Tensors that are
+            attributes (a cache) must keep their address: this is not checked.
         warmup_calls: Eager calls of each block before its first recording, at least 2.
         max_graphs: Combinations of inputs that are recorded for one block; further ones run eagerly.
 
@@ -242,11 +243,12 @@ class _CapturedBlock:
         graph = calls.graphs.get(kind)
         if graph is None:
             # Once for each kind of call: a replay copies tensors, and repeats all else.
-            check_places(leaves, own.runtime.device, f"A recorded block ('{own.name}')")
+            check_places(leaves, own.runtime.device, str(own))
             if not calls.may_record(kind) or calls.seen[kind].indices is None:  # None: no backward yet
-                outputs, spec = compat.tree_flatten(own.forward(*args, **kwargs))
+                outputs = own.forward(*args, **kwargs)
+                returned_tensors(outputs, str(own))  # refuses those that no replay would give to the caller
                 reached = calls.note_eager(kind, Reached())  # that of the first call of this kind
-                return compat.tree_unflatten(reached.observed(outputs), spec)
+                return reached.observed(outputs)
             graph = BlockGraph(own, leaves, spec, calls.seen[kind])  # records both passes
             calls.graphs[kind] = graph
         if graph.awaits_backward:  # a replay would overwrite what it has saved
@@ -281,7 +283,10 @@ class _CapturedBlock:
             params.append((id(registered), id(param.shard), is_trained))
         # A graph reads buffers at the addresses of its recording.
         buffers = tuple(buffer.data_ptr() for buffer in self._block.buffers())
-        return tuple(params), tuple(module.training for module in self._block.modules()), buffers
+        modules = list(self._block.modules())
+        # Not by id: that of a module that is gone may be that of another one.
+        children = tuple(child for module in modules for child in module._modules.values())
+        return tuple(params), tuple(module.training for module in modules), children, buffers
 
     def _check_buffers(self) -> None:
         for weight in self._weights:

@@ -45,6 +45,7 @@ from torch.utils.weak import WeakIdRef
 
 from .. import _torch_compat as compat
 from .._howto import see
+from .._modules.trees import map_tensors
 from .._schedule.runtime import Runtime
 from ..placement import may_be_ours
 from .record_step import RecordedStep, Surroundings, drop_kept, params_outside, read_values
@@ -55,6 +56,7 @@ from .recorder import (
     check_buffers,
     check_on_gpu,
     check_places,
+    detached,
     runtimes_of,
     signature,
 )
@@ -108,7 +110,8 @@ def capture_step(
 
     Args:
         fn: Arguments: any tree of tensors on the GPU, which are copied and only read, and other
-            values, which are compared. Returns any tree; its tensors come back detached and copied.
+            values, which are compared. Returns any tree, also of dataclasses; its tensors
+            come back detached and copied.
         module: What ``fn`` trains: a module that ``gtp_shard`` was called on, or that contains such
             modules.
         optimizer: Those that ``fn`` steps.
@@ -192,8 +195,8 @@ class CapturedStep(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run one step. Raises ValueError if a tensor among the arguments is on another device or
-        needs a gradient, RuntimeError if the step cannot be recorded, or what a graph has baked in
-        has changed."""
+        needs a gradient, or an object hides one, also in the result; RuntimeError if the step cannot be
+        recorded, or what a graph has baked in has changed."""
         leaves, spec = compat.tree_flatten((args, kwargs))
         check_inputs(leaves, self._device)
         # Something that graphs have baked in has changed: record all of them again.
@@ -240,9 +243,8 @@ class CapturedStep(Generic[P, R]):
         drop_kept(around.runtimes)
         # On the stream of recordings; the last one before a recording refuses to wait for the GPU.
         with self._recorder.eager(is_last=calls.may_record(kind, num_more=1)):
-            result = self._fn(*args, **kwargs)
-            # As after a replay.
-            result = compat.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), result)
+            outputs = detached(self._fn(*args, **kwargs), "A captured step")
+            result: R = map_tensors(outputs, Tensor.clone)  # as after a replay
         for optimizer in around.optimizers:  # an optimizer makes its state in its first step
             check_state(optimizer, self._device)
         if not around.is_in_place():

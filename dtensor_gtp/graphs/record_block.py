@@ -29,6 +29,7 @@ from torch import Tensor
 from .. import _torch_compat as compat
 from .._comm.streams import Done
 from .._howto import see
+from .._modules.trees import map_tensors
 from .._params.gathered import Gathered
 from .._params.managed_param import ManagedParam
 from .._params.refusals import check_unmodified
@@ -36,7 +37,7 @@ from .._params.sharded_weight import Gatherable, ShardedWeight
 from .._params.whole_param import WholeParam
 from .._schedule.block_recording import Written
 from .._schedule.runtime import Runtime
-from .recorder import CudaRecorder, versions_of, with_tensors
+from .recorder import CudaRecorder, returned_tensors, versions_of, with_tensors
 
 logger = logging.getLogger("dtensor_gtp")
 
@@ -137,6 +138,9 @@ class Block(NamedTuple):
     runtime: Runtime
     recorder: CudaRecorder
 
+    def __str__(self) -> str:
+        return f"A recorded block ('{self.name}')"
+
     @property
     def weights(self) -> list[ShardedWeight]:
         return [param for param in self.params if isinstance(param, ShardedWeight)]
@@ -149,16 +153,19 @@ class Reached:
     def __init__(self) -> None:
         self.indices: set[int] | None = None  # before a backward
 
-    def observed(self, leaves: list[Any]) -> list[Any]:
+    def observed(self, outputs: Any) -> Any:
         """The outputs for the caller: views, so that a gradient from within the block does not count."""
-        outputs = []
         num_differentiable = 0
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf = leaf.view_as(leaf)
-                leaf.register_hook(partial(self._note, num_differentiable))
+
+        def view(tensor: Tensor) -> Tensor:
+            nonlocal num_differentiable
+            if tensor.requires_grad:
+                tensor = tensor.view_as(tensor)
+                tensor.register_hook(partial(self._note, num_differentiable))
                 num_differentiable += 1
-            outputs.append(leaf)
+            return tensor
+
+        outputs = map_tensors(outputs, view)
         if not num_differentiable:
             self.indices = set()  # no backward will come
         return outputs
@@ -195,8 +202,7 @@ class BlockGraph:
         # Where the backward's graph reads gradients of outputs, by number of the output.
         self.grad_outputs: dict[int, Tensor] = {}
         try:
-            self.replay_forward, forward_results = block.recorder.record(self._run_forward)
-            self.outputs, self._spec = forward_results
+            self.replay_forward, self.outputs = block.recorder.record(self._run_forward)
             for index in reached.indices or ():  # made outside of the recordings, so not in the graphs' memory
                 self.grad_outputs[index] = torch.empty_like(self._differentiable[index])
             self.replay_backward, self.grads = block.recorder.record(self._run_backward)
@@ -213,13 +219,14 @@ class BlockGraph:
         self._anchor.requires_grad_(any(self.is_differentiable))  # otherwise no backward will come
         logger.info("capture_blocks: block '%s' recorded", block.name)
 
-    def _run_forward(self) -> tuple[list[Any], Any]:
+    def _run_forward(self) -> list[Tensor]:
+        """Returns the outputs that are tensors, detached."""
         block = self.block
         args, kwargs = self._arguments
         before = versions_of(self.inputs)
         recording = self.forward_pass.active(block.runtime, block.params, is_forward=True)
         with torch.enable_grad(), recording:
-            outputs, spec = compat.tree_flatten(block.forward(*args, **kwargs))
+            returned = block.forward(*args, **kwargs)
         now = versions_of(self.inputs)
         for index, given in enumerate(self.inputs):
             if before[index] != now[index]:
@@ -227,11 +234,12 @@ class BlockGraph:
                     f"it writes to its input {index}, of shape {tuple(given.shape)}, but a graph "
                     "writes to its own copy; return it instead"
                 )
-        tensors = [leaf for leaf in outputs if isinstance(leaf, Tensor)]
+        tensors = returned_tensors(returned, str(block))
+        self._returned = map_tensors(returned, Tensor.detach)  # each call returns the like, with its own tensors
         # Keeps alive what autograd has saved, see [Note: memory of a recorded block].
         self._differentiable = [tensor for tensor in tensors if tensor.requires_grad]
         self.is_differentiable = [tensor.requires_grad for tensor in tensors]
-        return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in outputs], spec
+        return [tensor.detach() for tensor in tensors]
 
     def _run_backward(self) -> list[Tensor | None]:
         """Returns the gradients of the inputs, then of each reading of a whole parameter."""
@@ -261,7 +269,8 @@ class BlockGraph:
         leaves_of_trained = [param.leaf for param in self.trained]
         tensors = [self._anchor, *inputs, *leaves_of_trained]
         results: Any = _Replay.apply(self, call, *tensors)  # type: ignore[no-untyped-call]
-        return compat.tree_unflatten(with_tensors(self.outputs, results), self._spec)
+        others = iter(results)
+        return map_tensors(self._returned, lambda _: next(others))
 
     def replay(self, replay: Callable[[], None], weights: list[ShardedWeight]) -> None:
         """Gather the weights where the graph reads them, and replay it."""
@@ -304,7 +313,7 @@ class _Replay(torch.autograd.Function):
         ctx.number = graph.num_calls
         ctx.versions = [weight.version for weight in graph.backward_pass.used]  # backward gathers them again
         # Copies, because the next replay overwrites the outputs.
-        results = tuple(leaf.clone() for leaf in graph.outputs if isinstance(leaf, Tensor))
+        results = tuple(output.clone() for output in graph.outputs)
         constants = [r for r, is_one in zip(results, graph.is_differentiable, strict=True) if not is_one]
         ctx.mark_non_differentiable(*constants)
         return results

@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 
 from .. import _torch_compat as compat
 from .._howto import see
+from .._modules.trees import map_tensors
 from .._params.weight_group import WeightGroup
 from .._schedule.runtime import Runtime
 from .._schedule.steps import optimizer_steps
-from .recorder import CudaRecorder, tensors_in, versions_of, with_tensors
+from .recorder import CudaRecorder, detached, tensors_in, versions_of, with_tensors
 
 Place = tuple[Any, str]  # an object and the name of its attribute that is a gradient or None
 PLAIN = (Tensor, nn.Parameter)
@@ -74,7 +75,7 @@ class RecordedStep:
         runtimes = self._around.runtimes
         before = _param_versions(runtimes)
         try:
-            outputs = compat.tree_map_only(Tensor, Tensor.detach, step())
+            outputs = detached(step(), "A captured step")
             check_none_in_flight(runtimes, "when it ends")
             drop_kept(runtimes)  # here, because its events can be waited for in the recording only
         except Exception:  # the first clean-up of [Note: state of the runtime around graphs]
@@ -144,7 +145,7 @@ class RecordedStep:
             pending.owed |= owed  # sums that this microbatch leaves
         for runtime in around.runtimes:
             runtime.note_step(self._written)  # gathers and quantized data of these are stale
-        return compat.tree_map_only(Tensor, Tensor.clone, self._outputs)  # the next replay overwrites them
+        return map_tensors(self._outputs, Tensor.clone)  # the next replay overwrites them
 
 
 def drop_kept(runtimes: Sequence[Runtime]) -> None:

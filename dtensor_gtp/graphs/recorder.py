@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import _torch_compat as compat
 from .._howto import see
+from .._modules import trees
 from .._modules.binding import runtimes_below
 from .._schedule.runtime import Runtime
 
@@ -169,11 +170,9 @@ def versions_of(tensors: list[Tensor]) -> list[int]:
 
 def tensors_in(value: Any) -> Iterable[Tensor]:
     """The tensors that a value is or consists of."""
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor):  # each call of a captured step asks for all parameters and states
         return (value,)
-    if not isinstance(value, list | tuple | dict):
-        return ()
-    return (leaf for leaf in compat.tree_flatten(value)[0] if isinstance(leaf, Tensor))
+    return trees.tensors_in(value)
 
 
 def runtimes_of(module: nn.Module, caller: str = "capture_step") -> list[Runtime]:
@@ -229,26 +228,64 @@ def check_places(leaves: list[Any], device: torch.device, what: str) -> None:
     other objects."""
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
-            _check_hides_none(leaf, what)
+            name = _hiding_place(leaf)
+            if name is not None:
+                raise ValueError(
+                    f"{what} expects tensors in lists, tuples, dicts, or what torch.utils._pytree "
+                    f"knows, but got a {type(leaf).__name__} with one as '{name}', where capture_step "
+                    "cannot see changes. Pass its tensors."
+                )
         elif leaf.device.type != device.type:
             got = f"one of shape {tuple(leaf.shape)} on '{leaf.device.type}'"
             raise ValueError(f"{what} expects tensors on '{device.type}', but got {got}. Move it before the call.")
 
 
-def _check_hides_none(leaf: Any, what: str) -> None:
-    attributes: dict[str, Any] = {}
+def returned_tensors(outputs: Any, what: str) -> list[Tensor]:
+    """The tensors in what ``what`` returns, in the order of ``map_tensors``. Refuses those in other
+    objects: a replay would overwrite them, and no gradient would come to them."""
+    tensors: list[Tensor] = []
+    for leaf in compat.tree_leaves(outputs):
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf)
+            continue
+        fields = trees.field_names(leaf)
+        for name in fields:
+            tensors += returned_tensors(getattr(leaf, name), what)
+        hidden = _hiding_place(leaf, fields)
+        if hidden is not None:
+            raise ValueError(
+                f"{what} expects to return tensors in lists, tuples, dicts, dataclasses, or what "
+                f"torch.utils._pytree knows, but returned a {type(leaf).__name__} with one as "
+                f"'{hidden}', which a replay would overwrite. Return its tensors."
+            )
+    return tensors
+
+
+def detached(outputs: Any, what: str) -> Any:
+    """What ``what`` returns, with detached tensors."""
+    returned_tensors(outputs, what)  # refuses those that stay as they are
+    return trees.map_tensors(outputs, Tensor.detach)
+
+
+def _hiding_place(leaf: Any, known: Sequence[str] = ()) -> str | None:
+    """Where an object, which pytree does not know, holds a tensor, beside the attributes that are
+    ``known``; None if nowhere."""
+    held: dict[Any, Any] = {}
     if not isinstance(leaf, nn.Module):
-        attributes |= getattr(leaf, "__dict__", {})
+        held |= getattr(leaf, "__dict__", {})
     # What ``__slots__`` of the class and its bases hold is not in ``__dict__``.
     slots = (name for kind in type(leaf).__mro__ for name in getattr(kind, "__slots__", ()))
-    attributes.update((name, getattr(leaf, name, None)) for name in slots)
-    for name, value in attributes.items():
+    held.update((name, getattr(leaf, name, None)) for name in slots)
+    for name in known:
+        held.pop(name, None)
+    if isinstance(leaf, dict):  # of a class of its own
+        held |= leaf
+    elif isinstance(leaf, list | tuple | set | frozenset):
+        held |= dict(enumerate(leaf))
+    for name, value in held.items():
         if any(True for _ in tensors_in(value)):
-            raise ValueError(
-                f"{what} expects tensors in lists, tuples, dicts, or what torch.utils._pytree "
-                f"knows, but got a {type(leaf).__name__} with one as '{name}', where capture_step "
-                "cannot see changes. Pass its tensors."
-            )
+            return str(name)
+    return None
 
 
 def check_buffers(caller: str, module: nn.Module, device: torch.device) -> None:

@@ -360,6 +360,17 @@ class TestCaptureBlocks:
             model.blocks.requires_grad_(False)
         pair.prepare()
 
+    def test_submodules_that_are_replaced_are_recorded_anew(self, world: Any) -> None:
+        """Those without parameters, too."""
+        model = Net()
+        for block in model.blocks:
+            block.norm = nn.Sequential(nn.LayerNorm(WIDTH), nn.Tanh())
+        pair = Pair(world, model)
+        pair.check_replays(3)
+        for model in pair.models:
+            model.blocks[1].norm[1] = nn.ReLU()
+        assert pair.run(train(4)) == ["replay"] * 4
+
     def test_inputs_without_gradient(self, world: Any) -> None:
         """And a module without parameters in all blocks, as a table of rotary embeddings is."""
         model, shared = Net(), nn.Identity()

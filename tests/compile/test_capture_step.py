@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -271,11 +273,58 @@ class TestCaptureStep:
         class Batch:
             tokens: Any
 
-        for cls, tokens in ((Batch, rows(0)), (Batch, [{"first": rows(0)}]), (Slotted, rows(0))):
+        nested = [{"first": rows(0)}]
+        for cls, tokens in ((Batch, rows(0)), (Batch, nested), (Batch, Result(nested)), (Slotted, rows(0))):
             batch = cls()
             batch.tokens = tokens
             with pytest.raises(ValueError, match=rf"but got a {cls.__name__} with one as 'tokens'.*Pass its tensors"):
                 step(batch)
+
+    def test_tensors_that_a_step_returns_in_a_dataclass_are_copied_and_detached(self) -> None:
+        setting = Setting()
+
+        def step(x: torch.Tensor) -> Any:
+            return {"result": Result(setting.run(setting.model, setting.optimizers[1], x, 1.0)["loss"])}
+
+        captured = setting.captured_as(step)
+        results = [captured(rows(seed))["result"] for seed in range(6)]
+        assert setting.recorder.events == ["eager", "last", "record", *["replay"] * 4]
+        for seed, result in enumerate(results):
+            want = setting.run(setting.plain, setting.optimizers[0], rows(seed), 1.0)["loss"]
+            torch.testing.assert_close(result.loss, want.detach())
+            assert not result.loss.requires_grad
+            assert result.name == "loss"
+
+    @pytest.mark.parametrize("hide", [lambda loss: SimpleNamespace(loss=loss), lambda loss: Own(loss=loss)])
+    @pytest.mark.parametrize("wrap", [lambda hidden: hidden, lambda hidden: Result([hidden])])
+    def test_tensors_that_a_result_hides_are_refused(self, hide: Any, wrap: Any) -> None:
+        """The next replay would overwrite them."""
+        setting = Setting()
+        is_hiding = True
+
+        def step(x: torch.Tensor) -> Any:
+            loss = setting.run(setting.model, setting.optimizers[1], x, 1.0)["loss"]
+            return wrap(hide(loss)) if is_hiding else loss
+
+        captured = setting.captured_as(step)
+        with pytest.raises(ValueError, match=r"but returned a \w+ with one as 'loss'.*Return its tensors"):
+            captured(rows(0))
+        is_hiding = False
+        for seed in range(2):
+            captured(rows(seed))
+        is_hiding = True
+        with pytest.raises(RuntimeError, match=r"could not record the step.*returned a \w+ with one as 'loss'"):
+            captured(rows(2))
+
+
+@dataclass
+class Result:
+    loss: Any
+    name: str = "loss"
+
+
+class Own(dict[str, Any]):
+    """What pytree does not know."""
 
 
 def test_optimizers_that_cannot_be_captured_are_named() -> None:

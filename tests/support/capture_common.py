@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from typing import Any
 from unittest import mock
 
@@ -87,12 +88,18 @@ class OnHost:
             versions = torch.autograd._unsafe_preserve_version_counter((*self.model.parameters(), *written))
             with mock.patch.object(Runtime, "note_step"), versions, self.runtime_unchanged():
                 again = step()
-            targets, sources = [*tree_leaves(outputs), *left], [*tree_leaves(again), *read_values(places)]
+            targets, sources = [*results(outputs), *left], [*results(again), *read_values(places)]
             for target, source in zip(targets, sources, strict=True):
                 if target is not None and target is not source:
                     local(target).copy_(local(source))
 
         return replay, outputs
+
+
+def results(outputs: Any) -> list[Any]:
+    """What a step has returned, also in dataclasses: a graph writes to tensors wherever they are."""
+    leaves = tree_leaves(outputs)
+    return tree_leaves([vars(leaf) if is_dataclass(leaf) else leaf for leaf in leaves])
 
 
 def captured_step(

@@ -1,0 +1,61 @@
+"""Tensors in what modules are called with and return: in containers that pytree knows, and in dataclasses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+
+from .. import _torch_compat as compat
+
+_PLAIN = frozenset((type(None), bool, int, float, str))  # neither tensors nor containers
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """Those in containers that pytree knows and in dataclasses, in any order. Each call of a block asks
+    twice, so plain containers are looked into without pytree: a third of the time for 8 inputs."""
+    waiting = [tree]
+    seen: set[int] = set()  # ids of dataclasses, which may hold each other
+    while waiting:
+        node = waiting.pop()
+        kind = type(node)
+        if isinstance(node, Tensor):
+            yield node
+        elif kind is tuple or kind is list:
+            waiting += node
+        elif kind is dict:
+            waiting += node.values()
+        elif kind in _PLAIN:
+            continue
+        elif names := field_names(node):
+            if id(node) not in seen:
+                seen.add(id(node))
+                waiting += [getattr(node, name) for name in names]
+        else:
+            leaves = compat.tree_leaves(node)
+            if not (len(leaves) == 1 and leaves[0] is node):  # else it is no container
+                waiting += leaves
+
+
+def map_tensors(tree: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+    """``convert`` of all tensors in containers that pytree knows and in dataclasses, in order."""
+    leaves, spec = compat.tree_flatten(tree)
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            leaves[index] = convert(leaf)
+        elif names := field_names(leaf):
+            leaves[index] = copy.copy(leaf)  # the caller's object stays as it is
+            for name in names:
+                value = map_tensors(getattr(leaf, name), convert)
+                object.__setattr__(leaves[index], name, value)  # also of a frozen one
+    return compat.tree_unflatten(leaves, spec)
+
+
+def field_names(value: Any) -> list[str]:
+    """Of a dataclass, those that it has set; none of another value."""
+    if not is_dataclass(value) or isinstance(value, type):
+        return []
+    return [field.name for field in fields(value) if hasattr(value, field.name)]
