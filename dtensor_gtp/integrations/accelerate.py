@@ -7,27 +7,22 @@ and saves and loads shards by ``torch.distributed.checkpoint``.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from .._modules.binding import outermost_calls
 from ..checkpoint import save
 from . import needs_extra
+from ._checkpoint import load_optimizer_state, load_shards, model_state, names_of_params, optimizer_state, state_to_load
 from ._sharded import take_gpu_generator, without_gradient_sync
 
 with needs_extra("accelerate"):
@@ -49,7 +44,8 @@ class GTPAccelerator(Accelerator):
     - With a ``param_dtype`` in the ``mp_policy`` of ``gtp_shard``, ``mixed_precision`` adds no autocast.
     - ``get_state_dict`` returns whole tensors on the host of rank 0, and an empty dict on other ranks. ``save_model``
       writes them. Call both on all ranks.
-    - ``save_state`` and ``load_state`` work on any number of ranks. Of a PEFT model they store what is trained.
+    - ``save_state`` and ``load_state`` work on any number of ranks. Of a PEFT model they store all
+      adapters, not the frozen base.
 
     Example:
         >>> accelerator = GTPAccelerator(cpu=True, gradient_accumulation_steps=2)
@@ -68,6 +64,8 @@ class GTPAccelerator(Accelerator):
 
     _models: list[Any]
     _optimizers: list[Any]
+    _save_model_state_pre_hook: OrderedDict[int, Any]
+    _load_model_state_pre_hook: OrderedDict[int, Any]
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -138,36 +136,77 @@ class GTPAccelerator(Accelerator):
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Path:
         """As ``Accelerator.save_state``; shards go to ``sharded_state`` below the folder. Collective.
 
+        Hooks of ``register_save_state_pre_hook`` get all models. The weights of a sharded one are a state dict in
+        shards, of a PEFT model without frozen weights of its base. What they take out of the list is not saved.
+
         Args:
             output_dir: The folder, and further arguments as in the stock method.
+
+        Raises:
+            ValueError: An optimizer of a sharded model has a parameter that is in no prepared model.
         """
-        with self._without_sharded() as (models, optimizers):
-            folder = Path(super().save_state(output_dir, *args, **kwargs))
-        if models:
-            save(_shards(models, optimizers), folder / STATE_FOLDER)
+        models, hooks = self._models, self._save_model_state_pre_hook
+        state: dict[str, Any] = {}
+
+        def call_hooks(_: list[Any], stock: list[Any], folder: str) -> None:
+            shards = {index: _shards(model) for index, model in enumerate(models) if outermost_calls(model)}
+            others = iter(list(stock))
+            weights = [shards[index] if index in shards else next(others) for index in range(len(models))]
+            for hook in hooks.values():
+                hook(models, weights, folder)
+            kept = set(map(id, weights))
+            state.update({f"model_{index}": shard for index, shard in shards.items() if id(shard) in kept})
+            own = set(map(id, shards.values()))
+            stock[:] = [weight for weight in weights if id(weight) not in own]
+
+        with self._without_sharded() as optimizers:
+            self._save_model_state_pre_hook = OrderedDict({0: call_hooks})
+            try:
+                folder = Path(super().save_state(output_dir, *args, **kwargs))
+            finally:
+                self._save_model_state_pre_hook = hooks
+        for index, optimizer in optimizers.items():
+            state[f"optimizer_{index}"] = optimizer_state(optimizer, self._names_of_params(optimizer))
+        if state:
+            save(state, folder / STATE_FOLDER)
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """As ``Accelerator.load_state``, on any number of ranks. Collective.
 
+        Hooks of ``register_load_state_pre_hook`` get all models. What they take out of the list is not loaded.
+
         Ranks that the saving job did not have continue with the random numbers of those that it had, counted round.
 
         Args:
             input_dir: The folder, and further arguments as in the stock method.
+
+        Raises:
+            ValueError: An optimizer of a sharded model has other parameters than when it was saved.
         """
+        models, hooks = self._models, self._load_model_state_pre_hook
         folders: list[Path] = []
-        with self._without_sharded() as (models, optimizers):
-            hook = self.register_load_state_pre_hook(lambda _, folder: folders.append(Path(folder)))
+        sharded: dict[int, nn.Module] = {}
+
+        def call_hooks(stock: list[Any], folder: str) -> None:
+            stock[:] = models
+            for hook in hooks.values():
+                hook(stock, folder)
+            kept = set(map(id, stock))
+            sharded.update({i: one for i, one in enumerate(models) if outermost_calls(one) and id(one) in kept})
+            stock[:] = [model for model in stock if not outermost_calls(model)]
+            folders.append(Path(folder))
+
+        with self._without_sharded() as optimizers:
+            self._load_model_state_pre_hook = OrderedDict({0: call_hooks})
             try:
                 super().load_state(input_dir, *args, **kwargs)
             finally:
-                hook.remove()
+                self._load_model_state_pre_hook = hooks
         (folder,) = folders
-        if not models:
+        if not sharded and not optimizers:
             return
-        state = _shards(models, optimizers)
-        load(state, checkpoint_id=folder / STATE_FOLDER)
-        _set_shards(models, optimizers, state)
+        self._load_shards(sharded, optimizers, folder / STATE_FOLDER)
         num_saved = len(list(folder.glob(f"{RNG_STATE_NAME}_*.pkl")))
         if self.process_index >= num_saved:
             rank = self.process_index % num_saved
@@ -176,21 +215,44 @@ class GTPAccelerator(Accelerator):
             if "torch_cuda_manual_seed" in states:
                 take_gpu_generator(states["torch_cuda_manual_seed"], rank)
 
+    def _load_shards(self, models: dict[int, nn.Module], optimizers: dict[int, Any], folder: Path) -> None:
+        """By index among those that were prepared."""
+        state: dict[str, Any] = {}
+        for index, optimizer in optimizers.items():  # first: this may step
+            key = f"optimizer_{index}"
+            state[key] = state_to_load(optimizer, self._names_of_params(optimizer), folder, key)
+        for index, model in models.items():
+            state[f"model_{index}"] = _shards(model)
+        load_shards(state, folder)
+        for index, model in models.items():
+            options = StateDictOptions(strict=not is_peft_model(model))
+            set_model_state_dict(model, state[f"model_{index}"], options=options)
+        for index, optimizer in optimizers.items():
+            load_optimizer_state(optimizer, self._names_of_params(optimizer), state[f"optimizer_{index}"])
+
+    def _names_of_params(self, optimizer: Any) -> dict[nn.Parameter, str]:
+        models = [self.unwrap_model(model, keep_torch_compile=False) for model in self._models]
+        return names_of_params(optimizer, models)
+
     @contextmanager
-    def _without_sharded(self) -> Iterator[tuple[list[nn.Module], list[Any]]]:
-        """Hides sharded models and their optimizers from the stock methods, which would store one rank's shards."""
+    def _without_sharded(self) -> Iterator[dict[int, Any]]:
+        """Hides sharded models and their optimizers from the stock methods, which would store one rank's shards. Yields
+        these optimizers without accelerate's wrapper, which skips steps of microbatches."""
         models, optimizers = self._models, self._optimizers
-        sharded = [model for model in models if outermost_calls(model)]
-        of_sharded = [one for one in optimizers if _owner(one, sharded) is not None]
-        self._models = [model for model in models if not any(model is one for one in sharded)]
-        self._optimizers = [one for one in optimizers if not any(one is other for other in of_sharded)]
+        sharded = {
+            index: one.optimizer
+            for index, one in enumerate(optimizers)
+            if any(isinstance(param, DTensor) for group in one.param_groups for param in group["params"])
+        }
+        self._models = [model for model in models if not outermost_calls(model)]
+        self._optimizers = [one for index, one in enumerate(optimizers) if index not in sharded]
         try:
-            yield sharded, of_sharded
+            yield sharded
         finally:
             self._models, self._optimizers = models, optimizers
 
 
-def whole_state_dict(model: nn.Module, *, trained_only: bool = False) -> dict[str, Tensor]:
+def whole_state_dict(model: nn.Module, *, adapters_only: bool = False) -> dict[str, Tensor]:
     """A state dict in whole tensors on the host of rank 0, for files that know no shards. Collective.
 
     Needs ``accelerate``. Names of one tied parameter have one tensor, as they have in the model, so that it is written
@@ -198,7 +260,8 @@ def whole_state_dict(model: nn.Module, *, trained_only: bool = False) -> dict[st
 
     Args:
         model: With or without parameters of ``gtp_shard``.
-        trained_only: Leave out parameters that need no gradient.
+        adapters_only: For ``model.save_pretrained(folder, state_dict=...)`` of a PEFT model: leave out what that does
+            not write, the frozen weights of the base.
 
     Returns:
         An empty dict on ranks other than 0.
@@ -209,8 +272,16 @@ def whole_state_dict(model: nn.Module, *, trained_only: bool = False) -> dict[st
         >>> if torch.distributed.get_rank() == 0:
         ...     torch.save(state, "model.pt")
     """
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=trained_only)
-    whole: dict[str, Any] = get_model_state_dict(model, options=options)
+    whole: dict[str, Any] = {}
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    for name, value in model_state(model, is_peft=adapters_only).items():
+        if isinstance(value, DTensor):
+            on_device: Any = value.to(value.device_mesh.device_type)  # from the host, if shards are offloaded
+            value = on_device.full_tensor()
+        if is_first and isinstance(value, Tensor):
+            value = value.cpu()
+        if is_first:
+            whole[name] = value
     first: dict[nn.Parameter, str] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         if name in whole:
@@ -218,49 +289,8 @@ def whole_state_dict(model: nn.Module, *, trained_only: bool = False) -> dict[st
     return whole
 
 
-def _owner(optimizer: torch.optim.Optimizer, models: list[nn.Module]) -> nn.Module | None:
-    """The model whose DTensors the optimizer updates."""
-    ids = {id(param) for group in optimizer.param_groups for param in group["params"] if isinstance(param, DTensor)}
-    return next((model for model in models if any(id(param) in ids for param in model.parameters())), None)
-
-
-def options_of(model: nn.Module) -> StateDictOptions:
-    """What of a model is stored: of a PEFT model what is trained, else all."""
-    is_peft: bool = is_peft_model(model)
-    return StateDictOptions(ignore_frozen_params=is_peft, strict=not is_peft)
-
-
-def _shards(models: list[nn.Module], optimizers: list[Any]) -> dict[str, Any]:
-    state: dict[str, Any] = {}
-    for index, model in enumerate(models):
-        state[f"model_{index}"] = get_model_state_dict(model, options=options_of(model))
-    for index, optimizer in enumerate(optimizers):
-        owner = _owner(optimizer, models)
-        assert owner is not None
-        # accelerate's own wrapper skips steps of microbatches, among them the one by which torch makes the state.
-        state[f"optimizer_{index}"] = get_optimizer_state_dict(owner, optimizer.optimizer, options=options_of(owner))
-    return state
-
-
-def _set_shards(models: list[nn.Module], optimizers: list[Any], state: dict[str, Any]) -> None:
-    for index, model in enumerate(models):
-        set_model_state_dict(model, state[f"model_{index}"], options=options_of(model))
-    for index, optimizer in enumerate(optimizers):
-        owner = _owner(optimizer, models)
-        assert owner is not None
-        with empty_groups_kept(optimizer.optimizer):
-            set_optimizer_state_dict(owner, optimizer.optimizer, state[f"optimizer_{index}"], options=options_of(owner))
-
-
-@contextmanager
-def empty_groups_kept(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Loading a state dict in this context leaves param groups without parameters their options, which torch files
-    under the names of parameters: ``Trainer`` makes a group of what decays, be it nothing."""
-    before = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    yield
-    for group, options in zip(optimizer.param_groups, before, strict=True):
-        if not group["params"]:
-            group |= options
+def _shards(model: nn.Module) -> dict[str, Any]:
+    return model_state(model, is_peft=is_peft_model(model))
 
 
 __all__ = ["GTPAccelerator", "whole_state_dict"]

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from .._modules.binding import outermost_calls
 from ..checkpoint import save
 from ..optim import gathered
 from . import needs_extra
+from ._checkpoint import load_optimizer_state, load_shards, model_state, names_of_params, optimizer_state, state_to_load
 from ._sharded import is_offloaded, move_unsharded, take_gpu_generator
 
 with needs_extra("transformers"):
@@ -26,7 +26,7 @@ with needs_extra("transformers"):
     from transformers import Adafactor, Trainer
     from transformers.trainer_pt_utils import safe_globals
 
-    from .accelerate import STATE_FOLDER, GTPAccelerator, empty_groups_kept, options_of, whole_state_dict
+    from .accelerate import STATE_FOLDER, GTPAccelerator, whole_state_dict
 
 
 class GTPTrainer(Trainer):
@@ -87,7 +87,7 @@ class GTPTrainer(Trainer):
             _internal_call: As in the stock method, which checkpoints call with True.
         """
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        self._whole = whole_state_dict(model, trained_only=is_peft_model(model))
+        self._whole = whole_state_dict(model, adapters_only=is_peft_model(model))
         try:
             with _prompts_at_hand(model) if is_peft_model(model) else nullcontext():
                 super().save_model(output_dir, _internal_call)
@@ -99,7 +99,9 @@ class GTPTrainer(Trainer):
         super()._save(output_dir, state_dict=self._whole if state_dict is None else state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save(self._job_state(), Path(output_dir) / STATE_FOLDER)
+        optimizer = self.optimizer.optimizer
+        of_optimizer = optimizer_state(optimizer, names_of_params(optimizer, [self.model]))
+        save(self._job_state(of_optimizer), Path(output_dir) / STATE_FOLDER)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load the weights of a checkpoint of another trainer; its own are loaded with the optimizer's state."""
@@ -124,8 +126,11 @@ class GTPTrainer(Trainer):
                     "model by from_pretrained and do not resume."
                 )
             return
-        state = self._job_state()
-        load(state, checkpoint_id=folder)
+        model, optimizer = self.model, self.optimizer.optimizer
+        names = names_of_params(optimizer, [model])
+        of_optimizer = state_to_load(optimizer, names, folder, "optimizer")
+        state = self._job_state(of_optimizer)
+        load_shards(state, folder)
         if state["samples_per_step"] != self._samples_per_step() and not self.args.ignore_data_skip:
             raise ValueError(
                 f"GTPTrainer expects steps of {state['samples_per_step']} samples, as in {checkpoint}, but they have "
@@ -133,12 +138,8 @@ class GTPTrainer(Trainer):
                 "another position in the data. Change per_device_train_batch_size or gradient_accumulation_steps, "
                 "or pass ignore_data_skip=True to begin with the first sample."
             )
-        model, optimizer = self.model, self.optimizer.optimizer
-        options = options_of(model)
-        with empty_groups_kept(optimizer):
-            set_state_dict(
-                model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
-            )
+        set_model_state_dict(model, state["model"], options=StateDictOptions(strict=not is_peft_model(model)))
+        load_optimizer_state(optimizer, names, state["optimizer"])
         self.lr_scheduler.load_state_dict(state["scheduler"])
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -159,11 +160,10 @@ class GTPTrainer(Trainer):
             if "cuda" in states:
                 take_gpu_generator(states["cuda"], rank % len(saved))
 
-    def _job_state(self) -> dict[str, Any]:
+    def _job_state(self, of_optimizer: dict[str, Any]) -> dict[str, Any]:
         """What a checkpoint has in shards; on resuming, where they are loaded to."""
-        model, optimizer = get_state_dict(self.model, self.optimizer.optimizer, options=options_of(self.model))
-        scheduler = self.lr_scheduler.state_dict()
-        state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+        model = model_state(self.model, is_peft=is_peft_model(self.model))
+        state = {"model": model, "optimizer": of_optimizer, "scheduler": self.lr_scheduler.state_dict()}
         return {**state, "samples_per_step": self._samples_per_step()}
 
     def _samples_per_step(self) -> int:

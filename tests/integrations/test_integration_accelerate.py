@@ -167,6 +167,116 @@ class TestAccelerator(GlooTest):
                 if name in whole:
                     self.assertEqual(whole[name], tensor, atol=0, rtol=0)
 
+    def two_models_and_a_head(self, seed: int) -> tuple[Any, list[nn.Module], Any]:
+        """Two sharded models and a plain one, trained by one optimizer."""
+        from dtensor_gtp.integrations.accelerate import GTPAccelerator
+
+        accelerator = GTPAccelerator(cpu=True)
+        torch.manual_seed(seed)
+        mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("gtp",))
+        sharded = [gtp_shard(nn.Linear(6, 6), mesh, schedule=ALL) for _ in range(2)]
+        models = [*sharded, nn.Linear(6, 2)]
+        optimizer = torch.optim.AdamW([param for model in models for param in model.parameters()], lr=1e-2)
+        *models, optimizer = accelerator.prepare(*models, optimizer)
+        return accelerator, models, optimizer
+
+    def step(self, accelerator: Any, models: list[nn.Module], optimizer: Any) -> list[torch.Tensor]:
+        accelerator.backward(models[2](models[0](torch.ones(3, 6)) * models[1](torch.ones(3, 6))).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        return [full(param.detach()).clone() for model in models for param in model.parameters()]
+
+    def test_an_optimizer_of_several_models_resumes(self) -> None:
+        with shared_directory() as folder, process(2):
+            job = self.two_models_and_a_head(0)
+            self.step(*job)
+            job[0].save_state(str(folder))
+            dist.barrier()
+            resumed = self.two_models_and_a_head(1)
+            resumed[0].load_state(str(folder))
+            for _ in range(2):
+                self.assertEqual(self.step(*resumed), self.step(*job))
+
+    def test_an_optimizer_of_what_is_not_prepared_is_refused(self) -> None:
+        with shared_directory() as folder, process(2):
+            accelerator, _, optimizer = self.two_models_and_a_head(0)
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(5))]})
+            told = r"parameter 0 of param group 1, of shape \(5,\), which is in none. Pass its module to prepare"
+            with self.assertRaisesRegex(ValueError, told):
+                accelerator.save_state(str(folder))
+            dist.barrier()
+
+    def test_an_optimizer_of_other_parameters_than_those_saved_is_refused(self) -> None:
+        with shared_directory() as folder, process(2):
+            job = self.two_models_and_a_head(0)
+            self.step(*job)
+            job[0].save_state(str(folder / "all"))
+            other = self.two_models_and_a_head(0)
+            members = other[2].param_groups[0]["params"]
+            last = members.pop()
+            self.step(*other)
+            other[0].save_state(str(folder / "less"))
+            dist.barrier()
+            with self.assertRaisesRegex(ValueError, "one without '2.bias' and 0 more. Make it of the same parameters"):
+                other[0].load_state(str(folder / "all"))
+            with self.assertRaisesRegex(ValueError, "group 0 with the 5 .* got 6; '2.bias' is in one of them only"):
+                job[0].load_state(str(folder / "less"))
+            other[2].param_groups.append({**other[2].param_groups[0], "params": [last]})
+            with self.assertRaisesRegex(ValueError, "with the 1 param groups that .*/all/.* has, but got 2. Make"):
+                other[0].load_state(str(folder / "all"))
+            dist.barrier()
+
+    def test_hooks_get_all_models_and_take_some_out(self) -> None:
+        seen: list[Any] = []
+
+        def before_save(models: list[Any], weights: list[Any], folder: str) -> None:
+            seen.append([*models])
+            self.assertEqual([set(state) for state in weights], [{"weight", "bias"}] * 2 + [set(weights[2])])
+            self.assertEqual(full(weights[0]["weight"]), full(models[0].weight.detach()))
+            weights.pop(1)
+
+        def before_load(models: list[Any], folder: str) -> None:
+            seen.append([*models])
+            models.pop(1)
+
+        with shared_directory() as folder, process(2):
+            accelerator, models, _ = self.two_models_and_a_head(0)
+            accelerator.register_save_state_pre_hook(before_save)
+            accelerator.register_load_state_pre_hook(before_load)
+            saved = [[full(param.detach()).clone() for param in model.parameters()] for model in models]
+            accelerator.save_state(str(folder))
+            for model in models:
+                nn.Module.apply(model, _blank)
+            dist.barrier()
+            accelerator.load_state(str(folder))
+            plain = [accelerator.unwrap_model(model) for model in models]
+            self.assertEqual([list(map(id, each)) for each in seen], [list(map(id, plain))] * 2)
+            loaded = [[full(param.detach()).clone() for param in model.parameters()] for model in models]
+            self.assertEqual([loaded[0], loaded[2]], [saved[0], saved[2]])
+            self.assertEqual(loaded[1], [torch.full_like(param, 0.5) for param in saved[1]])
+            self.assertEqual(len(accelerator._save_model_state_pre_hook), 1)
+
+    def test_options_that_the_checkpoint_lacks_stay(self) -> None:
+        """As a scheduler made after the save adds them."""
+        from dtensor_gtp.integrations.accelerate import GTPAccelerator
+
+        def job() -> tuple[Any, Any]:
+            accelerator = GTPAccelerator(cpu=True)
+            model = gtp_shard(nn.Linear(6, 6), DeviceMesh("cpu", [0, 1], mesh_dim_names=("gtp",)))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            return accelerator, accelerator.prepare(model, optimizer)[1].optimizer
+
+        with shared_directory() as folder, process(2):
+            accelerator, optimizer = job()
+            optimizer.param_groups[0]["lr"] = 0.5
+            accelerator.save_state(str(folder))
+            dist.barrier()
+            accelerator, optimizer = job()
+            torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            accelerator.load_state(str(folder))
+            group = optimizer.param_groups[0]
+            self.assertEqual((group["lr"], group["initial_lr"]), (0.5, 1e-2))
+
     def test_what_is_refused(self) -> None:
         """A mesh of some processes, and the stock accelerator."""
         from accelerate import Accelerator
@@ -181,3 +291,9 @@ class TestAccelerator(GlooTest):
                 model = gtp_shard(Net(), DeviceMesh("cpu", ranks, mesh_dim_names=("gtp",)))
                 with self.assertRaisesRegex(error, words):
                     cls(cpu=True).prepare(model)
+
+
+@torch.no_grad()
+def _blank(module: nn.Module) -> None:
+    for param in module.parameters(recurse=False):
+        param.fill_(0.5)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from common import assert_same_params, rows_of_rank, shared_directory
+from common import assert_same_params, full, rows_of_rank, shared_directory
 from integration_common import VOCABULARY, LibraryTest, make_llama, needs, process
-from test_integration_transformers import STEPS, arguments, logged, trained, trained_alone, trainer_of
+from test_integration_transformers import STEPS, arguments, logged, stock_trainer, trained, trained_alone, trainer_of
 from torch.distributed.tensor import DTensor
 
 from dtensor_gtp import whole_weights
@@ -72,6 +72,14 @@ def adapted(method: str) -> nn.Module:
     return model
 
 
+def two_adapters() -> nn.Module:
+    import peft
+
+    model: Any = adapted("LoRA")
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    return model
+
+
 def batch() -> torch.Tensor:
     return torch.randint(1, VOCABULARY, (4, 8), generator=torch.Generator().manual_seed(2))
 
@@ -118,10 +126,7 @@ class TestPeft(LibraryTest):
         assert_same_params(model, reference, atol=1e-5, rtol=1e-3)
 
     def test_adapters_take_turns(self) -> None:
-        import peft
-
-        reference = adapted("LoRA")
-        reference.add_adapter("other", peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+        reference: Any = two_adapters()
         model = self.shard(copy.deepcopy(reference))
         self.take_turns(reference, model, "default", "other", "default")
         with reference.disable_adapter(), model.disable_adapter(), torch.no_grad():
@@ -172,6 +177,68 @@ class TestPeft(LibraryTest):
                 assert_same_params(merged, expected)
                 with torch.no_grad():
                     self.assertEqual(merged(batch()).logits, expected(batch()).logits)
+
+    def test_trainers_write_all_that_stock_ones_write(self) -> None:
+        """Adapters that are inactive, what is frozen of an adapter, embeddings."""
+        from safetensors.torch import load_file
+
+        def frozen_part() -> nn.Module:
+            model = adapted("LoRA")
+            for name, param in model.named_parameters():
+                if "lora_A" in name:
+                    param.requires_grad_(False)
+            return model
+
+        for make in (two_adapters, frozen_part, partial(adapted, "embedding"), partial(adapted, "head")):
+            with self.subTest(make=make), shared_directory() as folder:
+                alone = folder / f"stock_{self.rank}"
+                with process(1):
+                    stock = stock_trainer(arguments(alone, 1), make())
+                    stock.train()
+                    stock.save_model()
+                with process(2):
+                    trainer = trainer_of(make(), arguments(folder, 2), 2)
+                    trainer.train()
+                    trainer.save_model(str(folder / "sharded"))
+                    dist.barrier()
+                paths = sorted(path.relative_to(alone) for path in alone.rglob("*.safetensors"))
+                self.assertEqual(len(paths), 1 + (make is two_adapters))
+                for path in paths:
+                    written = load_file(folder / "sharded" / path)
+                    self.assertEqual(written, load_file(alone / path), atol=1e-4, rtol=1e-3)
+
+    def test_inactive_adapters_resume(self) -> None:
+        """Their weights and the optimizer's state of them, in a model where another adapter is active."""
+        from dtensor_gtp.integrations.accelerate import GTPAccelerator
+
+        def job(active: str) -> tuple[Any, Any, Any]:
+            accelerator, model = GTPAccelerator(cpu=True), self.shard(two_adapters())
+            optimizer = torch.optim.AdamW([param for name, param in model.named_parameters() if "lora_" in name])
+            model.set_adapter(active)
+            return accelerator, *accelerator.prepare(model, optimizer)
+
+        with shared_directory() as folder, process(2):
+            accelerator, model, optimizer = job("default")
+            for adapter in ("other", "default"):
+                model.set_adapter(adapter)
+                accelerator.backward(model(input_ids=batch(), labels=batch()).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            accelerator.save_state(str(folder))
+            dist.barrier()
+            other_accelerator, other, other_optimizer = job("other")
+            other_accelerator.load_state(str(folder))
+            params = dict(model.named_parameters())
+            trained = [name for name in params if "lora_" in name]
+            for name, param in other.named_parameters():
+                self.assertEqual(full(param.detach()), full(params[name].detach()))
+            for name in trained:
+                state = optimizer.optimizer.state[params[name]]
+                found = other_optimizer.optimizer.state[dict(other.named_parameters())[name]]
+                self.assertEqual(
+                    {key: full(value) for key, value in found.items()}, {k: full(v) for k, v in state.items()}
+                )
+            self.assertEqual(len(trained), 12)
 
     def test_trainers_save_and_resume(self) -> None:
         """The adapters alone."""

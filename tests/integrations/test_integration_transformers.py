@@ -172,7 +172,7 @@ class TestTrainer(GlooTest):
                 mock.patch.object(integration, "whole_state_dict") as gathered,
             ):
                 trainer.save_model("whole")
-            gathered.assert_called_once_with(trainer.model, trained_only=False)
+            gathered.assert_called_once_with(trainer.model, adapters_only=False)
             expected = [mock.call("whole", state_dict=gathered.return_value)] if self.rank == 0 else []
             self.assertEqual(written.mock_calls, expected)
 
