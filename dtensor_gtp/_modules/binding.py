@@ -114,7 +114,7 @@ class Binding:
         }
         self.fused_alone: Fused | None = None  # where each weight is gathered by itself
         self.block: nn.Module | None = None  # the one around ``module`` that is gathered as a whole
-        # Of that block. The block has it, and each module below with parameters.
+        # Of that block. All its modules have it.
         self.weight_group: WeightGroup
         self.call_impl: Callable[..., Any]  # what a call runs within its frame
         # The same, of a module that was compiled before.

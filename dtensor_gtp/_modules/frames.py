@@ -31,6 +31,11 @@ ADVICE_FOR_JIT = (
     "full_state_dict=True, and give that one to torch.jit."
 )
 
+ADVICE_FOR_COMPILE = (
+    "torch.compile(fullgraph=True) expects no call of a block whose weights gtp_shard gathers together. "
+    "Compile each block instead, before you wrap it: block.compile(fullgraph=True). Or leave out fullgraph=True."
+)
+
 
 def call_in_frame(self: BoundModule, *args: Any, **kwargs: Any) -> Any:
     """``nn.Module._call_impl`` of modules whose call is a frame: all but those with a fused op."""
@@ -45,12 +50,14 @@ def call_compiled_in_frame(self: BoundModule, *args: Any, **kwargs: Any) -> Any:
 
 def _call(module: BoundModule, call: Any, args: Any, kwargs: Any, *method: Any) -> Any:
     """``method`` is its name and its ``Reads``, if it is not the forward."""
-    # A part of a block gets here only outside of passes.
+    # A part of a block gets here only outside of passes, or if it was compiled after ``gtp_shard``.
     is_of_group = module._gtp_binding.block is not None and not method
     # The compiler may inline this call. Ops of its graph gather single weights, but a group needs the
     # frame.
-    if torch.compiler.is_compiling() and (not is_of_group or compat.is_exporting()):
-        return _call_in_graph(module, call, args, kwargs)
+    if torch.compiler.is_compiling():
+        if not is_of_group or compat.is_exporting():
+            return _call_in_graph(module, call, args, kwargs)
+        compat.break_graph(ADVICE_FOR_COMPILE)
     if compat.is_jit_tracing():
         what = type(module).__name__
         raise RuntimeError(f"torch.jit.trace cannot record a {what} after gtp_shard. {ADVICE_FOR_JIT}")

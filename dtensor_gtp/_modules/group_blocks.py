@@ -87,7 +87,7 @@ def _make_group(name: str, block: nn.Module, modules: list[nn.Module], params: l
     # Modules that read weights of the group, besides the block: outside of passes their calls are
     # frames of the block's group, see ``frames``.
     parts = {site.module for param in params for site in param.registration.sites} - {block}
-    for binding in bindings_of((block, *parts)):
+    for binding in bindings_of(modules):  # also of those without parameters: code may have compiled their calls
         binding.weight_group = group
     group.views.calls = {part: MethodType(call_in_frame, part) for part in parts}
     return group
@@ -127,9 +127,20 @@ def _blocks(module: nn.Module, prefix: str, total: int) -> Iterator[tuple[str, n
             if inner and sum(map(_numel, params)) > _MOST_OF_MODEL * total:
                 yield from inner
             else:
-                yield fqn, child
+                yield fqn, _without_wrappers(child)
         else:
             yield from _blocks(child, fqn, total)
+
+
+def _without_wrappers(module: nn.Module) -> nn.Module:
+    """The block in wrappers that were put around it after ``gtp_shard``, whose calls are no frames. A compiled wrapper
+    stays: its graph has no place for frames."""
+    while binding_of(module) is None and module._compiled_call_impl is None:
+        managed = [child for child in module.children() if any(bindings_of(child.modules()))]
+        if len(managed) != 1:
+            break
+        (module,) = managed
+    return module
 
 
 def _has_large_experts(module: nn.Module, num_tokens: int) -> bool:
@@ -154,6 +165,8 @@ def _why_single(modules: list[nn.Module], params: list[ManagedParam], num_tokens
     if not is_worth_a_group(numel, num_tokens, has_float8=has_float8, is_dequantized=is_dequantized):
         sizes = f"{numel:.3g} elements, {num_tokens} tokens"
         return f"a GEMM lasts longer than the host needs for a weight ({sizes})"
+    if binding_of(modules[0]) is None:
+        return "the module around its weights was added after gtp_shard"
     first = weights[0]
     inside = set(modules)
     if first.flags.reduce_scatter_unused_params:

@@ -143,6 +143,11 @@ def skip_code(code: CodeType, *, recursive: bool = False) -> None:
     eval_frame.set_code_exec_strategy(code, strategy)
 
 
+def break_graph(why: str) -> None:
+    """End the graph that the compiler traces. With ``fullgraph=True``, its error has ``why``."""
+    torch._dynamo.graph_break(msg=why)
+
+
 def is_stream_capturing() -> bool:
     """Whether a CUDA graph records the current stream. Not by ``torch.cuda.is_current_stream_capturing``: the step
     before a recording answers yes to code that asks that, see ``graphs.recorder``."""

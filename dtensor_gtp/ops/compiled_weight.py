@@ -81,6 +81,9 @@ class CompiledWeight:
         is_traced_alike = weight.stand_in.leaf.requires_grad == weight.param.requires_grad
         weight.follow(self.site)
         runtime: Runtime = self._runtime_of()
+        if not runtime.setup.is_done:
+            # No frame is around the compiled code, which uses single weights, also in its backward.
+            runtime.setup.make_groups_by(_no_groups)
         if not is_traced_alike:
             # The frame of a compiled module follows such a change, but a compiled function has no
             # frame around it.
@@ -100,6 +103,11 @@ class CompiledWeight:
         runtime: Runtime = self._runtime_of()
         runtime.note_backward()
         return runtime, self.weight
+
+
+def _no_groups(num_tokens: int) -> tuple[str, ...]:
+    """What ``make_groups`` returns if compiled code is the first that uses a weight."""
+    return ("no group: the first call was compiled, with the code around the model",)
 
 
 def gradient_of(leaf: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import re
 import shutil
 import sys
 import tempfile
@@ -81,11 +82,15 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return master_of(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
 
 
+def _params_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Without what the wrappers of ``torch.compile(module)`` and ``checkpoint_wrapper`` add to names."""
+    wrappers = re.compile(r"(_orig_mod|_checkpoint_wrapped_module)\.")
+    return {wrappers.sub("", name): param for name, param in model.named_parameters()}
+
+
 def assert_same_params(model: nn.Module, reference: nn.Module, what: str = "param", **tolerance: float) -> None:
-    """Compare parameters (``what="param"``) or gradients (``what="grad"``) by name with an unsharded model. The wrapper
-    of ``torch.compile(module)`` adds to names."""
-    expected = dict(reference.named_parameters())
-    actual = {name.replace("_orig_mod.", ""): param for name, param in model.named_parameters()}
+    """Compare parameters (``what="param"``) or gradients (``what="grad"``) by name with an unsharded model."""
+    expected, actual = _params_by_name(reference), _params_by_name(model)
     assert expected.keys() == actual.keys()
     for name, want in expected.items():
         a, b = (actual[name], want) if what == "param" else (actual[name].grad, want.grad)
