@@ -10,6 +10,7 @@ import torch.nn as nn
 from common import ALL, GlooTest, assert_same_params, full, rows_of_rank, shared_directory
 from integration_common import needs, process
 from runtime_common import Net, counted, make_tokens, token_loss
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -276,6 +277,20 @@ class TestAccelerator(GlooTest):
             accelerator.load_state(str(folder))
             group = optimizer.param_groups[0]
             self.assertEqual((group["lr"], group["initial_lr"]), (0.5, 1e-2))
+
+    def test_states_have_the_names_that_torch_gives_them(self) -> None:
+        """So checkpoints with states of torch's own functions, as earlier ones, load."""
+        from dtensor_gtp.integrations._checkpoint import names_of_params, optimizer_state
+
+        model = Net()
+        groups = [{"params": [*model.parameters()][:2], "weight_decay": 0.0}, {"params": [*model.parameters()][2:]}]
+        optimizer = torch.optim.AdamW(groups)
+        token_loss(model, make_tokens(0)).backward()
+        optimizer.step()
+        own = optimizer_state(optimizer, names_of_params(optimizer, [model]))
+        stock = get_optimizer_state_dict(model, optimizer)
+        self.assertEqual(own["state"].keys(), stock["state"].keys())
+        self.assertEqual(own["param_groups"], stock["param_groups"])
 
     def test_what_is_refused(self) -> None:
         """A mesh of some processes, and the stock accelerator."""
