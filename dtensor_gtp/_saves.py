@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_now
 
 _MARK = "complete.json"  # in each checkpoint that ``save`` has ended, with its number among those beside it
 _PARTIAL, _REPLACED = ".partial", ".replaced"  # ends of names of folders while a checkpoint is saved
-_FILES = (_MARK, ".metadata", ".metadata.tmp", ".distcp")  # ends of the names of all files of a checkpoint
+_FILES = (_MARK, ".metadata", ".metadata.tmp")  # of a checkpoint, beside those of the ranks, which end as the next
+_DATA = ".distcp"
 
 
 def save(
@@ -80,7 +81,7 @@ def async_save(
         process_group: One of gloo that nothing else uses: ``dist.new_group(backend="gloo")``.
 
     Returns:
-        A future. Its ``result()`` raises what the save raised.
+        A future. Its ``result()`` raises torch's ``CheckpointException`` with what the save raised.
 
     Example:
         >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
@@ -171,6 +172,10 @@ class _Writer(FileSystemWriter):
             shutil.rmtree(old)
 
 
+def _is_of_checkpoint(name: str) -> bool:
+    return name in _FILES or name.endswith(_DATA)
+
+
 def _check_replaceable(path: Path) -> None:
     """Refuse to remove what is no checkpoint."""
     found = ""
@@ -179,7 +184,8 @@ def _check_replaceable(path: Path) -> None:
     elif path.is_file():
         found = "it is a file"
     elif path.is_dir():
-        others = sorted(entry.name for entry in path.iterdir() if entry.is_dir() or not entry.name.endswith(_FILES))
+        entries = list(path.iterdir())
+        others = sorted(entry.name for entry in entries if entry.is_dir() or not _is_of_checkpoint(entry.name))
         if others:
             found = f"{len(others)} of its entries are not of a checkpoint: {', '.join(others[:3])}"
     if found:

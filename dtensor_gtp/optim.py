@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from . import _torch_compat as compat
 from ._gathered_optimizer import gathered
 from ._howto import see
+from ._modules.binding import plain_name
 from .placement import chunk_size_and_offset
 from .quant.master import master_of
 from .quant.master_optimizer import MasterOptimizer
@@ -265,12 +266,14 @@ class ShardedEMA:
 
     def _checked_params(self) -> dict[str, nn.Parameter]:
         """The same, if each of them has an average."""
-        params = self._params()
-        if params.keys() != self._averages.keys():
+        present = {plain_name(name): param for name, param in self._params().items()}
+        names = {plain_name(name): name for name in self._averages}  # a layer may have been wrapped since
+        if present.keys() != names.keys():
             raise RuntimeError(
                 "ShardedEMA expects the parameters that the model had at first, but only one of the two has "
-                f"{sorted(params.keys() ^ self._averages.keys())}. Make a new ShardedEMA after changes of the model."
+                f"{sorted(present.keys() ^ names.keys())}. Make a new ShardedEMA after changes of the model."
             )
+        params = {names[name]: param for name, param in present.items()}
         for name, param in params.items():
             shapes = [tuple(compat.local_part(each).shape) for each in (param, self._averages[name])]
             if shapes[0] != shapes[1]:
@@ -323,8 +326,8 @@ class ShardedEMA:
         """
         if self._weights is None:
             raise RuntimeError("ShardedEMA.restore expects a model that has the averages. Call swap() before.")
-        weights, self._weights = self._weights, None
-        self._write(weights)
+        self._write(self._weights)
+        self._weights = None  # last: the values must not be lost if a change of the model is refused
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

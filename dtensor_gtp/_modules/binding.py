@@ -21,6 +21,7 @@ from .._schedule.runtime import Runtime
 from ..ops.compiled_weight import CompiledWeight, materialize
 from ..policy import SchedulePolicy
 
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # parts of names, see ``plain_name``
 BINDING = "_gtp_binding"
 
 
@@ -244,6 +245,11 @@ def trains_unmanaged(group: ShardGroup) -> bool:
         if children := attributes["_modules"]:
             waiting += children.values()
     return False
+
+
+def plain_name(name: str) -> str:
+    """Without the parts that wrappers of torch.compile and of activation checkpointing add, as torch's state dicts."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def join_name(prefix: str, name: str) -> str:

@@ -30,26 +30,32 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
             waiting += node.values()
         elif kind in _PLAIN:
             continue
-        elif names := field_names(node):
-            if id(node) not in seen:
-                seen.add(id(node))
-                waiting += [getattr(node, name) for name in names]
         else:
             leaves = compat.tree_leaves(node)
-            if not (len(leaves) == 1 and leaves[0] is node):  # else it is no container
+            if not (len(leaves) == 1 and leaves[0] is node):
                 waiting += leaves
+            elif id(node) not in seen:  # no container that pytree knows
+                seen.add(id(node))
+                waiting += [getattr(node, name) for name in field_names(node)]
 
 
 def map_tensors(tree: Any, convert: Callable[[Tensor], Tensor]) -> Any:
     """``convert`` of all tensors in containers that pytree knows and in dataclasses, in order."""
+    return _map(tree, convert, {})
+
+
+def _map(tree: Any, convert: Callable[[Tensor], Tensor], copies: dict[int, Any]) -> Any:
+    """``copies``: of dataclasses so far, by id, as they may hold each other."""
     leaves, spec = compat.tree_flatten(tree)
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             leaves[index] = convert(leaf)
+        elif id(leaf) in copies:
+            leaves[index] = copies[id(leaf)]
         elif names := field_names(leaf):
-            leaves[index] = copy.copy(leaf)  # the caller's object stays as it is
+            leaves[index] = copies[id(leaf)] = copy.copy(leaf)  # the caller's object stays as it is
             for name in names:
-                value = map_tensors(getattr(leaf, name), convert)
+                value = _map(getattr(leaf, name), convert, copies)
                 object.__setattr__(leaves[index], name, value)  # also of a frozen one
     return compat.tree_unflatten(leaves, spec)
 

@@ -31,8 +31,8 @@ class Turns:
         self._last: weakref.WeakMethod[Callable[[], None]] | None = None
 
     def take(self, settle: Callable[[], None]) -> None:
-        """A model takes the next gradient. The one that took the last, if it is another, sends all that it has: call
-        its ``settle``, a bound method."""
+        """A model takes the next gradient. The one that took the last, if it is another, first completes its
+        reduce-scatters: call its ``settle``, a bound method."""
         own = weakref.WeakMethod(settle)
         if self._last == own:
             return

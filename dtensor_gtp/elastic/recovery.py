@@ -108,7 +108,7 @@ class _Report(NamedTuple):
     step: int
     held: dict[Keys, tuple[Box, torch.dtype]]
     wanted: dict[Keys, _Part]
-    held_plain: dict[Keys, int]  # bytes of values that are no DTensors
+    held_plain: dict[Keys, int | None]  # bytes of values that are no DTensors; None: an empty dict
     wanted_plain: dict[Keys, bool]  # whether they are tensors
 
     # Ranks send each other JSON, which takes plain tuples and no named ones.
@@ -169,7 +169,7 @@ def recover_state(
         held.step,
         {keys: (box, part.dtype) for keys, (box, part) in held.tensors.items()},
         {keys: _Part(_box_of(value), tuple(value.shape), value.dtype) for keys, value in wanted.items()},
-        {keys: value.nbytes if isinstance(value, Tensor) else 0 for keys, value in held.plain.items()},
+        {keys: _nbytes_of(value) for keys, value in held.plain.items()},
         {keys: isinstance(value, Tensor) for keys, value in leaves.items() if keys not in wanted},
     )
     # Then all ranks compute the same plan.
@@ -227,10 +227,15 @@ def _moves_of_step(reports: Sequence[_Report], step: int, replica_of: Mapping[in
 def _lost_value(reports: Sequence[_Report], step: int) -> str:
     """A tensor that a rank needs where others hold an empty dict alone: the state of a parameter in ``gathered``
     optimizers, whose owner is gone. Other values that no rank has are new in the state."""
-    held = {keys for report in reports if report.step == step for keys in report.held_plain}
+    held: set[Keys] = set()
+    empty: set[Keys] = set()
+    for report in reports:
+        if report.step == step:
+            held |= report.held_plain.keys()
+            empty |= {keys for keys, nbytes in report.held_plain.items() if nbytes is None}
     for report in reports:
         for keys, is_tensor in report.wanted_plain.items():
-            if is_tensor and keys not in held and any(keys[:length] in held for length in range(1, len(keys))):
+            if is_tensor and keys not in held and any(keys[:length] in empty for length in range(1, len(keys))):
                 return f"'{'.'.join(map(str, keys))}'"
     return ""
 
@@ -315,7 +320,7 @@ def _shared_values(
         needed = [keys for keys, source in givers.items() if source == giver and keys in lacking]
         for index, keys in enumerate(needed, 1):
             portion.append(keys)
-            nbytes += reports[giver].held_plain[keys]
+            nbytes += reports[giver].held_plain[keys] or 0
             if nbytes < limit and index < len(needed):
                 continue
             sent = {keys: own[keys] for keys in portion} if giver == rank else None
@@ -348,11 +353,22 @@ def _leaves(tree: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any, Any]]:
             yield (*keys, key), tree, value
 
 
+def _nbytes_of(value: Any) -> int | None:
+    if isinstance(value, dict):  # only an empty one is a value
+        return None
+    if isinstance(value, Tensor):
+        return value.nbytes
+    return 0
+
+
 def _is_value(value: Any) -> bool:
-    """As ``torch.distributed.checkpoint`` divides a state dict into what it stores."""
+    """As ``torch.distributed.checkpoint`` divides a state dict into what it stores, but for empty dicts, which it
+    leaves out: here they are values."""
     if isinstance(value, list):
         return all(map(_is_value, value))
-    return not (value if isinstance(value, dict) else isinstance(value, Tensor))
+    if isinstance(value, dict):
+        return not value
+    return not isinstance(value, Tensor)
 
 
 def _box_of(tensor: DTensor) -> Box:

@@ -9,8 +9,9 @@ at the same weight. Where one weight fills several buckets, they are sent in the
 follow at the end of backward. So there is one global order of all sums: no ranks wait for each other in a circle, and
 no two sums meet in one group.
 
-Models of one mesh share its groups. Between two gradients of different models in one backward, the first model sends
-all that it has (``Turns``): how long its gradients wait differs between replicas.
+Models of one mesh share its groups. Between two gradients of different models in one backward, the first model
+completes its reduce-scatters (``Turns``), so that its buckets fill at the same point on all ranks: how long gradients
+wait differs between replicas.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from .._gathered_optimizer import GatheredOptimizer
+from .._modules.binding import plain_name
 from ..quant.native import native_of
 from ..quant.native_data import STORED_NAMES
-
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile and of activation checkpointing
 
 
 def model_state(model: nn.Module, *, is_peft: bool) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def _frozen_in_base(model: nn.Module) -> set[str]:
         is_of_adapter = not adapters.isdisjoint(name.split("."))
         if param.requires_grad or is_of_adapter or "bias" in name or param in vocabulary:
             continue
-        key, native = _plain_name(name), native_of(param)
+        key, native = plain_name(name), native_of(param)
         keys.add(key)
         if native is not None:
             keys |= {f"{key}_{native.recipe.name}.{plane}" for plane in STORED_NAMES}
@@ -58,20 +58,16 @@ def _embeddings(model: Any) -> set[nn.Parameter]:
     return params
 
 
-def _plain_name(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
 def names_of_params(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> dict[nn.Parameter, str]:
-    """By which checkpoints call the states of the optimizer: as ``get_optimizer_state_dict`` if one model has all its
-    parameters, else with the number of their model."""
+    """Names of states in a checkpoint: those of ``get_optimizer_state_dict`` if one model has all parameters of the
+    optimizer, else prefixed with the position among the models that it trains."""
     trained = {param for group in optimizer.param_groups for param in group["params"]}
     owners = [model for model in models if not trained.isdisjoint(model.parameters())]
     names: dict[nn.Parameter, str] = {}
     for index, model in enumerate(owners):
         prefix = f"{index}." if len(owners) > 1 else ""
         for name, param in model.named_parameters():
-            names.setdefault(param, prefix + _plain_name(name))
+            names.setdefault(param, prefix + plain_name(name))
     return names
 
 
@@ -124,8 +120,12 @@ def state_to_load(
             f"but got one without '{foreign[0]}' and {len(foreign) - 1} more. Make it of the same parameters "
             "as when saving."
         )
-    # The same on all ranks: optimizers of ``gathered`` have an empty state of what another rank owns.
-    _make_states(optimizer, [param for name, param in params.items() if name in saved and param not in optimizer.state])
+    missing = [param for name, param in params.items() if name in saved]
+    # One of ``gathered`` has an empty state of what another rank owns, or of what had no gradient so far. All ranks
+    # must step the same parameters, so it makes all states anew: the load fills them.
+    if not isinstance(optimizer, GatheredOptimizer):
+        missing = [param for param in missing if param not in optimizer.state]
+    _make_states(optimizer, missing)
     state = optimizer_state(optimizer, names)
     state["state"] = {name: of_param for name, of_param in state["state"].items() if name in saved}
     return state

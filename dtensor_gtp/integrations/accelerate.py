@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
@@ -45,7 +46,7 @@ class GTPAccelerator(Accelerator):
     - ``get_state_dict`` returns whole tensors on the host of rank 0, and an empty dict on other ranks. ``save_model``
       writes them. Call both on all ranks.
     - ``save_state`` and ``load_state`` work on any number of ranks. Of a PEFT model they store all
-      adapters, not the frozen base.
+      adapters, and of the frozen base biases and embeddings alone.
 
     Example:
         >>> accelerator = GTPAccelerator(cpu=True, gradient_accumulation_steps=2)
@@ -137,7 +138,8 @@ class GTPAccelerator(Accelerator):
         """As ``Accelerator.save_state``; shards go to ``sharded_state`` below the folder. Collective.
 
         Hooks of ``register_save_state_pre_hook`` get all models. The weights of a sharded one are a state dict in
-        shards, of a PEFT model without frozen weights of its base. What they take out of the list is not saved.
+        shards, of a PEFT model without frozen weights of its base, but for biases and embeddings. What they take out of
+        the list on any rank is not saved.
 
         Args:
             output_dir: The folder, and further arguments as in the stock method.
@@ -154,19 +156,19 @@ class GTPAccelerator(Accelerator):
             weights = [shards[index] if index in shards else next(others) for index in range(len(models))]
             for hook in hooks.values():
                 hook(models, weights, folder)
-            kept = set(map(id, weights))
+            kept = self._kept_by_all(list(shards.values()), weights)
             state.update({f"model_{index}": shard for index, shard in shards.items() if id(shard) in kept})
             own = set(map(id, shards.values()))
             stock[:] = [weight for weight in weights if id(weight) not in own]
 
-        with self._without_sharded() as optimizers:
+        for index, optimizer in self._sharded_optimizers().items():  # first: this may refuse one
+            state[f"optimizer_{index}"] = optimizer_state(optimizer, self._names_of_params(optimizer))
+        with self._without_sharded():
             self._save_model_state_pre_hook = OrderedDict({0: call_hooks})
             try:
                 folder = Path(super().save_state(output_dir, *args, **kwargs))
             finally:
                 self._save_model_state_pre_hook = hooks
-        for index, optimizer in optimizers.items():
-            state[f"optimizer_{index}"] = optimizer_state(optimizer, self._names_of_params(optimizer))
         if state:
             save(state, folder / STATE_FOLDER)
         return folder
@@ -174,7 +176,8 @@ class GTPAccelerator(Accelerator):
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """As ``Accelerator.load_state``, on any number of ranks. Collective.
 
-        Hooks of ``register_load_state_pre_hook`` get all models. What they take out of the list is not loaded.
+        Hooks of ``register_load_state_pre_hook`` get all models. What they take out of the list on any rank is not
+        loaded.
 
         Ranks that the saving job did not have continue with the random numbers of those that it had, counted round.
 
@@ -192,12 +195,13 @@ class GTPAccelerator(Accelerator):
             stock[:] = models
             for hook in hooks.values():
                 hook(stock, folder)
-            kept = set(map(id, stock))
+            kept = self._kept_by_all(models, stock)
             sharded.update({i: one for i, one in enumerate(models) if outermost_calls(one) and id(one) in kept})
             stock[:] = [model for model in stock if not outermost_calls(model)]
             folders.append(Path(folder))
 
-        with self._without_sharded() as optimizers:
+        optimizers = self._sharded_optimizers()
+        with self._without_sharded():
             self._load_model_state_pre_hook = OrderedDict({0: call_hooks})
             try:
                 super().load_state(input_dir, *args, **kwargs)
@@ -230,24 +234,38 @@ class GTPAccelerator(Accelerator):
         for index, optimizer in optimizers.items():
             load_optimizer_state(optimizer, self._names_of_params(optimizer), state[f"optimizer_{index}"])
 
+    def _kept_by_all(self, before: list[Any], after: list[Any]) -> set[int]:
+        """Ids of what hooks have left in a list on all ranks: a script may take something out on rank 0 alone, but
+        shards are saved and loaded by all ranks or none."""
+        left = set(map(id, after))
+        flags = torch.tensor([id(each) in left for each in before], dtype=torch.int32, device=self.device)
+        if flags.numel():
+            flags = self.reduce(flags, reduction="sum")
+        counts = flags.tolist()
+        return {id(each) for each, count in zip(before, counts, strict=True) if count == self.num_processes}
+
     def _names_of_params(self, optimizer: Any) -> dict[nn.Parameter, str]:
         models = [self.unwrap_model(model, keep_torch_compile=False) for model in self._models]
         return names_of_params(optimizer, models)
 
+    def _sharded_optimizers(self) -> dict[int, Any]:
+        """By index, without accelerate's wrapper, which skips steps of microbatches."""
+        found = {}
+        for index, optimizer in enumerate(self._optimizers):
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            if any(isinstance(param, DTensor) for param in params):
+                found[index] = optimizer.optimizer
+        return found
+
     @contextmanager
-    def _without_sharded(self) -> Iterator[dict[int, Any]]:
-        """Hides sharded models and their optimizers from the stock methods, which would store one rank's shards. Yields
-        these optimizers without accelerate's wrapper, which skips steps of microbatches."""
+    def _without_sharded(self) -> Iterator[None]:
+        """Hides sharded models and their optimizers from the stock methods, which would store one rank's shards."""
         models, optimizers = self._models, self._optimizers
-        sharded = {
-            index: one.optimizer
-            for index, one in enumerate(optimizers)
-            if any(isinstance(param, DTensor) for group in one.param_groups for param in group["params"])
-        }
+        sharded = self._sharded_optimizers()
         self._models = [model for model in models if not outermost_calls(model)]
         self._optimizers = [one for index, one in enumerate(optimizers) if index not in sharded]
         try:
-            yield sharded
+            yield
         finally:
             self._models, self._optimizers = models, optimizers
 

@@ -64,8 +64,11 @@ def group_experts(experts: nn.Module, *, is_fused: bool = True) -> GroupedExpert
     activation = _activation_of(experts)
     is_trained = _are_trained(kinds, is_fused)
     with torch.no_grad():
-        *gates, down = [torch.stack(kind) if len(kinds) == 3 else kind[0] for kind in kinds]
-        gate_up = gates[0] if len(gates) == 1 else torch.cat(gates, 1)
+        if len(kinds) == 3:
+            gate, up, down = map(torch.stack, kinds)
+            gate_up = torch.cat([gate, up], 1)
+        else:
+            (gate_up,), (down,) = kinds
     mlp = GroupedMLP(*down.shape, activation=activation, is_fused=is_fused, device=down.device, dtype=down.dtype)
     layers = [mlp.gate_up, mlp.down] if is_fused else [mlp.gate, mlp.up, mlp.down]
     weights = [gate_up, down] if is_fused else [*gate_up.chunk(2, 1), down]  # the rows of gate come first

@@ -318,9 +318,10 @@ def sort_by_group(groups: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
 def _unpermute(rows: Tensor, order: Tensor, num_rows: int) -> Tensor:
     """Undo ``x[order]`` of ``num_rows`` rows; those that ``order`` leaves out are zeros. Its gradient is
     ``grad[order]``."""
-    is_whole = order.shape[0] == num_rows
-    whole = (rows.new_empty if is_whole else rows.new_zeros)(num_rows, rows.shape[1])
-    return whole.index_copy(0, order, rows)
+    shape = (num_rows, rows.shape[1])
+    if order.shape[0] == num_rows:
+        return rows.new_empty(shape).index_copy(0, order, rows)
+    return rows.new_zeros(shape).index_copy(0, order, rows)
 
 
 def _weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:
@@ -341,7 +342,5 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (order,) = ctx.saved_tensors
-        shape = (ctx.num_rows * ctx.k, grad.shape[1])
-        is_whole = order.shape[0] == shape[0]  # else copies were left out: their gradient is zero
-        copies = (grad.new_empty if is_whole else grad.new_zeros)(shape).index_copy_(0, order, grad)
-        return copies if ctx.k == 1 else copies.view(ctx.num_rows, ctx.k, shape[1]).sum(1), None, None
+        copies = _unpermute(grad, order, ctx.num_rows * ctx.k)  # the gradient of those that were left out is zero
+        return copies if ctx.k == 1 else copies.view(ctx.num_rows, ctx.k, grad.shape[1]).sum(1), None, None

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from dtensor_gtp import checkpoint, gtp_shard
+from dtensor_gtp.optim import gathered
 
 NUM_MICROBATCHES = 2
 MAX_NORM = 0.1  # below the norm of each step
@@ -187,6 +188,36 @@ class TestAccelerator(GlooTest):
         optimizer.zero_grad()
         return [full(param.detach()).clone() for model in models for param in model.parameters()]
 
+    def test_gathered_states_load_where_a_parameter_had_no_gradient_yet(self) -> None:
+        from dtensor_gtp.integrations._checkpoint import (
+            load_optimizer_state,
+            load_shards,
+            names_of_params,
+            optimizer_state,
+            state_to_load,
+        )
+
+        mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("gtp",))
+
+        def job(num_layers: int) -> Any:
+            torch.manual_seed(0)
+            model = gtp_shard(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), mesh, schedule=ALL)
+            optimizer = gathered(torch.optim.AdamW)(model.parameters(), lr=1e-2)
+            model[:num_layers](torch.ones(3, 6)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return optimizer, names_of_params(optimizer, [model])
+
+        with shared_directory() as folder:
+            saved = optimizer_state(*job(2))
+            checkpoint.save({"optimizer": saved}, folder / "all")
+            dist.barrier()
+            optimizer, names = job(1)
+            state = state_to_load(optimizer, names, folder / "all", "optimizer")
+            load_shards({"optimizer": state}, folder / "all")
+            load_optimizer_state(optimizer, names, state)
+            self.assertEqual(optimizer_state(optimizer, names)["state"], saved["state"])
+
     def test_an_optimizer_of_several_models_resumes(self) -> None:
         with shared_directory() as folder, process(2):
             job = self.two_models_and_a_head(0)
@@ -232,13 +263,15 @@ class TestAccelerator(GlooTest):
 
         def before_save(models: list[Any], weights: list[Any], folder: str) -> None:
             seen.append([*models])
-            self.assertEqual([set(state) for state in weights], [{"weight", "bias"}] * 2 + [set(weights[2])])
+            self.assertEqual([set(state) for state in weights], [{"weight", "bias"}] * 3)
             self.assertEqual(full(weights[0]["weight"]), full(models[0].weight.detach()))
-            weights.pop(1)
+            if dist.get_rank() == 0:  # as scripts do on the main process
+                weights.pop(1)
 
         def before_load(models: list[Any], folder: str) -> None:
             seen.append([*models])
-            models.pop(1)
+            if dist.get_rank() == 1:
+                models.pop(1)
 
         with shared_directory() as folder, process(2):
             accelerator, models, _ = self.two_models_and_a_head(0)

@@ -13,6 +13,7 @@ import torch.nn as nn
 from common import ALL, GlooTest, assert_same_params, check_training, fake_mesh, full, rows_of_rank, shared_directory
 from quant_common import take_over
 from runtime_common import WIDTH, Net, make_rows, make_tokens, token_loss
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -129,6 +130,26 @@ class TestShardedEMAAlone(TestCase):
         del state["averages"]["0.bias"]
         with self.assertRaisesRegex(ValueError, r"but only one of the two has \['0.bias'\]"):
             ema.load_state_dict(state)
+
+    def test_a_layer_that_is_wrapped_later(self) -> None:
+        model = make()
+        ema = ShardedEMA(model, decay=0.5)
+        with ema.averaged():
+            model[0] = checkpoint_wrapper(model[0])
+        ema.update()
+
+    def test_weights_stay_if_a_change_of_the_model_is_refused(self) -> None:
+        model = make()
+        ema = ShardedEMA(model, decay=0.5)
+        before = copy.deepcopy(model.state_dict())
+        nn.init.zeros_(model[0].weight)
+        ema.swap()
+        model.add_module("more", nn.Linear(2, 2))
+        with self.assertRaisesRegex(RuntimeError, "only one of the two has .*more"):
+            ema.restore()
+        del model.more
+        ema.restore()
+        self.assertEqual(model[0].weight, torch.zeros_like(before["0.weight"]))
 
     def test_parameters_that_a_load_has_replaced(self) -> None:
         model, other = make(), nn.Sequential(nn.Linear(WIDTH, 33), nn.LayerNorm(33), nn.Linear(33, WIDTH))
