@@ -35,7 +35,7 @@ _OF_CLASSES = {
     "checkpoint.ConvertingLoadPlanner": "create_local_plan lookup_tensor set_up_planner",
     "elastic.RankWatch": "move_to",
     "elastic.ReplicaSavePlanner": "set_up_planner",
-    "elastic.ReplicaSync": "add finish reduce_whole reset share weigh_full",
+    "elastic.ReplicaSync": "add finish reduce_whole reset share take_turn weigh_full",
     "integrations.accelerate.GTPAccelerator": "prepare_model unscale_gradients",
     "integrations.lightning.GTPStrategy": "block_backward_sync model_to_device setup_environment",
     "integrations.transformers.GTPTrainer": "create_accelerator_and_postprocess get_optimizer_cls_and_kwargs",
