@@ -314,8 +314,9 @@ class ShardedEMA:
         """
         if self._weights is not None:
             raise RuntimeError("ShardedEMA.swap was called twice. Call restore() in between.")
-        self._weights = {name: _values_of(param).clone() for name, param in self._checked_params().items()}
-        self._write(self._averages)
+        params = self._checked_params()
+        self._weights = {name: _values_of(param).clone() for name, param in params.items()}
+        _write(params, self._averages)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -326,7 +327,7 @@ class ShardedEMA:
         """
         if self._weights is None:
             raise RuntimeError("ShardedEMA.restore expects a model that has the averages. Call swap() before.")
-        self._write(self._weights)
+        _write(self._checked_params(), self._weights)
         self._weights = None  # last: the values must not be lost if a change of the model is refused
 
     @contextmanager
@@ -344,11 +345,6 @@ class ShardedEMA:
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-    def _write(self, values: Mapping[str, Tensor]) -> None:
-        for name, param in self._checked_params().items():
-            _values_of(param).copy_(compat.local_part(values[name]))
-            torch.autograd.graph.increment_version(param)
 
     def state_dict(self) -> dict[str, Any]:
         """The averages and the decay. The tensors are the averages themselves, not copies.
@@ -384,6 +380,12 @@ class ShardedEMA:
             if value is not average:
                 compat.local_part(average).copy_(compat.local_part(value))
         self.decay = state_dict["decay"]
+
+
+def _write(params: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
+    for name, param in params.items():
+        _values_of(param).copy_(compat.local_part(values[name]))
+        torch.autograd.graph.increment_version(param)
 
 
 def _values_of(param: Tensor) -> Tensor:

@@ -161,9 +161,10 @@ class GTPAccelerator(Accelerator):
             own = set(map(id, shards.values()))
             stock[:] = [weight for weight in weights if id(weight) not in own]
 
-        for index, optimizer in self._sharded_optimizers().items():  # first: this may refuse one
+        optimizers = self._sharded_optimizers()
+        for index, optimizer in optimizers.items():  # first: this may refuse one
             state[f"optimizer_{index}"] = optimizer_state(optimizer, self._names_of_params(optimizer))
-        with self._without_sharded():
+        with self._without_sharded(optimizers):
             self._save_model_state_pre_hook = OrderedDict({0: call_hooks})
             try:
                 folder = Path(super().save_state(output_dir, *args, **kwargs))
@@ -201,7 +202,7 @@ class GTPAccelerator(Accelerator):
             folders.append(Path(folder))
 
         optimizers = self._sharded_optimizers()
-        with self._without_sharded():
+        with self._without_sharded(optimizers):
             self._load_model_state_pre_hook = OrderedDict({0: call_hooks})
             try:
                 super().load_state(input_dir, *args, **kwargs)
@@ -258,10 +259,10 @@ class GTPAccelerator(Accelerator):
         return found
 
     @contextmanager
-    def _without_sharded(self) -> Iterator[None]:
-        """Hides sharded models and their optimizers from the stock methods, which would store one rank's shards."""
+    def _without_sharded(self, sharded: dict[int, Any]) -> Iterator[None]:
+        """Hides sharded models and ``_sharded_optimizers`` from the stock methods, which would store one rank's
+        shards."""
         models, optimizers = self._models, self._optimizers
-        sharded = self._sharded_optimizers()
         self._models = [model for model in models if not outermost_calls(model)]
         self._optimizers = [one for index, one in enumerate(optimizers) if index not in sharded]
         try:

@@ -59,8 +59,13 @@ def group_experts(experts: nn.Module, *, is_fused: bool = True) -> GroupedExpert
         >>> experts.mlp.gate_up.weight.shape
         torch.Size([2, 16, 4])
     """
-    kinds = _weights_of(experts)
     _refuse_ties(experts, [experts])
+    return _grouped(experts, is_fused)
+
+
+def _grouped(experts: nn.Module, is_fused: bool) -> GroupedExperts:
+    """:func:`group_experts` of weights that nothing else shares."""
+    kinds = _weights_of(experts)
     activation = _activation_of(experts)
     is_trained = _are_trained(kinds, is_fused)
     with torch.no_grad():
@@ -114,10 +119,33 @@ def group_experts_(
         'GroupedExperts'
     """
     # First find and convert all, then replace: an error leaves the module as it was.
-    found: dict[nn.Module, None] = {}  # shared experts are found once
+    found, classes = _find(module, forwards or {})
+    if not found:
+        raise ValueError(
+            f"group_experts_ found no experts in {type(module).__name__}. It knows fused experts with gate_up_proj "
+            "and down_proj that take (hidden_states, top_k_index, top_k_weights). For blocks with a list of experts "
+            "pass forwards."
+        )
+    _refuse_ties(module, found)
+    grouped = {experts: _grouped(experts, is_fused) for experts in found}
+    for parent in list(module.modules()):
+        # Not named_children: it leaves out further names of one module.
+        for name, submodule in parent._modules.items():
+            if submodule in grouped:
+                setattr(parent, name, grouped[submodule])
+    for parent, changed in classes.items():
+        parent.__class__ = changed
+    return module
+
+
+def _find(
+    module: nn.Module, forwards: Mapping[type[nn.Module], Callable[..., Any]]
+) -> tuple[dict[nn.Module, None], dict[nn.Module, type[nn.Module]]]:
+    """All experts, shared ones once, and new classes of the blocks that call a list of them."""
+    found: dict[nn.Module, None] = {}
     classes: dict[nn.Module, type[nn.Module]] = {}
     for parent in module.modules():
-        forward = (forwards or {}).get(type(parent))
+        forward = forwards.get(type(parent))
         for child in parent.children():
             is_list = forward is not None and isinstance(child, nn.ModuleList)
             if is_list or _is_called_as_ours(child):
@@ -127,22 +155,7 @@ def group_experts_(
                 cls = type(parent)
                 body = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
                 classes[parent] = type(cls.__name__, (cls,), body)
-    if not found:
-        raise ValueError(
-            f"group_experts_ found no experts in {type(module).__name__}. It knows fused experts with gate_up_proj "
-            "and down_proj that take (hidden_states, top_k_index, top_k_weights). For blocks with a list of experts "
-            "pass forwards."
-        )
-    _refuse_ties(module, found)
-    grouped = {experts: group_experts(experts, is_fused=is_fused) for experts in found}
-    for parent in list(module.modules()):
-        # Not named_children: it leaves out further names of one module.
-        for name, submodule in parent._modules.items():
-            if submodule in grouped:
-                setattr(parent, name, grouped[submodule])
-    for parent, changed in classes.items():
-        parent.__class__ = changed
-    return module
+    return found, classes
 
 
 def convert_experts_state_dict(state_dict: Mapping[str, Tensor], form: str) -> dict[str, Tensor]:

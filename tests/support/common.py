@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import re
 import shutil
 import sys
 import tempfile
@@ -30,6 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from workers import Test, lanes
 
 from dtensor_gtp import GTPShard, SchedulePolicy, _torch_compat
+from dtensor_gtp._modules.binding import plain_name
 from dtensor_gtp.quant.master import master_of
 
 # Test models are tiny: shard also what a real model would leave whole.
@@ -84,8 +84,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 def _params_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     """Without what the wrappers of ``torch.compile(module)`` and ``checkpoint_wrapper`` add to names."""
-    wrappers = re.compile(r"(_orig_mod|_checkpoint_wrapped_module)\.")
-    return {wrappers.sub("", name): param for name, param in model.named_parameters()}
+    return {plain_name(name): param for name, param in model.named_parameters()}
 
 
 def assert_same_params(model: nn.Module, reference: nn.Module, what: str = "param", **tolerance: float) -> None:
