@@ -37,7 +37,7 @@ from torch import Tensor
 
 from .. import _torch_compat as compat
 from ..policy import ReduceScatterKind, Waitable
-from .addends import add_rows, fused_sum, is_loaded_ahead
+from .addends import Sum, add_rows, fused_sum, is_loaded_ahead
 from .collectives import Groups, ReduceScale
 from .send_ring import Place, SendRing
 from .streams import Done, Streams
@@ -218,6 +218,11 @@ def can_travel_together(kind: ReduceScatterKind, num_ranks: int) -> bool:
     return num_ranks > 1 and kind != "all_to_all"
 
 
+def narrow_sum(like: Tensor, num_ranks: int) -> Sum | None:
+    """The kernel that adds narrow addends, which a ring would add without it: only if it was loaded ahead."""
+    return fused_sum(like, num_ranks) if is_loaded_ahead(like, num_ranks) else None
+
+
 class Scattering:
     """One reduce-scatter of gradients, made on the current stream. At the end ``slots`` hold this
     rank's rows of each gradient, in the dtype of the sum.
@@ -226,7 +231,7 @@ class Scattering:
         kind: How to reduce.
         fulls: Gradients of shape ``(num_ranks * rows, ...)``; they may be written to. The launch
             copies one that is not contiguous or of another dtype, and sends the copy. Several only
-            if they can be sent together.
+            if they can be sent together: by ``"all_to_all"`` if there is a ``narrow_sum``.
         num_ranks: Size of the group. One rank sends nothing: the sum has one addend.
         wire_dtype: The dtype to send.
         dtype: Of the sum, if it is wider than ``sum_dtype`` says. Nothing else needs the fused
@@ -273,9 +278,8 @@ class Scattering:
                 num_rows, *others = target.shape
                 self.slots.append(target.new_empty((num_rows // num_ranks, *others)))
         if kind != "ring":
-            self._add = None
-            if dtype is None or is_loaded_ahead(self._sent[0], num_ranks):
-                self._add = fused_sum(self._sent[0], num_ranks)
+            how = fused_sum if dtype is None else narrow_sum
+            self._add = how(self._sent[0], num_ranks)
             self._prepare_exchange(dtype or sum_dtype(kind, wire_dtype))
 
     def _prepare_exchange(self, dtype: torch.dtype) -> None:
@@ -296,6 +300,13 @@ class Scattering:
         parts = self._sum.split(self._sizes)
         # Views of the sum, so one kernel fills all of them.
         self.slots = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    @property
+    def flat(self) -> Tensor:
+        """All slots, one behind the other. Only for one gradient, or after an exchange."""
+        if self._received is None:
+            return self.slots[0].flatten()
+        return self._sum
 
     def keep(self) -> list[Tensor]:
         """After the launch, the buffers that the communication stream uses. It makes shards of the
@@ -338,10 +349,13 @@ class Scattering:
         if self._ring is not None:
             self._ring.exchange(self._received, self._sizes, self._places)
             return None
-        (sent,) = self._sent  # see ``can_travel_together``
-        exchange = compat.all_to_all_base if self._add is None else compat.all_to_all_of_peers
         self._rank = groups.scatter.rank()  # ``finish`` finds this rank's own rows by it
-        return exchange(received, sent.view(self._num_ranks, -1), groups.scatter, async_op)
+        rows = [sent.view(self._num_ranks, -1) for sent in self._sent]
+        if self._add is None:
+            return compat.all_to_all_base(received, rows[0], groups.scatter, async_op)
+        for sent, into in zip(rows, received.split(self._sizes, 1), strict=True):
+            work = compat.all_to_all_of_peers(into, sent, groups.scatter, async_op)
+        return work  # of the last one: they are in order
 
     def finish(self, scale: ReduceScale) -> None:
         """After the collective, perhaps on another stream: make ``slots`` the sums (or means, as

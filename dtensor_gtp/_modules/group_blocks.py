@@ -2,7 +2,8 @@
 
 A *block* is a module whose class stands at least twice in a container. In the first forward its
 weights become a group, if they are small: the host would need longer for each of them than its GEMM
-lasts; or if a recipe would have them dequantized for each GEMM. A block keeps single weights if one
+lasts; if code of the user multiplies them (experts of transformers); or if a recipe would have them
+dequantized for each GEMM. A block keeps single weights if one
 is shared with other blocks, lies on another mesh, is offloaded, tensor-parallel or cut again by an
 outer ``fully_shard``, or if the schedule was given number by number. ``sharding_report`` says which
 and why.
@@ -14,7 +15,7 @@ layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from types import MethodType
 
@@ -22,13 +23,14 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._comm.agreement import is_one_host
+from .._comm.debug import format_nbytes
 from .._howto import printable
 from .._params.managed_param import ManagedParam
 from .._params.pack_planes import QuantizedWire
 from .._params.sharded_weight import ShardedWeight
 from .._params.weight_group import WeightGroup
 from .._params.whole_param import WholeParam
-from .._schedule.choose_schedule import is_worth_a_group
+from .._schedule.choose_schedule import fits_a_group, is_worth_a_group
 from .._schedule.guesses import blocks_in
 from .._schedule.runtime import Runtime
 from .binding import ShardGroup, binding_of, bindings_of, join_name, params_of
@@ -52,21 +54,19 @@ def make_groups(runtime: Runtime, num_tokens: int) -> tuple[str, ...]:
     reasons: dict[str, list[str]] = {}
     total = sum(_numel(param) for param in call.params)
     for name, block in _blocks(call.module, "", total):
-        experts = [module for module in block.modules() if _has_large_experts(module, num_tokens)]
-        modules = [module for module in block.modules() if module not in experts]
-        params = params_of(bindings_of(modules))
-        why: str | None = "its own weights are those of experts"
-        if block not in experts:
-            why = _why_single(modules, params, num_tokens)
+        parts = list(block.modules())
+        why = _why_single(parts, num_tokens, is_near, may_replay=runtime.comm.may_replay_steps)
+        others = [module for module in parts if not _has_experts(module)]
+        if why is not None and block in others and len(others) < len(parts):
+            why_experts = why
+            parts = others
+            why = _why_single(parts, num_tokens, is_near, may_replay=runtime.comm.may_replay_steps)
+            if why is None:
+                reasons.setdefault(_of_any_block(why_experts, name), []).append(f"experts of {name}")
         if why is None:
-            why = _why_not_rounded(params, is_near, may_replay=runtime.comm.may_replay_steps)
-        if why is not None:
-            reasons.setdefault(why, []).append(name)
-            continue
-        groups.append(_make_group(name, block, modules, params))
-        if experts:
-            why = "products of experts last longer than the host needs for a weight"
-            reasons.setdefault(why, []).append(f"experts of {name}")
+            groups.append(_make_group(name, block, parts))
+        else:
+            reasons.setdefault(_of_any_block(why, name), []).append(name)
     chosen = []
     if groups:
         runtime.use_groups(groups)
@@ -76,7 +76,8 @@ def make_groups(runtime: Runtime, num_tokens: int) -> tuple[str, ...]:
     return tuple(chosen)
 
 
-def _make_group(name: str, block: nn.Module, modules: list[nn.Module], params: list[ManagedParam]) -> WeightGroup:
+def _make_group(name: str, block: nn.Module, modules: list[nn.Module]) -> WeightGroup:
+    params = params_of(bindings_of(modules))
     weights = [param for param in params if isinstance(param, ShardedWeight)]
     whole = [param for param in params if isinstance(param, WholeParam)]
     # Before: the group keeps what its modules have as ``_parameters``.
@@ -100,6 +101,11 @@ def _dress_as_group(modules: list[nn.Module], block: nn.Module | None) -> None:
         if (binding := binding_of(module)) is not None:
             binding.block = block
             dress(module)
+
+
+def _of_any_block(why: str, name: str) -> str:
+    """A reason that names a parameter of block ``name`` as all blocks call it."""
+    return why.replace(f"'{name}.", "'")
 
 
 def _named(names: list[str]) -> str:
@@ -143,28 +149,48 @@ def _without_wrappers(module: nn.Module) -> nn.Module:
     return module
 
 
-def _has_large_experts(module: nn.Module, num_tokens: int) -> bool:
-    """Whether a module has weights of several experts in one that are too large for a group. The
-    rest of its block may be one."""
+def _has_experts(module: nn.Module) -> bool:
+    """Whether a module has weights of several experts in one. The rest of its block may be a group."""
     binding = binding_of(module)
     if binding is None:
         return False
-    params = (param for param in binding.params.values() if isinstance(param, ShardedWeight))
-    numels = [param.param.numel() for param in params if param.param.ndim == 3]
-    return any(not is_worth_a_group(numel, num_tokens) for numel in numels)
+    return any(isinstance(param, ShardedWeight) and param.param.ndim == 3 for param in binding.params.values())
 
 
-def _why_single(modules: list[nn.Module], params: list[ManagedParam], num_tokens: int) -> str | None:
-    """Why the weights of a block are gathered one by one; None if they can be a group."""
+def _why_single(
+    modules: list[nn.Module], num_tokens: int, is_near: Callable[[DeviceMesh], bool], *, may_replay: bool
+) -> str | None:
+    """Why the weights of these modules are gathered one by one; None if they can be a group."""
+    params = params_of(bindings_of(modules))
     weights = [param for param in params if isinstance(param, ShardedWeight)]
     if len(weights) < 2:
         return "it has fewer than two sharded weights"
-    numel = sum(map(_numel, weights)) / len(weights)
+    why = _why_large(weights, num_tokens)
+    if why is None:
+        why = _why_unlike(modules, params)
+    if why is None:
+        why = _why_not_rounded(weights, is_near, may_replay=may_replay)
+    return why
+
+
+def _why_large(weights: list[ShardedWeight], num_tokens: int) -> str | None:
+    """Why the host has time for each of these weights, and so they need no group."""
+    nbytes = sum(weight.param.numel() * weight.compute_dtype.itemsize for weight in weights)
+    if not fits_a_group(nbytes):
+        return f"a gather lasts longer than the host needs for its weights ({format_nbytes(nbytes)})"
+    # Other weights gain nothing alone: no op of ours multiplies them.
+    numels = [weight.param.numel() for weight in weights if weight.fused.is_any]
+    mean = sum(numels) / max(len(numels), 1)
     has_float8 = any(weight.form.gemms is not None for weight in weights)
     is_dequantized = not has_float8 and any(isinstance(weight.form.wire, QuantizedWire) for weight in weights)
-    if not is_worth_a_group(numel, num_tokens, has_float8=has_float8, is_dequantized=is_dequantized):
-        sizes = f"{numel:.3g} elements, {num_tokens} tokens"
-        return f"a GEMM lasts longer than the host needs for a weight ({sizes})"
+    if is_worth_a_group(mean, num_tokens, has_float8=has_float8, is_dequantized=is_dequantized):
+        return None
+    return f"a GEMM lasts longer than the host needs for a weight ({mean:.3g} elements, {num_tokens} tokens)"
+
+
+def _why_unlike(modules: list[nn.Module], params: list[ManagedParam]) -> str | None:
+    """Why these modules and parameters are not alike enough to be a group."""
+    weights = [param for param in params if isinstance(param, ShardedWeight)]
     if binding_of(modules[0]) is None:
         return "the module around its weights was added after gtp_shard"
     first = weights[0]
@@ -197,11 +223,10 @@ def _why_single(modules: list[nn.Module], params: list[ManagedParam], num_tokens
 
 
 def _why_not_rounded(
-    params: Iterable[ManagedParam], is_near: Callable[[DeviceMesh], bool], *, may_replay: bool
+    weights: list[ShardedWeight], is_near: Callable[[DeviceMesh], bool], *, may_replay: bool
 ) -> str | None:
     """Why quantized weights of a block are not gathered as values; None if they are, or if none is
     quantized."""
-    weights = [param for param in params if isinstance(param, ShardedWeight)]
     quantized = [weight for weight in weights if weight.form.wire is not None]
     for weight in quantized:
         wire = weight.form.wire

@@ -384,6 +384,14 @@ def pack(taken: list[Tensor], world: int, buffer: Tensor) -> None:
     compat.chunk_cat(taken, world, buffer.view(world, -1))
 
 
+def packed(taken: list[Tensor], world: int, dtype: torch.dtype) -> Tensor:
+    """The same in a new buffer."""
+    numel = sum(-(-part.shape[0] // world) * math.prod(part.shape[1:]) for part in taken)  # for a rank
+    buffer = taken[0].new_empty(world * numel, dtype=dtype)
+    pack(taken, world, buffer)
+    return buffer
+
+
 def slot_numels(layouts: Iterable[WeightLayout]) -> list[int]:
     """How many elements a rank gets of each of these gradients."""
     return [math.prod(layout.slot_shape) for layout in layouts]

@@ -39,6 +39,9 @@ _SMALL_GEMM = 100e9
 _SMALL_FLOAT8_GEMM = 200e9
 # Where the number of tokens is not known (images, sound).
 _SMALL_NUMEL = 16 << 20
+# Bytes of a group: a link of 300 GB/s takes 7 ms for 2 GiB. By themselves, the two weights of all
+# experts take the host 3 ms a block: Qwen3-MoE (1.2 GB a block) took 88.7 ms, in groups 81.3 (2 x H200).
+_MOST_IN_GROUP = 2 << 30
 # Bytes of a table and its gradient, which take a link of 300 GB/s 3.6 ms while nothing computes.
 # For less it does not pay that hosts wait for each other in each lookup: 47 of 371 ms with T5-large
 # on 2 x H100 (0.26 GB), 1.2 of 66.1 ms with Llama of 32,000 tokens on 2 x H200 (1.05 GB).
@@ -173,8 +176,9 @@ def _reduces(policy: SchedulePolicy, facts: Facts) -> tuple[ReduceScatterName, s
 def is_worth_a_group(
     mean_numel: float, num_tokens: int, *, has_float8: bool = False, is_dequantized: bool = False
 ) -> bool:
-    """Whether the weights of a block, of so many elements on average, are gathered as a group.
-    Alone, they would be multiplied in float8 (``has_float8``) or dequantized for each GEMM."""
+    """Whether the weights of a block are gathered as a group. Those that layers multiply have so many
+    elements on average. Alone, they would be multiplied in float8 (``has_float8``) or dequantized
+    for each GEMM."""
     if is_dequantized:
         # A group rounds shards instead. Llama, T=8192, mxfp8, as one of two ranks: 215.5 ms in
         # groups, 221.7 alone, in bf16 215.5 (H200).
@@ -183,6 +187,11 @@ def is_worth_a_group(
         return mean_numel <= _SMALL_NUMEL
     small = _SMALL_FLOAT8_GEMM if has_float8 else _SMALL_GEMM
     return mean_numel * num_tokens <= small
+
+
+def fits_a_group(nbytes: int) -> bool:
+    """Whether the full weights of a group may take so many bytes."""
+    return nbytes <= _MOST_IN_GROUP
 
 
 def is_worth_asking(weight_nbytes: int) -> bool:

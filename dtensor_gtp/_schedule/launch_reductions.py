@@ -20,14 +20,17 @@ from .. import _torch_compat as compat
 from .._comm import collectives
 from .._comm.context import CommContext
 from .._comm.debug import profiler_range
-from .._comm.reductions import Scattering, sum_dtype
+from .._comm.reductions import Scattering, narrow_sum, sum_dtype
 from .._comm.send_ring import Place, SendRing
-from .._params.group_memory import pack, slot_numels
+from .._params.group_memory import packed, slot_numels
 from .._params.sharded_weight import ShardedWeight
 from .._params.weight_group import Reducible
 from .._params.whole_param import WholeParam
 from .parted_ranks import OrderOfLaunches
 
+# Bytes of a gradient of a group from which it travels without a copy. Qwen3-MoE (0.4 and 0.2 GB in each
+# block) took 78.9 ms with copies and 77.0 without, Llama (0.1 GB) 64.7 and 64.5 (2 x H200).
+_NOT_PACKED = 128 << 20
 WholeBucket = list[tuple[WholeParam, Tensor | None]]  # None: this rank has not used the parameter
 
 
@@ -89,25 +92,31 @@ class ReductionLaunches:
         with profiler_range("GTP::reduce_scatter", *[each.weight.fqn for each in together]):
             self._reduce_scatter(together)
 
-    def _packed(self, together: list[Gradient]) -> Tensor:
-        """The gradients of groups, to be sent as one. Those of large blocks sent one by one, as
-        autograd leaves them, took 64.1, 63.9 instead of 65.2, 64.5 ms with Llama on 2 x H200: too
-        little for a second way."""
+    def _packed(self, together: list[Gradient]) -> list[Tensor]:
+        """The gradients of groups, to be sent as one: small ones packed, large ones as autograd has left
+        them, in their order."""
         weight = together[0].weight
         world = weight.layout.world
         taken = [part for gradient in together for part in gradient.taken or ()]
         # Blocks may have left these on other streams than the one that packs them now.
         self._comm.streams.note_reading_earlier(taken)
         dtype = weight.reduce_dtype
-        if self.sends_narrow(weight, taken[0].dtype):  # so nothing is cast here
+        is_narrow = self.sends_narrow(weight, taken[0].dtype)  # so nothing is cast here
+        if is_narrow:
             dtype = taken[0].dtype
-        # The compute stream owns this memory. ``Scattering.keep`` holds it until the reduction
-        # is retired.
-        buffer = taken[0].new_empty(world * sum(_slot_numels(together)), dtype=dtype)
-        pack(taken, world, buffer)
+        # Where torch adds, it wants all addends in one tensor.
+        may_part = is_narrow and narrow_sum(taken[0], world) is not None
+        fulls: list[Tensor] = []
+        for stays, parts in groupby(taken, lambda part: may_part and _is_sendable(part, world)):
+            if stays:
+                fulls += parts
+            else:
+                # The compute stream owns this memory. ``Scattering.keep`` holds it until the
+                # reduction is retired.
+                fulls.append(packed(list(parts), world, dtype))
         for gradient in together:
-            gradient.taken = None  # frees the memory: what is sent has been copied
-        return buffer
+            gradient.taken = None  # frees the memory of what was packed
+        return fulls
 
     def can_pack(self, weight: Reducible, scale: collectives.ReduceScale) -> bool:
         """Whether ``launch`` packs and sends what a group gave."""
@@ -140,9 +149,10 @@ class ReductionLaunches:
         comm = self._comm
         weight = together[0].weight  # all have its groups, dtype and scale
         scale = together[0].scale
-        fulls = []
-        if together[0].taken is not None:
-            fulls.append(self._packed(together))
+        fulls: list[Tensor] = []
+        is_packed = together[0].taken is not None
+        if is_packed:
+            fulls = self._packed(together)
         else:
             for gradient in together:
                 assert gradient.buffer is not None
@@ -157,27 +167,28 @@ class ReductionLaunches:
         dtype = weight.reduce_dtype
         # Outside of ``reducing``: the compute stream owns what a scattering allocates.
         # A narrow gradient is exchanged. Each rank adds what it receives, in ``dtype``.
-        if len(fulls) == 1 and self.sends_narrow(weight, fulls[0].dtype):
+        if (len(fulls) == 1 or is_packed) and self.sends_narrow(weight, fulls[0].dtype):
             scattering = Scattering("all_to_all", fulls, world, fulls[0].dtype, dtype=dtype)
         else:
             kind = weight.groups.reduce_scatter
             scattering = Scattering(kind, fulls, world, dtype, ring, places)
         with comm.reductions.reducing():  # on the scatter stream, after all compute streams
             if comm.is_debugged:
-                self._look_at(together, fulls)
+                self._look_at(together, fulls, is_packed)
             is_async = not comm.streams.has_streams
             work = scattering.launch(scale, weight.groups, comm.reductions, async_op=is_async)
             keep = scattering.keep()  # also the full gradients, while the collective reads them
-            complete = partial(self._scattered, together, scattering)  # without streams it runs after the work
+            # Without streams it runs after the work.
+            complete = partial(self._scattered, together, scattering, is_packed)
             self._launched(together, work, complete, keep, held)
 
-    def _look_at(self, together: Sequence[Gradient], fulls: Sequence[Tensor]) -> None:
+    def _look_at(self, together: Sequence[Gradient], fulls: Sequence[Tensor], is_packed: bool) -> None:
         """Debugging aids, before gradients travel together."""
         weights = [gradient.weight for gradient in together]
         groups = weights[0].groups
-        if len(fulls) < len(together):  # packed
-            columns = fulls[0].view(weights[0].layout.world, -1).split(_slot_numels(together), 1)
-            fulls = [part.flatten() for part in columns]
+        if is_packed:
+            rows = torch.cat([full.view(weights[0].layout.world, -1) for full in fulls], 1)
+            fulls = [part.flatten() for part in rows.split(_slot_numels(together), 1)]
         names = ", ".join(weight.fqn for weight in weights)
         self._comm.before_collective("reduce_scatter", names, groups)
         values = [  # without the padding, to which nobody writes
@@ -202,11 +213,11 @@ class ReductionLaunches:
             # The compute stream owns ``slot``: it may reuse the memory only after this reduction.
             self._launched([gradient], None, partial(self._complete, gradient, slot), [slot])
 
-    def _scattered(self, together: list[Gradient], scattering: Scattering) -> None:
+    def _scattered(self, together: list[Gradient], scattering: Scattering, is_packed: bool) -> None:
         scattering.finish(together[0].scale)
         slots: Sequence[Tensor] = scattering.slots
-        if len(slots) < len(together):  # packed
-            slots = slots[0].split(_slot_numels(together))
+        if is_packed:
+            slots = scattering.flat.split(_slot_numels(together))
         for gradient, slot in zip(together, slots, strict=True):
             self._complete(gradient, slot)
 
@@ -358,6 +369,12 @@ def _flatten(grads: list[Tensor], dtype: torch.dtype) -> Tensor:
     if len(flats) == 1:
         return flats[0]
     return torch.cat(flats)
+
+
+def _is_sendable(part: Tensor, num_ranks: int) -> bool:
+    """Whether a gradient is large, and the rows for each rank lie one behind the other."""
+    is_whole = part.shape[0] % num_ranks == 0 and part.is_contiguous()
+    return is_whole and part.nbytes >= _NOT_PACKED
 
 
 def _slot_numels(together: Sequence[Gradient]) -> list[int]:

@@ -137,18 +137,25 @@ class Setting:
             return ()
         weights, tokens = self.trace.weights, self.tokens
         found = [n for n in block if not weights[n].is_expert or rules.is_worth_a_group(weights[n].numel, tokens)]
+        if not self._fits(found):
+            found = [n for n in found if len(weights[n].shape) < 3]
         items = [self._alone[number] for number in found]
         are_alike = all(item.weight.block >= 0 and not item.lane for item in items)
-        if len(items) < 2 or not are_alike or items[0].axis.size == 1:
+        if len(items) < 2 or not are_alike or not self._fits(found) or items[0].axis.size == 1:
             return ()
         has_recipe = any(item.is_quantized for item in items)
         has_float8 = has_recipe and self.costs.precision != "bf16"
         crosses_hosts = self.no_copy_engines("gtp") is not None
         if (has_recipe and crosses_hosts) or (has_float8 and self.is_captured):
             return ()
-        mean = sum(item.weight.numel for item in items) / len(items)
+        # Not those that code of a model multiplies: experts of transformers.
+        numels = [item.weight.numel for item in items if item.weight.is_expert or len(item.weight.shape) < 3]
+        mean = sum(numels) / max(len(numels), 1)
         kind = {"has_float8": has_float8, "is_dequantized": has_recipe and not has_float8}
         return tuple(found) if rules.is_worth_a_group(mean, self.tokens, **kind) else ()
+
+    def _fits(self, numbers: Sequence[int]) -> bool:
+        return rules.fits_a_group(sum(self._alone[number].gathered for number in numbers))
 
     def _sharded(self, weight: Weight) -> Sharded:
         axis = self.costs.axis("expert_gtp" if weight.is_expert else "gtp")

@@ -277,7 +277,7 @@ def test_a_group_waits_for_the_one_before_alone() -> None:
 
     with (
         one_of(4) as (mesh, _),
-        mock.patch.object(choose_schedule, "_SMALL_NUMEL", 4 * WIDTH**2),
+        mock.patch.object(choose_schedule, "_MOST_IN_GROUP", 64 * WIDTH**2),
         mock.patch.object(choose_schedule, "_LEAST_AHEAD", 0),
         noted(ReductionLaunches, "launch", note),
     ):

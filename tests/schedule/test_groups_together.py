@@ -96,7 +96,7 @@ class TestTogether(GlooTest):
 
     def test_other_gradients_end_the_wait(self) -> None:
         """Experts are reduced between the groups: these do not overtake them, nor do they wait in vain."""
-        with launches(1) as found, mock.patch.object(choose_schedule, "_SMALL_NUMEL", 4 * WIDTH**2):
+        with launches(1) as found, mock.patch.object(choose_schedule, "_MOST_IN_GROUP", 64 * WIDTH**2):
             self.check(partial(Model, block=Mixture), num_microbatches=2)
         self.assertEqual(found["reductions"][-3:], [["layers.2"], ["layers.1"], ["layers.0"]])
 

@@ -22,10 +22,10 @@ from schedules import explicit
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from dtensor_gtp import SchedulePolicy, gtp_shard, sharding_report
+from dtensor_gtp import GTPShard, SchedulePolicy, gtp_shard, sharding_report
 from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp._comm import context, reductions
-from dtensor_gtp._schedule import choose_schedule
+from dtensor_gtp._schedule import choose_schedule, launch_reductions
 from dtensor_gtp._schedule.block_uses import BlockUse
 
 WIDTH = 16
@@ -170,20 +170,35 @@ class TestGroups(GlooTest):
         """Blocks of T5 hand on the position bias of the first one, whose gradient is complete after all blocks."""
         self.assertEqual(self.num_gathers(self.check(seeded(WithBias))), [4, 4, 4])
 
-    def test_large_experts_are_gathered_by_themselves(self) -> None:
-        """The rest of their block is a group; also recomputed, compiled, and over microbatches."""
-        expected = {f"layers.{n}.experts.{part}" for n in range(3) for part in ("up", "down")}
+    def test_experts_are_in_the_group_of_their_block_if_it_fits(self) -> None:
+        """Or the rest of their block is a group; also recomputed, compiled, and over microbatches."""
+        alone = {f"layers.{n}.experts.{part}" for n in range(3) for part in ("up", "down")}
         recomputed = partial(Model, block=Mixture, call=lambda layer, x: checkpoint(layer, x, use_reentrant=False))
-        compiled = seeded(partial(Model, block=Mixture))
-        for layer in compiled.layers:
-            layer.compile(backend="aot_eager")
-        with mock.patch.object(choose_schedule, "_SMALL_NUMEL", 4 * WIDTH**2):
-            model = self.check(seeded(partial(Model, block=Mixture)), num_microbatches=2)
-            self.assertEqual(len(members_of(model).groups), 3)
-            single = {weight.fqn for weight in members_of(model).weights if weight.group is None}
-            self.assertEqual(single, expected | {"first.weight", "last.weight"})
-            self.check(seeded(recomputed))
-            self.check(compiled)
+        for most, expected in ((2**30, set()), (64 * WIDTH**2, alone)):
+            compiled = seeded(partial(Model, block=Mixture))
+            for layer in compiled.layers:
+                layer.compile(backend="aot_eager")
+            # Tokens do not count for weights that code of the user multiplies.
+            small = mock.patch.object(choose_schedule, "_SMALL_NUMEL", 4 * WIDTH**2)
+            with small, mock.patch.object(choose_schedule, "_MOST_IN_GROUP", most):
+                model = self.check(seeded(partial(Model, block=Mixture)), num_microbatches=2)
+                self.assertEqual(self.singles(model), expected)
+                self.check(seeded(recomputed))
+                self.check(compiled)
+
+    def test_experts_that_are_cut_in_another_way_are_gathered_by_themselves(self) -> None:
+        def place(param: nn.Parameter) -> GTPShard | None:
+            return GTPShard(1) if param.ndim == 3 else None
+
+        shard = partial(gtp_shard, mesh=self.gtp_mesh(), schedule=CHOSEN, shard_placement_fn=place)
+        model = self.check(seeded(partial(Model, block=Mixture)), shard=shard)
+        self.assertEqual(len(self.singles(model)), 6)
+        self.assertIn("experts of layers.0 and 2 more", str(sharding_report(model, verbose=True)))
+
+    def singles(self, model: nn.Module) -> set[str]:
+        """Weights of the three blocks that are not gathered with them."""
+        self.assertEqual(len(members_of(model).groups), 3)
+        return {weight.fqn for weight in members_of(model).single_weights if weight.fqn.startswith("layers")}
 
     def test_sums_over_unsynced_microbatches_keep_float32(self) -> None:
         """Each microbatch adds less than bfloat16 resolves beside the first one."""
@@ -537,20 +552,26 @@ class TestGroups(GlooTest):
 class TestGroupsOnReplicas(GlooTest):
     def test_gradients_of_16_bits_travel_as_they_are(self) -> None:
         """Within a host, of groups and of weights that are read. Receivers add in float32: the sums of a ring, which
-        sends float32. Also over microbatches, replicas, with a factor, and where a rank has no gradient."""
+        sends float32. Also over microbatches, replicas, with a factor, where a rank has no gradient, and if large
+        gradients are not packed."""
         alone = explicit(min_shard_numel=0, coalesce_grad_nbytes=0)
         for mesh, policy in ((self.hsdp_mesh(), CHOSEN), (self.gtp_mesh(), alone)):
+            num_exchanges: list[int] = []
             narrow, dtypes = self._reduced(mesh, policy, True)
             wide, no_dtypes = self._reduced(mesh, policy, False)
-            with (
-                mock.patch.object(reductions, "is_loaded_ahead", return_value=True),
-                mock.patch.object(reductions, "fused_sum", return_value=add),
-                mock.patch.object(compat, "all_to_all_of_peers", side_effect=all_to_all_of_peers) as exchange,
-            ):
-                by_kernel, _ = self._reduced(mesh, policy, True)
-            self.assertTrue(exchange.called)
-            assert_bit_equal(list(by_kernel.values()), list(narrow.values()), "who adds")
+            for not_packed in (2**30, 512):  # bytes
+                with (
+                    mock.patch.object(reductions, "is_loaded_ahead", return_value=True),
+                    mock.patch.object(reductions, "fused_sum", return_value=add),
+                    mock.patch.object(launch_reductions, "_NOT_PACKED", not_packed),
+                    mock.patch.object(compat, "all_to_all_of_peers", side_effect=all_to_all_of_peers) as exchange,
+                ):
+                    by_kernel, _ = self._reduced(mesh, policy, True)
+                assert_bit_equal(list(by_kernel.values()), list(narrow.values()), "who adds")
+                num_exchanges.append(exchange.call_count)
             self.assertEqual((dtypes, no_dtypes), ({torch.bfloat16}, set()))
+            packed, as_they_are = num_exchanges
+            self.assertTrue(0 < packed < as_they_are or policy is alone)
             self.assertEqual(narrow.keys(), wide.keys())
             for name, grad in narrow.items():
                 torch.testing.assert_close(grad, wide[name], rtol=1e-6, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
