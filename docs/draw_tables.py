@@ -371,9 +371,10 @@ TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "2xh200_recipes": (partial(draw_modes, "2xh200_recipes"), ("2xh200_recipes",)),
     "elastic": (draw_elastic, ("4xh200_elastic",)),
     "2xh200_real_models": (partial(draw_real_models, "2xh200_real_models"), ("2xh200_real_models",)),
+    "2xh200_qwen3moe": (partial(draw_real_models, "2xh200_qwen3moe"), ("2xh200_qwen3moe",)),
     "2xh200_other_models": (partial(draw_real_models, "2xh200_other_models"), ("2xh200_other_models",)),
     "2xh200_compiled_models": (partial(draw_real_models, "2xh200_compiled_models"), ("2xh200_compiled_models",)),
-    "aims": (draw_aims, ("2xh100_first", "2xh200_first", "host_time")),
+    "aims": (draw_aims, ("2xh100_first", "2xh200_first")),
     "history": (draw_history, ()),
 }
 

@@ -58,7 +58,7 @@ NUMBERS = {
         Bug("agree_on_amax", replace("wire.set_amax(part.view(amax.shape))", "wire.set_amax(amax)"),
             f"{QUANTIZED_GROUPS}::test_steps_equal_one_process"),
     "groups have rows in unequal chunks":
-        Bug("_why_single", replace("not is_even", "False"), "test_what_keeps_float8_gemms_and_few_bytes"),
+        Bug("_why_unlike", replace("not is_even", "False"), "test_what_keeps_float8_gemms_and_few_bytes"),
     "a recipe that asks for float8 GEMMs gets none":
         Bug("_why_not_rounded", replace('wire.recipe.compute == "float8"', "False"),
             "test_what_keeps_float8_gemms_and_few_bytes"),

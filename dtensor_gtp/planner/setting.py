@@ -135,21 +135,21 @@ class Setting:
         """The weights of a block that are a group, by the rules of ``_modules.group_blocks``; empty if none are."""
         if self.policy._numbers or len(self.trace.blocks) < 2 or self.costs.axis("tp").size > 1:
             return ()
-        weights, tokens = self.trace.weights, self.tokens
-        found = [n for n in block if not weights[n].is_expert or rules.is_worth_a_group(weights[n].numel, tokens)]
+        weights = self.trace.weights
+        found = [number for number in block if not self._alone[number].lane]
         if not self._fits(found):
-            found = [n for n in found if len(weights[n].shape) < 3]
+            found = [number for number in found if not weights[number].is_of_experts]
         items = [self._alone[number] for number in found]
-        are_alike = all(item.weight.block >= 0 and not item.lane for item in items)
-        if len(items) < 2 or not are_alike or not self._fits(found) or items[0].axis.size == 1:
+        is_block = all(item.weight.block >= 0 for item in items)
+        if len(items) < 2 or not is_block or not self._fits(found) or items[0].axis.size == 1:
             return ()
         has_recipe = any(item.is_quantized for item in items)
         has_float8 = has_recipe and self.costs.precision != "bf16"
         crosses_hosts = self.no_copy_engines("gtp") is not None
         if (has_recipe and crosses_hosts) or (has_float8 and self.is_captured):
             return ()
-        # Not those that code of a model multiplies: experts of transformers.
-        numels = [item.weight.numel for item in items if item.weight.is_expert or len(item.weight.shape) < 3]
+        # Experts gain nothing alone.
+        numels = [item.weight.numel for item in items if not item.weight.is_of_experts]
         mean = sum(numels) / max(len(numels), 1)
         kind = {"has_float8": has_float8, "is_dequantized": has_recipe and not has_float8}
         return tuple(found) if rules.is_worth_a_group(mean, self.tokens, **kind) else ()

@@ -55,6 +55,11 @@ class Weight(NamedTuple):
         return math.prod(self.shape)
 
     @property
+    def is_of_experts(self) -> bool:
+        """Whether it is of experts, or used as theirs are: in many GEMMs at once."""
+        return self.is_expert or any(op.groups > 1 for op in self.use)
+
+    @property
     def block_name(self) -> str:
         found = _BLOCK.search(self.name)
         return self.name[: found.end() - 1] if found else ""
@@ -100,8 +105,7 @@ class Trace:
 
     @functools.cached_property
     def has_experts(self) -> bool:
-        """Whether a weight is that of experts, or is used as theirs are: in many GEMMs at once."""
-        return any(weight.is_expert or any(op.groups > 1 for op in weight.use) for weight in self.weights)
+        return any(weight.is_of_experts for weight in self.weights)
 
     @functools.cached_property
     def numbers(self) -> Mapping[int, list[int]]:

@@ -77,7 +77,7 @@ def test_a_mixture_of_transformers_as_measured(transformers: Any, tmp_path: Path
     setting = problem.setting(layout, problem.slowest(layout))
     schedule, _ = setting.choice(machine.memory_nbytes // 2)
     programs = {"plain": build_compute(setting), "fsdp2": build_fully_shard(setting), "gtp": build(setting, schedule)}
-    content = json.loads(accuracy.CSV.with_name("2xh200_real_models.json").read_text())
+    content = json.loads(accuracy.CSV.with_name("2xh200_qwen3moe.json").read_text())
     measured = {row["mode"]: row for row in content["rows"] if row["case"] == "qwen3moe:4096"}
     for mode, program in programs.items():
         assert program.ms == pytest.approx(measured[mode]["fb_ms"], rel=0.085), mode
