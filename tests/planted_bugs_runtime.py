@@ -24,7 +24,7 @@ RUNTIME = {
     "prefetch crosses the end of backward":
         Bug("Runtime._finish_backward", drop("drop_prefetched"), "test_unusual_passes.py::TestUnusualPasses"),
     "a backward takes weights of a later step for those it was computed with":
-        Bug("GroupLeaves._count_write", drop("increment_version"),
+        Bug("GroupLeaves.count_write", drop("increment_version"),
             "test_a_backward_through_weights_of_an_earlier_step_is_refused"),
     "a group does not see an optimizer step":
         Bug("lost_writes:count_writes", drop("group.shards.num_updates += 1"),

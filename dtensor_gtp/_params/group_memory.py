@@ -160,15 +160,16 @@ class GroupLeaves:
         self.storage.resize_(self.nbytes)
         if self.version not in (None, version):
             # Autograd shall refuse a backward through what was computed with the values before.
-            self._count_write()
+            self.count_write()
         self.version = version
 
     def refuse_graphs(self, why: str) -> None:
         """No backward through what was computed with the present values."""
         self.refusal = why
-        self._count_write()
+        self.count_write()
 
-    def _count_write(self) -> None:
+    def count_write(self) -> None:
+        """Let autograd take all leaves as written."""
         torch.autograd.graph.increment_version(list(self.by_member.values()))
         self.written = self.versions()
 

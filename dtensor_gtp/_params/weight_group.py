@@ -51,8 +51,8 @@ class FullParams(dict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
         group = self.group
-        if group.for_forward.live is None and name in self._grouped:  # a live group has memory
-            group.reader.hold_until_end(group)
+        if (group.for_forward.live is None or group.is_held) and name in self._grouped:  # else a block runs
+            group.reader.hold(group)
         return value
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -174,7 +174,6 @@ class InBackward:
 
     uses: set[object] = field(default_factory=set)  # the forwards of the block whose backward runs
     held: Gathered | None = None  # for them
-    creates_graph: bool = False  # a second backward will compute with what this one has saved
 
 
 class GatherableGroup(Gatherable):
@@ -193,6 +192,7 @@ class WeightGroup:
     """Weights and whole parameters of a ``module``, of one mesh, dtype and ``gtp_shard`` call."""
 
     group = None  # what a single weight may have and a group never has: the schedule asks both
+    is_held = False  # whether it is in memory for other code than its block, see ``holds``
 
     def __init__(
         self, fqn: str, module: nn.Module, weights: Sequence[ShardedWeight], whole: Sequence[WholeParam]

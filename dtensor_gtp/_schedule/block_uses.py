@@ -80,9 +80,9 @@ class BlockUse:
                 f"gradient (rank {dist.get_rank()}), so nothing says when the backward of the block begins. Detach it "
                 "outside of the block."
             )
-        # No node tells when the backward begins, so the first gradient of a leaf does. The group is held until it ends.
+        # No node tells when the backward begins, so the first gradient of a leaf does.
         self._group.views.note_gradients(self._runtime.note_backward)
-        self._runtime.hold_until_end(self._group)
+        self._runtime.hold(self._group)
 
     def begin(self, grads: object = None) -> None:
         """The backward of this forward begins: hold the weights for it."""
@@ -92,9 +92,9 @@ class BlockUse:
         self._runtime.note_backward()
         running.uses.add(self)
         if torch.is_grad_enabled():  # in a backward: ``create_graph=True``
-            running.creates_graph = True
             # The second backward may come to no op that ``watch`` knows.
             self._group.views.note_gradients(self._runtime.note_backward)
+            self._runtime.hold(self._group)
         if running.held is None:
             running.held = self._runtime.gathering.acquire(self._group.for_forward)
             self._runtime.lost_writes.note_read(self._group)
@@ -104,7 +104,7 @@ class BlockUse:
         running = self._group.in_backward
         self._runtime.note_backward()
         running.uses.discard(self)  # ``begin`` has not run if no output got a gradient
-        if not (running.uses or running.creates_graph):  # else another backward reads the weights
+        if not running.uses:  # else another backward reads the weights
             self._runtime.lost_writes.check(self._group)
             self._runtime.gathering.release_block(self._group)
         self._runtime.grads.reduce_group(self._group)

@@ -62,8 +62,6 @@ class Gathering:
         self.parts = ReplicaGathers(comm)
         self.parted = PartedRanks(members)
         self.statistics = Statistics(comm)
-        # What code outside of a use reads in this pass, see ``hold_until_end``.
-        self._read_outside: list[tuple[Gatherable, Gathered]] = []
         # In this pass, to code that may write to them without a trace.
         self.handed_out: set[ShardedWeight] = set()
         # Lanes in which a gather that the plan expects is not in flight.
@@ -219,19 +217,6 @@ class Gathering:
         for targets in by_mesh.values():
             self.gather_and_keep(targets)
 
-    def hold_until_end(self, group: WeightGroup) -> None:
-        """Code outside of a use reads a weight of ``group``: gather it until the pass ends."""
-        target = group.for_forward
-        if group.is_pinned and target.kept is not None and group.is_fresh(target.kept):
-            self._comm.streams.wait(target.kept.done)  # as ``acquire`` does: code reads it next
-            group.note_read_outside()
-        else:
-            self._read_outside.append((target, self.acquire(target)))  # until ``release_read_outside``
-
-    def release_read_outside(self) -> None:
-        while self._read_outside:
-            self.release(*self._read_outside.pop())
-
     def release_block(self, group: WeightGroup) -> None:
         """End the hold of the backward of a block."""
         held = group.in_backward.held
@@ -243,7 +228,6 @@ class Gathering:
         """Before a forward, or after a broken pass: no backward is left that needs a weight at once."""
         for group in self._members.groups:
             group.in_backward.uses.clear()
-            group.in_backward.creates_graph = False
             self.release_block(group)
 
     def _catch_up(self, chain: Chain, used: Gatherable, is_expected: bool) -> None:

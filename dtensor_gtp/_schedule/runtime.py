@@ -22,6 +22,7 @@ from ..policy import SchedulePolicy
 from .attribute_reads import AttributeReads, Frame
 from .first_forward import Setup, agree_on_order
 from .gathering import Gathering
+from .holds import Holds
 from .keep_and_free import Keeper
 from .lost_writes import LostWrites, count_writes, refuse_hooks_at_nodes
 from .members import Members
@@ -47,10 +48,11 @@ class Runtime:
         self.setup = setup = Setup(policy, members, passes, comm, grads)
         self.keeper = keeper = Keeper(members, passes, setup, comm, grads)
         self.gathering = gathering = Gathering(members, passes, setup, keeper, comm, grads)
+        self.holds = Holds(gathering, comm)
         # Errors of collectives that this rank waits for name where ranks have parted.
         comm.streams.explain = gathering.parted.explain
         self.reads = AttributeReads(gathering, keeper, grads, self.note_backward)
-        self.lost_writes = LostWrites(members, passes, keeper, gathering, self.reads, comm)
+        self.lost_writes = LostWrites(members, passes, keeper, gathering, self.reads, self.holds, comm)
         self.steps = Steps(members, comm, grads)
         # Autograd alone holds the callback: if it is gone, that backward has failed.
         self._end_of_backward: weakref.ref[partial[None]] | None = None
@@ -68,8 +70,9 @@ class Runtime:
             return True
         return any(target.kept is not None for target in self.members.gatherables)
 
-    def hold_until_end(self, group: WeightGroup) -> None:
-        self.gathering.hold_until_end(group)
+    def hold(self, group: WeightGroup) -> None:
+        """Code outside of a use of ``group`` reads its weights next."""
+        self.holds.hold(group)
         self.lost_writes.note_read(group)
 
     def note_step(self, updated: set[int]) -> None:
@@ -82,6 +85,7 @@ class Runtime:
         count_writes(written)  # fused and foreach optimizers change no version of a shard
         for param in written:
             if param.group is not None:
+                self.holds.release(param.group)
                 self.keeper.forget_kept(param.group.for_forward)
             elif isinstance(param, ShardedWeight):
                 self.keeper.drop_kept(param)
@@ -132,13 +136,14 @@ class Runtime:
         if len(self.reads.frames) == 1:
             for group in self.members.groups:
                 group.views.hide()
-            if not torch.is_grad_enabled():  # otherwise the end of backward releases them
-                self.gathering.release_read_outside()
+            if not torch.is_grad_enabled():  # otherwise the end of backward ends them
+                self.holds.end_pass()
             if self.passes.forward is not None:  # None in a recomputation
                 self._end_forward(self.passes.forward, is_complete)
         # Last: ``leave`` takes a frame that is left for one that has not ended.
         self.reads.frames.pop()
         if misuse is not None:
+            self.holds.release_all()  # they have what was written to no effect
             raise misuse
 
     def _end_forward(self, chain: Chain, is_complete: bool) -> None:
@@ -183,7 +188,7 @@ class Runtime:
         """Nobody uses a weight any more, though uses may not have ended: free all but what the user
         asks to keep. With ``is_in_forward``, a forward runs around the broken backward, and has
         weights in use."""
-        self.gathering.release_read_outside()
+        self.holds.release_all()
         self.gathering.release_blocks()
         self.gathering.drop_prefetched()
         if not is_in_forward:
@@ -206,7 +211,7 @@ class Runtime:
         self.drop_broken_backward()
         self.steps.forget_what_was_given_up()
         self.setup.ensure()  # collective in the first forward
-        self.gathering.release_read_outside()  # of a forward without a backward
+        self.holds.begin_forward()
         self.gathering.release_blocks()
         self.comm.begin_pass()
         self.keeper.end_keeps()
@@ -322,6 +327,7 @@ class Runtime:
             self.gathering.gather_kept(weight)
             return
         if not (group.is_pinned or self.reads.frames):
+            self.holds.release(group)
             group.begin_forward()  # follows parameters that were replaced
         group.views.pin(self.note_backward)
         self.gathering.gather_kept(group)
@@ -354,7 +360,9 @@ class Runtime:
             self.reads.release_read_in_backward()
             self._finish_blocks()
             misuse = misuse or self.lost_writes.found("in a backward")
-            self.gathering.release_read_outside()
+            self.holds.end_pass()
+            if self.comm.streams.is_capturing and not self._records_graph:
+                self.holds.release_all()  # a replay gathers anew
             self.gathering.drop_prefetched()  # as at the end of a forward
             self.keeper.end_keeps()
             self.comm.host_copies.finish_uploads()
@@ -366,19 +374,15 @@ class Runtime:
                 for param in self.members.params:
                     param.mark_undifferentiable()
             if misuse is not None:
+                self.holds.release_all()
                 raise misuse
 
     def _finish_blocks(self) -> None:
-        """At the end of a backward: reduce what has arrived late, and hold nothing any more. After
-        a backward with ``create_graph=True`` the weights stay for the second one, which computes
-        with what the first one has saved."""
+        """At the end of a backward: reduce what has arrived late, and free the blocks."""
         for group in self.members.groups:
             group.in_backward.uses.clear()  # forwards whose ``BlockUse.end`` has not come
-            if group.in_backward.creates_graph:
-                group.in_backward.creates_graph = False
-            else:
-                self.lost_writes.check(group)
-                self.gathering.release_block(group)
+            self.lost_writes.check(group)
+            self.gathering.release_block(group)
             if group.pending_grad.have_arrived:
                 self.grads.reduce_group(group)
 
