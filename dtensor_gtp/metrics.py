@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import resource
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -23,6 +24,7 @@ from . import _torch_compat as compat
 from ._comm.streams import Waits
 from ._modules.binding import binding_of, managed_params
 from ._params.sharded_weight import ShardedWeight
+from ._schedule.runtime import Runtime
 from .planner.machine import Machine, load_machine, preset_names
 
 _PER_ELEMENT = {True: 6.0, False: 4.0}  # operations per element of a weight and token; a frozen weight has no wgrad
@@ -35,8 +37,8 @@ class StepMetrics:
         model: A module after ``gtp_shard``, the outermost one.
         flops_per_token: Floating-point operations of forward and backward for one token. None: 6 for each element of a
             weight that multiplies, 4 if it is frozen. Attention's products of activations are not included: pass the
-            number for long sequences. For experts and convolutions the default is not known: without this number there
-            is no MFU.
+            number for long sequences. For experts, convolutions and layers that a forward uses several times the
+            default is not known: without this number there is no MFU.
         machine: As for :func:`dtensor_gtp.plan`: its dense bf16 peak is what MFU is a share of. None: the preset of
             this GPU, if there is one.
 
@@ -62,8 +64,8 @@ class StepMetrics:
             raise ValueError(f"StepMetrics expects a module after gtp_shard, but got a plain {type(model).__name__}.")
         self.flops_per_token = flops_of(model) if flops_per_token is None else flops_per_token  # None: not known
         self.flops_per_s = _peak_flops(machine, binding.group.runtime.device)
-        self._num_ranks = binding.group.arguments.mesh.size()  # with data of their own
-        self._num_devices = compat.root_mesh(binding.group.arguments.mesh).size()
+        self._mesh = binding.group.arguments.mesh
+        self._is_told_flops = flops_per_token is not None
         self._runtime = binding.group.runtime
         self._exposed_ms: float | None = None
         self._begin()
@@ -92,10 +94,11 @@ class StepMetrics:
                 ``DTensor``, which ``clip_grad_norm_`` returns, is gathered: call it on all ranks.
 
         Returns:
-            ``tokens_per_s`` of all ranks of the mesh that ``gtp_shard`` was given, and ``tokens_per_s_per_device``;
-            ``step_ms``; ``mfu``, if the peak of the device and the operations are known; ``exposed_ms`` that compute
-            waited for gathers and reductions in the first of these steps, unless it was replayed from a CUDA graph;
-            ``peak_memory_gib`` of this rank so far: of the allocator, or on a CPU of the process; and ``others``.
+            ``tokens_per_s`` of all ranks that ``gtp_shard`` and an outer ``fully_shard`` average over, and
+            ``tokens_per_s_per_device``; ``step_ms``; ``mfu``, if the peak of the device and the operations are known;
+            ``exposed_ms`` that compute waited for gathers and reductions in the first of these steps, unless it was
+            replayed from a CUDA graph; ``peak_memory_gib`` of this rank so far: of the allocator, or on a CPU of the
+            process; and ``others``.
 
         Example:
             >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
@@ -113,8 +116,9 @@ class StepMetrics:
             of_rank = self._num_tokens / seconds
             values["step_ms"] = seconds / self._num_steps * 1e3
             values["tokens_per_s"] = of_rank * self._num_ranks
-            values["tokens_per_s_per_device"] = values["tokens_per_s"] / self._num_devices
-            if self.flops_per_s is not None and self.flops_per_token is not None:
+            values["tokens_per_s_per_device"] = values["tokens_per_s"] / compat.root_mesh(self._mesh).size()
+            is_known = self._is_told_flops or not _uses_again(self._runtime)
+            if self.flops_per_s is not None and self.flops_per_token is not None and is_known:
                 values["mfu"] = of_rank * self.flops_per_token / self.flops_per_s
         if self._exposed_ms is not None:
             values["exposed_ms"] = self._exposed_ms
@@ -135,6 +139,12 @@ class StepMetrics:
             False
         """
         self._begin()
+
+    @property
+    def _num_ranks(self) -> int:
+        """With data of their own."""
+        params = self._runtime.members.params
+        return max((p.num_ranks * p.registration.num_outer_ranks for p in params), default=self._mesh.size())
 
     @property
     def _waits(self) -> Waits:
@@ -207,9 +217,28 @@ def flops_of(model: nn.Module) -> float | None:
             continue
         if managed.param.ndim != 2:
             return None
-        if not all(isinstance(site.module, nn.Embedding) for site in managed.registration.sites):
-            flops += managed.layout.shape.numel() * _PER_ELEMENT[managed.param.requires_grad]
+        num_layers = len(_layers_of(managed))
+        if num_layers > 1:
+            return None
+        flops += num_layers * managed.layout.shape.numel() * _PER_ELEMENT[managed.param.requires_grad]
     return flops
+
+
+def _layers_of(weight: ShardedWeight) -> set[nn.Module]:
+    """The modules, or for a group the block, that multiply with it."""
+    return {site.module for site in weight.registration.sites if not isinstance(site.module, nn.Embedding)}
+
+
+def _uses_again(runtime: Runtime) -> bool:
+    """Whether a forward has used a block, or a weight that multiplies, more often than modules have it."""
+    for key, chain in list(runtime.passes.chains.items()):
+        if key.is_backward or not key.is_grad_enabled:
+            continue
+        for index, num_uses in Counter(chain.plan.uses).items():
+            weight = runtime.members.gatherables[index].weight
+            if num_uses > len(set(weight.registration.sites)) and _layers_of(weight):
+                return True
+    return False
 
 
 def _peak_flops(machine: str | Machine | None, device: torch.device) -> float | None:
@@ -217,7 +246,9 @@ def _peak_flops(machine: str | Machine | None, device: torch.device) -> float | 
         if device.type != "cuda":
             return None
         gpu = torch.cuda.get_device_name(device).lower()
-        known = [name for name in preset_names() if name.partition("-")[0] in gpu]
+        # The name of a GPU has no word of the domain that NVLink connects.
+        words = {name: name.removesuffix("-nvl72").split("-") for name in preset_names()}
+        known = [name for name, of_name in words.items() if all(word in gpu for word in of_name)]
         if not known:
             return None
         machine = max(known, key=len)  # GB200, not B200

@@ -18,6 +18,7 @@ from ._comm.debug import format_nbytes
 from ._howto import printable
 from ._modules.binding import Binding, binding_of, join_name, unmanaged_params
 from ._params.managed_param import ManagedParam
+from ._params.weight_group import Reducible, WeightGroup
 from ._report.columns import terminal_width
 from ._report.facts import Cut, Facts, LaunchReport, PassReport, PlanReport, ReportRow, plan_report
 from ._report.page import fragment, page
@@ -244,22 +245,19 @@ def _prediction(runtime: Runtime, mesh: DeviceMesh, machine: str | Machine, peak
     for key, chain in list(runtime.passes.chains.items()):
         if not key.is_grad_enabled or not chain.plan.uses:
             continue
-        targets = [runtime.members.gatherables[use] for use in chain.plan.uses]
+        gathered = _gathered_at(runtime, key, chain.plan)
+        targets = [runtime.members.gatherables[chain.plan.uses[position]] for position in gathered]
         uses = [target for target in targets if target.weight.mesh == mesh]
         name = "forward gathers"
         if key.is_backward:
             name = "backward gathers"
-            stay = runtime.keeper.kept_from_forward(key.entry)
-            uses = [target for target in uses if target.index not in stay]
         amounts.append((name, sum(target.nbytes for target in uses), len(uses)))
         num_gathered += len(uses)
     if not num_gathered:
         return (f"predicted on {gpus.describe()}: no plan yet, run a step",)
-    sent = [
-        weight.pending_grad.sent_nbytes
-        for weight in runtime.members.weights
-        if weight.mesh == mesh and weight.param.requires_grad
-    ]
+    senders: list[Reducible] = [*runtime.members.single_weights, *runtime.members.groups]
+    senders = [sender for sender in senders if sender.mesh == mesh and sender.has_gradient]
+    sent = [_sent_nbytes(runtime, sender) for sender in senders]
     amounts.append(("gradients", sum(sent), len(sent)))
     is_copy = runtime.setup.schedule.gather_backend == "copy_engine"
     costs = Costs(gpus)
@@ -271,6 +269,28 @@ def _prediction(runtime: Runtime, mesh: DeviceMesh, machine: str | Machine, peak
         parts.append(f"{name} {format_nbytes(nbytes)}, {ms:.2f} ms")
     predicted = f"predicted on {gpus.describe()}, on the wire alone: {'; '.join(parts)}"
     return predicted, _describe_measured(tuple(runtime.steps.begins), peak_nbytes)
+
+
+def _gathered_at(runtime: Runtime, key: ChainKey, plan: Plan) -> list[int]:
+    """Positions of the uses that need a gather. Backward has what stays from the forward at its first use."""
+    stay: set[int] = set()
+    if key.is_backward:
+        stay.update(runtime.keeper.kept_from_forward(key.entry))
+    positions = []
+    for position, use in enumerate(plan.uses):
+        if use not in stay:
+            positions.append(position)
+        stay.discard(use)
+    return positions
+
+
+def _sent_nbytes(runtime: Runtime, sender: Reducible) -> int:
+    """Of a gradient, without those of earlier microbatches. Groups send what autograd gives them, if that is exact."""
+    nbytes = sender.pending_grad.sent_nbytes
+    dtype = sender.compute_dtype
+    if isinstance(sender, WeightGroup) and runtime.grads.launches.sends_narrow(sender, dtype):
+        return nbytes // sender.reduce_dtype.itemsize * dtype.itemsize
+    return nbytes
 
 
 def _describe_measured(begins: Sequence[float], peak_nbytes: int | None) -> str:
@@ -313,7 +333,8 @@ def _plans(runtime: Runtime) -> tuple[PlanReport, ...]:
             memory = _memory(runtime, key, chain.plan)
             if not key.is_backward:
                 kept = _kept(runtime, key, names)
-        plans.append(plan_report(_title(key), chain, names, kept, memory))
+        gathered = set(_gathered_at(runtime, key, chain.plan))
+        plans.append(plan_report(_title(key), chain, names, gathered, kept, memory))
     return tuple(plans)
 
 

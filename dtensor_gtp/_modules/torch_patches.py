@@ -62,6 +62,7 @@ def _wrap_fully_shard() -> None:
             runtime.members.forget_objects()  # ids of parameters have to be looked up again
             # From now on, gathers wait until ``fully_shard`` has gathered the shard.
             param.registration.is_cut_again = True
+            param.registration.num_outer_ranks = cut.mesh.size()
             if module._parameters.get(name) is not param.param:
                 # An optimizer that holds the old object would step to no effect.
                 optimizer_steps().note_replaced(param.param, param.fqn)

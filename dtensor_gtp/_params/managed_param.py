@@ -73,6 +73,7 @@ class Registration:
         # An outer fully_shard cuts the parameter again. It registers our parameter only while it
         # has gathered it.
         self.is_cut_again = False
+        self.num_outer_ranks = 1  # over which that one averages
         # The parameter that gtp_shard replaced by ours.
         self.replaced: weakref.ref[nn.Parameter] | None = None
         # Called after another object was taken over.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -140,16 +140,22 @@ class PlanReport:
 
 
 def plan_report(
-    title: str, chain: Chain, names: Sequence[str], kept: str = "", memory: PassReport | None = None
+    title: str,
+    chain: Chain,
+    names: Sequence[str],
+    gathered: Collection[int],
+    kept: str = "",
+    memory: PassReport | None = None,
 ) -> PlanReport:
-    """The plan of ``chain``; ``names`` are those of what is gathered, by index."""
+    """The plan of ``chain``. ``names`` are by index of what is gathered. ``gathered``: positions of uses whose weights
+    are not in memory already."""
     plan, sizes = chain.plan, chain.sizes()
-    launches = tuple(
-        tuple(LaunchReport(positions, sum(sizes[plan.uses[p]] for p in positions)) for _, positions in step)
-        for step in plan.launches
-    )
+    launches = []
+    for step in plan.launches:
+        missing = [tuple(position for position in launch.positions if position in gathered) for launch in step]
+        launches.append(tuple(LaunchReport(at, sum(sizes[plan.uses[p]] for p in at)) for at in missing if at))
     uses = tuple(names[use] for use in plan.uses)
-    return PlanReport(title, str(chain.window), chain.window.depth == 0, uses, launches, kept, memory)
+    return PlanReport(title, str(chain.window), chain.window.depth == 0, uses, tuple(launches), kept, memory)
 
 
 class Facts(NamedTuple):

@@ -269,7 +269,10 @@ def block_nbytes(roots: Iterable[nn.Module], weights: Iterable[ShardedWeight]) -
     by_module: dict[nn.Module, int] = {}
     for weight in weights:
         owner = weight.registration.sites[0].module
-        by_module[owner] = by_module.get(owner, 0) + weight.gatherables[0].nbytes
+        nbytes = weight.for_forward.nbytes
+        if weight.group is not None:
+            nbytes = weight.for_forward.kept_nbytes  # groups send the compute dtype, whatever the recipe
+        by_module[owner] = by_module.get(owner, 0) + nbytes
     total = sum(by_module.values())
     blocks = [block for root in roots for container in root.modules() for block in blocks_in(container)]
     sizes = (sum(by_module.get(module, 0) for module in block.modules()) for block in blocks)

@@ -1,4 +1,4 @@
-"""Reads a trace into *lanes*: a stream with its kernels on a GPU, a thread with its innermost operators on a CPU.
+"""Reads a trace into *lanes*: a stream with its kernels on a GPU, a thread with its operators on a CPU.
 
 Communication is what NCCL or gloo do and what was launched inside of a range that gathers or reduces
 (``GTP::all_gather (layers.0.wq.weight)``, or ``fully_shard``'s own).
@@ -12,10 +12,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from .intervals import Interval
+from .intervals import Interval, subtract
 
 STEP_RANGE = "step"  # what a script may call a step
-_STEPS = re.compile(r"(benchmark::)?step$|ProfilerStep#\d+$")
+_KINDS_OF_STEPS = (re.compile(r"(benchmark::)?step$"), re.compile(r"ProfilerStep#\d+$"))
 COMPUTE, COMMUNICATION = "compute", "communication"
 
 _GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -88,10 +88,11 @@ def read_timeline(trace: dict[str, Any]) -> Timeline:
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and event.get("dur", 0) > 0]
     ranges = _ranges(events)
     spans = _gpu_spans(events, ranges) or _cpu_spans(events, ranges)
-    steps = [_interval(event) for event in events if _STEPS.match(event["name"]) and _is_of_the_host(event)]
-    begin = min(step[0] for step in steps) if steps else -math.inf
+    steps = _steps(events)
+    begin = min((step[0] for step in steps), default=-math.inf)
+    end = max((step[1] for step in steps), default=math.inf)
     before = [span for span in spans if span.since < begin]
-    spans = sorted(span for span in spans if span.since >= begin)
+    spans = sorted(span for span in spans if begin <= span.since < end)
     if not spans:
         raise ValueError("read_timeline expects a trace with kernels or operators, but found none in it.")
     # The host is ahead of the device: steps begin when the device has computed what was launched before them, and what
@@ -101,9 +102,15 @@ def read_timeline(trace: dict[str, Any]) -> Timeline:
     return Timeline(max(len(steps), 1), (first, last), spans)
 
 
-def _is_of_the_host(event: dict[str, Any]) -> bool:
-    """GPUs have their own annotations, which repeat those of the host."""
-    return event.get("cat") == "user_annotation"
+def _steps(events: list[dict[str, Any]]) -> list[Interval]:
+    """Ranges of one kind: a script may name its steps while the profiler, with a schedule, counts them too."""
+    for kind in _KINDS_OF_STEPS:
+        named = [event for event in events if kind.match(event["name"])]
+        # GPUs have their own annotations, which repeat those of the host.
+        steps = [_interval(event) for event in named if event.get("cat") == "user_annotation"]
+        if steps:
+            return steps
+    return []
 
 
 def _interval(event: dict[str, Any]) -> Interval:
@@ -171,8 +178,7 @@ def _cpu_spans(events: list[dict[str, Any]], ranges: dict[Any, list[Range]]) -> 
         Span(*_interval(event), f"thread {event['tid']}", COMMUNICATION, what, event["name"])
         for event, what in zip(transfers, whats, strict=True)
     ]
-    for event in _leaves(events):
-        begin, end = _interval(event)
+    for event, (begin, end) in _own_times(events):
         if any(outer[0] <= begin < outer[1] for outer in busy[event["tid"]]):
             continue  # part of a transfer
         range_ = _innermost(ranges.get(event["tid"], ()), begin)
@@ -182,20 +188,27 @@ def _cpu_spans(events: list[dict[str, Any]], ranges: dict[Any, list[Range]]) -> 
     return spans
 
 
-def _leaves(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Operators that call no other, on the host."""
+def _own_times(events: list[dict[str, Any]]) -> list[tuple[dict[str, Any], Interval]]:
+    """When operators on the host run, without the operators that they call: a GEMM first expands its bias, and an
+    operator on DTensors waits in one that is not torch's own."""
     by_thread = defaultdict(list)
     for event in events:
         if event.get("cat") == "cpu_op":
             by_thread[event["tid"]].append(event)
-    leaves = []
+    parts = []
     for ops in by_thread.values():
         ops.sort(key=lambda event: (event["ts"], -event["dur"]))
-        for op, following in zip(ops, [*ops[1:], None], strict=True):
-            calls_another = following is not None and float(following["ts"]) < _interval(op)[1]
-            if not calls_another and op["name"].startswith("aten::"):
-                leaves.append(op)
-    return leaves
+        called = defaultdict(list)
+        running: list[dict[str, Any]] = []  # each has called the next
+        for op in ops:
+            while running and _interval(running[-1])[1] <= float(op["ts"]):
+                running.pop()
+            if running:
+                called[id(running[-1])].append(_interval(op))
+            running.append(op)
+        own = [op for op in ops if op["name"].startswith("aten::")]
+        parts += [(op, part) for op in own for part in subtract([_interval(op)], called[id(op)])]
+    return parts
 
 
 def _names_of_transfers(transfers: list[dict[str, Any]], ranges: dict[Any, list[Range]]) -> list[str]:

@@ -183,7 +183,8 @@ def test_communication_is_known_by_its_range_or_its_name() -> None:
 
 
 def test_threads_of_a_cpu() -> None:
-    """Operators that call no other compute; what gloo's threads do is a transfer, named in the order of launches."""
+    """torch's operators compute while they call no other; what gloo's threads do is a transfer, named in the order of
+    launches."""
     events = [
         event("GTP::all_gather (a.weight)", "user_annotation", 1, 0, 3),
         event("aten::copy_", "cpu_op", 1, 1, 2),  # packs what is sent
@@ -191,6 +192,11 @@ def test_threads_of_a_cpu() -> None:
         event("GTP::compute (a.weight)", "user_annotation", 1, 20, 60),
         event("aten::linear", "cpu_op", 1, 20, 60),
         event("aten::addmm", "cpu_op", 1, 30, 60),
+        event("aten::expand", "cpu_op", 1, 30, 32),
+        event("aten::as_strided", "cpu_op", 1, 31, 32),
+        event("aten::copy_", "cpu_op", 1, 32, 34),
+        event("aten::add", "cpu_op", 1, 62, 68),  # on DTensors
+        event("_c10d_functional::wait_tensor", "cpu_op", 1, 63, 67),
         event("_LinearBackward", "cpu_op", 1, 70, 100),  # waits for the most part
         event("GTP::reduce_scatter (b.weight, a.weight)", "user_annotation", 1, 70, 75),
         event("GTP::all_reduce (3 whole parameters)", "user_annotation", 1, 76, 78),
@@ -204,15 +210,23 @@ def test_threads_of_a_cpu() -> None:
     assert [(s.lane, s.what, s.name) for s in timeline.spans] == [
         ("thread 1", "all_gather a.weight", "aten::copy_"),
         ("thread 2", "all_gather a.weight", "gloo:all_gather"),
+        ("thread 1", "compute a.weight", "aten::linear"),
         ("thread 3", "all_gather b.weight", "gloo:all_gather"),
+        ("thread 1", "compute a.weight", "aten::expand"),
+        ("thread 1", "compute a.weight", "aten::as_strided"),
+        ("thread 1", "compute a.weight", "aten::copy_"),
         ("thread 1", "compute a.weight", "aten::addmm"),
+        ("thread 1", "aten::add", "aten::add"),
+        ("thread 1", "aten::add", "aten::add"),
         ("thread 3", "reduce_scatter b.weight + 1", "gloo:all_reduce"),
         ("thread 3", "reduce_scatter b.weight + 1", "gloo:all_reduce"),
         ("thread 3", "all_reduce 3 whole parameters", "gloo:all_reduce"),
     ]
-    exposed = exposure(timeline).by_what
-    assert exposed["all_gather a.weight"] == pytest.approx(0.021)
-    assert exposed["all_gather b.weight"] == pytest.approx(0.004)
+    numbers = exposure(timeline)
+    assert numbers.compute == pytest.approx(0.042)  # linear and all that it calls, and add without its wait
+    exposed = numbers.by_what
+    assert exposed["all_gather a.weight"] == pytest.approx(0.016)
+    assert exposed["all_gather b.weight"] == 0
     assert exposed["reduce_scatter b.weight + 1"] == pytest.approx(0.008)
 
 
@@ -281,6 +295,22 @@ def test_steps_of_a_profiler_with_a_schedule() -> None:
         item["name"] = f"ProfilerStep#{number}"
     trace["traceEvents"].append(event("ProfilerStep#0", "gpu_user_annotation", 7, 1000, 1399))
     assert read_timeline(trace).num_steps == 2
+
+
+def test_steps_that_are_named_and_counted_by_a_schedule_count_once() -> None:
+    trace = gpu_trace()
+    steps = [e for e in trace["traceEvents"] if e["name"] == "benchmark::step"]
+    trace["traceEvents"] += [e | {"name": f"ProfilerStep#{number}"} for number, e in enumerate(steps)]
+    assert read_timeline(trace).num_steps == 2
+
+
+def test_work_after_the_last_step_is_of_no_step() -> None:
+    """An evaluation, say. What the last step has launched counts, though it runs later."""
+    trace = gpu_trace()
+    trace["traceEvents"] += [*launched("gemm", 7, 1410, 1450, 1390, 7), *launched("gemm", 7, 1460, 1900, 1420, 8)]
+    timeline = read_timeline(trace)
+    assert (timeline.num_steps, timeline.window) == (2, (1000, 1450))
+    assert exposure(timeline).compute == pytest.approx((140 + 40) / 2000)
 
 
 def test_command_writes_the_picture_and_the_numbers(tmp_path: Path, capsys: Any) -> None:

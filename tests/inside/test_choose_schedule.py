@@ -13,7 +13,7 @@ from mesh_common import fake_world
 from runtime_common import runtime_of
 from torch.distributed.device_mesh import init_device_mesh
 
-from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, gtp_shard, sharding_report
+from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, gtp_shard, quantize_, sharding_report
 from dtensor_gtp._schedule import first_forward
 from dtensor_gtp._schedule.choose_schedule import Facts, adds_addends, block_nbytes, choose
 from dtensor_gtp.policy import Schedule
@@ -120,6 +120,17 @@ def test_the_largest_block_counts() -> None:
             runtime = runtime_of(_sharded(model, SchedulePolicy(min_shard_numel=0)))
             assert block_nbytes([model], runtime.members.weights) == 2 * 8 * 64 * 2
         assert block_nbytes([], runtime.members.weights) == 2 * (100 * 8 + 2 * 8 * (32 + 64 + 16))
+
+
+def test_blocks_count_as_their_groups_send_them() -> None:
+    """In the compute dtype, whatever the recipe."""
+    with fake_world(4):
+        blocks = (nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128)) for _ in range(4))
+        model = _sharded(quantize_(nn.Sequential(*blocks), "mxfp8"), SchedulePolicy(min_shard_numel=0))
+        model(torch.ones(2, 128))
+        members = runtime_of(model).members
+        assert len(members.groups) == 4
+        assert block_nbytes([model], members.weights) == 2 * 128 * 128 * 2
 
 
 def test_chosen_leaves_nothing_open() -> None:

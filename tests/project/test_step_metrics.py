@@ -6,10 +6,11 @@ from unittest import mock
 import torch
 import torch.nn as nn
 from mesh_common import fake_world
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from dtensor_gtp import gtp_shard, init_weight_mesh
-from dtensor_gtp.metrics import StepMetrics, progress_line
+from dtensor_gtp.metrics import StepMetrics, _peak_flops, progress_line
 from dtensor_gtp.nn import GroupedLinear
 from dtensor_gtp.planner.machine import load_machine
 
@@ -52,6 +53,52 @@ class TestStepMetrics(unittest.TestCase):
         values = metrics.read()
         self.assertEqual((values["tokens_per_s"], values["tokens_per_s_per_device"]), (200, 50))
         self.assertAlmostEqual(values["mfu"], 100 * 6 * WIDTH * WIDTH / 2 / 989e12)
+
+    def test_ranks_of_an_outer_fully_shard_count(self) -> None:
+        """On (dp, gtp) = (2, 2), also if it comes after the metrics."""
+        mesh = init_weight_mesh("cpu", dp=2, gtp=2)
+        model = gtp_shard(nn.Sequential(nn.Linear(WIDTH, WIDTH)), mesh["gtp"])
+        metrics = StepMetrics(model)
+        fully_shard(model, mesh=mesh["dp"])
+        self.count(metrics, 100)
+        values = metrics.read()
+        self.assertEqual((values["tokens_per_s"], values["tokens_per_s_per_device"]), (400, 100))
+
+    def test_layers_that_a_token_sees_again_have_no_share_of_the_peak_unless_told(self) -> None:
+        tied = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        tied[1].weight = tied[0].weight
+        layer = nn.Linear(WIDTH, WIDTH)
+        for model in (tied, nn.Sequential(layer, nn.ReLU(), layer)):
+            gtp_shard(model, init_weight_mesh("cpu", gtp=4).weights)
+            for flops in (None, 7e9):
+                metrics = StepMetrics(model, flops_per_token=flops, machine="h100")
+                model(torch.randn(2, WIDTH)).sum().backward()
+                self.count(metrics, 100)
+                self.assertEqual("mfu" in metrics.read(), flops is not None)
+
+    def test_a_table_that_is_the_head_as_well_multiplies_once(self) -> None:
+        model = nn.Sequential(nn.Embedding(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False))
+        model[1].weight = model[0].weight
+        metrics = StepMetrics(gtp_shard(model, init_weight_mesh("cpu", gtp=4).weights), machine="h100")
+        model(torch.arange(8)).sum().backward()
+        self.count(metrics, 100)
+        self.assertAlmostEqual(metrics.read()["mfu"], 100 * 6 * WIDTH**2 / 989e12)
+
+    def test_gpus_are_known_by_all_words_of_their_names(self) -> None:
+        for gpu, machine in (
+            ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
+            ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+            ("NVIDIA GB200", "gb200-nvl72"),
+            ("NVIDIA B200", "b200"),
+            ("NVIDIA GeForce RTX 4090", None),
+            ("NVIDIA RTX A6000", None),
+            ("NVIDIA RTX 6000 Ada Generation", None),
+        ):
+            expected = None
+            if machine is not None:
+                expected = load_machine(machine).peak_tflops["bf16"] * 1e12
+            with mock.patch("torch.cuda.get_device_name", return_value=gpu):
+                self.assertEqual(_peak_flops(None, torch.device("cuda")), expected, gpu)
 
     def test_experts_have_no_share_of_the_peak_unless_told(self) -> None:
         model = gtp_shard(GroupedLinear(4, WIDTH, WIDTH), init_weight_mesh("cpu", gtp=4).weights)

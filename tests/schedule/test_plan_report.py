@@ -28,10 +28,11 @@ from dtensor_gtp import GTPShard, SchedulePolicy, gtp_shard, quantize_, sharding
 from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp._comm.context import CommContext
 from dtensor_gtp._comm.copy_engine import CopyEngine
+from dtensor_gtp._comm.debug import format_nbytes
 from dtensor_gtp._report.facts import Cut, ReportRow
 from dtensor_gtp._report.pictures import parts_of, strip, timeline
 from dtensor_gtp.graphs.capture_blocks import CapturedBlocks
-from dtensor_gtp.report import PassReport, ShardingReport
+from dtensor_gtp.report import PassReport, PlanReport, ShardingReport
 
 WIDTH, NBYTES = 8, 8 * 8 * 4
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -40,6 +41,16 @@ ONE_AHEAD = explicit(prefetch_depth=1, prefetch_nbytes=0, coalesce_nbytes=0, coa
 
 def three_layers() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
+
+
+def four_blocks() -> nn.Module:
+    """Their rows in blocks of 32 are cut into equal shards."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)) for _ in range(4)))
+
+
+def launched(plan: PlanReport) -> list[str]:
+    """Names of what a pass gathers, in the order of the launches."""
+    return [plan.uses[position] for step in plan.launches for launch in step for position in launch.positions]
 
 
 class TestPlanReport(unittest.TestCase):
@@ -67,6 +78,33 @@ class TestPlanReport(unittest.TestCase):
         forward = PassReport(False, names, two_in_memory, (NBYTES, NBYTES, NBYTES, NBYTES))
         backward = PassReport(True, names[::-1], two_in_memory, (NBYTES, NBYTES, NBYTES, 0))
         self.assertEqual(sharding_report(self.model).passes, (forward, backward))
+
+    def test_launches_leave_out_what_is_in_memory(self) -> None:
+        """In a backward what the forward has kept, for the first of its uses. Each weight has a launch of its own."""
+        for options, reshard, names in (
+            ({}, True, ["1.weight", "0.weight"]),
+            ({"keep_nbytes": NBYTES}, True, ["0.weight"]),
+            ({"keep_last": False}, True, ["2.weight", "1.weight", "0.weight"]),
+            ({}, False, []),
+        ):
+            self.model = self.shard(**options)
+            self.model.set_reshard_after_forward(reshard)
+            for _ in range(2):
+                self.step()
+            forward, backward = sharding_report(self.model).plans
+            self.assertEqual(launched(forward), ["0.weight", "1.weight", "2.weight"])
+            self.assertEqual(launched(backward), names)
+        self.assertIn("backward of Sequential: 3 weight uses; nothing is gathered", str(sharding_report(self.model)))
+
+    def test_predicted_gradients_are_those_that_are_sent(self) -> None:
+        """Within a host, groups send what autograd gives them, and receivers add in the wider dtype."""
+        model = gtp_shard(four_blocks(), self.mesh, mp_policy=BF16, schedule=SchedulePolicy(min_shard_numel=0))
+        sent: list[int] = []
+        with noted(compat, "all_to_all_base", lambda received, rows, *others: sent.append(rows.nbytes)):
+            model(torch.randn(2, 64)).sum().backward()
+        predicted, _ = sharding_report(model, machine="h100").prediction
+        self.assertGreater(sum(sent), 4 * 2 * 64 * 128 * 2)  # and marks
+        self.assertIn(f"gradients {format_nbytes(sum(sent))}", predicted)
 
     def test_symmetric_memory(self) -> None:
         """That of all communicators, in a model on a CPU, which has none."""
@@ -193,16 +231,12 @@ class TestWhereShardsAreCast(unittest.TestCase):
                 optimizer.zero_grad()
         return found
 
-    def blocks(self) -> nn.Module:
-        """Their rows in blocks of 32 are cut into equal shards."""
-        return nn.Sequential(*(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)) for _ in range(4)))
-
     def test_shards_replicas_and_recipes(self) -> None:
         groups = SchedulePolicy(min_shard_numel=0)
         for schedule in (explicit(min_shard_numel=0), groups):
-            self.assertEqual(self.copies(self.blocks(), schedule), {False})
-            self.assertEqual(self.copies(self.blocks(), schedule, shard_optimizer=True), {True}, "after replicas")
-        self.assertEqual(self.copies(quantize_(self.blocks(), "mxfp8"), groups), {True}, "after casts of a recipe")
+            self.assertEqual(self.copies(four_blocks(), schedule), {False})
+            self.assertEqual(self.copies(four_blocks(), schedule, shard_optimizer=True), {True}, "after replicas")
+        self.assertEqual(self.copies(quantize_(four_blocks(), "mxfp8"), groups), {True}, "after casts of a recipe")
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -274,7 +308,8 @@ class TestTimeline(unittest.TestCase):
             svg = ElementTree.fromstring(timeline(plan, True))
             used = sorted(x for x, *_ in rects(svg, "used"))
             self.assertEqual(len(used), 6)
-            self.assertEqual(len(rects(svg, "ahead")), sum(map(len, plan.launches)))
+            num_kept = len(plan.uses) - len(launched(plan))  # a bar each, while in use
+            self.assertEqual(len(rects(svg, "ahead")), sum(map(len, plan.launches)) + num_kept)
             steps = {b - a for a, b in pairwise(used)}
             self.assertEqual(len(steps), 1, "columns of one width")
 
