@@ -49,6 +49,10 @@ _REMEDIES = (
 )
 # Texts of errors of ``torch.distributed.tensor``: ``_dispatch`` and C++, ``_sharding_prop``, ``_ops.utils``.
 _REFUSED = re.compile(r"aten\.(\w+)\.\w+:? (?:got mixed torch\.Tensor and DTensor|does not have a sharding strategy)")
+_NOT_PROPAGATED = re.compile(r"Sharding propagation failed for aten\.")  # also of ops with sizes that do not fit
+_NO_SHARDING = f"DTensor found no sharding of this op. {_WHOLE}."
+# Of ops of ATen on the empty shard that a rank has of a short parameter.
+_OF_EMPTY_SHARD = re.compile(r"numel\(\) == 0|0 elements|\bempty\b")
 _IN_PLACE = re.compile(r"aten\.\w+\.\w+: in-place operations that require placement changes are not supported")
 _NEEDS_WHOLE = (
     "This op needs whole tensors. In an optimizer: dtensor_gtp.optim.gathered(optimizer_class) steps on whole "
@@ -81,19 +85,25 @@ def remedy_for(error: BaseException) -> str | None:
         frames = list(_frames(error.__traceback__))
         # The innermost frame raised. A cause that nobody raised has no frames.
         is_dtensors = bool(frames) and frames[-1].f_globals.get("__name__", "").startswith(_DTENSOR)
-        return _NEEDS_WHOLE if is_dtensors and any(map(_is_step, frames)) else None
+        return _NEEDS_WHOLE if is_dtensors and _is_in_step(frames) else None
     if not isinstance(error, RuntimeError):
         return None
     if _IN_PLACE.search(str(error)):
         return _NEEDS_WHOLE
-    if (found := _REFUSED.search(str(error))) is None:
-        return None
     frames = list(_frames(error.__traceback__))
+    found = _REFUSED.search(str(error))
+    if found is not None:
+        # The last entry fits each name.
+        text = next(text for starts, text in _REMEDIES if found[1].startswith(starts))
+    elif _NOT_PROPAGATED.search(str(error)):
+        text = _NO_SHARDING
+    else:
+        is_of_empty = _OF_EMPTY_SHARD.search(str(error)) and _is_in_step(frames)
+        return _NEEDS_WHOLE if is_of_empty else None
     if _is_in_formula(frames):
         return f"This backward starts from a sharded tensor, because a term of the loss is one. {_PENALTY}"
-    text = next(text for starts, text in _REMEDIES if found[1].startswith(starts))  # the last entry fits each name
     # In an optimizer a foreach op mixes parameters; any other refused op needs whole tensors.
-    if text != _REMEDIES[0][1] and any(map(_is_step, frames)):
+    if text != _REMEDIES[0][1] and _is_in_step(frames):
         return _NEEDS_WHOLE
     method = _unregistered_method(frames)
     return text if method is None else f"{method} is not the forward of a module, so its weights are sharded. {text}"
@@ -116,9 +126,11 @@ def _is_in_formula(frames: Sequence[FrameType]) -> bool:
     return all(name.startswith((_PACKAGE, "torch.")) and name != "torch.utils.checkpoint" for name in inner)
 
 
-def _is_step(frame: FrameType) -> bool:
-    """Whether it is a method of an optimizer."""
-    return isinstance(frame.f_locals.get("self"), torch.optim.Optimizer)
+def _is_in_step(frames: Iterable[FrameType]) -> bool:
+    """Whether a method of an optimizer raised, and not a module in the closure that it called."""
+    owners = [frame.f_locals.get("self") for frame in frames]
+    owners = [owner for owner in owners if isinstance(owner, (torch.optim.Optimizer, nn.Module))]
+    return bool(owners) and isinstance(owners[-1], torch.optim.Optimizer)
 
 
 def _unregistered_method(frames: Iterable[FrameType]) -> str | None:

@@ -1,4 +1,4 @@
-"""What checkpoints of accelerate and transformers hold in shards: a model's tensors, an optimizer's by parameter name.
+"""What checkpoints of libraries hold in shards: a model's tensors, an optimizer's by parameter name.
 
 torch's ``get_optimizer_state_dict`` knows one model only, and ``set_optimizer_state_dict`` drops the state of frozen
 parameters, among them those of PEFT's inactive adapters.
@@ -89,9 +89,9 @@ def _groups_by_name(optimizer: torch.optim.Optimizer, names: Mapping[nn.Paramete
         for position, param in enumerate(group["params"]):
             if param not in names:
                 raise ValueError(
-                    "GTPAccelerator and GTPTrainer expect optimizers with parameters of prepared models only, but got "
-                    f"parameter {position} of param group {index}, of shape {tuple(param.shape)}, which is in "
-                    "none. Pass its module to prepare, too."
+                    "GTPAccelerator, GTPTrainer and GTPStrategy expect optimizers with parameters of trained models "
+                    f"only, but got parameter {position} of param group {index}, of shape {tuple(param.shape)}, which "
+                    "is in none. Pass its module to prepare, too, or make it part of the LightningModule."
                 )
     return [[names[param] for param in group["params"]] for group in optimizer.param_groups]
 
@@ -110,15 +110,16 @@ def state_to_load(
     num_groups = len({path[2] for path in stored.values() if path[:2] == (key, "param_groups")})
     if num_groups != len(optimizer.param_groups):
         raise ValueError(
-            f"GTPAccelerator and GTPTrainer expect optimizers with the {num_groups} param groups that {folder} has, "
-            f"but got {len(optimizer.param_groups)}. Make the optimizer with the same groups as when saving."
+            f"GTPAccelerator, GTPTrainer and GTPStrategy expect optimizers with the {num_groups} param groups that "
+            f"{folder} has, but got {len(optimizer.param_groups)}. Make the optimizer with the same groups as "
+            "when saving."
         )
     params = {names[param]: param for group in optimizer.param_groups for param in group["params"] if param in names}
     if foreign := sorted(saved - params.keys()):
         raise ValueError(
-            f"GTPAccelerator and GTPTrainer expect an optimizer of the parameters that {folder} has states of, "
-            f"but got one without '{foreign[0]}' and {len(foreign) - 1} more. Make it of the same parameters "
-            "as when saving."
+            "GTPAccelerator, GTPTrainer and GTPStrategy expect an optimizer of the parameters that "
+            f"{folder} has states of, but got one without '{foreign[0]}' and {len(foreign) - 1} more. "
+            "Make it of the same parameters as when saving."
         )
     missing = [param for name, param in params.items() if name in saved]
     # One of ``gathered`` has an empty state of what another rank owns, or of what had no gradient so far. All ranks
@@ -168,9 +169,9 @@ def load_optimizer_state(
     for index, (saved, members) in enumerate(zip(state["param_groups"], own, strict=True)):
         if differing := sorted(set(members).symmetric_difference(saved["params"])):
             raise ValueError(
-                f"GTPAccelerator and GTPTrainer expect param group {index} with the {len(saved['params'])} parameters "
-                f"that were saved, but got {len(members)}; '{differing[0]}' is in one of them only. Make the "
-                "optimizer with the same groups as when saving."
+                f"GTPAccelerator, GTPTrainer and GTPStrategy expect param group {index} with the "
+                f"{len(saved['params'])} parameters that were saved, but got {len(members)}; '{differing[0]}' is in "
+                "one of them only. Make the optimizer with the same groups as when saving."
             )
         groups.append({**saved, "params": [numbers[name] for name in members]})
     states = {numbers[name]: of_param for name, of_param in state["state"].items()}

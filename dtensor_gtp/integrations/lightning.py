@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from .._howto import see
 from . import needs_extra
+from ._checkpoint import load_optimizer_state, load_shards, names_of_params, state_to_load
 from ._sharded import is_offloaded, move_unsharded, without_gradient_sync
 
 with needs_extra("lightning"):
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
     from lightning.pytorch.strategies import ModelParallelStrategy
 
 
@@ -28,7 +32,9 @@ class GTPStrategy(ModelParallelStrategy):
         **options: Those of ``ModelParallelStrategy``, but for ``data_parallel_size``.
 
     Raises:
-        ValueError: (at the start of a run) ``tensor_parallel_size`` does not divide the number of processes.
+        ValueError: (at the start of a run) ``tensor_parallel_size`` does not divide the number of processes; or a
+            checkpoint is of an optimizer with other parameters or param groups.
+        NotImplementedError: (at the start of a run) A callback is a ``StochasticWeightAveraging``.
 
     Example:
         >>> import lightning
@@ -61,12 +67,40 @@ class GTPStrategy(ModelParallelStrategy):
         self._data_parallel_size = num_processes // self._tensor_parallel_size
         super().setup_environment()
 
+    def setup(self, trainer: Any) -> None:
+        """Refuse Lightning's average of weights, which copies the module before ``configure_model`` shards it."""
+        if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
+            raise NotImplementedError(
+                "GTPStrategy expects callbacks that work on sharded parameters, but got StochasticWeightAveraging. "
+                f"For averages of weights use dtensor_gtp.optim.ShardedEMA. {see('ema')}"
+            )
+        super().setup(trainer)
+
     def model_to_device(self) -> None:
         """Move the module to this process's device, but not shards that an ``offload_policy`` keeps on the host."""
         if is_offloaded(self.model):
             move_unsharded(self.model, self.root_device)
         else:
             super().model_to_device()
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a checkpoint. From a folder, param groups keep the options that it lacks, e.g. those of a scheduler."""
+        path = Path(self.broadcast(checkpoint_path))
+        if not path.is_dir():
+            return super().load_checkpoint(path, weights_only)
+        optimizers = self.optimizers
+        # Lightning expects each option in the checkpoint, so it loads all but the optimizers.
+        self._optimizers = []
+        try:
+            rest: dict[str, Any] = super().load_checkpoint(path, weights_only)
+        finally:
+            self._optimizers = optimizers
+        for index, optimizer in enumerate(optimizers):
+            key, names = f"optimizer_{index}", names_of_params(optimizer, [self.model])
+            state = {key: state_to_load(optimizer, names, path, key)}
+            load_shards(state, path)
+            load_optimizer_state(optimizer, names, state[key])
+        return rest
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

@@ -37,7 +37,7 @@ _OF_CLASSES = {
     "elastic.ReplicaSavePlanner": "set_up_planner",
     "elastic.ReplicaSync": "add finish reduce_whole reset share take_turn weigh_full",
     "integrations.accelerate.GTPAccelerator": "prepare_model unscale_gradients",
-    "integrations.lightning.GTPStrategy": "block_backward_sync model_to_device setup_environment",
+    "integrations.lightning.GTPStrategy": "block_backward_sync load_checkpoint model_to_device setup setup_environment",
     "integrations.transformers.GTPTrainer": "create_accelerator_and_postprocess get_optimizer_cls_and_kwargs",
     "nn.GroupedLinear": "check_gtp_placement check_input default_gtp_placement gtp_fused names_of",
     "optim.MasterOptimizer": "add_param_group",

@@ -16,7 +16,7 @@ BATCH = 8
 EPOCHS = 2
 
 
-def make_module(is_sharded: bool) -> Any:
+def make_module(is_sharded: bool, has_scheduler: bool = True) -> Any:
     """A LightningModule of a small model."""
     import lightning
 
@@ -41,6 +41,8 @@ def make_module(is_sharded: bool) -> Any:
 
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            if not has_scheduler:
+                return optimizer
             return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
 
         def backward(self, loss: torch.Tensor) -> None:
@@ -52,7 +54,15 @@ def make_module(is_sharded: bool) -> Any:
 
 
 def fit(
-    num_processes: int, folder: Path, *, strategy: Any = None, epochs: int = EPOCHS, resume: Path | None = None
+    num_processes: int,
+    folder: Path,
+    *,
+    strategy: Any = None,
+    epochs: int = EPOCHS,
+    resume: Path | None = None,
+    has_scheduler: bool = True,
+    finds_rate: bool = False,
+    callbacks: Any = (),
 ) -> tuple[Any, Any]:
     """A trainer and a module after so many epochs."""
     import lightning
@@ -69,13 +79,18 @@ def fit(
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,
+        callbacks=list(callbacks),
         **({} if strategy is None else {"strategy": strategy}),
     )
     rank = dist.get_rank() if num_processes > 1 else 0
     rows = torch.cat([make_tokens(seed, BATCH).chunk(num_processes)[rank] for seed in range(4)])
     data = torch.utils.data.TensorDataset(rows)
     loader = torch.utils.data.DataLoader(data, batch_size=BATCH // num_processes)
-    module = make_module(is_sharded=strategy is not None)
+    module = make_module(is_sharded=strategy is not None, has_scheduler=has_scheduler)
+    if finds_rate:
+        from lightning.pytorch.tuner import Tuner
+
+        Tuner(trainer).lr_find(module, loader, num_training=4, update_attr=False)
     trainer.fit(module, loader, loader, ckpt_path=resume, weights_only=False)
     return trainer, module
 
@@ -122,6 +137,38 @@ class TestLightning(GlooTest):
                 trainer, module = fit(2, folder, strategy=stock)
                 self.check(module, trainer, reference)
                 self.assertTrue(all(module.reductions))
+
+    def test_the_learning_rate_finder_leaves_no_trace(self) -> None:
+        from dtensor_gtp.integrations.lightning import GTPStrategy
+
+        with shared_directory() as folder:
+            with torchelastic(1):
+                reference = fit(1, folder, has_scheduler=False)
+            with torchelastic(2):
+                trainer, module = fit(2, folder, strategy=GTPStrategy(), has_scheduler=False, finds_rate=True)
+                self.check(module, trainer, reference)
+
+    def test_resumes_with_a_scheduler_that_the_checkpoint_lacks(self) -> None:
+        from dtensor_gtp.integrations.lightning import GTPStrategy
+
+        with shared_directory() as folder:
+            path = {num_processes: folder / f"{num_processes}.ckpt" for num_processes in (1, 2)}
+            with torchelastic(1):
+                fit(1, folder, has_scheduler=False)[0].save_checkpoint(path[1])
+                reference = fit(1, folder, epochs=EPOCHS + 2, resume=path[1])
+            with torchelastic(2):
+                fit(2, folder, strategy=GTPStrategy(), has_scheduler=False)[0].save_checkpoint(path[2])
+                trainer, module = fit(2, folder, strategy=GTPStrategy(), epochs=EPOCHS + 2, resume=path[2])
+                self.check(module, trainer, reference)
+
+    def test_the_callback_of_weight_averages_names_ours(self) -> None:
+        from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+        from dtensor_gtp.integrations.lightning import GTPStrategy
+
+        with shared_directory() as folder, torchelastic(2):
+            with self.assertRaisesRegex(NotImplementedError, "got StochasticWeightAveraging.*ShardedEMA.*help ema"):
+                fit(2, folder, strategy=GTPStrategy(), callbacks=[StochasticWeightAveraging(0.1)])
 
     def test_sizes_that_do_not_divide(self) -> None:
         from dtensor_gtp.integrations.lightning import GTPStrategy

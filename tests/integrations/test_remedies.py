@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dtensor_gtp import SchedulePolicy, gtp_shard, register_gtp_forward_method
 from dtensor_gtp._dtensor.remedies import remedy_for
+from dtensor_gtp.optim import gathered
 
 
 class OfColumns(torch.optim.Optimizer):
@@ -32,6 +33,14 @@ class OfNorms(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         for param in self.param_groups[0]["params"]:
             torch.zeros(()).copy_(param.grad.square().sum())
+
+
+class OfMaxima(torch.optim.Optimizer):
+    """Asks for the largest number of a row, as AdamP of timm does: ATen refuses to on an empty shard."""
+
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            param.grad.max()
 
 
 class TestRemedies(unittest.TestCase):
@@ -137,6 +146,27 @@ class TestRemedies(unittest.TestCase):
         torch.testing.assert_close(model.encode(x), model(x))
         self.check("^This op mixes", lambda: model.scale + x)
 
+    def test_a_method_that_is_not_registered_and_expands_one_row_is_named(self) -> None:
+        class WithToken(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.token = nn.Parameter(torch.ones(1, 8))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.features(x)
+
+            def features(self, x: torch.Tensor) -> torch.Tensor:
+                return torch.cat([self.token.expand(len(x), -1), x], 1)
+
+        model, x = gtp_shard(WithToken(), self.mesh, schedule=ALL), torch.ones(8, 8)
+        remedy = r"features\(\) \(register_gtp_forward_method.*found no sharding.*full_tensor"
+        self.check(remedy, lambda: model.features(x))
+        optimizer = torch.optim.SGD(model.parameters())
+        self.check(remedy, lambda: optimizer.step(lambda: model.features(x)))
+        self.check("^DTensor found no sharding of this op", lambda: model.token.expand(8, -1))
+        register_gtp_forward_method(model, "features")
+        torch.testing.assert_close(model.features(x), model(x))
+
     def test_formats_and_numpy(self) -> None:
         model = self.model()
         model(torch.tensor([1])).sum().backward()
@@ -212,6 +242,18 @@ class TestWhatTheySay(GlooTest):
             weight = model[3].weight
             weight.copy_(distribute_tensor(value, weight.device_mesh, weight.placements))
         self.assertEqual(full(model[3].weight), value)
+
+    def test_a_step_that_fails_on_an_empty_shard_names_gathered(self) -> None:
+        model = gtp_shard(nn.Linear(4, 1, bias=False), self.gtp_mesh(), schedule=ALL)
+        model(torch.ones(2, 4)).sum().backward()
+        remedy = None
+        try:
+            OfMaxima(model.parameters(), {}).step()
+        except RuntimeError as error:
+            remedy = remedy_for(error)
+        if torch.distributed.get_rank() == 1:  # the other rank has the only row
+            self.assertRegex(remedy or "", r"dtensor_gtp.optim.gathered\(optimizer_class\)")
+        gathered(OfMaxima)(model.parameters(), {}).step()
 
     def test_a_failed_backward_speaks_of_earlier_microbatches_only_if_there_were_some(self) -> None:
         class Failing(torch.autograd.Function):
