@@ -36,8 +36,7 @@ PLANNER = {
         Bug("Layout.axes", replace("Axis(self.ep, self.expert_gtp)", "Axis(self.ep, 1)"),
             "test_axes_are_laid_out_as_init_weight_mesh_does"),
     "gradients of all microbatches are forgotten":
-        Bug("memory:predict", replace("parameters if num > 1 else peak.gradients", "peak.gradients"),
-            "test_memory_of_microbatches"),
+        Bug("memory:predict", drop("gradients = (trained + small) * PARAM_NBYTES"), "test_memory_of_microbatches"),
     "the bubble is that of all microbatches":
         Bug("_with_bubble", replace("one.ms", "total.ms"), "test_a_pipeline_waits_at_both_ends"),
     "names of configurations reach the terminal":
@@ -98,6 +97,20 @@ PLANNER = {
     "replicas hold all optimizer states":
         Bug("Setting.optimizer_numel", replace("self.shards_optimizer", "False"),
             f"{PLANNER_SEARCH}::test_optimizer_states_over_replicas"),
+    "each use of a matrix counts its state":
+        Bug("trace:record", replace("counted[matrices_of(module)] != number", "False"),
+            "test_blocks_that_run_several_times_count_their_state_once"),
+    "calls of a block are one block":
+        Bug("trace:record", replace("bisect(calls[block], first)", "0"),
+            "test_blocks_that_run_several_times_count_their_state_once"),
+    "attention of torch reads no weight below it":
+        Bug("matrices_of", assign("is_attention", "False"),
+            "test_attention_of_torch_is_one_use_of_all_its_matrices"),
+    "frozen weights are trained":
+        Bug("recorder_of", assign("frozen", "set()"), "test_frozen_weights_have_no_gradient_and_no_state"),
+    "all layers have a window":
+        Bug("ModelConfig.looked_at", replace("min(self.full_layers / self.layers, 1)", "0"),
+            "test_attention_has_a_window_in_the_layers_that_say_so"),
     "sizes of 0 count as left out":
         Bug("_size_of", replace("content.get(key) is not None", "content.get(key)"),
             "test_bad_configurations_are_one_line"),

@@ -158,6 +158,9 @@ class PlanResult(Found):
         if (unused := self.problem.whole.unused_numel) > 0.02 * self.problem.whole.numel:
             text = f"Not counted: {unused / 1e9:.2g}B parameters, which get no gradient from the inputs of this step."
             lines += [*paragraph(f"{text} Pass module:function with inputs that use them.", WIDTH), ""]
+        if self.problem.whole.begins_frozen:
+            text = "Frozen: backward is planned through all blocks, also where no trained weight comes before."
+            lines += [*paragraph(text, WIDTH), ""]
         if self.answers:
             lines += [*_ranking(self.answers), "", *_details(self, self.answers[0])]
         else:
@@ -307,7 +310,8 @@ def _blocks(problem: Problem) -> list[str]:
 def _unwritten(problem: Problem, layout: Layout) -> list[str]:
     """What of a layout there is no code for, and where to read on."""
     job, blocks = problem.job, _blocks(problem)
-    changes_blocks = layout.checkpoint != "none" or job.is_compiled or job.recipe != "bf16" or job.optimizer == "muon"
+    is_muon = job.optimizer == "muon"
+    changes_blocks = layout.checkpoint != "none" or job.is_compiled or job.recipe != "bf16" or is_muon
     is_mixture = layout.ep * layout.expert_gtp > 1 or problem.model.experts > 0
     is_selective = layout.checkpoint == "selective" and job.quantization is not None
     places = f"in {len(blocks)} places ({', '.join(blocks)})" if blocks else "nowhere by number"
@@ -318,6 +322,7 @@ def _unwritten(problem: Problem, layout: Layout) -> list[str]:
         "experts: where they are in the model is yours, see python -m dtensor_gtp.help moe": is_mixture,
         "selective checkpointing of quantized weights: this package has none, take --checkpointing full": is_selective,
         f"blocks stand {places}: what is done to each is yours, {on_axes}": changes_blocks and len(blocks) != 1,
+        "muon: blocks stand beside the embedding and the head: what it trains is yours": is_muon and blocks == [""],
     }
     return [note for note, is_needed in notes.items() if is_needed]
 
@@ -347,7 +352,7 @@ def training_code(problem: Problem, answer: Answer) -> str:
         schedule="" if job.memory == "balanced" else f", schedule=SchedulePolicy(memory={job.memory!r})",
         states=", shard_optimizer=True" * (job.shards_optimizer and layout.replicate > 1),
         compiled=compiled * job.is_compiled,
-        optimizer=snippet(job.optimizer).replace("layers.", f"{blocks}." if blocks else ""),
+        optimizer=snippet(job.optimizer).replace("layers.", f"{blocks}."),
         num=num,
         size=layout.micro_batch,
         data=f"{layout.data_ranks} data ranks" + f", the same on the {layout.tp} ranks of tp" * (layout.tp > 1),

@@ -288,7 +288,7 @@ def _gather_parameters(setting: Setting, total: Parts) -> float:
     for name in dict.fromkeys(item.replicas for item in setting.sharded):
         axis = setting.costs.axis(name)
         items = [item for item in setting.sharded if item.replicas == name]
-        nbytes = sum(item.state_numel * (PARAM_NBYTES if item.is_quantized else COMPUTE_NBYTES) for item in items)
+        nbytes = sum(item.trained_numel * (PARAM_NBYTES if item.is_quantized else COMPUTE_NBYTES) for item in items)
         spent += setting.costs.gather_ms(nbytes, axis)
         total.received[name] = total.received.get(name, 0.0) + nbytes * (axis.size - 1) / axis.size
     total.exposed["replicas"] = total.exposed.get("replicas", 0.0) + spent

@@ -39,7 +39,7 @@ class Use(NamedTuple):
     unreduced: int = 0  # what computing the full gradient needs beside it
     is_in_ring: bool = False  # whether the full gradient is written to symmetric memory, which is not counted here
     waiting: int = 0  # full gradients that wait for this one
-    is_exchanged: bool = False  # whether activations are exchanged instead of the weight: there is no full gradient
+    is_exchanged: bool = False  # whether there is no full gradient: activations are exchanged, or it is not trained
 
     @property
     def buffer(self) -> int:
@@ -126,6 +126,8 @@ def make_use(item: Sharded, gathered: Amounts, reduce_nbytes: int, kind: str) ->
     """One use of a weight in bf16. An element of its gradient has ``reduce_nbytes`` on the wire; ``kind`` is that of
     ``SchedulePolicy.reduce_scatter``. A table's gradient is computed in bf16, and cast if reduced in another dtype."""
     weight, num_ranks = item.weight, item.axis.size
+    if weight.is_frozen:
+        return Use(item.name, gathered, weight.amounts, 0, 0, 0, is_exchanged=True)
     wgrad = weight.numel * reduce_nbytes
     is_summed_in_place = reduce_nbytes >= PARAM_NBYTES  # what is received is the shard's gradient
     sent, part = 0, wgrad // num_ranks
@@ -152,6 +154,8 @@ def make_lookup(item: Sharded, ends: tuple[int, int], tokens: int) -> Use:
     sent = tokens * dim * COMPUTE_NBYTES
     activations = amounts._replace(forward=amounts.forward + exchanged)
     gathered = Amounts(ahead, ahead, last, last, last)
+    if item.weight.is_frozen:
+        return Use(item.name, gathered, activations, 0, 0, 0, is_exchanged=True)
     return Use(item.name, gathered, activations, 0, 0, grad, exchanged + sent, is_exchanged=True)
 
 
@@ -233,22 +237,26 @@ def predict(
     is_alone = setting.reduces_by(schedule, 0) == "all_to_all"  # each gradient travels at once
     peak = predict_peak(uses, 0, replace(schedule, coalesce_grad_nbytes=0) if is_alone else schedule)
     numel = sum(item.state_numel for item in weights) + trace.small_numel
-    states = sum(map(setting.optimizer_numel, weights)) + trace.small_numel
+    small = trace.small_numel - trace.frozen_small_numel
+    trained, states = sum(item.trained_numel for item in weights), sum(map(setting.optimizer_numel, weights))
     last = trace.weights[-1]
     is_loss = last.block < 0 and peak.moment.endswith(last.name)
     logits = max(peak.activations - max(last.live, 0), 0) if is_loss else 0
     gathered, reductions = peak.gathered, peak.wgrad
     if keep:
-        gathered = sum(map(setting.held, weights))
-        reductions = sum(item.sent for item in weights)
+        once = [item for item in weights if not item.weight.is_tied]
+        gathered = sum(map(setting.held, once))
+        reductions = sum(item.sent for item in once)
     # What a microbatch leaves in a stage until its backward.
     is_end_known = last.block >= 0 and trace.end > 0
     saved = (trace.end if is_end_known else last.live) - trace.weights[0].live
     activations = peak.activations - logits + int(max(saved, 0) * (inflight - 1))
     passing = activations + logits + (0 if keep else gathered + reductions)
     reserve = int(setting.costs.machine.reserve_gib * GIB + passing * FRAGMENTS)
-    parameters, optimizer = numel * PARAM_NBYTES, states * optimizer_nbytes
-    gradients, symmetric = parameters if num > 1 else peak.gradients, symmetric_nbytes(setting, schedule)
+    parameters, optimizer = numel * PARAM_NBYTES, (states + small) * optimizer_nbytes
+    gradients, symmetric = peak.gradients, symmetric_nbytes(setting, schedule)
+    if num > 1:
+        gradients = (trained + small) * PARAM_NBYTES
     kinds = parameters, gradients, optimizer, gathered, reductions, activations, logits, symmetric, reserve
     return Memory(*kinds, peak.moment)
 
@@ -280,8 +288,11 @@ def _in_group(setting: Setting, group: Sharded, number: int, use: Use) -> Use:
     if number != group.members[-1]:
         gathered = gathered._replace(after_forward=gathered.forward, before_backward=gathered.dgrad)
     weight = setting.sharded[number].weight
-    computed = [setting.sharded[member].gathered for member in group.members if member >= number]
-    use = use._replace(name=weight.name, gathered=gathered, activations=weight.amounts)
+    items = [setting.sharded[member] for member in group.members]
+    later = items[group.members.index(number) :]
+    computed = [0 if item.weight.is_frozen else item.gathered for item in later]
+    grad = sum(item.trained_numel for item in items) * PARAM_NBYTES
+    use = use._replace(name=weight.name, gathered=gathered, activations=weight.amounts, grad=grad)
     use = use._replace(waiting=sum(computed) - computed[0], unreduced=computed[0])
     return use if number == group.members[0] else use._replace(wgrad=0, sent=0, grad=0, is_exchanged=True)
 

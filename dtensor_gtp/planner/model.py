@@ -48,19 +48,21 @@ class ModelConfig:
     expert_hidden_dim: int = _size("moe_intermediate_size")  # of one expert
     shared_experts: int = _size("n_shared_experts")  # that see all tokens
     dense_layers: int = _size("first_k_dense_replace")  # blocks before the first mixture
-    q_rank: int = _size("q_lora_rank")  # of latent queries; 0 without latent attention
-    kv_rank: int = _size("kv_lora_rank")  # of latent keys and values
+    q_rank: int = _size("q_lora_rank")  # of latent queries; 0 for queries of one projection
+    kv_rank: int = _size("kv_lora_rank")  # of latent keys and values; 0 without latent attention
     rope_head_dim: int = _size("qk_rope_head_dim")  # of the rotary part of a head, with latent attention
     value_head_dim: int = _size("v_head_dim")  # of values, with latent attention
     is_tied: bool = False  # whether embedding and head are one matrix
     window: int = _size("sliding_window")  # tokens that attention looks back at; 0 for all
+    full_layers: int = _size("max_window_layers")  # blocks whose attention has no window
 
     def looked_at(self, seq_len: int) -> float:
-        """Of all pairs of tokens, the share that a block computes: half under a causal mask, less with a window."""
+        """Of all pairs of tokens, the share that a block computes on average: half under a causal mask, less with a
+        window."""
         if not 0 < self.window < seq_len:
             return 0.5
-        part = self.window / seq_len
-        return part - part * part / 2
+        part, full = self.window / seq_len, min(self.full_layers / self.layers, 1)
+        return full * 0.5 + (1 - full) * (part - part * part / 2)
 
     @property
     def kinds(self) -> list[bool]:
@@ -71,7 +73,13 @@ class ModelConfig:
 # model_type of config.json, whose blocks are those of ``Reference``: attention and SwiGLU without biases that matter.
 _KNOWN_TYPES = {"llama", "mistral", "qwen2", "qwen3", "mixtral", "deepseek_v3"}
 _TEXT, _FLAG = (str, "a text"), (bool, "true or false")
-_TYPES = {"model_type": _TEXT, "_name_or_path": _TEXT, "tie_word_embeddings": _FLAG, "use_sliding_window": _FLAG}
+_TYPES = {
+    **{"model_type": _TEXT, "_name_or_path": _TEXT, "layer_types": (list, "a list")},
+    **{"tie_word_embeddings": _FLAG, "use_sliding_window": _FLAG},
+}
+# Of transformers, for keys that files may leave out.
+_QWEN = {"sliding_window": 4096, "max_window_layers": 28}
+_DEFAULTS = {"qwen2": _QWEN, "qwen3": _QWEN, "mistral": {"sliding_window": 4096}, "deepseek_v3": {"q_lora_rank": 1536}}
 _LAYER_KEYS = {"num_hidden_layers", "num_layers", "n_layer", "n_layers"}
 
 
@@ -89,8 +97,11 @@ def config_of_json(path: Path) -> ModelConfig | None:
     kind = content["model_type"]
     if kind not in _KNOWN_TYPES:
         return None
+    content = _DEFAULTS.get(kind, {}) | content
     if not content.get("use_sliding_window", kind in ("mistral", "mixtral")):  # these two need not say it
         content["sliding_window"] = 0
+    if content.get("layer_types") is not None:
+        content["max_window_layers"] = len(content["layer_types"]) - content["layer_types"].count("sliding_attention")
     values: dict[str, Any] = {"name": printable(content.get("_name_or_path") or path.parent.name or path.stem)}
     for item in fields(ModelConfig):
         if item.metadata:
@@ -228,9 +239,11 @@ class _LatentAttention(nn.Module):
         super().__init__()
         self.heads, self.rope_dim, self.nope_dim = config.heads // tp, config.rope_head_dim, config.head_dim
         self.value_dim = config.value_head_dim
-        self.wq_a = nn.Linear(config.dim, config.q_rank, bias=False)
-        self.q_norm = nn.RMSNorm(config.q_rank)
-        self.wq_b = nn.Linear(config.q_rank, self.heads * (self.nope_dim + self.rope_dim), bias=False)
+        self.has_q_rank = config.q_rank > 0
+        if self.has_q_rank:
+            self.wq_a = nn.Linear(config.dim, config.q_rank, bias=False)
+            self.q_norm = nn.RMSNorm(config.q_rank)
+        self.wq_b = nn.Linear(config.q_rank or config.dim, self.heads * (self.nope_dim + self.rope_dim), bias=False)
         self.wkv_a = nn.Linear(config.dim, config.kv_rank + self.rope_dim, bias=False)
         self.kv_norm = nn.RMSNorm(config.kv_rank)
         self.wkv_b = nn.Linear(config.kv_rank, self.heads * (self.nope_dim + self.value_dim), bias=False)
@@ -238,7 +251,10 @@ class _LatentAttention(nn.Module):
         self.rope = rope
 
     def forward(self, x_BTC: Tensor, collectives: Collectives) -> Tensor:
-        q_BHTD = self.wq_b(self.q_norm(self.wq_a(x_BTC))).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        q_BTC = x_BTC
+        if self.has_q_rank:
+            q_BTC = self.q_norm(self.wq_a(x_BTC))
+        q_BHTD = self.wq_b(q_BTC).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         q_nope, q_rope = q_BHTD.split([self.nope_dim, self.rope_dim], dim=-1)
         latent_BTC, k_rope = self.wkv_a(x_BTC).split([self.kv_norm.normalized_shape[0], self.rope_dim], dim=-1)
         kv_BHTD = self.wkv_b(self.kv_norm(latent_BTC)).unflatten(-1, (self.heads, -1)).transpose(1, 2)

@@ -160,7 +160,8 @@ class _GTPShard(Program):
             unit = setting.unit_of[number]
             group = setting.units[unit]
             if setting.is_exchanged(unit):
-                self._exchange_grad(item)
+                if not item.weight.is_frozen:
+                    self._exchange_grad(item)
                 continue
             if group.is_group and number == group.members[-1]:
                 self.spend(self.host.use_us * _GROUP / 2)
@@ -176,7 +177,8 @@ class _GTPShard(Program):
                     self._reduce(item)
             if group.is_group and number == group.members[0]:
                 self.spend(self.host.use_us * _GROUP / 2)
-                self._reduce(group)
+                if group.sent:
+                    self._reduce(group)
 
     def finish(self) -> Program:
         """Backward ends: compute waits for all reductions."""
@@ -184,7 +186,8 @@ class _GTPShard(Program):
             for launch in together.flush():
                 self._launch_reduction(launch)
         self._retire(0)
-        small, axis = self.setting.trace.small_numel * self.setting.reduce_nbytes, self.costs.axis("gtp")
+        trace, axis = self.setting.trace, self.costs.axis("gtp")
+        small = (trace.small_numel - trace.frozen_small_numel) * self.setting.reduce_nbytes
         if small:
             self.spend(self.host.collective_us)
             ms, load = self.costs.reduce_ms(small, axis), self.costs.load(axis, is_copy=False)
@@ -264,7 +267,7 @@ class _GTPShard(Program):
         axis, nbytes, names = weights[0].axis, self._sent_nbytes(weights), _names(weights)
         if weights[0].is_group:  # packed, once compute has waited for the last launch
             self._retire(0)
-            ms = self.costs.memory_ms(sum(group.gathered for group in weights) + nbytes)
+            ms = self.costs.memory_ms(sum(group.weight.numel for group in weights) * COMPUTE_NBYTES + nbytes)
             self.add(Stream.COMPUTE, Load.COMPUTE, ms, label=f"pack {names}")
         self._retire(self._schedule.max_inflight_reduce_scatters - 1)
         is_copy = self.setting.reduces_by(self._schedule, weights[0].lane) == "copy_engine"
@@ -273,7 +276,7 @@ class _GTPShard(Program):
         if axis.size > 1:
             ms = self.costs.together_ms(nbytes, axis, len(weights), is_copy=is_copy, is_reduction=True)
             after = [self.transfer(Stream.SCATTER, name, nbytes, ms, after, label, "reductions", is_copy=is_copy)]
-        shard = sum(weight.shard_numel for weight in weights)
+        shard = -(-sum(weight.weight.numel for weight in weights) // axis.size)
         # The sum of the addends; else the reduced rows are cast to the dtype of the parameter.
         has_addends = is_copy or self.setting.sends_narrow(self._schedule, weights[0])
         read = nbytes if has_addends else shard * self.setting.reduce_nbytes

@@ -61,6 +61,7 @@ class Recorder(compat.TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.stretches: list[Stretch] = []
         self.uses: list[tuple[int, int, str]] = []  # of matrices: its begin in forward, in backward, the module's name
+        self.frozen: set[str] = set()  # names of modules whose matrices are not trained
         self._ops: list[Op] = []
         self._live = self._most = self._begin = 0
         self._known = weakref.WeakSet(tensor.untyped_storage() for tensor in others)
@@ -148,7 +149,8 @@ class _Use(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, function: Any, name: str, recorder: Recorder) -> Any:
-        ctx.save_for_backward(input)
+        if name not in recorder.frozen:  # the weight's gradient needs it
+            ctx.save_for_backward(input)
         ctx.weight, ctx.recorder, ctx.use = weight, recorder, (name, recorder.mark())
         output = function(input, weight)
         recorder.mark()
@@ -156,7 +158,7 @@ class _Use(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        _saved = ctx.saved_tensors  # the weight's gradient needs the input
+        _saved = ctx.saved_tensors
         ctx.recorder.mark_backward(*ctx.use)
         grad_input = grad.matmul(ctx.weight) if ctx.needs_input_grad[0] else None
         ctx.recorder.mark()
@@ -242,13 +244,15 @@ def _use_matrix(name: str, module: nn.Module, recorder: Recorder) -> None:
     module.forward = forward
 
 
-def _own_matrices(module: nn.Module) -> list[nn.Parameter]:
-    return [param for param in module.parameters(recurse=False) if param.ndim > 1]
+def matrices_of(module: nn.Module) -> tuple[nn.Parameter, ...]:
+    """Those that a use of the module uses. Attention of torch reads the weight of the layer below it."""
+    is_attention = isinstance(module, nn.MultiheadAttention)
+    return tuple(param for param in module.parameters(recurse=is_attention) if param.ndim > 1)
 
 
 def shape_of(module: nn.Module) -> tuple[int, ...]:
     """Of the matrix of a module; of several, one of as many elements."""
-    matrices = _own_matrices(module)
+    matrices = matrices_of(module)
     if len(matrices) == 1 and matrices[0].ndim < 4:
         return tuple(matrices[0].shape)
     width = matrices[0][0].numel() if len(matrices) == 1 else matrices[0].shape[-1]
@@ -258,7 +262,7 @@ def shape_of(module: nn.Module) -> tuple[int, ...]:
 def _use_module(name: str, module: nn.Module, recorder: Recorder) -> None:
     """Makes what a module with matrices runs in forward and backward one use; autograd says when backward comes by."""
     forward = module.forward
-    for param in _own_matrices(module):
+    for param in matrices_of(module):
         # Its gradient is no activation.
         param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
 
@@ -317,23 +321,32 @@ def recording(recorder: Recorder) -> Iterator[None]:
         yield
 
 
-def recorder_of(model: nn.Module) -> tuple[Recorder, int]:
+def recorder_of(model: nn.Module) -> tuple[Recorder, set[nn.Parameter]]:
     """A recorder of a model, which computes in bf16 and marks its uses from now on. A module that has matrices and none
-    below it is one use; how many elements other matrices have, which count as whole, is the second result."""
-    known, owners, loose = {}, {}, 0
+    below it is one use; other matrices, which count as whole, are the second result."""
+    known, owners, loose = {}, {}, set[nn.Parameter]()
+    attentions = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
+    parts = {below for module in attentions for below in module.modules() if below is not module}
     for name, module in model.named_modules():
-        matrices = _own_matrices(module)
+        matrices = matrices_of(module)
+        if module in parts:
+            continue
         if type(module).forward in _KNOWN:
             known[name] = module
-        if any(_own_matrices(below) for below in module.modules() if below is not module):
-            loose += sum(param.numel() for param in matrices)  # few, as a class token is
+        if any(matrices_of(below) for below in module.modules() if below is not module and below not in parts):
+            loose.update(matrices)  # few, as a class token is
         elif matrices and name not in known:
             owners[name] = module
+    used = known | owners
+    loose -= {param for module in used.values() for param in matrices_of(module)}
+    frozen = {name for name, module in used.items() if not any(p.requires_grad for p in matrices_of(module))}
+    cast = dict[nn.Parameter, nn.Parameter]()  # what is shared stays so
     for module in model.modules():
-        for name, param in list(module.named_parameters(recurse=False)):
+        for name, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if param.ndim > 1 or owners:  # their code may not cast: vectors are bf16 too then
-                setattr(module, name, nn.Parameter(param.detach().bfloat16()))
+                setattr(module, name, cast.setdefault(param, nn.Parameter(param.detach().bfloat16())))
     recorder = Recorder([*model.parameters(), *model.buffers()])
+    recorder.frozen = frozen
     for name, module in known.items():
         _use_matrix(name, module, recorder)
     for name, module in owners.items():

@@ -173,7 +173,8 @@ class Bounds:
         found: dict[object, list[Amounts]] = {_FIRST: [_NOTHING], _LAST: [(loss_ms, *_NOTHING[1:])]}
         for ms, item in zip(times, setting.sharded, strict=True):
             weight = item.weight
-            amounts = item.wired, item.sent, 0 if weight.is_tied else weight.numel
+            state = 0 if weight.is_frozen else weight.numel
+            amounts = (0, 0, 0) if weight.is_tied else (item.wired, item.sent, state)
             outside = _FIRST if weight.is_table else _LAST
             name = outside if not kinds or weight.block < 0 else kinds[weight.block]
             mine = (0, 0, 0, *amounts) if weight.is_expert else (*amounts, 0, 0, 0)

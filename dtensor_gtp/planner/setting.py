@@ -33,7 +33,7 @@ class Sharded(NamedTuple):
     axis: Axis  # of the ranks that hold its shards
     gathered: int  # bytes of the full weight, in the dtype of compute
     wired: int  # bytes that are gathered: fewer with a recipe
-    sent: int  # bytes of the full gradient
+    sent: int  # bytes of the full gradient; 0 if it is not trained
     shard_numel: int  # elements that the rank with most rows holds
     members: tuple[int, ...] = ()  # numbers of the weights that are gathered and reduced together
 
@@ -47,6 +47,11 @@ class Sharded(NamedTuple):
         return 0 if self.weight.is_tied else self.shard_numel
 
     @property
+    def trained_numel(self) -> int:
+        """Of these, elements that have a gradient and a state of the optimizer."""
+        return 0 if self.weight.is_frozen else self.state_numel
+
+    @property
     def axis_name(self) -> str:
         return "expert_gtp" if self.lane else "gtp"
 
@@ -55,7 +60,7 @@ class Sharded(NamedTuple):
         return "expert_replicate" if self.lane else "replicate"
 
     def gradients(self) -> tuple[str, ...]:
-        return ("wgrad", "dgrad") if self.weight.has_dgrad else ("wgrad",)
+        return ("wgrad",) * (not self.weight.is_frozen) + ("dgrad",) * self.weight.has_dgrad
 
     @property
     def is_quantized(self) -> bool:
@@ -90,7 +95,7 @@ class Setting:
         return item.wired if self.costs.precision != "bf16" else item.gathered
 
     def optimizer_numel(self, item: Sharded) -> int:
-        return -(-item.state_numel // (self.costs.axis(item.replicas).size if self.shards_optimizer else 1))
+        return -(-item.trained_numel // (self.costs.axis(item.replicas).size if self.shards_optimizer else 1))
 
     @functools.cached_property
     def sharded(self) -> tuple[Sharded, ...]:
@@ -112,10 +117,8 @@ class Setting:
     @functools.cached_property
     def _groups(self) -> Mapping[int, tuple[int, ...]]:
         """By member."""
-        blocks: dict[str, list[int]] = {}
-        for number, weight in enumerate(self.trace.weights):
-            blocks.setdefault(weight.block_name, []).append(number)
-        return {number: group for block in blocks.values() for group in [self._group(block)] for number in group}
+        blocks = self.trace.numbers.values()
+        return {number: group for block in blocks for group in [self._group(block)] for number in group}
 
     @functools.cached_property
     def unit_of(self) -> Mapping[int, int]:
@@ -127,13 +130,15 @@ class Setting:
             return first._replace(members=tuple(members))
         names = ("gathered", "wired", "sent", "shard_numel")
         sums = {name: sum(getattr(item, name) for item in items) for name in names}
-        shape = (sum(item.weight.numel for item in items),)
-        weight = first.weight._replace(name=first.weight.block_name, shape=shape, has_dgrad=True)
+        trained = [item.weight for item in items if not item.weight.is_frozen]
+        shape, name = (sum(weight.numel for weight in trained),), first.weight.block_name
+        weight = first.weight._replace(name=name, shape=shape, has_dgrad=True, is_frozen=not trained)
         return first._replace(weight=weight, members=tuple(members), **sums)
 
     def _group(self, block: Sequence[int]) -> tuple[int, ...]:
         """The weights of a block that are a group, by the rules of ``_modules.group_blocks``; empty if none are."""
-        if self.policy._numbers or len(self.trace.blocks) < 2 or self.costs.axis("tp").size > 1:
+        num_blocks = len({weight.block_name for weight in self.trace.weights if weight.block >= 0})
+        if self.policy._numbers or num_blocks < 2 or self.costs.axis("tp").size > 1:
             return ()
         weights = self.trace.weights
         found = [number for number in block if not self._alone[number].lane]
@@ -165,7 +170,8 @@ class Setting:
         rows = weight.shape[-2] if len(weight.shape) > 1 else weight.shape[0]
         shard = weight.numel // rows * chunk_rows(rows, axis.size)
         has_lane = weight.is_expert and axis != self.costs.axis("gtp")
-        return Sharded(weight, int(has_lane), axis, gathered, wired, weight.numel * self.reduce_nbytes, shard)
+        sent = weight.numel * self.reduce_nbytes * (not weight.is_frozen)
+        return Sharded(weight, int(has_lane), axis, gathered, wired, sent, shard)
 
     def product(self, item: Sharded, part: str) -> list[Work]:
         """A GEMM of a weight and the casts around it; of a table, the lookup or the sum of its gradient."""
@@ -177,7 +183,7 @@ class Setting:
         gemms = [op for op in weight.use if op.kind is Kind.GEMM]
         if self.recipe is None or not item.is_quantized or costs.precision == "bf16":
             around = {"forward": weight.use, "dgrad": weight.grads, "wgrad": ()}[part]
-            others = [op for op in around if op.kind is Kind.MEMORY]
+            others = [op for op in around if op.kind in (Kind.MEMORY, Kind.ATTENTION)]
             ms = sum(map(costs.op_ms, (*gemms, *others)))
             if item.is_quantized and part != "wgrad":  # dequantized for the GEMM
                 ms += costs.memory_ms(item.wired + item.gathered)

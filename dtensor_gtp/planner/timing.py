@@ -52,7 +52,7 @@ def few_and_more(setting: Setting) -> tuple[list[Setting], int, int]:
 @functools.lru_cache(maxsize=128)
 def _few_and_more(trace: Trace) -> tuple[Trace, ...]:
     block_nbytes = trace.largest_block([weight.numel * COMPUTE_NBYTES for weight in trace.weights])
-    shapes = [tuple(weight.shape for weight in weights) for weights in trace.blocks.values()]
+    shapes = [tuple((w.shape, w.is_tied, w.is_frozen) for w in weights) for weights in trace.blocks.values()]
     are_alike = len(set(shapes[_FEW // 2 :])) == 1  # those after the first few
     if len(shapes) <= _MORE + 3 or block_nbytes < _LARGE_BLOCK or not are_alike:
         return (trace,)
@@ -141,15 +141,18 @@ class _FullyShard(Program):
     def reduce(self, unit: Sharded) -> None:
         """Gradients are copied in, cast if need be, and reduced, after the last reduction."""
         costs = self.costs
+        if not unit.sent:
+            return
         self.spend_for(unit, 1 / 2)
         self.spend(self.host.collective_us)
         while self.reducing:
             self.wait(self.reducing.pop())
-        ms = costs.memory_ms(unit.gathered + unit.sent)
+        ms = costs.memory_ms(unit.weight.numel * COMPUTE_NBYTES + unit.sent)
         copied = self.add(Stream.COMPUTE, Load.COMPUTE, ms, (), f"copy in gradients of {unit.name}")
         ms = costs.scatter_ms(unit.sent, self._axis)
         self.transfer(Stream.SCATTER, "gtp", unit.sent, ms, [copied], f"reduce {unit.name}", "reductions")
-        ms = costs.memory_ms(unit.shard_numel * (self.setting.reduce_nbytes + PARAM_NBYTES))
+        shard = -(-unit.weight.numel // self._axis.size)
+        ms = costs.memory_ms(shard * (self.setting.reduce_nbytes + PARAM_NBYTES))
         self.reducing.append(self.add(Stream.SCATTER, Load.KERNEL, ms, (), f"sum {unit.name}"))
 
 

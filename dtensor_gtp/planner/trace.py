@@ -9,8 +9,10 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -18,9 +20,15 @@ import torch
 import torch.nn as nn
 
 from .model import Collectives, ModelConfig, Reference
-from .recorder import Experts, Kind, Op, Recorder, recorder_of, recording, shape_of
+from .recorder import Experts, Kind, Op, Recorder, matrices_of, recorder_of, recording, shape_of
 
-_BLOCK = re.compile(r"(?:^|\.)(\d+)\.")
+_BLOCK = re.compile(r"(?:^|\.)\d+\.")
+
+
+def _block_of(name: str) -> str:
+    """The block that a module or a weight is in; empty if it is in none."""
+    found = _BLOCK.search(f"{name}.")
+    return name[: found.end() - 1] if found else ""
 
 
 class Amounts(NamedTuple):
@@ -41,14 +49,15 @@ class Weight(NamedTuple):
     is_table: bool  # whether it is looked up
     is_expert: bool  # whether it is of experts, which have their own mesh
     has_dgrad: bool  # whether backward computes the gradient of the input
-    block: int  # number of its block; -1 if it is in none
+    block: int  # number of the call of its block, in the order of the forward; -1 if it is in none
     before: tuple[Op, ...]  # operations of forward since the use before it
     use: tuple[Op, ...]  # those of the use itself
     backward: tuple[Op, ...]  # operations of backward between the use that backward comes from and this one
     amounts: Amounts  # bytes of activations around it
     live: int  # bytes of activations at the start of its use in forward
     grads: tuple[Op, ...] = ()  # kernels of its own backward beside GEMMs, of which each of ``use`` has two
-    is_tied: bool = False  # whether another use is of the same matrix and counts its state
+    is_tied: bool = False  # whether a later use is of the same matrix and counts its state
+    is_frozen: bool = False  # whether it is not trained: backward computes no gradient of the weight
 
     @property
     def numel(self) -> int:
@@ -61,8 +70,7 @@ class Weight(NamedTuple):
 
     @property
     def block_name(self) -> str:
-        found = _BLOCK.search(self.name)
-        return self.name[: found.end() - 1] if found else ""
+        return _block_of(self.name)
 
     def with_ops(self, change: Callable[[Op], Op]) -> Weight:
         parts = (self.before, self.use, self.backward, self.grads)
@@ -77,7 +85,7 @@ class Weight(NamedTuple):
     @property
     def flops(self) -> float:
         """Of its GEMM in forward, of that of the weight's gradient, and of that of the input's."""
-        return sum(op.flops for op in self.use)
+        return sum(op.flops for op in self.use if op.kind is Kind.GEMM)
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity, as keys of caches
@@ -89,6 +97,7 @@ class Trace:
     small_numel: int  # parameters with less than two dims, which stay whole
     end: int = 0  # bytes of activations behind the last block; 0 if it is not known
     unused_numel: int = 0  # parameters of matrices without a gradient in this step, which nothing here counts
+    frozen_small_numel: int = 0  # of ``small_numel``, those that are not trained
 
     @property
     def numel(self) -> int:
@@ -96,16 +105,23 @@ class Trace:
 
     @property
     def model_flops(self) -> float:
-        """What forward and backward multiply, each GEMM three times, without what is computed again."""
-        flops = sum(weight.flops * (3 if weight.has_dgrad else 2) for weight in self.weights)
+        """What forward and backward multiply, without what is computed again: each GEMM three times, if it has both
+        gradients."""
+        flops = sum(weight.flops * (1 + weight.has_dgrad + (not weight.is_frozen)) for weight in self.weights)
         for weight in self.weights:
             flops += sum(op.flops for op in (*weight.before, *weight.backward) if op.kind is Kind.GEMM)
-            flops += 3 * sum(op.flops for op in weight.before if op.kind is Kind.ATTENTION)
+            flops += 3 * sum(op.flops for op in (*weight.before, *weight.use) if op.kind is Kind.ATTENTION)
         return flops
 
     @functools.cached_property
     def has_experts(self) -> bool:
         return any(weight.is_of_experts for weight in self.weights)
+
+    @property
+    def begins_frozen(self) -> bool:
+        """Whether backward runs here through blocks before the first trained one; the model's may end before them."""
+        first = next((number for number, weight in enumerate(self.weights) if not weight.is_frozen), 0)
+        return any(w.has_dgrad and w.block != self.weights[first].block for w in self.weights[:first])
 
     @functools.cached_property
     def numbers(self) -> Mapping[int, list[int]]:
@@ -152,38 +168,58 @@ def record(make_model: Callable[[], nn.Module], loss_of: Callable[[nn.Module, Re
     """One step of a model in bf16, on the meta device. ``loss_of`` makes its inputs."""
     with torch.device("meta"):
         model = make_model()
-        matrices = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if p.ndim > 1]
-        counted = {id(param): name for name, param in matrices}  # the last name counts the state
-        tied = {name for name, param in matrices if counted[id(param)] != name}
-        numel = sum(param.numel() for param in model.parameters())
+        params = set(model.parameters())
         recorder, loose = recorder_of(model)
         modules = dict(model.named_modules())
+        calls = _note_calls(modules, recorder)
         with recording(recorder):
             loss = loss_of(model, recorder)
             recorder.mark()
             loss.backward()
             recorder.mark()
-    small_numel = sum(param.numel() for param in model.parameters() if param.ndim < 2) + loose
-    if not recorder.uses:
+    small = loose | {param for param in params if param.ndim < 2}
+    if not recorder.uses or not any(param.requires_grad for param in params):
         raise ValueError("record expects a backward that uses matrices, but no matrix has a gradient.")
     uses, stretches, weights = sorted(recorder.uses), recorder.stretches, []
-    for first, last, name in uses:
-        module = modules[name]
+    # The last use of a matrix counts its state: backward comes by there first.
+    counted = {matrices_of(modules[name]): number for number, (_, _, name) in enumerate(uses)}
+    blocks: dict[tuple[str, int], int] = {}
+    for number, (first, last, name) in enumerate(uses):
+        module, block, in_block = modules[name], _block_of(name), -1
+        if block:
+            in_block = blocks.setdefault((block, bisect(calls[block], first)), len(blocks))
         (before, use, after), (backward, wgrad, dgrad) = (stretches[at - 1 : at + 2] for at in (first, last))
         matrix = f"{name}.weight", shape_of(module), isinstance(module, nn.Embedding), isinstance(module, Experts)
-        found = _BLOCK.search(f"{name}.")
-        block, has_dgrad = int(found[1]) if found else -1, bool(dgrad.ops)
+        has_dgrad = bool(dgrad.ops)
         amounts = Amounts(use.most, after.most, backward.most, wgrad.most, dgrad.most)
-        grads, is_tied = tuple(op for op in dgrad.ops if op.kind is Kind.MEMORY), f"{name}.weight" in tied
+        grads = tuple(op for op in dgrad.ops if op.kind in (Kind.MEMORY, Kind.ATTENTION))
         ops = before.ops, use.ops, backward.ops
-        weights.append(Weight(*matrix, has_dgrad, block, *ops, amounts, use.live, grads, is_tied))
+        flags = counted[matrices_of(module)] != number, name in recorder.frozen
+        weights.append(Weight(*matrix, has_dgrad, in_block, *ops, amounts, use.live, grads, *flags))
     # What comes after the last use of forward is in its stretch; that of the loss' own backward is before the head's.
     operations = stretches[uses[-1][0] + 1].ops
     tail = next((stretch.ops for stretch in stretches[uses[0][1] + 2 :]), ())
-    blocks = [weight for weight in weights if weight.block >= 0]
-    input_nbytes = int(blocks[0].flops / (2 * blocks[0].numel) * blocks[0].shape[-1] * 2) if blocks else 0
-    trace = Trace(tuple(weights), operations, tail, input_nbytes, small_numel)
-    return replace(trace, unused_numel=max(numel - trace.numel, 0))
+    in_blocks = [weight for weight in weights if weight.block >= 0]
+    input_nbytes = int(in_blocks[0].flops / (2 * in_blocks[0].numel) * in_blocks[0].shape[-1] * 2) if in_blocks else 0
+    frozen = _numel(param for param in small if not param.requires_grad)
+    trace = Trace(tuple(weights), operations, tail, input_nbytes, _numel(small), frozen_small_numel=frozen)
+    return replace(trace, unused_numel=max(_numel(params) - trace.numel, 0))
+
+
+def _numel(params: Iterable[nn.Parameter]) -> int:
+    return sum(param.numel() for param in params)
+
+
+def _note_calls(modules: Mapping[str, nn.Module], recorder: Recorder) -> Mapping[str, list[int]]:
+    """By block, the stretches in which its calls begin, from now on."""
+    calls: dict[str, list[int]] = {block: [] for block in map(_block_of, modules) if block}
+
+    def note(begins: list[int], *_: object) -> None:
+        begins.append(len(recorder.stretches))
+
+    for block, begins in calls.items():
+        modules[block].register_forward_pre_hook(partial(note, begins))
+    return calls
 
 
 _RECORDED = 3  # blocks of each kind: the first, one between two that are alike, and the last

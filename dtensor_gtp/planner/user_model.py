@@ -82,9 +82,11 @@ class UserModel:
                 layer.out_features //= tp
             else:
                 layer.in_features //= tp
-            layer.weight = nn.Parameter(layer.weight.new_empty(layer.out_features, layer.in_features))
-            if layer.bias is not None:
-                layer.bias = nn.Parameter(layer.bias.new_empty(layer.out_features))
+            weight, bias = layer.weight, layer.bias
+            shape = layer.out_features, layer.in_features
+            layer.weight = nn.Parameter(weight.new_empty(shape), requires_grad=weight.requires_grad)
+            if bias is not None:
+                layer.bias = nn.Parameter(bias.new_empty(layer.out_features), requires_grad=bias.requires_grad)
 
         def loss(module: nn.Module, recorder: Recorder) -> Tensor:
             for name, style in self.plan.styles.items() if tp > 1 else ():
@@ -179,7 +181,9 @@ def _transformers(text: str, seq_len: int) -> Callable[[], _Built]:
                 model = _class_of(transformers, config, text)(config)
         # A table of positions ends there.
         most = seq_len if _is_rotary(config) else getattr(config, "max_position_embeddings", None) or seq_len
-        return step_of(model, min(seq_len, most))
+        expected = f"a configuration with the sizes of its inputs, but {text} raised"
+        with _errors_of_others(expected, "Pass module:function instead."):
+            return step_of(model, min(seq_len, most))
 
     return build
 

@@ -49,7 +49,7 @@ def test_what_an_exchange_receives() -> None:
     """Gradients of 2 bytes an element from four ranks, or from three: a kernel that adds reads the own addend."""
     amounts = memory.Amounts(0, 0, 0, 0, 0)
     for numel, num_senders in ((1 << 20, 4), (32 << 20, 3)):
-        weight = SimpleNamespace(numel=numel, is_table=False, amounts=amounts)
+        weight = SimpleNamespace(numel=numel, is_table=False, is_frozen=False, amounts=amounts)
         item: Any = SimpleNamespace(name="w", weight=weight, axis=SimpleNamespace(size=4), state_numel=numel // 4)
         assert memory.make_use(item, amounts, 2, "all_to_all").sent == num_senders * 2 * numel // 4
         assert memory.make_use(item, amounts, 2, "copy_engine").sent == 3 * 2 * numel // 4

@@ -172,6 +172,7 @@ def test_bad_input_is_one_line_and_status_2(refuse: Any, arguments: tuple[str, .
         ({"model_type": "gpt2", "n_layer": 10**10}, "expects at most 10000 as n_layer"),
         ({"model_type": ["llama"]}, "expects a text as model_type"),
         ({"_name_or_path": {"a": 1}}, "expects a text as _name_or_path"),
+        ({"layer_types": "full_attention"}, "expects a list as layer_types"),
         ({"model_type": {}}, "expects a text as model_type"),
         ({"num_attention_heads": [8]}, "as heads"),
         ({"num_key_value_heads": 0}, "expects an integer of at least 1 as kv_heads, but .* has 0. Mend it."),

@@ -132,6 +132,42 @@ def test_config_json_of_transformers(tmp_path: Path) -> None:
     assert (config.experts, config.experts_per_token, config.expert_hidden_dim) == (4, 2, 128)
 
 
+_QWEN = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 512}
+_KINDS = ["full_attention", "sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_windows"),
+    [
+        (_QWEN | {"max_window_layers": 0}, 5),
+        (_QWEN | {"max_window_layers": 3}, 2),
+        (_QWEN | {"max_window_layers": 5}, 0),
+        (_QWEN, 0),  # from layer 28 on
+        (_QWEN | {"max_window_layers": 0, "layer_types": _KINDS}, 2),
+        (_QWEN | {"max_window_layers": 0, "use_sliding_window": False}, 0),
+        ({"model_type": "mistral", "sliding_window": 512}, 5),
+        ({"model_type": "mistral", "sliding_window": None}, 0),
+    ],
+)
+def test_attention_has_a_window_in_the_layers_that_say_so(
+    tmp_path: Path, changes: dict[str, Any], num_windows: int
+) -> None:
+    config = load_model(config_json(tmp_path / "config.json", **changes), 8)
+    assert isinstance(config, ModelConfig)
+    windowed = 1 / 8 - 1 / 128  # of all pairs of 4096 tokens, each looks back at 512
+    assert config.looked_at(4096) == pytest.approx((num_windows * windowed + (5 - num_windows) / 2) / 5)
+
+
+@pytest.mark.parametrize(("rank", "numel"), [(32, 64 * 32 + 32 * 4 * 24), (None, 64 * 4 * 24)])
+def test_latent_attention_with_and_without_latent_queries(tmp_path: Path, rank: int | None, numel: int) -> None:
+    sizes = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    changes = {"model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": rank, **sizes}
+    path = config_json(tmp_path / "config.json", **changes)
+    whole = plan(path, "h100", gpus=2, seq_len=64).problem.whole
+    attention = numel + 64 * (16 + 8) + 16 * 4 * (16 + 16) + 4 * 16 * 64
+    assert whole.numel - whole.small_numel == 2 * 256 * 64 + 5 * (attention + 3 * 64 * 128)
+
+
 def test_a_function_that_builds_a_model(users_models: Any) -> None:
     def build() -> Any:
         return nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))), torch.empty(8, 64)

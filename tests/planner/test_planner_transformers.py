@@ -119,6 +119,13 @@ def test_configurations_that_cannot_train(kind: str, message: str, transformers:
         plan(str(tmp_path / "config.json"), "h100", gpus=2)
 
 
+def test_a_model_whose_inputs_have_no_known_sizes_is_one_line(transformers: Any) -> None:
+    message = "expects a configuration with the sizes of its inputs, but ResNetForImageClassification raised Attribute"
+    with pytest.raises(PlanError, match=f"{message}.*Pass module:function instead.") as caught:
+        plan("ResNetForImageClassification", "h100", gpus=2)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.long
 def test_a_class_of_transformers(transformers: Any) -> None:
     """With rotary embeddings and masks of its own; the reference computes as much."""

@@ -166,3 +166,33 @@ def test_blocks_in_two_places_have_no_code_that_changes_them(users_models: Any) 
     load(users_models)
     code = dtensor_gtp.plan("users_models:build", gpus=2, seq_len=TOKENS, is_compiled=True).code()
     assert "for block in model.base.layers:" in code
+
+
+def test_slices_of_frozen_layers_are_frozen(users_models: Any) -> None:
+    def build() -> Any:
+        model = Model(PLAN)
+        for block in model.base.layers:
+            block.up.requires_grad_(False)
+        return model, torch.zeros(1, TOKENS).long()
+
+    half = users_models.load(build, TOKENS).trace(2)
+    assert {weight.name for weight in half.weights if weight.is_frozen} == {
+        f"base.layers.{number}.up.weight" for number in range(LAYERS)
+    }
+    assert half.frozen_small_numel == LAYERS * HIDDEN // 2
+
+
+def test_muon_of_blocks_beside_an_embedding_has_no_code(users_models: Any) -> None:
+    """All children of a sequence have numbers: no name tells its blocks from its embedding."""
+
+    def build() -> Any:
+        return nn.Sequential(nn.Embedding(8, DIM), Block(), Block(), nn.Linear(DIM, 8)), torch.zeros(1, 4).long()
+
+    users_models.define(build)
+    muon, adamw = (
+        dtensor_gtp.plan("users_models:build", gpus=2, checkpointing="none", optimizer=optimizer).code()
+        for optimizer in ("muon", "adamw")
+    )
+    assert "muon: blocks stand beside the embedding and the head: what it trains is yours" in muon
+    assert "Muon(" not in muon
+    assert "gtp_shard(model" in adamw
