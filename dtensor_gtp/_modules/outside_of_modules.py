@@ -40,7 +40,7 @@ from ..placement import GTPShard
 from .binding import runtimes_below
 
 # What torch says of a leaf of a group without memory.
-_FREED = "out of bounds for storage of size 0"
+_FREED = "out of bounds for storage of size 0", "its data is not allocated yet"
 
 
 @functools.cache
@@ -84,7 +84,9 @@ def _run(stock: Callable[..., Any], outputs: Any, grads: Any, retain: Any, creat
         return result
     except RuntimeError as error:
         explain(error)
-        if _FREED in str(error) and (blocks := [group for each in known for group in each.members.groups]):
+        if any(text in str(error) for text in _FREED) and (
+            blocks := [group for each in known for group in each.members.groups]
+        ):
             names = f"'{blocks[0].fqn}'" + f" to '{blocks[-1].fqn}'" * (len(blocks) > 1)
             raise RuntimeError(
                 f"{error} Perhaps a backward came to ops of a block before it came to an output of the block, whose "

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -34,13 +35,21 @@ def check_differentiable(weight: ShardedWeight) -> None:
     the weight."""
     # Callers come here with gradients enabled only, so vmap under no_grad goes on.
     if compat.in_func_transform():
-        raise NotImplementedError(
-            "Transforms of torch.func (grad, vmap, jacrev, jvp) do not see gathers and reductions, "
-            f"so gtp_shard does not support them on uses of parameter '{weight.fqn}' of shape "
-            f"{tuple(weight.layout.shape)}. Take derivatives for inputs with torch.autograd.grad "
-            "or torch.autograd.functional, those for parameters with backward(). Run vmap under "
-            "torch.no_grad()."
-        )
+        raise _refused_transform(f"on uses of parameter '{weight.fqn}' of shape {tuple(weight.layout.shape)}")
+
+
+def check_first_forward() -> None:
+    """Raise a NotImplementedError if the first forward, which makes groups, is one of such a transform."""
+    if torch.is_grad_enabled() and compat.in_func_transform():
+        raise _refused_transform(f"as the first call of a model (rank {dist.get_rank()})")
+
+
+def _refused_transform(what: str) -> NotImplementedError:
+    return NotImplementedError(
+        "Transforms of torch.func (grad, vmap, jacrev, jvp) do not see gathers and reductions, so gtp_shard does not "
+        f"support them {what}. Take derivatives for inputs with torch.autograd.grad or torch.autograd.functional, "
+        "those for parameters with backward(). Run vmap under torch.no_grad()."
+    )
 
 
 def refuse_recording(recorder: str, fqn: str) -> NoReturn:

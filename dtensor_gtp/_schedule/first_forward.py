@@ -22,6 +22,7 @@ from .._comm.send_ring import SendRing
 from .._howto import see
 from .._params.managed_param import ManagedParam
 from .._params.pack_planes import has_hooks
+from .._params.refusals import check_first_forward
 from .._params.sharded_weight import ShardedWeight
 from .._params.ties import warn_of_holders
 from .._params.weight_group import Reducible
@@ -73,6 +74,7 @@ class Setup:
         make communicators."""
         if self.is_done:
             return
+        check_first_forward()
         params = self._members.params
         with Progress(logger, "first forward: ranks agree, communicators are made", len(params)) as progress:
             self._run(progress)

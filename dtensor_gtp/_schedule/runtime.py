@@ -255,17 +255,13 @@ class Runtime:
         for each in self.members.whole:
             if each.group is None:
                 each.follow_writes()
-        asked = self.asked_for
         # All ranks reduce these at the end, whether or not they have used them.
         left_out = [weight for weight in self.members.weights if weight.flags.reduce_scatter_unused_params]
         for param in (*self.members.whole, *left_out):
-            leaf = param.leaf
-            if param.group is not None:
-                leaf = param.group.leaves.by_member[param]
-            if param.param.requires_grad and (asked is None or id(leaf) in asked):
+            if param.param.requires_grad and self._is_asked_for(param):
                 param.gradient.awaits_reduction = True
         for group in self.members.groups:
-            group.pending_grad.asked_for = asked
+            group.pending_grad.asked_for = self.asked_for
         self._records_graph = torch.is_grad_enabled()  # the engine sets it to ``create_graph``
         self.comm.begin_pass()
         self.lost_writes.gather_outdated()
@@ -278,6 +274,13 @@ class Runtime:
         self.gathering.gather_for_any_use(is_in_backward=True)
         self.gathering.begin(self.passes.backward)
         self._hide_groups()
+
+    def _is_asked_for(self, param: ManagedParam) -> bool:
+        """Whether the running backward is not confined to others."""
+        leaf = param.leaf
+        if param.group is not None:
+            leaf = param.group.leaves.by_member[param]
+        return self.asked_for is None or id(leaf) in self.asked_for
 
     def arrived(self) -> tuple[int, list[int]]:
         """How many backwards have begun here, and how many weights of each group have a gradient."""
@@ -371,7 +374,7 @@ class Runtime:
             self._hide_groups()
             self.steps.complete()
             if self._records_graph:
-                for param in self.members.params:
+                for param in filter(self._is_asked_for, self.members.params):
                     param.mark_undifferentiable()
             if misuse is not None:
                 self.holds.release_all()

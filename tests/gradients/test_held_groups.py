@@ -1,0 +1,189 @@
+"""Weights of blocks that autograd reads where no backward of the block begins: second derivatives, code outside of the
+block, outputs in objects. Other passes in between must not free them, which would end the process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+from pairs_common import CHOSEN, MIXED, PairTest
+from passes_common import NUM_ROWS, WIDTH, Block, Model, mean, usual
+from runtime_common import make_rows, members_of
+from torch.func import grad, hessian, vmap
+
+Step = Callable[[Any, torch.Tensor], Any]
+
+
+def only_blocks(block: type[nn.Module] = Block) -> Callable[[], nn.Module]:
+    """A model in which all weights are in groups."""
+    return lambda: nn.Sequential(block(), block(), block())
+
+
+def slope_of(each: nn.Module, x: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output, and the gradient of an input, with a graph."""
+    x = (x * scale).requires_grad_()
+    y = each(x)
+    (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    return y, slope
+
+
+def evaluate(each: nn.Module, x: torch.Tensor) -> None:
+    with torch.no_grad():
+        each(x)
+
+
+class SecondDerivatives:
+    """Steps. Each forward and backward of a step is another pass than the one that made the graph."""
+
+    def other_forwards(each: Any, x: torch.Tensor) -> None:
+        _, slope = slope_of(each, x, 0.5)
+        (each(x).mean() - mean(each(x * 0.3)) + mean(slope)).backward()
+
+    def an_evaluation(each: Any, x: torch.Tensor) -> None:
+        y, slope = slope_of(each, x)
+        evaluate(each, x)
+        (mean(slope) + mean(y)).backward()
+
+    def two_graphs(each: Any, x: torch.Tensor) -> None:
+        slopes = [slope_of(each, x, scale)[1] for scale in (0.5, 1.0)]
+        (mean(slopes[0]) + mean(slopes[1])).backward()
+
+    def two_backwards(each: Any, x: torch.Tensor) -> None:
+        _, slope = slope_of(each, x)
+        mean(slope).backward(retain_graph=True)
+        slope.mean().backward()
+
+    def products_with_a_hessian(each: Any, x: torch.Tensor) -> Any:
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(each(x).square().sum(), x, create_graph=True)
+        products = [torch.autograd.grad(slope, x, vector, retain_graph=True)[0] for vector in (x.detach(), x.square())]
+        usual(each, x.detach())
+        return sum(products)
+
+    def third_derivatives(each: Any, x: torch.Tensor) -> None:
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(each(x).square().sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(slope[:, 0].sum(), x, create_graph=True)
+        mean(second).backward()
+
+    def a_graph_that_nobody_uses(each: Any, x: torch.Tensor) -> None:
+        y, _ = slope_of(each, x)
+        mean(y).backward()
+
+
+class Reads(Model):
+    """Reads weights of its second block, as a penalty does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        block = self.blocks[1]
+        scale = block.up.weight.square().mean() + block.norm.weight.tanh().sum()
+        return super().forward(x) * scale + (x @ block.up.weight.t()).mean(1, keepdim=True)
+
+
+class Box:
+    """Hides a tensor."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class Boxed(Block):
+    def forward(self, x: Any) -> Any:
+        if isinstance(x, Box):
+            x = x.value
+        return Box(super().forward(x))
+
+
+class BoxedBlocks(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(*(Boxed() for _ in range(3)))
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x).value
+
+
+def evaluation_before_backward(each: Any, x: torch.Tensor) -> None:
+    loss = mean(each(x))
+    evaluate(each, x * 2)
+    loss.backward()
+
+
+def two_forwards_then_two_backwards(each: Any, x: torch.Tensor) -> None:
+    losses = [mean(each(x)), mean(each(x * 2))]
+    for loss in losses:
+        loss.backward()
+
+
+class TestHeldGroups(PairTest):
+    def test_second_derivatives_with_passes_in_between(self) -> None:
+        steps = [step for name, step in vars(SecondDerivatives).items() if not name.startswith("__")]
+        for pair in self.pairs(only_blocks(), (CHOSEN, MIXED)):
+            optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in pair]
+            for seed, step in enumerate(steps):
+                ours, expected = self.run_both(pair, step, seed)
+                if expected is not None:
+                    rank = self.gtp_mesh().get_local_rank()
+                    torch.testing.assert_close(ours, expected.chunk(2)[rank], rtol=1e-4, atol=1e-5)
+                for optimizer in optimizers:
+                    optimizer.step()
+                self.check_grads(pair)
+                # The optimizer has ended what was held.
+                groups = members_of(pair[0]).groups
+                self.assertEqual([group.leaves.storage.nbytes() for group in groups], [0, 0, 0], step.__name__)
+
+    def test_reads_outside_of_a_block_and_outputs_in_objects(self) -> None:
+        for make in (Reads, BoxedBlocks):
+            for pair in self.pairs(make, (CHOSEN, MIXED)):
+                for seed, step in enumerate((evaluation_before_backward, two_forwards_then_two_backwards, usual)):
+                    self.check(pair, step, seed)
+
+    def test_what_is_held_follows_the_values(self) -> None:
+        """Written by an optimizer, and through ``.data``, the graph of the old values is refused."""
+        for model, _ in self.pairs(only_blocks(), (CHOSEN,)):
+            x = make_rows(0, 4, WIDTH)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            usual(model, x)
+            _, slope = slope_of(model, x)
+            optimizer.step()
+            with self.assertRaisesRegex(RuntimeError, "modified by an inplace operation"):
+                mean(slope).backward()
+            before = model(x).detach()
+            slope_of(model, x)
+            for param in model.parameters():
+                param.data.mul_(0.5)
+            self.assertFalse(torch.allclose(model(x), before))
+
+    def test_gradients_that_were_not_asked_for_stay_as_they_are(self) -> None:
+        for model, _ in self.pairs(only_blocks(), (CHOSEN,)):
+            x = make_rows(0, 4, WIDTH)
+            usual(model, x)
+            slope_of(model, x)
+            grads = [param.grad for param in model.parameters() if param.grad is not None]
+            self.assertGreater(len(grads), 0)
+            self.assertFalse(any(each.requires_grad for each in grads))
+
+    def test_transforms_of_inputs(self) -> None:
+        """After a forward; as the first call of a model they are refused."""
+        x = make_rows(0, NUM_ROWS, WIDTH)
+        for model, reference in self.pairs(only_blocks(), (CHOSEN,)):
+            for each in (model, reference):
+                usual(each, x)  # so that there are gradients
+            for transform in (grad, lambda f: vmap(grad(f)), hessian):
+                ours, expected = (
+                    transform(lambda rows, each=each: each(rows).square().sum())(x[:2]) for each in (model, reference)
+                )
+                torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+        for model, _ in self.pairs(only_blocks(), (CHOSEN,), is_first=True):
+            with self.assertRaisesRegex(NotImplementedError, "as the first call of a model"):
+                grad(lambda rows: model(rows).sum())(x)  # noqa: B023
+            usual(model, x)
+
+    def test_a_loss_on_a_norm_inside_of_a_block_names_blocks(self) -> None:
+        for model, _ in self.pairs(only_blocks(), (CHOSEN,)):
+            seen = []
+            model[1].norm.register_forward_hook(lambda module, args, output: seen.append(output))  # noqa: B023
+            model(make_rows(0, 4, WIDTH))
+            with self.assertRaisesRegex(RuntimeError, "blocks '0' to '2'"):
+                seen[0].square().mean().backward()
