@@ -319,7 +319,7 @@ class TestFormatPlan(TestCase):
     def formatted(self, name: str, uses: Sequence[int], sizes: Sequence[int], window: Window) -> str:
         chain = Chain(window, lambda: [Traits(size) for size in sizes])
         run_pass(chain, uses)
-        return plan_text(plan_report(name, chain, NAMES))
+        return plan_text(plan_report(name, chain, NAMES, range(len(uses))))
 
     def test_each_use_launches_what_is_due_after_it(self) -> None:
         self.assertExpectedInline(
