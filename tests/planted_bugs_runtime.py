@@ -24,20 +24,18 @@ RUNTIME = {
     "prefetch crosses the end of backward":
         Bug("Runtime._finish_backward", drop("drop_prefetched"), "test_unusual_passes.py::TestUnusualPasses"),
     "a backward takes weights of a later step for those it was computed with":
-        Bug("GroupLeaves.count_write", drop("increment_version"),
+        Bug("GroupLeaves._count_write", drop("increment_version"),
             "test_a_backward_through_weights_of_an_earlier_step_is_refused"),
     "a group does not see an optimizer step":
         Bug("lost_writes:count_writes", drop("group.shards.num_updates += 1"),
             "test_a_backward_through_weights_of_an_earlier_step_is_refused"),
     "what autograd has saved of a group is freed at the end of a pass":
-        Bug("Holds.end_pass", replace("not hold.has_graph", "True"),
+        Bug("GroupLeaves.free", replace("not self.are_saved", "True"),
             "test_held_groups.py::TestHeldGroups::test_reads_outside_of_a_block_and_outputs_in_objects"),
-    "a graph of old values reads new ones":
-        Bug("Holds.release", drop("count_write"), "test_what_is_held_follows_the_values"),
-    "what is held does not follow writes through .data":
-        Bug("LostWrites.note_handed_out", drop("doubt"), "test_what_is_held_follows_the_values"),
+    "a graph of old values reads what an optimizer has changed":
+        Bug("GroupLeaves.outdate", drop("_count_write"), "test_what_is_held_follows_the_values"),
     "gradients that a backward was not asked for refuse a second one":
-        Bug("Runtime._finish_backward", replace("filter(self._is_asked_for, self.members.params)", "self.members.params"),
+        Bug("Runtime._finish_backward", replace("self._is_asked_for", "None"),
             "test_gradients_that_were_not_asked_for_stay_as_they_are"),
     "writes of a forward to weights of a group are lost":
         Bug("WeightGroup.carry_writes", drop("copy_"), "test_debugging_aids.py::TestPoisonOfWhatIsFreed"),

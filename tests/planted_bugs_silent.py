@@ -109,7 +109,7 @@ SILENT = {
         Bug("once_differentiable.run", replace("undifferentiable(x, *grads)", "undifferentiable(x)"),
             "test_by_an_input"),
     "a write through .data between unshard and reshard is lost in a group":
-        Bug("Holds.hold", drop("note_read_outside"),
+        Bug("Gathering.hold_until_end", drop("note_read_outside"),
             f"{SILENT_GROUPS}::test_writes_without_a_version_are_refused"),
     "a write through .data around a block is lost":
         Bug("LostWrites.found", replace("self._seen_outside.items()", "()"),

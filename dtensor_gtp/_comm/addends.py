@@ -107,6 +107,12 @@ def add_rows(
         torch.sum(rows, 0, dtype=out.dtype, out=out)
 
 
+def add_parts(out: Tensor, rows: Tensor, own: Sequence[Tensor], rank: int, num_ranks: int, factor: float) -> None:
+    """What the kernel does (``triton_addends.add``), by torch, with a copy of all addends."""
+    mine = torch.cat([part.reshape(-1) for part in own])[None]
+    add_rows(None, out, torch.cat([rows[:rank], mine, rows[rank:]]), (), rank, num_ranks, is_mean=factor != 1)
+
+
 def fused_sum(like: Tensor, num_ranks: int) -> Sum | None:
     """The kernel that adds the addends of ``num_ranks`` ranks, of the dtype and device of ``like``;
     None: torch."""

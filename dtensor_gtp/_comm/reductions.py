@@ -37,7 +37,7 @@ from torch import Tensor
 
 from .. import _torch_compat as compat
 from ..policy import ReduceScatterKind, Waitable
-from .addends import Sum, add_rows, fused_sum, is_loaded_ahead
+from .addends import add_parts, add_rows, fused_sum, is_loaded_ahead
 from .collectives import Groups, ReduceScale
 from .send_ring import Place, SendRing
 from .streams import Done, Streams
@@ -218,11 +218,6 @@ def can_travel_together(kind: ReduceScatterKind, num_ranks: int) -> bool:
     return num_ranks > 1 and kind != "all_to_all"
 
 
-def narrow_sum(like: Tensor, num_ranks: int) -> Sum | None:
-    """The kernel that adds narrow addends, which a ring would add without it: only if it was loaded ahead."""
-    return fused_sum(like, num_ranks) if is_loaded_ahead(like, num_ranks) else None
-
-
 class Scattering:
     """One reduce-scatter of gradients, made on the current stream. At the end ``slots`` hold this
     rank's rows of each gradient, in the dtype of the sum.
@@ -231,7 +226,7 @@ class Scattering:
         kind: How to reduce.
         fulls: Gradients of shape ``(num_ranks * rows, ...)``; they may be written to. The launch
             copies one that is not contiguous or of another dtype, and sends the copy. Several only
-            if they can be sent together: by ``"all_to_all"`` if there is a ``narrow_sum``.
+            if they can be sent together: by ``"all_to_all"`` if ``is_loaded_ahead``.
         num_ranks: Size of the group. One rank sends nothing: the sum has one addend.
         wire_dtype: The dtype to send.
         dtype: Of the sum, if it is wider than ``sum_dtype`` says. Nothing else needs the fused
@@ -278,8 +273,11 @@ class Scattering:
                 num_rows, *others = target.shape
                 self.slots.append(target.new_empty((num_rows // num_ranks, *others)))
         if kind != "ring":
-            how = fused_sum if dtype is None else narrow_sum
-            self._add = how(self._sent[0], num_ranks)
+            self._add = None
+            if dtype is None or is_loaded_ahead(self._sent[0], num_ranks):
+                self._add = fused_sum(self._sent[0], num_ranks)
+            if self._add is None and len(self._sent) > 1 and ring is None:
+                self._add = add_parts  # the other ranks send parts, too
             self._prepare_exchange(dtype or sum_dtype(kind, wire_dtype))
 
     def _prepare_exchange(self, dtype: torch.dtype) -> None:
@@ -303,9 +301,10 @@ class Scattering:
 
     @property
     def flat(self) -> Tensor:
-        """All slots, one behind the other. Only for one gradient, or after an exchange."""
+        """All slots, one behind the other. Of one gradient, or after an exchange."""
         if self._received is None:
-            return self.slots[0].flatten()
+            (slot,) = self.slots
+            return slot.flatten()
         return self._sum
 
     def keep(self) -> list[Tensor]:

@@ -215,6 +215,7 @@ def _parts_of_group(group: WeightGroup, comm: CommContext) -> Parts:
     """What the gather of a group sends and fills. Allocates the memory of its leaves."""
     group.leaves.allocate(group.version)
     parts = group.shards.parts(group.leaves.outputs, group.groups.casts_shards)
+    group.leaves.count_owners()
     if group.quantized:
         with comm.packing(group.groups):
             agree_on_stale(group.quantized, comm)  # collective, before the gather

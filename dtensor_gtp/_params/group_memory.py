@@ -150,6 +150,53 @@ class GroupLeaves:
         # Of the shards that the leaves have, or are being filled with.
         self.version: Version | None = None
         self.written = self.versions()  # those of the leaves, as far as the shards know
+        # Whether autograd may have saved leaves where no backward of the block gathers them, see
+        # ``note_saved``; and whether in a CUDA graph.
+        self.may_be_saved = self._is_captured = False
+        self._num_owners: int | None = None  # where nobody has saved any; unknown before the first gather
+
+    def count_owners(self) -> None:
+        """Call before the first gather, when all views for it are made: nobody has saved leaves yet."""
+        if self._num_owners is None:
+            self._num_owners = self._owners()
+
+    def _owners(self) -> int | None:
+        return compat.num_owners(self.storage, self.by_member.values())
+
+    @property
+    def are_saved(self) -> bool:
+        """Whether a graph that no block sees may read the memory."""
+        if not self.may_be_saved:
+            return False
+        owners = self._owners()
+        return owners is None or self._num_owners is None or owners > self._num_owners
+
+    def note_saved(self, *, is_captured: bool) -> None:
+        """Code outside of the block reads the leaves, or a backward with ``create_graph=True`` does: no
+        use of the block comes before autograd reads what it saves there."""
+        self.may_be_saved = True
+        self._is_captured = is_captured
+
+    def free(self) -> None:
+        """Give the memory back to the allocator; leaves keep their shapes. Memory that a graph may
+        read stays. That is for each rank to see: gathers do not depend on it."""
+        if not self.are_saved:
+            self.may_be_saved = False
+            self.storage.resize_(0)
+
+    def free_captured(self, is_capturing: bool) -> None:
+        """As ``free``, and in any case what a CUDA graph has and other passes would use, or the other
+        way round. Autograd refuses graphs that are left."""
+        if self.may_be_saved and self._is_captured is not is_capturing:
+            self.outdate()
+            self.may_be_saved = False
+        self.free()
+
+    def outdate(self) -> None:
+        """The values are old now: autograd refuses a backward through graphs that have saved them."""
+        self._count_write()
+        if self._owners() is None:
+            self.may_be_saved = False  # nobody knows who reads the memory: autograd refuses them
 
     def versions(self) -> list[int]:
         """Counts of writes to each leaf."""
@@ -160,16 +207,15 @@ class GroupLeaves:
         self.storage.resize_(self.nbytes)
         if self.version not in (None, version):
             # Autograd shall refuse a backward through what was computed with the values before.
-            self.count_write()
+            self._count_write()
         self.version = version
 
     def refuse_graphs(self, why: str) -> None:
         """No backward through what was computed with the present values."""
         self.refusal = why
-        self.count_write()
+        self._count_write()
 
-    def count_write(self) -> None:
-        """Let autograd take all leaves as written."""
+    def _count_write(self) -> None:
         torch.autograd.graph.increment_version(list(self.by_member.values()))
         self.written = self.versions()
 

@@ -10,6 +10,8 @@ compute dtype, copied with each gather.
 
 Memory that is freed must not be read. So modules read leaves through ``FullParams``, which gathers
 the group of a weight that other code than its block reads, and keeps it until the end of backward.
+What autograd may have saved there, or in a backward with ``create_graph=True``, no block gathers
+again. So that memory stays while a graph may read it (``GroupLeaves.free``).
 A leaf that code keeps beyond its forward must not be read while the group is freed: as with
 ``fully_shard``, it has no memory then.
 
@@ -51,8 +53,8 @@ class FullParams(dict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
         group = self.group
-        if (group.for_forward.live is None or group.is_held) and name in self._grouped:  # else a block runs
-            group.reader.hold(group)
+        if group.for_forward.live is None and name in self._grouped:  # a live group has memory
+            group.reader.hold_until_end(group)
         return value
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -192,7 +194,6 @@ class WeightGroup:
     """Weights and whole parameters of a ``module``, of one mesh, dtype and ``gtp_shard`` call."""
 
     group = None  # what a single weight may have and a group never has: the schedule asks both
-    is_held = False  # whether it is in memory for other code than its block, see ``holds``
 
     def __init__(
         self, fqn: str, module: nn.Module, weights: Sequence[ShardedWeight], whole: Sequence[WholeParam]
@@ -252,7 +253,19 @@ class WeightGroup:
     def free(self) -> None:
         """Free the leaves' memory, and carry what was written to them to the shards."""
         self.carry_writes()
-        self.leaves.storage.resize_(0)  # back to the allocator; leaves keep their shapes
+        self.leaves.free()
+
+    def outdate_saved(self) -> RuntimeError | None:
+        """An optimizer has written to the shards. An error if leaves that a graph has kept in memory
+        were written before: the shards never got that."""
+        leaves = self.leaves
+        if not leaves.may_be_saved:
+            return None
+        is_lost = leaves.versions() != leaves.written
+        leaves.outdate()
+        if self.for_forward.is_absent:
+            leaves.free()
+        return self._lost_write("before an optimizer step") if is_lost else None
 
     def carry_writes(self) -> bool:
         """Write to the shards what a forward wrote to full weights, as weight clipping does. Returns

@@ -80,9 +80,9 @@ class BlockUse:
                 f"gradient (rank {dist.get_rank()}), so nothing says when the backward of the block begins. Detach it "
                 "outside of the block."
             )
-        # No node tells when the backward begins, so the first gradient of a leaf does.
+        # No node tells when the backward begins, so the first gradient of a leaf does. The group is held until it ends.
         self._group.views.note_gradients(self._runtime.note_backward)
-        self._runtime.hold(self._group)
+        self._runtime.hold_until_end(self._group)
 
     def begin(self, grads: object = None) -> None:
         """The backward of this forward begins: hold the weights for it."""
@@ -94,7 +94,7 @@ class BlockUse:
         if torch.is_grad_enabled():  # in a backward: ``create_graph=True``
             # The second backward may come to no op that ``watch`` knows.
             self._group.views.note_gradients(self._runtime.note_backward)
-            self._runtime.hold(self._group)
+            self._leaves.note_saved(is_captured=self._runtime.comm.streams.is_capturing)
         if running.held is None:
             running.held = self._runtime.gathering.acquire(self._group.for_forward)
             self._runtime.lost_writes.note_read(self._group)

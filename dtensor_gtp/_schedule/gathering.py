@@ -21,6 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -62,6 +63,8 @@ class Gathering:
         self.parts = ReplicaGathers(comm)
         self.parted = PartedRanks(members)
         self.statistics = Statistics(comm)
+        # What code outside of a use reads in this pass, see ``hold_until_end``.
+        self._read_outside: list[tuple[Gatherable, Gathered]] = []
         # In this pass, to code that may write to them without a trace.
         self.handed_out: set[ShardedWeight] = set()
         # Lanes in which a gather that the plan expects is not in flight.
@@ -217,6 +220,21 @@ class Gathering:
         for targets in by_mesh.values():
             self.gather_and_keep(targets)
 
+    def hold_until_end(self, group: WeightGroup) -> None:
+        """Code outside of a use reads a weight of ``group``: gather it until the pass ends."""
+        target = group.for_forward
+        if torch.is_grad_enabled():
+            group.leaves.note_saved(is_captured=self._comm.streams.is_capturing)
+        if group.is_pinned and target.kept is not None and group.is_fresh(target.kept):
+            self._comm.streams.wait(target.kept.done)  # as ``acquire`` does: code reads it next
+            group.note_read_outside()
+        else:
+            self._read_outside.append((target, self.acquire(target)))  # until ``release_read_outside``
+
+    def release_read_outside(self) -> None:
+        while self._read_outside:
+            self.release(*self._read_outside.pop())
+
     def release_block(self, group: WeightGroup) -> None:
         """End the hold of the backward of a block."""
         held = group.in_backward.held
@@ -229,6 +247,13 @@ class Gathering:
         for group in self._members.groups:
             group.in_backward.uses.clear()
             self.release_block(group)
+
+    def free_saved(self) -> None:
+        """Between passes: free what graphs have kept in memory and read no more."""
+        is_capturing = self._comm.streams.is_capturing
+        for group in self._members.groups:
+            if group.leaves.may_be_saved and group.for_forward.is_absent:
+                group.leaves.free_captured(is_capturing)
 
     def _catch_up(self, chain: Chain, used: Gatherable, is_expected: bool) -> None:
         """After a deviation or a gap, launch every gather that should already be in flight."""

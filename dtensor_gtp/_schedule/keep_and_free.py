@@ -192,7 +192,7 @@ class Keeper:
     def free(self, target: Gatherable, gathered: Gathered) -> None:
         """Drop a buffer that this runtime no longer needs. Poison it if nobody else holds it."""
         if isinstance(target, GatherableGroup):
-            if self._comm.debug.poison:
+            if self._comm.debug.poison and not target.group.leaves.are_saved:
                 # Whoever reads the memory before the next gather is complete finds it. What the
                 # forward has written to weights goes to the shards first.
                 target.group.carry_writes()

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from .. import _torch_compat as compat
 from .._comm import collectives
+from .._comm.addends import is_loaded_ahead
 from .._comm.context import CommContext
 from .._comm.debug import profiler_range
-from .._comm.reductions import Scattering, narrow_sum, sum_dtype
+from .._comm.reductions import Scattering, sum_dtype
 from .._comm.send_ring import Place, SendRing
 from .._params.group_memory import packed, slot_numels
 from .._params.sharded_weight import ShardedWeight
@@ -104,18 +105,18 @@ class ReductionLaunches:
         is_narrow = self.sends_narrow(weight, taken[0].dtype)  # so nothing is cast here
         if is_narrow:
             dtype = taken[0].dtype
-        # Where torch adds, it wants all addends in one tensor.
-        may_part = is_narrow and narrow_sum(taken[0], world) is not None
+        # All ranks must part alike, so neither a kernel that does not work here nor a layout decides.
+        may_part = is_narrow and is_loaded_ahead(taken[0], world)
         fulls: list[Tensor] = []
         for stays, parts in groupby(taken, lambda part: may_part and _is_sendable(part, world)):
             if stays:
-                fulls += parts
+                fulls += [part.contiguous() for part in parts]
             else:
                 # The compute stream owns this memory. ``Scattering.keep`` holds it until the
                 # reduction is retired.
                 fulls.append(packed(list(parts), world, dtype))
         for gradient in together:
-            gradient.taken = None  # frees the memory of what was packed
+            gradient.taken = None  # with the last reference to what was packed, its memory
         return fulls
 
     def can_pack(self, weight: Reducible, scale: collectives.ReduceScale) -> bool:
@@ -166,7 +167,7 @@ class ReductionLaunches:
         world = weight.layout.world
         dtype = weight.reduce_dtype
         # Outside of ``reducing``: the compute stream owns what a scattering allocates.
-        # A narrow gradient is exchanged. Each rank adds what it receives, in ``dtype``.
+        # Narrow gradients are exchanged. Each rank adds what it receives, in ``dtype``.
         if (len(fulls) == 1 or is_packed) and self.sends_narrow(weight, fulls[0].dtype):
             scattering = Scattering("all_to_all", fulls, world, fulls[0].dtype, dtype=dtype)
         else:
@@ -372,9 +373,8 @@ def _flatten(grads: list[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _is_sendable(part: Tensor, num_ranks: int) -> bool:
-    """Whether a gradient is large, and the rows for each rank lie one behind the other."""
-    is_whole = part.shape[0] % num_ranks == 0 and part.is_contiguous()
-    return is_whole and part.nbytes >= _NOT_PACKED
+    """Whether a gradient is large, and has as many rows for each rank."""
+    return part.shape[0] % num_ranks == 0 and part.nbytes >= _NOT_PACKED
 
 
 def _slot_numels(together: Sequence[Gradient]) -> list[int]:

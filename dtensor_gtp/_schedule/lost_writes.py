@@ -22,7 +22,6 @@ from .._params.sharded_weight import ShardedWeight
 from .._params.weight_group import WeightGroup
 from .attribute_reads import AttributeReads, is_changed, sum_of_bits, written_to_no_effect
 from .gathering import Gathering
-from .holds import Holds
 from .keep_and_free import Keeper
 from .members import Members
 from .passes import Passes
@@ -38,7 +37,6 @@ class LostWrites:
         keeper: Keeper,
         gathering: Gathering,
         reads: AttributeReads,
-        holds: Holds,
         comm: CommContext,
     ) -> None:
         self._members = members
@@ -46,7 +44,6 @@ class LostWrites:
         self._keeper = keeper
         self._gathering = gathering
         self._reads = reads
-        self._holds = holds
         self._comm = comm
         # Weights that are unsharded, and that somebody may have written since without a trace.
         self._outdated: set[ShardedWeight] = set()
@@ -124,8 +121,6 @@ class LostWrites:
         else:
             # No forward runs, and it is not unsharded: what is kept of it is gathered anew
             # at its next use.
-            if group is not None:
-                self._holds.doubt(group)
             for target in (group or weight).gatherables:
                 self._keeper.forget_kept(target)
 

@@ -22,7 +22,6 @@ from ..policy import SchedulePolicy
 from .attribute_reads import AttributeReads, Frame
 from .first_forward import Setup, agree_on_order
 from .gathering import Gathering
-from .holds import Holds
 from .keep_and_free import Keeper
 from .lost_writes import LostWrites, count_writes, refuse_hooks_at_nodes
 from .members import Members
@@ -48,11 +47,10 @@ class Runtime:
         self.setup = setup = Setup(policy, members, passes, comm, grads)
         self.keeper = keeper = Keeper(members, passes, setup, comm, grads)
         self.gathering = gathering = Gathering(members, passes, setup, keeper, comm, grads)
-        self.holds = Holds(gathering, comm)
         # Errors of collectives that this rank waits for name where ranks have parted.
         comm.streams.explain = gathering.parted.explain
         self.reads = AttributeReads(gathering, keeper, grads, self.note_backward)
-        self.lost_writes = LostWrites(members, passes, keeper, gathering, self.reads, self.holds, comm)
+        self.lost_writes = LostWrites(members, passes, keeper, gathering, self.reads, comm)
         self.steps = Steps(members, comm, grads)
         # Autograd alone holds the callback: if it is gone, that backward has failed.
         self._end_of_backward: weakref.ref[partial[None]] | None = None
@@ -70,9 +68,8 @@ class Runtime:
             return True
         return any(target.kept is not None for target in self.members.gatherables)
 
-    def hold(self, group: WeightGroup) -> None:
-        """Code outside of a use of ``group`` reads its weights next."""
-        self.holds.hold(group)
+    def hold_until_end(self, group: WeightGroup) -> None:
+        self.gathering.hold_until_end(group)
         self.lost_writes.note_read(group)
 
     def note_step(self, updated: set[int]) -> None:
@@ -85,10 +82,11 @@ class Runtime:
         count_writes(written)  # fused and foreach optimizers change no version of a shard
         for param in written:
             if param.group is not None:
-                self.holds.release(param.group)
                 self.keeper.forget_kept(param.group.for_forward)
             elif isinstance(param, ShardedWeight):
                 self.keeper.drop_kept(param)
+        lost = [group.outdate_saved() for group in {param.group for param in written if param.group is not None}]
+        errors += filter(None, lost)
         if errors:  # last: what was gathered before the step is dropped in any case
             raise errors[0]
 
@@ -136,14 +134,13 @@ class Runtime:
         if len(self.reads.frames) == 1:
             for group in self.members.groups:
                 group.views.hide()
-            if not torch.is_grad_enabled():  # otherwise the end of backward ends them
-                self.holds.end_pass()
+            if not torch.is_grad_enabled():  # otherwise the end of backward releases them
+                self.gathering.release_read_outside()
             if self.passes.forward is not None:  # None in a recomputation
                 self._end_forward(self.passes.forward, is_complete)
         # Last: ``leave`` takes a frame that is left for one that has not ended.
         self.reads.frames.pop()
         if misuse is not None:
-            self.holds.release_all()  # they have what was written to no effect
             raise misuse
 
     def _end_forward(self, chain: Chain, is_complete: bool) -> None:
@@ -188,7 +185,7 @@ class Runtime:
         """Nobody uses a weight any more, though uses may not have ended: free all but what the user
         asks to keep. With ``is_in_forward``, a forward runs around the broken backward, and has
         weights in use."""
-        self.holds.release_all()
+        self.gathering.release_read_outside()
         self.gathering.release_blocks()
         self.gathering.drop_prefetched()
         if not is_in_forward:
@@ -211,10 +208,11 @@ class Runtime:
         self.drop_broken_backward()
         self.steps.forget_what_was_given_up()
         self.setup.ensure()  # collective in the first forward
-        self.holds.begin_forward()
+        self.gathering.release_read_outside()  # of a forward without a backward
         self.gathering.release_blocks()
         self.comm.begin_pass()
         self.keeper.end_keeps()
+        self.gathering.free_saved()
         self.lost_writes.begin_forward()
         is_power = self.steps.count_forward()
         self.reads.is_differentiated = torch.is_grad_enabled()
@@ -330,7 +328,6 @@ class Runtime:
             self.gathering.gather_kept(weight)
             return
         if not (group.is_pinned or self.reads.frames):
-            self.holds.release(group)
             group.begin_forward()  # follows parameters that were replaced
         group.views.pin(self.note_backward)
         self.gathering.gather_kept(group)
@@ -363,11 +360,10 @@ class Runtime:
             self.reads.release_read_in_backward()
             self._finish_blocks()
             misuse = misuse or self.lost_writes.found("in a backward")
-            self.holds.end_pass()
-            if self.comm.streams.is_capturing and not self._records_graph:
-                self.holds.release_all()  # a replay gathers anew
+            self.gathering.release_read_outside()
             self.gathering.drop_prefetched()  # as at the end of a forward
             self.keeper.end_keeps()
+            self.gathering.free_saved()
             self.comm.host_copies.finish_uploads()
             self.passes.backward.end()
             self.passes.end_backward()
@@ -377,7 +373,6 @@ class Runtime:
                 for param in filter(self._is_asked_for, self.members.params):
                     param.mark_undifferentiable()
             if misuse is not None:
-                self.holds.release_all()
                 raise misuse
 
     def _finish_blocks(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -157,6 +157,20 @@ def template(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
 def storage_use_count(storage: torch.UntypedStorage) -> int:
     """Number of owners of the memory behind ``storage`` (tensors, autograd nodes, Python storage objects)."""
     return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def num_owners(storage: torch.UntypedStorage, leaves: Iterable[Tensor]) -> int | None:
+    """Number of owners of ``storage`` and of these leaves in it: tensors, and what autograd has saved. Nodes that take
+    gradients do not count. None if that is not known: in a transform of ``torch.func``, or if this torch cannot say."""
+    if torch._C._are_functorch_transforms_active() or not hasattr(Tensor, "_use_count"):
+        return None
+    count = storage_use_count(storage)
+    for leaf in leaves:
+        node = None
+        if leaf.requires_grad:
+            node = accumulate_node(leaf)  # it owns the leaf, and may be there already
+        count += leaf._use_count() - (node is not None)  # type: ignore[attr-defined]
+    return count
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:

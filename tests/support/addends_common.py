@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from dtensor_gtp import _torch_compat as compat
+from dtensor_gtp._comm.addends import add_parts
 
 
 def joined(own: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -20,8 +21,7 @@ def add(
 ) -> None:
     """What the kernel does, by torch."""
     assert rows.shape == (num_ranks - 1, out.numel())
-    rows = torch.cat([rows[:rank], joined(own), rows[rank:]])
-    (torch.sum if factor == 1 else torch.mean)(rows, 0, dtype=out.dtype, out=out)
+    add_parts(out, rows, own, rank, num_ranks, factor)
 
 
 def all_to_all_of_peers(
