@@ -82,6 +82,17 @@ class Reads(Model):
         return super().forward(x) * scale + (x @ block.up.weight.t()).mean(1, keepdim=True)
 
 
+class Linears(nn.Module):
+    """Its derivative by an input does not depend on the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x))
+
+
 class Box:
     """Hides a tensor."""
 
@@ -140,20 +151,39 @@ class TestHeldGroups(PairTest):
                     self.check(pair, step, seed)
 
     def test_what_is_held_follows_the_values(self) -> None:
-        """Written by an optimizer, and through ``.data``, the graph of the old values is refused."""
-        for model, _ in self.pairs(only_blocks(), (CHOSEN,)):
+        """After an optimizer step the graph of the old values is refused, also if it comes to no output of a block."""
+        for model, _ in self.pairs(only_blocks(Linears), (CHOSEN,)):
             x = make_rows(0, 4, WIDTH)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             usual(model, x)
-            _, slope = slope_of(model, x)
+            x.requires_grad_()
+            (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
             optimizer.step()
             with self.assertRaisesRegex(RuntimeError, "modified by an inplace operation"):
                 mean(slope).backward()
+            x = x.detach()
             before = model(x).detach()
             slope_of(model, x)
             for param in model.parameters():
                 param.data.mul_(0.5)
             self.assertFalse(torch.allclose(model(x), before))
+
+    def test_one_rank_looks_at_parameters_and_others_are_replaced(self) -> None:
+        """While a graph is there. What is gathered depends on neither."""
+        for pair in self.pairs(Reads, (CHOSEN,)):
+            self.run_both(pair)
+            if self.rank == 0:
+                sum(float(param.data.to_local().norm()) for param in pair[0].parameters())
+            self.run_both(pair)
+            self.check_grads(pair)
+            for each in pair:
+                losses = mean(each(make_rows(1, 4, WIDTH)))  # it keeps the memory of the old parameters
+                each.to(torch.float64)
+            batch = make_rows(2, NUM_ROWS, WIDTH).double()
+            for each, mine in zip(pair, (batch.chunk(2)[self.rank], batch), strict=True):
+                usual(each, mine)
+            self.check_grads(pair)
+            del losses
 
     def test_gradients_that_were_not_asked_for_stay_as_they_are(self) -> None:
         for model, _ in self.pairs(only_blocks(), (CHOSEN,)):
