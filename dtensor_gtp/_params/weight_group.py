@@ -34,7 +34,8 @@ from torch import Tensor
 
 from .. import _torch_compat as compat
 from .gathered import Gathered, GatherForm, Version
-from .group_memory import GroupGradients, GroupLeaves, GroupShards, is_trained, param_of, version_of
+from .group_gradients import GroupGradients
+from .group_memory import GroupLeaves, GroupShards, is_trained, param_of, version_of
 from .layout import WeightLayout
 from .managed_param import ManagedParam, Registration, Site
 from .sharded_weight import Gatherable, ShardedWeight

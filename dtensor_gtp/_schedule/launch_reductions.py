@@ -23,7 +23,7 @@ from .._comm.context import CommContext
 from .._comm.debug import profiler_range
 from .._comm.reductions import Scattering, sum_dtype
 from .._comm.send_ring import Place, SendRing
-from .._params.group_memory import packed, slot_numels
+from .._params.group_gradients import packed, slot_numels
 from .._params.sharded_weight import ShardedWeight
 from .._params.weight_group import Reducible
 from .._params.whole_param import WholeParam

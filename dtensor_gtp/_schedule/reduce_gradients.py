@@ -20,7 +20,7 @@ from .._comm.agreement import any_rank_has
 from .._comm.context import CommContext
 from .._comm.debug import poison
 from .._comm.reductions import can_travel_together, sum_dtype
-from .._params.group_memory import pack
+from .._params.group_gradients import pack
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import ShardedWeight
 from .._params.weight_group import Reducible, WeightGroup
