@@ -25,7 +25,7 @@ from ._comm.streams import Waits
 from ._modules.binding import binding_of, managed_params
 from ._params.sharded_weight import ShardedWeight
 from ._schedule.runtime import Runtime
-from .planner.machine import Machine, load_machine, preset_names
+from .planner.machine import Machine, load_machine, preset_of
 
 _PER_ELEMENT = {True: 6.0, False: 4.0}  # operations per element of a weight and token; a frozen weight has no wgrad
 
@@ -245,13 +245,9 @@ def _peak_flops(machine: str | Machine | None, device: torch.device) -> float | 
     if machine is None:
         if device.type != "cuda":
             return None
-        gpu = torch.cuda.get_device_name(device).lower()
-        # The name of a GPU has no word of the domain that NVLink connects.
-        words = {name: name.removesuffix("-nvl72").split("-") for name in preset_names()}
-        known = [name for name, of_name in words.items() if all(word in gpu for word in of_name)]
-        if not known:
+        machine = preset_of(torch.cuda.get_device_name(device))
+        if machine is None:
             return None
-        machine = max(known, key=len)  # GB200, not B200
     gpus = load_machine(machine) if isinstance(machine, str) else machine
     return gpus.peak_tflops["bf16"] * 1e12
 

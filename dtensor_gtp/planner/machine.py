@@ -247,8 +247,10 @@ def preset_names() -> list[str]:
 
 def preset_of(device_name: str) -> str | None:
     """The preset of a GPU by its name, as ``torch.cuda.get_device_name`` gives it; None if there is none."""
-    names = [name for name in preset_names() if name.partition("-")[0] in device_name.lower()]
-    return max(names, key=len, default=None)  # a GB200 is no B200
+    # The name of a GPU has no word of the domain that NVLink connects.
+    words = {name: name.removesuffix("-nvl72").split("-") for name in preset_names()}
+    known = [name for name, of_name in words.items() if all(word in device_name.lower() for word in of_name)]
+    return max(known, key=len, default=None)  # a GB200 is no B200
 
 
 def machine_of(content: Any, where: str) -> Machine:
