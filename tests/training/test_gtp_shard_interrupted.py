@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -53,6 +54,7 @@ def interrupted_at(line: int, run: Callable[[], None]) -> tuple[int, str]:
         return trace
 
     before = sys.gettrace()
+    gc.disable()  # what it frees of earlier tests may run lines of the package, on one rank alone
     sys.settrace(trace)
     try:
         run()
@@ -60,6 +62,7 @@ def interrupted_at(line: int, run: Callable[[], None]) -> tuple[int, str]:
         pass
     finally:
         sys.settrace(before)
+        gc.enable()
     return count, place
 
 
@@ -91,6 +94,7 @@ class TestInterrupted(GlooTest):
                 backward(model, rows_of_rank(batch, self.gtp_mesh()) if is_sharded else batch)
             optimizer.step()
 
+        gc.collect()  # runtimes of earlier tests hear of optimizer steps, too
         model, optimizer = build()
         if not is_new:
             for _ in range(2):
