@@ -84,10 +84,9 @@ def _run(stock: Callable[..., Any], outputs: Any, grads: Any, retain: Any, creat
         return result
     except RuntimeError as error:
         explain(error)
-        if any(text in str(error) for text in _FREED) and (
-            blocks := [group for each in known for group in each.members.groups]
-        ):
-            names = f"'{blocks[0].fqn}'" + f" to '{blocks[-1].fqn}'" * (len(blocks) > 1)
+        of_models = [runtime.members.groups for runtime in known if runtime.members.groups]
+        if of_models and any(text in str(error) for text in _FREED):
+            names = ", ".join(f"'{groups[0].fqn}' to '{groups[-1].fqn}'" for groups in of_models)
             raise RuntimeError(
                 f"{error} Perhaps a backward came to ops of a block before it came to an output of the block, whose "
                 f"weights are gathered only then (blocks {names}, rank {dist.get_rank()}). {RETURN_IT}"
