@@ -3,10 +3,9 @@
 A *block* is a module whose class stands at least twice in a container. In the first forward its
 weights become a group, if they are small: the host would need longer for each of them than its GEMM
 lasts; if code of the user multiplies them (experts of transformers); or if a recipe would have them
-dequantized for each GEMM. A block keeps single weights if one
-is shared with other blocks, lies on another mesh, is offloaded, tensor-parallel or cut again by an
-outer ``fully_shard``, or if the schedule was given number by number. ``sharding_report`` says which
-and why.
+dequantized for each GEMM. A block keeps single weights if one is shared with other blocks, lies on
+another mesh, is offloaded, tensor-parallel or cut again by an outer ``fully_shard``, or if the
+schedule was given number by number. ``sharding_report`` says which and why.
 
 The modules of a group multiply in the compute dtype. So a rank sends what a recipe makes of the
 values of its shard, in that dtype: within a host, more bytes take less time than casts of each
@@ -53,14 +52,15 @@ def make_groups(runtime: Runtime, num_tokens: int) -> tuple[str, ...]:
     groups: list[WeightGroup] = []
     reasons: dict[str, list[str]] = {}
     total = sum(_numel(param) for param in call.params)
+    why_single = partial(_why_single, num_tokens=num_tokens, is_near=is_near, may_replay=runtime.comm.may_replay_steps)
     for name, block in _blocks(call.module, "", total):
         parts = list(block.modules())
-        why = _why_single(parts, num_tokens, is_near, may_replay=runtime.comm.may_replay_steps)
+        why = why_single(parts)
         others = [module for module in parts if not _has_experts(module)]
         if why is not None and block in others and len(others) < len(parts):
             why_experts = why
             parts = others
-            why = _why_single(parts, num_tokens, is_near, may_replay=runtime.comm.may_replay_steps)
+            why = why_single(parts)
             if why is None:
                 reasons.setdefault(_of_any_block(why_experts, name), []).append(f"experts of {name}")
         if why is None:

@@ -200,7 +200,7 @@ def pack(taken: list[Tensor], world: int, buffer: Tensor) -> None:
 
 
 def packed(taken: list[Tensor], world: int, dtype: torch.dtype) -> Tensor:
-    """The same in a new buffer."""
+    """``pack`` into a new buffer of this dtype."""
     numel = sum(-(-part.shape[0] // world) * math.prod(part.shape[1:]) for part in taken)  # for a rank
     buffer = taken[0].new_empty(world * numel, dtype=dtype)
     pack(taken, world, buffer)

@@ -80,13 +80,14 @@ class Runtime:
         weights = [param for param in written if isinstance(param, ShardedWeight)]
         errors = self.lost_writes.written_outside(weights)  # before what was kept is dropped
         count_writes(written)  # fused and foreach optimizers change no version of a shard
-        for param in written:
-            if param.group is not None:
-                self.keeper.forget_kept(param.group.for_forward)
-            elif isinstance(param, ShardedWeight):
-                self.keeper.drop_kept(param)
-        lost = [group.outdate_saved() for group in {param.group for param in written if param.group is not None}]
-        errors += filter(None, lost)
+        for group in dict.fromkeys(param.group for param in written):  # each once
+            if group is not None:
+                self.keeper.forget_kept(group.for_forward)
+                if (lost := group.outdate_saved()) is not None:
+                    errors.append(lost)
+        for weight in weights:
+            if weight.group is None:
+                self.keeper.drop_kept(weight)
         if errors:  # last: what was gathered before the step is dropped in any case
             raise errors[0]
 
