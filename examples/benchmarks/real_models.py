@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/benchmarks/real_models.py bert:4096 llama:2048 --modes plain fsdp2 gtp
 
-A case is MODEL:TOKENS, the tokens of one rank. All modes have the same weights and the same data, in one job:
+A case is MODEL:TOKENS, the tokens of one rank (clip, wav2vec2: samples), or NAME:IMAGES of any model of timm. All modes
+have the same weights and the same data, in one job:
 
     plain    the model in bf16 on each GPU, without sharding and without communication
     fsdp2    ``fully_shard`` on each block and on the root, as its documentation shows
@@ -42,174 +43,9 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts, noop_co
 
 from dtensor_gtp import SelectiveOffload, gtp_shard, quantize_
 from dtensor_gtp.quant import RECIPES
+from models import MODELS, Batch, model_of
 
 WARMUP_STEPS = 5
-Batch = dict[str, torch.Tensor]
-MakeBatch = Callable[[torch.device, torch.Generator], Batch]
-Case = tuple[nn.Module, list[nn.Module], MakeBatch]  # the model, its blocks, and what makes a batch
-
-
-def _text(vocab_size: int, tokens: int, longest: int) -> MakeBatch:
-    shape = (max(tokens // longest, 1), min(tokens, longest))
-
-    def make(device: torch.device, generator: torch.Generator) -> Batch:
-        ids = torch.randint(0, vocab_size, shape, device=device, generator=generator)
-        return {"input_ids": ids, "labels": ids}
-
-    return make
-
-
-def llama(tokens: int) -> Case:
-    """8 layers of the 8B model."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=8,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=32000,
-        max_position_embeddings=tokens,
-        use_cache=False,
-    )
-    model = LlamaForCausalLM(config)
-    return model, list(model.model.layers), _text(32000, tokens, tokens)
-
-
-def qwen3moe(tokens: int) -> Case:
-    """6 layers with 64 experts, 8 of them for each token."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    config = Qwen3MoeConfig(
-        hidden_size=2048,
-        intermediate_size=6144,
-        moe_intermediate_size=768,
-        num_hidden_layers=6,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        num_experts=64,
-        num_experts_per_tok=8,
-        vocab_size=32000,
-        use_cache=False,
-    )
-    model = Qwen3MoeForCausalLM(config)
-    return model, list(model.model.layers), _text(32000, tokens, tokens)
-
-
-def bert(tokens: int) -> Case:
-    """BERT-large."""
-    from transformers import BertConfig, BertForMaskedLM
-
-    config = BertConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
-    model = BertForMaskedLM(config)
-    return model, list(model.bert.encoder.layer), _text(30522, tokens, 512)
-
-
-def t5(tokens: int) -> Case:
-    """T5-large."""
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        d_model=1024,
-        d_ff=2816,
-        num_layers=24,
-        num_heads=16,
-        d_kv=64,
-        feed_forward_proj="gated-gelu",
-        use_cache=False,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-    )
-    model = T5ForConditionalGeneration(config)
-    return model, [*model.encoder.block, *model.decoder.block], _text(32000, tokens, 512)
-
-
-def gpt2(tokens: int) -> Case:
-    """GPT-2 large, whose layers are ``Conv1D`` of transformers."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    model = GPT2LMHeadModel(GPT2Config(n_embd=1280, n_layer=36, n_head=20, use_cache=False))
-    return model, list(model.transformer.h), _text(50257, tokens, 1024)
-
-
-def whisper(tokens: int) -> Case:
-    """Whisper-large: 1500 frames a sample in the encoder, and the rest of the tokens in the decoder."""
-    from transformers import WhisperConfig, WhisperForConditionalGeneration
-
-    config = WhisperConfig(
-        d_model=1280,
-        encoder_layers=32,
-        decoder_layers=32,
-        encoder_attention_heads=20,
-        decoder_attention_heads=20,
-        encoder_ffn_dim=5120,
-        decoder_ffn_dim=5120,
-        num_mel_bins=128,
-        use_cache=False,
-    )
-    model = WhisperForConditionalGeneration(config)
-    num_samples = max(tokens // 2048, 1)
-
-    def make(device: torch.device, generator: torch.Generator) -> Batch:
-        sound = torch.randn(num_samples, 128, 3000, device=device, generator=generator)
-        labels = torch.randint(0, 50000, (num_samples, 448), device=device, generator=generator)
-        return {"input_features": sound, "labels": labels}
-
-    return model, [*model.model.encoder.layers, *model.model.decoder.layers], make
-
-
-class _Classifier(nn.Module):
-    """A model of timm with its loss, called as one of transformers."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        import timm
-
-        self.model = timm.create_model(name, num_classes=1000)
-
-    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> Any:
-        loss = nn.functional.cross_entropy(self.model(pixel_values).float(), labels)
-        return argparse.Namespace(loss=loss)
-
-
-def _images(model: _Classifier, num_images: int) -> MakeBatch:
-    size = model.model.default_cfg["input_size"][-1]
-
-    def make(device: torch.device, generator: torch.Generator) -> Batch:
-        images = torch.randn(num_images, 3, size, size, device=device, generator=generator)
-        return {
-            "pixel_values": images,
-            "labels": torch.randint(0, 1000, (num_images,), device=device, generator=generator),
-        }
-
-    return make
-
-
-def vit(tokens: int) -> Case:
-    """ViT-giant of timm; 257 tokens an image."""
-    model = _Classifier("vit_giant_patch14_224")
-    return model, list(model.model.blocks), _images(model, max(tokens // 257, 1))
-
-
-def convnext(tokens: int) -> Case:
-    """ConvNeXt-large of timm; 49 tokens an image at its end."""
-    model = _Classifier("convnext_large")
-    blocks = [block for stage in model.model.stages for block in stage.blocks]
-    return model, blocks, _images(model, max(tokens // 49, 1))
-
-
-def swin(tokens: int) -> Case:
-    """Swin-large of timm; 49 tokens an image at its end."""
-    model = _Classifier("swin_large_patch4_window7_224")
-    blocks = [block for stage in model.model.layers for block in stage.blocks]
-    return model, blocks, _images(model, max(tokens // 49, 1))
-
-
-MODELS = {
-    case.__name__: case for case in (llama, qwen3moe, bert, t5, gpt2, whisper, vit, convnext, swin)
-}  # a name is what the command takes
 MODES = ("plain", "fsdp2", "gtp")
 PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 CONTEXTS: dict[str, Callable[[], Any]] = {
@@ -253,7 +89,7 @@ def measure(case: str, mode: str, mesh: DeviceMesh, device: torch.device, num_st
     name, tokens = case.split(":")
     torch.manual_seed(0)
     with torch.device(device):
-        model, blocks, make_batch = MODELS[name](int(tokens))
+        model, blocks, make_batch = model_of(name)(int(tokens))
     num_params = sum(param.numel() for param in model.parameters())
     prepare(mode, model, blocks, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -319,7 +155,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="+", metavar="MODEL:TOKENS", help=", ".join(MODELS))
+    parser.add_argument("cases", nargs="+", metavar="MODEL:TOKENS", help=", ".join(MODELS) + ", models of timm")
     eager = [*MODES, *(f"gtp@{recipe}" for recipe in RECIPES)]
     choices = [*eager, *(mode + "-c" for mode in eager), *(f"{mode}+{what}" for mode in MODES for what in CONTEXTS)]
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=choices)
