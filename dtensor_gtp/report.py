@@ -278,7 +278,7 @@ def _gathered_at(runtime: Runtime, key: ChainKey, plan: Plan) -> list[int]:
         stay.update(runtime.keeper.kept_from_forward(key.entry))
     positions = []
     for position, use in enumerate(plan.uses):
-        if use not in stay:
+        if use not in stay and position not in plan.served:
             positions.append(position)
         stay.discard(use)
     return positions

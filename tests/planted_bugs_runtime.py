@@ -85,6 +85,14 @@ RUNTIME = {
             "test_what_is_in_flight_after_each_use"),
     "plan does not move on after a deviation":
         Bug("Chain._advance_in_lane", replace("position + 1", "cursor"), "test_what_is_in_flight_after_each_use"),
+    "what stays between uses has no bound":
+        Bug("_plan_stays", replace("sum(...) <= nbytes", "True"), "test_schedule.py::TestStays"),
+    "what is recomputed is gathered again":
+        Bug("Gathering._stays_for_next_use", never("position in chain.plan.served"),
+            "test_what_is_recomputed_stays_for_its_gradients"),
+    "what stays serves every use":
+        Bug("Gathering._is_missing", replace("not chain.stays(target.index, target.lane)", "True"),
+            "test_a_weight_that_stays_serves_one_use"),
     "launch is never full": Bug("_put_together", replace("min(limit, ...)", "limit"), "test_schedule.py::TestLaunches"),
     "budget of kept weights is not spent": Bug("choose_kept.choose", drop("left -= ..."), "test_schedule.py::TestKept"),
     "sum in the place of the mean":

@@ -147,29 +147,32 @@ class Gathering:
             return
         if target.live is gathered:  # no longer, if the shard was written during the use
             target.live = None
-        is_kept = self._keeper.stays_after_use(target)
-        if isinstance(target, GatherableGroup):
-            is_kept = is_kept or self._is_next(target)
-            if is_kept:
-                # Now: shards may get newer values before a group that is kept is freed.
-                was_fresh = target.group.is_fresh(gathered)
-                if target.group.carry_writes() and was_fresh:
-                    gathered.version = target.group.version
+        is_kept = self._keeper.stays_after_use(target) or self._stays_for_next_use(target)
+        if is_kept and isinstance(target, GatherableGroup):
+            # Now: shards may get newer values before a group that is kept is freed.
+            was_fresh = target.group.is_fresh(gathered)
+            if target.group.carry_writes() and was_fresh:
+                gathered.version = target.group.version
         # What an optimizer step or other code may have outdated meanwhile is gathered again.
         if is_kept and target.weight.is_fresh(gathered) and target.weight not in self.handed_out:
             target.kept = gathered
         else:
             self._keeper.free(target, gathered)
 
-    def _is_next(self, group: GatherableGroup) -> bool:
-        """Whether a group that was just used is used again soon: it has memory for one gather at a time."""
+    def _stays_for_next_use(self, target: Gatherable) -> bool:
+        """Whether a weight that was just used is used again soon in this pass."""
         chain = self._passes.running
-        if chain is None or chain.plan.uses.count(group.index) < 2:
+        if chain is None:
             return False
-        expected = chain.expected((group.lane,))
-        uses = chain.plan.uses
-        # Its next gather should be in flight by now, but would have needed the memory of this one.
-        return any(uses[position] == group.index for launch in expected for position in launch)
+        position = chain.next_use(target.index, target.lane)
+        if position is None:
+            return False
+        if position in chain.plan.served:
+            return True
+        # A group has memory for one gather at a time. The next one should be in flight by now, but would have needed
+        # the memory of this one.
+        is_group = isinstance(target, GatherableGroup)
+        return is_group and any(position in launch for launch in chain.expected((target.lane,)))
 
     def gather_kept(self, weight: Reducible) -> None:
         """Gather a weight or a group ahead of any use, for ``unshard``."""
@@ -323,8 +326,10 @@ class Gathering:
         # One gather serves all uses of a weight that stays. A group has memory for one.
         if self._keeper.stays(target) or isinstance(target, GatherableGroup):
             return target.is_absent
-        # Each use to come takes one gather: that of an earlier use does not serve this one.
-        available = len(target.pending) + (target.kept is not None)
+        # Each use to come takes one gather. One that stays serves the use that it stays for.
+        available = len(target.pending)
+        if target.kept is not None and not chain.stays(target.index, target.lane):
+            available += 1
         return available == 0 or available < chain.num_expected(target.index, position)
 
     def _gather(self, targets: Sequence[Gatherable]) -> None:

@@ -129,10 +129,21 @@ class Chain:
         return self.plan.window(self._cursors, lanes)
 
     def num_expected(self, use: int, position: int) -> int:
-        """How many of the uses to come, up to ``position``, are ``use``."""
-        lane, number = self.plan.places[position]
-        num_past = self.plan.num_past(lane, self._cursors)
-        return self.plan.uses_of[lane][num_past : number + 1].count(use)
+        """How many of the uses to come, up to ``position``, are ``use`` and need a gather."""
+        plan = self.plan
+        lane, number = plan.places[position]
+        to_come = plan.lanes[lane][plan.num_past(lane, self._cursors) : number + 1]
+        return sum(plan.uses[each] == use and each not in plan.served for each in to_come)
+
+    def next_use(self, use: int, lane: int) -> int | None:
+        """The position of the next use of a weight that is used several times in this pass."""
+        if use not in self.plan.repeated:
+            return None
+        return self.plan.next_use(use, lane, self._cursors)
+
+    def stays(self, use: int, lane: int) -> bool:
+        """Whether the plan has a weight that was used stay in memory until its next use."""
+        return self.next_use(use, lane) in self.plan.served
 
     def is_at_end(self, lane: int = 0) -> bool:
         """Whether all planned uses of a lane and of lane 0 have happened. False if the plan does
@@ -146,6 +157,10 @@ class Chain:
     def sizes(self) -> list[int]:
         """Bytes of each gathered weight, by index."""
         return [traits.nbytes for traits in self._traits()]
+
+    def plan_again(self) -> None:
+        """Other weights may stay between two uses from now on."""
+        self.plan = Plan(self.plan.uses, self._traits(), self.window)
 
     def end(self) -> None:
         """The pass is complete: its uses are the plan of the next one."""
@@ -190,7 +205,9 @@ class Passes:
             bundle = -1  # none
             if target.companions:
                 bundle = target.companions[0].index
-            traits.append(Traits(target.nbytes, target.lane, target.call, bundle))
+            # A bundle is gathered as one; and see [Note: fixed buffers].
+            may_stay = bundle == -1 and target.weight.form.fixed is None
+            traits.append(Traits(target.nbytes, target.lane, target.call, bundle, may_stay))
         return traits
 
     @property

@@ -18,6 +18,10 @@ use is gathered when the use at the same place in the previous block happens; in
 many uses ahead as blocks are apart. If there is only one block, its uses are planned by the rule of
 lane 0, which then counts the uses of both lanes.
 
+A weight *stays* between two of its uses, if it and the others that the lane uses meanwhile have at
+most ``nbytes``: in a block that runs again at once (shared layers), or that backward has recomputed
+(activation checkpointing). So those that stay have at most ``nbytes``, too.
+
 Consecutive uses of a lane with at most ``together_nbytes`` are one launch, when the first is due.
 The first gathers of a pass overlap with nothing, so launches start small: at most the bytes of all
 launches before, or what is gathered in less time than a collective takes to start.
@@ -51,6 +55,7 @@ class Traits(NamedTuple):
     lane: int = 0  # number of its mesh
     call: int = 0  # number of the ``gtp_shard`` call that manages it
     bundle: int = -1  # weights of one bundle (not -1) are gathered together, however large they are
+    may_stay: bool = True  # whether it may stay between two uses
 
 
 @dataclass(frozen=True)
@@ -99,10 +104,14 @@ class Plan:
         self.uses_of = {
             lane: tuple(self.uses[position] for position in positions) for lane, positions in self.lanes.items()
         }
+        self.repeated = frozenset(use for use, number in Counter(self.uses).items() if number > 1)
+        # By position of a use: the next use of the same weight, which stays until then.
+        self.stays = _plan_stays(self.uses, self.lanes, traits, window.nbytes)
+        self.served = frozenset(self.stays.values())  # these uses need no gather
         self.launches: list[tuple[Launch, ...]] = [()] * (len(self.uses) + 1)  # by step
         self._launch_of: dict[int, Launch] = {}  # by position of the use that it is for
         if window.depth:
-            for launch in _plan_launches(self.uses, self.lanes, traits, window):
+            for launch in _plan_launches(self.uses, self.lanes, traits, window, self.served):
                 self.launches[launch.step] += (launch,)
                 self._launch_of.update(dict.fromkeys(launch.positions, launch))
         # Each use with the launches that follow it, and a final None that never matches.
@@ -136,11 +145,20 @@ class Plan:
                 continue
             step = max(self._step(0, cursors), self._step(lane, cursors))  # the one that is ahead
             for position in positions[self.num_past(lane, cursors) :]:
+                if position in self.served:
+                    continue
                 launch = self._launch_of.get(position)
                 if launch is None or launch.step > step:
                     break  # later uses of the lane are launched no earlier
                 found.setdefault(launch, []).append(position)
         return [tuple(positions) for _, positions in sorted(found.items())]
+
+    def next_use(self, use: int, lane: int, cursors: Mapping[int, int]) -> int | None:
+        """The position of the next use of a weight."""
+        if lane not in self.lanes:
+            return None
+        to_come = self.lanes[lane][self.num_past(lane, cursors) :]
+        return next((position for position in to_come if self.uses[position] == use), None)
 
     def num_past(self, lane: int, cursors: Mapping[int, int]) -> int:
         """How many uses of a lane happened, or were left out: lane 0 is already beyond them."""
@@ -154,10 +172,33 @@ class Plan:
         return self.lanes[lane][cursor - 1] + 1
 
 
+def _plan_stays(
+    uses: tuple[int, ...], lanes: Mapping[int, list[int]], traits: Sequence[Traits], nbytes: int
+) -> dict[int, int]:
+    """By position of a use: that of the next use of its weight, if it stays in between."""
+    stays: dict[int, int] = {}
+    for positions in lanes.values():
+        last: dict[int, int] = {}  # by weight: which use of the lane was its last one
+        for number, position in enumerate(positions):
+            use = uses[position]
+            before = last.get(use)
+            last[use] = number
+            if before is None or not traits[use].may_stay:
+                continue
+            used = {uses[between] for between in positions[before:number]}
+            if sum(traits[each].nbytes for each in used) <= nbytes:
+                stays[positions[before]] = position
+    return stays
+
+
 def _plan_launches(
-    uses: tuple[int, ...], lanes: Mapping[int, list[int]], traits: Sequence[Traits], window: Window
+    uses: tuple[int, ...],
+    lanes: Mapping[int, list[int]],
+    traits: Sequence[Traits],
+    window: Window,
+    served: AbstractSet[int],
 ) -> list[Launch]:
-    """All launches of a pass, in order."""
+    """All launches of a pass, in order. The uses ``served`` need no gather."""
     launches: list[Launch] = []
     used = [traits[use] for use in uses]
     for lane, positions in lanes.items():
@@ -184,7 +225,9 @@ def _plan_launches(
         else:
             steps = _steps_by_block(blocks, window.num_blocks)
             borders.update(alike[block[0]] for block in blocks)
-        due = {position: num_uses[step] for position, step in zip(positions, steps, strict=True)}
+        due = {
+            position: num_uses[step] for position, step in zip(positions, steps, strict=True) if position not in served
+        }
         launches += _put_together(uses, traits, due, borders, window.together_nbytes)
     return sorted(launches)
 
@@ -318,6 +361,9 @@ def held_nbytes(plan: Plan, kept: AbstractSet[int], nbytes: Sequence[int], *, is
         if step:
             index = plan.uses[step - 1]
             change(index, -(step - 1 in ahead))  # it takes the gather that was launched for it
+            if step - 1 in plan.stays:  # and leaves it to the next use
+                ahead.add(plan.stays[step - 1])
+                change(index, 1)
             if index in kept and index not in used:
                 change(index, at_first_use)
             used.add(index)

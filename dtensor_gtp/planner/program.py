@@ -134,6 +134,7 @@ class _GTPShard(Program):
         self._schedule, self._is_last = schedule, is_last
         self._step = plan_step(setting, schedule)
         self._kept: dict[int, int] = {}  # gathers that stay from forward to backward, by unit
+        self._last: dict[int, int] = {}  # gathers of the last use, by unit
         self._together: dict[int, Together[Sharded]] = {}  # gradients that wait for others, by lane
         self._reducing: deque[int] = deque()
 
@@ -215,6 +216,8 @@ class _GTPShard(Program):
         """A use begins: compute waits for its gather. Launches what follows."""
         if unit in self._kept:
             done = self._kept.pop(unit)
+        elif len(self._chain.observed) in self._chain.plan.served:
+            done = self._last[unit]  # it has stayed since its last use
         elif self._pending.get(unit):
             done = self._pending[unit].popleft()
         else:
@@ -223,6 +226,7 @@ class _GTPShard(Program):
             self._prefetch(launch.positions)
         if is_kept:
             self._kept[unit] = done
+        self._last[unit] = done
         self.wait(done)
 
     def _prefetch(self, positions: Sequence[int]) -> None:

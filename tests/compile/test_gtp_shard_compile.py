@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import ALL, GlooTest, check_training, environment
+from common import ALL, NOTHING_STAYS, GlooTest, check_training, environment
 from runtime_common import Raw, check_step, gathers, make_rows, shard_copy, square_loss, square_step, token_step
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from dtensor_gtp import GTPModule, gtp_shard
+from dtensor_gtp import GTPModule, SchedulePolicy, gtp_shard
 
 DIM = 8
 VOCABULARY = 13
@@ -144,12 +144,13 @@ class TestCompile(GlooTest):
         compile_first: bool = False,
         steps: int = 2,
         tolerance: dict[str, float] | None = None,
+        schedule: SchedulePolicy = ALL,
         **options: Any,
     ) -> Any:
         def shard(model: nn.Module) -> nn.Module:
             if compile_first:
                 compile_parts(model)
-            gtp_shard(model, self.gtp_mesh(), schedule=ALL, **options)
+            gtp_shard(model, self.gtp_mesh(), schedule=schedule, **options)
             return model if compile_first else compile_parts(model)
 
         how: Any = {"make_optimizer": sgd, "steps": steps, "tolerance": tolerance}
@@ -235,7 +236,7 @@ class TestCompile(GlooTest):
     def test_checkpoint_around_compiled_blocks(self) -> None:
         for use_reentrant, style in ((True, in_place), (False, wrapped)):
             reference = self.fresh(partial(Model, outside={"use_reentrant": use_reentrant}))
-            model = self.train(reference, lambda m, s=style: compile_blocks(m, s), steps=1)
+            model = self.train(reference, lambda m, s=style: compile_blocks(m, s), steps=1, schedule=NOTHING_STAYS)
             self.assertEqual(self.gathers_of_a_step(model), {"embedding": 1, "up": 3, "down": 3, "head": 1})
             self.assertFalse(counters["graph_break"])
 
@@ -243,7 +244,9 @@ class TestCompile(GlooTest):
         """A policy that saves what GEMMs return saves what linears return, and spares the recomputation's gather."""
         # Without it: nothing that backward needs is computed from the output of the last linear.
         for inside, num_gathers_of_up in ((RECOMPUTE, 3), (SAVE_GEMMS, 2)):
-            model = self.train(self.fresh(partial(Model, inside=inside)), compile_blocks, steps=1)
+            model = self.train(
+                self.fresh(partial(Model, inside=inside)), compile_blocks, steps=1, schedule=NOTHING_STAYS
+            )
             self.assert_graphs(1)
             expected = {"embedding": 1, "up": num_gathers_of_up, "down": 2, "head": 1}
             self.assertEqual(self.gathers_of_a_step(model), expected)
@@ -251,7 +254,7 @@ class TestCompile(GlooTest):
     def test_selective_checkpoint_around_compiled_blocks(self) -> None:
         """Nothing of compiled code is saved: Inductor writes over what our ops have returned once it has used it."""
         reference = self.fresh(partial(Model, 1, outside=SAVE_GEMMS))
-        model = self.train(reference, partial(compile_blocks, backend="inductor"), steps=1)
+        model = self.train(reference, partial(compile_blocks, backend="inductor"), steps=1, schedule=NOTHING_STAYS)
         self.assertEqual(self.gathers_of_a_step(model), {"embedding": 1, "up": 3, "down": 3, "head": 1})
 
     # --- precision, shapes, modes -------------------------------------------------------------------------------------

@@ -118,8 +118,8 @@ class TestChain(TestCase):
             chain.begin()
             in_flight = [p for launch in chain.plan.launches[0] for p in launch.positions]
             for position, use in enumerate(uses):
-                self.assertIn(position, in_flight, "launched before its use")
-                in_flight.remove(position)
+                self.assertNotEqual(position in in_flight, position in chain.plan.served, "launched before its use")
+                in_flight = [each for each in in_flight if each != position]
                 due = chain.advance(use, traits[use].lane)
                 assert due is not None
                 in_flight += [p for launch in due for p in launch.positions]
@@ -315,6 +315,46 @@ class TestKept(TestCase):
                 self.assertEqual(choose_kept(forward, backward, sizes, lanes, budget), kept, budget)
 
 
+class TestStays(TestCase):
+    def test_as_long_as_others_fit_the_window(self) -> None:
+        """By the places of two uses: the weight stays from the first to the second."""
+        fixed = [Traits(10), Traits(10, may_stay=False)]
+        experts = [Traits(10), Traits(10), Traits(100, lane=1)]
+        for name, traits, uses, nbytes, stays in (
+            ("at once", sized(10, 10), (0, 0, 1), 10, {0: 1}),
+            ("not without a window", sized(10, 10), (0, 0, 1), 9, {}),
+            ("a block that backward has recomputed", sized(10, 10, 10), (0, 1, 2, 2, 1, 0), 30, {2: 3, 1: 4, 0: 5}),
+            ("a byte too many", sized(10, 10, 10), (0, 1, 2, 2, 1, 0), 29, {2: 3, 1: 4}),
+            ("what is used twice in between counts once", sized(10, 10), (0, 1, 1, 0), 20, {1: 2, 0: 3}),
+            ("from each use to the next", sized(10, 10), (0, 1, 0, 1, 0), 20, {0: 2, 1: 3, 2: 4}),
+            ("what another mesh uses does not count", experts, (0, 2, 1, 0), 20, {0: 3}),
+            ("what may not", fixed, (1, 1, 0, 0), 10, {2: 3}),
+        ):
+            with self.subTest(name):
+                plan = Plan(uses, traits, Window(1, nbytes))
+                self.assertEqual(plan.stays, stays)
+                launched = [p for step in plan.launches for launch in step for p in launch.positions]
+                self.assertEqual(sorted([*launched, *stays.values()]), [*range(len(uses))])
+
+    def test_what_stays_fits_the_window(self) -> None:
+        """In each lane."""
+        for _, traits, window, uses in drawn(3):
+            plan = Plan(uses, traits, window)
+            for step in range(1, len(uses) + 1):
+                there = [uses[begin] for begin, end in plan.stays.items() if begin < step <= end]
+                for lane in range(3):
+                    sizes = [traits[use].nbytes for use in there if traits[use].lane == lane]
+                    self.assertLessEqual(sum(sizes), window.nbytes)
+
+    def test_a_deviation_ends_it_at_the_use_that_is_left_out(self) -> None:
+        chain = make_chain(1, [10] * 4, nbytes=20)
+        run_pass(chain, [0, 1, 0, 2, 3])
+        chain.begin()
+        for use, expected in ((0, True), (1, True), (2, False), (0, False)):
+            chain.advance(use)
+            self.assertEqual(chain.stays(0, 0), expected, use)
+
+
 class TestFormatPlan(TestCase):
     def formatted(self, name: str, uses: Sequence[int], sizes: Sequence[int], window: Window) -> str:
         chain = Chain(window, lambda: [Traits(size) for size in sizes])
@@ -366,6 +406,7 @@ class TestHeldWeights(TestCase):
                     there = set(kept - used if is_backward else kept & used)
                     for positions in plan.window(plan.cursors(step)):
                         there.update(uses[position] for position in positions)
+                    there.update(uses[begin] for begin, end in plan.stays.items() if begin < step <= end)
                     self.assertEqual(held.between[step], sum(nbytes[use] for use in there))
                     if step:
                         there.add(uses[step - 1])

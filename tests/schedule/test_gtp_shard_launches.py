@@ -123,9 +123,8 @@ class TestLaunches(unittest.TestCase):
         )
         self.assertEqual((len(of_experts), len(of_others), len(of_experts | of_others)), (1, 1, 2))
 
-    def test_recomputations_are_gathered_ahead(self) -> None:
-        """In one chain with the rest of backward, in the order in which they really alternate: each gather is launched
-        before its use, on demand it would be after it."""
+    def check_recomputed(self, expected: str, prefetch_nbytes: int) -> None:
+        """Backward of two checkpointed blocks of two layers."""
 
         class Model(nn.Sequential):
             use_reentrant = False
@@ -141,14 +140,48 @@ class TestLaunches(unittest.TestCase):
             gtp_shard(
                 model,
                 self.mesh["gtp"],
-                schedule=explicit(1, min_shard_numel=WIDTH + 1, coalesce_nbytes=0, prefetch_nbytes=0),
+                schedule=explicit(
+                    1, min_shard_numel=WIDTH + 1, coalesce_nbytes=0, prefetch_nbytes=prefetch_nbytes, keep_last=False
+                ),
             )
             for _ in range(2):
                 self.step(model)
             output = model(torch.ones(3, WIDTH, requires_grad=True)).tanh().sum()
             with recorded(model) as events:
                 output.backward()
-            self.assert_order(events, "[1.0] 1.0 [1.1] 1.1 [1.1] 1.1 [1.0] 1.0 [0.0] 0.0 [0.1] 0.1 [0.1] 0.1 [0.0] 0.0")
+            self.assert_order(events, expected)
+            assert_idle(model)
+
+    def test_recomputations_are_gathered_ahead(self) -> None:
+        """In one chain with the rest of backward, in the order in which they really alternate: each gather is launched
+        before its use, on demand it would be after it."""
+        self.check_recomputed("[1.0] 1.0 [1.1] 1.1 [1.1] 1.1 [1.0] 1.0 [0.0] 0.0 [0.1] 0.1 [0.1] 0.1 [0.0] 0.0", 0)
+
+    def test_what_is_recomputed_stays_for_its_gradients(self) -> None:
+        """If the window has a block: so it is gathered twice in all, as without checkpoints."""
+        weight = 4 * WIDTH * WIDTH
+        self.check_recomputed("[1.0] [1.1] 1.0 1.1 1.1 [0.0] 1.0 [0.1] 0.0 0.1 0.1 0.0", 2 * weight)
+        self.check_recomputed("[1.0] 1.0 [1.1] 1.1 1.1 [1.0] 1.0 [0.0] 0.0 [0.1] 0.1 0.1 [0.0] 0.0", weight)
+
+    def test_a_weight_that_stays_serves_one_use(self) -> None:
+        """The use after that gets a gather of its own, ahead."""
+
+        class Model(nn.Sequential):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                for index in (0, 1, 0, 2, 3, 0):
+                    x = self[index](x)
+                return x
+
+        weight = 4 * WIDTH * WIDTH
+        model = Model(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        schedule = explicit(4, min_shard_numel=WIDTH + 1, coalesce_nbytes=0, prefetch_nbytes=2 * weight)
+        gtp_shard(model, self.mesh["gtp"], schedule=schedule)
+        with torch.no_grad():
+            model(torch.ones(3, WIDTH))
+            with recorded(model) as events:
+                model(torch.ones(3, WIDTH))
+        self.assert_order(events, "[0] [1] [2] 0 [3] 1 [0] 0 2 3 0")
+        assert_idle(model)
 
     def test_experts_of_the_dense_window(self) -> None:
         model = self.make(num_blocks=2, expert_blocks_ahead=0)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from common import ALL, GlooTest, environment, fake_mesh, rows_of_rank
+from common import ALL, NOTHING_STAYS, GlooTest, environment, fake_mesh, rows_of_rank
 from runtime_common import (
     WIDTH,
     Net,
@@ -210,6 +210,12 @@ class TestOverlap(GlooTest):
     # --- gathers equal uses -------------------------------------------------------------------------------------------
 
     def test_r4_reused_module_gathers_equal_uses_and_gradients_add_up(self) -> None:
+        """With a small window. With a large one weights stay between their uses, so each pass gathers them once."""
+        for schedule, gathers_in_pass in ((NOTHING_STAYS, None), (ALL, 1)):
+            self.check_reuse(schedule, gathers_in_pass)
+
+    def check_reuse(self, schedule: SchedulePolicy, gathers_in_pass: int | None) -> None:
+        """``gathers_in_pass``: of each weight; None: as many as uses."""
         mesh = self.gtp_mesh()
 
         class Reuse(nn.Module):
@@ -226,7 +232,7 @@ class TestOverlap(GlooTest):
                 return x
 
         reference = Reuse()
-        model = shard_copy(reference, mesh)
+        model = shard_copy(reference, mesh, schedule=schedule)
         for step, repeats in enumerate((1, 3, 3, 5, 2)):
             reference.num_repeats = model.num_repeats = repeats
             with gathers(model) as used, counted() as counts:
@@ -235,8 +241,9 @@ class TestOverlap(GlooTest):
             model.zero_grad()
             # In the first pass of a new kind, what was prefetched in vain comes on top.
             if step == 2:
+                expected = 2 * (gathers_in_pass or repeats)
                 # The last weight of the forward is the first of backward and stays gathered between the two.
-                assert used == dict.fromkeys(used, 2 * repeats) | {"raw.second": 2 * repeats - 1}, used
+                assert used == dict.fromkeys(used, expected) | {"raw.second": expected - 1}, used
             assert done.all_gathers == sum(used.values())
             assert done.reduce_scatters == 3 * repeats, done
             check_step(reference, model, mesh, make_rows(10 + step), square_step)

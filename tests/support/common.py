@@ -34,6 +34,7 @@ from dtensor_gtp.quant.master import master_of
 
 # Test models are tiny: shard also what a real model would leave whole.
 ALL = explicit(min_shard_numel=0)
+NOTHING_STAYS = explicit(min_shard_numel=0, prefetch_nbytes=0)  # between two uses of a weight: each is gathered
 GROUPS = SchedulePolicy(min_shard_numel=0)  # ALL has single weights
 
 Model = nn.Module

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from common import ALL, GlooTest, environment
+from common import ALL, NOTHING_STAYS, GlooTest, environment
 from runtime_common import (
     WIDTH,
     Calls,
@@ -173,13 +173,19 @@ class TestSelective(GlooTest):
         used = self.gathers_of(reference, shard_copy(reference, self.gtp_mesh(), **options))
         return {name.removeprefix("1."): count for name, count in used.items() if name.startswith("1.")}
 
-    def test_r24_checkpointed_weights_are_gathered_three_times(self) -> None:
-        for run, depth in ((reentrant, 2), (recompute, 0)):
+    def test_r24_checkpointed_weights_are_gathered_twice(self) -> None:
+        """They stay from the recomputation to their gradients, unless the window is too small."""
+        for run, schedule, expected in (
+            (reentrant, changed(ALL, prefetch_depth=2), 2),
+            (recompute, changed(ALL, prefetch_depth=0), 2),
+            (reentrant, NOTHING_STAYS, 3),
+            (recompute, changed(NOTHING_STAYS, prefetch_depth=0), 3),
+        ):
             reference = nn.Sequential(nn.Linear(WIDTH, WIDTH), Blocks(run), nn.Linear(WIDTH, WIDTH))
-            model = shard_copy(reference, self.gtp_mesh(), schedule=changed(ALL, prefetch_depth=depth))
+            model = shard_copy(reference, self.gtp_mesh(), schedule=schedule)
             used = self.gathers_of(reference, model)
             # The outer layers: the first needs no gather in backward; the last is kept at the turn.
-            assert used == dict.fromkeys(used, 3) | {"0.weight": 1, "2.weight": 1}, f"depth {depth}: {used}"
+            assert used == dict.fromkeys(used, expected) | {"0.weight": 1, "2.weight": 1}, f"{schedule}: {used}"
             for _ in range(2):
                 with torch.no_grad(), gathers(model) as used:
                     torch.testing.assert_close(model(make_rows(0)), reference(make_rows(0)))
@@ -228,7 +234,7 @@ class TestSelective(GlooTest):
         for name, (run, expected) in cases.items():
             for depth in (2, 0) if name == "every second" else (2,):
                 with environment(DTENSOR_GTP_DEBUG="poison"):
-                    used = self.gathers_in_block(Blocks(run), schedule=changed(ALL, prefetch_depth=depth))
+                    used = self.gathers_in_block(Blocks(run), schedule=changed(NOTHING_STAYS, prefetch_depth=depth))
                 assert used == expected, f"{name}, depth {depth}: {used}"
 
     def test_a_write_to_what_a_policy_has_saved_is_refused(self) -> None:
@@ -269,7 +275,7 @@ class TestSelective(GlooTest):
                     x = recompute(module[1], module[0](x))
                 square_step(module[2], x)
 
-            model = check_steps(reference, self.gtp_mesh(), step)
+            model = check_steps(reference, self.gtp_mesh(), step, schedule=NOTHING_STAYS)
             with gathers(model) as used:
                 check_step(reference, model, self.gtp_mesh(), make_rows(2), step)
             assert (used["1.0.weight"], used["1.2.weight"]) == (3, expected), used
@@ -289,11 +295,11 @@ class TestSelective(GlooTest):
             model = copy.deepcopy(reference)
             names = list(model.state_dict())
             for part in {"before": [model], "both": list(model)}.get(order, []):
-                gtp_shard(part, self.gtp_mesh(), schedule=ALL)
+                gtp_shard(part, self.gtp_mesh(), schedule=NOTHING_STAYS)
             for module in (reference, model):
                 apply_activation_checkpointing(module, wrapper, check_fn=lambda module: isinstance(module, Block))
             if order != "before":
-                gtp_shard(model, self.gtp_mesh(), schedule=ALL)
+                gtp_shard(model, self.gtp_mesh(), schedule=NOTHING_STAYS)
             assert list(model.state_dict()) == names, "the wrapper hides its own name"
             used = self.gathers_of(reference, model)
             assert {used[name] for name in used if name.startswith("1.")} == {expected}, f"{wrapper} {order}: {used}"
@@ -313,7 +319,7 @@ class TestSelective(GlooTest):
             "two checkpoints": (lambda block, x: recompute(lambda x: recompute(block, x).tanh(), x), 4),
         }
         for name, (run, expected) in runs.items():
-            used = self.gathers_in_block(Blocks(run))
+            used = self.gathers_in_block(Blocks(run), schedule=NOTHING_STAYS)
             assert used == dict.fromkeys(used, expected), f"{name}: {used}"
 
 
@@ -323,7 +329,7 @@ class TestSelectiveWithReplicas(GlooTest):
             reference = nn.Sequential(*(module for _ in range(3) for module in (Raw(), nn.Linear(WIDTH, WIDTH))))
             whole = by(partial(checkpoint, use_reentrant=use_reentrant))
             segments = by(lambda module, x, r=use_reentrant: checkpoint_sequential(module, 3, x, use_reentrant=r))
-            model = shard_copy(reference, mesh)
+            model = shard_copy(reference, mesh, schedule=NOTHING_STAYS)
             for seed in range(2):
                 with gathers(model) as used:
                     check_step(reference, model, mesh, make_rows(seed), whole)
