@@ -238,12 +238,21 @@ def gathered(optimizer_class: type[torch.optim.Optimizer]) -> type[GatheredOptim
     Returns:
         A class with the same arguments. :class:`Muon` needs less communication than ``gathered(torch.optim.Muon)``.
 
+    Raises:
+        NotImplementedError: For ``torch.optim.LBFGS``, which takes all parameters as one vector.
+
     Example:
         >>> model = gtp_shard(nn.Linear(64, 64), init_weight_mesh("cpu", gtp=4).weights)
         >>> optimizer = gathered(torch.optim.Adafactor)(model.parameters(), lr=1e-2)
         >>> model(torch.randn(8, 64)).square().mean().backward()
         >>> optimizer.step()
     """
+    if issubclass(optimizer_class, torch.optim.LBFGS):
+        raise NotImplementedError(
+            f"gathered does not support {optimizer_class.__name__}: it takes all parameters as one vector, and a rank "
+            "has its share of them alone. Use it as it is if dim 0 of each parameter divides by the ranks, or keep "
+            "parameters whole: SchedulePolicy(min_shard_numel=...)."
+        )
     name = f"Gathered{optimizer_class.__name__}"
     return type(name, (GatheredOptimizer,), {"optimizer_class": optimizer_class, "__module__": __name__})
 

@@ -14,9 +14,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from ._comm.agreement import agree_on_all_ranks, device_of
 from ._comm.collectives import refuse_unavailable
 from ._comm.debug import DebugFlags
-from ._howto import did_you_mean
+from ._howto import did_you_mean, printable
 from ._modules.bad_arguments import in_rank_order, validate_kinds, validate_mesh, validate_module
-from ._modules.binding import Arguments, ShardGroup, ShardPlacementFn, binding_of, outermost_calls, unmanaged_params
+from ._modules.binding import (
+    Arguments,
+    ShardGroup,
+    ShardPlacementFn,
+    binding_of,
+    groups_below,
+    outermost_calls,
+    unmanaged_params,
+)
 from ._modules.decide import Decision, decide
 from ._modules.dress import own_class
 from ._modules.frames import as_forward
@@ -176,7 +184,8 @@ def shard_added(module: nn.Module) -> nn.Module:
 
     Raises:
         ValueError: No call of :func:`gtp_shard` is on ``module`` or below it.
-        NotImplementedError: A parameter was added to a module that is sharded already, not in a new module.
+        NotImplementedError: A parameter was added to a module that is sharded already, not in a new module; or an
+            adapter has the sizes of a local shard.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64))
@@ -187,7 +196,8 @@ def shard_added(module: nn.Module) -> nn.Module:
         >>> shard_added(model)[1].weight.to_local().shape
         torch.Size([16, 64])
     """
-    groups = outermost_calls(module)
+    # None are below if the module of the call was taken away, as ``merge_and_unload`` of PEFT does.
+    groups = outermost_calls(module) or groups_below(module)
     if not groups:
         raise ValueError(f"shard_added expects a module after gtp_shard, but got a {type(module).__name__}.")
     for group in groups:
@@ -223,6 +233,7 @@ def _shard_added(group: ShardGroup) -> None:
                     f"a {type(site.module).__name__} that gtp_shard has sharded. Add it before "
                     "gtp_shard."
                 )
+        _refuse_local_sizes(group.module)
         return decide(group.module, arguments)
 
     decisions, unmanaged = agree_on_all_ranks(
@@ -232,6 +243,26 @@ def _shard_added(group: ShardGroup) -> None:
         with torch.inference_mode(False):
             runtime = Runtime(group.runtime.device, arguments.schedule, group.runtime.comm.debug)
             shard_module(group.module, arguments, decisions, unmanaged, runtime, type(group.module))
+
+
+def _refuse_local_sizes(module: nn.Module) -> None:
+    """Raise for an adapter of PEFT that was made for this rank's rows of a layer."""
+    for name, adapter in module.named_modules():
+        layer = getattr(adapter, "base_layer", None)
+        if not isinstance(layer, nn.Linear) or (binding := binding_of(layer)) is None:
+            continue
+        weight = binding.params.get("weight")
+        if getattr(weight, "tp_spec", None) is not None:  # such a layer multiplies with its rows
+            continue
+        sizes = (layer.in_features, layer.out_features)
+        found = (getattr(adapter, "in_features", sizes[0]), getattr(adapter, "out_features", sizes[1]))
+        if found != sizes:
+            raise NotImplementedError(
+                f"shard_added expects adapters for whole layers, but {printable(name)!r} is for {found[0]} inputs and "
+                f"{found[1]} outputs, and its layer has {sizes[0]} and {sizes[1]}: on a mesh whose dim is not named "
+                "'fsdp', PEFT takes the shape of the local shard. Add the adapter within whole_weights(model), then "
+                "call shard_added(model)."
+            )
 
 
 def register_gtp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -128,6 +128,8 @@ class _Region(NamedTuple):
         if self.recipe is None:
             (value,) = self.tensors.values()
             return value
+        if not prod(self.sizes):  # nothing was read for an empty shard
+            return torch.empty(self.sizes, dtype=dtype)
         stored = {key.rsplit(".", 1)[1]: tensor for key, tensor in self.tensors.items()}
         whole = _dequantize(self.recipe, stored, self.shape, dtype)
         for dim, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):

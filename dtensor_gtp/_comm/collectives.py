@@ -139,12 +139,7 @@ class ProcessGroupBackend:
         # NCCL takes tensors of several dtypes in one launch.
         if not self._is_async:
             return compat.all_gather_coalesced(outputs, shards, group, False)
-        if len({shard.dtype for shard in shards}) == 1:
-            return _Works([compat.all_gather_coalesced(outputs, shards, group, True)])
-        # gloo would make one tensor of all shards, as if they had one dtype.
-        pairs = zip(outputs, shards, strict=True)
-        # ``_Works`` makes a list, which launches all of them before anybody waits.
-        return _Works(compat.all_gather_base(*pair, group, True) for pair in pairs)
+        return _Works(compat.all_gather_by_dtype(outputs, shards, group))
 
 
 def refuse_unavailable(policy: SchedulePolicy, device_type: str) -> None:

@@ -204,9 +204,11 @@ class CommContext:
             if self.is_debugged:
                 self.before_collective("all_gather of replicas", detail, groups)
             outputs, parts = pack()
-            work = compat.all_gather_coalesced(outputs, parts, replicate, stream is None)
             if stream is None:  # nothing else orders ``unpack`` after the gather
-                self.streams.wait(Done(work=work))
+                for work in compat.all_gather_by_dtype(outputs, parts, replicate):
+                    self.streams.wait(Done(work=work))
+            else:
+                compat.all_gather_coalesced(outputs, parts, replicate, False)
             unpack(outputs)
             return self.streams.done(stream, None)  # without streams all is done by now
 

@@ -53,6 +53,8 @@ _NOT_PROPAGATED = re.compile(r"Sharding propagation failed for aten\.")  # also 
 _NO_SHARDING = f"DTensor found no sharding of this op. {_WHOLE}."
 # Of ops of ATen on the empty shard that a rank has of a short parameter.
 _OF_EMPTY_SHARD = re.compile(r"numel\(\) == 0|0 elements|\bempty\b")
+_SAFETENSORS = re.compile(r"access the data pointer on an invalid python storage")  # of a DTensor
+_SAVE = "safetensors writes plain tensors. Call dtensor_gtp.pretrained.save_pretrained(model, directory) on all ranks."
 _IN_PLACE = re.compile(r"aten\.\w+\.\w+: in-place operations that require placement changes are not supported")
 _NEEDS_WHOLE = (
     "This op needs whole tensors. In an optimizer: dtensor_gtp.optim.gathered(optimizer_class) steps on whole "
@@ -90,11 +92,15 @@ def remedy_for(error: BaseException) -> str | None:
         return None
     if _IN_PLACE.search(str(error)):
         return _NEEDS_WHOLE
+    if _SAFETENSORS.search(str(error)):
+        return _SAVE
     frames = list(_frames(error.__traceback__))
     found = _REFUSED.search(str(error))
     if found is not None:
         # The last entry fits each name.
         text = next(text for starts, text in _REMEDIES if found[1].startswith(starts))
+        if text == _REMEDIES[-1][1] and "sharding strategy" in found[0]:
+            text = _NO_SHARDING
     elif _NOT_PROPAGATED.search(str(error)):
         text = _NO_SHARDING
     else:

@@ -200,9 +200,14 @@ def outermost_calls(module: nn.Module) -> list[ShardGroup]:
     return [group for child in module.children() for group in outermost_calls(child)]
 
 
+def groups_below(module: nn.Module) -> list[ShardGroup]:
+    """The calls whose parameters are below ``module``. Each once, in an order that is the same on all ranks."""
+    return list(dict.fromkeys(binding.group for binding in bindings_of(module.modules())))
+
+
 def runtimes_below(module: nn.Module) -> list[Runtime]:
     """Each once, in an order that is the same on all ranks."""
-    return list(dict.fromkeys(binding.group.runtime for binding in bindings_of(module.modules())))
+    return list(dict.fromkeys(group.runtime for group in groups_below(module)))
 
 
 def managed_params(module: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, ManagedParam]]:

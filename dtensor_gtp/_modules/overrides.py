@@ -208,7 +208,7 @@ def _part_of(value: Any, param: nn.Parameter | None, is_assigned: bool) -> Tenso
     if is_assigned and is_subclass and native_of(param) is None:
         return None  # a plain part would replace e.g. a weight of torchao: refused as any other object
     # Without communication: each rank has the whole tensor. Hooks of native weights quantize the part.
-    return distributed_tensor.distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
+    return distributed_tensor.distribute_tensor(value.detach(), param.device_mesh, param.placements, src_data_rank=None)
 
 
 def _refuse_copy(self: nn.Module, memo: dict[int, Any]) -> NoReturn:

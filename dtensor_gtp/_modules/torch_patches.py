@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ def install() -> None:
     imported."""
     _wrap_fully_shard()
     _refuse_wrappers()
+    _copy_full_states()
 
 
 def _wrap_fully_shard() -> None:
@@ -202,6 +203,31 @@ def _refuse_wrappers() -> None:
     compat.replace("replicate", torch_module, "_localize_dtensor", localize_or_refuse)
     for module in (torch.cuda, torch.cuda.graphs):  # the first has imported it by name
         compat.replace("graphed callables", module, "make_graphed_callables", make_graphed_or_refuse)
+
+
+def _copy_full_states() -> None:
+    """Let full state dicts share no memory with what stays whole of a model and its optimizer: a snapshot would change
+    with the next step."""
+    module = compat.state_dict_module()
+    stock = module._maybe_full_or_cpu_state_dict
+
+    @functools.wraps(stock)
+    def gather_and_copy(state_dict: dict[str, Any], info: Any) -> dict[str, Any]:
+        found: dict[str, Any] = stock(state_dict, info)
+        if not info.full_state_dict:
+            return found
+        tensors = [compat.local_part(leaf) for leaf in compat.tree_leaves(state_dict) if isinstance(leaf, torch.Tensor)]
+        # Subclasses have no memory of their own.
+        own = {tensor.untyped_storage().data_ptr() for tensor in tensors if type(tensor) is torch.Tensor}
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            if type(tensor) is torch.Tensor and tensor.untyped_storage().data_ptr() in own:
+                return tensor.clone()
+            return tensor
+
+        return cast("dict[str, Any]", compat.tree_map_only(torch.Tensor, copied, found))
+
+    compat.replace("full state dicts", module, "_maybe_full_or_cpu_state_dict", gather_and_copy)
 
 
 def _before_init(cls: type, check: Callable[[type, dict[str, Any]], None]) -> None:

@@ -178,4 +178,6 @@ def _put_shard(param: ManagedParam, whole: nn.Parameter) -> None:
     spec = compat.dtensor_spec(sharded)  # type: ignore[arg-type]
     own = compat.own_part(whole.detach(), spec.mesh, spec.placements)
     master_of(compat.local_part(sharded)).copy_(own)  # into the memory that the optimizer knows
+    if sharded.requires_grad is not whole.requires_grad:  # frozen or unfrozen meanwhile
+        sharded.requires_grad_(whole.requires_grad)
     torch.autograd.graph.increment_version(sharded)  # ``copy_`` has counted on the local tensor alone

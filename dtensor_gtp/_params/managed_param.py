@@ -371,6 +371,11 @@ class ManagedParam:
             "module.to(dtype), and change shapes before gtp_shard."
         )
 
+    def begin_backward(self) -> None:
+        """A forward in between may have followed a freeze that the user has taken back."""
+        if self.group is None and self.leaf.requires_grad is not self.param.requires_grad:
+            self.follow_frozen()
+
     def follow_frozen(self) -> None:
         """Called after the user has frozen or unfrozen the parameter."""
         self.leaf.requires_grad_(self.param.requires_grad)

@@ -161,6 +161,7 @@ class ShardedWeight(ManagedParam):
         if self.param.is_floating_point():
             self.leaf.requires_grad_(self.param.requires_grad)
         self.stand_in = StandIn(self.leaf.requires_grad)
+        self._other_stand_in: StandIn | None = None  # of graphs from before the weight was frozen or unfrozen
         self.form.follow(self.layout, self.shard, self.compute_dtype, self.device)
         self.pending_grad.lay_out(self.layout, self.reduce_dtype, self.device)
         if self.tp_spec is not None:
@@ -197,7 +198,10 @@ class ShardedWeight(ManagedParam):
 
     def follow_frozen(self) -> None:
         super().follow_frozen()
-        self.stand_in = StandIn(self.leaf.requires_grad)
+        # Graphs of earlier forwards have the old one, which counts again if the user takes the change back.
+        old = self.stand_in
+        self.stand_in = self._other_stand_in or StandIn(self.leaf.requires_grad)
+        self._other_stand_in = old
 
     @property
     def leaves(self) -> list[Tensor]:

@@ -83,6 +83,11 @@ class FullParams(dict[str, Any]):
         return (value for _, value in self.items())
 
 
+# Code after a graph break may read a weight. The compiler must not trace the gather.
+for _reader in (FullParams.__getitem__, FullParams.get, FullParams.items, FullParams.values):
+    compat.skip_code(_reader.__code__, recursive=True)
+
+
 class GroupViews:
     """What the modules of a group have as ``_parameters``, in and out of passes."""
 
@@ -123,6 +128,10 @@ class GroupViews:
         if self.is_pinned or self._group.reader.is_in_backward:
             for module, _, _, full in self._of_modules:
                 module.__dict__["_parameters"] = full
+            if self._group.reader.is_in_backward:
+                # No use says when autograd reads what such a call recomputes. So reads hold it until the end.
+                for module in self.calls:
+                    module.__dict__.pop("_call_impl", None)
             return
         self.put_back()
         for module, call in self.calls.items():
@@ -373,23 +382,35 @@ class WeightGroup:
         for member in self.members:
             if member.gradient.wide is not None:
                 member.gradient.forget_if_cleared()
-        leaves = self.leaves.by_member
-        # Whether members were frozen or unfrozen.
-        is_frozen = [*map(is_trained, leaves.values())] != [*map(is_trained, map(param_of, leaves))]
+        have_switched = self._have_switched
         if replaced:
             self._follow_replaced(replaced[0])
         for weight in self.quantized:
             weight.forget_stale(self.pending_grad, is_captured)
-        if is_frozen:
-            for member, leaf in self.leaves.by_member.items():
-                if leaf.requires_grad is not member.param.requires_grad:
-                    member.follow_frozen()
-                    leaf.requires_grad_(member.param.requires_grad)
-        self.pending_grad.note_frozen(is_frozen)
+        self._follow_frozen(have_switched)
         if self.views.is_pinned:
             self.views.hide()  # ``put_back`` has taken the full weights away
         else:
             self.views.forget_hooks()
+
+    @property
+    def _have_switched(self) -> bool:
+        """Whether members were frozen or unfrozen."""
+        leaves = self.leaves.by_member
+        return [*map(is_trained, leaves.values())] != [*map(is_trained, map(param_of, leaves))]
+
+    def _follow_frozen(self, have_switched: bool) -> None:
+        if have_switched:
+            for member, leaf in self.leaves.by_member.items():
+                if leaf.requires_grad is not member.param.requires_grad:
+                    member.follow_frozen()
+                    leaf.requires_grad_(member.param.requires_grad)
+        self.pending_grad.note_frozen(have_switched)
+
+    def begin_backward(self) -> None:
+        """A forward in between may have followed a freeze that the user has taken back."""
+        if self._have_switched:
+            self._follow_frozen(True)
 
     def _follow_replaced(self, first: ManagedParam) -> None:
         """Other objects are registered as parameters, perhaps of another dtype (``to``,

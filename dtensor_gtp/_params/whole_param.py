@@ -72,6 +72,11 @@ class WholeParam(ManagedParam):
             self.leaf.requires_grad_(self.param.requires_grad)
         self._take_direct_grads()
 
+    def begin_backward(self) -> None:
+        super().begin_backward()
+        if self.group is None:
+            self.follow_writes()
+
     def follow_frozen(self) -> None:
         self.set_grad_aside()  # the parameter was trained when these gradients were computed
         super().follow_frozen()

@@ -251,9 +251,10 @@ class Runtime:
             return
         self.drop_broken_backward()  # if the last one raised, and no forward came in between
         self.passes.begin_backward(entry)
-        for each in self.members.whole:
-            if each.group is None:
-                each.follow_writes()
+        for group in self.members.groups:
+            group.begin_backward()
+        for param in self.members.params:
+            param.begin_backward()
         # All ranks reduce these at the end, whether or not they have used them.
         left_out = [weight for weight in self.members.weights if weight.flags.reduce_scatter_unused_params]
         for param in (*self.members.whole, *left_out):
@@ -308,6 +309,7 @@ class Runtime:
             group.reader = self
         self.members.use_groups(groups)
         self.passes.chains.clear()  # plans name gatherables by their index
+        self._hide_groups()  # now, because the first call may be that of a layer alone, which is no pass
 
     def split_groups(self) -> None:
         """Gather and reduce each weight by itself from now on, as graphs of single blocks need it."""

@@ -43,6 +43,16 @@ def all_gather_coalesced(outputs: list[Tensor], inputs: list[Tensor], group: dis
     return group.allgather_into_tensor_coalesced(outputs, inputs, _options(AllgatherOptions, async_op))
 
 
+def all_gather_by_dtype(outputs: list[Tensor], inputs: list[Tensor], group: dist.ProcessGroup) -> list[Work]:
+    """As ``all_gather_coalesced`` in the background, with a call for each dtype: gloo would make one tensor of all."""
+    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for output, input in zip(outputs, inputs, strict=True):
+        into, sent = by_dtype.setdefault(input.dtype, ([], []))
+        into.append(output)
+        sent.append(input)
+    return [all_gather_coalesced(into, sent, group, True) for into, sent in by_dtype.values()]
+
+
 def reduce_scatter_base(output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup, async_op: bool) -> Work:
     """``dist.reduce_scatter_tensor`` without its argument checks."""
     return group._reduce_scatter_base(output, input, _options(ReduceScatterOptions, async_op, op))

@@ -90,7 +90,7 @@ def localizing_module() -> Any:
 
 
 def state_dict_module() -> Any:
-    """The module of torch with ``_get_optim_state_dict`` and ``_load_optim_state_dict``."""
+    """The module of torch with ``get_state_dict``, and with the private functions below it."""
     return import_module("torch.distributed.checkpoint.state_dict")
 
 

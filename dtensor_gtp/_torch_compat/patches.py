@@ -95,6 +95,11 @@ PATCHES = {
         _ALL,
         "its graphs would have no gradients of ours",
     ),
+    "full state dicts": Patch(
+        "torch.distributed.checkpoint.state_dict._maybe_full_or_cpu_state_dict",
+        _ALL,
+        "full values of parameters that stay whole share memory with them: a snapshot would change with the next step",
+    ),
     "full optimizer state": Patch(
         "torch.distributed.checkpoint.state_dict._get_optim_state_dict",
         _ALL,

@@ -167,17 +167,10 @@ class CapturedBlocks:
         _warn_of_late_gathers(owns)
         _give_buffers(owns)
         self._module = module
-        self._plan_again()
         self._blocks = [
             _CapturedBlock(block, own, KnownCalls(warmup_calls, max_graphs))
             for block, own in zip(blocks, owns, strict=True)
         ]
-
-    def _plan_again(self) -> None:
-        """What has a fixed buffer does not stay between two uses."""
-        for runtime in runtimes_of(self._module, "capture_blocks"):
-            for chain in runtime.passes.chains.values():
-                chain.plan_again()
 
     @property
     def num_graphs(self) -> int:
@@ -206,7 +199,9 @@ class CapturedBlocks:
                 )
         for block in self._blocks:  # only when all can be removed
             block.remove()
-        self._plan_again()
+        for runtime in runtimes_of(self._module, "capture_blocks"):
+            for chain in runtime.passes.chains.values():
+                chain.plan_again()  # without fixed buffers, weights may stay between two uses
 
 
 class _CapturedBlock:

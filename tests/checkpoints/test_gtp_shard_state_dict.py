@@ -1,5 +1,6 @@
 """State dicts and checkpoints: what is in them, every way to load them, and that a load counts at once."""
 
+import copy
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -82,6 +83,27 @@ class TestStateDict(GlooTest):
             self.assertEqual(actual, expected)
         for name, value in get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)).items():
             torch.testing.assert_close(value, full(model.state_dict()[name]), rtol=0, atol=0)
+
+    def test_full_state_dicts_are_copies(self) -> None:
+        """Also of what stays whole: the best state so far is kept in memory, and comes back after further steps."""
+        mesh = self.gtp_mesh()
+        model = make_sharded(0, mesh)
+        optimizer = adamw(model)
+        train(model, optimizer, [0], mesh)
+        options = StateDictOptions(full_state_dict=True)
+        best = get_state_dict(model, optimizer, options=options)
+        expected = copy.deepcopy(best)
+        train(model, optimizer, [1, 2], mesh)
+        self.assertEqual(best, expected, rtol=0, atol=0)
+        set_model_state_dict(model, best[0], options=options)
+        self.assertEqual(get_model_state_dict(model, options=options), expected[0], rtol=0, atol=0)
+
+    def test_values_with_a_history_are_loaded(self) -> None:
+        """As a plain module loads them."""
+        reference, model = make(0), make_sharded(1, self.gtp_mesh())
+        model.load_state_dict({name: value * 0.5 for name, value in reference.state_dict(keep_vars=True).items()})
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(full(param), reference.get_parameter(name) * 0.5, rtol=0, atol=0)
 
     def test_r30_each_element_is_written_once_by_one_rank(self) -> None:
         for mesh in (self.hsdp_mesh(), self.gtp_mesh()):

@@ -27,7 +27,7 @@ from quant_common import (
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_gtp import checkpoint
+from dtensor_gtp import checkpoint, gtp_shard, quantize_
 from dtensor_gtp.quant import (
     MXFP8,
     NVFP4,
@@ -245,6 +245,20 @@ class TestNativeCheckpoint(GlooTest):
             self.assertTrue(torch.equal(actual, dequantized(values, NVFP4(), Direction.ROWWISE)))
             with self.assertRaisesRegex(RuntimeError, "2 keys that the checkpoint lacks: '0.(weight|bias)'; "):
                 checkpoint.load(nn.Sequential(nn.Linear(40, 5)).state_dict(), checkpoint_id=path)
+
+    def test_into_masters_of_ranks_without_rows(self) -> None:
+        """Blocks of scales are whole, so a rank may have none; the others would wait for it forever."""
+        mesh = self.gtp_mesh()
+        for recipe, rows in ((Float8Blockwise(), 128), (MXFP8(), 32)):
+            models = []
+            for storage in ("native", "master"):
+                torch.manual_seed(len(models))
+                plain = nn.Sequential(nn.Linear(64, rows, bias=False))
+                models.append(gtp_shard(quantize_(plain, recipe, storage=storage), mesh))
+            with shared_directory() as path:
+                checkpoint.save({"model": models[0].state_dict()}, path)
+                checkpoint.load({"model": models[1].state_dict()}, checkpoint_id=path, model=models[1])
+            torch.testing.assert_close(full(models[1][0].weight), full(models[0][0].weight), rtol=0, atol=0)
 
     def test_masters_and_optimizer_state(self) -> None:
         """Bit for bit on another topology; training goes on with the bits it would have had."""

@@ -73,7 +73,12 @@ def in_memory(model: nn.Module) -> list[bool]:
 class TestCompiledGroups(GlooTest):
     world_size = 2
 
-    def train(self, change: Callable[[Any], object] = lambda model: None, loss: Any = square) -> Any:
+    def train(
+        self,
+        change: Callable[[Any], object] = lambda model: None,
+        loss: Any = square,
+        make: Callable[[], nn.Module] = Model,
+    ) -> Any:
         """A model that is changed after ``gtp_shard`` trains as in one process."""
         torch._dynamo.reset()
         torch.manual_seed(7)
@@ -84,7 +89,7 @@ class TestCompiledGroups(GlooTest):
             return model
 
         tolerance = {"rtol": 1e-4, "atol": 1e-5}
-        return check_training(Model(), shard, self.gtp_mesh(), rows, loss, tolerance=tolerance)
+        return check_training(make(), shard, self.gtp_mesh(), rows, loss, tolerance=tolerance)
 
     def test_blocks_wrapped_after_sharding_are_freed_after_their_use(self) -> None:
         def freed(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -119,6 +124,20 @@ class TestCompiledGroups(GlooTest):
             for compiles_blocks in (False, True):
                 model = self.train(partial(compile_parts, replaces, compiles_blocks))
                 self.assertEqual(in_memory(model), [False] * 3)
+
+    def test_a_compiled_model_reads_weights_of_its_blocks(self) -> None:
+        """After the graph break at a block, too: the compiler must not trace the gather."""
+
+        class Reads(Model):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                y = super().forward(x.to(self.layers[0].inner.up.weight.dtype))
+                return (
+                    y
+                    + self.layers[1].inner.up(x).mean(-1, keepdim=True)
+                    + self.layers[2].inner.down.weight.square().mean()
+                )
+
+        self.train(in_place, make=Reads)
 
     def test_a_compiled_function_is_the_first_call(self) -> None:
         """Its graph has single weights. Calls of the model that follow use them, too."""

@@ -184,6 +184,17 @@ class TestCompile(GlooTest):
         self.train(reference, in_place)
         self.assert_graphs(1)
 
+    def test_frozen_between_compiled_calls(self) -> None:
+        def loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+            found = next_token_loss(model, tokens)
+            model.requires_grad_(False)
+            with torch.no_grad():
+                model(tokens)
+            model.requires_grad_(True)
+            return found
+
+        self.train(self.fresh(), compile_blocks, loss)
+
     def test_compiled_function_around_the_model(self) -> None:
         """No frame is around it: weights are gathered on demand."""
         model = self.train(self.fresh(), loss=by_function(lambda model, tokens: model(tokens)))

@@ -246,6 +246,28 @@ class TestTraining(OfTwoByTwo):
             trained.append([full(param) for param in model.parameters()])
         return trained
 
+    def test_weights_of_two_dtypes(self) -> None:
+        """Rows of replicas come in one operation of each dtype, whichever is first."""
+
+        class TwoDtypes(nn.Module):
+            def __init__(self, first: torch.dtype, second: torch.dtype) -> None:
+                super().__init__()
+                torch.manual_seed(0)
+                self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=first), nn.Linear(WIDTH, WIDTH, dtype=first))
+                self.head = nn.Linear(WIDTH, WIDTH, dtype=second)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.head(self.layers(x.to(self.layers[0].weight.dtype)).to(self.head.weight.dtype)).double()
+
+        for dtypes in ((torch.float32, torch.float64), (torch.float64, torch.float32)):
+            for schedule in (ALL, CHOSEN):
+                shard = partial(self.shard, schedule=schedule)
+                tolerance = {"rtol": 1e-4, "atol": 1e-6}
+                model = check_training(
+                    TwoDtypes(*dtypes), shard, self.mesh, blocks_batch, square_loss, tolerance=tolerance
+                )
+                assert_idle(model)
+
     def test_mixed_precision(self) -> None:
         """The bits of whole states, in float32 and computed in 16 bits: other replicas send rows in these."""
         cases = ((2, 2), torch.bfloat16, ALL), ((2, 2), torch.float16, CHOSEN), ((4, 1), torch.bfloat16, ALL)

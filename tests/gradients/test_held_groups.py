@@ -4,6 +4,7 @@ block, outputs in objects. Other passes in between must not free them, which wou
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from pairs_common import CHOSEN, MIXED, PairTest
 from passes_common import NUM_ROWS, WIDTH, Block, Model, mean, usual
 from runtime_common import make_rows, members_of
 from torch.func import grad, hessian, vmap
+from torch.utils.checkpoint import checkpoint
 
 Step = Callable[[Any, torch.Tensor], Any]
 
@@ -149,6 +151,41 @@ class TestHeldGroups(PairTest):
             for pair in self.pairs(make, (CHOSEN, MIXED)):
                 for seed, step in enumerate((evaluation_before_backward, two_forwards_then_two_backwards, usual)):
                     self.check(pair, step, seed)
+
+    def test_parts_of_blocks_that_the_root_checkpoints(self) -> None:
+        """Of a block that has no call: another forward comes before their recomputation."""
+
+        class Parts(nn.Sequential):
+            def __init__(self, *, checkpoints_both: bool) -> None:
+                super().__init__(Linears(), Linears(), Linears())
+                self.checkpoints_both = checkpoints_both
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                for block in self:
+                    up = checkpoint(lambda y, block=block: block.up(y.tanh()), x, use_reentrant=False)
+                    if self.checkpoints_both:
+                        x = x + checkpoint(lambda y, block=block: block.down(y.tanh()), up, use_reentrant=False)
+                    else:
+                        x = x + block.down(up)
+                return x
+
+        for checkpoints_both in (False, True):
+            for pair in self.pairs(partial(Parts, checkpoints_both=checkpoints_both), (CHOSEN, MIXED)):
+                for seed, step in enumerate((evaluation_before_backward, two_forwards_then_two_backwards, usual)):
+                    self.check(pair, step, seed)
+
+    def test_the_first_calls_are_those_of_layers(self) -> None:
+        """Of one that is no part of a block, which is no pass, and of parts."""
+        for pair in self.pairs(policies=(CHOSEN, MIXED), is_first=True):
+            for call in (
+                lambda each, x: each.first(x),
+                lambda each, x: each.blocks[1].up(x),
+                lambda each, x: each.blocks[1].raw(x),
+            ):
+                ours, expected = self.run_both(pair, call)
+                rank = self.gtp_mesh().get_local_rank()
+                torch.testing.assert_close(ours, expected.chunk(self.gtp_mesh().size())[rank])
+            self.check(pair)
 
     def test_what_is_held_follows_the_values(self) -> None:
         """After an optimizer step the graph of the old values is refused, also if it comes to no output of a block."""

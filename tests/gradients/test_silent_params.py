@@ -192,6 +192,32 @@ class TestFreezing(PairTest):
                 loss.backward()
             self.check_grads(pair)
 
+    def test_frozen_for_a_forward_in_between(self) -> None:
+        """As adapters that are off while a reference model runs, and a discriminator while the generator trains. In the
+        middle of microbatches, too, of which one was frozen. Some weights of a block, and all."""
+
+        def evaluate(each: Any, x: torch.Tensor) -> None:
+            with torch.no_grad():
+                each(x)
+
+        def train_input(each: Any, x: torch.Tensor) -> None:
+            mean(each(x.clone().requires_grad_())).backward()
+
+        for pair in self.pairs():
+            for names in (("blocks.1.up",), ("blocks.", "first.", "last.")):
+                for between in (evaluate, train_input):
+                    pair[0].set_requires_gradient_sync(False)
+                    self.run_both(pair, seed=1)
+                    pair[0].set_requires_gradient_sync(True)
+                    losses = self.run_both(pair, lambda each, x: mean(each(x)), seed=2)
+                    set_trained(pair, names, False)
+                    self.run_both(pair, between, seed=3)
+                    set_trained(pair, names, True)
+                    for loss in losses:
+                        loss.backward()
+                    self.check_grads(pair)
+                    self.check(pair)
+
 
 class TestDirectReads(PairTest):
     """Parameters that are read outside of forward."""

@@ -14,7 +14,7 @@ from integration_common import VOCABULARY, LibraryTest, make_llama, needs, proce
 from test_integration_transformers import STEPS, arguments, logged, stock_trainer, trained, trained_alone, trainer_of
 from torch.distributed.tensor import DTensor
 
-from dtensor_gtp import whole_weights
+from dtensor_gtp import shard_added, whole_weights
 
 ATTENTION = {"target_modules": ["q_proj", "v_proj"]}
 LORA: dict[str, Any] = {"r": 4, **ATTENTION}
@@ -149,6 +149,30 @@ class TestPeft(LibraryTest):
         added = [param for name, param in model.named_parameters() if ".loaded." in name or ".new." in name]
         self.assertTrue(added and all(isinstance(param, DTensor) for param in added))
         self.take_turns(reference, model, "loaded", "new", "default")
+
+    def test_adapters_of_layers_that_had_none(self) -> None:
+        """Where the model was sharded before PEFT has wrapped it, and where its adapters were merged."""
+        import peft
+
+        config = peft.LoraConfig(task_type="CAUSAL_LM", **LORA)
+        wrong = peft.get_peft_model(self.shard(make_llama()), config)
+        with self.assertRaisesRegex(NotImplementedError, "for whole layers, but .* within whole_weights"):
+            shard_added(wrong)
+        for is_merged in (False, True):
+            models: list[Any] = []
+            for is_sharded in (False, True):
+                base: Any = adapted("LoRA") if is_merged else make_llama()
+                if is_sharded:
+                    self.shard(base)
+                if is_merged:
+                    base = base.merge_and_unload()
+                torch.manual_seed(5)
+                with whole_weights(base) if is_sharded else nullcontext():
+                    models.append(peft.get_peft_model(base, config))
+            reference, model = models
+            shard_added(model)
+            self.train((reference, model))
+            assert_same_params(model, reference, atol=1e-5, rtol=1e-3)
 
     def test_label_smoothing_shifts_labels_of_causal_models(self) -> None:
         """The stock trainer goes by ``model._get_name()``, of a PEFT model by that of the model within."""

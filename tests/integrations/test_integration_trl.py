@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from common import ALL, GlooTest, assert_same_params, full, shared_directory
+from common import GROUPS, GlooTest, assert_same_params, full, shared_directory
 from integration_common import needs, process
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -127,7 +127,7 @@ class TestTrl(GlooTest):
         shards: dict[str, Make] = {"alone": lambda model: model, "torch": lambda model: by_torch(model, mesh)}
         if how == "ours":
             cls = type(f"GTP{kind}Trainer", (GTPTrainer, cls), {})
-            shards["ours"] = lambda model: gtp_shard(model, mesh, schedule=ALL)
+            shards["ours"] = lambda model: gtp_shard(model, mesh, schedule=GROUPS)
         options = {
             **{"use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True, "save_strategy": "no"},
             **{"max_steps": 3, "per_device_train_batch_size": 4 if is_alone else 2, "learning_rate": 1e-2},

@@ -75,6 +75,7 @@ class TestRemedies(unittest.TestCase):
             self.check("with whole_weights", lambda: nn.init.sparse_(linear.weight, 0.1))
             self.check("with whole_weights", lambda: nn.init.orthogonal_(self.wide().weight))
             self.check("full_tensor", lambda: torch.empty(8, 8).copy_(linear.weight))
+            self.check("DTensor found no sharding of this op", lambda: linear.weight.renorm(2, 0, 0.5))
         loss = model(ids).square().mean() + sum(param.square().sum() for param in model.parameters())
         self.check("penalty.full_tensor", loss.backward)
         model = self.model(("1.weight",))
@@ -82,6 +83,8 @@ class TestRemedies(unittest.TestCase):
         self.check("a separate param group", torch.optim.AdamW(model.parameters(), foreach=True).step)
         self.check("a separate clip_grad_norm_", lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
         self.assertIsNone(remedy_for(RuntimeError("aten.mm.default: no")))
+        of_safetensors = RuntimeError("Attempted to access the data pointer on an invalid python storage.")
+        self.assertRegex(remedy_for(of_safetensors), "pretrained.save_pretrained")
 
     def test_an_error_that_a_program_catches_has_it(self) -> None:
         """Where it passes a frame of this package: those of a backward, of a forward, and of a registered method."""

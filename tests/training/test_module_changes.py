@@ -178,6 +178,17 @@ class TestWholeWeights(GlooTest):
             model[1].weight = nn.Parameter(torch.zeros(8, 8))
         self.assertEqual(merged.weight.shape, (8, 8))
 
+    def test_parameters_are_frozen_and_unfrozen_in_it(self) -> None:
+        for policy in (ALL, GROUPS):
+            reference = small_model()
+            model = shard_copy(reference, self.gtp_mesh(), schedule=policy)
+            for is_trained in (False, True):
+                with whole_weights(model):
+                    model[1].requires_grad_(is_trained)
+                reference[1].requires_grad_(is_trained)
+                self.assertEqual({param.requires_grad for param in model[1].parameters()}, {is_trained})
+                check_step(reference, model, self.gtp_mesh(), make_rows(0), square_step)
+
     def test_reset_parameters_zeros_the_row_of_padding(self) -> None:
         for make in (nn.Embedding, nn.EmbeddingBag):
             reference = make(8, 4, padding_idx=5)

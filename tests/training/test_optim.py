@@ -315,6 +315,10 @@ class TestGathered(GlooTest):
         with self.assertRaisesRegex(NotImplementedError, "expects full_state_dict=False .* GatheredAdamW: each rank"):
             get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
 
+    def test_one_that_takes_all_parameters_as_a_vector_is_refused(self) -> None:
+        with self.assertRaisesRegex(NotImplementedError, "gathered does not support LBFGS: .* one vector"):
+            gathered(torch.optim.LBFGS)
+
     def test_groups_that_are_added_later(self) -> None:
         """Parameters and states are those of one process; an optimizer made with all groups takes the state."""
 
