@@ -107,9 +107,9 @@ class TestCudaCompose(CudaTest):
         for how in ("non-reentrant", "reentrant", "selective"):
             cell = llama_cell(how)
             model = check_cell(cell, GTP_TP)
-            expected = {2} if how == "selective" else {3}
+            # What is recomputed stays for its gradients.
             gathers = gathers_of_a_step(model, cell, root_mesh(*GTP_TP))
-            self.assertEqual(gathers, {"embedding": {1}, "layers": expected, "output": {1}})
+            self.assertEqual(gathers, {"embedding": {1}, "layers": {2}, "output": {1}})
 
     # --- replicas -----------------------------------------------------------------------------------------------------
 
