@@ -88,6 +88,9 @@ class Runtime:
         for weight in weights:
             if weight.group is None:
                 self.keeper.drop_kept(weight)
+        for param in written:
+            if isinstance(param, WholeParam) and param.group is None:
+                param.follow_writes()  # now: no frame is around a model in a compiled function
         if errors:  # last: what was gathered before the step is dropped in any case
             raise errors[0]
 
