@@ -103,6 +103,27 @@ class Linear(nn.Linear):
         return y if self.bias is None else y + self.bias
 
 
+class StraightThrough(torch.autograd.Function):
+    """``value``, whose gradient is that of ``weight``."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, None
+
+
+class StockLinear(Linear):
+    """The reference in a group: the stock layer, with the values of rowwise data in both directions. Its op adds the
+    bias by itself, which has other bits on some processors."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        value = dequantized(self.weight.detach(), self.recipe, Direction.ROWWISE)
+        return F.linear(x, StraightThrough.apply(self.weight, value), self.bias)
+
+
 @torch.no_grad()
 def uneven(weight: torch.Tensor) -> None:
     """Give rows and columns magnitudes of their own, so that blocks along one and along the other have other scales."""
