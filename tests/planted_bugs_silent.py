@@ -99,10 +99,6 @@ SILENT = {
             "test_momentum_encoders"),
     "a group that was gathered ahead outlives a write":
         Bug("LostWrites._drop_in_forward", drop("forget_pending"), "test_momentum_encoders"),
-    "a write is looked for in sight of checkpointing":
-        Bug("WeightGroup.untraced_write",
-            replace("compat.unseen_by_checkpoint_policies()", "__import__('contextlib').nullcontext()"),
-            "test_selectively_checkpointed_blocks"),
     "sums of bits are compared in sight of checkpointing":
         Bug("is_changed", replace("compat.unseen_by_checkpoint_policies()", "__import__('contextlib').nullcontext()"),
             "test_seed_61005_selective_checkpointing_beside_a_forward_that_is_looked_at"),

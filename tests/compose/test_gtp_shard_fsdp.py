@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from checkpoint_common import PLAIN, topology
-from common import ALL, GlooTest, assert_same_params, environment, fake_mesh, full, rows_of_rank
+from common import ALL, NOTHING_STAYS, GlooTest, assert_same_params, environment, fake_mesh, full, rows_of_rank
 from fsdp_common import (
     WIDTH,
     Block,
@@ -288,7 +288,7 @@ class TestOrder(unittest.TestCase):
     def test_gathers_read_only_what_fully_shard_has_gathered(self) -> None:
         """Also while they are in flight: when a unit frees its shards, nothing that was launched still needs them."""
         for cls in (Model, CallsAgain):
-            model = both(self.mesh, reshard_after_forward=True)(make(cls))
+            model = both(self.mesh, gtp={"schedule": NOTHING_STAYS}, reshard_after_forward=True)(make(cls))
             reads: list[int] = []
             in_flight: list[str] = []
             launch, free, targets = Gathering._gather, FSDPParamGroup._to_sharded, runtime_of(model).members.gatherables

@@ -250,6 +250,9 @@ class TestGroups(GlooTest):
                 return checkpoint(self.inner, x, use_reentrant=False, context_fn=contexts)
 
         self.check(seeded(partial(Model, block=Wrapped)), steps=4)
+        save = partial(create_selective_checkpoint_contexts, lambda *args, **kwargs: CheckpointPolicy.MUST_SAVE)
+        call = partial(checkpoint, use_reentrant=False, context_fn=save)
+        self.check(seeded(partial(Model, call=call)), steps=4)
 
     def test_compiled_blocks(self) -> None:
         torch._dynamo.reset()

@@ -114,7 +114,7 @@ def both(
     """From a model to one under ``gtp_shard(**gtp)`` inside of ``fully_shard(**options)``, over an axis or two each."""
 
     def shard(model: nn.Module) -> nn.Module:
-        gtp_shard(model, mesh[inner], schedule=ALL, **(gtp or {}))
+        gtp_shard(model, mesh[inner], **{"schedule": ALL, **(gtp or {})})
         return wrap(model, mesh[outer], units, **options)
 
     return shard
