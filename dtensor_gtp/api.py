@@ -197,7 +197,9 @@ def shard_added(module: nn.Module) -> nn.Module:
         torch.Size([16, 64])
     """
     # None are below if the module of the call was taken away, as ``merge_and_unload`` of PEFT does.
-    groups = outermost_calls(module) or groups_below(module)
+    present = set(module.modules())
+    gone = [group for group in groups_below(module) if group.module not in present]
+    groups = [*gone, *outermost_calls(module)]
     if not groups:
         raise ValueError(f"shard_added expects a module after gtp_shard, but got a {type(module).__name__}.")
     for group in groups:

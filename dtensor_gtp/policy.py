@@ -216,8 +216,8 @@ class SchedulePolicy:
             in ``reduce_dtype``. ``"all_to_all"``: sends in ``reduce_dtype``, adds and accumulates in float32, so
             the error of a 16-bit ``reduce_dtype`` does not grow with the axis; takes one more full gradient for each
             reduction in flight. ``"copy_engine"``: the same sum, fetched by the copy engines of GPUs of one host.
-        prefetch_nbytes: Bytes of weights that are gathered ahead of the one in use. 0 gathers each weight when it is
-            used. None: chosen.
+        prefetch_nbytes: Bytes of weights that are gathered ahead of the one in use, and up to which weights stay for
+            another use in the same pass. 0 gathers each weight when it is used. None: chosen.
         keep_nbytes: Bytes of gathered weights that stay from forward to backward, which saves a gather. None: 0, with
             ``memory="most_speed"`` an eighth of the free memory.
         embedding: How ``nn.Embedding`` is looked up where gradients are computed. ``"gather"`` gathers the table.

@@ -73,6 +73,9 @@ def _run(stock: Callable[..., Any], outputs: Any, grads: Any, retain: Any, creat
     before = [runtime.asked_for for runtime in runtimes]
     try:
         if any(isinstance(_tensor_of(given), DTensor) for given in inputs or ()):
+            if compat.current_graph_task_id() == -1:  # no backward runs
+                for runtime in runtimes:
+                    runtime.follow_frozen()
             inputs = _with_leaves(runtimes, outputs, inputs, accumulates=args[-1])
         # Ids suffice: ``inputs`` keeps these tensors alive during the run.
         asked_for = {id(given) for given in inputs or ()}

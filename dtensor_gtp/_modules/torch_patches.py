@@ -216,14 +216,20 @@ def _copy_full_states() -> None:
         found: dict[str, Any] = stock(state_dict, info)
         if not info.full_state_dict:
             return found
-        tensors = [compat.local_part(leaf) for leaf in compat.tree_leaves(state_dict) if isinstance(leaf, torch.Tensor)]
-        # Subclasses have no memory of their own.
-        own = {tensor.untyped_storage().data_ptr() for tensor in tensors if type(tensor) is torch.Tensor}
+        tensors = [leaf for leaf in compat.tree_leaves(state_dict) if isinstance(leaf, torch.Tensor)]
+        if not any(isinstance(tensor, DTensor) for tensor in tensors):
+            return found  # of a plain model
+        plain = [local for tensor in tensors if type(local := compat.local_part(tensor)) is torch.Tensor]
+        own = {tensor.untyped_storage().data_ptr() for tensor in plain}
+        copies: dict[tuple[Any, ...], torch.Tensor] = {}  # ties stay
 
         def copied(tensor: torch.Tensor) -> torch.Tensor:
-            if type(tensor) is torch.Tensor and tensor.untyped_storage().data_ptr() in own:
-                return tensor.clone()
-            return tensor
+            if type(tensor) is not torch.Tensor or tensor.untyped_storage().data_ptr() not in own:
+                return tensor
+            key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+            if key not in copies:
+                copies[key] = tensor.clone()
+            return copies[key]
 
         return cast("dict[str, Any]", compat.tree_map_only(torch.Tensor, copied, found))
 

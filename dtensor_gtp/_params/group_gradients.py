@@ -114,8 +114,8 @@ class GroupGradients(PendingGradient):
         self.is_agreed = True
 
     def note_frozen(self, is_frozen: bool) -> None:
-        """At the start of a forward; ``is_frozen`` if members were frozen or unfrozen since the
-        last one."""
+        """At the start of a forward or a backward; ``is_frozen`` if members were frozen or unfrozen
+        since the last one."""
         self.is_agreed = self.is_agreed and not is_frozen
         self._is_layout_old = self._is_layout_old or is_frozen
         if self._is_layout_old and not self.owed:

@@ -79,6 +79,14 @@ class Gatherable:
         return self.weight.layout.shape.numel() * self.weight.compute_dtype.itemsize
 
     @property
+    def may_stay(self) -> bool:
+        """Whether it may stay in memory between two uses. Not if a use makes a copy of what was
+        gathered, see [Note: several compute streams]; nor in a fixed buffer, see
+        [Note: fixed buffers]."""
+        form = self.weight.form
+        return form.fixed is None and form.wire is None and self.weight.layout.dim == 0
+
+    @property
     def may_be_left_out(self) -> bool:
         """Whether ranks may use the weight in different ways, see
         [Note: weights that a rank may leave out]."""

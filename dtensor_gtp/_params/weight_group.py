@@ -199,6 +199,10 @@ class GatherableGroup(Gatherable):
     def kept_nbytes(self) -> int:
         return self.group.leaves.nbytes
 
+    @property
+    def may_stay(self) -> bool:
+        return True  # its uses read what was gathered
+
 
 class WeightGroup:
     """Weights and whole parameters of a ``module``, of one mesh, dtype and ``gtp_shard`` call."""
@@ -409,8 +413,8 @@ class WeightGroup:
 
     def begin_backward(self) -> None:
         """A forward in between may have followed a freeze that the user has taken back."""
-        if self._have_switched:
-            self._follow_frozen(True)
+        if have_switched := self._have_switched:
+            self._follow_frozen(have_switched)
 
     def _follow_replaced(self, first: ManagedParam) -> None:
         """Other objects are registered as parameters, perhaps of another dtype (``to``,

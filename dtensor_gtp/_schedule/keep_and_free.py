@@ -135,6 +135,12 @@ class Keeper:
                 ):
                     self.forget_kept(target)
 
+    def end_stays(self) -> None:
+        """At the end of a forward, drop what stayed for a use that did not come."""
+        for target in self._members.gatherables:
+            if target.kept is not None and not self.stays_after_use(target):
+                self.forget_kept(target)
+
     def end_uses(self) -> None:
         """Nobody uses a weight any more, though uses may not have ended: what is present counts as
         kept."""

@@ -137,8 +137,6 @@ class Chain:
 
     def next_use(self, use: int, lane: int) -> int | None:
         """The position of the next use of a weight that is used several times in this pass."""
-        if use not in self.plan.repeated:
-            return None
         return self.plan.next_use(use, lane, self._cursors)
 
     def stays(self, use: int, lane: int) -> bool:
@@ -205,8 +203,8 @@ class Passes:
             bundle = -1  # none
             if target.companions:
                 bundle = target.companions[0].index
-            # A bundle is gathered as one; and see [Note: fixed buffers].
-            may_stay = bundle == -1 and target.weight.form.fixed is None
+            # A bundle is gathered as one.
+            may_stay = bundle == -1 and target.may_stay
             traits.append(Traits(target.nbytes, target.lane, target.call, bundle, may_stay))
         return traits
 

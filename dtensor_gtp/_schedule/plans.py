@@ -20,7 +20,8 @@ lane 0, which then counts the uses of both lanes.
 
 A weight *stays* between two of its uses, if it and the others that the lane uses meanwhile have at
 most ``nbytes``: in a block that runs again at once (shared layers), or that backward has recomputed
-(activation checkpointing). So those that stay have at most ``nbytes``, too.
+(activation checkpointing). So those of a lane that stay have at most ``nbytes``, too. Of what the
+first use makes a copy, nothing stays: the copy may be larger, and belongs to the stream of that use.
 
 Consecutive uses of a lane with at most ``together_nbytes`` are one launch, when the first is due.
 The first gathers of a pass overlap with nothing, so launches start small: at most the bytes of all
@@ -104,7 +105,9 @@ class Plan:
         self.uses_of = {
             lane: tuple(self.uses[position] for position in positions) for lane, positions in self.lanes.items()
         }
-        self.repeated = frozenset(use for use, number in Counter(self.uses).items() if number > 1)
+        self._positions: dict[int, list[int]] = {}  # of each weight
+        for position, use in enumerate(self.uses):
+            self._positions.setdefault(use, []).append(position)
         # By position of a use: the next use of the same weight, which stays until then.
         self.stays = _plan_stays(self.uses, self.lanes, traits, window.nbytes)
         self.served = frozenset(self.stays.values())  # these uses need no gather
@@ -154,11 +157,17 @@ class Plan:
         return [tuple(positions) for _, positions in sorted(found.items())]
 
     def next_use(self, use: int, lane: int, cursors: Mapping[int, int]) -> int | None:
-        """The position of the next use of a weight."""
-        if lane not in self.lanes:
+        """The position of the next use of a weight that is used several times."""
+        positions = self._positions.get(use, ())
+        if len(positions) < 2:
             return None
-        to_come = self.lanes[lane][self.num_past(lane, cursors) :]
-        return next((position for position in to_come if self.uses[position] == use), None)
+        to_come = self.num_past(lane, cursors)
+        if to_come == len(self.lanes[lane]):
+            return None
+        index = bisect_left(positions, self.lanes[lane][to_come])
+        if index == len(positions):
+            return None
+        return positions[index]
 
     def num_past(self, lane: int, cursors: Mapping[int, int]) -> int:
         """How many uses of a lane happened, or were left out: lane 0 is already beyond them."""
@@ -185,8 +194,15 @@ def _plan_stays(
             last[use] = number
             if before is None or not traits[use].may_stay:
                 continue
-            used = {uses[between] for between in positions[before:number]}
-            if sum(traits[each].nbytes for each in used) <= nbytes:
+            used: set[int] = set()
+            total = 0
+            for between in reversed(positions[before:number]):
+                if total > nbytes:
+                    break
+                if uses[between] not in used:
+                    used.add(uses[between])
+                    total += traits[uses[between]].nbytes
+            if total <= nbytes:
                 stays[positions[before]] = position
     return stays
 
@@ -224,7 +240,9 @@ def _plan_launches(
             steps = [steps_of_alike[index] for index in own]
         else:
             steps = _steps_by_block(blocks, window.num_blocks)
-            borders.update(alike[block[0]] for block in blocks)
+            # The first position of each block that is gathered.
+            gathered = ([alike[index] for index in block if alike[index] not in served] for block in blocks)
+            borders.update(block[0] for block in gathered if block)
         due = {
             position: num_uses[step] for position, step in zip(positions, steps, strict=True) if position not in served
         }

@@ -153,6 +153,7 @@ class Runtime:
             return
         # The optimizer may write to shards from now on: no gather may read them.
         self.gathering.drop_prefetched()
+        self.keeper.end_stays()
         self.comm.host_copies.finish_uploads()  # nor uploads from the host
         self.gathering.parts.finish()
         uses = chain.observed  # ``chain.end`` forgets them
@@ -254,10 +255,7 @@ class Runtime:
             return
         self.drop_broken_backward()  # if the last one raised, and no forward came in between
         self.passes.begin_backward(entry)
-        for group in self.members.groups:
-            group.begin_backward()
-        for param in self.members.params:
-            param.begin_backward()
+        self.follow_frozen()
         # All ranks reduce these at the end, whether or not they have used them.
         left_out = [weight for weight in self.members.weights if weight.flags.reduce_scatter_unused_params]
         for param in (*self.members.whole, *left_out):
@@ -277,6 +275,13 @@ class Runtime:
         self.gathering.gather_for_any_use(is_in_backward=True)
         self.gathering.begin(self.passes.backward)
         self._hide_groups()
+
+    def follow_frozen(self) -> None:
+        """Before a backward: a forward in between may have followed a freeze that the user has taken back."""
+        for group in self.members.groups:
+            group.begin_backward()
+        for param in self.members.params:
+            param.begin_backward()
 
     def _is_asked_for(self, param: ManagedParam) -> bool:
         """Whether the running backward is not confined to others."""

@@ -98,6 +98,18 @@ class TestStateDict(GlooTest):
         set_model_state_dict(model, best[0], options=options)
         self.assertEqual(get_model_state_dict(model, options=options), expected[0], rtol=0, atol=0)
 
+    def test_full_state_dicts_keep_ties_and_leave_plain_models_alone(self) -> None:
+        options = StateDictOptions(full_state_dict=True)
+        model = nn.Sequential(nn.LayerNorm(8), nn.LayerNorm(8), nn.Linear(8, 8))
+        model[1].weight = model[0].weight
+        plain = copy.deepcopy(model)
+        gtp_shard(model, self.gtp_mesh())
+        found = get_model_state_dict(model, options=options)
+        self.assertEqual(found["0.weight"].data_ptr(), found["1.weight"].data_ptr())
+        self.assertNotEqual(found["0.weight"].data_ptr(), model[0].weight.to_local().data_ptr())
+        stock = get_model_state_dict(plain, options=options)
+        self.assertEqual(stock["2.weight"].data_ptr(), plain[2].weight.data_ptr())
+
     def test_values_with_a_history_are_loaded(self) -> None:
         """As a plain module loads them."""
         reference, model = make(0), make_sharded(1, self.gtp_mesh())

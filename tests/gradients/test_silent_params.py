@@ -218,6 +218,16 @@ class TestFreezing(PairTest):
                     self.check_grads(pair)
                     self.check(pair)
 
+    def test_frozen_in_between_and_named_as_inputs(self) -> None:
+        for pair in self.pairs():
+            losses = self.run_both(pair, lambda each, x: mean(each(x)))
+            set_trained(pair, ("blocks.", "first.", "last."), False)
+            self.run_both(pair, lambda each, x: each(x).detach())
+            set_trained(pair, ("blocks.", "first.", "last."), True)
+            for each, loss in zip(pair, losses, strict=True):
+                loss.backward(inputs=list(each.parameters()))
+            self.check_grads(pair)
+
 
 class TestDirectReads(PairTest):
     """Parameters that are read outside of forward."""

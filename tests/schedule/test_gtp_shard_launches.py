@@ -19,7 +19,7 @@ from runtime_common import assert_idle, counted, gathers, members_of, num_gather
 from schedules import explicit
 from torch.utils.checkpoint import checkpoint
 
-from dtensor_gtp import gtp_shard, sharding_report
+from dtensor_gtp import GTPShard, gtp_shard, quantize_, sharding_report
 from dtensor_gtp._params.sharded_weight import Gatherable
 from dtensor_gtp.nn import GroupedLinear
 
@@ -182,6 +182,41 @@ class TestLaunches(unittest.TestCase):
                 model(torch.ones(3, WIDTH))
         self.assert_order(events, "[0] [1] [2] 0 [3] 1 [0] 0 2 3 0")
         assert_idle(model)
+
+    def test_what_stays_for_a_use_that_does_not_come(self) -> None:
+        """Is dropped with the forward: later writes to its shard may leave no trace."""
+
+        class Model(nn.Sequential):
+            order = (0, 1, 0, 2)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                for index in self.order:
+                    x = self[index](x)
+                return x
+
+        model: Any = Model(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        gtp_shard(model, self.mesh["gtp"], schedule=explicit(min_shard_numel=WIDTH + 1))
+        with torch.no_grad():
+            for order in ((0, 1, 0, 2), (0, 1, 0, 2), (0, 1, 2)):
+                model.order = order
+                model(torch.ones(3, WIDTH))
+                self.assertFalse(runtime_of(model).holds_weights, order)
+                assert_idle(model)
+
+    def test_what_uses_make_copies_of_does_not_stay(self) -> None:
+        """Quantized weights, and those that are cut along another dim: a copy belongs to the stream of its use."""
+        x = torch.ones(3, 32)
+        for is_plain, cut in ((True, 0), (True, 1), (False, 0)):
+            model: Any = nn.Linear(32, 64, bias=False)
+            if not is_plain:
+                quantize_(model, "mxfp8")
+            schedule = explicit(min_shard_numel=0)
+            gtp_shard(
+                model, self.mesh["gtp"], schedule=schedule, shard_placement_fn=lambda param, cut=cut: GTPShard(cut)
+            )
+            (target,) = (each for each in members_of(model).gatherables if each is each.weight.for_forward)
+            model(x)
+            self.assertEqual(target.may_stay, is_plain and cut == 0)
 
     def test_experts_of_the_dense_window(self) -> None:
         model = self.make(num_blocks=2, expert_blocks_ahead=0)
