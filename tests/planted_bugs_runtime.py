@@ -86,7 +86,7 @@ RUNTIME = {
     "plan does not move on after a deviation":
         Bug("Chain._advance_in_lane", replace("position + 1", "cursor"), "test_what_is_in_flight_after_each_use"),
     "what stays between uses has no bound":
-        Bug("_plan_stays", replace("sum(...) <= nbytes", "True"), "test_schedule.py::TestStays"),
+        Bug("_plan_stays", replace("total <= nbytes", "True"), "test_schedule.py::TestStays"),
     "what is recomputed is gathered again":
         Bug("Gathering._stays_for_next_use", never("position in chain.plan.served"),
             "test_what_is_recomputed_stays_for_its_gradients"),
