@@ -413,7 +413,8 @@ class WeightGroup:
 
     def begin_backward(self) -> None:
         """A forward in between may have followed a freeze that the user has taken back."""
-        if have_switched := self._have_switched:
+        have_switched = self._have_switched
+        if have_switched:
             self._follow_frozen(have_switched)
 
     def _follow_replaced(self, first: ManagedParam) -> None:
