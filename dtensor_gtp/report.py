@@ -24,8 +24,9 @@ from ._report.facts import Cut, Facts, LaunchReport, PassReport, PlanReport, Rep
 from ._report.page import fragment, page
 from ._report.rows import axes_of, exchanges_of, row_of
 from ._report.text import full_text, plan_text, summary
+from ._schedule.held_weights import held_nbytes
 from ._schedule.passes import ChainKey
-from ._schedule.plans import Plan, held_nbytes
+from ._schedule.plans import Plan
 from ._schedule.runtime import Runtime
 
 if TYPE_CHECKING:

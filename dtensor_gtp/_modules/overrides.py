@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor
 from .. import _torch_compat as compat
 from .._dtensor.random_init import zero_row
 from .._howto import printable, see
+from .._params.group_views import FullParams
 from .._params.sharded_weight import ShardedWeight
-from .._params.weight_group import FullParams
 from .._schedule.runtime import Runtime
 from ..quant.native import native_of
 from .binding import BoundModule

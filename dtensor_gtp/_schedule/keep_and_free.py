@@ -13,9 +13,9 @@ from .._params.gathered import Gathered
 from .._params.sharded_weight import Gatherable, ShardedWeight
 from .._params.weight_group import GatherableGroup
 from .first_forward import Setup
+from .held_weights import choose_kept
 from .members import Members
 from .passes import Entry, Passes
-from .plans import choose_kept
 from .reduce_gradients import Gradients
 
 

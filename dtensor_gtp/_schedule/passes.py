@@ -16,8 +16,9 @@ import torch.nn as nn
 from .. import _torch_compat as compat
 from ..policy import Schedule
 from .guesses import Blocks, reordered
+from .held_weights import turning_point
 from .members import Members
-from .plans import Launch, Plan, Traits, Window, turning_point
+from .plans import Launch, Plan, Traits, Window
 
 _MOST_REORDERED = 16  # times that a guess is changed: each makes a plan, and blocks may differ
 

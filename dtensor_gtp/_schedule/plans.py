@@ -1,5 +1,5 @@
-"""The plan of a pass, as plain data: what is gathered when, what is kept, and which gradients
-travel together. No torch in here.
+"""The plan of a pass, as plain data: what is gathered when, and what stays between two uses. No
+torch in here.
 
 A *use* is one consumption of a weight, named by the weight's index. The uses of a pass, in order, are the plan of the
 next pass of the same kind. A pass that deviates from its plan is slower, but right.
@@ -26,21 +26,16 @@ first use makes a copy, nothing stays: the copy may be larger, and belongs to th
 Consecutive uses of a lane with at most ``together_nbytes`` are one launch, when the first is due.
 The first gathers of a pass overlap with nothing, so launches start small: at most the bytes of all
 launches before, or what is gathered in less time than a collective takes to start.
-
-[Note: which gradients travel together]
-A gradient below the limit waits for others. Those that wait are launched when the next one does not
-fit, or may not join them.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from .._comm.debug import format_nbytes
 
@@ -306,145 +301,3 @@ def _put_together(
         before += total - nbytes
         total = nbytes
     return launches
-
-
-def turning_point(forward: Plan, backward: Plan) -> tuple[int, ...]:
-    """The weights that are last in a forward and first in its backward, on all ranks of their mesh."""
-    first = ((lane, backward.first(lane)) for lane in backward.lanes)
-    return tuple(use for lane, use in first if use is not None and use == forward.last(lane))
-
-
-def choose_kept(
-    forward: Plan, backward: Plan, sizes: Sequence[int], lanes: Sequence[int], budget: int
-) -> tuple[int, ...]:
-    """Which weights stay gathered from a forward to its backward, in the order in which backward uses them.
-
-    Those that backward uses first are kept, up to ``budget`` bytes: they are kept for the shortest
-    time, and the least compute hides their gathers. The ranks of a mesh must make the same choice,
-    so lane 0 chooses first, and the other lanes share the rest in equal parts. ``sizes`` and
-    ``lanes`` are by weight index; a size of 0 is never kept."""
-    candidates = set(forward.uses)  # nothing else can be kept from it
-    order = [use for use in dict.fromkeys(backward.uses) if use in candidates]
-    kept = set()
-
-    def choose(lane: int, left: int) -> int:
-        for use in order:
-            if lanes[use] == lane and 0 < sizes[use] <= left:
-                left -= sizes[use]
-                kept.add(use)
-        return left
-
-    left = choose(0, budget)
-    others = {lane for lane in lanes if lane != 0}
-    for lane in others:
-        choose(lane, left // len(others))
-    return tuple(use for use in order if use in kept)
-
-
-class Held(NamedTuple):
-    """Bytes of full weights that are in memory or on their way.
-
-    Args:
-        during: At each use: the weight in use, those that are gathered ahead, and those that are
-            kept from forward to backward.
-        between: The same before each use and after the last one.
-    """
-
-    during: tuple[int, ...]
-    between: tuple[int, ...]
-
-
-def held_nbytes(plan: Plan, kept: AbstractSet[int], nbytes: Sequence[int], *, is_backward: bool) -> Held:
-    """What a pass holds. ``kept``: weights that stay from forward to backward. ``nbytes``: by weight index."""
-    reasons: Counter[int] = Counter()  # by weight: how many gathers ahead are for it, and whether it is kept
-    during = []
-    between = []
-    ahead: set[int] = set()  # positions whose gathers have been launched
-    used: set[int] = set()
-    total = 0
-
-    def change(index: int, number: int) -> None:
-        nonlocal total
-        was_held = reasons[index] > 0
-        reasons[index] += number
-        total += nbytes[index] * ((reasons[index] > 0) - was_held)
-
-    # In a forward the first use begins to keep a weight. In a backward it ends that.
-    at_first_use = 1
-    if is_backward:
-        at_first_use = -1
-        for index in kept:
-            change(index, 1)
-    for step, launches in enumerate(plan.launches):
-        if step:
-            index = plan.uses[step - 1]
-            change(index, -(step - 1 in ahead))  # it takes the gather that was launched for it
-            if step - 1 in plan.stays:  # and leaves it to the next use
-                ahead.add(plan.stays[step - 1])
-                change(index, 1)
-            if index in kept and index not in used:
-                change(index, at_first_use)
-            used.add(index)
-        for launch in launches:
-            ahead.update(launch.positions)
-            for position in launch.positions:
-                change(plan.uses[position], 1)
-        between.append(total)
-        if step:
-            in_use = nbytes[index] if reasons[index] == 0 else 0  # unless it counts already
-            during.append(total + in_use)
-    return Held(tuple(during), tuple(between))
-
-
-def may_wait(nbytes: int, limit: int) -> bool:
-    """Whether a gradient of so many bytes waits for others to travel with."""
-    return nbytes < limit
-
-
-def group_may_wait(nbytes: int, limit: int) -> bool:
-    """Whether the gradients of a group wait: it is many weights already, so a second one of its size has to fit."""
-    return fits(nbytes, nbytes, limit)
-
-
-def fits(waiting_nbytes: int, nbytes: int, limit: int) -> bool:
-    """Whether a gradient joins those that wait."""
-    return waiting_nbytes + nbytes <= limit
-
-
-class Together(Generic[T]):
-    """The gradients of one lane, where all of groups may join each other, and all others, see [Note: which gradients
-    travel together].
-
-    The runtime asks the functions above: it launches those that wait before it makes the next one."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self.waiting: list[T] = []
-        self._nbytes = 0  # of those that wait
-        self._are_groups = False  # what waits
-
-    def submit(self, gradient: T, nbytes: int, *, is_group: bool) -> list[list[T]]:
-        """What a gradient launches: those that wait and do not take it along, and itself if it travels alone."""
-        may_join = may_wait
-        if is_group:
-            may_join = group_may_wait
-        is_alone = not may_join(nbytes, self._limit)
-        joins = is_group == self._are_groups and fits(self._nbytes, nbytes, self._limit)
-        launches: list[list[T]] = []
-        if is_alone or not joins:
-            launches = self.flush()
-        self._are_groups = is_group
-        if is_alone:
-            return [*launches, [gradient]]
-        self.waiting.append(gradient)
-        self._nbytes += nbytes
-        return launches
-
-    def flush(self) -> list[list[T]]:
-        """What waits is launched: backward ends."""
-        waiting = self.waiting
-        self.waiting = []
-        self._nbytes = 0
-        if not waiting:
-            return []
-        return [waiting]

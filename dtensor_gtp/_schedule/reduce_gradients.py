@@ -28,7 +28,7 @@ from .._params.whole_param import WholeParam
 from ..policy import Schedule
 from .block_recording import BlockRecording, Written
 from .launch_reductions import Gradient, ReductionLaunches, single
-from .plans import fits, group_may_wait, may_wait
+from .waiting_gradients import fits, group_may_wait, may_wait
 
 
 class Gradients:

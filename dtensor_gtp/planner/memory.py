@@ -14,7 +14,8 @@ from typing import NamedTuple
 from .._comm.addends import is_worth_loading
 from .._comm.collectives import enough_nbytes, round_nbytes
 from .._comm.send_ring import ring_nbytes
-from .._schedule.plans import Held, Together, held_nbytes
+from .._schedule.held_weights import Held, held_nbytes
+from .._schedule.waiting_gradients import Together
 from ..policy import Schedule
 from .machine import GIB
 from .setting import COMPUTE_NBYTES, PARAM_NBYTES, Setting, Sharded, Step, plan_step

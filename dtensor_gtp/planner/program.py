@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from .._schedule.passes import Chain
-from .._schedule.plans import Plan, Together, Window
+from .._schedule.plans import Plan, Window
+from .._schedule.waiting_gradients import Together
 from ..policy import Schedule
 from .costs import Load, Span, Stream, Task, Work, simulate
 from .recorder import Op

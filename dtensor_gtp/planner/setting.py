@@ -11,8 +11,10 @@ import torch
 
 from .._comm.collectives import is_exact_in, may_send_narrow, resolve_reduce_scatter
 from .._schedule import choose_schedule as rules
+from .._schedule.held_weights import choose_kept, turning_point
 from .._schedule.passes import window_of
-from .._schedule.plans import Plan, Traits, choose_kept, may_wait, turning_point
+from .._schedule.plans import Plan, Traits
+from .._schedule.waiting_gradients import may_wait
 from ..placement import chunk_rows
 from ..policy import ReduceScatterKind, Schedule, SchedulePolicy
 from ..quant.planes import Direction

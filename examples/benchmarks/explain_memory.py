@@ -9,7 +9,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from dtensor_gtp import SchedulePolicy, sharding_report
-from dtensor_gtp._schedule.plans import Held
+from dtensor_gtp._schedule.held_weights import Held
 from dtensor_gtp.planner.costs import Axis
 from dtensor_gtp.planner.memory import Peak, Use, gathered_amounts, make_lookup, make_use, predict_peak
 from dtensor_gtp.planner.recorder import Recorder

@@ -10,8 +10,9 @@ from expecttest import TestCase
 from dtensor_gtp._comm.debug import format_nbytes
 from dtensor_gtp._report.facts import plan_report
 from dtensor_gtp._report.text import plan_text
+from dtensor_gtp._schedule.held_weights import choose_kept, held_nbytes
 from dtensor_gtp._schedule.passes import Chain
-from dtensor_gtp._schedule.plans import Plan, Traits, Window, choose_kept, held_nbytes
+from dtensor_gtp._schedule.plans import Plan, Traits, Window
 
 NAMES = ("table.weight", "layer0.weight", "layer1.weight", "head.weight")
 
