@@ -104,6 +104,9 @@ def fail(*args):
     raise torch.OutOfMemoryError("no more memory")
 
 store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+if store.add("started", 1) == int(os.environ["WORLD_SIZE"]):
+    store.set("all", "")
+store.wait(["all"])  # a process that starts late would be ended before it ignores the signal
 dist.init_process_group("gloo", store=dist.PrefixStore(point, store), rank=rank, world_size=2)
 torch.manual_seed(0)
 blocks = (nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)) for _ in range(4))
