@@ -91,8 +91,12 @@ class GroupViews:
         self.is_in_pass = is_in_pass
         for module, _, plain, full in self._of_modules:
             module.__dict__["_parameters"] = plain if is_compiled else full
+        self._call_plainly()
+
+    def _call_plainly(self) -> None:
+        """Calls of parts of the block are those of their classes."""
         for module in self.calls:
-            module.__dict__.pop("_call_impl", None)  # the method of the class
+            module.__dict__.pop("_call_impl", None)
 
     def hide(self) -> None:
         """Let the modules have the sharded parameters again. After ``pin``, and in a backward,
@@ -103,8 +107,7 @@ class GroupViews:
                 module.__dict__["_parameters"] = full
             if self._group.reader.is_in_backward:
                 # No use says when autograd reads what such a call recomputes. So reads hold it until the end.
-                for module in self.calls:
-                    module.__dict__.pop("_call_impl", None)
+                self._call_plainly()
             return
         self.put_back()
         for module, call in self.calls.items():

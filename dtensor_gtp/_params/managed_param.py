@@ -373,7 +373,7 @@ class ManagedParam:
 
     def begin_backward(self) -> None:
         """A forward in between may have followed a freeze that the user has taken back."""
-        if self.group is None and self.leaf.requires_grad is not self.param.requires_grad:
+        if self.leaf.requires_grad is not self.param.requires_grad:
             self.follow_frozen()
 
     def follow_frozen(self) -> None:

@@ -74,8 +74,7 @@ class WholeParam(ManagedParam):
 
     def begin_backward(self) -> None:
         super().begin_backward()
-        if self.group is None:
-            self.follow_writes()
+        self.follow_writes()
 
     def follow_frozen(self) -> None:
         self.set_grad_aside()  # the parameter was trained when these gradients were computed

@@ -281,7 +281,8 @@ class Runtime:
         for group in self.members.groups:
             group.begin_backward()
         for param in self.members.params:
-            param.begin_backward()
+            if param.group is None:
+                param.begin_backward()
 
     def _is_asked_for(self, param: ManagedParam) -> bool:
         """Whether the running backward is not confined to others."""

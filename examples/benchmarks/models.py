@@ -64,15 +64,6 @@ def qwen3moe(tokens: int) -> Case:
     return model, list(model.model.layers), _text(32000, tokens, tokens)
 
 
-def bert(tokens: int) -> Case:
-    """BERT-large."""
-    from transformers import BertConfig, BertForMaskedLM
-
-    config = BertConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096)
-    model = BertForMaskedLM(config)
-    return model, list(model.bert.encoder.layer), _text(30522, tokens, 512)
-
-
 def t5(tokens: int) -> Case:
     """T5-large."""
     from transformers import T5Config, T5ForConditionalGeneration
@@ -90,14 +81,6 @@ def t5(tokens: int) -> Case:
     )
     model = T5ForConditionalGeneration(config)
     return model, [*model.encoder.block, *model.decoder.block], _text(32000, tokens, 512)
-
-
-def gpt2(tokens: int) -> Case:
-    """GPT-2 large, whose layers are ``Conv1D`` of transformers."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    model = GPT2LMHeadModel(GPT2Config(n_embd=1280, n_layer=36, n_head=20, use_cache=False))
-    return model, list(model.transformer.h), _text(50257, tokens, 1024)
 
 
 def whisper(tokens: int) -> Case:
@@ -221,10 +204,11 @@ def _sizes(width: int, inner: int, num_layers: int, num_heads: int) -> dict[str,
     }
 
 
-# Further language models: the class, where the blocks are, and what of the configuration is no default.
+# Language models: the class, where the blocks are, and what of the configuration is no default.
 _LANGUAGE_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "albert": ("AlbertForMaskedLM", "albert.encoder.albert_layer_groups.0.albert_layers", {}),
     "bart": ("BartForConditionalGeneration", "model.encoder.layers model.decoder.layers", {}),
+    "bert": ("BertForMaskedLM", "bert.encoder.layer", _sizes(1024, 4096, 24, 16)),
     "bloom": ("BloomForCausalLM", "transformer.h", {"hidden_size": 2048, "n_layer": 24, "n_head": 16}),
     "deberta": (
         "DebertaV2ForMaskedLM",
@@ -261,6 +245,8 @@ _LANGUAGE_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "model.layers",
         {**_sizes(1152, 6912, 26, 4), "num_key_value_heads": 1, "head_dim": 256},
     ),
+    # whose layers are ``Conv1D`` of transformers
+    "gpt2": ("GPT2LMHeadModel", "transformer.h", {"n_embd": 1280, "n_layer": 36, "n_head": 20}),
     "gptoss": ("GptOssForCausalLM", "model.layers", {"num_hidden_layers": 4, "num_local_experts": 16}),
     "mixtral": ("MixtralForCausalLM", "model.layers", {**_sizes(2048, 7168, 6, 16), "num_key_value_heads": 4}),
     "modernbert": ("ModernBertForMaskedLM", "model.layers", {**_sizes(1024, 2624, 28, 16), "vocab_size": 50368}),
@@ -284,7 +270,13 @@ _LANGUAGE_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**_sizes(2048, 6144, 28, 16), "num_key_value_heads": 8, "head_dim": 128},
     ),
 }
-_OWN_VOCABULARY = ("albert", "bart", "distilbert")  # the rest has 32,000 tokens, unless the table says otherwise
+_OWN_VOCABULARY = (
+    "albert",
+    "bart",
+    "bert",
+    "distilbert",
+    "gpt2",
+)  # the rest has 32,000 tokens, unless the table says otherwise
 
 
 def _language_model(name: str, tokens: int) -> Case:
@@ -310,7 +302,7 @@ def _model_of_timm(name: str, num_images: int) -> Case:
     return model, blocks, _images(model, num_images)
 
 
-_CASES = (llama, qwen3moe, bert, t5, gpt2, whisper, vit, convnext, swin, clip, wav2vec2)
+_CASES = (llama, qwen3moe, t5, whisper, vit, convnext, swin, clip, wav2vec2)
 # A name is what the command takes.
 MODELS: dict[str, Callable[[int], Case]] = {case.__name__: case for case in _CASES}
 MODELS |= {name: partial(_language_model, name) for name in _LANGUAGE_MODELS}
