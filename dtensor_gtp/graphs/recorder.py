@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from types import FunctionType, ModuleType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -22,6 +23,9 @@ from .._schedule.runtime import Runtime
 R = TypeVar("R")
 Graph = TypeVar("Graph")
 
+# How many objects within each other are searched for tensors: a cache of transformers has layers, which have some.
+_DEPTH = 4
+_NO_HOLDERS = (nn.Module, type, ModuleType, FunctionType, str, int, float)  # not looked into within other objects
 MOST_SEEN = 256  # kinds of calls that are remembered, so that one that comes again is recorded
 
 
@@ -267,9 +271,9 @@ def detached(outputs: Any, what: str) -> Any:
     return trees.map_tensors(outputs, Tensor.detach)
 
 
-def _hiding_place(leaf: Any, known: Sequence[str] = ()) -> str | None:
+def _hiding_place(leaf: Any, known: Sequence[str] = (), depth: int = _DEPTH) -> str | None:
     """Where an object, which pytree does not know, holds a tensor, beside the attributes that are
-    ``known``; None if nowhere."""
+    ``known``; None if nowhere. ``depth``: how many objects within each other are looked into."""
     held: dict[Any, Any] = {}
     if not isinstance(leaf, nn.Module):
         held |= getattr(leaf, "__dict__", {})
@@ -285,6 +289,10 @@ def _hiding_place(leaf: Any, known: Sequence[str] = ()) -> str | None:
     for name, value in held.items():
         if any(True for _ in tensors_in(value)):
             return str(name)
+        for inner in compat.tree_leaves(value) if depth > 1 else ():  # such as the layers of a cache
+            is_object = not isinstance(inner, _NO_HOLDERS)
+            if is_object and (deeper := _hiding_place(inner, depth=depth - 1)) is not None:
+                return f"{name}.{deeper}"
     return None
 
 

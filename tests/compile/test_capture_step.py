@@ -280,6 +280,14 @@ class TestCaptureStep:
             with pytest.raises(ValueError, match=rf"but got a {cls.__name__} with one as 'tokens'.*Pass its tensors"):
                 step(batch)
 
+        cache = Batch()
+        cache.tokens = [SimpleNamespace(keys=rows(0), model=nn.Linear(2, 2))]  # as a cache of transformers has layers
+        with pytest.raises(ValueError, match=r"but got a Batch with one as 'tokens.keys'.*Pass its tensors"):
+            step(cache)
+        del cache.tokens[0].keys
+        cache.tokens[0].around = cache  # a cycle
+        Setting().captured_as(lambda batch: None)(cache)  # hides no tensor: a module is none
+
     def test_tensors_that_a_step_returns_in_a_dataclass_are_copied_and_detached(self) -> None:
         setting = Setting()
 
