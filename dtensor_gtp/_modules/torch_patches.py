@@ -71,7 +71,8 @@ def _wrap_fully_shard() -> None:
     @functools.wraps(stock_post_backward)
     def post_backward(group: Any, *unused: Any) -> None:
         for runtime, managed in _by_runtime(group).items():
-            runtime.steps.publish(managed)  # into ``.grad``, from where ``fully_shard`` takes them
+            # Into ``.grad``, from where ``fully_shard`` takes them.
+            runtime.steps.publish([param for param in managed if not _has_more_uses(param)])
         with compat.empty_grads_set_aside(group):  # of ranks without rows
             stock_post_backward(group, *unused)
 
@@ -109,6 +110,11 @@ def _by_runtime(group: Any) -> dict[Runtime, list[ManagedParam]]:
     for runtime, param, _ in _managed_in(group):
         found.setdefault(runtime, []).append(param)
     return found
+
+
+def _has_more_uses(param: ManagedParam) -> bool:
+    """Whether the running backward has yet to come to uses of a weight, of a module that runs several times."""
+    return isinstance(param, ShardedWeight) and param.last_use is not None and param.last_use.is_awaited
 
 
 def _check_cuts(params: Sequence[nn.Parameter], modules: Sequence[nn.Module], cut: compat.FullyShardCut) -> None:

@@ -117,6 +117,9 @@ class Draw:
     offload: bool = False  # shards live on the host
     any_use: bool = False  # a rank may leave out weights (``set_reduce_scatter_unused_params``)
     hooks: bool = False  # each parameter has a hook that halves its gradient
+    # what else happens, see ``fuzz_events``: between a forward and its backward, and after a step
+    between: str = ""
+    after: str = ""
 
     @property
     def world(self) -> int:
@@ -255,6 +258,13 @@ def _problems_of_whole(draw: Draw) -> Problems:
     yield draw.hooks and any(layer.frozen for layer in layers), "torch refuses hooks of frozen parameters"
     has_several = draw.microbatches > 1 or draw.retains_graph or any(span.kind == "reentrant" for span in draw.spans)
     yield draw.hooks and has_several, "a hook of one process runs in each backward, also in that of a reentrant span"
+    trains_between = draw.between.startswith("train")
+    yield trains_between and draw.hooks, "a hook of one process runs in each backward"
+    yield trains_between and (bool(draw.unsynced) or draw.divides_by > 0), "its backward is reduced as that of the step"
+    yield draw.between.endswith("apart") and bool(draw.mixed), "the model casts its inputs, not each layer"
+    has_frozen_order = draw.hooks or bool(draw.unsynced) or bool(draw.breaks) or any(layer.frozen for layer in layers)
+    yield draw.after == "toggle" and has_frozen_order, "these need parameters that are trained in each step"
+    yield bool(draw.after and draw.recipe), "the reference takes over what a recipe makes of the weights"
     middle = layers[draw.order[len(draw.order) // 2]]
     breaks_never = bool(middle.period or middle.frozen or middle.kind == "late")
     yield bool(draw.breaks) and breaks_never, "nothing would break"
@@ -277,6 +287,7 @@ def _problems_beside_fully_shard(draw: Draw) -> Problems:
     has_switches = draw.retains_graph or draw.unshards or bool(draw.unsynced) or not draw.reshard_after_backward
     yield has_switches, "fully_shard has switches of its own"
     yield draw.divides_by > 0, "fully_shard divides, too"
+    yield bool(draw.between or draw.after), "fully_shard has rules of its own for other forwards and writes"
     yield draw.hsdp and any(layer.tp for layer in draw.layers), "fully_shard takes parameters of two axes at most"
     unfreezes = any(layer.unfrozen_at for layer in draw.layers)
     yield not draw.outer_reshard and unfreezes, "parameters that stay registered hide the sharded from requires_grad_"

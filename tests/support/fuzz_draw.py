@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 from fuzz import CHANGING, KEEPING, LOW_PRECISION, Draw, Layer, Span, problem_of
+from fuzz_events import AFTER, BETWEEN
 
 
 def draw_of(seed: int) -> Draw:
@@ -14,7 +15,7 @@ def draw_of(seed: int) -> Draw:
     while True:
         draw = _draw(rng, seed)
         if not problem_of(draw):
-            for change in (_grouped, _quantized, _with_options):
+            for change in (_grouped, _quantized, _with_options, _with_events):
                 changed = change(random.Random(-1 - seed), draw)
                 draw = draw if problem_of(changed) else changed
             return draw
@@ -60,6 +61,13 @@ def _with_options(rng: random.Random, draw: Draw) -> Draw:
     for option in ("shard_optimizer", "offload", "any_use", "hooks"):
         changed = replace(draw, **{option: True})
         draw = changed if rng.random() < 0.15 and not problem_of(changed) else draw
+    return draw
+
+
+def _with_events(rng: random.Random, draw: Draw) -> Draw:
+    for field, events in (("between", BETWEEN), ("after", AFTER)):
+        changed = replace(draw, **{field: rng.choice(events)})
+        draw = changed if rng.random() < 0.4 and not problem_of(changed) else draw
     return draw
 
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from common import full
 from fuzz import AXES, Draw
+from fuzz_events import happen_after, happen_between
 from fuzz_model import Broken, Model, loss_of, make_batch, quantize
 from quant_common import take_over
 from schedules import explicit
@@ -263,6 +264,8 @@ def _train(draw: Draw, reference: Model, model: Model, index: int) -> Iterator[s
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=not draw.keeps_zeros)
+        for m in (reference, model):
+            happen_after(draw, m)
         if norms:
             yield from _difference(draw, f"norm of step {step}", full(norms[1]), full(norms[0]))
         yield from _compare(draw, model, reference, f"param after step {step}")
@@ -284,6 +287,7 @@ def _run_step(draw: Draw, model: Model, step: int, rows: slice) -> list[torch.Te
         phase = step * draw.microbatches + micro
         inputs.append(make_batch(draw, phase))
         losses.append(_loss(draw, model, inputs[-1][rows], phase))
+        happen_between(draw, model, rows, phase)
         if not draw.interleaves:
             _backward(draw, model, losses.pop(), micro)
             if draw.scales:

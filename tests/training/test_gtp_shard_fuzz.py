@@ -83,6 +83,15 @@ class TestFuzz(GlooTest):
         )
         self._check([replace(draw, axes=(1, 1, 2, 1), nested_axes=(2, 1))])
 
+    def test_seed_200024_hooks_of_a_layer_that_runs_twice_within_fully_shard(self) -> None:
+        """``fully_shard`` took the gradient of each use by itself, so the hook ran twice, first with a part of it."""
+        draw = Draw(layers=(Layer(),), order=(0, 0), width=6, uses_dp=True, outer_units=True, hooks=True)
+        self._check([draw, replace(draw, axes=(2, 1, 1, 1)), replace(draw, axes=(2, 1, 2, 1), nested_axes=(1, 2))])
+        # The use in the checkpoint belongs to a backward within the other one.
+        span = Span(1, 2, "reentrant")
+        twice = Draw(layers=(Layer(), Layer()), order=(0, 1, 1), spans=(span,), width=6, uses_dp=True)
+        self._check([twice, replace(twice, axes=(2, 1, 1, 1))])
+
 
 # --- the fuzzer itself ------------------------------------------------------------------------------------------------
 
