@@ -272,14 +272,14 @@ class AttributeReads:
                 yield name, param.value()
             else:
                 assert isinstance(param, ShardedWeight)
-                value, is_alias = self._value_in_passing(param)
+                value, is_alias = self.value_in_passing(param)
                 seen = Seen.of(value, looks_at_bits=False)
                 yield name, value
                 # The caller asks for the next one, so it is done with this one.
                 if seen.is_written and not is_alias:
                     raise written_to_no_effect(param, "in a forward")
 
-    def _value_in_passing(self, weight: ShardedWeight) -> tuple[Tensor, bool]:
+    def value_in_passing(self, weight: ShardedWeight) -> tuple[Tensor, bool]:
         """The full weight, which no frame holds, and whether it is the shard itself."""
         is_differentiable = torch.is_grad_enabled() and weight.param.requires_grad
         if is_differentiable:

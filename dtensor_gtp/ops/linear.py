@@ -90,11 +90,8 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     weight: ShardedWeight
     gemms: Float8GEMMs | None
     runtime, weight, version, gemms = ctx.use
-    needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-    # ``torch.autograd.grad`` and ``backward(inputs=...)`` may ask for other gradients alone.
-    if needs_weight and not compat.is_awaited(ctx, 1):
-        refuse_partial_recording(weight, runtime.comm.streams.is_capturing)
-        needs_weight = False
+    needs_input, _, needs_bias, *_ = ctx.needs_input_grad
+    needs_weight = _needs_wgrad(ctx)
     runtime.note_backward()
     input, *known = ctx.saved_tensors
     grads = runtime.grads
@@ -126,9 +123,55 @@ def _backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     return grad_input, None, grad_bias, None, None
 
 
+def _needs_wgrad(ctx: Any) -> bool:
+    """Whether a backward computes the gradient of the weight."""
+    if not ctx.needs_input_grad[1]:
+        return False
+    if compat.is_awaited(ctx, 1):
+        return True
+    # ``torch.autograd.grad`` and ``backward(inputs=...)`` may ask for other gradients alone.
+    runtime, weight, *_ = ctx.use
+    refuse_partial_recording(weight, runtime.comm.streams.is_capturing)
+    return False
+
+
+def _backward_in_graph(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    """As ``_backward``, for ``create_graph=True``: by ops that autograd can differentiate. Their graph keeps the full
+    weight."""
+    runtime, weight, version, _ = ctx.use
+    needs_input, _, needs_bias, *_ = ctx.needs_input_grad
+    runtime.note_backward()
+    if _needs_wgrad(ctx):
+        input, *_ = ctx.saved_tensors
+        with torch.no_grad():  # a gradient in ``.grad`` is a constant, see ``publish``
+            runtime.grads.compute(wgrad, runtime, weight, as_matrix(grad_output), as_matrix(input))
+    grad_input = None
+    if needs_input:
+        check_unmodified(weight, version)
+        full, _ = runtime.reads.value_in_passing(weight)
+        grad_input = torch.matmul(grad_output, full)
+    grad_bias = None
+    if needs_bias:
+        grad_bias = as_matrix(grad_output).sum(0)
+    return grad_input, None, grad_bias, None, None
+
+
+_backward_once = compat.once_differentiable(_backward)
+
+
 class _Linear(torch.autograd.Function):
     forward = staticmethod(_forward)
-    backward = staticmethod(compat.once_differentiable(_backward))
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        if not torch.is_grad_enabled():  # without ``create_graph``
+            return _backward(ctx, grad_output)
+        _, weight, _, gemms = ctx.use
+        # Autograd knows no ops of float8, and the local weight of tensor parallelism is a part.
+        is_plain = gemms is None and weight.tp_spec is None and weight.for_backward is weight.for_forward
+        if is_plain:
+            return _backward_in_graph(ctx, grad_output)
+        return _backward_once(ctx, grad_output)
 
 
 _apply_linear = compat.quick_apply(_Linear)

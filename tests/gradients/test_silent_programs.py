@@ -10,16 +10,19 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from common import ALL, GlooTest, full, rows_of_rank
-from pairs_common import CHOSEN, MIXED, PairTest, blocks
-from passes_common import mean
+from common import ALL, GlooTest, assert_same_params, full, rows_of_rank
+from pairs_common import CHOSEN, MIXED, POLICIES, PairTest, blocks
+from passes_common import WIDTH as ROW_WIDTH
+from passes_common import Model, mean
 from runtime_common import VOCABULARY, WIDTH, Raw, counted, make_rows, small_model, square_loss
 from schedules import explicit
 from torch.autograd.functional import hvp
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
-from dtensor_gtp import gtp_shard
+from dtensor_gtp import gtp_shard, quantize_
+from dtensor_gtp.quant import RECIPES
 
 
 class Around(nn.Module):
@@ -90,28 +93,90 @@ class Embedded(nn.Module):
         return embedded, self.head(embedded)
 
 
+def penalized(each: nn.Module, x: torch.Tensor) -> None:
+    """A step with a gradient penalty, as that of a critic or of a force field."""
+    x = x.double().requires_grad_()
+    energy = each(x).square()
+    (slope,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+    (energy.mean() + slope.square().mean() + slope.sin().mean()).backward()
+
+
+class Wide(nn.Module):
+    """Linear layers that run several times, without a bias, frozen, with more dims; and weights that code reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(ROW_WIDTH, ROW_WIDTH), nn.Linear(ROW_WIDTH, ROW_WIDTH, bias=False)
+        self.frozen = nn.Linear(ROW_WIDTH, ROW_WIDTH).requires_grad_(False)
+        self.norm = nn.LayerNorm(ROW_WIDTH, eps=0.1)  # well-conditioned
+        self.raw = nn.Parameter(torch.randn(ROW_WIDTH, ROW_WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x[:, None].expand(-1, 3, -1)).tanh()
+        x = self.norm(self.frozen(self.second(x).tanh())).sum(1)
+        return self.first(x).tanh() @ self.raw
+
+
 class TestSecondDerivatives(PairTest):
+    def test_gradient_penalties(self) -> None:
+        for make in (Wide, Model):
+            for policy in POLICIES:
+                pair = self.pair(lambda make=make: make().double(), policy)
+                for seed in range(3):
+                    self.check(pair, penalized, seed)
+                    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in pair]
+                    self.run_both(pair, penalized, seed)
+                    for optimizer in optimizers:
+                        optimizer.step()
+                    assert_same_params(*pair, rtol=1e-4, atol=1e-5)
+                    self.check_grads(pair)
+
+    def test_gradient_penalties_of_microbatches_under_checkpointing(self) -> None:
+        for policy in (ALL, CHOSEN):
+            pair = self.pair(lambda: Wide().double(), policy)
+
+            def step(each: nn.Module, x: torch.Tensor) -> None:
+                for rows in x.chunk(2):
+                    penalized(lambda rows: checkpoint(each, rows, use_reentrant=False), rows)  # type: ignore[arg-type]
+
+            self.check(pair, step)
+            pair[0].set_requires_gradient_sync(False)
+            self.run_both(pair, penalized)
+            pair[0].set_requires_gradient_sync(True)
+            self.check(pair, penalized, seed=1)
+
     def test_what_is_not_computed_raises(self) -> None:
         """Also where the gradient that arrives is a constant, so that autograd sees nothing to differentiate."""
-        for *first, last in ([nn.Linear(WIDTH, WIDTH)], [nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)]):
-            model: Any = gtp_shard(nn.Sequential(*first, last), self.gtp_mesh(), schedule=ALL)
-            x = make_rows(0).requires_grad_()
+        for *first, last in ([nn.Linear(16, 16)], [nn.Linear(16, 16), nn.Dropout(0.5)]):
+            model: Any = nn.Sequential(*first, last)
+            quantize_(model, RECIPES["float8_rowwise"](compute="float8"))
+            gtp_shard(model, self.gtp_mesh(), schedule=ALL)
+            x = make_rows(0, 16, 16).requires_grad_()
             output = model(x)
             (grad,) = torch.autograd.grad(output.sum(), x, create_graph=True)
             with self.assertRaisesRegex(RuntimeError, "does not compute second derivatives.*F.linear"):
                 (output.square().mean() + grad.square().mean()).backward()
-        model = gtp_shard(Embedded(), self.gtp_mesh(), schedule=ALL)
-        embedded, logits = model(torch.tensor([1, 2]))
-        (grad,) = torch.autograd.grad(logits.sum(), embedded, create_graph=True)
-        with self.assertRaisesRegex(RuntimeError, "does not compute second derivatives"):
-            (logits.square().mean() + grad.square().mean()).backward()
-
-    def test_by_an_input(self) -> None:
-        """Torch would find no way from a gradient to the input, and give zeros."""
-        for model, _ in self.pairs(is_first=True):
-            x = make_rows(0, 4, model.first.in_features)
+            # Torch would find no way from a gradient to the input, and give zeros.
             with self.assertRaisesRegex(RuntimeError, "does not compute second derivatives"):
                 hvp(lambda x, model=model: mean(model(x)), x, torch.ones_like(x))
+
+    def test_by_an_embedding(self) -> None:
+        model: Any = gtp_shard(Embedded(), self.gtp_mesh(), schedule=ALL)
+        embedded, logits = model(torch.tensor([1, 2]))
+        (grad,) = torch.autograd.grad(logits.sum(), embedded, create_graph=True)
+        want = model.head.weight.full_tensor().sum(0).expand(2, -1)
+        torch.testing.assert_close(grad, want)
+        (logits.square().mean() + grad.square().mean()).backward()
+        assert model.embedding.weight.grad is not None
+
+    def test_by_an_input(self) -> None:
+        for pair in self.pairs(is_first=True):
+            x = make_rows(0, 4, pair[0].first.in_features)
+            (want, curved), (got, is_curved) = (
+                hvp(lambda x, model=model: mean(model(x)), x, torch.ones_like(x)) for model in reversed(pair)
+            )
+            torch.testing.assert_close((got, is_curved), (want, curved))
+            assert is_curved.abs().max() > 0
 
     def test_gradients_of_parameters_are_not_constants(self) -> None:
         for model in (small_model(), nn.LayerNorm(WIDTH), Raw()):

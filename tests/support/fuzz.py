@@ -120,6 +120,7 @@ class Draw:
     # what else happens, see ``fuzz_events``: between a forward and its backward, and after a step
     between: str = ""
     after: str = ""
+    penalizes: bool = False  # the loss contains derivatives by the input, so its backward is a second one
 
     @property
     def world(self) -> int:
@@ -264,6 +265,9 @@ def _problems_of_whole(draw: Draw) -> Problems:
     yield draw.between.endswith("apart") and bool(draw.mixed), "the model casts its inputs, not each layer"
     has_frozen_order = draw.hooks or bool(draw.unsynced) or bool(draw.breaks) or any(layer.frozen for layer in layers)
     yield draw.after == "toggle" and has_frozen_order, "these need parameters that are trained in each step"
+    has_no_second = any(layer.kind == "attention" or layer.compiled or layer.tp for layer in layers)
+    has_no_second |= any(span.kind in ("reentrant", "selective") for span in draw.spans) or bool(draw.recipe)
+    yield draw.penalizes and (has_no_second or not draw.needs_input_grad), "torch has no second derivatives"
     yield bool(draw.after and draw.recipe), "the reference takes over what a recipe makes of the weights"
     middle = layers[draw.order[len(draw.order) // 2]]
     breaks_never = bool(middle.period or middle.frozen or middle.kind == "late")
@@ -287,7 +291,10 @@ def _problems_beside_fully_shard(draw: Draw) -> Problems:
     has_switches = draw.retains_graph or draw.unshards or bool(draw.unsynced) or not draw.reshard_after_backward
     yield has_switches, "fully_shard has switches of its own"
     yield draw.divides_by > 0, "fully_shard divides, too"
-    yield bool(draw.between or draw.after), "fully_shard has rules of its own for other forwards and writes"
+    yield (
+        bool(draw.between or draw.after or draw.penalizes),
+        "fully_shard has rules of its own for other forwards and writes",
+    )
     yield draw.hsdp and any(layer.tp for layer in draw.layers), "fully_shard takes parameters of two axes at most"
     unfreezes = any(layer.unfrozen_at for layer in draw.layers)
     yield not draw.outer_reshard and unfreezes, "parameters that stay registered hide the sharded from requires_grad_"

@@ -68,7 +68,8 @@ def _with_events(rng: random.Random, draw: Draw) -> Draw:
     for field, events in (("between", BETWEEN), ("after", AFTER)):
         changed = replace(draw, **{field: rng.choice(events)})
         draw = changed if rng.random() < 0.4 and not problem_of(changed) else draw
-    return draw
+    changed = replace(draw, penalizes=True)
+    return changed if rng.random() < 0.5 and not problem_of(changed) else draw
 
 
 def _draw(rng: random.Random, seed: int) -> Draw:

@@ -314,7 +314,11 @@ def _call(draw: Draw, model: Model, batch: torch.Tensor, phase: int) -> torch.Te
 
 
 def _loss(draw: Draw, model: Model, batch: torch.Tensor, phase: int) -> torch.Tensor:
-    loss = loss_of(_call(draw, model, batch, phase)) / draw.microbatches
+    output = _call(draw, model, batch, phase)
+    loss = loss_of(output) / draw.microbatches
+    if draw.penalizes and output.requires_grad:
+        (slope,) = torch.autograd.grad(output.sin().sum(), batch, create_graph=True)
+        loss = loss + 0.1 * slope.square().mean()
     return loss * (draw.num_data / draw.divides_by) if draw.divides_by and _is_reference(model) else loss
 
 
