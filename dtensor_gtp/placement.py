@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from ._torch_compat import StridedShard, keeps_equal_placement, maybe_run_for_local_tensor, mesh_coordinate
+from ._torch_compat import StridedShard, maybe_run_for_local_tensor, mesh_coordinate
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement as _PlacementBase
@@ -140,11 +140,6 @@ class GTPShard(_PlacementBase):
 
     def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
         return repr(self), {"GTPShard": GTPShard}
-
-
-def may_be_ours(placement: object) -> bool:
-    """Whether it is a ``GTPShard``, or a ``Shard`` that torch (2.14) may have put in the place of an equal one."""
-    return isinstance(placement, GTPShard) or (keeps_equal_placement() and type(placement) is Shard)
 
 
 def _check_int(name: str, value: object, minimum: int | None = None) -> None:

@@ -9,6 +9,16 @@ SILENT_GROUPS = "test_silent_groups.py::TestSilentGroups"
 
 # fmt: off
 SILENT = {
+    "writes into a state dict count no version":
+        Bug("_save_to_state_dict", drop("_share_version"), "test_writes_reach_all_replicas"),
+    "masters do not see what is loaded into planes":
+        Bug("master_optimizer:_version_of", replace("native is None", "True"), "test_weights_that_were_loaded_count"),
+    "parallelize_experts unties weights":
+        Bug("_cut", replace("param.__dict__.get(_CUT)", "None"),
+            "test_layers_that_share_a_weight_share_it_afterwards"),
+    "new data of a parameter whose placement torch has swapped are lost":
+        Bug("set_data", assign("has_shard", "any((isinstance(p, GTPShard) for p in spec.placements))"),
+            "test_data_of_parameters"),
     "hooks get the gradient of each use within fully_shard":
         Bug("_wrap_fully_shard.post_backward", replace("not _has_more_uses(param)", "True"),
             "test_seed_200024_hooks_of_a_layer_that_runs_twice_within_fully_shard"),

@@ -7,26 +7,21 @@ As with a plain parameter the old values stay as they are for whoever holds them
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
-from ..placement import may_be_ours
+from ..placement import GTPShard
 from .random_init import whole_draws
 
 
-@functools.cache
-def install() -> None:
-    """Replace the setter; once in a process."""
-    compat.wrap_data_setter(_set)
-
-
-def _set(stock: Any, param: DTensor, value: Any) -> None:
+def set_data(stock: Any, param: DTensor, value: Any, *, is_managed: bool) -> None:
+    """``param.data = value``; ``stock`` is torch's setter. ``is_managed``: ``gtp_shard`` has made the parameter. Its
+    placements do not say so: DTensor keeps one spec for equal ones, perhaps with torch's ``Shard`` of another model."""
     spec = compat.dtensor_spec(param)
-    has_shard = any(map(may_be_ours, spec.placements))
+    has_shard = is_managed or any(isinstance(placement, GTPShard) for placement in spec.placements)
     # Another library may have cut parameters over the same mesh, and may hold their local tensors.
     # Parameters of ours that stay whole have Replicate() on the gtp axis, which is the last one.
     if not whole_draws().is_on_our_mesh(param) or not (has_shard or spec.placements[-1].is_replicate()):

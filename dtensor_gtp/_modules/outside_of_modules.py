@@ -30,13 +30,13 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from .. import _torch_compat as compat
+from .._dtensor.data_setter import set_data
 from .._dtensor.remedies import explain
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import ShardedWeight
 from .._params.whole_param import WholeParam
 from .._schedule.runtime import RETURN_IT, Runtime
 from .._schedule.steps import optimizer_steps
-from ..placement import GTPShard
 from .binding import runtimes_below
 
 # What torch says of a leaf of a group without memory.
@@ -58,6 +58,11 @@ def install() -> None:
 def _runtimes() -> list[Runtime]:
     """All of the process."""
     return [watcher for watcher in optimizer_steps().watchers if isinstance(watcher, Runtime)]
+
+
+def is_managed(param: object) -> bool:
+    """Whether ``gtp_shard`` has made this parameter, for whichever module."""
+    return any(runtime.members.member_of(param) is not None for runtime in _runtimes())
 
 
 def _run(stock: Callable[..., Any], outputs: Any, grads: Any, retain: Any, create: Any, inputs: Any, *args: Any) -> Any:
@@ -169,8 +174,8 @@ def _leaves_below(outputs: Any) -> set[int]:
 def _refuse_cut_again(param: DTensor) -> None:
     """A parameter with a shard of ours that no runtime registers is one that ``fully_shard`` has
     cut again."""
-    is_sharded = any(isinstance(each, GTPShard) for each in param.placements)
-    if isinstance(param, torch.nn.Parameter) and is_sharded:
+    members = (member for runtime in _runtimes() for member in runtime.members.params)
+    if any(member.registration.is_cut_again and member.registration.current is param for member in members):
         raise NotImplementedError(
             "backward(inputs=...) and torch.autograd.grad cannot name a parameter of shape "
             f"{tuple(param.shape)} with placements {param.placements}, which an outer fully_shard "
@@ -221,7 +226,7 @@ def _set_data(stock: Any, param: DTensor, value: Any) -> None:
     if isinstance(param, nn.Parameter):  # other DTensors are none of ours
         for runtime in _runtimes():
             runtime.lost_writes.refuse_new_data(param)
-    stock(param, value)
+    set_data(stock, param, value, is_managed=is_managed(param))
     if isinstance(param, nn.Parameter):
         for runtime in _runtimes():
             runtime.lost_writes.note_new_data(param)

@@ -168,13 +168,24 @@ def register_parameter(self: BoundModule, name: str, param: nn.Parameter | None)
         type(self).register_parameter(self, name, param)
 
 
-def _save_to_state_dict(self: BoundModule, *args: Any, **kwargs: Any) -> None:
-    """Free gathered weights: whoever gets the shard may write to it without a trace, as
-    ``dcp.load`` does."""
-    type(self)._save_to_state_dict(self, *args, **kwargs)
-    for managed in self._gtp_binding.params.values():
+def _save_to_state_dict(self: BoundModule, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    """Free gathered weights: whoever gets the shard may write to it, as ``dcp.load`` does, perhaps later. Such writes
+    count in the version of the shard."""
+    type(self)._save_to_state_dict(self, destination, prefix, keep_vars)
+    for name, managed in self._gtp_binding.params.items():
         if isinstance(managed, ShardedWeight):
             self._gtp_binding.group.runtime.keeper.drop_kept(managed)  # in a group: of all its weights
+            if not keep_vars:
+                _share_version(destination.get(prefix + name), managed.local)
+
+
+def _share_version(value: Any, local: Tensor) -> None:
+    """Let a detached DTensor and the shard ``local``, which have one memory, count writes together: an op of DTensor
+    detaches its local tensor without that."""
+    if isinstance(value, DTensor) and type(local) is Tensor:
+        detached = compat.local_tensor(value)
+        if detached.data_ptr() == local.data_ptr() and detached.shape == local.shape:
+            compat.set_local(value, local.detach(), compat.dtensor_spec(value))
 
 
 def _load_from_state_dict(self: BoundModule, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

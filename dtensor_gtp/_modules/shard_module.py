@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from .. import _torch_compat as compat
 from .._comm.agreement import device_of
 from .._comm.collectives import has_replicas
-from .._dtensor import data_setter, gradients, random_init, remedies
+from .._dtensor import gradients, random_init, remedies
 from .._dtensor.block_layout import has_torch_chunks
 from .._howto import printable
 from .._params.layout import WeightLayout
@@ -72,7 +72,7 @@ def shard_module(
     runtime.members.calls.append(group)  # last: it is the outermost one so far
     # Not yet: the first forward shows how many tokens a rank gets.
     runtime.setup.make_groups_by(partial(make_groups, runtime))
-    for part_of_torch in (gradients, data_setter, remedies, torch_patches, outside_of_modules):
+    for part_of_torch in (gradients, remedies, torch_patches, outside_of_modules):
         part_of_torch.install()  # once in a process
     for mesh_of_param in {param.spec.mesh for param in group.params}:
         random_init.whole_draws().add_mesh(mesh_of_param)  # all ranks draw alike, as one process does

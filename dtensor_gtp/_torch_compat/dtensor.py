@@ -156,11 +156,6 @@ def distribute_tensor_modules() -> list[Any]:
 Propagate = Callable[[OpSchema], OutputSharding]
 
 
-def keeps_equal_placement() -> bool:
-    """Whether a spec may have another placement than it was made with, which is equal (torch 2.14)."""
-    return bool(torch.__version__ >= "2.14")
-
-
 def op_dispatcher() -> Any:
     """DTensor's one dispatcher; it owns the table of sharding strategies."""
     return DTensor._op_dispatcher

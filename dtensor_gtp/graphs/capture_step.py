@@ -45,9 +45,9 @@ from torch.utils.weak import WeakIdRef
 
 from .. import _torch_compat as compat
 from .._howto import see
+from .._modules.outside_of_modules import is_managed
 from .._modules.trees import map_tensors
 from .._schedule.runtime import Runtime
-from ..placement import may_be_ours
 from .record_step import RecordedStep, Surroundings, drop_kept, params_outside, read_values
 from .recorder import (
     CudaRecorder,
@@ -317,7 +317,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, module: nn.Module) -> None
             raise ValueError(f"capture_step expects {what}. Create it with capturable=True. {see('capture_a_step')}")
     for param in params_outside(module, [optimizer]):
         # After a replay, only the runtimes of ``module`` learn what the graph has written.
-        if any(map(may_be_ours, getattr(param, "placements", ()))):
+        if is_managed(param):
             raise ValueError(
                 f"capture_step expects a module that contains all sharded parameters of {name}, "
                 f"but one of shape {tuple(param.shape)} is outside. Pass a module around both, "

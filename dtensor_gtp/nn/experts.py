@@ -17,6 +17,7 @@ from .dispatch import Dispatcher, DispatchMethod, TokenDispatcher, experts_per_r
 from .grouped_linear import GroupedLinear
 
 Activation = Callable[[Tensor], Tensor]
+_CUT = "_dtensor_gtp_cut"  # attribute of a parameter that was cut: the one in its place
 
 
 class GroupedMLP(nn.Module):
@@ -165,8 +166,8 @@ def parallelize_experts(
         ``module``.
 
     Raises:
-        ValueError: A mesh does not divide the experts or the inner width, parameters are DTensors already, or there is
-            no grouped layer.
+        ValueError: A mesh does not divide the experts or the inner width, parameters are DTensors already, layers that
+            share one would be cut in different ways, or there is no grouped layer.
         NotImplementedError: A grouped layer has a weight for each group, ``tp_mesh`` meets a fused ``gate_up``, or
             ``module`` has experts of ``transformers``: call ``dtensor_gtp.nn.group_experts_(module)`` before.
 
@@ -244,7 +245,18 @@ def _cut(layer: GroupedLinear, cuts: list[tuple[DeviceMesh, int]]) -> None:
     mesh = cuts[0][0] if len(cuts) == 1 else compat.concatenate_meshes([mesh for mesh, _ in cuts])
     placements = tuple(Shard(dim) for _, dim in cuts)
     for name, param in list(layer.named_parameters()):
-        # A copy, because a view would keep the whole parameter alive. Ranks hold equal values: nothing is sent.
-        local = compat.own_part(param.detach(), mesh, placements).clone(memory_format=torch.contiguous_format)
-        new = compat.wrap_local(local, compat.make_spec(mesh, placements, param.shape, param.dtype))
-        layer.register_parameter(name, nn.Parameter(new, requires_grad=param.requires_grad))
+        # Cut before, perhaps in another call, for a layer that shares the parameter.
+        new = param.__dict__.get(_CUT)
+        if new is None:
+            # A copy, because a view would keep the whole parameter alive. Ranks hold equal values: nothing is sent.
+            local = compat.own_part(param.detach(), mesh, placements).clone(memory_format=torch.contiguous_format)
+            spec = compat.make_spec(mesh, placements, param.shape, param.dtype)
+            new = nn.Parameter(compat.wrap_local(local, spec), requires_grad=param.requires_grad)
+            setattr(param, _CUT, new)
+        elif new.device_mesh != mesh or new.placements != placements:
+            raise ValueError(
+                f"parallelize_experts expects layers that share a parameter to be cut alike, but '{name}' of shape "
+                f"{tuple(param.shape)} is cut as {placements} on mesh axes {mesh.mesh_dim_names} here, and as "
+                f"{new.placements} on {new.device_mesh.mesh_dim_names} elsewhere. Give each layer its own parameter."
+            )
+        layer.register_parameter(name, new)

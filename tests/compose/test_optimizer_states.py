@@ -60,7 +60,14 @@ class TestWritesAndSaves(OfTwoByTwo):
         def loaded(module: nn.Module, **options: Any) -> None:
             module.load_state_dict({name: value * 0.5 for name, value in module.state_dict().items()}, **options)
 
+        def in_place(state: dict[str, torch.Tensor]) -> None:
+            for value in state.values():  # as ``dcp.load`` does
+                local(value).detach().view(-1).copy_(0.5 * local(value).flatten())
+
+        early: dict[nn.Module, dict[str, torch.Tensor]] = {}
         ways = {
+            "into a state dict": lambda module: in_place(early.setdefault(module, module.state_dict())),
+            "into that of before": lambda module: in_place(early[module]),
             "in place": each(lambda param: param.mul_(0.5)),
             "by data": each(lambda param: param.data.mul_(0.5)),
             "new data": each(lambda param: setattr(param, "data", param.data * 0.5)),

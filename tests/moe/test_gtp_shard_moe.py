@@ -210,6 +210,32 @@ class TestMixtureOfExperts(GlooTest):
         with self.assertRaisesRegex(NotImplementedError, "tp_mesh for a GroupedMLP with is_fused=False"):
             parallelize_experts(GroupedMLP(4, WIDTH, HIDDEN), None, tp)
 
+    def test_layers_that_share_a_weight_share_it_afterwards(self) -> None:
+        """Each of them got a parameter of its own, with its own part of the gradient."""
+        mesh = weight_mesh(ep=4, expert_gtp=1)
+
+        def tied() -> nn.ModuleList:
+            torch.manual_seed(0)
+            layers = nn.ModuleList(GroupedLinear(4, WIDTH, WIDTH) for _ in range(2))
+            layers[1].weight = layers[0].weight
+            return layers
+
+        together, one_by_one = tied(), tied()
+        parallelize_experts(together, mesh["ep"])
+        for layer in one_by_one:
+            parallelize_experts(layer, mesh["ep"])
+        for first, second in (together, one_by_one):
+            assert first.weight is second.weight
+            assert first.weight.to_local().shape == (1, WIDTH, WIDTH)
+            assert first.bias is not second.bias
+        inner = nn.ModuleDict(
+            {"mlp": GroupedMLP(4, WIDTH, HIDDEN, is_fused=False), "alone": GroupedLinear(4, WIDTH, HIDDEN)}
+        )
+        inner["alone"].weight = inner["mlp"].up.weight  # tensor parallelism cuts it in the MLP only
+        tp = weight_mesh(gtp=2, tp=2, ep=2, expert_tp=2)
+        with self.assertRaisesRegex(ValueError, "layers that share a parameter to be cut alike, but 'weight' of shape"):
+            parallelize_experts(inner, tp["ep"], tp["expert_tp"])
+
     def test_a_gather_carries_as_many_tokens_as_agreed_on(self) -> None:
         """All ranks agree on the most of the first dispatch, or on more where all have more; else all raise."""
         mesh = weight_mesh(ep=4, expert_gtp=1)["ep"]

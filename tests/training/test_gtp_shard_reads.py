@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from common import ALL, GlooTest, assert_same_params, full, rows_of_rank
 from runtime_common import WIDTH, Calls, check_steps, make_rows, members_of, runtime_of, shard_copy, square_loss
 from schedules import explicit
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from dtensor_gtp import gtp_shard
@@ -223,6 +224,8 @@ class TestReads(GlooTest):
         """``param.data = tensor`` as on plain parameters: averages are swapped in, trained on, and swapped out."""
         for mesh in (self.gtp_mesh(), self.hsdp_mesh()):
             reference = nn.Sequential(nn.Linear(WIDTH, 7), nn.LayerNorm(7), nn.Linear(7, WIDTH))
+            # DTensor keeps one spec for equal placements: with this one, ours have torch's ``Shard``.
+            fully_shard(copy.deepcopy(reference), mesh=mesh)
             model = shard_copy(reference, mesh)
             models, optimizers = (reference, model), [torch.optim.Adam(m.parameters()) for m in (reference, model)]
             averages = [torch.randn(param.shape, dtype=torch.float64) for param in reference.parameters()]
