@@ -149,13 +149,12 @@ def _call_block(block: BoundModule, call: Any, args: Any, kwargs: Any, compiler:
     def run(frame: Frame) -> tuple[Any, BlockUse | None, set[Node]]:
         nonlocal args, kwargs
         was_in_pass = group.views.is_in_pass
-        gathered = None
+        gathered = use = None
         try:
             gathered = runtime.gathering.acquire(group.for_forward)
             seen = None  # versions and bits, to find writes through ``.data``
             if runtime.reads.looks_at_bits:
                 seen = group.leaves.seen()
-            use = None
             inputs: set[Node] = set()
             if torch.is_grad_enabled():
                 use = BlockUse(runtime, group)
@@ -176,6 +175,10 @@ def _call_block(block: BoundModule, call: Any, args: Any, kwargs: Any, compiler:
             if misuse is not None:
                 raise misuse
             return output, use, inputs
+        except Exception:
+            if use is not None:
+                use.keep()  # code that stops a forward so may have kept what the block has computed
+            raise
         finally:
             # Back to ``FullParams``: plain dicts would give other code weights whose memory is freed.
             if is_compiled or not was_in_pass:

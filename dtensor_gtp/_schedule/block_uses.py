@@ -84,6 +84,12 @@ class BlockUse:
         self._group.views.note_gradients(self._runtime.note_backward)
         self._runtime.hold_until_end(self._group)
 
+    def keep(self) -> None:
+        """The forward ends with an exception. Memory stays for a backward that may come through what it has computed,
+        until a pass begins for which nobody has kept any."""
+        self._group.views.note_gradients(self._runtime.note_backward)
+        self._leaves.note_saved(is_captured=self._runtime.comm.streams.is_capturing)
+
     def begin(self, grads: object = None) -> None:
         """The backward of this forward begins: hold the weights for it."""
         if self._leaves.refusal is not None:  # parameters were replaced since the forward

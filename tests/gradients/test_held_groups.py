@@ -3,6 +3,7 @@ block, outputs in objects. Other passes in between must not free them, which wou
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -254,3 +255,44 @@ class TestHeldGroups(PairTest):
             model(make_rows(0, 4, WIDTH))
             with self.assertRaisesRegex(RuntimeError, "'0' to '2'"):
                 seen[0].square().mean().backward()
+
+
+class Stop(Exception):
+    """Ends a forward when a hook has what it wants."""
+
+
+def stopped(where: str) -> Step:
+    """A step with an activation that a hook has kept, as feature extractors do. The forward ends there."""
+
+    def step(each: Any, x: torch.Tensor) -> None:
+        kept = []
+
+        def keep(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            kept.append(output)
+            raise Stop
+
+        with each.get_submodule(where).register_forward_hook(keep), contextlib.suppress(Stop):
+            each(x)
+        mean(kept[0]).backward()
+
+    return step
+
+
+class TestForwardsThatAreStopped(PairTest):
+    def test_what_a_hook_has_kept(self) -> None:
+        for pair in self.pairs(Model, (CHOSEN, MIXED)):
+            for where in ("blocks.0", "blocks.1.up", "blocks.1"):
+                self.check(pair, stopped(where))
+                self.check(pair)
+
+    def test_nothing_stays_for_good(self) -> None:
+        (pair,) = self.pairs(Model, (CHOSEN,))
+        with self.assertRaises(AssertionError), pair[0].blocks[0].register_forward_hook(failing):
+            pair[0](make_rows(0, NUM_ROWS, WIDTH))
+        usual(pair[0], make_rows(0, NUM_ROWS, WIDTH))
+        evaluate(pair[0], make_rows(0, NUM_ROWS, WIDTH))
+        assert [group.leaves.storage.nbytes() for group in members_of(pair[0]).groups] == [0, 0]
+
+
+def failing(*unused: Any) -> None:
+    raise AssertionError
