@@ -9,9 +9,9 @@ from planted_bugs_type import Bug
 LAYOUT = {
     "mesh of a single parameter is forgotten":
         Bug("_own_mesh", replace("in_rank_order(mesh)", "default"), "test_meshes_of_single_parameters"),
-    "param.data leaves the shard": Bug("_set", drop("set_local"), "test_data_of_parameters"),
+    "param.data leaves the shard": Bug("set_data", drop("set_local"), "test_data_of_parameters"),
     "param.data shares memory with the tensor given":
-        Bug("_set", replace("part.to(...)", "part"), "test_data_of_parameters"),
+        Bug("set_data", replace("part.to(...)", "part"), "test_data_of_parameters"),
     "rows that no chunk has":
         Bug("chunk_rows", replace("-(-num_blocks // num_chunks)", "num_blocks // num_chunks"),
             "test_chunks_are_whole_blocks_in_order"),

@@ -54,7 +54,8 @@ class LastUse:
     @property
     def is_awaited(self) -> bool:
         """Whether the running backward has more uses to come to."""
-        return compat.is_node_awaited(self._node) and compat.current_graph_task_id() not in self._reached
+        backward = compat.current_graph_task_id()  # -1: a pipeline completes gradients after its backwards
+        return backward not in (-1, *self._reached) and compat.is_node_awaited(self._node)
 
     def reach(self) -> None:
         backward = compat.current_graph_task_id()
