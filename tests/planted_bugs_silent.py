@@ -112,9 +112,6 @@ SILENT = {
         Bug("reshard_params", never("error is not None"), "test_between_unshard_and_reshard"),
     "a weight that stays gathered keeps its old values":
         Bug("LostWrites._written", drop("append"), "test_shards_of_weights_that_stay_gathered"),
-    "a rank that looks at parameters gathers them alone":
-        Bug("LostWrites.note_handed_out", replace("not self._comm.streams.may_wait_on_host", "True"),
-            "test_one_rank_looks_at_data"),
     "names of what ranks send are looked up in torch":
         Bug("agreement:_dtype", never("not isinstance(dtype, torch.dtype)"),
             "test_what_is_sent_by_a_stranger_runs_nothing"),
