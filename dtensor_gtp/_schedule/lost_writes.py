@@ -19,7 +19,7 @@ from .._comm.context import CommContext
 from .._params.managed_param import ManagedParam
 from .._params.refusals import hook_at_node
 from .._params.sharded_weight import ShardedWeight
-from .._params.weight_group import Reducible, WeightGroup
+from .._params.weight_group import WeightGroup
 from .attribute_reads import AttributeReads, is_changed, sum_of_bits, written_to_no_effect
 from .gathering import Gathering
 from .keep_and_free import Keeper
@@ -45,8 +45,8 @@ class LostWrites:
         self._gathering = gathering
         self._reads = reads
         self._comm = comm
-        # The shards of weights and groups that stay gathered, when somebody got hold of them outside of a pass.
-        self._handed_out: dict[Reducible, list[Tensor | None]] = {}
+        # Weights that are unsharded, and that somebody may have written since without a trace.
+        self._outdated: set[ShardedWeight] = set()
         # Groups that a forward reads outside of their blocks, and that a backward uses, as they
         # were then; only if ``reads.looks_at_bits``.
         self._seen_outside: dict[WeightGroup, Any] = {}
@@ -54,14 +54,14 @@ class LostWrites:
         self._seen_shards: dict[WeightGroup, list[Tensor | None]] = {}
 
     def begin_forward(self) -> None:
-        """Gather anew what was written since the last pass."""
+        """Gather anew what may have been written since the last pass."""
         errors = self.written_outside(self._members.weights)  # before what was kept is dropped
-        for owner in self._written():
-            self._forget(owner)
+        stale: Iterable[ShardedWeight] = self._outdated
         if errors:  # drop the values that were written to no effect
-            for weight in self._members.weights:
-                if weight.is_pinned:
-                    self._keeper.drop_kept(weight)
+            stale = [weight for weight in self._members.weights if weight.is_pinned]
+        for weight in stale:
+            self._keeper.drop_kept(weight)
+        self._outdated.clear()
         self._seen_outside.clear()
         self._seen_shards.clear()
         if errors:
@@ -69,32 +69,19 @@ class LostWrites:
 
     def gather_outdated(self) -> None:
         """Before a backward, which computes with what was written through ``.data``, as in one process."""
-        written = self._written()
-        for owner in written:
-            self._forget(owner)
+        if not self._outdated:
+            return
+        for weight in self._outdated:
+            if weight.group is None:
+                self._keeper.drop_kept(weight)  # its next use gathers it
+        groups = {weight.group for weight in self._outdated}
         for group in self._members.groups:  # in one order on all ranks
-            if group in written and group.is_pinned:
+            if group in groups:
                 # What was read outside of the block is in the memory of the group, so that has to
                 # be full.
                 self._gathering.gather_and_keep([group.for_forward])
                 self._keeper.wait_kept(group.weights[0])  # no use waits before autograd reads it
-
-    def _written(self) -> list[Reducible]:
-        """Those of ``_handed_out`` that were written to since, as far as bits say. The host waits."""
-        written = []
-        for owner, bits in self._handed_out.items():
-            pairs = zip(bits, _bits_of_shards(owner), strict=True)
-            if any(before is None or is_changed(before, now) for before, now in pairs):  # None: of quantized shards
-                written.append(owner)
-        self._handed_out.clear()
-        return written
-
-    def _forget(self, owner: Reducible) -> None:
-        """What is kept of it is gathered anew at its next use."""
-        for target in owner.gatherables:
-            self._keeper.forget_kept(target)
-        for weight in owner.weights if isinstance(owner, WeightGroup) else (owner,):
-            weight.forget_made()
+        self._outdated.clear()
 
     def written_outside(self, weights: Iterable[ShardedWeight]) -> list[RuntimeError]:
         """Errors of writes to full weights that ``unshard`` keeps, outside of forwards and to no effect."""
@@ -125,14 +112,17 @@ class LostWrites:
             weight = group.weights[0]  # with which the values of a whole parameter are gathered
         else:
             return
-        owner = group or weight
         if self._reads.frames:
             self._drop_in_forward(weight, group)
-        elif not self._comm.streams.may_wait_on_host:
-            self._forget(owner)
-        elif owner not in self._handed_out and any(target.kept is not None for target in owner.gatherables):
-            # One rank alone may look at it: if it gathered anew, it would wait for the others. All of them write.
-            self._handed_out[owner] = _bits_of_shards(owner)
+        elif member.is_pinned:
+            # Until the next forward: before it one rank alone may read the weight, and a gather
+            # would wait for the others.
+            self._outdated.add(weight)
+        else:
+            # No forward runs, and it is not unsharded: what is kept of it is gathered anew
+            # at its next use.
+            for target in (group or weight).gatherables:
+                self._keeper.forget_kept(target)
 
     def note_untraced_write(self, param: object) -> None:
         """As ``note_handed_out``, where it is likely that all ranks do so."""
@@ -244,9 +234,8 @@ def count_writes(written: Sequence[ManagedParam]) -> None:
             torch.autograd.graph.increment_version(param.leaf)
 
 
-def _bits_of_shards(owner: Reducible) -> list[Tensor | None]:
-    members = owner.members if isinstance(owner, WeightGroup) else [owner]
-    return [sum_of_bits(member.local) for member in members]
+def _bits_of_shards(group: WeightGroup) -> list[Tensor | None]:
+    return [sum_of_bits(member.local) for member in group.members]
 
 
 def refuse_hooks_at_nodes(weights: Sequence[ShardedWeight]) -> None:

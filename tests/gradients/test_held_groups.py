@@ -10,11 +10,9 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from common import ALL
 from pairs_common import CHOSEN, MIXED, PairTest
 from passes_common import NUM_ROWS, WIDTH, Block, Model, mean, usual
 from runtime_common import make_rows, members_of
-from torch.distributed.tensor import DTensor
 from torch.func import grad, hessian, vmap
 from torch.utils.checkpoint import checkpoint
 
@@ -224,39 +222,6 @@ class TestHeldGroups(PairTest):
                 usual(each, mine)
             self.check_grads(pair)
             del losses
-
-    def test_one_rank_looks_at_data(self) -> None:
-        """A log reads parameters as if to write to them. What stays gathered is gathered anew if it was written."""
-
-        def look(each: Any) -> None:
-            if self.rank == 0:
-                for param in each.parameters():
-                    (param.data.to_local() if isinstance(param, DTensor) else param.data).norm()
-                with torch.no_grad():
-                    list(each.named_parameters())
-
-        def write(each: Any) -> None:
-            for param in each.parameters():
-                param.data.mul_(0.9)
-
-        def step(each: Any, x: torch.Tensor, between: Callable[[Any], None] = look) -> None:
-            loss = mean(each(x))
-            between(each)
-            loss.backward()
-            between(each)
-            usual(each, x * 0.5)
-
-        for policy in (ALL, CHOSEN, MIXED):
-            pair = self.pair(Model, policy)
-            for between in (look, write):
-                self.check(pair, partial(step, between=between))
-            pair[0].set_reshard_after_forward(False)
-            pair[0].set_reshard_after_backward(False)
-            for between in (look, write):
-                self.check(pair, partial(step, between=between))
-            pair[0].unshard()
-            look(pair[0])
-            self.check(pair)
 
     def test_gradients_that_were_not_asked_for_stay_as_they_are(self) -> None:
         for model, _ in self.pairs(only_blocks(), (CHOSEN,)):
