@@ -165,22 +165,24 @@ class MasterOptimizer(torch.optim.Optimizer):
         unless the state of this optimizer was, too. A master stays if the weight, swapped for a
         while, has its values. Alike on all ranks.
         """
-        written = []
-        for param, master in self._masters.items():
-            of_weight, of_master = self._versions[param]
-            given = self.state.get(param, {}).get(_KEY)
-            # ``_take_back`` leaves the master's own memory in the state.
-            # A load leaves other memory there, or writes to the master.
-            is_replaced = given is not None and _address(given) != _address(master)
-            is_loaded = is_replaced or of_master != _version_of(master)
-            if of_weight != _version_of(param) and not is_loaded:
-                written.append(param)
+        # One that was written says that a state dict was loaded: a rank without rows of a weight sees no write to it.
+        is_written = any(self._versions[param][0] != _version_of(param) for param in self._masters)
+        written = [param for param in self._masters if is_written and not self._is_loaded(param)]
         for param, native, quantized in self._quantized(written):
             pairs = zip(native.quantized.planes, quantized.planes, strict=True)
             # As bytes: a NaN is unlike itself.
             if not all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs):
                 # Somebody has written other values to the weight: they win over the old master.
                 compat.local_part(self._masters[param]).copy_(native.dequantized_to(torch.float32))
+
+    def _is_loaded(self, param: nn.Parameter) -> bool:
+        """Whether the state of this optimizer was loaded since the last step."""
+        master = self._masters[param]
+        given = self.state.get(param, {}).get(_KEY)
+        # ``_take_back`` leaves the master's own memory in the state.
+        # A load leaves other memory there, or writes to the master.
+        is_replaced = given is not None and _address(given) != _address(master)
+        return is_replaced or self._versions[param][1] != _version_of(master)
 
     def _hand_over(self) -> None:
         """Gradients, options and state, which others may have changed, to the stock optimizer."""
