@@ -176,8 +176,10 @@ def _call_block(block: BoundModule, call: Any, args: Any, kwargs: Any, compiler:
                 raise misuse
             return output, use, inputs
         except Exception:
-            if use is not None:
-                use.keep()  # code that stops a forward so may have kept what the block has computed
+            # Code that stops a forward so may have kept what the block has computed. In a backward, checkpoints
+            # stop their recomputations so.
+            if use is not None and compat.current_graph_task_id() == -1:
+                use.keep()
             raise
         finally:
             # Back to ``FullParams``: plain dicts would give other code weights whose memory is freed.
