@@ -22,7 +22,7 @@ SILENT = {
         Bug("set_data", assign("has_shard", "any((isinstance(p, GTPShard) for p in spec.placements))"),
             "test_data_of_parameters"),
     "hooks get the gradient of each use within fully_shard":
-        Bug("_wrap_fully_shard.post_backward", replace("not _has_more_uses(param)", "True"),
+        Bug("_wrap_fully_shard.post_backward", replace("not param.gradient.has_more_uses", "True"),
             "test_seed_200024_hooks_of_a_layer_that_runs_twice_within_fully_shard"),
     "a captured step does not see tensors in objects of objects":
         Bug("_hiding_place", never("is_object and (deeper := _hiding_place(inner, depth=depth - 1)) is not None"),

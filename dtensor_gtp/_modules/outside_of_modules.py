@@ -172,8 +172,7 @@ def _leaves_below(outputs: Any) -> set[int]:
 
 
 def _refuse_cut_again(param: DTensor) -> None:
-    """A parameter with a shard of ours that no runtime registers is one that ``fully_shard`` has
-    cut again."""
+    """Raise for a parameter that ``fully_shard`` has put in the place of one of ours, to cut it again."""
     members = (member for runtime in _runtimes() for member in runtime.members.params)
     if any(member.registration.is_cut_again and member.registration.current is param for member in members):
         raise NotImplementedError(

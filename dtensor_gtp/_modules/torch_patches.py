@@ -72,7 +72,7 @@ def _wrap_fully_shard() -> None:
     def post_backward(group: Any, *unused: Any) -> None:
         for runtime, managed in _by_runtime(group).items():
             # Into ``.grad``, from where ``fully_shard`` takes them.
-            runtime.steps.publish([param for param in managed if not _has_more_uses(param)])
+            runtime.steps.publish([param for param in managed if not param.gradient.has_more_uses])
         with compat.empty_grads_set_aside(group):  # of ranks without rows
             stock_post_backward(group, *unused)
 
@@ -110,11 +110,6 @@ def _by_runtime(group: Any) -> dict[Runtime, list[ManagedParam]]:
     for runtime, param, _ in _managed_in(group):
         found.setdefault(runtime, []).append(param)
     return found
-
-
-def _has_more_uses(param: ManagedParam) -> bool:
-    """Whether the running backward has yet to come to uses of a weight, of a module that runs several times."""
-    return isinstance(param, ShardedWeight) and param.last_use is not None and param.last_use.is_awaited
 
 
 def _check_cuts(params: Sequence[nn.Parameter], modules: Sequence[nn.Module], cut: compat.FullyShardCut) -> None:

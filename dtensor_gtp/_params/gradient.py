@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -50,6 +52,34 @@ class PendingGradient:
         self.unsharded = self.unreplicated = None
 
 
+class LastUse:
+    """Which backwards have come to all their uses of a weight. With a ``fully_shard`` outside, the gradient is complete
+    then, as it would be in autograd's leaf: before, hooks would get a part of it."""
+
+    def __init__(self, leaf: Tensor) -> None:
+        self._reached: set[int] = set()  # running backwards; that of a reentrant checkpoint runs within another one
+        self._node = compat.accumulate_node(leaf)
+        this = weakref.ref(self)
+        self._node.register_prehook(lambda grads: _reach(this()))  # autograd runs the node after the last use
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the running backward has more uses to come to."""
+        backward = compat.current_graph_task_id()  # -1: a pipeline completes gradients after its backwards
+        return backward not in (-1, *self._reached) and compat.is_node_awaited(self._node)
+
+    def reach(self) -> None:
+        backward = compat.current_graph_task_id()
+        self._reached.add(backward)
+        # Behind the callback of ``fully_shard``, which takes gradients: that is queued when its backward begins.
+        compat.queue_backward_callback(partial(self._reached.discard, backward))
+
+
+def _reach(last_use: LastUse | None) -> None:
+    if last_use is not None:
+        last_use.reach()
+
+
 class ReducedGradient:
     """A gradient of the shape of the shard. It alone knows what is not in ``.grad`` yet."""
 
@@ -59,6 +89,7 @@ class ReducedGradient:
     def __init__(self, offload: CPUOffloadPolicy | None) -> None:
         self._offload = offload
         self.awaits_reduction = False  # trained in a backward since the last reduction
+        self.last_use: LastUse | None = None  # of a weight that an outer ``fully_shard`` has cut again
         self.reduced: Tensor | None = None  # of the running backward
         self._more_reduced: list[Tensor] = []  # those of further uses, with shards on the host
         # In the last backward in which this rank did not use the parameter.
@@ -75,6 +106,11 @@ class ReducedGradient:
             self.wide = None
         self.param = param
         self.dtype = param.dtype
+
+    @property
+    def has_more_uses(self) -> bool:
+        """Whether the running backward has yet to come to uses of the weight, of a module that runs several times."""
+        return self.last_use is not None and self.last_use.is_awaited
 
     def forget_if_cleared(self) -> None:
         """Forget the sum over microbatches if the user has cleared ``.grad``."""

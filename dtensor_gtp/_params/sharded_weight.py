@@ -4,10 +4,8 @@ of it."""
 from __future__ import annotations
 
 import math
-import weakref
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 import torch.nn as nn
@@ -19,7 +17,7 @@ from .. import _torch_compat as compat
 from .._comm.tokens import TokenExchange
 from ..placement import GTPShard
 from .gathered import Gathered, GatherForm, ShardVersions, Version, Wire
-from .gradient import PendingGradient
+from .gradient import LastUse, PendingGradient
 from .layout import WeightLayout
 from .managed_param import ManagedParam, Policies, Site
 from .replica_part import ReplicaPart
@@ -39,34 +37,6 @@ class StandIn:
     def is_awaited(self) -> bool:
         """Whether the running backward computes the gradient of the weight."""
         return self._node is not None and compat.is_node_awaited(self._node)
-
-
-class LastUse:
-    """Which backwards have come to all their uses of a weight. With a ``fully_shard`` outside, the gradient is complete
-    then, as it would be in autograd's leaf: before, hooks would get a part of it."""
-
-    def __init__(self, leaf: Tensor) -> None:
-        self._reached: set[int] = set()  # running backwards; that of a reentrant checkpoint runs within another one
-        self._node = compat.accumulate_node(leaf)
-        this = weakref.ref(self)
-        self._node.register_prehook(lambda grads: _reach(this()))  # autograd runs the node after the last use
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether the running backward has more uses to come to."""
-        backward = compat.current_graph_task_id()  # -1: a pipeline completes gradients after its backwards
-        return backward not in (-1, *self._reached) and compat.is_node_awaited(self._node)
-
-    def reach(self) -> None:
-        backward = compat.current_graph_task_id()
-        self._reached.add(backward)
-        # Behind the callback of ``fully_shard``, which takes gradients: that is queued when its backward begins.
-        compat.queue_backward_callback(partial(self._reached.discard, backward))
-
-
-def _reach(last_use: LastUse | None) -> None:
-    if last_use is not None:
-        last_use.reach()
 
 
 class Gatherable:
@@ -199,9 +169,9 @@ class ShardedWeight(ManagedParam):
         if self.param.is_floating_point():
             self.leaf.requires_grad_(self.param.requires_grad)
         self.stand_in = StandIn(self.leaf.requires_grad)
-        self.last_use: LastUse | None = None
+        self.gradient.last_use = None
         if self.registration.is_cut_again and self.leaf.requires_grad:
-            self.last_use = LastUse(self.leaf)
+            self.gradient.last_use = LastUse(self.leaf)
         self._other_stand_in: StandIn | None = None  # of graphs from before the weight was frozen or unfrozen
         self.form.follow(self.layout, self.shard, self.compute_dtype, self.device)
         self.pending_grad.lay_out(self.layout, self.reduce_dtype, self.device)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn as nn
+from common import full
 from fuzz import Draw
 from fuzz_model import Model, loss_of, make_batch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -35,9 +36,12 @@ def happen_after(draw: Draw, model: Model) -> None:
         _AFTER[draw.after](model)
 
 
+def _other_batch(draw: Draw, rows: slice, phase: int) -> torch.Tensor:
+    return make_batch(draw, 5000 + phase)[rows].detach()
+
+
 def _other_loss(draw: Draw, model: Model, rows: slice, phase: int) -> torch.Tensor:
-    batch = make_batch(draw, 5000 + phase)[rows].detach()
-    return loss_of(model(batch, phase))
+    return loss_of(model(_other_batch(draw, rows, phase), phase))
 
 
 # --- between a forward and its backward: nothing changes, unless it is a training of its own --------------------------
@@ -71,7 +75,7 @@ def _frozen(draw: Draw, model: Model, rows: slice, phase: int, *, trained: int, 
 def _apart(draw: Draw, model: Model, rows: slice, phase: int, *, trains: bool) -> None:
     """Layers are called from outside of the model's forward; ``trains``: with a backward."""
     with torch.set_grad_enabled(trains):
-        loss = loss_of(Model.predict(model, make_batch(draw, 5000 + phase)[rows].detach(), phase))
+        loss = loss_of(Model.predict(model, _other_batch(draw, rows, phase), phase))
     if trains and loss.requires_grad:
         loss.backward()
 
@@ -79,7 +83,7 @@ def _apart(draw: Draw, model: Model, rows: slice, phase: int, *, trains: bool) -
 def _look(draw: Draw, model: Model, rows: slice, phase: int) -> None:
     """States and values of parameters are read."""
     for param in model.parameters():
-        (param.full_tensor() if isinstance(param, DTensor) else param).detach().square().sum()
+        full(param).detach().square().sum()
     get_model_state_dict(model, options=StateDictOptions(full_state_dict=is_sharded(model)))
     model.state_dict()
 

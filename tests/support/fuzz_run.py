@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from common import full
 from fuzz import AXES, Draw
-from fuzz_events import happen_after, happen_between
+from fuzz_events import happen_after, happen_between, is_sharded
 from fuzz_model import Broken, Model, loss_of, make_batch, quantize
 from quant_common import take_over
 from schedules import explicit
@@ -304,10 +304,6 @@ def _scale(draw: Draw, model: Model) -> None:
         (param.to_local() if draw.scales == "local" and isinstance(param, DTensor) else param).mul_(0.75)
 
 
-def _is_reference(model: Model) -> bool:
-    return not isinstance(next(model.parameters()), DTensor)
-
-
 def _call(draw: Draw, model: Model, batch: torch.Tensor, phase: int) -> torch.Tensor:
     by_method = draw.calls == "method" or (draw.calls == "turns" and phase % 2 == 1)
     return model.predict(batch, phase) if by_method else model(batch, phase)
@@ -319,11 +315,11 @@ def _loss(draw: Draw, model: Model, batch: torch.Tensor, phase: int) -> torch.Te
     if draw.penalizes and output.requires_grad:
         (slope,) = torch.autograd.grad(output.sin().sum(), batch, create_graph=True)
         loss = loss + 0.1 * slope.square().mean()
-    return loss * (draw.num_data / draw.divides_by) if draw.divides_by and _is_reference(model) else loss
+    return loss * (draw.num_data / draw.divides_by) if draw.divides_by and not is_sharded(model) else loss
 
 
 def _backward(draw: Draw, model: Model, loss: torch.Tensor, micro: int) -> None:
-    if draw.unsynced and not _is_reference(model):
+    if draw.unsynced and is_sharded(model):
         switches = {"gradient": "set_requires_gradient_sync", "all_reduce": "set_requires_all_reduce"}
         getattr(model, switches[draw.unsynced])(micro == draw.microbatches - 1)
     if loss.requires_grad:
