@@ -6,11 +6,9 @@ in the graph. torch would find no path to the parameter, and compute nothing wit
 code outside of the model computes with the full tensor, they do, and torch would take each rank's
 rows from the gradient of that rank alone.
 
-**Writes that change no version**: through ``param.data``, and by foreach functions. Between passes
-nothing that was gathered is kept, or the user asks for it. In a forward, weights are gathered ahead
-of their use, and a forward may write in between: momentum encoders (MoCo, BYOL) do. So whoever gets
-hold of a shard in a forward may write to it: what was gathered of it is dropped, and in this pass
-it is gathered at its use.
+**Writes that torch does not count**: through ``param.data``, and by foreach functions. Momentum
+encoders (MoCo, BYOL) write so in a forward, which has gathered weights ahead of their use. So both
+are counted here. Only a write makes a gather stale: all ranks write, but one rank alone may look.
 
 **Backwards in two parts**, as stages of pipelines run them.
 """
@@ -49,7 +47,7 @@ def install() -> None:
     in a process."""
     compat.wrap_engine(_run)
     compat.wrap_full_tensor(_averaged)
-    compat.wrap_data_getter(_note_data)
+    compat.wrap_data_getter(_data_of)
     compat.wrap_data_setter(_set_data)
     for op in compat.foreach_writes():
         compat.set_dtensor_handler(op, _write_foreach)
@@ -207,16 +205,15 @@ def _averaged(param: DTensor) -> list[Placement] | None:
 
 
 def _write_foreach(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A foreach function writes to the tensors of its first argument. Its caller may have them
-    since long before."""
+    """A foreach function writes to the tensors of its first argument, and DTensor counts no write."""
     if not compat.is_in_compiler():
         for runtime in _runtimes():
-            if runtime.holds_weights:
-                # Compute waits for gathers in flight that read these, before it writes.
-                for param in args[0]:
-                    runtime.lost_writes.note_untraced_write(param)
             # Autograd then refuses backwards through the old values.
             runtime.lost_writes.note_written(args[0])
+        # What ``param.data`` gave counts for itself, and others harm nobody.
+        torch.autograd.graph.increment_version(
+            [tensor for tensor in args[0] if not isinstance(tensor, nn.Parameter) and not tensor.is_inference()]
+        )
     with compat.stock_dtensor_dispatch(op):  # without this handler, which would call itself
         return op(*args, **kwargs)
 
@@ -231,10 +228,11 @@ def _set_data(stock: Any, param: DTensor, value: Any) -> None:
             runtime.lost_writes.note_new_data(param)
 
 
-def _note_data(param: DTensor) -> None:
-    if isinstance(param, nn.Parameter) and not compat.is_in_compiler():  # the compiler reads it for guards
-        for runtime in _runtimes():
-            runtime.lost_writes.note_untraced_write(param)
+def _data_of(param: DTensor, data: Tensor) -> Tensor:
+    for runtime in _runtimes():
+        if (member := runtime.members.member_of(param)) is not None:
+            return member.counting_writes(data)
+    return data
 
 
 def follow_pipelining() -> None:

@@ -129,21 +129,11 @@ def _named_members(self: BoundModule, *args: Any, **kwargs: Any) -> Any:
 
 
 def _as_users_see(runtime: Runtime, members: Iterator[tuple[str, Any]], may_gather: bool) -> Iterator[tuple[str, Any]]:
-    """``members`` of ``named_parameters()``: the full weights in a forward, else the shards.
-    Whoever takes several shards while no gradients are computed may write to them. To look at the
-    first alone (``.dtype``, ``.device``) is common and harmless."""
+    """``members`` of ``named_parameters()``: the full weights in a forward, else the shards."""
     if may_gather and runtime.gives_full_params:
         yield from runtime.reads.full_params(members, runtime.members.by_id())
         return
-    before: list[Any] = []
-    for name, member in members:
-        if not torch.is_grad_enabled():
-            if len(before) == 1:
-                runtime.lost_writes.note_handed_out(before[0])
-            if before:  # the caller did not stop at the first
-                runtime.lost_writes.note_handed_out(member)
-            before.append(member)
-        yield name, member
+    yield from members
 
 
 def get_parameter(self: BoundModule, target: str) -> Any:

@@ -18,9 +18,14 @@ from ..quant.planes import Direction, Quantized
 from .layout import WeightLayout
 
 # Changes with each write to a shard: counts of in-place ops on the DTensor, of in-place ops on its
-# local tensor, and of optimizer steps, because fused and foreach optimizers change neither of the
-# first two.
-Version = tuple[int, int, int]
+# local tensor, of optimizer steps, because fused and foreach optimizers change neither of the
+# first two, and of writes through ``param.data``. As in torch, the last ones forbid no backward.
+Version = tuple[int, int, int, int]
+
+
+def is_same_to_autograd(version: Version | None, other: Version | None) -> bool:
+    """Whether autograd may go on with values of ``version`` where the shard is at ``other``."""
+    return version is not None and other is not None and version[:3] == other[:3]
 
 
 class ShardVersions:

@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from .. import _torch_compat as compat
-from .gathered import Version
+from .gathered import Version, is_same_to_autograd
 from .layout import WeightLayout
 from .managed_param import ManagedParam
 from .sharded_weight import ShardedWeight
@@ -65,6 +65,8 @@ class GroupShards:
         self._params = [member.param for member in self._members]
         self._locals = [member.local for member in self._members]
         self.tensors = [*self._params, *self._locals]  # their versions count writes
+        # What ``param.data`` has given, with versions of its own.
+        self.data = [member.registration.data for member in self._members if member.registration.data is not None]
         self._parts: Parts | None = None  # until the first gather of these shards
         # Quantized members, and where a gather sends their values from: slots of its outputs, to be
         # filled before it.
@@ -203,7 +205,7 @@ class GroupLeaves:
     def allocate(self, version: Version) -> None:
         """Take memory, on the current stream, for a gather of shards of this version."""
         self.storage.resize_(self.nbytes)
-        if self.version not in (None, version):
+        if self.version is not None and not is_same_to_autograd(self.version, version):
             # Autograd shall refuse a backward through what was computed with the values before.
             self._count_write()
         self.version = version

@@ -74,6 +74,8 @@ class Registration:
         # has gathered it.
         self.is_cut_again = False
         self.num_outer_ranks = 1  # over which that one averages
+        # What ``param.data`` has given: torch's, with a count of writes that autograd does not look at.
+        self.data: Tensor | None = None
         # The parameter that gtp_shard replaced by ours.
         self.replaced: weakref.ref[nn.Parameter] | None = None
         # Called after another object was taken over.
@@ -115,6 +117,7 @@ class ManagedParam:
         self.local = self._pinned(as_dtensor(param))
         self.shard = self.local  # unless the replicas split it, see ``ReplicaPart``
         self.gradient.follow(param)
+        self.registration.data = None  # of another shard
         self.registration.extent = param.shape, param.dtype, self.local.shape
         policy = self.policies.mp
         if not param.is_floating_point():
@@ -123,6 +126,25 @@ class ManagedParam:
         # As in fully_shard: without a reduce_dtype, gradients are reduced in the dtype in which
         # they are computed.
         self.reduce_dtype: torch.dtype = policy.reduce_dtype or self.compute_dtype
+
+    def counting_writes(self, data: Tensor) -> Tensor:
+        """``data``, which is ``param.data``, in a form that counts writes to it, whenever they come."""
+        if compat.local_part(self.param) is not self.local:
+            return data  # of what ``param.data = ...`` has put here: a forward takes it over as something new
+        registration = self.registration
+        if registration.data is None:
+            registration.data = data
+            if self.group is not None:
+                self.group.shards.data.append(data)
+        return registration.data.detach()  # shares the count
+
+    @property
+    def num_data_writes(self) -> int:
+        """Writes through ``param.data``."""
+        data = self.registration.data
+        if data is None:
+            return 0
+        return data._version
 
     def _pinned(self, param: DTensor) -> Tensor:
         """The local tensor of ``param``, moved into pinned memory if copies to a GPU are to overlap

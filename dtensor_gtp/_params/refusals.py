@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import _torch_compat as compat
 from .._howto import see
-from .gathered import Version
+from .gathered import Version, is_same_to_autograd
 from .sharded_weight import ShardedWeight
 
 
@@ -21,7 +21,7 @@ def check_unmodified(weight: ShardedWeight, version: Version) -> None:
     # First, because a replacement changes the version, too. ``version[2]`` is ``num_updates`` at the forward.
     if version[2] < weight.versions.replaced_at:
         raise RuntimeError(weight.replaced_before_backward())
-    if weight.version != version:
+    if not is_same_to_autograd(weight.version, version):
         raise RuntimeError(
             f"Parameter '{weight.fqn}' is needed for gradient computation, but it has been "
             f"modified by an inplace operation since its forward: it is at {weight.version}; "

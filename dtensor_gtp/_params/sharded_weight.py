@@ -240,12 +240,11 @@ class ShardedWeight(ManagedParam):
 
     @property
     def version(self) -> Version:
-        return self.param._version, self.local._version, self.versions.num_updates
+        return self.param._version, self.local._version, self.versions.num_updates, self.num_data_writes
 
     def is_fresh(self, gathered: Gathered) -> bool:
         """Whether ``gathered`` has the present values of the shard, and autograd accepts it."""
-        version = self.param._version, self.local._version, self.versions.num_updates
-        if gathered.source is not self.shard or gathered.version != version:
+        if gathered.source is not self.shard or gathered.version != self.version:
             return False
         return not gathered.buffer.is_inference() or torch.is_inference_mode_enabled()
 

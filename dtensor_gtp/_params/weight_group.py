@@ -207,7 +207,8 @@ class WeightGroup:
     @property
     def version(self) -> Version:
         shards = self.shards
-        return shards.num_updates + sum(map(version_of, shards.tensors)), shards.num_followed, 0
+        num_writes = shards.num_updates + sum(map(version_of, shards.tensors))
+        return num_writes, shards.num_followed, 0, sum(map(version_of, shards.data))
 
     def is_fresh(self, gathered: Gathered) -> bool:
         """Whether it has the present values of all shards; in use, those of the start of the use."""

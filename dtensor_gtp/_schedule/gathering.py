@@ -65,8 +65,6 @@ class Gathering:
         self.statistics = Statistics(comm)
         # What code outside of a use reads in this pass, see ``hold_until_end``.
         self._read_outside: list[tuple[Gatherable, Gathered]] = []
-        # In this pass, to code that may write to them without a trace.
-        self.handed_out: set[ShardedWeight] = set()
         # Lanes in which a gather that the plan expects is not in flight.
         self._gaps: set[int] = set()
 
@@ -154,7 +152,7 @@ class Gathering:
             if target.group.carry_writes() and was_fresh:
                 gathered.version = target.group.version
         # What an optimizer step or other code may have outdated meanwhile is gathered again.
-        if is_kept and target.weight.is_fresh(gathered) and target.weight not in self.handed_out:
+        if is_kept and target.weight.is_fresh(gathered):
             target.kept = gathered
         else:
             self._keeper.free(target, gathered)
@@ -291,7 +289,6 @@ class Gathering:
         chain.begin()
         self.parted.begin(chain)
         self._gaps.clear()
-        self.handed_out.clear()
         for launch in chain.plan.launches[0]:
             self._prefetch(chain, launch.positions)
 
@@ -311,8 +308,6 @@ class Gathering:
         uses = chain.plan.uses
         for position in positions:
             target = self._members.gatherables[uses[position]]
-            if target.weight in self.handed_out:
-                continue
             if target.weight.registration.is_cut_again and not target.weight.is_readable:
                 self._gaps.add(target.lane)  # until an outer fully_shard has gathered it
                 continue
@@ -344,8 +339,7 @@ class Gathering:
         with compat.unseen_by_checkpoint_policies():
             if self.parts.weights:
                 for target in targets:
-                    is_outdated = target.weight in self.handed_out
-                    self.parts.bring(gather.weights_of(target), is_outdated=is_outdated)
+                    self.parts.bring(gather.weights_of(target))
             self.statistics.agree(targets)
             gather.launch(targets, self._comm)
 

@@ -1,8 +1,7 @@
 """Writes to parameters and to gathered weights that leave no version, or that would reach no shard.
 
-``.data``, foreach functions and optimizers of others write so. Whoever may do it is noted before,
-and what was gathered of the old values is dropped; where that comes too late, the write is found
-afterwards and raises.
+``.data`` of a full weight, foreach functions and optimizers of others write so. Writes to parameters
+are counted, which makes gathers of the old values stale. Others are found afterwards and raise.
 """
 
 from __future__ import annotations
@@ -12,15 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from .. import _torch_compat as compat
-from .._comm.context import CommContext
 from .._params.managed_param import ManagedParam
 from .._params.refusals import hook_at_node
 from .._params.sharded_weight import ShardedWeight
 from .._params.weight_group import WeightGroup
-from .attribute_reads import AttributeReads, is_changed, sum_of_bits, written_to_no_effect
+from .attribute_reads import AttributeReads, written_to_no_effect
 from .gathering import Gathering
 from .keep_and_free import Keeper
 from .members import Members
@@ -31,57 +28,37 @@ class LostWrites:
     """Looks for them in one runtime."""
 
     def __init__(
-        self,
-        members: Members,
-        passes: Passes,
-        keeper: Keeper,
-        gathering: Gathering,
-        reads: AttributeReads,
-        comm: CommContext,
+        self, members: Members, passes: Passes, keeper: Keeper, gathering: Gathering, reads: AttributeReads
     ) -> None:
         self._members = members
         self._passes = passes
         self._keeper = keeper
         self._gathering = gathering
         self._reads = reads
-        self._comm = comm
-        # Weights that are unsharded, and that somebody may have written since without a trace.
-        self._outdated: set[ShardedWeight] = set()
         # Groups that a forward reads outside of their blocks, and that a backward uses, as they
         # were then; only if ``reads.looks_at_bits``.
         self._seen_outside: dict[WeightGroup, Any] = {}
-        # The shards of groups whose full weights are in use, when somebody got hold of these shards.
-        self._seen_shards: dict[WeightGroup, list[Tensor | None]] = {}
 
     def begin_forward(self) -> None:
-        """Gather anew what may have been written since the last pass."""
-        errors = self.written_outside(self._members.weights)  # before what was kept is dropped
-        stale: Iterable[ShardedWeight] = self._outdated
-        if errors:  # drop the values that were written to no effect
-            stale = [weight for weight in self._members.weights if weight.is_pinned]
-        for weight in stale:
-            self._keeper.drop_kept(weight)
-        self._outdated.clear()
+        """Raise for writes to what ``unshard`` keeps."""
+        errors = self.written_outside(self._members.weights)
         self._seen_outside.clear()
-        self._seen_shards.clear()
-        if errors:
-            raise errors[0]  # last: the next forward shall find nothing stale
-
-    def gather_outdated(self) -> None:
-        """Before a backward, which computes with what was written through ``.data``, as in one process."""
-        if not self._outdated:
+        if not errors:
             return
-        for weight in self._outdated:
-            if weight.group is None:
-                self._keeper.drop_kept(weight)  # its next use gathers it
-        groups = {weight.group for weight in self._outdated}
-        for group in self._members.groups:  # in one order on all ranks
-            if group in groups:
+        for weight in self._members.weights:
+            if weight.is_pinned:
+                self._keeper.drop_kept(weight)  # the values that were written to no effect
+        raise errors[0]  # last: the next forward shall find nothing stale
+
+    def gather_written(self) -> None:
+        """Before a backward, which computes with what was written through ``.data``, as in one process."""
+        for group in self._members.groups:
+            kept = group.for_forward.kept
+            if group.is_pinned and kept is not None and not group.is_fresh(kept):
                 # What was read outside of the block is in the memory of the group, so that has to
                 # be full.
                 self._gathering.gather_and_keep([group.for_forward])
                 self._keeper.wait_kept(group.weights[0])  # no use waits before autograd reads it
-        self._outdated.clear()
 
     def written_outside(self, weights: Iterable[ShardedWeight]) -> list[RuntimeError]:
         """Errors of writes to full weights that ``unshard`` keeps, outside of forwards and to no effect."""
@@ -101,58 +78,9 @@ class LostWrites:
                 errors.append(error)
         return errors
 
-    def note_handed_out(self, param: object) -> None:
-        """Somebody has got hold of a parameter in a way in which writes to it leave no version."""
-        if (member := self._members.member_of(param)) is None:
-            return
-        group: WeightGroup | None = member.group
-        if isinstance(member, ShardedWeight):
-            weight = member
-        elif group is not None:
-            weight = group.weights[0]  # with which the values of a whole parameter are gathered
-        else:
-            return
-        if self._reads.frames:
-            self._drop_in_forward(weight, group)
-        elif member.is_pinned:
-            # Until the next forward: before it one rank alone may read the weight, and a gather
-            # would wait for the others.
-            self._outdated.add(weight)
-        else:
-            # No forward runs, and it is not unsharded: what is kept of it is gathered anew
-            # at its next use.
-            for target in (group or weight).gatherables:
-                self._keeper.forget_kept(target)
-
-    def note_untraced_write(self, param: object) -> None:
-        """As ``note_handed_out``, where it is likely that all ranks do so."""
-        self.note_handed_out(param)
-        # ``ReplicaGathers.begin`` gathers again if this has changed: a collective of all replicas.
-        self._gathering.parts.num_writes += self._members.member_of(param) is not None
-
     def note_written(self, params: Iterable[object]) -> None:
         """Somebody writes to these, if they are ours, and leaves no version."""
         count_writes(self._members.among(set(map(id, params))))
-
-    def _drop_in_forward(self, weight: ShardedWeight, group: WeightGroup | None) -> None:
-        """Drop what was gathered of a shard that is about to be written, and gather it at its next
-        use alone."""
-        gathering = self._gathering
-        if group is not None:
-            # A block that runs now has read the old values: ``written_in_use`` compares these bits.
-            is_new = group.for_forward.live is not None and group not in self._seen_shards
-            if is_new and self._comm.streams.may_wait_on_host:
-                self._seen_shards[group] = _bits_of_shards(group)
-            gathering.handed_out.add(group.for_forward.weight)
-            gathering.forget_pending(group.for_forward)
-            self._keeper.forget_kept(group.for_forward)
-            return
-        gathering.handed_out.add(weight)  # this pass does not gather it ahead any more
-        gathering.drop_prefetched_of([weight])
-        for target in weight.gatherables:
-            target.live = None  # whoever uses it keeps it
-        self._reads.forget(weight)
-        self._keeper.drop_kept(weight)
 
     def refuse_new_data(self, param: object) -> None:
         """``param.data = ...`` in a forward: the leaves of a group would keep the old values until
@@ -196,13 +124,7 @@ class LostWrites:
     def written_in_use(self, group: WeightGroup) -> RuntimeError | None:
         """At the end of a use of ``group``: an error if somebody wrote to its shards meanwhile. The
         block has computed with the values of before."""
-        bits = self._seen_shards.pop(group, None)
-        if bits is None and not self._reads.looks_at_bits:
-            return None
-        is_written = group.version != group.leaves.version  # shards now, and as gathered
-        if not is_written and bits is not None:
-            is_written = any(map(is_changed, bits, _bits_of_shards(group)))
-        if not is_written:
+        if group.version == group.leaves.version:  # shards now, and as gathered
             return None
         return RuntimeError(
             f"Parameters of block '{group.fqn}' were written while its forward runs, which "
@@ -232,10 +154,6 @@ def count_writes(written: Sequence[ManagedParam]) -> None:
             param.versions.num_updates += 1  # in a group, of what a recipe has made of the shard
         elif param.group is None:
             torch.autograd.graph.increment_version(param.leaf)
-
-
-def _bits_of_shards(group: WeightGroup) -> list[Tensor | None]:
-    return [sum_of_bits(member.local) for member in group.members]
 
 
 def refuse_hooks_at_nodes(weights: Sequence[ShardedWeight]) -> None:

@@ -27,9 +27,7 @@ class ReplicaGathers:
         self._comm = comm
         # Of which each replica has a part, in order of registration.
         self.weights: list[ShardedWeight] = []
-        self.num_writes = 0  # times that somebody may have written without a new version
-        # ``num_writes`` and the sum of all versions when the last gathers were planned.
-        self._seen: tuple[int, int] | None = None
+        self._seen: int | None = None  # the sum of all versions when the last gathers were planned
         self._waiting: dict[Groups, deque[list[ShardedWeight]]] = {}  # launches to come
         self._last: dict[Groups, Done] = {}  # the last launch
 
@@ -43,10 +41,9 @@ class ReplicaGathers:
                 "replicas gather what their optimizers have written. Leave out shard_optimizer."
             )
         versions = sum(map(_version, self.weights))
-        written = self.num_writes, versions
-        if written == self._seen:
+        if versions == self._seen:
             return
-        self._seen = written
+        self._seen = versions
         self._waiting.clear()
         room: dict[Groups, int] = {}
         for weight in self.weights:
@@ -62,12 +59,9 @@ class ReplicaGathers:
         # Statistics of quantized shards are computed before their gathers.
         self.complete([weight for weight in self.weights if weight.form.wire is not None])
 
-    def bring(self, weights: Iterable[ShardedWeight], *, is_outdated: bool = False) -> None:
-        """Launch what completes these shards, for gathers over gtp that follow. ``is_outdated``:
-        they may have been written without a new version."""
+    def bring(self, weights: Iterable[ShardedWeight]) -> None:
+        """Launch what completes these shards, for gathers over gtp that follow."""
         for weight in weights:
-            if is_outdated and weight.part is not None:
-                weight.part.gathered = None
             if _is_whole(weight):
                 continue
             waiting = self._waiting.get(weight.groups)

@@ -50,7 +50,7 @@ class Runtime:
         # Errors of collectives that this rank waits for name where ranks have parted.
         comm.streams.explain = gathering.parted.explain
         self.reads = AttributeReads(gathering, keeper, grads, self.note_backward)
-        self.lost_writes = LostWrites(members, passes, keeper, gathering, self.reads, comm)
+        self.lost_writes = LostWrites(members, passes, keeper, gathering, self.reads)
         self.steps = Steps(members, comm, grads)
         # Autograd alone holds the callback: if it is gone, that backward has failed.
         self._end_of_backward: weakref.ref[partial[None]] | None = None
@@ -59,14 +59,6 @@ class Runtime:
         self.asked_for: set[int] | None = None
         self._thread = OneThread()
         optimizer_steps().watchers.add(self)  # a weak set: it keeps no runtime alive
-
-    @property
-    def holds_weights(self) -> bool:
-        """Whether a forward runs, or what was gathered stays for later ones. Steps of optimizers
-        ask, for each op."""
-        if self.reads.frames:
-            return True
-        return any(target.kept is not None for target in self.members.gatherables)
 
     def hold_until_end(self, group: WeightGroup) -> None:
         self.gathering.hold_until_end(group)
@@ -265,7 +257,7 @@ class Runtime:
             group.pending_grad.asked_for = self.asked_for
         self._records_graph = torch.is_grad_enabled()  # the engine sets it to ``create_graph``
         self.comm.begin_pass()
-        self.lost_writes.gather_outdated()
+        self.lost_writes.gather_written()
         end = partial(self._finish_backward)
         try:
             self._end_of_backward = weakref.ref(end)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -21,7 +20,7 @@ from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
-from .modes import skip_code
+from .modes import is_in_compiler, skip_code
 from .patches import replace, replace_item
 
 _P = ParamSpec("_P")
@@ -61,14 +60,15 @@ def wrap_data_setter(wrapper: Callable[[Callable[[DTensor, Any], None], DTensor,
     replace("data", DTensor, "data", property(stock.__get__, lambda tensor, value: setter(tensor, value)))
 
 
-def wrap_data_getter(note: Callable[[DTensor], None]) -> None:
-    """Call ``note(tensor)`` before ``tensor.data`` is read of a DTensor, from now on."""
+def wrap_data_getter(of_parameter: Callable[[DTensor, Tensor], Tensor]) -> None:
+    """Let ``param.data`` of a DTensor give ``of_parameter(param, data)`` from now on, where ``data`` is torch's."""
     stock: Any = inspect.getattr_static(DTensor, "data")
 
     def get(tensor: DTensor) -> Any:
-        if sys._getframe(1).f_globals.get("__name__") != "torch.distributed.tensor.debug._comm_mode":  # it only looks
-            note(tensor)
-        return stock.__get__(tensor)
+        data = stock.__get__(tensor)
+        if not isinstance(tensor, torch.nn.Parameter) or is_in_compiler():  # the compiler reads it for guards
+            return data
+        return of_parameter(tensor, data)
 
     replace("data", DTensor, "data", property(get, stock.__set__))
 

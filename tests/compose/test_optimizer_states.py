@@ -86,6 +86,17 @@ class TestWritesAndSaves(OfTwoByTwo):
                         write(module)
                     self.assertEqual(next_token_loss(model, batch), next_token_loss(reference, batch), msg=way)
 
+    def test_one_rank_looks_between_microbatches(self) -> None:
+        """It meets no other replica for that."""
+        reference, batch = blocks(), blocks_batch(torch.Generator().manual_seed(0))
+        for schedule in (ALL, CHOSEN):
+            model = self.shard(copy.deepcopy(reference), schedule=schedule)
+            for _ in range(3):
+                self.assertEqual(model(batch), reference(batch))
+                if self.rank == 0:
+                    for param in model.parameters():
+                        local(param.data).norm()
+
     def test_from_meta_and_casts(self) -> None:
         torch.manual_seed(0)
         with torch.device("meta"):
