@@ -125,7 +125,7 @@ class Keeper:
 
     def end_keeps(self) -> None:
         """Drop kept weights at the end of a backward, unless the user asks to keep them. Between
-        passes, writes to shards may leave no trace (``.data``, foreach functions, ``dcp.load``)."""
+        passes, writes to shards may leave no trace (kernels of others)."""
         for target in self._members.gatherables:
             if target.kept is not None:
                 weight = target.weight
