@@ -39,7 +39,8 @@ class _Slot:
         axes = [axis for axis, (placement, size) in enumerate(sizes) if size > 1 and not placement.is_replicate()]
         if len(axes) == 1 and _is_contiguous(param.placements[axes[0]]):
             self.axis = axes[0]
-            placement, world = param.placements[self.axis], param.device_mesh.size(self.axis)
+            placement = param.placements[self.axis]
+            world = param.device_mesh.size(self.axis)
             self.dim = placement.dim  # type: ignore[attr-defined]
             block_size = getattr(placement, "block_size", 1)
             of_rank = (chunk_size_and_offset(param.shape[self.dim], world, rank, block_size) for rank in range(world))
@@ -155,7 +156,8 @@ class GatheredOptimizer(torch.optim.Optimizer):
             values = _to_owners(slots, [_local(slot.param) for slot in slots])
             grads = _to_owners(slots, [_local(slot.param.grad) for slot in slots])
             for slot, value, grad in zip((s for s in slots if s.is_owned), values, grads, strict=True):
-                slot.whole.data, slot.whole.grad = value, grad
+                slot.whole.data = value
+                slot.whole.grad = grad
         self.inner.step()
         for slots in by_group.values():
             _from_owners(slots)
@@ -192,7 +194,8 @@ class GatheredOptimizer(torch.optim.Optimizer):
 def _handle_full_state_dicts() -> None:
     """Have ``get_optimizer_state_dict`` and ``set_optimizer_state_dict`` know that ranks keep different states."""
     module = compat.state_dict_module()
-    get, load = module._get_optim_state_dict, module._load_optim_state_dict
+    get = module._get_optim_state_dict
+    load = module._load_optim_state_dict
 
     @functools.wraps(get)
     def get_or_refuse(model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...], info: Any) -> Any:
@@ -264,18 +267,21 @@ def _local(tensor: Tensor | None) -> Tensor:
 
 def _take_alone(slot: _Slot) -> None:
     """Of a parameter without an owner: all ranks step it, a plain one in its place."""
-    param, grad = slot.param, slot.param.grad
+    param = slot.param
+    grad = slot.param.grad
     if not isinstance(param, DTensor):
         return
     assert isinstance(grad, DTensor)
     whole: Tensor = param.detach().full_tensor()  # type: ignore[attr-defined]
-    slot.whole.data, slot.whole.grad = master_of(whole), grad.full_tensor()
+    slot.whole.data = master_of(whole)
+    slot.whole.grad = grad.full_tensor()
 
 
 def _to_owners(slots: Sequence[_Slot], locals_: Sequence[Tensor]) -> list[Tensor]:
     """Whole tensors of the slots that this rank owns."""
     group = slots[0].group
-    rank, world = dist.get_rank(group), group.size()
+    rank = dist.get_rank(group)
+    world = group.size()
     sent: list[list[Tensor]] = [[] for _ in range(world)]
     for slot, local in zip(slots, locals_, strict=True):
         sent[slot.owner].append(slot.rows(local))
@@ -293,7 +299,8 @@ def _to_owners(slots: Sequence[_Slot], locals_: Sequence[Tensor]) -> list[Tensor
 def _from_owners(slots: Sequence[_Slot]) -> None:
     """Each rank writes its rows of what the owners have computed."""
     group = slots[0].group
-    rank, world = dist.get_rank(group), group.size()
+    rank = dist.get_rank(group)
+    world = group.size()
     mine = [slot for slot in slots if slot.owner == rank]
     rows = [slot.rows(slot.whole.detach()).split([n * slot.row_numel for n in slot.num_rows]) for slot in mine]
     like = _local(slots[0].param)
@@ -315,7 +322,8 @@ def _from_owners(slots: Sequence[_Slot]) -> None:
 
 def _put_back(slot: _Slot) -> None:
     """Free the whole tensors, and tell autograd that the parameter has other values."""
-    param, whole = slot.param, slot.whole
+    param = slot.param
+    whole = slot.whole
     if not isinstance(param, DTensor):
         return
     if slot.axis is None:
@@ -325,4 +333,5 @@ def _put_back(slot: _Slot) -> None:
         part = whole_value if is_replicated else compat.own_part(whole_value, spec.mesh, spec.placements)
         _local(param).copy_(part)
     torch.autograd.graph.increment_version(param)
-    whole.data, whole.grad = _placeholder(param, whole.data), None
+    whole.data = _placeholder(param, whole.data)
+    whole.grad = None

@@ -35,12 +35,14 @@ def printable(text: str) -> str:
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """ ", did you mean 'x'?" with the nearest of these dotted names; empty if none is near."""
-    best, likeness = "", 0.0
+    best = ""
+    likeness = 0.0
     for other in names:
         if _is_nested(name, other) or other.startswith(f"{name}_"):
             return f", did you mean {other!r}?"
         if (ratio := _likeness(name, other)) > likeness:
-            best, likeness = other, ratio
+            best = other
+            likeness = ratio
     return f", did you mean {best!r}?" if best else ""
 
 
@@ -48,13 +50,15 @@ def _is_nested(name: str, other: str) -> bool:
     """Whether one is the other within a module more: 'net.0.bias' and '0.bias', or both below one key, as 'model.'."""
     longer, shorter = sorted((name.split("."), other.split(".")), key=len, reverse=True)
     if len(shorter) > 1 and longer[0] == shorter[0]:
-        longer, shorter = longer[1:], shorter[1:]
+        longer = longer[1:]
+        shorter = shorter[1:]
     return len(longer) > len(shorter) and longer[-len(shorter) :] == shorter
 
 
 def _likeness(name: str, other: str) -> float:
     """That of the parts between the dots that are least alike; 0 if a word was not meant to be the other."""
-    parts, others = name.split("."), other.split(".")
+    parts = name.split(".")
+    others = other.split(".")
     if len(parts) != len(others):
         return 0.0
     differ = [(a, b) for a, b in zip(parts, others, strict=True) if a != b]

@@ -41,9 +41,13 @@ class Progress:
         stream: TextIO | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._logger, self._what, self._total, self._now = logger, what, total, now
+        self._logger = logger
+        self._what = what
+        self._total = total
+        self._now = now
         self._stream = sys.stderr if stream is None else stream
-        self._num, self._width = 0, 0
+        self._num = 0
+        self._width = 0
         self._begin = self._drawn = now()
 
     def __enter__(self) -> Progress:

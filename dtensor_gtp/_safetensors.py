@@ -165,11 +165,14 @@ class SafetensorsReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         items = sorted(plan.items, key=lambda item: self._place(item.storage_index.fqn))
-        path, data = None, torch.UntypedStorage()  # one file at a time
+        # one file at a time
+        path = None
+        data = torch.UntypedStorage()
         for item in items:
             stored = self._stored[item.storage_index.fqn]
             if path != stored.path:
-                path, data = stored.path, _mapped(stored.path)
+                path = stored.path
+                data = _mapped(stored.path)
             part = region_of(data, stored, item.storage_offsets, item.lengths)
             target = planner.resolve_tensor(item).detach()
             target.copy_(part)
@@ -191,11 +194,14 @@ def _mapped(path: Path) -> torch.UntypedStorage:
 
 def region_of(storage: torch.UntypedStorage, stored: Stored, offsets: Iterable[int], sizes: Iterable[int]) -> Tensor:
     """A part of a tensor, of whose file ``storage`` is the bytes. Nothing is read yet, unless rows are not aligned."""
-    offsets, sizes = tuple(offsets), tuple(sizes)
-    begin, shape = stored.begin, stored.shape
+    offsets = tuple(offsets)
+    sizes = tuple(sizes)
+    begin = stored.begin
+    shape = stored.shape
     if shape:  # whole rows: what is before and after them need not be aligned
         row = torch.Size(shape[1:]).numel() * stored.dtype.itemsize
-        begin, shape = begin + offsets[0] * row, (sizes[0], *shape[1:])
+        begin = begin + offsets[0] * row
+        shape = (sizes[0], *shape[1:])
     nbytes = torch.Size(shape).numel() * stored.dtype.itemsize
     flat = torch.empty(0, dtype=torch.uint8).set_(storage, begin, (nbytes,), (1,))
     if begin % stored.dtype.itemsize:
@@ -211,7 +217,8 @@ def write_header(file: BinaryIO, tensors: Mapping[str, tuple[torch.dtype, torch.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in tensors.items():
-        begin, end = end, end + shape.numel() * dtype.itemsize
+        begin = end
+        end = end + shape.numel() * dtype.itemsize
         header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # so that tensors are aligned

@@ -21,7 +21,9 @@ from torch.distributed.checkpoint.state_dict_saver import async_save as save_beh
 from torch.distributed.checkpoint.state_dict_saver import save as save_now
 
 _MARK = "complete.json"  # in each checkpoint that ``save`` has ended, with its number among those beside it
-_PARTIAL, _REPLACED = ".partial", ".replaced"  # ends of names of folders while a checkpoint is saved
+# ends of names of folders while a checkpoint is saved
+_PARTIAL = ".partial"
+_REPLACED = ".replaced"
 _FILES = (_MARK, ".metadata", ".metadata.tmp")  # of a checkpoint, beside those of the ranks, which end as the next
 _DATA = ".distcp"
 
@@ -123,7 +125,8 @@ class _Writer(FileSystemWriter):
     def __init__(self, path: str | os.PathLike[str], keep: int | None) -> None:
         if keep is not None and keep < 1:
             raise ValueError(f"save expects keep to be at least 1, but got {keep}. Pass None to remove nothing.")
-        self._final, self._keep = Path(os.path.abspath(path)), keep
+        self._final = Path(os.path.abspath(path))
+        self._keep = keep
         if self._final.suffix in (_PARTIAL, _REPLACED):
             raise ValueError(
                 f"save expects a path that does not end with {_PARTIAL!r} or {_REPLACED!r}, as folders of unfinished "
@@ -154,7 +157,8 @@ class _Writer(FileSystemWriter):
     def finish(self, metadata: Metadata, results: Any) -> None:
         """Runs on one rank, when all ranks have flushed their files."""
         super().finish(metadata, results)
-        folder, partial = self._final.parent, Path(self.path)
+        folder = self._final.parent
+        partial = Path(self.path)
         numbers = [json.loads((path / _MARK).read_text())["number"] for path in _complete(folder)]
         with (partial / _MARK).open("w") as file:
             json.dump({"number": max(numbers, default=0) + 1}, file)

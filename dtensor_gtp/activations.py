@@ -105,7 +105,8 @@ class _Region:
     """One checkpoint: what its forward has offloaded."""
 
     def __init__(self, owner: SelectiveOffload, before: weakref.ref[_Region] | None) -> None:
-        self._owner, self._before = owner, before
+        self._owner = owner
+        self._before = before
         self._offloaded: list[weakref.ref[_Offloaded]] = []  # not loaded yet; what torch saves keeps them
         self._is_offloaded = False  # the output that torch stores next
 
@@ -148,9 +149,11 @@ class _Offloaded:
                 "SelectiveOffload cannot be recorded in a CUDA graph: the host looks which copies are complete. Use "
                 "torch.utils.checkpoint.create_selective_checkpoint_contexts, which saves or recomputes."
             )
-        self._region, self._stream = region, stream
+        self._region = region
+        self._stream = stream
         self._saved: Any = saved  # until the copy is complete
-        self._device, self._as_saved = local.device, _as(saved.val)
+        self._device = local.device
+        self._as_saved = _as(saved.val)
         with compat.unseen_by_checkpoint_policies(), torch.no_grad():
             self._host = torch.empty_like(local, device="cpu", pin_memory=stream is not None)
             self._copied = _copy(self._host, local, stream)
@@ -162,7 +165,8 @@ class _Offloaded:
 
     def let_go(self) -> None:
         """Free the memory on the device. Raises torch's error if the output was written since it was saved."""
-        saved, self._saved = self._saved, None
+        saved = self._saved
+        self._saved = None
         if saved is not None:
             if self._copied is not None:
                 torch.accelerator.current_stream(self._device.index).wait_event(self._copied)
@@ -179,7 +183,8 @@ class _Offloaded:
         """The value, on the current stream. torch calls it once."""
         self._region.load()
         if self._saved is not None:  # it has not left
-            saved, self._saved = self._saved, None
+            saved = self._saved
+            self._saved = None
             return saved.get_val(allow_cache_entry_mutation)
         self.load()
         value = self._take()
@@ -188,7 +193,8 @@ class _Offloaded:
 
     def _take(self) -> Tensor | None:
         """The loaded tensor; the current stream waits for it."""
-        value, self._value = self._value, None
+        value = self._value
+        self._value = None
         if value is not None and self._loaded is not None:
             torch.accelerator.current_stream(self._device.index).wait_event(self._loaded)
         return value

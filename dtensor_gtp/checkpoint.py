@@ -43,7 +43,8 @@ _LOG = logging.getLogger(__name__)
 
 def _plane_key(recipes: Iterable[str]) -> re.Pattern[str]:
     """Matches the keys of planes of these recipes, given by name."""
-    names, planes = "|".join(map(re.escape, recipes)), "|".join((*PLANE_NAMES, "amax"))
+    names = "|".join(map(re.escape, recipes))
+    planes = "|".join((*PLANE_NAMES, "amax"))
     return re.compile(rf"(?P<weight>.+)_(?P<recipe>{names})\.(?P<plane>{planes})")
 
 
@@ -254,7 +255,9 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
         self._regions.clear()
 
     def _convert(self, progress: Progress) -> None:
-        values, infos, natives = [], [], []
+        values = []
+        infos = []
+        natives = []
         for _, region in progress.over(sorted(self._regions.items())):
             native = native_of(region.target)
             if native is None:
@@ -276,7 +279,8 @@ def _recipe_of(stored: Mapping[str, Any], weight: str, recipes: Mapping[str, Rec
 
 def _region(weight: str, target: Tensor, source: Recipe | None, stored: Mapping[str, Any]) -> _Region:
     """What this rank reads of a weight."""
-    sizes, offsets = tuple(target.shape), (0,) * target.ndim
+    sizes = tuple(target.shape)
+    offsets = (0,) * target.ndim
     if isinstance(target, DTensor):
         sizes, offsets = compat.local_shape_and_offset(target)
         offsets = tuple(min(o, s) for o, s in zip(offsets, target.shape, strict=True))
@@ -284,9 +288,11 @@ def _region(weight: str, target: Tensor, source: Recipe | None, stored: Mapping[
         meta = _checked(weight, stored, torch.Size(target.shape))
         tensor = torch.empty(sizes, dtype=meta.properties.dtype)
         return _Region(target, offsets, sizes, offsets, torch.Size(sizes), None, {weight: tensor})
-    begin, shape = [], []
+    begin = []
+    shape = []
     for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        block, whole = source.block_of(dim - target.ndim, is_native=True), target.shape[dim]
+        block = source.block_of(dim - target.ndim, is_native=True)
+        whole = target.shape[dim]
         begin.append(offset // block * block)
         end = min(-(-(offset + size) // block) * block, whole)
         shape.append(end - begin[-1] if prod(sizes) else 0)
@@ -301,7 +307,8 @@ def _region(weight: str, target: Tensor, source: Recipe | None, stored: Mapping[
 def _plane_begin(region: _Region, key: str) -> tuple[int, ...]:
     """The offset of the read part in its plane."""
     assert region.recipe is not None
-    spec, ndim = native_planes(region.recipe)[key.rsplit(".", 1)[1]], len(region.begin)
+    spec = native_planes(region.recipe)[key.rsplit(".", 1)[1]]
+    ndim = len(region.begin)
     return tuple(
         0 if spec.period(dim - ndim) is None else spec.size(dim - ndim, begin) for dim, begin in enumerate(region.begin)
     )
@@ -357,7 +364,8 @@ def dequantize_state_dict(
     weights = {match["weight"] for key in state_dict if (match := plane_key.fullmatch(key))}
     with Progress(_LOG, "dequantization of a state dict", len(weights)) as progress:
         for weight in progress.over(weights):
-            recipe, param = _recipe_of(state_dict, weight, known), params.get(weight)
+            recipe = _recipe_of(state_dict, weight, known)
+            param = params.get(weight)
             if param is None or recipe is None:
                 raise ValueError(
                     f"dequantize_state_dict expects parameters for all planes in {type(module).__name__}, but it has "
@@ -366,7 +374,8 @@ def dequantize_state_dict(
             stored = {}
             for name, spec in native_planes(recipe).items():
                 key = f"{weight}_{recipe.name}.{name}"
-                shape, plane = spec.shape(torch.Size(param.shape)), state_dict.get(key)
+                shape = spec.shape(torch.Size(param.shape))
+                plane = state_dict.get(key)
                 if not isinstance(plane, Tensor) or plane.shape != shape:
                     got = f"one of shape {tuple(plane.shape)}" if isinstance(plane, Tensor) else "none"
                     raise ValueError(

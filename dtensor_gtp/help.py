@@ -61,7 +61,8 @@ def _readable(text: str) -> str:
 
 
 def _link(match: re.Match[str]) -> str:
-    words, topic = match[1], match[2]
+    words = match[1]
+    topic = match[2]
     return f"{words} ({topic})" if topic in _pages() else words
 
 

@@ -156,7 +156,8 @@ def _is_contiguous_shard(placement: Placement) -> bool:
 
 
 def _job(position: int, update: DTensor, axis: int) -> _Job:
-    placement, world = update.placements[axis], update.device_mesh.size(axis)
+    placement = update.placements[axis]
+    world = update.device_mesh.size(axis)
     dim: int = placement.dim  # type: ignore[attr-defined]
     block_size = getattr(placement, "block_size", 1)
     num_rows = [chunk_size_and_offset(update.shape[dim], world, rank, block_size)[0] for rank in range(world)]
@@ -166,7 +167,8 @@ def _job(position: int, update: DTensor, axis: int) -> _Job:
 
 def _exchange(batch: list[_Job], group: dist.ProcessGroup, orthogonalize: Orthogonalize) -> list[Tensor]:
     """Let rank ``i`` orthogonalize matrix ``i`` of ``batch``. Returns this rank's rows of each result, as vectors."""
-    rank, world = dist.get_rank(group), group.size()
+    rank = dist.get_rank(group)
+    world = group.size()
     mine = batch[rank] if rank < len(batch) else None
     sizes = [job.rows.numel() for job in batch]
     splits = sizes + [0] * (world - len(batch))
@@ -292,7 +294,8 @@ class ShardedEMA:
         """
         if self._weights is not None:
             raise RuntimeError("ShardedEMA.update expects a model with its own weights. Call restore() before.")
-        averages, values = [], []
+        averages = []
+        values = []
         for name, param in self._checked_params().items():
             averages.append(compat.local_part(self._averages[name]))
             values.append(_values_of(param).to(averages[-1].dtype))

@@ -164,7 +164,8 @@ def save_pretrained(
             )
     sizes = {key: tensor.numel() * dtypes[key].itemsize for key, tensor in tensors.items()}
     files = _in_files(sizes, max_file_nbytes)
-    folder, is_writer = Path(path), dist.get_rank() == 0
+    folder = Path(path)
+    is_writer = dist.get_rank() == 0
     if is_writer:
         folder.mkdir(parents=True, exist_ok=True)
     with Progress(_LOG, f"writing {path}", len(tensors)) as progress:

@@ -72,7 +72,8 @@ def has_empty_shard(spec: DTensorSpec) -> bool:
     sizes = [{size} for size in spec.shape]  # of each dim: the sizes of all ranks' parts
     for axis, placement in enumerate(spec.placements):
         if is_sharding(placement):
-            dim, num_chunks = sharded_dim(placement), spec.mesh.size(axis)
+            dim = sharded_dim(placement)
+            num_chunks = spec.mesh.size(axis)
             sizes[dim] = {_chunk_size(placement, n, num_chunks, i) for n in sizes[dim] for i in range(num_chunks)}
     return any(0 in of_dim for of_dim in sizes)
 
@@ -220,8 +221,11 @@ def plan_block_redistribution(plan_stock: Callable[..., Steps], src: DTensorSpec
     """Gather block placements of ``src``, let torch plan the other axes, then cut those of ``dst``: a block placement
     is the last that cuts its dim (``check_placements``)."""
     # The middle is for torch. Replicate() stands for block placements, or the partial value that is scattered last.
-    make_step, gathers, cuts = redistribute_module._TransformInfo, [], []
-    middle_src, middle_dst = list(src.placements), list(dst.placements)
+    make_step = redistribute_module._TransformInfo
+    gathers = []
+    cuts = []
+    middle_src = list(src.placements)
+    middle_dst = list(dst.placements)
     for axis, (p, q) in enumerate(zip(src.placements, dst.placements, strict=True)):
         if isinstance(p, _BlockGTPShard) and p == q and not _is_recut(p.dim, axis, src, dst):
             middle_src[axis] = middle_dst[axis] = Replicate()  # not touched: torch sees nothing to do on this axis

@@ -73,7 +73,8 @@ def operands_of(schema: OpSchema) -> Iterator[Operand]:
     for argument, value, declared in values:
         alias = getattr(declared, "alias_info", None)
         # ``Tensor(a!)`` is written to; of ``Tensor(a)`` the output is a view.
-        is_mutated, is_aliased = alias is not None and alias.is_write, alias is not None and not alias.is_write
+        is_mutated = alias is not None and alias.is_write
+        is_aliased = alias is not None and not alias.is_write
         for element, item in enumerate(value) if isinstance(value, list | tuple) else ((None, value),):
             if isinstance(item, DTensorSpec):
                 yield Operand(argument, element, item, is_mutated, is_aliased)

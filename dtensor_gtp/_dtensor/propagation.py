@@ -133,7 +133,8 @@ class _Propagation:
 
 def propagate_block_op(stock: Propagate, schema: OpSchema, operands: Sequence[Operand]) -> OutputSharding:
     """Sharding of the inputs and outputs of an op that has a block placement among its inputs."""
-    dispatcher, op = op_dispatcher(), schema.op
+    dispatcher = op_dispatcher()
+    op = schema.op
     propagator = dispatcher.sharding_propagator
     # torch's own handlers ask for the sharding, but do not move data as it says.
     handler = dispatcher._custom_op_handlers.get(op)

@@ -149,7 +149,8 @@ def plan_report(
 ) -> PlanReport:
     """The plan of ``chain``. ``names`` are by index of what is gathered. ``gathered``: positions of uses whose weights
     are not in memory already."""
-    plan, sizes = chain.plan, chain.sizes()
+    plan = chain.plan
+    sizes = chain.sizes()
     launches = []
     for step in plan.launches:
         missing = [tuple(position for position in launch.positions if position in gathered) for launch in step]

@@ -21,7 +21,9 @@ from .facts import Cut, LaunchReport, PlanReport, ReportRow
 from .fold import Element, Repeat, fold
 from .text import plan_lines
 
-_WIDTH, _HEIGHT = 360, 20  # of a strip, in pixels
+# of a strip, in pixels
+_WIDTH = 360
+_HEIGHT = 20
 _MOST_LINES = 8  # parts from the top to the bottom that have the full height
 _MOST_PARTS = 4096  # more are not drawn
 _LETTER = 7.2  # pixels that a letter of a label takes
@@ -55,7 +57,8 @@ def strip(row: ReportRow) -> str:
     if not 1 < math.prod(cut.num_ranks for cut in cutting) <= _MOST_PARTS or 0 in row.shape:
         return ""
     dims = list(dict.fromkeys(cut.dim for cut in reversed(cutting) if cut.dim is not None))
-    across, down = dims[0], dims[1] if len(dims) > 1 else None
+    across = dims[0]
+    down = dims[1] if len(dims) > 1 else None
     num_lines = math.prod(cut.num_ranks for cut in cutting if cut.dim == down)
     height = _HEIGHT * min(num_lines, _MOST_LINES)
     drawn = []
@@ -98,7 +101,10 @@ def legend(row: ReportRow) -> str:
 _COLUMN = 24  # of a use in a timeline, in pixels
 _GAP = 76  # and of blocks that are not drawn
 _LEFT = 12
-_CHART, _LANE, _TEXT = 56, 20, 6.6  # heights of the chart of bytes and of a bar, width of a letter
+# heights of the chart of bytes and of a bar, width of a letter
+_CHART = 56
+_LANE = 20
+_TEXT = 6.6
 _FEWEST_LEFT_OUT = 3  # uses; a gap is no narrower
 _DRAWN_BLOCKS = 2
 
@@ -185,7 +191,8 @@ def _bars(plan: PlanReport, columns: _Columns) -> Iterator[_Bar]:
             )
     for position in range(len(plan.uses)):  # gathered when it is used, or kept from an earlier pass
         if position not in launched and columns.is_drawn[position]:
-            begin, name = columns.begins[position], plan.uses[position]
+            begin = columns.begins[position]
+            name = plan.uses[position]
             title = f"{name}: {'gathered when it is used' if plan.is_on_demand else 'in memory already'}"
             yield _Bar(begin, columns.end(position), "", title, (begin,))
 
@@ -211,7 +218,8 @@ def _bar(bar: _Bar, y: float, columns: _Columns) -> str:
     drawn = f'<rect class="ahead" x="{bar.begin:.1f}" y="{y}" width="{width:.1f}" height="{_LANE - 3}" rx="3"/>'
     for begin in bar.uses:
         drawn += f'<rect class="used" x="{begin + 1:.1f}" y="{y}" width="{_COLUMN - 2}" height="{_LANE - 3}" rx="3"/>'
-    begin, end = bar.begin, min((bar.end, *bar.uses))
+    begin = bar.begin
+    end = min((bar.end, *bar.uses))
     for gap, _ in columns.gaps:  # it covers what is behind it
         if gap <= begin < gap + _GAP:
             begin = gap + _GAP - 4
@@ -227,7 +235,8 @@ def _chart(plan: PlanReport, columns: _Columns) -> str:
     assert plan.memory is not None
     nbytes = plan.memory.gathered_nbytes
     peak = max(nbytes)
-    drawn, base = "", 14 + _CHART
+    drawn = ""
+    base = 14 + _CHART
     for use, amount in enumerate(nbytes):
         if columns.is_drawn[use]:
             height = amount / peak * _CHART if peak else 0.0
@@ -252,7 +261,8 @@ def _names(plan: PlanReport, columns: _Columns, y: float) -> tuple[str, int]:
     line = y + num_letters * _TEXT + 8
     for block, uses in groupby(drawn, lambda use: _block(plan.uses[use])):
         for members in _neighbours(list(uses)):
-            begin, end = columns.begins[members[0]] + 3, columns.end(members[-1]) - 3
+            begin = columns.begins[members[0]] + 3
+            end = columns.end(members[-1]) - 3
             if not block or end - begin < len(block) * _TEXT:
                 continue
             text += f'<line x1="{begin:.1f}" x2="{end:.1f}" y1="{line:.1f}" y2="{line:.1f}"/>'
@@ -268,7 +278,8 @@ def _neighbours(uses: Sequence[int]) -> Iterator[list[int]]:
 def _gaps(columns: _Columns, top: float, bottom: float) -> Iterator[str]:
     for x, num in columns.gaps:
         yield f'<rect class="gap" x="{x + 4:.1f}" y="{top}" width="{_GAP - 8}" height="{bottom - top:.1f}"/>'
-        middle, y = x + _GAP / 2, (top + bottom) / 2
+        middle = x + _GAP / 2
+        y = (top + bottom) / 2
         yield f'<text x="{middle:.1f}" y="{y:.1f}" text-anchor="middle">{num} uses</text>'
         yield f'<text x="{middle:.1f}" y="{y + 14:.1f}" text-anchor="middle">alike</text>'
 

@@ -164,7 +164,8 @@ def folded_rows(rows: Sequence[ReportRow], is_verbose: bool) -> list[FoldedRow]:
     lines: Sequence[Element] = [Line(tuple(row.name.split(" = ")), row._replace(name="")) for row in rows]
     folded = []
     for line, times in lines_of(lines if is_verbose else fold(lines)):
-        names, row = line.names, line.rest
+        names = line.names
+        row = line.rest
         assert isinstance(row, ReportRow)
         if len(names) > _MOST_TIED and not is_verbose:
             names = (*names[:2], f"... ({len(names)} names)")
@@ -244,9 +245,11 @@ def _shown(elements: Sequence[Element], indent: str, is_verbose: bool, width: in
         step = element.rest
         assert isinstance(step, _Step)
         rest = iter(element.names)
-        uses, launches = list(islice(rest, step.num_uses)), [(list(islice(rest, n)), size) for n, size in step.launches]
+        uses = list(islice(rest, step.num_uses))
+        launches = [(list(islice(rest, n)), size) for n, size in step.launches]
         if not is_verbose:
-            uses, launches = ranges(uses), [(ranges(names), size) for names, size in launches]
+            uses = ranges(uses)
+            launches = [(ranges(names), size) for names, size in launches]
         texts = [f"{' + '.join(names)}{size}" for names, size in launches]
         use = f"use {', '.join(uses)}" if uses else "begin"
         text = f"{indent + use:<{place}} {'gather ' * bool(texts)}{', '.join(texts)}"

@@ -72,7 +72,9 @@ def all_to_all_base(output: Tensor, input: Tensor, group: dist.ProcessGroup, asy
 
 def all_to_all_of_peers(output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool) -> Work:
     """``all_to_all_base`` of rows, but the own one stays where it is: ``output`` has no row for it. gloo lacks it."""
-    received, sent = list(output), list(input)  # row views: what arrives goes into ``output``
+    # row views: what arrives goes into ``output``
+    received = list(output)
+    sent = list(input)
     rank = group.rank()
     nothing = input.new_empty(0)  # which NCCL does not send
     received.insert(rank, nothing)

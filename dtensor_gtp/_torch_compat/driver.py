@@ -18,7 +18,9 @@ from torch._C._autograd import _profiler_enabled
 from .groups import resolve_group
 from .modes import is_stream_capturing
 
-_WAIT_VALUE, _WRITE_VALUE = 1, 2  # CUstreamBatchMemOpType, of 32 bits
+# CUstreamBatchMemOpType, of 32 bits
+_WAIT_VALUE = 1
+_WRITE_VALUE = 2
 _WAIT_EQUAL = 1  # CUstreamWaitValue_flags
 _FLAG_NBYTES = 4
 _FLAG_ALIGNMENT = 256
@@ -86,10 +88,12 @@ def _batch(copies: tuple[Copy, ...]) -> tuple[Any, ...]:
     """What ``cuMemcpyBatchAsync`` takes before the stream. Most buffers have the same addresses in each step, and the
     host would take longer to make the arrays than for the call."""
     number = len(copies)
-    address, size = ctypes.c_uint64 * number, ctypes.c_size_t * number
+    address = ctypes.c_uint64 * number
+    size = ctypes.c_size_t * number
     targets, sources, sizes = zip(*copies, strict=True)
     # One set of attributes, from copy 0 on, serves all copies.
-    attributes, first = _CopyAttributes(source_access_order=_IN_ORDER_OF_STREAM), ctypes.c_size_t(0)
+    attributes = _CopyAttributes(source_access_order=_IN_ORDER_OF_STREAM)
+    first = ctypes.c_size_t(0)
     arrays = address(*targets), address(*sources), size(*sizes), ctypes.c_size_t(number)
     return *arrays, ctypes.byref(attributes), ctypes.byref(first), ctypes.c_size_t(1)  # ``byref`` keeps them alive
 
@@ -100,7 +104,8 @@ def enqueue_copies(copies: Sequence[Copy], stream: int) -> None:
     One call of the driver where possible (``cuMemcpyBatchAsync``, CUDA 13; a graph cannot record it). While a profiler
     records, each copy is a call of the runtime, because a trace does not show who launched copies of the driver.
     """
-    driver, handle = _driver(), ctypes.c_void_p(stream)
+    driver = _driver()
+    handle = ctypes.c_void_p(stream)
     copies = [copy for copy in copies if copy[2]]
     if _profiler_enabled() and (runtime := _runtime()) is not None:
         for target, source, nbytes in copies:
@@ -125,7 +130,8 @@ def enqueue_copies(copies: Sequence[Copy], stream: int) -> None:
 
 def capture_id(stream: torch.cuda.Stream) -> int:
     """A number, unique in the process, of the recording into a CUDA graph that ``stream`` takes part in."""
-    status, number = ctypes.c_int(), ctypes.c_uint64()
+    status = ctypes.c_int()
+    number = ctypes.c_uint64()
     arguments = (ctypes.byref(status), ctypes.byref(number), None, None, None)
     if code := _driver().cuStreamGetCaptureInfo_v2(ctypes.c_void_p(stream.cuda_stream), *arguments):
         raise RuntimeError(f"cuStreamGetCaptureInfo failed with CUresult {code}")

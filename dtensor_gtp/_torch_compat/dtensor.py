@@ -50,7 +50,8 @@ def dtensor_spec(tensor: DTensor) -> DTensorSpec:
 
 def set_local(tensor: DTensor, local: Tensor, spec: DTensorSpec) -> None:
     """Let ``tensor`` be the DTensor around ``local``, in place."""
-    tensor._local_tensor, tensor._spec = local, spec
+    tensor._local_tensor = local
+    tensor._spec = spec
 
 
 def wrap_data_setter(wrapper: Callable[[Callable[[DTensor, Any], None], DTensor, Any], None]) -> None:
@@ -79,7 +80,9 @@ class _FullTensor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, stock: Callable[..., Tensor], grad_placements: list[Placement]) -> Tensor:
         ctx.set_materialize_grads(False)  # None instead of zeros where no gradient arrives
-        ctx.mesh, ctx.placements, ctx.grad_placements = tensor.device_mesh, tensor.placements, grad_placements
+        ctx.mesh = tensor.device_mesh
+        ctx.placements = tensor.placements
+        ctx.grad_placements = grad_placements
         return stock(tensor)
 
     @staticmethod

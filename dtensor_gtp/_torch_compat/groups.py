@@ -128,7 +128,9 @@ class OneThreadGloo:
         if self._devices is None:  # the first group makes them, later ones share them
             self._devices = self._own_devices()
         options = self._cls._Options()
-        options._devices, options._timeout, options._threads = self._devices, timeout, 1
+        options._devices = self._devices
+        options._timeout = timeout
+        options._threads = 1
         return self._cls(store, rank, size, options)
 
 

@@ -12,7 +12,11 @@ from .exposure import describe, exposure
 from .intervals import Interval, subtract, union
 from .read import COMMUNICATION, COMPUTE, Span, Timeline
 
-_WIDTH, _LEFT, _RIGHT, _LANE, _TOP = 1200, 190, 30, 22, 66
+_WIDTH = 1200
+_LEFT = 190
+_RIGHT = 30
+_LANE = 22
+_TOP = 66
 _COLORS = {COMPUTE: "#8fb3d9", COMMUNICATION: "#e3c98f", "exposed": "#d62f2f"}
 _LEGEND = ((COMPUTE, "compute"), (COMMUNICATION, "communication"), ("exposed", "exposed: nothing computes"))
 _MOST_TICKS = 12
@@ -67,7 +71,8 @@ def row_name(lane: str, spans: Sequence[Span]) -> str:
 
 
 def _legend() -> str:
-    parts, x = [], 4.0
+    parts = []
+    x = 4.0
     for color, text in _LEGEND:
         parts.append(f'<rect x="{x:.0f}" y="40" width="14" height="10" fill="{_COLORS[color]}"/>')
         parts.append(f'<text x="{x + 19:.0f}" y="49">{text}</text>')
@@ -99,7 +104,8 @@ def _round_step(least: float) -> float:
 
 
 def _rectangle(span: Span, part: Interval, color: str, y: int, begin: float, scale: float) -> str:
-    x, width = _LEFT + (part[0] - begin) * scale, max((part[1] - part[0]) * scale, 0.3)
+    x = _LEFT + (part[0] - begin) * scale
+    width = max((part[1] - part[0]) * scale, 0.3)
     what = span.what if span.what == span.name else f"{span.what}: {span.name}"
     return (
         f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_LANE - 5}" fill="{_COLORS[color]}">'

@@ -16,7 +16,8 @@ from .intervals import Interval, subtract
 
 STEP_RANGE = "step"  # what a script may call a step
 _KINDS_OF_STEPS = (re.compile(r"(benchmark::)?step$"), re.compile(r"ProfilerStep#\d+$"))
-COMPUTE, COMMUNICATION = "compute", "communication"
+COMPUTE = "compute"
+COMMUNICATION = "communication"
 
 _GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")

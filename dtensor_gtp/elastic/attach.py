@@ -141,7 +141,8 @@ def _checked_runtime(module: nn.Module, mesh: ElasticMesh) -> Runtime:
 
 def _spec_of(param: ManagedParam) -> WeightSpec:
     dim, block_size = (param.layout.dim, param.layout.block_size) if isinstance(param, ShardedWeight) else (None, 1)
-    tp_cut, nbytes = _tensor_parallel_cut(param), param.reduce_dtype.itemsize
+    tp_cut = _tensor_parallel_cut(param)
+    nbytes = param.reduce_dtype.itemsize
     return WeightSpec(param.fqn, tuple(param.param.shape), dim, block_size, *tp_cut, nbytes)
 
 

@@ -83,7 +83,9 @@ def _own_directory(shared: Path) -> Path | None:
 
 def _digest_of_launcher(run: str) -> str:
     """Other launchers have another one: also in another container, or with the process id of one that is gone."""
-    launcher, facts = os.getppid(), [run]  # ``torchrun`` itself, the parent of its workers
+    # ``torchrun`` itself, the parent of its workers
+    launcher = os.getppid()
+    facts = [run]
     for name in ("/proc/sys/kernel/random/boot_id", f"/proc/{launcher}/stat"):
         try:
             text = Path(name).read_text()

@@ -30,7 +30,9 @@ class _BlockParallel(ParallelStyle):
     def __init__(self, block_size: int, dim: int, layouts: Placement | None) -> None:
         super().__init__()
         check_size(type(self).__name__, "block_size", block_size)
-        self.block_size, self._dim, self._layouts = block_size, dim, layouts or Replicate()
+        self.block_size = block_size
+        self._dim = dim
+        self._layouts = layouts or Replicate()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         style = type(self).__name__

@@ -57,13 +57,17 @@ class Box(NamedTuple):
         if common is None:
             return [self]
         # Cut off what lies before and behind the common part, one dim after the other.
-        left, offset, size = [], list(self.offset), list(self.size)
+        left = []
+        offset = list(self.offset)
+        size = list(self.size)
         for dim, (start, length) in enumerate(zip(*common, strict=True)):
             for begin, end in ((offset[dim], start), (start + length, offset[dim] + size[dim])):
                 if begin < end:
                     starts = (*offset[:dim], begin, *offset[dim + 1 :])
                     left.append(Box(starts, (*size[:dim], end - begin, *size[dim + 1 :])))
-            offset[dim], size[dim] = start, length  # later pieces have the common extent here
+            # later pieces have the common extent here
+            offset[dim] = start
+            size[dim] = length
         return left
 
 
@@ -83,7 +87,8 @@ def box_of_rank(weight: WeightSpec, layout: ReplicaLayout, rank: int) -> Box:
     """What ``rank`` holds of ``weight``."""
     place = layout.places[rank]
     replica = layout.replicas[place.replica]
-    offset, size = [0] * len(weight.shape), list(weight.shape)
+    offset = [0] * len(weight.shape)
+    size = list(weight.shape)
     # First tp, then gtp, as DTensor reads placements from left to right.
     if weight.tp_dim is not None:
         cut = chunk_size_and_offset(size[weight.tp_dim], replica.tp, place.tp, weight.tp_block_size)

@@ -259,11 +259,13 @@ def _check_same_model(keys: Keys, part: _Part, held: Sequence[tuple[Box, torch.d
 def _chunks(moves: Moves, wanted: Mapping[Keys, _Part], limit: int) -> Iterator[Moves]:
     """The moves in portions of about ``limit`` bytes over all ranks; one dtype each."""
     chunk: Moves = {}
-    nbytes, dtype = 0, None
+    nbytes = 0
+    dtype = None
     for keys, of_tensor in moves.items():
         if chunk and (nbytes >= limit or wanted[keys].dtype != dtype):  # a chunk is sent flat, in one dtype
             yield chunk
-            chunk, nbytes = {}, 0
+            chunk = {}
+            nbytes = 0
         chunk[keys], dtype = of_tensor, wanted[keys].dtype
         # What stays on its rank is not sent.
         nbytes += sum(move.box.numel for move in of_tensor if move.source != move.target) * dtype.itemsize
@@ -287,7 +289,9 @@ def _exchange(chunk: Moves, sources: Parts, targets: Parts, mesh: ElasticMesh) -
     # Both lists come from one list of moves, so they are in one order.
     for part, kept in zip(received[rank], sent[rank], strict=True):
         part.copy_(kept)
-    sent[rank], received[rank] = [], []  # done: nothing of it is sent
+    # done: nothing of it is sent
+    sent[rank] = []
+    received[rank] = []
     # Moves are the same on all ranks: all return here, or none does.
     if all(move.source == move.target for moves in chunk.values() for move in moves):
         return
@@ -316,7 +320,8 @@ def _shared_values(
     rank = dist.get_rank(mesh.world.get_group())
     shared: dict[Keys, Any] = {}
     for giver in sorted(set(givers.values())):
-        nbytes, portion = 0, []
+        nbytes = 0
+        portion = []
         needed = [keys for keys, source in givers.items() if source == giver and keys in lacking]
         for index, keys in enumerate(needed, 1):
             portion.append(keys)
@@ -326,7 +331,8 @@ def _shared_values(
             sent = {keys: own[keys] for keys in portion} if giver == rank else None
             received = broadcast_value(sent, mesh.world.get_group(), giver)
             shared |= {keys: value for keys, value in received.items() if keys in reports[rank].wanted_plain}
-            nbytes, portion = 0, []
+            nbytes = 0
+            portion = []
     return shared
 
 

@@ -151,7 +151,8 @@ def regroup(
             # After the list is written: to end collectives with ranks that are gone may take their whole time limit.
             if dist.is_initialized():
                 compat.leave_process_groups()
-            layout, generation = members.layout, members.generation
+            layout = members.layout
+            generation = members.generation
             # Before the start: if ranks are lost during it, the next round asks this watch.
             if watch is not None:
                 watch.move_to(layout, rank, generation)
@@ -225,7 +226,8 @@ def start_regrouped(
 ) -> bool:
     """Make the default group; False if some of its ranks are lost by now."""
     compat.restart_group_names()  # the name is part of addresses in the store
-    store, size = compat.PrefixStore("group", _shared(store, members.generation)), members.layout.num_ranks
+    store = compat.PrefixStore("group", _shared(store, members.generation))
+    size = members.layout.num_ranks
     try:
         with compat.gloo_with_one_thread():  # see ``OneThreadGloo``
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)

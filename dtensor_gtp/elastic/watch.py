@@ -34,8 +34,10 @@ _BEATS_PER_LIMIT = 6  # and looks at the beats of others
 _NUM_NEIGHBOURS = 2  # that each rank listens to: all ranks are found if at most so many neighbours fail together
 # Values in the store: a last beat, the start of a reason, and decisions about an update.
 _DONE = b"done"
-_SILENT, _CLOSED = "was silent", "has closed its watch"
-_UPDATE, _KEEP = "update", "keep"
+_SILENT = "was silent"
+_CLOSED = "has closed its watch"
+_UPDATE = "update"
+_KEEP = "keep"
 _GAVE_UP = "gave up"  # instead of an admission
 _ENDED = "ended"  # key of the last rank that is done
 # What gloo, NCCL and the stores say when a peer is gone, in errors that have no type of their own.
@@ -94,7 +96,8 @@ class RankWatch:
     def __init__(
         self, layout: ReplicaLayout, rank: int, store: compat.Store, *, limit: timedelta, generation: int = 0
     ) -> None:
-        self.store, self.limit = store, limit.total_seconds()
+        self.store = store
+        self.limit = limit.total_seconds()
         if self.limit <= 0:
             raise ValueError(f"RankWatch expects a positive limit, but got {limit}.")
         missing = [f"{name}=0" for name in _WATCHDOG if os.environ.get(name) != "0"]
@@ -118,7 +121,9 @@ class RankWatch:
         """
         if self._listener is not None:
             self._listener.stop()  # its thread ends before another one begins
-        self.layout, self.rank, self.generation = layout, rank, generation
+        self.layout = layout
+        self.rank = rank
+        self.generation = generation
         self._num_commits = 0
         name = f"dtensor_gtp_watch_{generation}"
         # A client for each thread: a client serves one request at a time, and some requests wait.
@@ -154,7 +159,8 @@ class RankWatch:
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         own = self._own
-        name, earlier = f"commit/{self._num_commits}", f"commit/{self._num_commits - 1}"
+        name = f"commit/{self._num_commits}"
+        earlier = f"commit/{self._num_commits - 1}"
         self._num_commits += 1
         # A rank that knows of a loss may have incomplete gradients: it is never ready.
         if not self._is_lost.is_set() and own.add(f"{name}/ready", 1) == self.layout.num_ranks:
@@ -221,7 +227,9 @@ class _Listener:
 
     def __init__(self, store: compat.Store, num_ranks: int, rank: int, limit: float) -> None:
         self.is_lost = threading.Event()
-        self._store, self._limit, self._own_beat = store, limit, f"beat/{rank}"
+        self._store = store
+        self._limit = limit
+        self._own_beat = f"beat/{rank}"
         self._neighbours = [(rank + step) % num_ranks for step in range(1, min(_NUM_NEIGHBOURS + 1, num_ranks))]
         self._pulse = _Pulse(store, limit)  # of this thread alone
         self._is_stopped = threading.Event()
@@ -256,7 +264,8 @@ class _Pulse:
     """The beats of ranks as one thread sees them. ``limit``: seconds that a number may stand still."""
 
     def __init__(self, store: compat.Store, limit: float) -> None:
-        self._store, self._limit = store, limit
+        self._store = store
+        self._limit = limit
         self._seen: dict[int, tuple[bytes, float]] = {}  # of each rank the last number and when it was seen first
 
     def is_alive(self, rank: int) -> bool:
@@ -319,7 +328,9 @@ def join(
             raise TimeoutError(f"no rank of the job admitted this process within {grace.total_seconds():g} seconds.")
         clock.sleep(POLL_SECONDS)
     members = Membership(*json.loads(waiting.get(name)))
-    rank, layout, generation = len(members.alive) + members.tickets.index(ticket), members.layout, members.generation
+    rank = len(members.alive) + members.tickets.index(ticket)
+    layout = members.layout
+    generation = members.generation
     # Before the start: the others hear this rank while it connects.
     watch = None if limit is None else RankWatch(layout, rank, store, limit=limit, generation=generation)
     if start_regrouped(store, members, rank, backend, timeout):

@@ -36,13 +36,15 @@ def model_state(model: nn.Module, *, is_peft: bool) -> dict[str, Any]:
 
 
 def _frozen_in_base(model: nn.Module) -> set[str]:
-    adapters, vocabulary = set(model.peft_config), _embeddings(model)  # type: ignore[arg-type]
+    adapters = set(model.peft_config)  # type: ignore[arg-type]
+    vocabulary = _embeddings(model)
     keys: set[str] = set()
     for name, param in model.named_parameters(remove_duplicate=False):
         is_of_adapter = not adapters.isdisjoint(name.split("."))
         if param.requires_grad or is_of_adapter or "bias" in name or param in vocabulary:
             continue
-        key, native = plain_name(name), native_of(param)
+        key = plain_name(name)
+        native = native_of(param)
         keys.add(key)
         if native is not None:
             keys |= {f"{key}_{native.recipe.name}.{plane}" for plane in STORED_NAMES}

@@ -147,7 +147,8 @@ class GTPAccelerator(Accelerator):
         Raises:
             ValueError: An optimizer of a sharded model has a parameter that is in no prepared model.
         """
-        models, hooks = self._models, self._save_model_state_pre_hook
+        models = self._models
+        hooks = self._save_model_state_pre_hook
         state: dict[str, Any] = {}
 
         def call_hooks(_: list[Any], stock: list[Any], folder: str) -> None:
@@ -188,7 +189,8 @@ class GTPAccelerator(Accelerator):
         Raises:
             ValueError: An optimizer of a sharded model has other parameters than when it was saved.
         """
-        models, hooks = self._models, self._load_model_state_pre_hook
+        models = self._models
+        hooks = self._load_model_state_pre_hook
         folders: list[Path] = []
         sharded: dict[int, nn.Module] = {}
 
@@ -262,13 +264,15 @@ class GTPAccelerator(Accelerator):
     def _without_sharded(self, sharded: dict[int, Any]) -> Iterator[None]:
         """Hides sharded models and ``_sharded_optimizers`` from the stock methods, which would store one rank's
         shards."""
-        models, optimizers = self._models, self._optimizers
+        models = self._models
+        optimizers = self._optimizers
         self._models = [model for model in models if not outermost_calls(model)]
         self._optimizers = [one for index, one in enumerate(optimizers) if index not in sharded]
         try:
             yield
         finally:
-            self._models, self._optimizers = models, optimizers
+            self._models = models
+            self._optimizers = optimizers
 
 
 def whole_state_dict(model: nn.Module, *, adapters_only: bool = False) -> dict[str, Tensor]:

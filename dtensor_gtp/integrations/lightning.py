@@ -96,7 +96,8 @@ class GTPStrategy(ModelParallelStrategy):
         finally:
             self._optimizers = optimizers
         for index, optimizer in enumerate(optimizers):
-            key, names = f"optimizer_{index}", names_of_params(optimizer, [self.model])
+            key = f"optimizer_{index}"
+            names = names_of_params(optimizer, [self.model])
             state = {key: state_to_load(optimizer, names, path, key)}
             load_shards(state, path)
             load_optimizer_state(optimizer, names, state[key])

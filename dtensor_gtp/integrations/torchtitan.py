@@ -118,10 +118,12 @@ class _ChunkedLoss(ChunkedLossWrapper):
     def __call__(
         self, pred: Tensor, labels: Tensor, global_valid_tokens: Tensor | None = None, **loss_inputs: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        head, numbers = self.lm_head, itertools.count(1)
+        head = self.lm_head
+        numbers = itertools.count(1)
         binding = binding_of(head)
         assert binding is not None, "parallelize_llama has sharded the head"
-        runtime, params = binding.group.runtime, list(binding.params.values())
+        runtime = binding.group.runtime
+        params = list(binding.params.values())
 
         def run_chunk(hidden: Tensor) -> Tensor:
             _set_sync(params, next(numbers) == self.num_chunks)

@@ -126,7 +126,8 @@ class GTPTrainer(Trainer):
                     "model by from_pretrained and do not resume."
                 )
             return
-        model, optimizer = self.model, self.optimizer.optimizer
+        model = self.model
+        optimizer = self.optimizer.optimizer
         names = names_of_params(optimizer, [model])
         of_optimizer = state_to_load(optimizer, names, folder, "optimizer")
         state = self._job_state(of_optimizer)
@@ -149,7 +150,8 @@ class GTPTrainer(Trainer):
         saved = sorted(Path(checkpoint).glob("rng_state*.pth"), key=lambda path: (len(path.name), path.name))
         if not saved:
             return
-        rank, world_size = self.args.process_index, self.args.world_size
+        rank = self.args.process_index
+        world_size = self.args.world_size
         with TemporaryDirectory() as folder:  # the stock method looks for a file of this name
             name = f"rng_state_{rank}.pth" if world_size > 1 else "rng_state.pth"
             os.symlink(saved[rank % len(saved)].absolute(), Path(folder) / name)

@@ -188,7 +188,8 @@ def convert_experts_state_dict(state_dict: Mapping[str, Tensor], form: str) -> d
     prefixes: dict[str, tuple[str, ...]] = {}
     for names in _FORMS.values():
         # The names of gate (or both) and down of expert 0 tell the form, and where the experts are.
-        first, last = names[0].format(0), names[-1].format(0)
+        first = names[0].format(0)
+        last = names[-1].format(0)
         # One tensor of all experts has 3 dims. Those of dense layers with such names have 2.
         ndim = 2 if "{}" in names[0] else 3
         for key in state_dict:
@@ -347,7 +348,8 @@ def _weights_of_list(experts: nn.ModuleList) -> list[list[Tensor]]:
         if layers and len(linears) == len(layers):
             break
     else:
-        known, got = " or ".join(map(str, _LINEAR_NAMES)), sorted({type(expert).__name__ for expert in experts})
+        known = " or ".join(map(str, _LINEAR_NAMES))
+        got = sorted({type(expert).__name__ for expert in experts})
         raise TypeError(f"group_experts expects MLPs with the linear layers {known}, but got {got}.")
     for expert in experts:
         if unusual := _own_arithmetic(expert, names):

@@ -151,7 +151,9 @@ class TokenDispatcher:
             raise ValueError(f"TokenDispatcher expects one of {known} as method, but got {method!r}.")
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"TokenDispatcher expects max_tokens >= 1, but got {max_tokens}.")
-        self.mesh, self.method, self.num_experts = mesh, DispatchMethod(method), num_experts
+        self.mesh = mesh
+        self.method = DispatchMethod(method)
+        self.num_experts = num_experts
         self._is_declared = max_tokens is not None
         self._capacity = max_tokens or 0  # 0 until it is known, see [Note: unequal numbers of tokens]
         self.num_local = experts_per_rank(num_experts, mesh)
@@ -245,7 +247,8 @@ class TokenDispatcher:
         return Dispatched(rows, incoming_RE.sum(0), counts, order, (sent, received, regroup))
 
     def _gather(self, tokens: Tensor, experts: Tensor) -> Dispatched:
-        k, rank = experts.shape[1], self._group.rank()
+        k = experts.shape[1]
+        rank = self._group.rank()
         all_experts = self._gather_experts(experts)
         all_tokens = compat.all_gather_rows(padded(tokens, self._capacity), self._group)
         local = all_experts - rank * self.num_local  # padding has a number that is no expert of any rank
@@ -260,7 +263,9 @@ class TokenDispatcher:
 
     def _gather_experts(self, experts: Tensor) -> Tensor:
         """What the tokens of all ranks chose, shape ``(ranks * capacity, k)``; ``num_experts`` for padding."""
-        group, (num_tokens, k), device = self._group, experts.shape, experts.device
+        group = self._group
+        (num_tokens, k) = experts.shape
+        device = experts.device
         is_capturing = device.type == "cuda" and compat.is_stream_capturing()
         if not self._capacity:
             if is_capturing:
@@ -336,7 +341,8 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, k: int) -> Tensor:
         ctx.save_for_backward(order)
-        ctx.k, ctx.num_rows = k, rows.shape[0]
+        ctx.k = k
+        ctx.num_rows = rows.shape[0]
         return rows.index_select(0, order if k == 1 else order // k)
 
     @staticmethod

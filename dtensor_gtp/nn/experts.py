@@ -56,12 +56,16 @@ class GroupedMLP(nn.Module):
     ) -> None:
         super().__init__()
         layer = partial(GroupedLinear, num_groups, bias=False, device=device, dtype=dtype)
-        self.num_groups, self.dim, self.hidden_dim, self.is_fused = num_groups, dim, hidden_dim, is_fused
+        self.num_groups = num_groups
+        self.dim = dim
+        self.hidden_dim = hidden_dim
+        self.is_fused = is_fused
         self.activation = activation
         if is_fused:
             self.gate_up = layer(dim, 2 * hidden_dim)
         else:
-            self.gate, self.up = layer(dim, hidden_dim), layer(dim, hidden_dim)
+            self.gate = layer(dim, hidden_dim)
+            self.up = layer(dim, hidden_dim)
         self.down = layer(hidden_dim, dim)
         # The axis that cuts the inner width, set by parallelize_experts.
         self.tp_mesh: DeviceMesh | None = None
@@ -83,7 +87,8 @@ class GroupedMLP(nn.Module):
         if self.is_fused:
             gate, up = self.gate_up(x, split_sizes).chunk(2, -1)
         else:
-            gate, up = self.gate(x, split_sizes), self.up(x, split_sizes)
+            gate = self.gate(x, split_sizes)
+            up = self.up(x, split_sizes)
         y: Tensor = self.down(self.activation(gate) * up, split_sizes)
         if self.tp_mesh is not None:
             # Each rank has a part of the width, so the outputs are terms of a sum.

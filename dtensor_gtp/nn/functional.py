@@ -74,7 +74,8 @@ def linear_cross_entropy(
         (torch.Size([]), torch.Size([128, 64]))
     """
     _check(input, linear, target, reduction, label_smoothing)
-    flat, targets = input.reshape(-1, input.shape[-1]), target.reshape(-1).long()
+    flat = input.reshape(-1, input.shape[-1])
+    targets = target.reshape(-1).long()
     is_ignored = targets == ignore_index
     # ``ignore_index`` may be a row of the vocabulary, IGNORED is none.
     losses = _losses(flat, linear, targets.masked_fill(is_ignored, IGNORED), label_smoothing)
@@ -112,7 +113,8 @@ def _losses(hidden: Tensor, linear: nn.Linear | nn.Embedding, targets: Tensor, l
     can_exchange = torch.is_grad_enabled() and weight.layout.world > 1 and not trains_own_bias
     exchange = loss_exchange(runtime, weight) if can_exchange else None
     if exchange is not None:
-        hidden, bias = hidden.to(_compute_dtype(hidden, weight)), _bias(linear, binding)
+        hidden = hidden.to(_compute_dtype(hidden, weight))
+        bias = _bias(linear, binding)
         losses = vocabulary_parallel_loss(hidden, targets, bias, runtime, weight, exchange, label_smoothing)
         if losses is not None:  # None: ranks have agreed to gather the weight
             return losses

@@ -88,8 +88,12 @@ class GroupedLinear(nn.Module):
                 raise ValueError(f"GroupedLinear expects {name} >= 1, but got {size}.")
         if scale_bias and not bias:
             raise ValueError("GroupedLinear expects bias=True with scale_bias=True, but got bias=False.")
-        self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
-        self.has_bias, self.scale_bias, self.single_grouped_weight = bias, scale_bias, single_grouped_weight
+        self.num_groups = num_groups
+        self.in_features = in_features
+        self.out_features = out_features
+        self.has_bias = bias
+        self.scale_bias = scale_bias
+        self.single_grouped_weight = single_grouped_weight
         lead = (num_groups,) if single_grouped_weight else ()
         # One parameter of each kind, or one for each group.
         for suffix in [""] if single_grouped_weight else range(num_groups):
@@ -135,9 +139,11 @@ class GroupedLinear(nn.Module):
         """Refuse what expert or tensor parallelism has cut over an axis that does not divide the groups or blocks."""
         if not isinstance(param, DTensor):
             return
-        shape, mesh = list(param.shape), param.device_mesh
+        shape = list(param.shape)
+        mesh = param.device_mesh
         for axis, cut in enumerate(param.placements):
-            dim, size = getattr(cut, "dim", None), mesh.size(axis)
+            dim = getattr(cut, "dim", None)
+            size = mesh.size(axis)
             if dim is None:
                 continue
             name = mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else str(axis)
@@ -170,7 +176,8 @@ class GroupedLinear(nn.Module):
             ValueError, TypeError: An argument has the wrong shape, dtype or device.
             NotImplementedError: Tensor parallelism has cut ``in_features`` of a layer with a bias.
         """
-        weight, bias = self._grouped("weight"), self._grouped("bias") if self.has_bias else None
+        weight = self._grouped("weight")
+        bias = self._grouped("bias") if self.has_bias else None
         self.check_input(x, split_sizes, scales, weight.shape)
         return grouped_linear(x, weight, bias, split_sizes, scales)
 
@@ -284,7 +291,8 @@ def _local(value: Tensor) -> Tensor:
 
 
 def _fused_forward(bound: BoundModule, x: Tensor, split_sizes: Tensor, scales: Tensor | None = None) -> Tensor:
-    module, binding = cast(GroupedLinear, bound), bound._gtp_binding
+    module = cast(GroupedLinear, bound)
+    binding = bound._gtp_binding
     if torch.compiler.is_compiling():
         if torch.is_autocast_enabled(x.device.type) or not module.single_grouped_weight:
             return GroupedLinear.forward(module, x, split_sizes, scales)  # reads weights as attributes
@@ -294,7 +302,8 @@ def _fused_forward(bound: BoundModule, x: Tensor, split_sizes: Tensor, scales: T
         return compiled_grouped_linear(x, value, split_sizes, scales, compiled)
     if binding.block is not None:  # in a group modules have plain full weights
         return GroupedLinear.forward(module, x, split_sizes, scales)
-    get, names_of = binding.params.get, module.names_of
+    get = binding.params.get
+    names_of = module.names_of
     weights = {name: param for name in names_of("weight") if isinstance(param := get(name), ShardedWeight)}
     biases = {name: param for name in names_of("bias") if isinstance(param := get(name), WholeParam)}
     num_params = 1 if module.single_grouped_weight else module.num_groups
@@ -304,10 +313,13 @@ def _fused_forward(bound: BoundModule, x: Tensor, split_sizes: Tensor, scales: T
         return forward_in_frame(bound, GroupedLinear.forward, x, split_sizes, scales)
     for name, param in (*weights.items(), *biases.items()):
         param.follow(Site(module, name))  # another parameter object may be registered by now
-    values, runtime = [_local(bias.value()) for bias in biases.values()], binding.group.runtime
+    values = [_local(bias.value()) for bias in biases.values()]
+    runtime = binding.group.runtime
     sharded = tuple(weights.values())
-    shape, value = sharded[0].layout.shape, values[0] if values else None
+    shape = sharded[0].layout.shape
+    value = values[0] if values else None
     if not module.single_grouped_weight:  # as those of one weight would be
-        shape, value = torch.Size((num_params, *shape)), torch.stack(values) if values else None
+        shape = torch.Size((num_params, *shape))
+        value = torch.stack(values) if values else None
     module.check_input(x, split_sizes, scales, shape)
     return sharded_grouped_linear(x, value, split_sizes, scales, runtime, sharded)

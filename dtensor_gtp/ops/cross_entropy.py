@@ -95,7 +95,8 @@ class _Job:
 
     def chunks(self) -> list[slice]:
         """Tokens of each rank that are computed together, the same on all ranks."""
-        layout, capacity = self.weight.layout, self.targets.shape[1]
+        layout = self.weight.layout
+        capacity = self.targets.shape[1]
         # Of logits in float32, on this rank, for the tokens of all ranks. ``chunk_rows`` is the same on
         # all ranks, unlike ``local_rows``.
         size = max(1, CHUNK_NBYTES // (4 * layout.world * layout.chunk_rows))

@@ -40,7 +40,8 @@ from .recorder import Recorder
 from .setting import Setting
 from .trace import Part, record_reference, repeated
 
-_GPU_SIZES, _CPU_SIZES = (1 << 20, 1 << 26, 1 << 28), (1 << 12, 1 << 16, 1 << 20)
+_GPU_SIZES = (1 << 20, 1 << 26, 1 << 28)
+_CPU_SIZES = (1 << 12, 1 << 16, 1 << 20)
 _TENSORS = 8
 
 
@@ -52,12 +53,14 @@ def calibrate(path: Path, *, device_type: str | None = None, clock: Clock | None
     with _meshes(kind) as (mesh, others):
         device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
         clock = clock or (EventClock if kind == "cuda" else Clock)(device)
-        samples, base = Samples({}, {}), _base(device)
+        samples = Samples({}, {})
+        base = _base(device)
         measure_compute(clock, samples)
         if kind == "cpu":  # it has no data sheet here: the fastest GEMM and the fastest kernel are its peaks
             peak, memory = (max(sample.rate for sample in samples.by_kind[name]) for name in ("bf16 GEMM", "memory"))
             base = replace(base, peak_tflops={"bf16": peak / 1e12}, hbm_gb_s=memory / 1e9)
-        engine, on_network = None, 1
+        engine = None
+        on_network = 1
         if mesh.size() > 1:
             base = replace(base, spread=0.1)
             links = Links(clock, mesh.get_group(), samples)
@@ -117,8 +120,11 @@ class Links:
     """Measures the links of one group of ranks into ``samples``. Every method is collective over it."""
 
     def __init__(self, clock: Clock, group: dist.ProcessGroup, samples: Samples) -> None:
-        self._clock, self._group, self._samples = clock, group, samples
-        self._device, self._size = clock.device, group.size()
+        self._clock = clock
+        self._group = group
+        self._samples = samples
+        self._device = clock.device
+        self._size = group.size()
         self._is_gpu = clock.device.type == "cuda"
         self._sizes = _GPU_SIZES if self._is_gpu else _CPU_SIZES
         self._beside = 1 << 26 if self._is_gpu else 1 << 16
@@ -130,11 +136,13 @@ class Links:
         return nbytes * (self._size - 1) / self._size
 
     def _gather(self, nbytes: int) -> Work:
-        shard, output = self._bytes(nbytes // self._size), self._bytes(nbytes // self._size * self._size)
+        shard = self._bytes(nbytes // self._size)
+        output = self._bytes(nbytes // self._size * self._size)
         return partial(compat.all_gather_base, output, shard, self._group, False)
 
     def _reduce(self, nbytes: int, group: dist.ProcessGroup | None = None) -> Work:
-        shard, full = self._bytes(nbytes // self._size), self._bytes(nbytes // self._size * self._size)
+        shard = self._bytes(nbytes // self._size)
+        full = self._bytes(nbytes // self._size * self._size)
         return partial(compat.reduce_scatter_base, shard, full, dist.ReduceOp.SUM, group or self._group, False)
 
     def _agreed(self, seconds: float) -> float:
@@ -201,7 +209,8 @@ class Links:
         # Two kernels that take turns on the SMs: the later one to end decides, if alone they take equally long.
         kernel = partial(self._bytes(self._beside).mul_, 1)
         alone = self._time(gemm, 4), self._time(kernel, 4)
-        calls, others = 8, max(round(8 * alone[0] / alone[1]), 1)
+        calls = 8
+        others = max(round(8 * alone[0] / alone[1]), 1)
         if (together := self._clock.time_with(gemm, calls, kernel, others, joins=True)) is not None:
             longest = max(calls * alone[0], others * alone[1])
             self._samples.add_beside("kernel", longest, self._agreed(together))
@@ -235,13 +244,15 @@ _GPU_GEMMS = (
     (8192, 4096, 128256),
 )
 _CPU_GEMMS = ((64, 128, 128), (128, 256, 256), (256, 256, 512))
-_HOST_LAYERS, _HOST_FEATURES = 64, 64
+_HOST_LAYERS = 64
+_HOST_FEATURES = 64
 _TOGETHER = 8  # layers of a block: copy engines gather them in one launch, ``fully_shard`` is called on it
 _BLOCK = ModelConfig("host", dim=64, layers=2, heads=2, kv_heads=1, head_dim=32, hidden_dim=128, vocab_size=128)
 
 
 def measure_compute(clock: Clock, samples: Samples) -> None:
-    device, is_gpu = clock.device, clock.device.type == "cuda"
+    device = clock.device
+    is_gpu = clock.device.type == "cuda"
     tiny = torch.zeros(16, device=device)
     samples.add("kernel", 1, clock.time(lambda: tiny.add_(1), 200 if is_gpu else 20))
     for size in _GPU_GEMMS if is_gpu else _CPU_GEMMS:
@@ -249,7 +260,8 @@ def measure_compute(clock: Clock, samples: Samples) -> None:
     # Kernels between GEMMs: a product, a norm and a cast to bf16; and casts to float8.
     shape = (8192, 14336) if is_gpu else (512, 1024)
     a, b, out = (torch.randn(shape, device=device).to(torch.bfloat16) for _ in range(3))
-    wide, scale = a.float(), b[0].clone()
+    wide = a.float()
+    scale = b[0].clone()
     samples.add("memory", 3 * a.nbytes, clock.time(lambda: torch.mul(a, b, out=out), 4))
     samples.add("memory", 2 * a.nbytes, clock.time(lambda: F.rms_norm(a, a.shape[1:], scale), 4))
     samples.add("memory", a.nbytes + wide.nbytes, clock.time(lambda: out.copy_(wide), 4))
@@ -270,7 +282,8 @@ def measure_compute(clock: Clock, samples: Samples) -> None:
 
 
 def _gemms(clock: Clock, samples: Samples, rows: int, inputs: int, outputs: int) -> None:
-    device, flops = clock.device, 2.0 * rows * inputs * outputs
+    device = clock.device
+    flops = 2.0 * rows * inputs * outputs
     calls = 20 if rows < 2048 else 1
 
     def add(kind: str, work: Callable[[], object]) -> None:

@@ -161,7 +161,9 @@ def fitted(machine: Machine, samples: Samples, *, fast: int = 1, network: int = 
         "host": _host(samples, together),
         "contention": samples.beside,
     }
-    missing, changes = ["reserve_gib", "jitter"], {}  # never measured
+    # never measured
+    missing = ["reserve_gib", "jitter"]
+    changes = {}
     for part, values in found.items():
         changes[part] = replace(getattr(machine, part), **values)
         # A data sheet has ``gb_s``, of which a share is measured.
@@ -227,7 +229,8 @@ def _link(link: Link, name: str, samples: Samples, size: int) -> dict[str, Any]:
 
 def _line(kinds: Sequence[list[Sample]]) -> tuple[float, float]:
     """The rate of large messages and the time before the first byte, by the smallest and the two largest sizes."""
-    rates, by_size = [], [sorted(rows) for rows in kinds]
+    rates = []
+    by_size = [sorted(rows) for rows in kinds]
     for *_, small, large in by_size:
         grown = large.seconds - small.seconds
         # Noise of a small machine may hide the difference.
@@ -239,11 +242,13 @@ def _line(kinds: Sequence[list[Sample]]) -> tuple[float, float]:
 
 def _copies(machine: Machine, samples: Samples, size: int) -> dict[str, Any]:
     """A copy starts for each tensor and each peer, behind barriers of all peers."""
-    rows, tensors = samples.by_kind.get("copy: gather"), samples.by_kind.get("copy: tensors")
+    rows = samples.by_kind.get("copy: gather")
+    tensors = samples.by_kind.get("copy: tensors")
     if not rows or not tensors or size == 1:
         return {}
     rate, _ = _line([rows])
-    few, many = min(tensors), max(tensors)
+    few = min(tensors)
+    many = max(tensors)
     start = max((many.seconds - few.seconds) / (many.amount - few.amount) / (size - 1), 0.0)
     barrier = max(few.seconds / (size - 1) - few.amount * start, 0.0)
     return {"share": min(rate / 1e9 / machine.copy.gb_s, 2.0), "start_us": start * 1e6, "hop_us": barrier * 1e6}

@@ -45,7 +45,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--network-gb-s", type=float, metavar="N", help="10^9 bytes a second from a GPU to other hosts")
     add("--tokens", type=float, metavar="N", help="also print days and GPU-hours for N tokens, as 15e12")
     for item in (item for item in fields(Job) if item.metadata):
-        known, text = item.metadata["known"], item.metadata["help"]
+        known = item.metadata["known"]
+        text = item.metadata["help"]
         flag = f"--{item.metadata['flag'] or item.name.replace('_', '-')}"
         if item.default is False:
             add(flag, dest=item.name, action="store_true", help=text)

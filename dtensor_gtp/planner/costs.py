@@ -59,7 +59,8 @@ class Costs:
         """One kernel, which reaches of the peak what a GEMM of the size of one of its groups does."""
         if not op.flops:
             return 0
-        compute, peaks = self.machine.compute, self.machine.peak_tflops
+        compute = self.machine.compute
+        peaks = self.machine.peak_tflops
         if precision not in peaks:
             only = f"only in {', '.join(peaks)}. Name another recipe, or one with :dequantize."
             raise PlanError(f"{self.machine.name} has no peak for GEMMs in {precision}, {only}")
@@ -96,7 +97,8 @@ class Costs:
             if op.kind in (Kind.TP, Kind.CP, Kind.EP):
                 works += [Work(ms, "", host)] * bool(ms or host)
                 ms = host = 0.0
-                axis, nbytes = self.axis(op.kind.value), op.nbytes
+                axis = self.axis(op.kind.value)
+                nbytes = op.nbytes
                 if op.kind is Kind.TP and self.precision == "float8" and self.is_compiled and not self.is_rowwise:
                     # Inputs are cast before a gather: half of all messages have half the bytes, one finds the scale.
                     nbytes *= 0.85
@@ -110,7 +112,8 @@ class Costs:
 
     def wire(self, axis: Axis) -> Wire:
         """The fast link, or rings through the network: one for each of the group's members in a domain."""
-        network, fast = self.machine.network, self.machine.fast
+        network = self.machine.network
+        fast = self.machine.fast
         if axis.size * axis.stride <= self.machine.gpus_per_domain:
             return Wire(True, fast.gb_s * fast.share, _start_ms(fast, axis.size - 1))
         members = self.members(axis)
@@ -141,7 +144,8 @@ class Costs:
         if not is_copy:
             one = self.scatter_ms(nbytes, axis) if is_reduction else self.gather_ms(nbytes, axis)
             return one * (self.machine.contention.grouped if num_tensors > 1 else 1)
-        link, peers = self.machine.copy, axis.size - 1
+        link = self.machine.copy
+        peers = axis.size - 1
         starts = link.start_us * peers * num_tensors + link.hop_us * peers
         return starts / 1e3 + nbytes * peers / axis.size / (link.gb_s * link.share) * _PER_GB_S
 
@@ -157,7 +161,9 @@ class Costs:
         """An all-to-all in which each rank sends ``nbytes``, its own part included."""
         if axis.size == 1:
             return 0
-        fast, network, members = self.machine.fast, self.machine.network, self.members(axis)
+        fast = self.machine.fast
+        network = self.machine.network
+        members = self.members(axis)
         within = nbytes * (members - 1) / axis.size / (fast.gb_s * fast.share) * _PER_GB_S
         sent = nbytes * (axis.size - members) / axis.size
         if self.choices:  # to how many other domains, if experts are chosen at random
@@ -251,7 +257,8 @@ def simulate(tasks: Sequence[Task], contention: Contention) -> list[Span]:
     return [Span(begins[number], ends[number]) for number in range(len(tasks))]
 
 
-_KERNELS, _FAST = (Load.COMPUTE, Load.KERNEL), (Load.NCCL, Load.COPY)
+_KERNELS = (Load.COMPUTE, Load.KERNEL)
+_FAST = (Load.NCCL, Load.COPY)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -261,7 +268,8 @@ def _rates(c: Contention, loads: tuple[Load, ...]) -> list[float]:
 
 
 def _factor(c: Contention, load: Load, others: tuple[Load, ...]) -> float:
-    factor, num_kernels = 1.0, sum(other in _KERNELS for other in others)
+    factor = 1.0
+    num_kernels = sum(other in _KERNELS for other in others)
     if load in _KERNELS:
         factor *= c.gemm_beside_nccl if Load.NCCL in others or Load.NETWORK in others else 1
         factor *= c.gemm_beside_copy if Load.COPY in others else 1

@@ -51,13 +51,17 @@ class Problem:
         return checkpointed(trace, layout.checkpoint)
 
     def setting(self, layout: Layout, part: Part) -> Setting:
-        job, tokens = self.job, self.job.seq_len // layout.cp
+        job = self.job
+        tokens = self.job.seq_len // layout.cp
         choices = 0 if job.dispatch == "rows" else self.model.experts_per_token
         is_rowwise = job.recipe == "float8_rowwise"
         costs = Costs(self.machine, layout.axes(), job.precision, job.is_compiled, is_rowwise, tokens, choices)
         policy = SchedulePolicy(memory=job.memory)  # type: ignore[arg-type]  # a job has checked it
-        reduce_nbytes, tokens = 2 if job.reduce_dtype == "bf16" else 4, layout.micro_batch * job.seq_len // layout.cp
-        trace, recipe, checkpoint = self.trace(layout, part), job.quantization, layout.checkpoint
+        reduce_nbytes = 2 if job.reduce_dtype == "bf16" else 4
+        tokens = layout.micro_batch * job.seq_len // layout.cp
+        trace = self.trace(layout, part)
+        recipe = job.quantization
+        checkpoint = layout.checkpoint
         return Setting(
             trace, costs, policy, reduce_nbytes, recipe, checkpoint, job.is_captured, job.shards_optimizer, tokens
         )
@@ -79,9 +83,16 @@ class Problem:
 
     def refusal(self, layout: Layout) -> str | None:
         """Why a layout cannot be, before anything is computed; None if it can."""
-        job, model = self.job, self.model
-        tp, pp, cp, ep, expert_gtp = layout.tp, layout.pp, layout.cp, layout.ep, layout.expert_gtp
-        stage, experts, domain = layout.ranks // pp, ep * expert_gtp, self.machine.gpus_per_domain
+        job = self.job
+        model = self.model
+        tp = layout.tp
+        pp = layout.pp
+        cp = layout.cp
+        ep = layout.ep
+        expert_gtp = layout.expert_gtp
+        stage = layout.ranks // pp
+        experts = ep * expert_gtp
+        domain = self.machine.gpus_per_domain
         if layout.ranks != job.gpus:
             return f"{layout.ranks} ranks on {job.gpus} GPUs"
         if isinstance(model, UserModel):
@@ -92,7 +103,10 @@ class Problem:
                 "expert_gtp: plan knows experts only from a configuration": expert_gtp > 1,
             }
         else:
-            heads, kv_heads, hidden, vocabulary = model.heads, model.kv_heads, model.hidden_dim, model.vocab_size
+            heads = model.heads
+            kv_heads = model.kv_heads
+            hidden = model.hidden_dim
+            vocabulary = model.vocab_size
             rules = {
                 f"tp {tp} does not divide {heads} heads and {kv_heads} of keys and values": heads % tp or kv_heads % tp,
                 f"tp {tp} does not divide the feed-forward or the vocabulary": hidden % tp or vocabulary % tp,
@@ -200,21 +214,25 @@ def _recorded(config: ModelConfig, batch: int, sizes: tuple[int, int, int, int],
 def memory_of(problem: Problem, layout: Layout) -> Memory:
     """Of the fullest rank."""
     found = []
-    num, optimizer_nbytes = layout.num_microbatches(problem.job), OPTIMIZERS[problem.job.optimizer]
+    num = layout.num_microbatches(problem.job)
+    optimizer_nbytes = OPTIMIZERS[problem.job.optimizer]
     for number, part in problem.full_stages(layout).items():
         setting = problem.setting(layout, part)
         schedule, _ = setting.choice(problem.machine.memory_nbytes)
-        inflight, keep = problem.inflight(layout, number, num), layout.keep
+        inflight = problem.inflight(layout, number, num)
+        keep = layout.keep
         settings, left, grown = few_and_more(setting)
         memories = [predict(one, schedule, optimizer_nbytes, inflight, num, keep) for one in settings]
-        few, more = memories[0], memories[-1]
+        few = memories[0]
+        more = memories[-1]
         continued = (large + (large - small) * left // grown for small, large in zip(few[:-1], more[:-1], strict=True))
         found.append(Memory._make((*continued, more.moment)))
     return max(found, key=lambda memory: memory.total)
 
 
 def evaluate(problem: Problem, layout: Layout, memory: Memory | None = None) -> Answer:
-    job, machine = problem.job, problem.machine
+    job = problem.job
+    machine = problem.machine
     memory = memory or memory_of(problem, layout)
     setting = problem.setting(layout, problem.slowest(layout))
     free = max(int((machine.memory_gib - machine.reserve_gib) * GIB) - memory.total, 0)
@@ -228,7 +246,8 @@ def evaluate(problem: Problem, layout: Layout, memory: Memory | None = None) -> 
     elif num > 1 and layout.axes()["replicate"].size > 1:
         other = measure(setting, schedule, is_last=False)
     if job.dispatch == "hidden" and num > 1:
-        last, other = last.hiding("ep"), other.hiding("ep")
+        last = last.hiding("ep")
+        other = other.hiding("ep")
     total = last.plus(other, num - 1)
     if layout.pp > 1:
         total = _with_bubble(total, other, setting, layout.pp, problem.virtual_stages(layout), num)
@@ -242,8 +261,11 @@ def evaluate(problem: Problem, layout: Layout, memory: Memory | None = None) -> 
     step_ms = total.ms + optimizer + straggling
     tokens_per_s = job.batch * job.seq_len / job.gpus / step_ms * 1e3
     mfu = tokens_per_s * (problem.whole.model_flops / job.seq_len) / (machine.peak_tflops["bf16"] * 1e12)
-    capacity, received, exposed = machine.memory_nbytes, total.received, total.exposed
-    ground, compute_ms = ground_of(problem, layout, filled=memory.total / capacity), step_ms - sum(exposed.values())
+    capacity = machine.memory_nbytes
+    received = total.received
+    exposed = total.exposed
+    ground = ground_of(problem, layout, filled=memory.total / capacity)
+    compute_ms = step_ms - sum(exposed.values())
     return Answer(
         layout, step_ms, ground, tokens_per_s, mfu, memory, capacity, received, exposed, compute_ms, schedule, reasons
     )
@@ -251,7 +273,8 @@ def evaluate(problem: Problem, layout: Layout, memory: Memory | None = None) -> 
 
 def fully_shard_ms(problem: Problem, answer: Answer) -> float | None:
     """The same step with ``fully_shard``; None for other axes than gtp, for recomputation, recipes and CUDA graphs."""
-    layout, job = answer.layout, problem.job
+    layout = answer.layout
+    job = problem.job
     is_plain = layout.checkpoint == "none" and job.quantization is None and not job.is_captured
     setting = problem.setting(layout, problem.slowest(layout))
     is_first, *are_tables = [weight.is_table for weight in setting.trace.weights]
@@ -319,7 +342,8 @@ _OTHER_MACHINE = 1.2  # shares of peaks are carried over from another generation
 
 def ground_of(problem: Problem, layout: Layout, *, filled: float) -> Ground | str:
     """The range of a layout, or why there is none and what to measure; ``filled`` is the share of memory in use."""
-    job, machine = problem.job, problem.machine
+    job = problem.job
+    machine = problem.machine
     if job.seq_len > _LONGEST:
         return f"no published run had sequences of {job.seq_len} tokens: measure one of your blocks at that length"
     if not machine.has_ground:
@@ -338,9 +362,11 @@ def ground_of(problem: Problem, layout: Layout, *, filled: float) -> Ground | st
         found = MIXED if max(layout.tp, layout.pp, layout.cp) > 1 else DENSE
     if found is DENSE and not machine.is_preset:
         return Ground(found.kind, 1 - machine.spread, 1 + machine.spread)
-    least, most = found.least, found.most
+    least = found.least
+    most = found.most
     if machine.is_carried_over:
-        least, most = least / _OTHER_MACHINE, most * _OTHER_MACHINE
+        least = least / _OTHER_MACHINE
+        most = most * _OTHER_MACHINE
     if filled > _FULL:
         most *= _SLOWED
     return Ground(found.kind, least, most)

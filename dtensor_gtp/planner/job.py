@@ -78,9 +78,11 @@ class Job:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            value, known = getattr(self, item.name), item.metadata.get("known")
+            value = getattr(self, item.name)
+            known = item.metadata.get("known")
             if isinstance(known, range):
-                is_fine, wrong = type(value) is int and value in known, f"got {value!r}. Pass another."
+                is_fine = type(value) is int and value in known
+                wrong = f"got {value!r}. Pass another."
                 expect(is_fine, f"plan expects {item.name} from {known[0]} to {known[-1]}", wrong)
             elif known is not None:
                 _check(item.name, value.removesuffix(":dequantize") if item.name == "recipe" else value, known)
@@ -89,7 +91,8 @@ class Job:
             is_fine = type(size) is int and size >= 1
             expect(is_fine, f"plan expects a positive size of {name}", f"got {size!r}. Pass another.")
         given = {name: self.fixed[name] for name in AXES[:5] if name in self.fixed}
-        product, asked = math.prod(given.values()), " x ".join(f"{name} {size}" for name, size in given.items())
+        product = math.prod(given.values())
+        asked = " x ".join(f"{name} {size}" for name, size in given.items())
         wrong = f"{asked} = {product} does not. Pass other sizes, or leave one to the search."
         expect(not self.gpus % product, f"plan expects a product of axes that divides {self.gpus} GPUs", wrong)
 

@@ -261,7 +261,8 @@ def machine_of(content: Any, where: str) -> Machine:
     expect(content["version"] == VERSION, f"machine expects a file of version {VERSION}", wrong)
     values = {name: value for name, value in content.items() if name not in ("version", "like")}
     if "like" in content:  # the preset of all that is not here
-        names, like = preset_names(), content["like"]
+        names = preset_names()
+        like = content["like"]
         expect(like in names, f"machine expects one of {', '.join(names)} as like", f"{where} has {like!r}. Name one.")
         base = asdict(load_machine(like))
         for name in ("fast", "copy", "network", "compute", "host", "contention"):
@@ -269,7 +270,8 @@ def machine_of(content: Any, where: str) -> Machine:
                 values[name] = base[name] | given
         values = base | values
     machine: Machine = _build(Machine, values, where)
-    host, domain = machine.gpus_per_host, machine.gpus_per_domain
+    host = machine.gpus_per_host
+    domain = machine.gpus_per_domain
     most = "machine expects gpus_per_host of at most gpus_per_domain"
     expect(host <= domain, most, f"{where} has {host} and {domain}. Mend the file.")
     expect("bf16" in machine.peak_tflops, "machine expects peak_tflops.bf16", f"{where} has no such field. Add it.")
@@ -279,7 +281,8 @@ def machine_of(content: Any, where: str) -> Machine:
 def _build(kind: Any, values: Any, where: str, prefix: str = "") -> Any:
     is_object = isinstance(values, dict)
     expect(is_object, f"machine expects an object as {prefix or 'file'}", f"{where} has {values!r}. Mend the file.")
-    types, found = get_type_hints(kind), {}
+    types = get_type_hints(kind)
+    found = {}
     for name in values.keys() - types.keys():
         raise PlanError(f"machine has no field {prefix}{name}, but {where} does. Known are {', '.join(types)}.")
     for item in fields(kind):
@@ -297,7 +300,8 @@ def _checked(kind: Any, bounds: Any, value: Any, where: str, name: str) -> Any:
     def demand(is_fine: object, expected: str, given: Any = value) -> None:
         expect(is_fine, f"machine expects {expected} as {name}", f"{where} has {given!r}. Mend the file.")
 
-    is_list, is_object = isinstance(value, list | tuple), isinstance(value, dict)
+    is_list = isinstance(value, list | tuple)
+    is_object = isinstance(value, dict)
     if is_dataclass(kind):
         return _build(kind, value, where, f"{name}.")
     if kind is str:

@@ -25,7 +25,8 @@ from .trace import Amounts
 FRAGMENTS = 1 / 5
 # Llama 3 405B ran on 80 GB without recomputation (arXiv 2407.21783, 3.3.2): half of what is counted here. DeepSeek-V3
 # kept activations in 8 bits and computed norms and up-projections again (arXiv 2412.19437, 3.2.3, 3.3.3): a third.
-_LEAN, _LEAN_LOGITS = 0.35, 0.25
+_LEAN = 0.35
+_LEAN_LOGITS = 0.25
 
 
 class Use(NamedTuple):
@@ -84,14 +85,16 @@ def moments(uses: Sequence[Use], state: int, schedule: Schedule) -> list[Peak]:
         add("after forward", use, use.gathered.after_forward, use.activations.after_forward)
     backward = list(reversed(uses))
     for use, following in zip(backward, [*backward[1:], None], strict=True):
-        gathered, activations = use.gathered, use.activations
+        gathered = use.gathered
+        activations = use.activations
         before = reducing() + use.waiting
         add("before backward", use, gathered.before_backward, activations.before_backward, before)
         if not schedule.wgrad_first:
             add("in backward", use, gathered.dgrad, activations.dgrad, before)
             # The gathered weight is freed, and the gradient of the input is there.
             released = gathered.wgrad if following is None else following.gathered.before_backward
-            gathered, activations = gathered._replace(wgrad=released), activations._replace(wgrad=activations.dgrad)
+            gathered = gathered._replace(wgrad=released)
+            activations = activations._replace(wgrad=activations.dgrad)
         # The buffers of a reduction are made while as many as may be are in flight; then the oldest is waited for.
         launches: list[list[Use]] = []
         if not use.is_exchanged:
@@ -126,12 +129,14 @@ def predict_peak(uses: Sequence[Use], state: int, schedule: Schedule) -> Peak:
 def make_use(item: Sharded, gathered: Amounts, reduce_nbytes: int, kind: str) -> Use:
     """One use of a weight in bf16. An element of its gradient has ``reduce_nbytes`` on the wire; ``kind`` is that of
     ``SchedulePolicy.reduce_scatter``. A table's gradient is computed in bf16, and cast if reduced in another dtype."""
-    weight, num_ranks = item.weight, item.axis.size
+    weight = item.weight
+    num_ranks = item.axis.size
     if weight.is_frozen:
         return Use(item.name, gathered, weight.amounts, 0, 0, 0, is_exchanged=True)
     wgrad = weight.numel * reduce_nbytes
     is_summed_in_place = reduce_nbytes >= PARAM_NBYTES  # what is received is the shard's gradient
-    sent, part = 0, wgrad // num_ranks
+    sent = 0
+    part = wgrad // num_ranks
     if num_ranks == 1:
         wgrad *= not is_summed_in_place
     elif kind != "ring":  # received from all ranks; from all others if copy engines send or a kernel adds
@@ -148,7 +153,8 @@ def make_use(item: Sharded, gathered: Amounts, reduce_nbytes: int, kind: str) ->
 def make_lookup(item: Sharded, ends: tuple[int, int], tokens: int) -> Use:
     """The first use of a forward, of a table that exchanges rows; ``ends``: bytes there before and after all uses."""
     ahead, last = ends
-    dim, amounts = item.weight.shape[1], item.weight.amounts
+    dim = item.weight.shape[1]
+    amounts = item.weight.amounts
     # Rows of the shard and what they are cast to; in backward gradients of all ranks, and what those are cast to.
     exchanged = item.axis.size * tokens * dim * (PARAM_NBYTES + COMPUTE_NBYTES)
     grad = (item.state_numel + dim) * PARAM_NBYTES  # one row takes what is for other ranks
@@ -231,7 +237,8 @@ def predict(
 ) -> Memory:
     """The memory of a step of ``num`` microbatches, of which a rank of a pipeline holds the activations of ``inflight``
     at once. ``keep``: weights and full gradients stay for the whole step. ``optimizer_nbytes`` are of a parameter."""
-    weights, trace = setting.sharded, setting.trace
+    weights = setting.sharded
+    trace = setting.trace
     uses = _uses(setting, plan_step(setting, schedule), schedule)
     if num > 1:  # gradients of the shards stay from the first microbatch on
         uses = [use._replace(grad=0) for use in uses]
@@ -239,11 +246,13 @@ def predict(
     peak = predict_peak(uses, 0, replace(schedule, coalesce_grad_nbytes=0) if is_alone else schedule)
     numel = sum(item.state_numel for item in weights) + trace.small_numel
     small = trace.small_numel - trace.frozen_small_numel
-    trained, states = sum(item.trained_numel for item in weights), sum(map(setting.optimizer_numel, weights))
+    trained = sum(item.trained_numel for item in weights)
+    states = sum(map(setting.optimizer_numel, weights))
     last = trace.weights[-1]
     is_loss = last.block < 0 and peak.moment.endswith(last.name)
     logits = max(peak.activations - max(last.live, 0), 0) if is_loss else 0
-    gathered, reductions = peak.gathered, peak.wgrad
+    gathered = peak.gathered
+    reductions = peak.wgrad
     if keep:
         once = [item for item in weights if not item.weight.is_tied]
         gathered = sum(map(setting.held, once))
@@ -254,8 +263,10 @@ def predict(
     activations = peak.activations - logits + int(max(saved, 0) * (inflight - 1))
     passing = activations + logits + (0 if keep else gathered + reductions)
     reserve = int(setting.costs.machine.reserve_gib * GIB + passing * FRAGMENTS)
-    parameters, optimizer = numel * PARAM_NBYTES, (states + small) * optimizer_nbytes
-    gradients, symmetric = peak.gradients, symmetric_nbytes(setting, schedule)
+    parameters = numel * PARAM_NBYTES
+    optimizer = (states + small) * optimizer_nbytes
+    gradients = peak.gradients
+    symmetric = symmetric_nbytes(setting, schedule)
     if num > 1:
         gradients = (trained + small) * PARAM_NBYTES
     kinds = parameters, gradients, optimizer, gathered, reductions, activations, logits, symmetric, reserve
@@ -274,9 +285,11 @@ def _uses(setting: Setting, step: Step, schedule: Schedule) -> list[Use]:
         if place not in amounts:
             uses.append(make_lookup(item, (held[0].between[0], held[1].between[-1]), setting.tokens))
             continue
-        reduce_nbytes, kind = setting.reduce_nbytes, setting.reduces_by(schedule, item.lane)
+        reduce_nbytes = setting.reduce_nbytes
+        kind = setting.reduces_by(schedule, item.lane)
         if setting.sends_narrow(schedule, item):
-            reduce_nbytes, kind = COMPUTE_NBYTES, "all_to_all"
+            reduce_nbytes = COMPUTE_NBYTES
+            kind = "all_to_all"
         unit = setting.units[place]
         use = make_use(unit, amounts[place], reduce_nbytes, kind)
         uses.append(_in_group(setting, unit, number, use) if unit.is_group else use)
@@ -300,7 +313,8 @@ def _in_group(setting: Setting, group: Sharded, number: int, use: Use) -> Use:
 
 def symmetric_nbytes(setting: Setting, schedule: Schedule) -> int:
     """What copy engines need: for gathers a stage of two rounds, for reductions a ring. The runtime has both sizes."""
-    shards, total = [item for item in setting.sharded if item.axis.size > 1], 0
+    shards = [item for item in setting.sharded if item.axis.size > 1]
+    total = 0
     for lane in {item.lane for item in shards}:
         items = [item for item in shards if item.lane == lane]
         if setting.gathers_by(schedule, lane) == "copy_engine":

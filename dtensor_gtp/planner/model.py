@@ -23,7 +23,8 @@ from .machine import read_json
 from .recorder import Experts, Kind, Op, Recorder
 
 # More would take minutes, or more memory than the host has, and is a mistake.
-MAX_LAYERS, _MAX_SIZE = 10_000, 1 << 31
+MAX_LAYERS = 10_000
+_MAX_SIZE = 1 << 31
 
 
 def _size(*keys: str, least: int = 0) -> Any:
@@ -61,7 +62,8 @@ class ModelConfig:
         window."""
         if not 0 < self.window < seq_len:
             return 0.5
-        part, full = self.window / seq_len, min(self.full_layers / self.layers, 1)
+        part = self.window / seq_len
+        full = min(self.full_layers / self.layers, 1)
         return full * 0.5 + (1 - full) * (part - part * part / 2)
 
     @property
@@ -72,7 +74,8 @@ class ModelConfig:
 
 # model_type of config.json, whose blocks are those of ``Reference``: attention and SwiGLU without biases that matter.
 _KNOWN_TYPES = {"llama", "mistral", "qwen2", "qwen3", "mixtral", "deepseek_v3"}
-_TEXT, _FLAG = (str, "a text"), (bool, "true or false")
+_TEXT = (str, "a text")
+_FLAG = (bool, "true or false")
 _TYPES = {
     **{"model_type": _TEXT, "_name_or_path": _TEXT, "layer_types": (list, "a list")},
     **{"tie_word_embeddings": _FLAG, "use_sliding_window": _FLAG},
@@ -89,7 +92,8 @@ def config_of_json(path: Path) -> ModelConfig | None:
     has_type = isinstance(content, dict) and "model_type" in content
     expect(has_type, "model expects a config.json with a model_type", f"{path} has none. Name another.")
     for key, (kind, expected) in _TYPES.items():
-        is_fine, wrong = isinstance(content.get(key), kind | None), f"{path} has {content.get(key)!r}. Mend it."
+        is_fine = isinstance(content.get(key), kind | None)
+        wrong = f"{path} has {content.get(key)!r}. Mend it."
         expect(is_fine, f"model expects {expected} as {key}", wrong)
     for key in content.keys() & _LAYER_KEYS:
         if isinstance(content[key], int) and content[key] > MAX_LAYERS:
@@ -109,24 +113,28 @@ def config_of_json(path: Path) -> ModelConfig | None:
     if values["experts"] and not values["expert_hidden_dim"]:
         values["expert_hidden_dim"] = values["hidden_dim"]
     values["is_tied"] = bool(content.get("tie_word_embeddings"))
-    config, has = ModelConfig(**values), f"{path} has"
+    config = ModelConfig(**values)
+    has = f"{path} has"
     wrong = f"{has} {config.kv_heads} and {config.heads}. Mend it."
     expect(config.heads % config.kv_heads == 0, "model expects kv_heads to divide heads", wrong)
-    is_fine, wrong = 0 < config.experts_per_token <= config.experts, f"{has} {config.experts_per_token}. Mend it."
+    is_fine = 0 < config.experts_per_token <= config.experts
+    wrong = f"{has} {config.experts_per_token}. Mend it."
     expect(is_fine or not config.experts, f"model expects experts_per_token from 1 to {config.experts}", wrong)
     return config
 
 
 def _size_of(item: Field[int], content: Mapping[str, Any], before: Mapping[str, int], where: str) -> int:
     """A size in a file that has those ``before``; PlanError names one that is missing or wrong."""
-    keys, least = item.metadata["keys"], item.metadata["least"]
+    keys = item.metadata["keys"]
+    least = item.metadata["least"]
     value = next((content[key] for key in keys if content.get(key) is not None), None)
     if value is None and item.name in ("kv_heads", "head_dim"):  # what a file may leave out
         value = before["heads"] if item.name == "kv_heads" else before["dim"] // before["heads"]
     elif value is None:
         expect(not least, f"model expects {keys[0]} in {where}", "there is none. Add it.")
         value = 0
-    is_fine, wrong = type(value) is int and value >= least, f"{where} has {value!r}. Mend it."
+    is_fine = type(value) is int and value >= least
+    wrong = f"{where} has {value!r}. Mend it."
     expect(is_fine, f"model expects an integer of at least {least} as {item.name}", wrong)
     expect(value <= _MAX_SIZE, f"model expects at most {_MAX_SIZE} as {item.name}", f"{where} has more. Mend it.")
     return int(value)
@@ -176,7 +184,8 @@ class Collectives:
     """The collectives of a layer; an axis of one rank does nothing. In backward a gather is a scatter."""
 
     def __init__(self, recorder: Recorder, tp: int, cp: int, ep: int) -> None:
-        self._recorder, self._sizes = recorder, {Kind.TP: tp, Kind.CP: cp, Kind.EP: ep}
+        self._recorder = recorder
+        self._sizes = {Kind.TP: tp, Kind.CP: cp, Kind.EP: ep}
 
     def gather(self, input: Tensor, kind: Kind, dim: int = 1) -> Tensor:
         return self._exchange(input, kind, dim, self._sizes[kind], 1)
@@ -218,7 +227,8 @@ class _Attention(nn.Module):
     def __init__(self, config: ModelConfig, tp: int, rope: _Rotary) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        heads, kv_heads = config.heads // tp, max(config.kv_heads // tp, 1)
+        heads = config.heads // tp
+        kv_heads = max(config.kv_heads // tp, 1)
         self.wq = nn.Linear(config.dim, heads * config.head_dim, bias=False)
         self.wk = nn.Linear(config.dim, kv_heads * config.head_dim, bias=False)
         self.wv = nn.Linear(config.dim, kv_heads * config.head_dim, bias=False)
@@ -237,7 +247,9 @@ class _LatentAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, tp: int, rope: _Rotary) -> None:
         super().__init__()
-        self.heads, self.rope_dim, self.nope_dim = config.heads // tp, config.rope_head_dim, config.head_dim
+        self.heads = config.heads // tp
+        self.rope_dim = config.rope_head_dim
+        self.nope_dim = config.head_dim
         self.value_dim = config.value_head_dim
         self.has_q_rank = config.q_rank > 0
         if self.has_q_rank:
@@ -281,7 +293,8 @@ class _Mixture(nn.Module):
 
     def __init__(self, config: ModelConfig, tp: int, ep: int) -> None:
         super().__init__()
-        self.num_local, self.per_token = config.experts // ep, config.experts_per_token
+        self.num_local = config.experts // ep
+        self.per_token = config.experts_per_token
         self.router = nn.Linear(config.dim, config.experts, bias=False)
         self.w1 = Experts(self.num_local, config.dim, config.expert_hidden_dim)
         self.w3 = Experts(self.num_local, config.dim, config.expert_hidden_dim)

@@ -27,7 +27,8 @@ class Program:
     """The tasks of one step in the order of their launches, and the host's clock while they are put together."""
 
     def __init__(self, setting: Setting) -> None:
-        self.setting, self.costs = setting, setting.costs
+        self.setting = setting
+        self.costs = setting.costs
         self.host = self.costs.machine.host
         self.tasks: list[Task] = []
         self.received: dict[str, float] = {}  # bytes that a rank receives, by axis
@@ -132,7 +133,8 @@ class _GTPShard(Program):
 
     def __init__(self, setting: Setting, schedule: Schedule, *, is_last: bool) -> None:
         super().__init__(setting)
-        self._schedule, self._is_last = schedule, is_last
+        self._schedule = schedule
+        self._is_last = is_last
         self._step = plan_step(setting, schedule)
         self._kept: dict[int, int] = {}  # gathers that stay from forward to backward, by unit
         self._last: dict[int, int] = {}  # gathers of the last use, by unit
@@ -150,7 +152,8 @@ class _GTPShard(Program):
                 self._use(number, is_kept=unit in self._step.kept)
 
     def backward_pass(self) -> None:
-        setting, recomputed = self.setting, self._step.recomputed
+        setting = self.setting
+        recomputed = self._step.recomputed
         self._begin(self._step.backward)
         for number, item in reversed([*enumerate(setting.sharded)]):
             again = recomputed.get(item.weight.block, ()) if setting.trace.ends_block(number) else ()
@@ -188,11 +191,13 @@ class _GTPShard(Program):
             for launch in together.flush():
                 self._launch_reduction(launch)
         self._retire(0)
-        trace, axis = self.setting.trace, self.costs.axis("gtp")
+        trace = self.setting.trace
+        axis = self.costs.axis("gtp")
         small = (trace.small_numel - trace.frozen_small_numel) * self.setting.reduce_nbytes
         if small:
             self.spend(self.host.collective_us)
-            ms, load = self.costs.reduce_ms(small, axis), self.costs.load(axis, is_copy=False)
+            ms = self.costs.reduce_ms(small, axis)
+            load = self.costs.load(axis, is_copy=False)
             self.wait(self.add(Stream.SCATTER, load, ms, self.fork(), "whole parameters", "reductions"))
         return self.end()
 
@@ -239,7 +244,8 @@ class _GTPShard(Program):
 
     def _launch_gather(self, units: Sequence[int]) -> int:
         weights = [self.setting.units[unit] for unit in units]
-        first, names = weights[0], _names(weights)
+        first = weights[0]
+        names = _names(weights)
         is_copy = self.setting.gathers_by(self._schedule, first.lane) == "copy_engine"
         self.spend(self.host.copy_us if is_copy and first.axis.size > 1 else self.host.collective_us)
         read_and_written = sum(weight.cast_nbytes for weight in weights)
@@ -269,7 +275,9 @@ class _GTPShard(Program):
             self.wait(self._reducing.popleft())
 
     def _launch_reduction(self, weights: Sequence[Sharded]) -> None:
-        axis, nbytes, names = weights[0].axis, self._sent_nbytes(weights), _names(weights)
+        axis = weights[0].axis
+        nbytes = self._sent_nbytes(weights)
+        names = _names(weights)
         if weights[0].is_group:  # packed, once compute has waited for the last launch
             self._retire(0)
             ms = self.costs.memory_ms(sum(group.weight.numel for group in weights) * COMPUTE_NBYTES + nbytes)
@@ -277,7 +285,9 @@ class _GTPShard(Program):
         self._retire(self._schedule.max_inflight_reduce_scatters - 1)
         is_copy = self.setting.reduces_by(self._schedule, weights[0].lane) == "copy_engine"
         self.spend(self.host.copy_us if is_copy else self.host.collective_us)
-        label, name, after = f"reduce {names}", weights[0].axis_name, self.fork()
+        label = f"reduce {names}"
+        name = weights[0].axis_name
+        after = self.fork()
         if axis.size > 1:
             ms = self.costs.together_ms(nbytes, axis, len(weights), is_copy=is_copy, is_reduction=True)
             after = [self.transfer(Stream.SCATTER, name, nbytes, ms, after, label, "reductions", is_copy=is_copy)]
@@ -295,7 +305,8 @@ class _GTPShard(Program):
     def _sum_up(self, weights: Sequence[Sharded], after: Sequence[int], nbytes: float) -> None:
         """What follows a reduce-scatter: a kernel that touches ``nbytes``, and what replicas exchange."""
         is_copy = self.setting.reduces_by(self._schedule, weights[0].lane) == "copy_engine"
-        stream, names = Stream.FINISH if is_copy else Stream.SCATTER, _names(weights)
+        stream = Stream.FINISH if is_copy else Stream.SCATTER
+        names = _names(weights)
         done = self.add(stream, Load.KERNEL, self.costs.memory_ms(nbytes), after, f"sum {names}", "reductions")
         name = weights[0].replicas
         replicas = self.costs.axis(name)
@@ -303,9 +314,11 @@ class _GTPShard(Program):
             shard = sum(weight.shard_numel for weight in weights) * self.setting.reduce_nbytes
             self.spend(self.host.collective_us)
             if self.setting.shards_optimizer:  # each replica takes its part of the sum
-                ms, label = self.costs.scatter_ms(shard, replicas), f"reduce-scatter {names}"
+                ms = self.costs.scatter_ms(shard, replicas)
+                label = f"reduce-scatter {names}"
             else:
-                ms, label = self.costs.reduce_ms(shard, replicas), f"all-reduce {names}"
+                ms = self.costs.reduce_ms(shard, replicas)
+                label = f"all-reduce {names}"
                 shard *= 2
             done = self.transfer(stream, name, shard, ms, [done], label, "replicas")
         self._reducing.append(done)
@@ -321,7 +334,8 @@ class _GTPShard(Program):
     def _exchange_grad(self, item: Sharded) -> None:
         nbytes = item.axis.size * self.setting.tokens * item.weight.shape[1] * COMPUTE_NBYTES
         self.spend(self.host.use_us + self.host.collective_us)
-        ms, label = self.costs.gather_ms(nbytes, item.axis), f"exchange {item.name}"
+        ms = self.costs.gather_ms(nbytes, item.axis)
+        label = f"exchange {item.name}"
         self.wait(self.transfer(Stream.GATHER, item.axis_name, nbytes, ms, self.fork(), label, "lookup"))
         sums = self.costs.memory_ms(3 * nbytes + 2 * item.shard_numel * PARAM_NBYTES)
         self.add(Stream.COMPUTE, Load.COMPUTE, sums, label=f"wgrad {item.name}")

@@ -151,7 +151,9 @@ class _Use(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, weight: Tensor, function: Any, name: str, recorder: Recorder) -> Any:
         if name not in recorder.frozen:  # the weight's gradient needs it
             ctx.save_for_backward(input)
-        ctx.weight, ctx.recorder, ctx.use = weight, recorder, (name, recorder.mark())
+        ctx.weight = weight
+        ctx.recorder = recorder
+        ctx.use = (name, recorder.mark())
         output = function(input, weight)
         recorder.mark()
         return output
@@ -324,7 +326,9 @@ def recording(recorder: Recorder) -> Iterator[None]:
 def recorder_of(model: nn.Module) -> tuple[Recorder, set[nn.Parameter]]:
     """A recorder of a model, which computes in bf16 and marks its uses from now on. A module that has matrices and none
     below it is one use; other matrices, which count as whole, are the second result."""
-    known, owners, loose = {}, {}, set[nn.Parameter]()
+    known = {}
+    owners = {}
+    loose = set[nn.Parameter]()
     attentions = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
     parts = {below for module in attentions for below in module.modules() if below is not module}
     for name, module in model.named_modules():

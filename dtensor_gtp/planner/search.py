@@ -31,7 +31,8 @@ _CERTAIN = 0.97
 _ENOUGH = 1.01
 # Of the time that layouts like it suggest, what a layout is expected to take.
 _LIKELY = 0.9
-_STATE, _MEMORY = "parameters and optimizer alone do not fit", "does not fit"
+_STATE = "parameters and optimizer alone do not fit"
+_MEMORY = "does not fit"
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,9 @@ Report = Callable[[int, int, int], None]  # simulated, all, seconds
 
 
 def layouts_of(problem: Problem) -> Iterator[Layout]:
-    job, model, fixed = problem.job, problem.model, problem.job.fixed
+    job = problem.job
+    model = problem.model
+    fixed = problem.job.fixed
     can_be_cut = isinstance(model, ModelConfig) or not model.plan.refusal
     most = {
         "tp": min(problem.machine.gpus_per_domain, 16) if can_be_cut else 1,
@@ -82,7 +85,8 @@ def _divisors(number: int) -> list[int]:
 
 def _expert_axes(problem: Problem, stage: int, dense: int) -> list[tuple[int, int]]:
     """Sizes of ep and expert_gtp, for a stage of so many ranks whose dense weights are cut into so many parts."""
-    model, fixed = problem.model, problem.job.fixed
+    model = problem.model
+    fixed = problem.job.fixed
     if not model.experts:
         return [(fixed.get("ep", 1), fixed.get("expert_gtp", 1))]
     found = []
@@ -105,7 +109,8 @@ def _batches(job: Job, gtp: int, replicate: int) -> Iterator[tuple[int, str, boo
             yield size, checkpoint, True
 
 
-_FIRST, _LAST = "embedding", "head and loss"
+_FIRST = "embedding"
+_LAST = "head and loss"
 
 # Of one block or of several: time of a microbatch, and bytes of gathered weights, of full gradients, and elements
 # before they are cut over gtp; then those of experts; and bytes of activations that stay until backward.
@@ -118,12 +123,15 @@ class Bounds:
     """Time and memory that a layout cannot be below, from one block of each kind: once for all that compute alike."""
 
     def __init__(self, problem: Problem) -> None:
-        self._problem, self._costs = problem, Costs(problem.machine)
+        self._problem = problem
+        self._costs = Costs(problem.machine)
         self._by_kind, self._of = functools.cache(self._find_by_kind), functools.cache(self._add_up)
 
     def ms(self, layout: Layout) -> float:
-        sums, axes = self._of_slowest(layout), layout.axes()
-        num, costs = layout.num_microbatches(self._problem.job), self._costs
+        sums = self._of_slowest(layout)
+        axes = layout.axes()
+        num = layout.num_microbatches(self._problem.job)
+        costs = self._costs
         times = {True: 0.0, False: 0.0}  # by link
         for name, place in _AXES.items():
             gathered, sent, _ = sums[place]
@@ -138,7 +146,9 @@ class Bounds:
 
     def _shards(self, layout: Layout, nbytes: int, nbytes_of_replicas: int = 0) -> int:
         """Of all shards, with so many bytes for an element, and so many that replicas may share."""
-        sums, axes, total = self._of_slowest(layout), layout.axes(), 0.0
+        sums = self._of_slowest(layout)
+        axes = layout.axes()
+        total = 0.0
         for name, place in _AXES.items():
             replicas = axes[name.replace("gtp", "replicate")].size if self._problem.job.shards_optimizer else 1
             total += sums[place][2] / axes[name].size * (nbytes + nbytes_of_replicas / replicas)
@@ -152,7 +162,8 @@ class Bounds:
             stays += self._shards(layout, PARAM_NBYTES)
         if layout.keep:
             stays += int(sum(sum(self._of_slowest(layout)[place][:2]) for place in _AXES.values()))
-        alone, inflight = _alone(layout), self._problem.inflight
+        alone = _alone(layout)
+        inflight = self._problem.inflight
         stages = self._problem.full_stages(layout).items()
         saved = max(self._of(alone, part)[-1] * inflight(layout, number, num) for number, part in stages)
         return stays + int(saved * (1 + FRAGMENTS))
@@ -196,7 +207,9 @@ def _sum(each: Iterable[Amounts]) -> Amounts:
 
 class Search:
     def __init__(self, problem: Problem, top: int = 5) -> None:
-        self._problem, self._bounds, self._top = problem, Bounds(problem), top
+        self._problem = problem
+        self._bounds = Bounds(problem)
+        self._top = top
         self._capacity = problem.machine.memory_nbytes
         self._factors: dict[tuple[object, ...], float] = {}  # of times over their bounds
         self._refused: dict[str, list[Layout]] = {}  # by the reason
@@ -204,7 +217,8 @@ class Search:
 
     def run(self, report: Report | None = None) -> Found:
         """The fastest layouts that fit, ``top`` of them. Raises PlanError if no layout has the axes asked for."""
-        begin, num = time.monotonic(), 0
+        begin = time.monotonic()
+        num = 0
         layouts = list(layouts_of(self._problem))
         queue = self._possible(layouts)
         while queue and num < _MAX_TRIED:
@@ -230,7 +244,8 @@ class Search:
     def _possible(self, layouts: list[Layout]) -> list[tuple[float, int, Layout, float]]:
         """A heap of the layouts that can be, with the time that each is expected to take, and takes at least."""
         queue: list[tuple[float, int, Layout, float]] = []
-        job, machine = self._problem.job, self._problem.machine
+        job = self._problem.job
+        machine = self._problem.machine
         is_free = not {"gtp", "replicate", "expert_gtp"} & job.fixed.keys()
         for number, layout in enumerate(layouts):
             reason = self._problem.refusal(layout)

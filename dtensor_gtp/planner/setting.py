@@ -133,7 +133,8 @@ class Setting:
         names = ("gathered", "wired", "sent", "shard_numel")
         sums = {name: sum(getattr(item, name) for item in items) for name in names}
         trained = [item.weight for item in items if not item.weight.is_frozen]
-        shape, name = (sum(weight.numel for weight in trained),), first.weight.block_name
+        shape = (sum(weight.numel for weight in trained),)
+        name = first.weight.block_name
         weight = first.weight._replace(name=name, shape=shape, has_dgrad=True, is_frozen=not trained)
         return first._replace(weight=weight, members=tuple(members), **sums)
 
@@ -177,7 +178,8 @@ class Setting:
 
     def product(self, item: Sharded, part: str) -> list[Work]:
         """A GEMM of a weight and the casts around it; of a table, the lookup or the sum of its gradient."""
-        costs, weight = self.costs, item.weight
+        costs = self.costs
+        weight = item.weight
         host = costs.machine.host.op_us / 1e3
         if weight.is_table:
             nbytes = 2 * item.gathered if part == "wgrad" else sum(op.nbytes for op in weight.use)
@@ -201,7 +203,8 @@ class Setting:
         that of a row at once, and only writes. The layout for wgrad is made of the bytes, but rows then have other
         scales."""
         costs = self.costs
-        inputs, outputs = rows * shape[-1], rows * shape[-2]
+        inputs = rows * shape[-1]
+        outputs = rows * shape[-2]
         if not costs.is_compiled:
             return 5 * {"forward": inputs, "dgrad": outputs, "wgrad": inputs + outputs}[part]
         if not costs.is_rowwise:
@@ -236,7 +239,8 @@ class Setting:
 
     def no_copy_engines(self, name: str) -> str | None:
         """Why the ranks of an axis cannot copy from each other."""
-        axis, host = self.costs.axis(name), self.costs.machine.gpus_per_host
+        axis = self.costs.axis(name)
+        host = self.costs.machine.gpus_per_host
         if axis.size * axis.stride <= host:
             return None
         return f"the {axis.size} ranks of {name} are on several hosts of {host} GPUs"
@@ -270,7 +274,9 @@ class Step(NamedTuple):
 
 def plan_step(setting: Setting, schedule: Schedule) -> Step:
     """The plans that the runtime has after one step of ``setting``, by units."""
-    trace, units, window = setting.trace, setting.units, window_of(schedule)
+    trace = setting.trace
+    units = setting.units
+    window = window_of(schedule)
     # The weights of one mesh that are in several blocks have one call; experts have a call for each block.
     traits = [Traits(unit.wired, unit.lane, unit.weight.block + 1 if unit.lane else 0) for unit in units]
     gathered = [number for number in range(len(units)) if not setting.is_exchanged(number)]

@@ -17,7 +17,8 @@ from .setting import COMPUTE_NBYTES, PARAM_NBYTES, Setting, Sharded
 from .trace import Trace, recomputed_uses
 
 # A step of more blocks is simulated with these numbers of them, and continued: blocks in the middle are all alike.
-_FEW, _MORE = 6, 9
+_FEW = 6
+_MORE = 9
 # Of smaller blocks a window of gathers holds several, so few of them are not like many.
 _LARGE_BLOCK = 32 << 20
 
@@ -70,7 +71,8 @@ def measure(setting: Setting, schedule: Schedule, *, is_last: bool) -> Parts:
 def _with_blocks(trace: Trace, number: int) -> Trace:
     """The same with fewer blocks: the first ones and the last ones, which come after fewer activations then."""
     blocks = sorted(trace.blocks)
-    first, last = blocks[: number - 2], blocks[-2:]
+    first = blocks[: number - 2]
+    last = blocks[-2:]
     lives = {weight.block: weight.live for weight in reversed(trace.weights)}
     shift = (lives[last[1]] - lives[last[0]]) * (len(blocks) - number)
     weights = [weight for weight in trace.weights if weight.block in first or weight.is_table]
@@ -82,7 +84,8 @@ def _with_blocks(trace: Trace, number: int) -> Trace:
 def compute_ms(setting: Setting, hidden: str = "") -> list[float]:
     """Times of a forward and backward in which compute waits for no weight, which no schedule can be below: that of the
     loss, then of each weight with what is computed around it. Collectives of the axis ``hidden`` take none."""
-    costs, weights = setting.costs, setting.sharded
+    costs = setting.costs
+    weights = setting.sharded
     again = {number for numbers in recomputed_uses(setting.trace, setting.checkpoint).values() for number in numbers}
 
     def ms(works: Iterable[Work]) -> float:
@@ -102,7 +105,8 @@ def units_of(setting: Setting) -> tuple[Sharded, list[Sharded]]:
     """What each ``fully_shard`` call gathers: that of the root, and those of the blocks."""
     units = []
     for block, numbers in sorted(setting.trace.numbers.items()):
-        unit, name = setting.together(numbers), "root" if block < 0 else f"block {block}"
+        unit = setting.together(numbers)
+        name = "root" if block < 0 else f"block {block}"
         units.append(unit._replace(weight=unit.weight._replace(name=name)))
     return units[0], units[1:]
 
@@ -114,7 +118,9 @@ class _FullyShard(Program):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self._axis = setting.costs.axis("gtp")
-        self._gathers, self._copied_out, self.reducing = dict[str, int](), list[int](), list[int]()
+        self._gathers = dict[str, int]()
+        self._copied_out = list[int]()
+        self.reducing = list[int]()
 
     def spend_for(self, unit: Sharded, share: float) -> None:
         self.spend(len(unit.members) * self.host.fsdp_use_us * share)
@@ -127,7 +133,8 @@ class _FullyShard(Program):
         self.spend(self.host.collective_us)
         ms = self.costs.memory_ms(unit.shard_numel * (2 * PARAM_NBYTES + 3 * COMPUTE_NBYTES))
         cast = self.add(Stream.GATHER, Load.KERNEL, ms, self._copied_out or self.fork(), f"copy in {unit.name}")
-        ms, label = self.costs.gather_ms(unit.gathered, self._axis), f"gather {unit.name}"
+        ms = self.costs.gather_ms(unit.gathered, self._axis)
+        label = f"gather {unit.name}"
         self._gathers[unit.name] = self.transfer(Stream.GATHER, "gtp", unit.gathered, ms, [cast], label, "gathers")
 
     def use(self, unit: Sharded) -> None:

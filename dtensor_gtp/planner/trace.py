@@ -159,8 +159,10 @@ class Trace:
             amounts = Amounts(*(amount * batch for amount in weight.amounts))
             return weight.with_ops(more)._replace(amounts=amounts, live=weight.live * batch)
 
-        loss, tail = tuple(map(more, self.loss)), tuple(map(more, self.tail))
-        nbytes, end = self.input_nbytes * batch, self.end * batch
+        loss = tuple(map(more, self.loss))
+        tail = tuple(map(more, self.tail))
+        nbytes = self.input_nbytes * batch
+        end = self.end * batch
         return replace(self.with_weights(changed), loss=loss, tail=tail, input_nbytes=nbytes, end=end)
 
 
@@ -180,12 +182,16 @@ def record(make_model: Callable[[], nn.Module], loss_of: Callable[[nn.Module, Re
     small = loose | {param for param in params if param.ndim < 2}
     if not recorder.uses or not any(param.requires_grad for param in params):
         raise ValueError("record expects a backward that uses matrices, but no matrix has a gradient.")
-    uses, stretches, weights = sorted(recorder.uses), recorder.stretches, []
+    uses = sorted(recorder.uses)
+    stretches = recorder.stretches
+    weights = []
     # The last use of a matrix counts its state: backward comes by there first.
     counted = {matrices_of(modules[name]): number for number, (_, _, name) in enumerate(uses)}
     blocks: dict[tuple[str, int], int] = {}
     for number, (first, last, name) in enumerate(uses):
-        module, block, in_block = modules[name], _block_of(name), -1
+        module = modules[name]
+        block = _block_of(name)
+        in_block = -1
         if block:
             in_block = blocks.setdefault((block, bisect(calls[block], first)), len(blocks))
         (before, use, after), (backward, wgrad, dgrad) = (stretches[at - 1 : at + 2] for at in (first, last))
@@ -235,7 +241,8 @@ def record_reference(
     def loss_of(model: nn.Module, recorder: Recorder) -> torch.Tensor:
         assert isinstance(model, Reference)
         tokens = torch.zeros(1, num_tokens + 1, dtype=torch.int64)
-        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:]
+        inputs = tokens[:, :-1].contiguous()
+        targets = tokens[:, 1:]
         return model.loss(inputs, targets, Collectives(recorder, tp, cp, ep), loss)
 
     blocks = [kind for kind in sorted(set(config.kinds)) for _ in range(_RECORDED)]
@@ -315,7 +322,8 @@ def repeated(trace: Trace, config: ModelConfig, part: Part) -> Trace:
         weights = [weight._replace(is_tied=False) for weight in weights]
     num_saved = 0
     for number, kind in enumerate(part.kinds):
-        is_begin, is_end = part.kinds[:number].count(kind) == 0, part.kinds[number + 1 :].count(kind) == 0
+        is_begin = part.kinds[:number].count(kind) == 0
+        is_end = part.kinds[number + 1 :].count(kind) == 0
         place = 0 if is_begin else _RECORDED - 1 if is_end else 1
         shift = num_saved - saved_before[begins[kind] + place]
         block = [_moved(weight, number, shift) for weight in by_block[begins[kind] + place]]
@@ -328,8 +336,10 @@ def repeated(trace: Trace, config: ModelConfig, part: Part) -> Trace:
         num_saved += saved[kind]
     if part.is_last:
         weights += [_moved(weight, -1, num_saved - saved_before[-1]) for weight in outside if not weight.is_table]
-    small, end = trace.small_numel // (_RECORDED * len(recorded)) * len(part.kinds), by_block[0][0].live + num_saved
-    loss, tail = trace.loss if part.is_last else (), trace.tail if part.is_first else ()
+    small = trace.small_numel // (_RECORDED * len(recorded)) * len(part.kinds)
+    end = by_block[0][0].live + num_saved
+    loss = trace.loss if part.is_last else ()
+    tail = trace.tail if part.is_first else ()
     return replace(trace, weights=tuple(weights), loss=loss, tail=tail, small_numel=small, end=end)
 
 

@@ -50,10 +50,12 @@ class UserModel:
 
     def __init__(self, build: Callable[[], _Built], name: str, remedy: str) -> None:
         self.name = name
-        self._build, self._remedy = build, remedy
+        self._build = build
+        self._remedy = remedy
         self.trace, self.refuses = functools.cache(self._record), functools.cache(self._refuses)
         built = build()
-        self.plan, self.seq_len = plan_of(built.model), built.seq_len
+        self.plan = plan_of(built.model)
+        self.seq_len = built.seq_len
         if not self.seq_len:  # it has no tokens: the rows that most of its matrices see
             rows = [int(w.flops / (2 * w.numel)) for w in self.trace(1).weights if w.flops and not w.is_table]
             self.seq_len = max(statistics.mode(rows or [1]), 1)
@@ -82,7 +84,8 @@ class UserModel:
                 layer.out_features //= tp
             else:
                 layer.in_features //= tp
-            weight, bias = layer.weight, layer.bias
+            weight = layer.weight
+            bias = layer.bias
             shape = layer.out_features, layer.in_features
             layer.weight = nn.Parameter(weight.new_empty(shape), requires_grad=weight.requires_grad)
             if bias is not None:
@@ -205,7 +208,8 @@ def _class_of(transformers: Any, config: Any, text: str) -> Callable[[Any], nn.M
 def step_of(model: Any, seq_len: int) -> _Built:
     """One step with one sequence. The loss of other models than causal ones of text is the sum of what they return."""
     model.train()
-    config, name = model.config, type(model).__name__
+    config = model.config
+    name = type(model).__name__
     if name.endswith(("ForCausalLM", "LMHeadModel")):
         # Decoders with rotary positions and one kind of attention take any mask as it is.
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
@@ -241,7 +245,8 @@ def _is_rotary(config: Any) -> bool:
     return any(getattr(config, name, None) for name in ("rope_parameters", "rope_theta", "rope_scaling"))
 
 
-COLWISE, ROWWISE = "colwise", "rowwise"
+COLWISE = "colwise"
+ROWWISE = "rowwise"
 
 
 class TPPlan(NamedTuple):
