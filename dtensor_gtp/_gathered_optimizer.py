@@ -330,7 +330,10 @@ def _put_back(slot: _Slot) -> None:
         whole_value = whole.detach()
         spec = compat.dtensor_spec(param)
         is_replicated = all(isinstance(placement, Replicate) for placement in param.placements)
-        part = whole_value if is_replicated else compat.own_part(whole_value, spec.mesh, spec.placements)
+        if is_replicated:
+            part = whole_value
+        else:
+            part = compat.own_part(whole_value, spec.mesh, spec.placements)
         _local(param).copy_(part)
     torch.autograd.graph.increment_version(param)
     whole.data = _placeholder(param, whole.data)

@@ -43,7 +43,9 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
         if (ratio := _likeness(name, other)) > likeness:
             best = other
             likeness = ratio
-    return f", did you mean {best!r}?" if best else ""
+    if best:
+        return f", did you mean {best!r}?"
+    return ""
 
 
 def _is_nested(name: str, other: str) -> bool:
@@ -65,4 +67,6 @@ def _likeness(name: str, other: str) -> float:
     if any(a.isdecimal() or b.isdecimal() for a, b in differ):
         return 0.0
     least = min((difflib.SequenceMatcher(None, a, b).ratio() for a, b in differ), default=1.0)
-    return least if least >= _ALIKE else 0.0
+    if least >= _ALIKE:
+        return least
+    return 0.0

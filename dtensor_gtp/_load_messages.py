@@ -72,5 +72,7 @@ def absent(checkpoint_id: Any) -> str:
 
 
 def _listed(texts: Sequence[str]) -> str:
-    more = f"; and {len(texts) - _MOST_NAMED} more" if len(texts) > _MOST_NAMED else ""
+    more = ""
+    if len(texts) > _MOST_NAMED:
+        more = f"; and {len(texts) - _MOST_NAMED} more"
     return "; ".join(texts[:_MOST_NAMED]) + more

@@ -45,13 +45,18 @@ class Progress:
         self._what = what
         self._total = total
         self._now = now
-        self._stream = sys.stderr if stream is None else stream
+        if stream is None:
+            self._stream = sys.stderr
+        else:
+            self._stream = stream
         self._num = 0
         self._width = 0
         self._begin = self._drawn = now()
 
     def __enter__(self) -> Progress:
-        of = f", {self._total} in all" if self._total else ""
+        of = ""
+        if self._total:
+            of = f", {self._total} in all"
         self._logger.info("%s: begins%s", self._what, of)
         return self
 
@@ -76,12 +81,19 @@ class Progress:
         if self._width:
             self._write("")
         seconds = self._now() - self._begin
-        counted = f" ({self._counted()})" if self._num else ""
-        how = "done" if kind is None else f"failed with {kind.__name__}"
+        counted = ""
+        if self._num:
+            counted = f" ({self._counted()})"
+        if kind is None:
+            how = "done"
+        else:
+            how = f"failed with {kind.__name__}"
         self._logger.info("%s: %s after %.1f s%s", self._what, how, seconds, counted)
 
     def _counted(self) -> str:
-        return f"{self._num} of {self._total}" if self._total else str(self._num)
+        if self._total:
+            return f"{self._num} of {self._total}"
+        return str(self._num)
 
     def _is_shown(self) -> bool:
         is_first = not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
@@ -89,7 +101,9 @@ class Progress:
 
     def _write(self, line: str) -> None:
         """In the place of the line before."""
-        end = "\r" if not line else ""
+        end = ""
+        if not line:
+            end = "\r"
         self._stream.write(f"\r{line.ljust(self._width)}{end}")
         self._stream.flush()
         self._width = len(line)

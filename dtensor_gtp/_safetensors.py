@@ -83,7 +83,10 @@ def stored_in(path: str | os.PathLike[str]) -> dict[str, Stored]:
 def _files(path: Path) -> list[Path]:
     if path.is_file() and path.suffix != ".json":
         return [path]
-    index = path if path.is_file() else path / INDEX
+    if path.is_file():
+        index = path
+    else:
+        index = path / INDEX
     if index.is_file():
         match _json(index.read_bytes(), index):
             case {"weight_map": dict(names)} if all(isinstance(name, str) for name in names.values()):
@@ -99,7 +102,10 @@ def _header(path: Path) -> dict[str, Stored]:
     size = path.stat().st_size
     with path.open("rb") as file:
         begin = file.read(8)
-        length = struct.unpack("<Q", begin)[0] if len(begin) == 8 else _MOST_HEADER + 1
+        if len(begin) == 8:
+            length = struct.unpack("<Q", begin)[0]
+        else:
+            length = _MOST_HEADER + 1
         if length > min(_MOST_HEADER, size - 8):
             raise ValueError(f"{path} is no safetensors file: its header would have {length} bytes.")
         header = _json(file.read(length), path)

@@ -80,7 +80,9 @@ class SelectiveOffload:
         self._stream: torch.Stream | None = None
 
     def _of_ops(self, context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> Any:
-        return CheckpointPolicy.MUST_CPU_OFFLOAD if op in self._ops else CheckpointPolicy.PREFER_RECOMPUTE
+        if op in self._ops:
+            return CheckpointPolicy.MUST_CPU_OFFLOAD
+        return CheckpointPolicy.PREFER_RECOMPUTE
 
     def __call__(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """The contexts of the forward and of the recomputation of one checkpoint."""
@@ -92,7 +94,9 @@ class SelectiveOffload:
         """Where copies run; None on a CPU."""
         if device.type != "cpu" and self._stream is None:
             self._stream = torch.Stream(device)
-        return None if device.type == "cpu" else self._stream
+        if device.type == "cpu":
+            return None
+        return self._stream
 
     def _leave(self, offloaded: _Offloaded) -> None:
         """A copy to the host was launched. Let go of what has arrived."""
@@ -114,7 +118,9 @@ class _Region:
         """What torch is to do with the output of ``op``."""
         answer = self._owner._policy(context, op, *args, **kwargs)
         self._is_offloaded = answer in _OFFLOADS
-        return CheckpointPolicy.MUST_SAVE if self._is_offloaded else answer
+        if self._is_offloaded:
+            return CheckpointPolicy.MUST_SAVE
+        return answer
 
     def store(self, saved: Any) -> Any:
         """What stands for a tensor that torch saves; ``saved`` has it as ``val``."""
@@ -130,7 +136,10 @@ class _Region:
 
     def load(self) -> None:
         """The recomputation begins: bring back what it needs, and ahead of its turn what the checkpoint before does."""
-        before = None if self._before is None else self._before()
+        if self._before is None:
+            before = None
+        else:
+            before = self._before()
         for region in (self, before):
             waiting = [] if region is None else region._offloaded
             while waiting:

@@ -134,7 +134,10 @@ def gtp_shard(
         >>> optimizer.step()
     """
     validate_mesh(mesh)
-    ignored = ignored_params if ignored_params is not None else set()
+    if ignored_params is not None:
+        ignored = ignored_params
+    else:
+        ignored = set()
     ranks = in_rank_order(mesh)
     arguments = Arguments(
         ranks, reshard_after_forward, shard_placement_fn, mp_policy, schedule, ignored, offload_policy, shard_optimizer

@@ -190,7 +190,9 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
     def _find_regions(self, stored: Mapping[str, Any]) -> None:
         for key, value in list(self.state_dict.items()):
             match = self._plane_key.fullmatch(key)
-            weight = match["weight"] if match else key
+            weight = key
+            if match:
+                weight = match["weight"]
             if key in stored or not isinstance(value, Tensor):
                 entry = stored.get(key)
                 is_plane = match and isinstance(value, Tensor) and value.dtype != torch.uint8
@@ -202,7 +204,9 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
                 continue  # it is missing
             del self.state_dict[key]
             if weight not in self._regions:
-                target = self._native(weight, match["recipe"]) if match else value
+                target = value
+                if match:
+                    target = self._native(weight, match["recipe"])
                 self._regions[weight] = _region(weight, target, source, stored)
         missing = [key for key in self.state_dict if key not in stored]
         if missing and not self.allow_partial_load:
@@ -211,7 +215,10 @@ class ConvertingLoadPlanner(DefaultLoadPlanner):
             raise ValueError(differing)
 
     def _native(self, weight: str, recipe: str) -> nn.Parameter:
-        names = {} if self._model is None else dict(self._model.named_parameters(remove_duplicate=False))
+        if self._model is None:
+            names = {}
+        else:
+            names = dict(self._model.named_parameters(remove_duplicate=False))
         for name, param in names.items():
             if (weight == name or weight.endswith(f".{name}")) and native_of(param) is not None:
                 return param

@@ -30,7 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     topic = given[0].lower().replace("-", "_").removesuffix(".md")
     if topic not in pages:
         near = difflib.get_close_matches(topic, pages, n=3) or [name for name in pages if topic in name]
-        meant = f" Did you mean {' or '.join(near)}?" if near else " Without a topic the command lists all."
+        meant = " Without a topic the command lists all."
+        if near:
+            meant = f" Did you mean {' or '.join(near)}?"
         print(f"dtensor_gtp.help has no topic {given[0]!r}.{meant}", file=sys.stderr)
         return 2
     try:
@@ -42,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _pages() -> dict[str, Path]:
     """Each page by its topic, in order of the alphabet within its folder."""
-    root = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
+    root = _CHECKOUT
+    if _INSTALLED.is_dir():
+        root = _INSTALLED
     return {path.stem: path for folder in _FOLDERS for path in sorted((root / folder).glob("*.md"))}
 
 
@@ -63,7 +67,9 @@ def _readable(text: str) -> str:
 def _link(match: re.Match[str]) -> str:
     words = match[1]
     topic = match[2]
-    return f"{words} ({topic})" if topic in _pages() else words
+    if topic in _pages():
+        return f"{words} ({topic})"
+    return words
 
 
 if __name__ == "__main__":

@@ -62,7 +62,11 @@ class StepMetrics:
         binding = binding_of(model)
         if binding is None:
             raise ValueError(f"StepMetrics expects a module after gtp_shard, but got a plain {type(model).__name__}.")
-        self.flops_per_token = flops_of(model) if flops_per_token is None else flops_per_token  # None: not known
+        # None: not known
+        if flops_per_token is None:
+            self.flops_per_token = flops_of(model)
+        else:
+            self.flops_per_token = flops_per_token
         self.flops_per_s = _peak_flops(machine, binding.group.runtime.device)
         self._mesh = binding.group.arguments.mesh
         self._is_told_flops = flops_per_token is not None
@@ -178,11 +182,15 @@ def progress_line(
         >>> progress_line(500, 2000, values, seconds=60)
         ' 25%  500/2000 [01:00<03:00] loss 2.3456, 7,713 tokens/s, 41.0% MFU, norm 0.637'
     """
-    share = step / num_steps if num_steps else 1.0
+    share = 1.0
+    if num_steps:
+        share = step / num_steps
     line = f"{share:4.0%} {step:>{len(str(num_steps))}}/{num_steps}"
     if seconds is not None:
         done = step - first_step
-        left = _clock(seconds / done * (num_steps - step)) if done > 0 else "?"
+        left = "?"
+        if done > 0:
+            left = _clock(seconds / done * (num_steps - step))
         line += f" [{_clock(seconds)}<{left}]"
     return f"{line} {', '.join(_told(values))}"
 
@@ -205,7 +213,9 @@ def _told(values: Mapping[str, float]) -> Iterator[str]:
 def _clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes:02}:{rest:02}"
+    if hours:
+        return f"{hours}:{minutes:02}:{rest:02}"
+    return f"{minutes:02}:{rest:02}"
 
 
 def flops_of(model: nn.Module) -> float | None:

@@ -167,7 +167,9 @@ class _RowGTPShard(GTPShard, Shard):
         """In torch 2.11 the full tensor of an uneven shard is a view of the padded one. ``broadcast_from_rank0`` would
         send the padding of such a view in a full state dict as values."""
         result: Tensor = super()._to_replicate_tensor(*args, **kwargs)
-        return result if result.is_contiguous() else result.contiguous()
+        if result.is_contiguous():
+            return result
+        return result.contiguous()
 
 
 class _StridedGTPShard(GTPShard, StridedShard):
@@ -250,7 +252,9 @@ class _BlockGTPShard(_RowGTPShard):
             shard = _pad_rows(shard, self.dim, chunk_rows(rows, num_chunks, self.block_size))
         if clone:
             return shard.clone(memory_format=torch.contiguous_format)
-        return shard.contiguous() if contiguous else shard
+        if contiguous:
+            return shard.contiguous()
+        return shard
 
     def _reduce_shard_tensor(self, tensor: Tensor, mesh: DeviceMesh, reduce_op: str, mesh_dim: int) -> Tensor:
         if mesh.get_coordinate() is None:

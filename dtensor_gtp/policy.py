@@ -185,7 +185,10 @@ def _refuse_old_fields(cls: type[SchedulePolicy]) -> type[SchedulePolicy]:
         names = [name for name in cls.__dataclass_fields__ if not name.startswith("_")]
         for name in sorted(fields.keys() - cls.__dataclass_fields__.keys()):
             close = get_close_matches(name, names, n=1, cutoff=0.5)
-            meant = f"Did you mean {close[0]}?" if close else f"The fields are {', '.join(names)}."
+            if close:
+                meant = f"Did you mean {close[0]}?"
+            else:
+                meant = f"The fields are {', '.join(names)}."
             raise TypeError(f"SchedulePolicy has no field {name}. {meant}")
         init(self, *args, **fields)
 
@@ -323,7 +326,9 @@ def _check_number(name: str, value: object, *, is_optional: bool) -> None:
     if value is None and is_optional:
         return
     if not isinstance(value, int) or isinstance(value, bool):
-        expected = "an int or None" if is_optional else "an int"
+        expected = "an int"
+        if is_optional:
+            expected = "an int or None"
         raise TypeError(f"SchedulePolicy expects {expected} for {name}, but got {value!r}.")
     least = int(name == "exchange_tokens")
     if value < least:

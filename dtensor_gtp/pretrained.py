@@ -105,7 +105,10 @@ def _check_is_value(
     path: str | os.PathLike[str], name: str, found: torch.dtype, dtype: torch.dtype, is_plane: bool = False
 ) -> None:
     """Elements of 8 bits are no values without their scales, which are tensors of their own in files of others."""
-    is_cast = found.is_floating_point and found.itemsize > 1 if dtype.is_floating_point else not found.is_floating_point
+    if dtype.is_floating_point:
+        is_cast = found.is_floating_point and found.itemsize > 1
+    else:
+        is_cast = not found.is_floating_point
     if found != dtype and not is_cast and not is_plane:  # planes are checked where they are read
         raise ValueError(
             f"load_pretrained expects {name!r} as {dtype} or in a dtype that can be cast to it, but {path} has {found}."
@@ -170,7 +173,9 @@ def save_pretrained(
         folder.mkdir(parents=True, exist_ok=True)
     with Progress(_LOG, f"writing {path}", len(tensors)) as progress:
         for name, keys in files.items():
-            file = folder / f"{name}{_INCOMPLETE}" if is_writer else None
+            file = None
+            if is_writer:
+                file = folder / f"{name}{_INCOMPLETE}"
             _write(file, {key: tensors[key] for key in keys}, dtypes, progress)
     if is_writer:
         names = list(files)
@@ -203,12 +208,17 @@ def _meet(model: nn.Module) -> None:
 
 
 def _write(path: Path | None, tensors: dict[str, Tensor], dtypes: dict[str, torch.dtype], progress: Progress) -> None:
-    file = None if path is None else path.open("wb")
+    if path is None:
+        file = None
+    else:
+        file = path.open("wb")
     try:
         if file is not None:
             write_header(file, {key: (dtypes[key], torch.Size(tensor.shape)) for key, tensor in tensors.items()})
         for key, tensor in tensors.items():
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor  # on all ranks
+            whole = tensor
+            if isinstance(tensor, DTensor):
+                whole = tensor.full_tensor()  # on all ranks
             if file is not None:
                 values = whole.detach().to("cpu", dtypes[key]).contiguous()
                 file.write((ctypes.c_char * values.nbytes).from_address(values.data_ptr()))  # needs no numpy
@@ -234,7 +244,9 @@ def _in_files(sizes: dict[str, int], most: int) -> dict[str, list[str]]:
 
 
 def _stored_dtype(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    return asked if asked is not None and own.is_floating_point and own.itemsize > 1 else own
+    if asked is not None and own.is_floating_point and own.itemsize > 1:
+        return asked
+    return own
 
 
 # --- the meta device --------------------------------------------------------------------------------------------------
@@ -292,7 +304,9 @@ def _buffers(model: nn.Module) -> Iterable[tuple[nn.Module, str, Tensor]]:
 
 def _missing(model: nn.Module, path: object, missing: list[str], stored: Iterable[str]) -> str:
     named = "; ".join(f"{name!r}{did_you_mean(name, stored)}" for name in missing[:_MOST_NAMED])
-    more = f"; and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
+    more = ""
+    if len(missing) > _MOST_NAMED:
+        more = f"; and {len(missing) - _MOST_NAMED} more"
     return (
         f"load_pretrained does not find {len(missing)} tensors of {type(model).__name__} in {path}: {named}{more}. "
         "If they have other names there, pass rename=. If the files have another layout, load with from_pretrained "

@@ -159,7 +159,10 @@ class MeshRNG:
         seed = self._seed_of(names, self._draw(names))
         if self._regions is not None:
             self._regions.prepare(names, _mix(seed, "graph"))
-        devices = [] if self._device_index is None else [self._device_index]
+        if self._device_index is None:
+            devices = []
+        else:
+            devices = [self._device_index]
         with torch.random.fork_rng(devices=devices, device_type=self._device_type if devices else "cuda"):
             self._seed_default(seed)
             yield
@@ -223,7 +226,10 @@ class MeshRNG:
                 f"{ {mesh: list(places) for mesh, places in state_dict.items()} }. On a mesh of other sizes leave the "
                 "streams out of what is loaded and call manual_seed."
             )
-        devices = {"cpu"} if self._device_index is None else {"cpu", self._device_type}
+        if self._device_index is None:
+            devices = {"cpu"}
+        else:
+            devices = {"cpu", self._device_type}
         if set(states) != devices | {_COMMON}:
             raise ValueError(
                 f"MeshRNG expects states for {sorted(devices)}, but got {sorted(set(states) - {_COMMON})}. Random "

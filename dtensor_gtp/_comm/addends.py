@@ -99,7 +99,9 @@ def add_rows(
     """Make ``out`` (1-D) the sum or mean of ``rows`` of all ranks, by torch; or by a kernel, for
     which this ``rank`` has its ``own`` row elsewhere, in parts."""
     if add is not None:
-        factor = 1 / num_ranks if is_mean else 1.0
+        factor = 1.0
+        if is_mean:
+            factor = 1 / num_ranks
         add(out, rows, own, rank, num_ranks, factor)
     elif is_mean:
         torch.mean(rows, 0, dtype=out.dtype, out=out)

@@ -86,7 +86,10 @@ def agree_on_all_ranks(
     own = [error is not None, code, -code]  # the highest -code is minus the lowest code
     has_failed, highest, lowest = highest_of(own, groups, device_of(mesh)).tolist()
     if has_failed:
-        text = "" if error is None else _text_of(error)
+        if error is None:
+            text = ""
+        else:
+            text = _text_of(error)
         errors = by_rank(text, groups)
         # This rank's own error says more than a summary.
         if error is not None:

@@ -197,7 +197,9 @@ def choose_gather_backend(
 
 def _why_auto(asked: str, why: str) -> str:
     """The report gives a reason only for what "auto" took."""
-    return why if asked == "auto" else ""
+    if asked == "auto":
+        return why
+    return ""
 
 
 def resolve_reduce_scatter(asked: ReduceScatterKind | Literal["auto"], gathers: str) -> ReduceScatterKind:

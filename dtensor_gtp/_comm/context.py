@@ -60,7 +60,9 @@ class CommContext:
             return self._groups[names]
         self.reductions.bound(schedule.max_inflight_reduce_scatters)
         device = self.streams.device
-        replicate = [mesh.get_group(0)] if has_replicas(mesh) else []  # must choose alike
+        replicate = []
+        if has_replicas(mesh):
+            replicate = [mesh.get_group(0)]  # must choose alike
         gather = mesh.get_group(mesh.ndim - 1)
         # Two threads of one gloo group race (see ``OneThreadGloo``); a twin has one thread.
         if not self.streams.has_streams and gather.size() > 1 and compat.has_racing_threads(gather):

@@ -247,7 +247,10 @@ class Scattering:
     ) -> None:
         self._num_ranks = num_ranks
         self._ring = ring
-        self._rank = 0 if ring is None else ring.rank
+        if ring is None:
+            self._rank = 0
+        else:
+            self._rank = ring.rank
         self._places = places
         self._sent: list[Tensor] = []  # what the collective reads
         self._copies: list[tuple[Tensor, Tensor]] = []  # target and source

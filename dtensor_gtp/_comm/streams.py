@@ -120,7 +120,9 @@ class Streams:
         self.waits = Waits(device)
         self._delays = None
         if debug.delay_seed is not None:
-            rank = dist.get_rank() if dist.is_initialized() else 0
+            rank = 0
+            if dist.is_initialized():
+                rank = dist.get_rank()
             self._delays = random.Random(debug.delay_seed * 1009 + rank)  # each rank sleeps at other times
 
     def new_stream(self) -> torch.Stream | None:

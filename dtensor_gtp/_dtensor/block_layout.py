@@ -47,11 +47,15 @@ def _stock_siblings(placements: Iterable[Placement]) -> tuple[Placement, ...]:
 
 
 def gathered(spec: DTensorSpec) -> DTensorSpec:
-    return with_placements(spec, _gathered(spec.placements)) if has_block(spec) else spec
+    if has_block(spec):
+        return with_placements(spec, _gathered(spec.placements))
+    return spec
 
 
 def stock_sibling(spec: DTensorSpec) -> DTensorSpec:
-    return with_placements(spec, _stock_siblings(spec.placements)) if has_block(spec) else spec
+    if has_block(spec):
+        return with_placements(spec, _stock_siblings(spec.placements))
+    return spec
 
 
 def map_specs(schema: OpSchema, function: Callable[[DTensorSpec], DTensorSpec]) -> OpSchema:
@@ -60,7 +64,9 @@ def map_specs(schema: OpSchema, function: Callable[[DTensorSpec], DTensorSpec]) 
     def mapped(value: Any) -> Any:
         if isinstance(value, list | tuple):
             return type(value)(mapped(item) for item in value)
-        return function(value) if isinstance(value, DTensorSpec) else value
+        if isinstance(value, DTensorSpec):
+            return function(value)
+        return value
 
     args = tuple(mapped(value) for value in schema.args_schema)
     kwargs = {name: mapped(value) for name, value in schema.kwargs_schema.items()}
@@ -234,7 +240,10 @@ def plan_block_redistribution(plan_stock: Callable[..., Steps], src: DTensorSpec
             gathers.append(make_step(axis, (p, Replicate()), _shape_before(axis, src)))
             middle_src[axis] = Replicate()
         if isinstance(q, _BlockGTPShard):
-            before = p if p.is_partial() else Replicate()  # a partial value is reduced and scattered in one step
+            if p.is_partial():
+                before = p  # a partial value is reduced and scattered in one step
+            else:
+                before = Replicate()
             cuts.append(make_step(axis, (before, q), list(src.shape)))
             middle_dst[axis] = before
     return [*gathers, *plan_stock(with_placements(src, middle_src), with_placements(src, middle_dst)), *cuts]

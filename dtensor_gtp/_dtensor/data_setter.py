@@ -50,7 +50,10 @@ def set_data(stock: Any, param: DTensor, value: Any, *, is_managed: bool) -> Non
 
 
 def _refusal(param: DTensor, expected: str, value: Any) -> ValueError:
-    got = f"{type(value).__name__} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    if isinstance(value, Tensor):
+        got = f"{type(value).__name__} of shape {tuple(value.shape)}"
+    else:
+        got = repr(value)
     got += f" with placements {value.placements}" if isinstance(value, DTensor) else ""
     return ValueError(
         f"param.data = value expects {expected}, but got a {got} for a parameter of shape {tuple(param.shape)} with "

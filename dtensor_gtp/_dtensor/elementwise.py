@@ -112,7 +112,9 @@ def is_elementwise(op: Any) -> bool:
         return True
     # torch leaves some in-place variants untagged: ask for aten::foo.bar what aten::foo_.bar does.
     namespace, _, name = op._schema.name.partition("::")
-    packet = getattr(getattr(torch.ops, namespace), name[:-1], None) if name.endswith("_") else None
+    packet = None
+    if name.endswith("_"):
+        packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
     overload = getattr(packet, op._overloadname, None)
     return overload is not None and torch.Tag.pointwise in overload.tags
 
@@ -132,7 +134,9 @@ def propagate_elementwise(schema: OpSchema, operands: Sequence[Operand], out_met
     if any(isinstance(o.argument, str) for o in changed):
         raise unsupported(schema.op, operands, "DTensor cannot redistribute a keyword argument")
     remaining = iter(aligned)  # ``map_specs`` asks for them in the same order
-    suggested = map_specs(schema, lambda _: next(remaining)) if changed else None
+    suggested = None
+    if changed:
+        suggested = map_specs(schema, lambda _: next(remaining))
     output = _outputs(leaders, out_meta, _is_list_op(schema.op))
     return OutputSharding(output, suggested, needs_redistribute=bool(changed))
 
@@ -188,7 +192,9 @@ def _broadcast(placements: Iterable[Placement], shape: torch.Size, other: torch.
 
 def _with_placements(spec: DTensorSpec, placements: Sequence[Placement], meta: TensorMeta | None) -> DTensorSpec:
     # With strided shards the operand says how they are read; None lets ``DTensorSpec`` decide.
-    is_order = spec.use_strided_shard_as_shard_order if any(isinstance(p, StridedShard) for p in placements) else None
+    is_order = None
+    if any(isinstance(p, StridedShard) for p in placements):
+        is_order = spec.use_strided_shard_as_shard_order
     return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=meta, use_strided_shard_as_shard_order=is_order)
 
 
@@ -204,14 +210,19 @@ def _outputs(leaders: Sequence[DTensorSpec], out_meta: Any, is_list_op: bool) ->
         return output(leaders[0], out_meta)
     if is_list_op and len(out_meta) != len(leaders):
         raise NotElementwiseError
-    of_each = leaders if is_list_op else [leaders[0]] * len(out_meta)
+    if is_list_op:
+        of_each = leaders
+    else:
+        of_each = [leaders[0]] * len(out_meta)
     return tuple(output(leader, meta) for leader, meta in zip(of_each, out_meta, strict=True))
 
 
 def propagate_alike(schema: OpSchema, operands: Sequence[Operand]) -> OutputSharding | None:
     """What torch's search would find for an op of [Note: operands that lie alike]; None for any other op."""
     op = schema.op
-    rule = stock_rule(op) if is_elementwise(op) and not compat.is_tracing_dtensors() else None
+    rule = None
+    if is_elementwise(op) and not compat.is_tracing_dtensors():
+        rule = stock_rule(op)
     if rule is None or not _has_equal_lists(schema):
         return None
     leaders = []
@@ -279,7 +290,9 @@ def _of_stock_class(placement: Placement) -> Placement:
         return placement
     if isinstance(placement, StridedShard):
         return StridedShard(placement.dim, split_factor=placement.split_factor)
-    return Shard(placement.dim) if isinstance(placement, Shard) else placement
+    if isinstance(placement, Shard):
+        return Shard(placement.dim)
+    return placement
 
 
 def _out_meta(schema: OpSchema, operands: Sequence[Operand], leaders: Sequence[DTensorSpec]) -> Any:
@@ -292,7 +305,9 @@ def _out_meta(schema: OpSchema, operands: Sequence[Operand], leaders: Sequence[D
         # A new tensor is contiguous if all operands are.
         is_alike = written or (len({meta.dtype for meta in given}) == 1 and all(map(_is_contiguous, given)))
         if is_alike and _can_only_be(metas[0].dtype, schema, given):
-            return metas if _is_list_op(op) else metas[0]
+            if _is_list_op(op):
+                return metas
+            return metas[0]
     return compat.op_dispatcher().sharding_propagator._propagate_tensor_meta_non_cached(schema)  # a run on fake tensors
 
 

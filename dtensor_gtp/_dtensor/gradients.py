@@ -44,7 +44,10 @@ def _propagate(stock: Propagate, op_schema: OpSchema) -> OutputSharding:
         return stock(op_schema)
     if op_schema.op is aten.stack.default and all(spec.ndim == 0 for spec in specs):
         # Each scalar is reduced on its own mesh. The stack counts as lying on the mesh of the first.
-        dtype = specs[0].tensor_meta.dtype if specs[0].tensor_meta is not None else torch.get_default_dtype()
+        if specs[0].tensor_meta is not None:
+            dtype = specs[0].tensor_meta.dtype
+        else:
+            dtype = torch.get_default_dtype()
         meta = TensorMeta(torch.Size((len(specs),)), (1,), dtype)
         output = DTensorSpec(specs[0].mesh, _replicated(specs[0]).placements, tensor_meta=meta)
         return OutputSharding(output, map_specs(op_schema, _replicated), needs_redistribute=True)
@@ -58,7 +61,9 @@ def _propagate(stock: Propagate, op_schema: OpSchema) -> OutputSharding:
     def moved(spec: DTensorSpec) -> DTensorSpec:
         """A whole scalar counts as lying on the mesh of the first tensor that is no scalar."""
         is_scalar = is_whole_scalar(spec)
-        return DTensorSpec(leader.mesh, _replicated(leader).placements, spec.tensor_meta) if is_scalar else spec
+        if is_scalar:
+            return DTensorSpec(leader.mesh, _replicated(leader).placements, spec.tensor_meta)
+        return spec
 
     return stock(map_specs(op_schema, moved))
 

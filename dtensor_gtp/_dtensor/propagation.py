@@ -152,7 +152,10 @@ def propagate_block_op(stock: Propagate, schema: OpSchema, operands: Sequence[Op
     elif op in _REDUCTIONS or op in _TRANSPOSES:
         needs_rows = op in _EXTREMA or needs_rows_for_norm(schema)
         is_undefined = needs_rows and any(has_block(o.spec) and has_empty_shard(o.spec) for o in operands)
-        sharding = None if is_undefined else _propagate_rowwise(stock, schema, operands)
+        if is_undefined:
+            sharding = None
+        else:
+            sharding = _propagate_rowwise(stock, schema, operands)
         if sharding is not None:
             return sharding
     return _propagate_gathered(stock, schema, operands)
@@ -164,7 +167,10 @@ def _propagate_rowwise(stock: Propagate, schema: OpSchema, operands: Sequence[Op
     if sharding.needs_redistribute:
         return None  # rows would be moved as if they were torch.chunk's
     outputs = sharding.output_spec
-    specs = [outputs] if isinstance(outputs, DTensorSpec) else list(outputs)
+    if isinstance(outputs, DTensorSpec):
+        specs = [outputs]
+    else:
+        specs = list(outputs)
     if len(specs) != len(operands):
         return None  # outputs and inputs do not pair up
     # A whole scalar among them may count as lying on the mesh of another (``gradients.py``).

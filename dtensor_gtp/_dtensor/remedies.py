@@ -87,7 +87,9 @@ def remedy_for(error: BaseException) -> str | None:
         frames = list(_frames(error.__traceback__))
         # The innermost frame raised. A cause that nobody raised has no frames.
         is_dtensors = bool(frames) and frames[-1].f_globals.get("__name__", "").startswith(_DTENSOR)
-        return _NEEDS_WHOLE if is_dtensors and _is_in_step(frames) else None
+        if is_dtensors and _is_in_step(frames):
+            return _NEEDS_WHOLE
+        return None
     if not isinstance(error, RuntimeError):
         return None
     if _IN_PLACE.search(str(error)):
@@ -105,14 +107,18 @@ def remedy_for(error: BaseException) -> str | None:
         text = _NO_SHARDING
     else:
         is_of_empty = _OF_EMPTY_SHARD.search(str(error)) and _is_in_step(frames)
-        return _NEEDS_WHOLE if is_of_empty else None
+        if is_of_empty:
+            return _NEEDS_WHOLE
+        return None
     if _is_in_formula(frames):
         return f"This backward starts from a sharded tensor, because a term of the loss is one. {_PENALTY}"
     # In an optimizer a foreach op mixes parameters; any other refused op needs whole tensors.
     if text != _REMEDIES[0][1] and _is_in_step(frames):
         return _NEEDS_WHOLE
     method = _unregistered_method(frames)
-    return text if method is None else f"{method} is not the forward of a module, so its weights are sharded. {text}"
+    if method is None:
+        return text
+    return f"{method} is not the forward of a module, so its weights are sharded. {text}"
 
 
 def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:
@@ -144,12 +150,17 @@ def _unregistered_method(frames: Iterable[FrameType]) -> str | None:
     found = None
     for frame in frames:
         name = frame.f_code.co_name
-        first = frame.f_locals.get(frame.f_code.co_varnames[0]) if frame.f_code.co_argcount else None
+        first = None
+        if frame.f_code.co_argcount:
+            first = frame.f_locals.get(frame.f_code.co_varnames[0])
         is_torchs = frame.f_globals.get("__name__", "").startswith("torch.")
         if is_torchs or not isinstance(first, nn.Module) or not callable(getattr(type(first), name, None)):
             continue
         if _has_shards(first):
-            found = None if name == "forward" else f"{name}() (register_gtp_forward_method(module, '{name}'))"
+            if name == "forward":
+                found = None
+            else:
+                found = f"{name}() (register_gtp_forward_method(module, '{name}'))"
     return found
 
 

@@ -63,8 +63,12 @@ def without_marks(schema: OpSchema, operands: Sequence[Operand]) -> OpSchema:
 
 def mark_copies(operands: Sequence[Operand], sharding: OutputSharding) -> OutputSharding:
     """``sharding`` of a view op on ``operands``, with a ``CopySpec`` if the result is a view of a copy."""
-    moved = sharding.redistribute_schema if sharding.needs_redistribute else None
-    targets = {(o.argument, o.element): o.spec for o in operands_of(moved)} if moved is not None else {}
+    moved = None
+    if sharding.needs_redistribute:
+        moved = sharding.redistribute_schema
+    targets = {}
+    if moved is not None:
+        targets = {(o.argument, o.element): o.spec for o in operands_of(moved)}
     for operand in operands:
         target = targets.get((operand.argument, operand.element), operand.spec)
         if operand.is_aliased and (is_copy(operand.spec) or _is_moved(operand.spec, target)):
@@ -86,7 +90,9 @@ def _is_moved(spec: DTensorSpec, target: DTensorSpec) -> bool:
 def _marked(output: Any) -> Any:
     if isinstance(output, list | tuple):
         return type(output)(_marked(spec) for spec in output)
-    return CopySpec(*_fields(output)) if isinstance(output, DTensorSpec) else output
+    if isinstance(output, DTensorSpec):
+        return CopySpec(*_fields(output))
+    return output
 
 
 def overwrite(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:

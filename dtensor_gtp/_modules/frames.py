@@ -125,7 +125,8 @@ def _call_in_frame(
             _set_up(runtime)
             if binding.block is not None and method == "forward":  # a block by now
                 return _call_block(module, call, args, kwargs, compiler)
-    reads = reads if reads is not None else binding.reads  # a registered method has its own
+    if reads is None:
+        reads = binding.reads  # a registered method has its own
     run = partial(_run, module, reads, call, args, kwargs, compiler)
     output = _in_frame(module, reads.may_read, run, method)
     # The outermost frame has ended, and no backward runs whose recomputation this would be.

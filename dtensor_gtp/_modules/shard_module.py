@@ -123,7 +123,9 @@ def _make_param(decision: Decision, arguments: Arguments, device: torch.device) 
     else:
         shard = local.clone(memory_format=torch.contiguous_format)
     if not shard.is_meta:
-        home = torch.device("cpu") if arguments.offload is not None else device
+        home = device
+        if arguments.offload is not None:
+            home = torch.device("cpu")
         shard = shard.to(home)
     spec = compat.make_spec(spec_mesh, placements, old.shape, old.dtype)
     if isinstance(shard, NativeWeight):

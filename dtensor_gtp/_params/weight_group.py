@@ -141,7 +141,9 @@ class WeightGroup:
         leaves.outdate()
         if self.for_forward.is_absent:
             leaves.free()
-        return self._lost_write("before an optimizer step") if is_lost else None
+        if is_lost:
+            return self._lost_write("before an optimizer step")
+        return None
 
     def carry_writes(self) -> bool:
         """Write to the shards what a forward wrote to full weights, as weight clipping does. Returns

@@ -162,4 +162,6 @@ def _with_ranges(element: Element, last: Iterator[int]) -> Element:
 
 
 def _range(first: str, last: int) -> str:
-    return first if int(first) == last else f"{first}-{last}"
+    if int(first) == last:
+        return first
+    return f"{first}-{last}"

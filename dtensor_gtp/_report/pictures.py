@@ -58,7 +58,9 @@ def strip(row: ReportRow) -> str:
         return ""
     dims = list(dict.fromkeys(cut.dim for cut in reversed(cutting) if cut.dim is not None))
     across = dims[0]
-    down = dims[1] if len(dims) > 1 else None
+    down = None
+    if len(dims) > 1:
+        down = dims[1]
     num_lines = math.prod(cut.num_ranks for cut in cutting if cut.dim == down)
     height = _HEIGHT * min(num_lines, _MOST_LINES)
     drawn = []
@@ -95,7 +97,9 @@ def legend(row: ReportRow) -> str:
     """What the numbers in a strip are: "gtp", or "tp,gtp"; and which axes hold copies."""
     cutting = ",".join(cut.axis for cut in row.cuts if cut.dim is not None)
     copies = " x ".join(f"{cut.num_ranks} copies along {cut.axis}" for cut in row.cuts if cut.dim is None)
-    return f"{cutting}; {copies}" if copies and cutting else cutting or copies
+    if copies and cutting:
+        return f"{cutting}; {copies}"
+    return cutting or copies
 
 
 _COLUMN = 24  # of a use in a timeline, in pixels
@@ -121,8 +125,12 @@ def timeline(plan: PlanReport, is_verbose: bool) -> str:
     """The SVG of a plan."""
     columns = _Columns(plan, is_verbose)
     lanes = _in_lanes(list(_bars(plan, columns)))
-    chart = _chart(plan, columns) if plan.memory is not None else ""
-    top = 18 + _CHART if chart else 4
+    chart = ""
+    if plan.memory is not None:
+        chart = _chart(plan, columns)
+    top = 4
+    if chart:
+        top = 18 + _CHART
     drawn = [chart]
     for number, lane in enumerate(lanes):
         drawn += [_bar(bar, top + 8 + number * _LANE, columns) for bar in lane]
@@ -159,7 +167,9 @@ class _Columns:
 
     def after(self, step: int) -> float:
         """Where the first ``step`` uses have begun."""
-        return self.begins[step - 1] + 5 if step else float(_LEFT)
+        if step:
+            return self.begins[step - 1] + 5
+        return float(_LEFT)
 
 
 def _drawn(elements: Sequence[Element], is_left_out: bool) -> Iterator[bool]:
@@ -239,7 +249,9 @@ def _chart(plan: PlanReport, columns: _Columns) -> str:
     base = 14 + _CHART
     for use, amount in enumerate(nbytes):
         if columns.is_drawn[use]:
-            height = amount / peak * _CHART if peak else 0.0
+            height = 0.0
+            if peak:
+                height = amount / peak * _CHART
             title = f"<title>{escape(plan.uses[use])}: {format_nbytes(amount)} of gathered weights in memory</title>"
             drawn += (
                 f'<g class="bytes">{title}<rect x="{columns.begins[use] + 1:.1f}" y="{base - height:.1f}" '

@@ -49,7 +49,9 @@ def _parameters(facts: Facts, width: int) -> Iterator[str]:
     rows = list(_grouped(folded_rows([row for row in facts.rows if row.gathered_nbytes], False)))
     cells: list[tuple[str, ...]] = [("weight", "shape", "dtype", "placements", "this rank", "use")]
     cells += ((*folded.cells, folded.row.use.partition(", ")[0]) for folded in rows[:_MOST_ROWS])
-    same = [k for k in (2, 3, 5) if len({line[k] for line in cells[1:]}) == 1] if len(cells) > 2 else []
+    same = []
+    if len(cells) > 2:
+        same = [k for k in (2, 3, 5) if len({line[k] for line in cells[1:]}) == 1]
     shown = [[cell for k, cell in enumerate(line) if k not in same] for line in cells]
     if rows:
         yield from (f"  {line}" for line in in_columns(shown, width - 2))
@@ -62,7 +64,9 @@ def _parameters(facts: Facts, width: int) -> Iterator[str]:
         if reason:
             members = list(whole)
             names = ranges([row.name for row in members])
-            more = f" and {len(names) - _MOST_NAMES} more kinds" if len(names) > _MOST_NAMES else ""
+            more = ""
+            if len(names) > _MOST_NAMES:
+                more = f" and {len(names) - _MOST_NAMES} more kinds"
             nbytes = format_nbytes(sum(row.local_nbytes for row in members))
             said = f"{reason}: {len(members)} ({nbytes}): {', '.join(names[:_MOST_NAMES])}{more}"
             yield from paragraph(said, width, "  ")
@@ -70,14 +74,18 @@ def _parameters(facts: Facts, width: int) -> Iterator[str]:
 
 def _why_whole(row: ReportRow) -> str:
     """Why a parameter is not sharded; empty if it is."""
-    return "" if row.gathered_nbytes else row.use
+    if row.gathered_nbytes:
+        return ""
+    return row.use
 
 
 def _grouped(rows: Sequence[FoldedRow]) -> Iterator[FoldedRow]:
     """Neighbours of one module that differ in their names alone as one: ``layers.0-31.attention.{wk,wv}.weight``."""
     for (times, row), members in groupby(rows, lambda folded: (folded.times, folded.row)):
         for name in short_names([member.name for member in members]):
-            num = name.count(",") + 1 if "{" in name else 1
+            num = 1
+            if "{" in name:
+                num = name.count(",") + 1
             yield FoldedRow(name, times * num, row)
 
 
@@ -93,7 +101,10 @@ def _choices(facts: Facts) -> list[str]:
     lines = []
     for told, members in special.items():
         names = ranges(members)
-        of = ", ".join(names) if len(names) <= _MOST_NAMES else f"{len(members)} weights"
+        if len(names) <= _MOST_NAMES:
+            of = ", ".join(names)
+        else:
+            of = f"{len(members)} weights"
         lines.append(f"{of}: {told}")
     return [*facts.choices, *lines, *facts.prediction]
 
@@ -122,7 +133,9 @@ def _schedule(plans: Sequence[PlanReport]) -> list[str]:
             lines.append(plan.kept)
     lines += dict.fromkeys(plan.window for plan in plans)
     order = ranges(plans[0].uses)
-    return [*lines, f"order: {', '.join(order)}"] if len(order) <= _MOST_ROWS else lines
+    if len(order) <= _MOST_ROWS:
+        return [*lines, f"order: {', '.join(order)}"]
+    return lines
 
 
 def _launches(plan: PlanReport) -> str:
@@ -150,7 +163,9 @@ class FoldedRow(NamedTuple):
     def local(self) -> str:
         """What this rank holds, of 32 blocks: "32 x 1.0 MiB"."""
         nbytes = format_nbytes(self.row.local_nbytes)
-        return f"{self.times} x {nbytes}" if self.times > 1 else nbytes
+        if self.times > 1:
+            return f"{self.times} x {nbytes}"
+        return nbytes
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -177,7 +192,9 @@ def table(rows: Sequence[ReportRow], is_verbose: bool, width: int | None = None)
     """Lines of the table, and what the parameters take on this rank."""
     cells: list[tuple[str, ...]] = [("parameter", "shape", "dtype", "placements", "per rank", "gathered", "use")]
     for folded in folded_rows(rows, is_verbose):
-        gathered = format_nbytes(folded.row.gathered_nbytes) if folded.row.gathered_nbytes else "-"
+        gathered = "-"
+        if folded.row.gathered_nbytes:
+            gathered = format_nbytes(folded.row.gathered_nbytes)
         cells.append((*folded.cells, gathered, folded.row.use))
     total = format_nbytes(sum(row.local_nbytes for row in rows))
     largest = format_nbytes(max((row.gathered_nbytes for row in rows), default=0))
@@ -221,7 +238,9 @@ def _joined(elements: Sequence[Element]) -> tuple[Element, ...]:
         if isinstance(element, Repeat):
             joined.append(Repeat(element.times, _joined(element.body)))
             continue
-        last = joined[-1] if joined else None
+        last = None
+        if joined:
+            last = joined[-1]
         if isinstance(last, Line) and _is_quiet(last) and _is_quiet(element):
             names = last.names + element.names
             joined[-1] = Line(names, _Step(len(names)))
@@ -254,7 +273,10 @@ def _shown(elements: Sequence[Element], indent: str, is_verbose: bool, width: in
         use = f"use {', '.join(uses)}" if uses else "begin"
         text = f"{indent + use:<{place}} {'gather ' * bool(texts)}{', '.join(texts)}"
         # several lines, if many weights are in one launch
-        after = f"{indent:<{place + 8}}" if texts else f"{indent}    "
+        if texts:
+            after = f"{indent:<{place + 8}}"
+        else:
+            after = f"{indent}    "
         yield from textwrap.wrap(text, width=width, subsequent_indent=after, break_long_words=False)
 
 
@@ -280,4 +302,6 @@ def short_names(names: Sequence[str]) -> list[str]:
 def _owner_in_block(name: str) -> str:
     """The name of the module that holds the layer; empty if it is not in a numbered block."""
     parts = name.split(".")[:-2]
-    return ".".join(parts) if any(part[:1].isdecimal() for part in parts) else ""
+    if any(part[:1].isdecimal() for part in parts):
+        return ".".join(parts)
+    return ""

@@ -185,7 +185,9 @@ def is_worth_a_group(
         return True
     if not num_tokens:
         return mean_numel <= _SMALL_NUMEL
-    small = _SMALL_FLOAT8_GEMM if has_float8 else _SMALL_GEMM
+    small = _SMALL_GEMM
+    if has_float8:
+        small = _SMALL_FLOAT8_GEMM
     return mean_numel * num_tokens <= small
 
 
@@ -249,7 +251,9 @@ def _bound(chosen: int, wanted: int) -> str:
     """The end of a reason where a limit and not the model has decided."""
     if chosen == wanted:
         return ""
-    limit = "minimum" if chosen > wanted else "maximum"
+    limit = "maximum"
+    if chosen > wanted:
+        limit = "minimum"
     return f"; {format_nbytes(chosen)} is the {limit}"
 
 

@@ -95,6 +95,8 @@ def held_nbytes(plan: Plan, kept: AbstractSet[int], nbytes: Sequence[int], *, is
                 change(plan.uses[position], 1)
         between.append(total)
         if step:
-            in_use = nbytes[index] if reasons[index] == 0 else 0  # unless it counts already
+            in_use = 0
+            if reasons[index] == 0:
+                in_use = nbytes[index]  # unless it counts already
             during.append(total + in_use)
     return Held(tuple(during), tuple(between))

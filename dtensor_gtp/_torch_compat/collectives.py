@@ -157,4 +157,6 @@ def as_integers(tensor: Tensor) -> Tensor:
 
 def as_sendable(tensor: Tensor) -> Tensor:
     """The same bits in a dtype that all backends gather: neither gloo nor NCCL has all float dtypes, or int16."""
-    return tensor.view(torch.bfloat16) if tensor.dtype.itemsize == 2 else as_integers(tensor)
+    if tensor.dtype.itemsize == 2:
+        return tensor.view(torch.bfloat16)
+    return as_integers(tensor)

@@ -258,7 +258,10 @@ def copy_bytes(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def end_void_recording(device: torch.device, pool: tuple[int, int]) -> None:
     """After a recording into this pool that failed: if CUDA has ended it as void, end it for torch, too. There
     ``CUDAGraph.capture_end`` raises before it tells the allocator and the random generator (torch 2.11)."""
-    index = torch.cuda.current_device() if device.index is None else device.index
+    if device.index is None:
+        index = torch.cuda.current_device()
+    else:
+        index = device.index
     try:
         torch._C._cuda_endAllocateToPool(index, pool)
     except RuntimeError:

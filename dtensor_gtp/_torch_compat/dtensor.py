@@ -41,7 +41,9 @@ def local_tensor(tensor: DTensor) -> Tensor:
 
 def local_part(tensor: Tensor) -> Tensor:
     """The local shard of a DTensor; any other tensor itself."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor._local_tensor
+    return tensor
 
 
 def dtensor_spec(tensor: DTensor) -> DTensorSpec:
@@ -101,7 +103,9 @@ def wrap_full_tensor(placements_of_grad: Callable[[DTensor], list[Placement] | N
 
     @functools.wraps(stock)
     def full_tensor(tensor: DTensor, *, grad_placements: Any = None) -> Tensor:
-        own = placements_of_grad(tensor) if grad_placements is None else None
+        own = None
+        if grad_placements is None:
+            own = placements_of_grad(tensor)
         if own is None:  # the caller says how, or the tensor is none of ours
             return stock(tensor, grad_placements=grad_placements)
         whole: Tensor = _FullTensor.apply(tensor, stock, own)  # type: ignore[no-untyped-call]
@@ -167,7 +171,10 @@ def op_dispatcher() -> Any:
 def wrap_sharding_propagation(wrapper: Callable[[Propagate, OpSchema], OutputSharding]) -> None:
     """Ask ``wrapper(what_was_there, op_schema)`` how DTensor's ops are sharded, from now on in this process."""
     propagator = op_dispatcher().sharding_propagator
-    code = wrapper.__code__ if inspect.isfunction(wrapper) else type(wrapper).__call__.__code__
+    if inspect.isfunction(wrapper):
+        code = wrapper.__code__
+    else:
+        code = type(wrapper).__call__.__code__
     skip_code(code, recursive=True)  # the compiler of torch 2.11 would trace it, while it finds shapes
     before = propagator.propagate_op_sharding_non_cached
     wrapped = functools.wraps(before)(functools.partial(wrapper, before))
@@ -196,7 +203,9 @@ def stock_rule(op: Any) -> StockRule | None:
         return None
     if module.endswith("._pointwise_ops"):  # in torch 2.11 not a rule for one axis
         return StockRule.POINTWISE
-    return StockRule.SINGLE_DIM if single_dim_rule is not None else StockRule.WHOLE_MESH
+    if single_dim_rule is not None:
+        return StockRule.SINGLE_DIM
+    return StockRule.WHOLE_MESH
 
 
 class _HandlersOfThread:
@@ -216,7 +225,9 @@ class _HandlersOfThread:
         handlers = dispatcher.__dict__["_custom_op_handlers"]
         aside = getattr(self._aside, "ops", ())
         # A copy without them, only where this thread has put an op aside.
-        return {op: handler for op, handler in handlers.items() if op not in aside} if aside else handlers
+        if aside:
+            return {op: handler for op, handler in handlers.items() if op not in aside}
+        return handlers
 
     def __set__(self, dispatcher: Any, handlers: dict[Any, Any]) -> None:  # context parallelism assigns another table
         dispatcher.__dict__["_custom_op_handlers"] = handlers

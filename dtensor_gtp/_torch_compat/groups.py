@@ -142,7 +142,10 @@ def gloo_with_one_thread(parent: dist.ProcessGroup | None = None) -> Iterator[No
         yield
         return
     # None: devices as torch chooses them, made with the first group.
-    options = None if parent is None else _gloo_options(parent)
+    if parent is None:
+        options = None
+    else:
+        options = _gloo_options(parent)
     made = OneThreadGloo(None if options is None else options._devices)
     with mock.patch.object(distributed_c10d, "ProcessGroupGloo", made):
         yield
@@ -158,7 +161,9 @@ def _gloo_options(group: dist.ProcessGroup) -> Any:
     if torch.device("cpu") not in group._device_types:  # no backend for tensors on the host
         return None
     backend = group._get_backend(torch.device("cpu"))
-    return backend.options if backend.name() == "gloo" and hasattr(backend.options, "_threads") else None
+    if backend.name() == "gloo" and hasattr(backend.options, "_threads"):
+        return backend.options
+    return None
 
 
 def device_of_objects(group: dist.ProcessGroup) -> torch.device:

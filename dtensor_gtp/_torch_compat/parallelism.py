@@ -29,7 +29,9 @@ def fully_shard_group_class() -> Any:
     except (ImportError, AttributeError):
         return None  # ``ManagedParam.follow`` raises at the first use
     known = ("post_backward", "_to_sharded", "_to_unsharded", "is_sharded")  # what our patches replace or read
-    return group_class if all(hasattr(group_class, name) for name in known) else None
+    if all(hasattr(group_class, name) for name in known):
+        return group_class
+    return None
 
 
 class FullyShardCut(NamedTuple):
@@ -48,9 +50,13 @@ class FullyShardCut(NamedTuple):
 
     def dim_of(self, param: torch.nn.Parameter) -> int:
         """The dim of ``param`` that is cut."""
-        asked = self.placement_fn(param) if self.placement_fn is not None else None
+        asked = None
+        if self.placement_fn is not None:
+            asked = self.placement_fn(param)
         placement = getattr(asked, "placement", asked)  # it may come with a mesh of its own
-        return 0 if placement is None else int(placement.dim) % param.ndim  # torch's default
+        if placement is None:
+            return 0  # torch's default
+        return int(placement.dim) % param.ndim
 
 
 def fully_shard_sites(group: Any) -> list[tuple[torch.nn.Module, str]]:
@@ -65,7 +71,10 @@ def empty_grads_set_aside(group: Any) -> Iterator[None]:
     empty = []
     for param in group.fsdp_params:
         unsharded: Any = getattr(param, "_unsharded_param", None)  # missing until the first gather
-        grad = None if unsharded is None else unsharded.grad
+        if unsharded is None:
+            grad = None
+        else:
+            grad = unsharded.grad
         if isinstance(grad, DTensor) and not local_tensor(grad).numel():
             unsharded.grad = None  # the post-backward skips parameters without a gradient
             empty.append(param)

@@ -53,7 +53,9 @@ def wrap_engine(wrapper: Callable[..., Any]) -> None:
 def grad_dtype(param: Tensor) -> torch.dtype:
     """Of ``param.grad``: the parameter's dtype, but ``fully_shard`` of torch 2.15 wants that of its reduction."""
     dtype: torch.dtype | None = getattr(param, "grad_dtype", None)
-    return param.dtype if dtype is None else dtype
+    if dtype is None:
+        return param.dtype
+    return dtype
 
 
 def is_awaited(ctx: Any, index: int) -> bool:
@@ -81,12 +83,16 @@ def top_saved_tensors_hooks() -> tuple[PackHook, UnpackHook] | None:
 def post_accumulate_grad_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
     """In the order of their registration, as those of ``tensor_hooks``."""
     hooks = getattr(param, "_post_accumulate_grad_hooks", None)
-    return list(hooks.values()) if hooks else []
+    if hooks:
+        return list(hooks.values())
+    return []
 
 
 def tensor_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
     hooks = getattr(tensor, "_backward_hooks", None)
-    return list(hooks.values()) if hooks else []
+    if hooks:
+        return list(hooks.values())
+    return []
 
 
 def is_multi_grad_hook(hook: Callable[..., object]) -> bool:
@@ -106,7 +112,9 @@ def move_hooks(old: Tensor, new: Tensor) -> None:
 def has_hooks_at_node(param: Tensor) -> bool:
     """Whether the node that accumulates the gradient of ``param`` has hooks, which are called by autograd alone:
     those of ``param.expand_as(param).grad_fn.next_functions[0][0].register_hook``."""
-    local = param._local_tensor if isinstance(param, DTensor) else param
+    local = param
+    if isinstance(param, DTensor):
+        local = param._local_tensor
     if not param.requires_grad or type(local.detach()) is not Tensor:  # ``detach`` makes a Parameter a plain tensor
         return False
     node = accumulate_node(param)
@@ -131,7 +139,9 @@ def quick_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 def no_view(tensor: Tensor) -> Tensor:
     """A new tensor, for an autograd function to return: torch refuses writes to a view that such a function made
     (``nn.ReLU(inplace=True)`` after a linear layer with a bias, whose output is a view if it has more than 2 dims)."""
-    return tensor.data if tensor._is_view() else tensor
+    if tensor._is_view():
+        return tensor.data
+    return tensor
 
 
 def without_torch_function(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -143,7 +153,10 @@ def without_torch_function(func: Callable[..., Any], args: tuple[Any, ...], kwar
 def wrapper_tensor(cls: type[_T], like: Tensor, shape: torch.Size, dtype: torch.dtype) -> _T:
     """A tensor of class ``cls`` without memory; contiguous, but with the strides of ``like`` if that has its shape."""
     # On the meta device torch computes strides without memory.
-    stride = like.stride() if like.shape == shape else torch.empty(shape, device="meta").stride()
+    if like.shape == shape:
+        stride = like.stride()
+    else:
+        stride = torch.empty(shape, device="meta").stride()
     return cast("_T", make_wrapper_subclass(cls, shape, strides=stride, dtype=dtype, device=like.device))
 
 

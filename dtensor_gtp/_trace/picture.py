@@ -64,7 +64,10 @@ def row_name(lane: str, spans: Sequence[Span]) -> str:
     times: dict[str, float] = defaultdict(float)
     for span in spans:
         kernel = _NCCL_KERNEL.match(span.what)  # in a CUDA graph nothing else is known of it
-        what = f"NCCL {kernel[1]}" if kernel else span.what.partition(" ")[0]
+        if kernel:
+            what = f"NCCL {kernel[1]}"
+        else:
+            what = span.what.partition(" ")[0]
         times["compute" if span.kind == COMPUTE else what] += span.end - span.begin
     most = max(times, key=lambda what: (times[what], what))
     return f"{most[:22]} ({lane})"
@@ -106,7 +109,10 @@ def _round_step(least: float) -> float:
 def _rectangle(span: Span, part: Interval, color: str, y: int, begin: float, scale: float) -> str:
     x = _LEFT + (part[0] - begin) * scale
     width = max((part[1] - part[0]) * scale, 0.3)
-    what = span.what if span.what == span.name else f"{span.what}: {span.name}"
+    if span.what == span.name:
+        what = span.what
+    else:
+        what = f"{span.what}: {span.name}"
     return (
         f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{_LANE - 5}" fill="{_COLORS[color]}">'
         f"<title>{escape(what)}, {(part[1] - part[0]):.0f} us</title></rect>"
@@ -119,12 +125,19 @@ def _coarser(spans: Sequence[Span], pixel: float) -> list[Span]:
     """
     merged: list[Span] = []
     for span in spans:
-        last = merged[-1] if merged else None
+        last = None
+        if merged:
+            last = merged[-1]
         if last and last.kind == span.kind and span.begin - last.end < pixel:
             is_same = last.what == span.what
             if is_same or min(span.end - span.begin, last.end - last.begin) < pixel:
-                what = last.what if is_same else f"{last.what.partition(' and others')[0]} and others"
-                name = last.name if last.name == span.name else what
+                if is_same:
+                    what = last.what
+                else:
+                    what = f"{last.what.partition(' and others')[0]} and others"
+                name = what
+                if last.name == span.name:
+                    name = last.name
                 merged[-1] = last._replace(end=max(last.end, span.end), what=what, name=name)
                 continue
         merged.append(span)

@@ -49,7 +49,9 @@ class Span(NamedTuple):
     @property
     def since(self) -> float:
         """When the host has come to it, as far as that is known."""
-        return self.begin if self.launched == -math.inf else self.launched
+        if self.launched == -math.inf:
+            return self.begin
+        return self.launched
 
 
 class Range(NamedTuple):
@@ -98,7 +100,10 @@ def read_timeline(trace: dict[str, Any]) -> Timeline:
         raise ValueError("read_timeline expects a trace with kernels or operators, but found none in it.")
     # The host is ahead of the device: steps begin when the device has computed what was launched before them, and what
     # is launched in the last one ends later.
-    first = max([begin, *(span.end for span in before if span.kind == COMPUTE)]) if steps else spans[0].begin
+    if steps:
+        first = max([begin, *(span.end for span in before if span.kind == COMPUTE)])
+    else:
+        first = spans[0].begin
     last = max([span.end for span in spans] + [step[1] for step in steps])
     return Timeline(max(len(steps), 1), (first, last), spans)
 
@@ -126,7 +131,9 @@ def _ranges(events: list[dict[str, Any]]) -> dict[Any, list[Range]]:
         if match is None or event.get("cat") not in ("user_annotation", "cpu_op"):
             continue
         own = match["kind"] or match["other"]
-        kind = COMMUNICATION if own in _COMMUNICATES else COMPUTE
+        kind = COMPUTE
+        if own in _COMMUNICATES:
+            kind = COMMUNICATION
         names = match["names"] or match["other_names"]
         what, num_weights = (f"{own} {shorten(names)}", len(names.split(", "))) if names else (own, 1)
         found[event["tid"]].append(Range(*_interval(event), kind, what, num_weights))
@@ -138,7 +145,9 @@ def _ranges(events: list[dict[str, Any]]) -> dict[Any, list[Range]]:
 def shorten(names: str) -> str:
     """A list of weights by its first and the number of others."""
     first, *others = names.split(", ")
-    return f"{first} + {len(others)}" if others else first
+    if others:
+        return f"{first} + {len(others)}"
+    return first
 
 
 def _innermost(ranges: Sequence[Range], at: float) -> Range | None:
@@ -158,13 +167,21 @@ def _gpu_spans(events: list[dict[str, Any]], ranges: dict[Any, list[Range]]) -> 
         if event.get("cat") not in _GPU_WORK:
             continue
         launch = launches.get(event["args"].get("correlation"))
-        range_ = _innermost(ranges.get(launch["tid"], ()), float(launch["ts"])) if launch else None
+        range_ = None
+        if launch:
+            range_ = _innermost(ranges.get(launch["tid"], ()), float(launch["ts"]))
         # In a CUDA graph nothing belongs to a range, but this shows by its name.
         is_wire = any(name in event["name"].lower() for name in ("nccl", "memcpy ptop"))
         kind = COMMUNICATION if is_wire else range_.kind if range_ else COMPUTE
         lane = f"stream {event['args'].get('stream', event['tid'])}"
-        what = range_.what if range_ and range_.kind == kind else event["name"]
-        launched = float(launch["ts"]) if launch else -math.inf
+        if range_ and range_.kind == kind:
+            what = range_.what
+        else:
+            what = event["name"]
+        if launch:
+            launched = float(launch["ts"])
+        else:
+            launched = -math.inf
         spans.append(Span(*_interval(event), lane, kind, what, event["name"], launched))
     return spans
 
@@ -183,8 +200,11 @@ def _cpu_spans(events: list[dict[str, Any]], ranges: dict[Any, list[Range]]) -> 
         if any(outer[0] <= begin < outer[1] for outer in busy[event["tid"]]):
             continue  # part of a transfer
         range_ = _innermost(ranges.get(event["tid"], ()), begin)
-        kind = range_.kind if range_ else COMPUTE
-        what = range_.what if range_ else event["name"]
+        kind = COMPUTE
+        what = event["name"]
+        if range_:
+            kind = range_.kind
+            what = range_.what
         spans.append(Span(begin, end, f"thread {event['tid']}", kind, what, event["name"]))
     return spans
 

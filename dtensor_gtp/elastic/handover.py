@@ -52,7 +52,8 @@ def handover_path(environment: Mapping[str, str] | None = None, directory: Path 
         >>> handover_path({}) is None
         True
     """
-    environment = os.environ if environment is None else environment
+    if environment is None:
+        environment = os.environ
     if "TORCHELASTIC_RUN_ID" not in environment:
         return None  # no launcher, so no process that takes the state
     shared = [Path("/dev/shm"), Path(tempfile.gettempdir())] if directory is None else [directory]
@@ -193,7 +194,9 @@ def _stranger(file: BinaryIO) -> str:
         return "it is no ordinary file"
     if found.st_uid != os.geteuid():
         return f"user {found.st_uid} owns it"
-    return "other users may read or write it" if found.st_mode & _OTHERS else ""
+    if found.st_mode & _OTHERS:
+        return "other users may read or write it"
+    return ""
 
 
 def _read(file: BinaryIO, path: Path) -> HeldState | None:

@@ -49,7 +49,9 @@ class Box(NamedTuple):
         """What both contain; None if that is nothing."""
         starts = tuple(map(max, self.offset, other.offset))
         sizes = tuple(min(a + n, b + m) - s for s, a, n, b, m in zip(starts, *self, *other, strict=True))
-        return Box(starts, sizes) if min(sizes, default=1) > 0 else None  # 1: a scalar has one element
+        if min(sizes, default=1) > 0:  # 1: a scalar has one element
+            return Box(starts, sizes)
+        return None
 
     def subtract(self, other: Box) -> list[Box]:
         """What is left of this box without ``other``, in boxes."""
@@ -290,7 +292,9 @@ def plan_moves(
     moves: list[Move] = []
     missing: list[tuple[int, Box]] = []
     for target, box in sorted(wanted.items()):
-        left = [box] if box.numel else []  # a shard without rows needs nothing
+        left = []  # a shard without rows needs nothing
+        if box.numel:
+            left = [box]
         # ``nearest`` has the target once more, but then nothing is left that it holds.
         for source in chain([target] if target in held else [], nearest(replica_of[target])):
             if not left:

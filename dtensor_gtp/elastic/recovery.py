@@ -164,7 +164,8 @@ def recover_state(
     """
     leaves = {keys: value for keys, _, value in _leaves(state)}
     wanted = {keys: value for keys, value in leaves.items() if isinstance(value, DTensor)}
-    held = HeldState(_NEW, {}, {}) if held is None else held
+    if held is None:
+        held = HeldState(_NEW, {}, {})
     own = _Report(
         held.step,
         {keys: (box, part.dtype) for keys, (box, part) in held.tensors.items()},
@@ -248,7 +249,9 @@ def _check_same_model(keys: Keys, part: _Part, held: Sequence[tuple[Box, torch.d
     )
     if not fits or dtypes != {part.dtype}:
         boxes = sorted({box for box, _ in held})
-        got = f"parts {boxes} of {sorted(map(str, dtypes))}" if held else "nothing of it"
+        got = "nothing of it"
+        if held:
+            got = f"parts {boxes} of {sorted(map(str, dtypes))}"
         raise ValueError(
             "recover_state expects the state of the same model, but the model on the new mesh has "
             f"'{'.'.join(map(str, keys))}' of shape {part.shape} and {part.dtype}, and the remaining ranks hold "
@@ -313,7 +316,9 @@ def _shared_values(
     givers: dict[Keys, int] = {}
     lacking: set[Keys] = set()  # on any rank, so that all take part in a broadcast or none
     for rank, report in enumerate(reports):
-        present = report.held_plain if report.step == step else {}
+        present = {}
+        if report.step == step:
+            present = report.held_plain
         for keys in present:
             givers.setdefault(keys, rank)
         lacking |= report.wanted_plain.keys() - present.keys()
@@ -328,7 +333,9 @@ def _shared_values(
             nbytes += reports[giver].held_plain[keys] or 0
             if nbytes < limit and index < len(needed):
                 continue
-            sent = {keys: own[keys] for keys in portion} if giver == rank else None
+            sent = None
+            if giver == rank:
+                sent = {keys: own[keys] for keys in portion}
             received = broadcast_value(sent, mesh.world.get_group(), giver)
             shared |= {keys: value for keys, value in received.items() if keys in reports[rank].wanted_plain}
             nbytes = 0

@@ -59,7 +59,9 @@ class Survivors:
 
     def __str__(self) -> str:
         lost = ", ".join(f"rank {rank} ({place})" for rank, place in self.dead.items())
-        new = f", with new ranks {list(self.joined)}" if self.joined else ""
+        new = ""
+        if self.joined:
+            new = f", with new ranks {list(self.joined)}"
         return f"{self.num_ranks} ranks are left, without {lost or 'any loss'}{new}"
 
 

@@ -271,7 +271,9 @@ class _Pulse:
     def is_alive(self, rank: int) -> bool:
         """Whether the number has changed, or was seen first, within the limit."""
         key = f"beat/{rank}"
-        number = self._store.get(key) if self._store.check([key]) else b""  # empty before the first beat
+        number = b""  # empty before the first beat
+        if self._store.check([key]):
+            number = self._store.get(key)
         if rank not in self._seen or self._seen[rank][0] != number:
             self._seen[rank] = (number, clock.now())  # by the clock of this process
         return number == _DONE or clock.now() - self._seen[rank][1] <= self._limit
@@ -332,7 +334,10 @@ def join(
     layout = members.layout
     generation = members.generation
     # Before the start: the others hear this rank while it connects.
-    watch = None if limit is None else RankWatch(layout, rank, store, limit=limit, generation=generation)
+    if limit is None:
+        watch = None
+    else:
+        watch = RankWatch(layout, rank, store, limit=limit, generation=generation)
     if start_regrouped(store, members, rank, backend, timeout):
         return members.seen_by(rank), watch
     # A rank of the list was lost meanwhile: join the others in the next round.

@@ -339,7 +339,9 @@ def _checked(name: str, block: nn.Module, recorder: CudaRecorder, owners: dict[M
             )
     check_buffers(f"capture_blocks, of block '{name}',", block, runtimes[0].device)
     for managed in params:
-        weight = managed if isinstance(managed, ShardedWeight) else None
+        weight = None
+        if isinstance(managed, ShardedWeight):
+            weight = managed
         # Blocks may have modules in common, such as a table of rotary embeddings, but no parameters.
         first = owners.setdefault(managed, name)
         obstacles = {

@@ -67,7 +67,9 @@ def names_of_params(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module
     owners = [model for model in models if not trained.isdisjoint(model.parameters())]
     names: dict[nn.Parameter, str] = {}
     for index, model in enumerate(owners):
-        prefix = f"{index}." if len(owners) > 1 else ""
+        prefix = ""
+        if len(owners) > 1:
+            prefix = f"{index}."
         for name, param in model.named_parameters():
             names.setdefault(param, prefix + plain_name(name))
     return names

@@ -87,7 +87,9 @@ def parallelize_llama(
         model.parallelize(parallel_dims)  # type: ignore[operator]
     if ac_config is not None:
         ac_config.build(dump_folder=dump_folder).apply(model)
-    names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
+    names = ["fsdp"]
+    if parallel_dims.dp_replicate_enabled:
+        names = ["dp_replicate", "fsdp"]
     sharded = gtp_shard(
         model,
         parallel_dims.get_mesh(names),

@@ -153,7 +153,9 @@ class GTPTrainer(Trainer):
         rank = self.args.process_index
         world_size = self.args.world_size
         with TemporaryDirectory() as folder:  # the stock method looks for a file of this name
-            name = f"rng_state_{rank}.pth" if world_size > 1 else "rng_state.pth"
+            name = "rng_state.pth"
+            if world_size > 1:
+                name = f"rng_state_{rank}.pth"
             os.symlink(saved[rank % len(saved)].absolute(), Path(folder) / name)
             super()._load_rng_state(folder)
         if rank >= len(saved):

@@ -75,8 +75,12 @@ def _grouped(experts: nn.Module, is_fused: bool) -> GroupedExperts:
         else:
             (gate_up,), (down,) = kinds
     mlp = GroupedMLP(*down.shape, activation=activation, is_fused=is_fused, device=down.device, dtype=down.dtype)
-    layers = [mlp.gate_up, mlp.down] if is_fused else [mlp.gate, mlp.up, mlp.down]
-    weights = [gate_up, down] if is_fused else [*gate_up.chunk(2, 1), down]  # the rows of gate come first
+    if is_fused:
+        layers = [mlp.gate_up, mlp.down]
+        weights = [gate_up, down]
+    else:
+        layers = [mlp.gate, mlp.up, mlp.down]
+        weights = [*gate_up.chunk(2, 1), down]  # the rows of gate come first
     for layer, weight, requires_grad in zip(layers, weights, is_trained, strict=True):
         with torch.no_grad():
             layer.weight.copy_(weight)
@@ -191,7 +195,9 @@ def convert_experts_state_dict(state_dict: Mapping[str, Tensor], form: str) -> d
         first = names[0].format(0)
         last = names[-1].format(0)
         # One tensor of all experts has 3 dims. Those of dense layers with such names have 2.
-        ndim = 2 if "{}" in names[0] else 3
+        ndim = 3
+        if "{}" in names[0]:
+            ndim = 2
         for key in state_dict:
             # A prefix is empty or ends with a dot, because other names may end alike.
             prefix = key.removesuffix(last)
@@ -202,7 +208,10 @@ def convert_experts_state_dict(state_dict: Mapping[str, Tensor], form: str) -> d
         raise ValueError("convert_experts_state_dict found no experts in the state dict, in none of the known forms.")
     for prefix, names in prefixes.items():
         gate_up, down = _take(converted, prefix, names)
-        values = [gate_up, down] if len(_FORMS[form]) == 2 else [*gate_up.chunk(2, 1), down]
+        if len(_FORMS[form]) == 2:
+            values = [gate_up, down]
+        else:
+            values = [*gate_up.chunk(2, 1), down]
         for name, value in zip(_FORMS[form], values, strict=True):
             if "{}" in name:
                 # Copies: views would share the memory of all experts.

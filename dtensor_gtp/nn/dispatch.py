@@ -220,7 +220,9 @@ class TokenDispatcher:
             # Rows of other ranks' experts are zeros here. The sum over ranks completes each token.
             spread = _unpermute(rows, dispatched._order, all_weights.numel())
             own = compat.reduce_scatter_rows(_weighted_sum(spread, all_weights), self._group)
-            return own if own.shape[0] == weights.shape[0] else own[: weights.shape[0]]  # without the padding
+            if own.shape[0] == weights.shape[0]:
+                return own
+            return own[: weights.shape[0]]  # without the padding
         if dispatched._exchange is not None:
             sent, received, order = dispatched._exchange
             # The way back: each rank receives as many rows as it has sent.
@@ -294,7 +296,9 @@ class TokenDispatcher:
 
     def _complaint(self, got: str) -> str:
         assert self.mesh is not None
-        limit = "max_tokens" if self._is_declared else "the most of the first dispatch, unless all ranks have more"
+        limit = "the most of the first dispatch, unless all ranks have more"
+        if self._is_declared:
+            limit = "max_tokens"
         return (
             f"TokenDispatcher by 'all_gather' expects at most {self._capacity} tokens on each rank ({limit}), but got "
             f"{got} on ranks {dist.get_process_group_ranks(self._group)} of mesh axes {self.mesh.mesh_dim_names}. Set "
@@ -303,9 +307,14 @@ class TokenDispatcher:
 
 
 def experts_per_rank(num_experts: int, mesh: DeviceMesh | None) -> int:
-    num_ranks = 1 if mesh is None else mesh.size()
+    if mesh is None:
+        num_ranks = 1
+    else:
+        num_ranks = mesh.size()
     if num_experts < 1 or num_experts % num_ranks:
-        name = mesh.mesh_dim_names[0] if mesh is not None and mesh.mesh_dim_names else "ep"
+        name = "ep"
+        if mesh is not None and mesh.mesh_dim_names:
+            name = mesh.mesh_dim_names[0]
         what = f"a number of experts that the {num_ranks} ranks of mesh axis '{name}' divide, but got {num_experts}"
         raise ValueError(f"Expert parallelism expects {what}. Choose an axis whose size divides it.")
     return num_experts // num_ranks

@@ -188,7 +188,10 @@ def parallelize_experts(
     # All checks precede the first change.
     if not (ep_mesh is None and tp_mesh is None):
         _check_is_grouped(module)
-    tp_dims = {} if tp_mesh is None else _tp_dims(module, tp_mesh)
+    if tp_mesh is None:
+        tp_dims = {}
+    else:
+        tp_dims = _tp_dims(module, tp_mesh)
     layers = [layer for layer in module.modules() if isinstance(layer, GroupedLinear)]
     for layer in layers:
         experts_per_rank(layer.num_groups, ep_mesh)  # raises if the axis does not divide them
@@ -247,7 +250,10 @@ def _cut(layer: GroupedLinear, cuts: list[tuple[DeviceMesh, int]]) -> None:
     """Replace the parameters by DTensors that are cut along a dim over each mesh."""
     if not cuts:
         return
-    mesh = cuts[0][0] if len(cuts) == 1 else compat.concatenate_meshes([mesh for mesh, _ in cuts])
+    if len(cuts) == 1:
+        mesh = cuts[0][0]
+    else:
+        mesh = compat.concatenate_meshes([mesh for mesh, _ in cuts])
     placements = tuple(Shard(dim) for _, dim in cuts)
     for name, param in list(layer.named_parameters()):
         # Cut before, perhaps in another call, for a layer that shares the parameter.

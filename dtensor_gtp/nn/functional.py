@@ -89,7 +89,9 @@ def linear_cross_entropy(
 def _losses(hidden: Tensor, linear: nn.Linear | nn.Embedding, targets: Tensor, label_smoothing: float) -> Tensor:
     """The loss of each token; zero where the target is ``IGNORED``."""
     binding = binding_of(linear)
-    weight = binding.params.get("weight") if binding is not None else None
+    weight = None
+    if binding is not None:
+        weight = binding.params.get("weight")
     # Not sharded, whole on each rank, or in a group, whose modules have plain full weights.
     if binding is None or binding.block is not None or not isinstance(weight, ShardedWeight):
         return _cross_entropy(_logits(linear, hidden), targets, label_smoothing)
@@ -108,10 +110,15 @@ def _losses(hidden: Tensor, linear: nn.Linear | nn.Embedding, targets: Tensor, l
         with runtime.gathering.using(weight.for_forward) as full:
             return torch.cat([_cross_entropy(F.linear(h, full, bias), t, label_smoothing) for h, t in pairs])
     # A bias that nobody manages needs this rank's tokens over the whole vocabulary, which an exchange does not have.
-    own_bias = None if "bias" in binding.params else linear._parameters.get("bias")
+    if "bias" in binding.params:
+        own_bias = None
+    else:
+        own_bias = linear._parameters.get("bias")
     trains_own_bias = own_bias is not None and own_bias.requires_grad
     can_exchange = torch.is_grad_enabled() and weight.layout.world > 1 and not trains_own_bias
-    exchange = loss_exchange(runtime, weight) if can_exchange else None
+    exchange = None
+    if can_exchange:
+        exchange = loss_exchange(runtime, weight)
     if exchange is not None:
         hidden = hidden.to(_compute_dtype(hidden, weight))
         bias = _bias(linear, binding)
@@ -184,7 +191,10 @@ def _check(input: Tensor, linear: nn.Module, target: Tensor, reduction: str, lab
         raise TypeError(f"{name} expects plain tensors of this rank as input and target, but got a DTensor.")
     if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
         raise TypeError(f"{name} expects integers as target, but got {target.dtype}: probabilities are not supported.")
-    width = linear.embedding_dim if isinstance(linear, nn.Embedding) else linear.in_features
+    if isinstance(linear, nn.Embedding):
+        width = linear.embedding_dim
+    else:
+        width = linear.in_features
     if input.shape[-1:] != (width,) or input.shape[:-1] != target.shape:
         got = f"{tuple(input.shape)} and {tuple(target.shape)}"
         raise ValueError(f"{name} expects input of shape (*, {width}) and target of shape (*), but got {got}.")

@@ -111,7 +111,9 @@ class GroupedLinear(nn.Module):
         """Names of the parameters of a kind, ``"weight"`` or ``"bias"``, in the order of groups."""
         if kind == "bias" and not self.has_bias:
             return []
-        return [kind] if self.single_grouped_weight else [f"{kind}{group}" for group in range(self.num_groups)]
+        if self.single_grouped_weight:
+            return [kind]
+        return [f"{kind}{group}" for group in range(self.num_groups)]
 
     def reset_parameters(self) -> None:
         """Draw each group as ``nn.Linear`` draws: uniform, within one over the root of ``in_features``."""
@@ -133,7 +135,9 @@ class GroupedLinear(nn.Module):
         specs = [weight.tp_spec for weight in weights if isinstance(weight, ShardedWeight)]
         is_cut = all(isinstance(p, Shard) for spec in specs if spec is not None for p in spec.placements)
         # None: the forward reads weights as attributes.
-        return Fused(_fused_forward, multiplies=True) if is_stock and is_cut and len(specs) == len(weights) else None
+        if is_stock and is_cut and len(specs) == len(weights):
+            return Fused(_fused_forward, multiplies=True)
+        return None
 
     def check_gtp_placement(self, fqn: str, param: Tensor, placement: GTPShard) -> None:
         """Refuse what expert or tensor parallelism has cut over an axis that does not divide the groups or blocks."""
@@ -146,7 +150,10 @@ class GroupedLinear(nn.Module):
             size = mesh.size(axis)
             if dim is None:
                 continue
-            name = mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else str(axis)
+            if mesh.mesh_dim_names:
+                name = mesh.mesh_dim_names[axis]
+            else:
+                name = str(axis)
             what = f"parameter '{fqn}' of shape {tuple(param.shape)}, which mesh axis '{name}' of size {size} cuts"
             if dim == 0 and self.single_grouped_weight and shape[0] % size:
                 what = f"{what}. Choose an axis whose size divides the {self.num_groups} groups."
@@ -177,14 +184,18 @@ class GroupedLinear(nn.Module):
             NotImplementedError: Tensor parallelism has cut ``in_features`` of a layer with a bias.
         """
         weight = self._grouped("weight")
-        bias = self._grouped("bias") if self.has_bias else None
+        bias = None
+        if self.has_bias:
+            bias = self._grouped("bias")
         self.check_input(x, split_sizes, scales, weight.shape)
         return grouped_linear(x, weight, bias, split_sizes, scales)
 
     def _grouped(self, kind: str) -> Tensor:
         """What this rank has of the weights or biases of all groups, in one tensor."""
         parts = [_local(getattr(self, name)) for name in self.names_of(kind)]
-        return parts[0] if self.single_grouped_weight else torch.stack(parts)
+        if self.single_grouped_weight:
+            return parts[0]
+        return torch.stack(parts)
 
     def check_input(self, x: Tensor, split_sizes: Tensor, scales: Tensor | None, weight_shape: torch.Size) -> None:
         """Raise what :meth:`forward` raises, before its first collective. ``weight_shape`` is this rank's part."""
@@ -198,7 +209,10 @@ class GroupedLinear(nn.Module):
                 "it with bias=False."
             )
         if not isinstance(split_sizes, Tensor) or split_sizes.dtype not in (torch.int32, torch.int64):
-            got = split_sizes.dtype if isinstance(split_sizes, Tensor) else type(split_sizes).__name__
+            if isinstance(split_sizes, Tensor):
+                got = split_sizes.dtype
+            else:
+                got = type(split_sizes).__name__
             raise TypeError(f"GroupedLinear expects split_sizes as an int32 or int64 tensor, but got {got}.")
         if split_sizes.device != x.device:
             raise ValueError(
@@ -269,7 +283,9 @@ def convert_grouped_state_dict(
             for group, value in enumerate(converted.pop(name).unbind(0)):
                 converted[f"{name}{group}"] = value.clone()  # a copy, not a view of all groups
     if converted.keys() == state_dict.keys():
-        wanted = "weight0, weight1, ..." if single_grouped_weight else "weight"
+        wanted = "weight"
+        if single_grouped_weight:
+            wanted = "weight0, weight1, ..."
         raise ValueError(f"convert_grouped_state_dict expects {wanted} under prefix '{prefix}', but found none.")
     return converted
 
@@ -287,7 +303,9 @@ def _parts(state: dict[str, Tensor], name: str) -> list[Tensor]:
 
 def _local(value: Tensor) -> Tensor:
     """This rank's part of a parameter that expert or tensor parallelism has cut."""
-    return value.to_local() if isinstance(value, DTensor) else value
+    if isinstance(value, DTensor):
+        return value.to_local()
+    return value
 
 
 def _fused_forward(bound: BoundModule, x: Tensor, split_sizes: Tensor, scales: Tensor | None = None) -> Tensor:
@@ -298,7 +316,10 @@ def _fused_forward(bound: BoundModule, x: Tensor, split_sizes: Tensor, scales: T
             return GroupedLinear.forward(module, x, split_sizes, scales)  # reads weights as attributes
         compiled = binding.compiled["weight"]
         module.check_input(x, split_sizes, scales, compiled.weight.layout.shape)
-        value = None if module.bias is None else _local(module.bias)  # read as an attribute: the graph gets it
+        if module.bias is None:
+            value = None
+        else:
+            value = _local(module.bias)  # read as an attribute: the graph gets it
         return compiled_grouped_linear(x, value, split_sizes, scales, compiled)
     if binding.block is not None:  # in a group modules have plain full weights
         return GroupedLinear.forward(module, x, split_sizes, scales)
@@ -306,7 +327,10 @@ def _fused_forward(bound: BoundModule, x: Tensor, split_sizes: Tensor, scales: T
     names_of = module.names_of
     weights = {name: param for name in names_of("weight") if isinstance(param := get(name), ShardedWeight)}
     biases = {name: param for name in names_of("bias") if isinstance(param := get(name), WholeParam)}
-    num_params = 1 if module.single_grouped_weight else module.num_groups
+    if module.single_grouped_weight:
+        num_params = 1
+    else:
+        num_params = module.num_groups
     # The fused op takes weights that are all shards and biases that are all whole. Other cases read attributes.
     is_plain = len(weights) == num_params and len(biases) == num_params * module.has_bias
     if not is_plain or torch.is_autocast_enabled(x.device.type):
@@ -317,9 +341,13 @@ def _fused_forward(bound: BoundModule, x: Tensor, split_sizes: Tensor, scales: T
     runtime = binding.group.runtime
     sharded = tuple(weights.values())
     shape = sharded[0].layout.shape
-    value = values[0] if values else None
+    value = None
+    if values:
+        value = values[0]
     if not module.single_grouped_weight:  # as those of one weight would be
         shape = torch.Size((num_params, *shape))
-        value = torch.stack(values) if values else None
+        value = None
+        if values:
+            value = torch.stack(values)
     module.check_input(x, split_sizes, scales, shape)
     return sharded_grouped_linear(x, value, split_sizes, scales, runtime, sharded)

@@ -78,7 +78,9 @@ def grouped_linear(
 def embedding(indices: Tensor, padding_idx: int | None, compiled: CompiledWeight) -> Tensor:
     """``F.embedding`` as one op of the compiled graph."""
     weight = compiled.weight
-    padding = -1 if padding_idx is None else padding_idx  # as aten wants it
+    padding = padding_idx
+    if padding_idx is None:
+        padding = -1  # as aten wants it
     # An op cannot see whether gradients are computed around it.
     may_exchange = torch.is_grad_enabled()
     about = (weight.layout.shape[1], padding, weight.compute_dtype, may_exchange)

@@ -261,9 +261,15 @@ def _backward(
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     wgrad_dtype = torch.promote_types(job.weight.reduce_dtype, torch.float32)
     rows = job.weight.shard.detach().to(hidden.device, hidden.dtype)
-    grad_hidden = torch.empty_like(hidden) if needs[0] else None
-    wgrad = torch.zeros(layout.slot_shape, dtype=wgrad_dtype, device=device) if needs[1] else None
-    grad_bias = torch.zeros(layout.num_rows, dtype=dtype, device=device) if needs[2] else None
+    grad_hidden = None
+    if needs[0]:
+        grad_hidden = torch.empty_like(hidden)
+    wgrad = None
+    if needs[1]:
+        wgrad = torch.zeros(layout.slot_shape, dtype=wgrad_dtype, device=device)
+    grad_bias = None
+    if needs[2]:
+        grad_bias = torch.zeros(layout.num_rows, dtype=dtype, device=device)
     own_grads = padded(grad_losses.to(dtype), job.targets.shape[1]).contiguous()
     grads, done = job.all_gather(own_grads, "gradients")
     comm.streams.wait(done)

@@ -47,7 +47,9 @@ class _Embedding(torch.autograd.Function):
     ) -> Tensor:
         ctx.runtime = runtime
         ctx.weight = weight
-        ctx.padding_idx = -1 if padding_idx is None else padding_idx  # as aten wants it
+        ctx.padding_idx = padding_idx
+        if padding_idx is None:
+            ctx.padding_idx = -1  # as aten wants it
         found = exchanged_lookup(indices, runtime, weight)
         if found is not None:
             output, ids = found
@@ -165,7 +167,10 @@ def exchanged_lookup(indices: Tensor, runtime: Runtime, weight: ShardedWeight) -
         rows = _own_rows(ids.reshape(-1), weight)
         output = rows.new_empty((ids.shape[1], dim))
         # Other ranks add zero bits. Every backend has sums of these integers.
-        bits = torch.int32 if dim * rows.element_size() % 4 == 0 else torch.uint8
+        if dim * rows.element_size() % 4 == 0:
+            bits = torch.int32
+        else:
+            bits = torch.uint8
         what = f"{ids.shape[1]} tokens of {weight.fqn}"
         args = (output.view(bits), rows.view(bits), dist.ReduceOp.SUM)
         done = runtime.comm.launch(compat.reduce_scatter_base, what, weight.groups, *args)

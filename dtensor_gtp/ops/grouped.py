@@ -254,8 +254,13 @@ class _GroupedMM(torch.autograd.Function):
     def forward(ctx: Any, x_TK: Tensor, weight_GNK: Tensor, ends_G: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.dtype = dtype
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        saved_x = x_TK if needs_weight else None  # saved only for the gradient that needs it
-        saved_weight = weight_GNK if needs_x else None
+        # saved only for the gradient that needs it
+        saved_x = None
+        if needs_weight:
+            saved_x = x_TK
+        saved_weight = None
+        if needs_x:
+            saved_weight = weight_GNK
         ctx.save_for_backward(saved_x, saved_weight, ends_G)
         return _product_with(weight_GNK, x_TK, ends_G, Direction.ROWWISE, dtype)
 

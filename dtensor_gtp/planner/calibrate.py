@@ -51,7 +51,10 @@ def calibrate(path: Path, *, device_type: str | None = None, clock: Clock | None
         raise PlanError(f"calibrate cannot write {path}: there is no such folder, or it is one. Name another place.")
     kind = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     with _meshes(kind) as (mesh, others):
-        device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+        if kind == "cuda":
+            device = torch.device(kind, torch.cuda.current_device())
+        else:
+            device = torch.device("cpu")
         clock = clock or (EventClock if kind == "cuda" else Clock)(device)
         samples = Samples({}, {})
         base = _base(device)
@@ -92,7 +95,9 @@ def _meshes(kind: str) -> Iterator[tuple[DeviceMesh, DeviceMesh | None]]:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
         mesh = init_weight_mesh(kind, replicate=world // local, gtp=local)
         yield mesh["gtp"], mesh["replicate"] if world > local else None
-        devices = [torch.cuda.current_device()] if kind == "cuda" else None
+        devices = None
+        if kind == "cuda":
+            devices = [torch.cuda.current_device()]
         dist.barrier(group=mesh["gtp"].get_group(), device_ids=devices)  # nobody frees memory that a peer still reads
     finally:
         if is_mine and dist.is_initialized():
@@ -126,8 +131,12 @@ class Links:
         self._device = clock.device
         self._size = group.size()
         self._is_gpu = clock.device.type == "cuda"
-        self._sizes = _GPU_SIZES if self._is_gpu else _CPU_SIZES
-        self._beside = 1 << 26 if self._is_gpu else 1 << 16
+        if self._is_gpu:
+            self._sizes = _GPU_SIZES
+            self._beside = 1 << 26
+        else:
+            self._sizes = _CPU_SIZES
+            self._beside = 1 << 16
 
     def _bytes(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=self._device)
@@ -199,7 +208,9 @@ class Links:
 
     def contention(self, engine: CopyEngine | None) -> None:
         """GEMMs beside collectives and copies, and the other way round; two collectives; two kernels."""
-        dim = 4096 if self._is_gpu else 64
+        dim = 64
+        if self._is_gpu:
+            dim = 4096
         a, b, out = (torch.randn(dim, dim, device=self._device).to(torch.bfloat16) for _ in range(3))
         gemm = partial(torch.mm, a, b, out=out)
         gather = self._gather(self._beside)
@@ -258,7 +269,9 @@ def measure_compute(clock: Clock, samples: Samples) -> None:
     for size in _GPU_GEMMS if is_gpu else _CPU_GEMMS:
         _gemms(clock, samples, *size)
     # Kernels between GEMMs: a product, a norm and a cast to bf16; and casts to float8.
-    shape = (8192, 14336) if is_gpu else (512, 1024)
+    shape = (512, 1024)
+    if is_gpu:
+        shape = (8192, 14336)
     a, b, out = (torch.randn(shape, device=device).to(torch.bfloat16) for _ in range(3))
     wide = a.float()
     scale = b[0].clone()
@@ -284,7 +297,9 @@ def measure_compute(clock: Clock, samples: Samples) -> None:
 def _gemms(clock: Clock, samples: Samples, rows: int, inputs: int, outputs: int) -> None:
     device = clock.device
     flops = 2.0 * rows * inputs * outputs
-    calls = 20 if rows < 2048 else 1
+    calls = 1
+    if rows < 2048:
+        calls = 20
 
     def add(kind: str, work: Callable[[], object]) -> None:
         samples.add(f"{kind} GEMM", flops, clock.time(work, calls, is_sustained=True))
@@ -296,7 +311,9 @@ def _gemms(clock: Clock, samples: Samples, rows: int, inputs: int, outputs: int)
     casts = casts_for(x)
     for granularity, cast in ((Granularity.TENSOR, casts.cast_matrix), (Granularity.ROW, casts.cast_rows)):
         left, right = (Operand(*cast(matrix), granularity) for matrix in (x, weight))
-        kind = "float8 tensorwise" if granularity is Granularity.TENSOR else "float8 rowwise"
+        kind = "float8 rowwise"
+        if granularity is Granularity.TENSOR:
+            kind = "float8 tensorwise"
         add(kind, partial(product, left, right, torch.bfloat16, on_hardware=True, use_fast_accum=True))
 
 

@@ -147,7 +147,9 @@ class Samples(NamedTuple):
     def seconds(self, kind: str) -> float | None:
         """Of one unit of a kind with one sample; None if it is missing."""
         found = self.by_kind.get(kind)
-        return None if not found else statistics.median(sample.seconds / sample.amount for sample in found)
+        if not found:
+            return None
+        return statistics.median(sample.seconds / sample.amount for sample in found)
 
 
 def fitted(machine: Machine, samples: Samples, *, fast: int = 1, network: int = 1, together: int = 1) -> Machine:
@@ -195,7 +197,9 @@ def _compute(machine: Machine, samples: Samples) -> dict[str, Any]:
     peaks = {name: peak * 1e12 for name, peak in machine.peak_tflops.items()} | {"hbm": machine.hbm_gb_s * 1e9}
     for name, kind, peak in _SHARES:
         if (rows := samples.by_kind.get(kind)) and peak in peaks:
-            most = 1.5 if peak == "hbm" else 1.0
+            most = 1.0
+            if peak == "hbm":
+                most = 1.5
             curve = tuple((row.amount, share(row, peaks[peak], most)) for row in sorted(rows))
             found[name] = curve if name.endswith("gemm") else statistics.median(part for _, part in curve)
     return found

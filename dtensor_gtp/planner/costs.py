@@ -64,7 +64,10 @@ class Costs:
         if precision not in peaks:
             only = f"only in {', '.join(peaks)}. Name another recipe, or one with :dequantize."
             raise PlanError(f"{self.machine.name} has no peak for GEMMs in {precision}, {only}")
-        float8 = compute.float8_rowwise_gemm if self.is_rowwise else compute.float8_gemm
+        if self.is_rowwise:
+            float8 = compute.float8_rowwise_gemm
+        else:
+            float8 = compute.float8_gemm
         share = _share(compute.gemm if precision == "bf16" else float8, op.flops / op.groups)
         share *= compute.ragged if op.is_ragged else 1
         return compute.kernel_us / 1e3 + op.flops / (peaks[precision] * share) * 1e-9
@@ -72,7 +75,9 @@ class Costs:
     def memory_ms(self, nbytes: float, share: float = 0.0) -> float:
         """One kernel that reads and writes so many bytes, at this share of the memory's bandwidth."""
         rate = self.machine.hbm_gb_s * (share or self.machine.compute.hbm)
-        return self.machine.compute.kernel_us / 1e3 + nbytes / rate * _PER_GB_S if nbytes else 0
+        if nbytes:
+            return self.machine.compute.kernel_us / 1e3 + nbytes / rate * _PER_GB_S
+        return 0
 
     def cast_ms(self, nbytes: float) -> float:
         return self.memory_ms(nbytes, self.machine.compute.cast)
@@ -85,11 +90,15 @@ class Costs:
             shares = compute.attention, compute.attention_long or compute.attention
             share = _share(tuple(zip(ATTENTION_LENGTHS, shares, strict=True)), max(self.seq_len, 1))
             return compute.kernel_us / 1e3 + op.flops / (self.machine.peak_tflops["bf16"] * share) * 1e-9
-        return self.memory_ms(op.nbytes) if op.kind is Kind.MEMORY else 0
+        if op.kind is Kind.MEMORY:
+            return self.memory_ms(op.nbytes)
+        return 0
 
     def works(self, ops: Iterable[Op], *, is_block: bool = True) -> list[Work]:
         """Compute between two collectives is one piece. ``is_block``: of a block, which may be compiled."""
-        factor = self.machine.compute.fused if self.is_compiled and is_block else 1.0
+        factor = 1.0
+        if self.is_compiled and is_block:
+            factor = self.machine.compute.fused
         op_ms = self.machine.host.op_us / 1e3
         works: list[Work] = []
         ms = host = 0.0
@@ -105,10 +114,14 @@ class Costs:
                 spent = (self.exchange_ms if op.kind is Kind.EP else self.gather_ms)(nbytes, axis)
                 works.append(Work(spent, op.kind.value, self.machine.host.collective_us / 1e3, nbytes))
                 continue
-            left = factor if op.kind in (Kind.MEMORY, Kind.VIEW) else 1.0
+            left = 1.0
+            if op.kind in (Kind.MEMORY, Kind.VIEW):
+                left = factor
             ms += self.op_ms(op) * left
             host += op_ms * left
-        return [*works, Work(ms, "", host)] if ms or host else works
+        if ms or host:
+            return [*works, Work(ms, "", host)]
+        return works
 
     def wire(self, axis: Axis) -> Wire:
         """The fast link, or rings through the network: one for each of the group's members in a domain."""
@@ -135,14 +148,19 @@ class Costs:
     def load(self, axis: Axis, *, is_copy: bool) -> Load:
         if is_copy:
             return Load.COPY
-        return Load.NCCL if self.wire(axis).is_fast else Load.NETWORK
+        if self.wire(axis).is_fast:
+            return Load.NCCL
+        return Load.NETWORK
 
     def together_ms(
         self, nbytes: float, axis: Axis, num_tensors: int, *, is_copy: bool, is_reduction: bool = False
     ) -> float:
         """Of several tensors in one launch. Copy engines copy for each tensor and peer in turn, behind a barrier."""
         if not is_copy:
-            one = self.scatter_ms(nbytes, axis) if is_reduction else self.gather_ms(nbytes, axis)
+            if is_reduction:
+                one = self.scatter_ms(nbytes, axis)
+            else:
+                one = self.gather_ms(nbytes, axis)
             return one * (self.machine.contention.grouped if num_tensors > 1 else 1)
         link = self.machine.copy
         peers = axis.size - 1

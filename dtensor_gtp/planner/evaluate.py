@@ -53,11 +53,16 @@ class Problem:
     def setting(self, layout: Layout, part: Part) -> Setting:
         job = self.job
         tokens = self.job.seq_len // layout.cp
-        choices = 0 if job.dispatch == "rows" else self.model.experts_per_token
+        if job.dispatch == "rows":
+            choices = 0
+        else:
+            choices = self.model.experts_per_token
         is_rowwise = job.recipe == "float8_rowwise"
         costs = Costs(self.machine, layout.axes(), job.precision, job.is_compiled, is_rowwise, tokens, choices)
         policy = SchedulePolicy(memory=job.memory)  # type: ignore[arg-type]  # a job has checked it
-        reduce_nbytes = 2 if job.reduce_dtype == "bf16" else 4
+        reduce_nbytes = 4
+        if job.reduce_dtype == "bf16":
+            reduce_nbytes = 2
         tokens = layout.micro_batch * job.seq_len // layout.cp
         trace = self.trace(layout, part)
         recipe = job.quantization
@@ -120,7 +125,9 @@ class Problem:
         batch = f"{layout.data_ranks} data ranks with {layout.micro_batch} sequences each do not divide {job.batch}"
         rules[batch] = job.batch % (layout.data_ranks * layout.micro_batch)
         reason = next((reason for reason, is_broken in rules.items() if is_broken), None)
-        return model.refuses(tp) if reason is None and isinstance(model, UserModel) else reason
+        if reason is None and isinstance(model, UserModel):
+            return model.refuses(tp)
+        return reason
 
 
 @dataclass(frozen=True)
@@ -179,7 +186,9 @@ class Answer:
     def range_ms(self) -> tuple[float, float] | None:
         """The least and the most that a step may take, by published runs of this kind; None where there are none."""
         found = self.ground
-        return None if isinstance(found, str) else (self.step_ms * found.least, self.step_ms * found.most)
+        if isinstance(found, str):
+            return None
+        return (self.step_ms * found.least, self.step_ms * found.most)
 
 
 @functools.lru_cache(maxsize=64)
@@ -206,7 +215,9 @@ def _recorded(config: ModelConfig, batch: int, sizes: tuple[int, int, int, int],
 
     def shared(weight: Weight) -> Weight:
         num, *matrix = weight.shape
-        return weight._replace(shape=(num * few // ep, *matrix)) if weight.is_expert else weight
+        if weight.is_expert:
+            return weight._replace(shape=(num * few // ep, *matrix))
+        return weight
 
     return record_reference(config, *others, few, loss).times(batch).with_weights(shared)
 
@@ -353,13 +364,17 @@ def ground_of(problem: Problem, layout: Layout, *, filled: float) -> Ground | st
     if problem.whole.has_experts:
         axis = layout.axes()["ep"]
         is_near = axis.size == 1 or axis.size * axis.stride <= machine.gpus_per_domain
-        found = EXPERTS if is_near else EXPERTS_APART
+        found = EXPERTS_APART
+        if is_near:
+            found = EXPERTS
     elif job.seq_len > 8192:
         found = LONG
     elif job.precision != "bf16":
         found = EIGHT_BIT
     else:
-        found = MIXED if max(layout.tp, layout.pp, layout.cp) > 1 else DENSE
+        found = DENSE
+        if max(layout.tp, layout.pp, layout.cp) > 1:
+            found = MIXED
     if found is DENSE and not machine.is_preset:
         return Ground(found.kind, 1 - machine.spread, 1 + machine.spread)
     least = found.least

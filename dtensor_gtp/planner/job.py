@@ -113,7 +113,9 @@ class Job:
     def precision(self) -> str:
         """What GEMMs of the blocks compute in, as the package does. Formats without GEMMs are dequantized."""
         recipe = self.quantization
-        return "float8" if recipe is not None and recipe.has_gemms and recipe.compute != "dequantize" else "bf16"
+        if recipe is not None and recipe.has_gemms and recipe.compute != "dequantize":
+            return "float8"
+        return "bf16"
 
 
 def _check(name: str, value: object, known: Sequence[object]) -> None:

@@ -212,7 +212,10 @@ def load_machine(text: str) -> Machine:
         8
     """
     names = preset_names()
-    path = _PRESETS / f"{text.lower()}.json" if text.lower() in names else Path(text)
+    if text.lower() in names:
+        path = _PRESETS / f"{text.lower()}.json"
+    else:
+        path = Path(text)
     expected = f"machine expects one of {', '.join(names)}, or a file of --calibrate"
     expect(path.is_file(), expected, f"got {text!r}. Name one.")
     return machine_of(read_json(path, "machine expects a JSON file of --calibrate", "Write it anew."), str(path))

@@ -45,12 +45,16 @@ class Use(NamedTuple):
 
     @property
     def buffer(self) -> int:
-        return 0 if self.is_in_ring else self.wgrad
+        if self.is_in_ring:
+            return 0
+        return self.wgrad
 
     @property
     def pending(self) -> int:
         """What there is while the full gradient waits for others; those of a group are not packed until then."""
-        return self.waiting + self.unreduced if self.waiting else self.buffer
+        if self.waiting:
+            return self.waiting + self.unreduced
+        return self.buffer
 
 
 class Peak(NamedTuple):
@@ -104,7 +108,10 @@ def moments(uses: Sequence[Use], state: int, schedule: Schedule) -> list[Peak]:
                 inflight.clear()
                 before = unpacked + use.waiting
         launched = [other for launch in launches for other in launch]
-        buffer = sum(other.buffer for other in launched) if use.waiting else use.buffer
+        if use.waiting:
+            buffer = sum(other.buffer for other in launched)
+        else:
+            buffer = use.buffer
         new_grads = sum(other.grad for other in launched) + use.grad * use.is_exchanged
         new_buffers = new_grads + sum(other.sent for other in launched)
         add("in backward", use, gathered.wgrad, activations.wgrad, before + use.unreduced + buffer + new_buffers)
@@ -140,10 +147,14 @@ def make_use(item: Sharded, gathered: Amounts, reduce_nbytes: int, kind: str) ->
     if num_ranks == 1:
         wgrad *= not is_summed_in_place
     elif kind != "ring":  # received from all ranks; from all others if copy engines send or a kernel adds
-        sent = wgrad - part if kind == "copy_engine" or is_worth_loading(wgrad) else wgrad
+        sent = wgrad
+        if kind == "copy_engine" or is_worth_loading(wgrad):
+            sent = wgrad - part
     elif not is_summed_in_place:
         sent = part
-    unreduced = weight.numel * COMPUTE_NBYTES if weight.is_table and reduce_nbytes != COMPUTE_NBYTES else 0
+    unreduced = 0
+    if weight.is_table and reduce_nbytes != COMPUTE_NBYTES:
+        unreduced = weight.numel * COMPUTE_NBYTES
     # GEMMs write where copy engines of peers read; the gradient of a table is copied there.
     is_in_ring = kind == "copy_engine" and num_ranks > 1 and not weight.is_table
     grad = item.state_numel * PARAM_NBYTES
@@ -175,9 +186,13 @@ def gathered_amounts(forward: Sequence[object], backward: Sequence[object], held
         # What backward does not gather comes at its end, as a table does.
         place = used_in_backward.get(name, len(backward))
         ahead = in_backward.between[place]
-        in_use = in_backward.during[place] if name in used_in_backward else ahead
+        in_use = ahead
+        if name in used_in_backward:
+            in_use = in_backward.during[place]
         # The first gathers of backward come after the gradient of what the model has returned.
-        before = after if len(amounts) == len(forward) - 1 else ahead
+        before = ahead
+        if len(amounts) == len(forward) - 1:
+            before = after
         amounts.append(Amounts(during, after, before, ahead, in_use))
     return amounts
 
@@ -250,7 +265,9 @@ def predict(
     states = sum(map(setting.optimizer_numel, weights))
     last = trace.weights[-1]
     is_loss = last.block < 0 and peak.moment.endswith(last.name)
-    logits = max(peak.activations - max(last.live, 0), 0) if is_loss else 0
+    logits = 0
+    if is_loss:
+        logits = max(peak.activations - max(last.live, 0), 0)
     gathered = peak.gathered
     reductions = peak.wgrad
     if keep:
@@ -308,7 +325,9 @@ def _in_group(setting: Setting, group: Sharded, number: int, use: Use) -> Use:
     grad = sum(item.trained_numel for item in items) * PARAM_NBYTES
     use = use._replace(name=weight.name, gathered=gathered, activations=weight.amounts, grad=grad)
     use = use._replace(waiting=sum(computed) - computed[0], unreduced=computed[0])
-    return use if number == group.members[0] else use._replace(wgrad=0, sent=0, grad=0, is_exchanged=True)
+    if number == group.members[0]:
+        return use
+    return use._replace(wgrad=0, sent=0, grad=0, is_exchanged=True)
 
 
 def symmetric_nbytes(setting: Setting, schedule: Schedule) -> int:

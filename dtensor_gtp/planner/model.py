@@ -129,7 +129,10 @@ def _size_of(item: Field[int], content: Mapping[str, Any], before: Mapping[str, 
     least = item.metadata["least"]
     value = next((content[key] for key in keys if content.get(key) is not None), None)
     if value is None and item.name in ("kv_heads", "head_dim"):  # what a file may leave out
-        value = before["heads"] if item.name == "kv_heads" else before["dim"] // before["heads"]
+        if item.name == "kv_heads":
+            value = before["heads"]
+        else:
+            value = before["dim"] // before["heads"]
     elif value is None:
         expect(not least, f"model expects {keys[0]} in {where}", "there is none. Add it.")
         value = 0
@@ -309,7 +312,8 @@ class _Mixture(nn.Module):
         x_ERC = collectives.exchange(x_RC, Kind.EP)[: rows * self.num_local].unflatten(0, (self.num_local, rows))
         y_ERC = self.w2(F.silu(self.w1(x_ERC)) * self.w3(x_ERC))
         y_RC = collectives.exchange(y_ERC.flatten(0, 1), Kind.EP)
-        y_RC = F.pad(y_RC, (0, 0, 0, x_RC.shape[0] - y_RC.shape[0])) if y_RC.shape[0] < x_RC.shape[0] else y_RC
+        if y_RC.shape[0] < x_RC.shape[0]:
+            y_RC = F.pad(y_RC, (0, 0, 0, x_RC.shape[0] - y_RC.shape[0]))
         y_BTKC = y_RC.view(*x_BTC.shape[:2], self.per_token, -1) * scores_BTK.unsqueeze(-1)
         y_BTC: Tensor = y_BTKC.sum(2)
         return y_BTC if self.shared is None else y_BTC + self.shared(x_BTC)
@@ -353,6 +357,7 @@ class Reference(nn.Module):
             x_BTC = layer(x_BTC, collectives)
         x_BTC = collectives.gather(self.norm(x_BTC), Kind.TP)
         logits_BTV = self.output(x_BTC)
-        logits_BTV = logits_BTV if kind == "bf16" else logits_BTV.float()
+        if kind != "bf16":
+            logits_BTV = logits_BTV.float()
         loss: Any = VocabularyLoss.apply if self.tp > 1 else F.cross_entropy
         return loss(logits_BTV.flatten(0, 1), targets_BT.flatten())  # type: ignore[no-any-return]

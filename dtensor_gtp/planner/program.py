@@ -32,7 +32,10 @@ class Program:
         self.host = self.costs.machine.host
         self.tasks: list[Task] = []
         self.received: dict[str, float] = {}  # bytes that a rank receives, by axis
-        self.host_ms = self.host.replay_us / 1e3 if setting.is_captured else 0.0  # when it has launched the last one
+        if setting.is_captured:
+            self.host_ms = self.host.replay_us / 1e3
+        else:
+            self.host_ms = 0.0  # when it has launched the last one
         self._last_compute: tuple[int, ...] = ()
         self._waits: list[int] = []  # what the next task of compute waits for
 
@@ -68,7 +71,10 @@ class Program:
 
     def operations(self, ops: Iterable[Op], label: str, item: Sharded | None = None) -> None:
         """Those around the use of a weight; outside of blocks those of no weight."""
-        name = "" if item is None else f" {item.name}"
+        if item is None:
+            name = ""
+        else:
+            name = f" {item.name}"
         self.compute(self.costs.works(ops, is_block=item is not None and item.weight.block >= 0), label + name)
 
     def multiply(self, item: Sharded, part: str) -> None:
@@ -118,7 +124,10 @@ class Program:
             if span.begin > end:
                 waited = max(task.after, key=lambda other: self.spans[other].end, default=-1)
                 is_host = waited < 0 or self.spans[waited].end < span.begin - 1e-6
-                cause = "host" if is_host else self.tasks[waited].cause or "gathers"
+                if is_host:
+                    cause = "host"
+                else:
+                    cause = self.tasks[waited].cause or "gathers"
                 found[cause] = found.get(cause, 0) + span.begin - end
             if task.cause and task.ms:
                 found[task.cause] = found.get(task.cause, 0) + span.end - span.begin
@@ -250,7 +259,10 @@ class _GTPShard(Program):
         self.spend(self.host.copy_us if is_copy and first.axis.size > 1 else self.host.collective_us)
         read_and_written = sum(weight.cast_nbytes for weight in weights)
         cast_ms = (self.costs.cast_ms if first.is_quantized else self.costs.memory_ms)(read_and_written)
-        stream = Stream.EXPERT_GATHER if first.lane else Stream.GATHER
+        if first.lane:
+            stream = Stream.EXPERT_GATHER
+        else:
+            stream = Stream.GATHER
         if first.axis.size == 1 or not (is_copy or first.is_quantized):
             cast = self.add(Stream.COMPUTE, Load.COMPUTE, cast_ms, label=f"cast {names}")
         else:
@@ -266,7 +278,10 @@ class _GTPShard(Program):
     def _reduce(self, item: Sharded) -> None:
         """The gradient of a weight is there, or the backward of a block ends."""
         together = self._together.setdefault(item.lane, Together(self._schedule.coalesce_grad_nbytes))
-        nbytes = self._sent_nbytes([item]) if item.is_group else item.sent
+        if item.is_group:
+            nbytes = self._sent_nbytes([item])
+        else:
+            nbytes = item.sent
         for launch in together.submit(item, nbytes, is_group=item.is_group):
             self._launch_reduction(launch)
 
@@ -294,7 +309,10 @@ class _GTPShard(Program):
         shard = -(-sum(weight.weight.numel for weight in weights) // axis.size)
         # The sum of the addends; else the reduced rows are cast to the dtype of the parameter.
         has_addends = is_copy or self.setting.sends_narrow(self._schedule, weights[0])
-        read = nbytes if has_addends else shard * self.setting.reduce_nbytes
+        if has_addends:
+            read = nbytes
+        else:
+            read = shard * self.setting.reduce_nbytes
         self._sum_up(weights, after, read + shard * PARAM_NBYTES)
 
     def _sent_nbytes(self, weights: Sequence[Sharded]) -> int:
@@ -305,7 +323,10 @@ class _GTPShard(Program):
     def _sum_up(self, weights: Sequence[Sharded], after: Sequence[int], nbytes: float) -> None:
         """What follows a reduce-scatter: a kernel that touches ``nbytes``, and what replicas exchange."""
         is_copy = self.setting.reduces_by(self._schedule, weights[0].lane) == "copy_engine"
-        stream = Stream.FINISH if is_copy else Stream.SCATTER
+        if is_copy:
+            stream = Stream.FINISH
+        else:
+            stream = Stream.SCATTER
         names = _names(weights)
         done = self.add(stream, Load.KERNEL, self.costs.memory_ms(nbytes), after, f"sum {names}", "reductions")
         name = weights[0].replicas

@@ -126,7 +126,10 @@ def _op_of(func: Any, given: list[torch.Tensor], results: list[torch.Tensor]) ->
     if name in _GEMMS:
         first, second = [t for t in given if t.ndim > 1][-2:]
         is_ragged = name == "_grouped_mm"
-        groups = given[-1].numel() if is_ragged else math.prod(first.shape[:-2])
+        if is_ragged:
+            groups = given[-1].numel()
+        else:
+            groups = math.prod(first.shape[:-2])
         return Op(Kind.GEMM, 2 * first.numel() * second.shape[-1], groups=groups, is_ragged=is_ragged)
     storages = {tensor.untyped_storage()._cdata for tensor in given}
     if not func._schema.is_mutable and results and all(t.untyped_storage()._cdata in storages for t in results):
@@ -162,7 +165,9 @@ class _Use(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         _saved = ctx.saved_tensors
         ctx.recorder.mark_backward(*ctx.use)
-        grad_input = grad.matmul(ctx.weight) if ctx.needs_input_grad[0] else None
+        grad_input = None
+        if ctx.needs_input_grad[0]:
+            grad_input = grad.matmul(ctx.weight)
         ctx.recorder.mark()
         return grad_input, None, None, None, None
 
@@ -241,7 +246,9 @@ def _use_matrix(name: str, module: nn.Module, recorder: Recorder) -> None:
     def forward(input: Tensor) -> Any:
         output = _Use.apply(input, module.weight, function, name, recorder)  # type: ignore[no-untyped-call]
         bias = getattr(module, "bias", None)
-        return output if bias is None else output + bias.detach().to(output.dtype)
+        if bias is None:
+            return output
+        return output + bias.detach().to(output.dtype)
 
     module.forward = forward
 
@@ -257,7 +264,10 @@ def shape_of(module: nn.Module) -> tuple[int, ...]:
     matrices = matrices_of(module)
     if len(matrices) == 1 and matrices[0].ndim < 4:
         return tuple(matrices[0].shape)
-    width = matrices[0][0].numel() if len(matrices) == 1 else matrices[0].shape[-1]
+    if len(matrices) == 1:
+        width = matrices[0][0].numel()
+    else:
+        width = matrices[0].shape[-1]
     return sum(param.numel() for param in matrices) // width, width
 
 
@@ -307,7 +317,10 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
     def rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Any:
         # gtp_shard leaves the weight whole in fp32, and casts it at each use.
-        factor = input.new_ones(()) if weight is None else weight.detach().to(input.dtype)
+        if weight is None:
+            factor = input.new_ones(())
+        else:
+            factor = weight.detach().to(input.dtype)
         return _RMSNorm.apply(input, factor, recorder)  # type: ignore[no-untyped-call]
 
     def attention(
@@ -316,7 +329,9 @@ def recording(recorder: Recorder) -> Iterator[None]:
     ) -> Any:  # fmt: skip
         # The planner's own mask of one element stands for a causal one. Kernels with another mask compute all scores.
         is_ours = attn_mask is not None and attn_mask.shape[-2:] == (1, 1)
-        share = 0.5 if is_causal or is_ours else 1.0
+        share = 1.0
+        if is_causal or is_ours:
+            share = 0.5
         return _Attention.apply(query, key, value, share, recorder)  # type: ignore[no-untyped-call]
 
     with mock.patch.multiple(F, rms_norm=rms_norm, scaled_dot_product_attention=attention), recorder:

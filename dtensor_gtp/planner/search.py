@@ -101,7 +101,10 @@ def _batches(job: Job, gtp: int, replicate: int) -> Iterator[tuple[int, str, boo
     """Sequences of a forward, what is computed again, and whether weights stay for the step."""
     per_rank = job.batch // (gtp * replicate)
     micro = job.fixed.get("micro_batch")
-    sizes = [micro] if micro else [size for size in (1, 2, 4) if size <= max(per_rank, 1)]
+    if micro:
+        sizes = [micro]
+    else:
+        sizes = [size for size in (1, 2, 4) if size <= max(per_rank, 1)]
     checkpoints = CHECKPOINTS if job.checkpointing == "auto" else (job.checkpointing,)
     for size, checkpoint in itertools.product(sizes, checkpoints):
         yield size, checkpoint, False
@@ -150,7 +153,9 @@ class Bounds:
         axes = layout.axes()
         total = 0.0
         for name, place in _AXES.items():
-            replicas = axes[name.replace("gtp", "replicate")].size if self._problem.job.shards_optimizer else 1
+            replicas = 1
+            if self._problem.job.shards_optimizer:
+                replicas = axes[name.replace("gtp", "replicate")].size
             total += sums[place][2] / axes[name].size * (nbytes + nbytes_of_replicas / replicas)
         return int(total)
 
@@ -184,11 +189,22 @@ class Bounds:
         found: dict[object, list[Amounts]] = {_FIRST: [_NOTHING], _LAST: [(loss_ms, *_NOTHING[1:])]}
         for ms, item in zip(times, setting.sharded, strict=True):
             weight = item.weight
-            state = 0 if weight.is_frozen else weight.numel
-            amounts = (0, 0, 0) if weight.is_tied else (item.wired, item.sent, state)
-            outside = _FIRST if weight.is_table else _LAST
+            if weight.is_frozen:
+                state = 0
+            else:
+                state = weight.numel
+            if weight.is_tied:
+                amounts = (0, 0, 0)
+            else:
+                amounts = (item.wired, item.sent, state)
+            outside = _LAST
+            if weight.is_table:
+                outside = _FIRST
             name = outside if not kinds or weight.block < 0 else kinds[weight.block]
-            mine = (0, 0, 0, *amounts) if weight.is_expert else (*amounts, 0, 0, 0)
+            if weight.is_expert:
+                mine = (0, 0, 0, *amounts)
+            else:
+                mine = (*amounts, 0, 0, 0)
             found.setdefault(name, []).append((ms, *mine, 0))
         begins = [setting.trace.blocks[number][0].live for number in range(len(kinds))]
         for kind, begin, end in zip(kinds, begins, (*begins, setting.trace.end)[1:], strict=False):
@@ -235,7 +251,10 @@ class Search:
                 num += 1
                 if report is not None:
                     report(num, len(layouts), int(time.monotonic() - begin))
-        nearest = None if self._best else self._what_lacks_least()
+        if self._best:
+            nearest = None
+        else:
+            nearest = self._what_lacks_least()
         reasons = [Refused(reason, len(found), found[0]) for reason, found in self._refused.items()]
         reasons.sort(key=lambda item: -item.count)
         answers = sorted(self._best.values(), key=lambda answer: (answer.step_ms, answer.layout))[: self._top]
@@ -273,7 +292,10 @@ class Search:
             self._refused.setdefault(_STATE, []).append(layout)
             return False
         is_hopeless = self._bounds.nbytes(layout) * _CERTAIN > self._capacity
-        memory = None if is_hopeless else memory_of(self._problem, layout)
+        if is_hopeless:
+            memory = None
+        else:
+            memory = memory_of(self._problem, layout)
         if memory is None or memory.total > self._capacity:
             self._refused.setdefault(_MEMORY, []).append(layout)
             return False

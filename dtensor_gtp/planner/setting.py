@@ -46,20 +46,28 @@ class Sharded(NamedTuple):
     @property
     def state_numel(self) -> int:
         """Elements whose state this use counts: none if another use of the same matrix does."""
-        return 0 if self.weight.is_tied else self.shard_numel
+        if self.weight.is_tied:
+            return 0
+        return self.shard_numel
 
     @property
     def trained_numel(self) -> int:
         """Of these, elements that have a gradient and a state of the optimizer."""
-        return 0 if self.weight.is_frozen else self.state_numel
+        if self.weight.is_frozen:
+            return 0
+        return self.state_numel
 
     @property
     def axis_name(self) -> str:
-        return "expert_gtp" if self.lane else "gtp"
+        if self.lane:
+            return "expert_gtp"
+        return "gtp"
 
     @property
     def replicas(self) -> str:
-        return "expert_replicate" if self.lane else "replicate"
+        if self.lane:
+            return "expert_replicate"
+        return "replicate"
 
     def gradients(self) -> tuple[str, ...]:
         return ("wgrad",) * (not self.weight.is_frozen) + ("dgrad",) * self.weight.has_dgrad
@@ -94,7 +102,9 @@ class Setting:
 
     def held(self, item: Sharded) -> int:
         """Bytes of a gathered weight in memory: GEMMs of its format read what was gathered."""
-        return item.wired if self.costs.precision != "bf16" else item.gathered
+        if self.costs.precision != "bf16":
+            return item.wired
+        return item.gathered
 
     def optimizer_numel(self, item: Sharded) -> int:
         return -(-item.trained_numel // (self.costs.axis(item.replicas).size if self.shards_optimizer else 1))
@@ -160,7 +170,9 @@ class Setting:
         numels = [item.weight.numel for item in items if not item.weight.is_of_experts]
         mean = sum(numels) / max(len(numels), 1)
         kind = {"has_float8": has_float8, "is_dequantized": has_recipe and not has_float8}
-        return tuple(found) if rules.is_worth_a_group(mean, self.tokens, **kind) else ()
+        if rules.is_worth_a_group(mean, self.tokens, **kind):
+            return tuple(found)
+        return ()
 
     def _fits(self, numbers: Sequence[int]) -> bool:
         return rules.fits_a_group(sum(self._alone[number].gathered for number in numbers))
@@ -170,7 +182,10 @@ class Setting:
         gathered = wired = weight.numel * COMPUTE_NBYTES
         if self.recipe is not None and weight.block >= 0 and not weight.is_table:
             wired = self.recipe.num_bytes(torch.Size(weight.shape), Direction.ROWWISE)
-        rows = weight.shape[-2] if len(weight.shape) > 1 else weight.shape[0]
+        if len(weight.shape) > 1:
+            rows = weight.shape[-2]
+        else:
+            rows = weight.shape[0]
         shard = weight.numel // rows * chunk_rows(rows, axis.size)
         has_lane = weight.is_expert and axis != self.costs.axis("gtp")
         sent = weight.numel * self.reduce_nbytes * (not weight.is_frozen)
@@ -257,7 +272,10 @@ class Setting:
     def sends_narrow(self, schedule: Schedule, item: Sharded) -> bool:
         """Whether a gradient of a group, or one that travels alone, has the dtype of compute: ``ReductionLaunches``."""
         is_near = self.no_copy_engines(item.axis_name) is None
-        wide = torch.bfloat16 if self.reduce_nbytes == COMPUTE_NBYTES else torch.float32
+        if self.reduce_nbytes == COMPUTE_NBYTES:
+            wide = torch.bfloat16
+        else:
+            wide = torch.float32
         kind = self.reduces_by(schedule, item.lane)
         may_be = item.is_group or not may_wait(item.sent, schedule.coalesce_grad_nbytes)
         return may_be and is_near and may_send_narrow(kind, item.axis.size) and is_exact_in(torch.bfloat16, wide)

@@ -106,7 +106,10 @@ def units_of(setting: Setting) -> tuple[Sharded, list[Sharded]]:
     units = []
     for block, numbers in sorted(setting.trace.numbers.items()):
         unit = setting.together(numbers)
-        name = "root" if block < 0 else f"block {block}"
+        if block < 0:
+            name = "root"
+        else:
+            name = f"block {block}"
         units.append(unit._replace(weight=unit.weight._replace(name=name)))
     return units[0], units[1:]
 

@@ -28,7 +28,9 @@ _BLOCK = re.compile(r"(?:^|\.)\d+\.")
 def _block_of(name: str) -> str:
     """The block that a module or a weight is in; empty if it is in none."""
     found = _BLOCK.search(f"{name}.")
-    return name[: found.end() - 1] if found else ""
+    if found:
+        return name[: found.end() - 1]
+    return ""
 
 
 class Amounts(NamedTuple):
@@ -143,7 +145,9 @@ class Trace:
     def largest_block(self, sizes: Sequence[int]) -> int:
         """The sum of the largest block, where uses have these sizes; of all uses if there are no blocks."""
         sums = [sum(sizes[number] for number in self.numbers[block]) for block in self.blocks]
-        return max(sums) if len(sums) > 1 else sum(sizes)
+        if len(sums) > 1:
+            return max(sums)
+        return sum(sizes)
 
     def with_weights(self, change: Callable[[Weight], Weight]) -> Trace:
         return replace(self, weights=tuple(map(change, self.weights)))
@@ -206,7 +210,9 @@ def record(make_model: Callable[[], nn.Module], loss_of: Callable[[nn.Module, Re
     operations = stretches[uses[-1][0] + 1].ops
     tail = next((stretch.ops for stretch in stretches[uses[0][1] + 2 :]), ())
     in_blocks = [weight for weight in weights if weight.block >= 0]
-    input_nbytes = int(in_blocks[0].flops / (2 * in_blocks[0].numel) * in_blocks[0].shape[-1] * 2) if in_blocks else 0
+    input_nbytes = 0
+    if in_blocks:
+        input_nbytes = int(in_blocks[0].flops / (2 * in_blocks[0].numel) * in_blocks[0].shape[-1] * 2)
     frozen = _numel(param for param in small if not param.requires_grad)
     trace = Trace(tuple(weights), operations, tail, input_nbytes, _numel(small), frozen_small_numel=frozen)
     return replace(trace, unused_numel=max(_numel(params) - trace.numel, 0))
@@ -250,7 +256,9 @@ def record_reference(
     share = config.looked_at(seq_len) / 0.5  # the recording has a causal mask
 
     def attending(op: Op) -> Op:
-        return op._replace(flops=op.flops * share) if op.kind is Kind.ATTENTION else op
+        if op.kind is Kind.ATTENTION:
+            return op._replace(flops=op.flops * share)
+        return op
 
     if config.is_tied:
         trace = trace.with_weights(lambda weight: weight._replace(is_tied=weight.is_table))
@@ -276,7 +284,9 @@ def recomputed_uses(trace: Trace, checkpoint: str) -> dict[int, tuple[int, ...]]
     it is saved. "selective" keeps the results of every second GEMM and of attention, as torchtitan's option."""
     if checkpoint == "none":
         return {}
-    step = 2 if checkpoint == "selective" else 1
+    step = 1
+    if checkpoint == "selective":
+        step = 2
     return {block: tuple(trace.numbers[block][:-1][::step]) for block in trace.blocks}
 
 
@@ -296,7 +306,9 @@ def checkpointed(trace: Trace, checkpoint: str) -> Trace:
     freed_before = dict(zip(kept, accumulate(freed, initial=0), strict=False))
 
     def moved(weight: Weight) -> Weight:
-        return weight if weight.is_table else weight.shifted(-freed_before.get(weight.block, sum(freed)))
+        if weight.is_table:
+            return weight
+        return weight.shifted(-freed_before.get(weight.block, sum(freed)))
 
     return replace(trace.with_weights(moved), end=max(trace.end - sum(freed), 0))
 
@@ -317,7 +329,9 @@ def repeated(trace: Trace, config: ModelConfig, part: Part) -> Trace:
     # Before each block of the recording, and at its end.
     saved_before = list(accumulate((saved[kind] for kind in recorded for _ in range(_RECORDED)), initial=0))
     outside = [weight for weight in trace.weights if weight.block < 0]
-    weights = [weight for weight in outside if weight.is_table] if part.is_first else []
+    weights = []
+    if part.is_first:
+        weights = [weight for weight in outside if weight.is_table]
     if not part.is_last:  # stages that are not one have a matrix each
         weights = [weight._replace(is_tied=False) for weight in weights]
     num_saved = 0
@@ -344,5 +358,8 @@ def repeated(trace: Trace, config: ModelConfig, part: Part) -> Trace:
 
 
 def _moved(weight: Weight, block: int, shift: int) -> Weight:
-    name = weight.name if block < 0 else re.sub(r"layers\.\d+", f"layers.{block}", weight.name)
+    if block < 0:
+        name = weight.name
+    else:
+        name = re.sub(r"layers\.\d+", f"layers.{block}", weight.name)
     return weight.shifted(shift)._replace(name=name, block=block)

@@ -145,7 +145,9 @@ def _function(text: str) -> Callable[[], _Built]:
         is_meta = isinstance(model, nn.Module) and all(param.is_meta for param in model.parameters())
         wrong = "it did not. Build the module under torch.device('meta')."
         expect(is_meta, f"model expects {text} to return a module on the meta device", wrong)
-        given = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+        given = (inputs,)
+        if isinstance(inputs, tuple | list):
+            given = tuple(inputs)
         counts = [t.numel() for t in given if isinstance(t, Tensor) and not t.is_floating_point()]
         cast = [t.bfloat16() if isinstance(t, Tensor) and t.is_floating_point() else t for t in given]
         return _Built(model, lambda module: _loss_of(module(*cast)), counts[0] if counts else 0)
@@ -157,7 +159,10 @@ def _loss_of(output: Any) -> Tensor:
     """What is summed up for a backward."""
     if (loss := getattr(output, "loss", None)) is not None:
         return loss  # type: ignore[no-any-return]
-    value = output[0] if isinstance(output, tuple | list) else getattr(output, "logits", output)
+    if isinstance(output, tuple | list):
+        value = output[0]
+    else:
+        value = getattr(output, "logits", output)
     return value.sum()  # type: ignore[no-any-return]
 
 
@@ -183,7 +188,10 @@ def _transformers(text: str, seq_len: int) -> Callable[[], _Built]:
             with torch.device("meta"):
                 model = _class_of(transformers, config, text)(config)
         # A table of positions ends there.
-        most = seq_len if _is_rotary(config) else getattr(config, "max_position_embeddings", None) or seq_len
+        if _is_rotary(config):
+            most = seq_len
+        else:
+            most = getattr(config, "max_position_embeddings", None) or seq_len
         expected = f"a configuration with the sizes of its inputs, but {text} raised"
         with _errors_of_others(expected, "Pass module:function instead."):
             return step_of(model, min(seq_len, most))
@@ -193,7 +201,10 @@ def _transformers(text: str, seq_len: int) -> Callable[[], _Built]:
 
 def _class_of(transformers: Any, config: Any, text: str) -> Callable[[Any], nn.Module]:
     """The class that the configuration names, else the first kind that there is for it."""
-    named = [text] if not text.endswith(".json") else list(getattr(config, "architectures", None) or ())
+    if not text.endswith(".json"):
+        named = [text]
+    else:
+        named = list(getattr(config, "architectures", None) or ())
     for name in named:
         found = getattr(transformers, name, None)
         if found is not None and not name.endswith("Model"):
@@ -230,7 +241,10 @@ def step_of(model: Any, seq_len: int) -> _Built:
     if config.is_encoder_decoder:
         inputs["decoder_input_ids"] = tokens
     if model.main_input_name == "pixel_values":
-        size = config.image_size if isinstance(config.image_size, tuple | list) else (config.image_size,) * 2
+        if isinstance(config.image_size, tuple | list):
+            size = config.image_size
+        else:
+            size = (config.image_size,) * 2
         inputs["pixel_values"] = torch.zeros(1, getattr(config, "num_channels", 3), *size, device="meta").bfloat16()
     elif model.main_input_name == "input_features":
         shape = 1, config.num_mel_bins, 2 * config.max_source_positions
@@ -267,7 +281,10 @@ def plan_of(model: nn.Module) -> TPPlan:
     if other is not None:
         return TPPlan({}, refusal=f"base_model_tp_plan has {plan[other]!r} for {other}, not colwise or rowwise")
     prefix = getattr(model, "base_model_prefix", "")
-    prefix = f"{prefix}." if prefix and hasattr(model, prefix) else ""
+    if prefix and hasattr(model, prefix):
+        prefix = f"{prefix}."
+    else:
+        prefix = ""
     patterns = {re.escape(prefix + name).replace(r"\*", r"\d+"): style for name, style in plan.items()}
     matches = ((pattern, name) for name, _ in model.named_modules() for pattern in patterns)
     styles = {name: patterns[pattern] for pattern, name in matches if re.fullmatch(pattern, name)}

@@ -113,7 +113,9 @@ def quantize_(
         is_sharded = any(not outer or f"{name}.".startswith(f"{outer}.") for outer in sharded)
         _check(name, weight, is_sharded or "_gtp_binding" in submodule.__dict__)  # ``gtp_shard`` sets it
         matched.add(name)
-        fqn = f"{name}.weight" if name else "weight"
+        fqn = "weight"
+        if name:
+            fqn = f"{name}.weight"
         choice = (fqn, found, _at(storage, name, "master"))
         # A tied weight is one parameter: all its modules must agree.
         if chosen.setdefault(weight, choice)[1:] != choice[1:]:

@@ -109,7 +109,9 @@ def _divided(values: Tensor, divisor: float) -> Tensor:
 
 def to_float8(values: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
     """float32 to float8: nearest, ties to even, saturating; every NaN becomes the positive one."""
-    largest = E5M2_MAX if dtype == torch.float8_e5m2 else E4M3_MAX
+    largest = E4M3_MAX
+    if dtype == torch.float8_e5m2:
+        largest = E5M2_MAX
     # torch's own cast makes NaN or infinity of what rounds to more than the largest.
     saturated = values.clamp(-largest, largest)
     return torch.where(saturated.isnan(), _NAN, saturated).to(dtype)

@@ -84,7 +84,10 @@ def _is_wanted() -> bool:
 
 
 def _on_device(device: torch.device) -> tuple[Casts, str]:
-    index = torch.cuda.current_device() if device.index is None else device.index
+    if device.index is None:
+        index = torch.cuda.current_device()
+    else:
+        index = device.index
     text = "Low-precision casts run op by op on %s, with several kernels each: %s"
     warn = partial(logger.warning, text, device)
     return decided(_verdicts(), index, _REFERENCE, lambda: _try(torch.device("cuda", index)), warn)

@@ -160,7 +160,9 @@ class Float8GEMMs(ABC):
     def for_later(self, input: Tensors) -> Tensors:
         """Of what :meth:`cast_input` has made, the ``known`` of :meth:`cast_wgrad`; save it beside the
         input."""
-        return [] if self.high_precision_wgrad else input[2:]
+        if self.high_precision_wgrad:
+            return []
+        return input[2:]
 
     @abstractmethod
     def cast_wgrad(self, grad_MN: Tensor, input_MK: Tensor, grad: Tensors, known: Sequence[Tensor] = ()) -> Tensors:

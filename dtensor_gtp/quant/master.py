@@ -190,7 +190,10 @@ def check_slices(caller: str, fqn: str, param: DTensor, recipe: Recipe, *, is_na
         size = mesh.size(axis)
         rows = -(-shape[dim] // size)  # of a slice
         if rows < shape[dim] and rows % block:
-            name = mesh.mesh_dim_names[axis] if mesh.mesh_dim_names else str(axis)
+            if mesh.mesh_dim_names:
+                name = mesh.mesh_dim_names[axis]
+            else:
+                name = str(axis)
             raise ValueError(
                 f"{caller} expects slices of whole {recipe.name} blocks of {block} along dim "
                 f"{dim}, but mesh axis '{name}' of size {size} splits parameter '{fqn}' of shape "

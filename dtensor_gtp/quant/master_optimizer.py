@@ -290,7 +290,10 @@ def _local_part(param: nn.Parameter, native: NativeWeight, given: Tensor) -> Ten
 def _version_of(tensor: Tensor) -> _Version:
     """Counts writes, also to the planes of a native weight, which a state dict shares."""
     native = native_of(tensor)
-    planes = 0 if native is None else sum(plane._version for plane in native.quantized.planes)
+    if native is None:
+        planes = 0
+    else:
+        planes = sum(plane._version for plane in native.quantized.planes)
     return tensor._version, compat.local_part(tensor)._version + planes
 
 

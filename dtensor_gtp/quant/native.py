@@ -235,7 +235,10 @@ def _slice(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _split(func: Any, args: Any, kwargs: Any) -> Any:
     weight, sizes, *given = args
-    dim = given[0] if given else kwargs.get("dim", 0)
+    if given:
+        dim = given[0]
+    else:
+        dim = kwargs.get("dim", 0)
     dim %= weight.ndim
     if isinstance(sizes, int):
         rows = weight.shape[dim]

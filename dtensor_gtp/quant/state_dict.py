@@ -102,7 +102,10 @@ def hook_state_dict(module: nn.Module, name: str, recipe: Recipe, *, is_native: 
         module.register_state_dict_post_hook(hooks)
         module.register_load_state_dict_pre_hook(hooks.before_load)
         module.register_load_state_dict_post_hook(hooks.after_load)
-    hooks.recipe = None if is_native else recipe
+    if is_native:
+        hooks.recipe = None
+    else:
+        hooks.recipe = recipe
 
 
 class NativePlanes(nn.Module):
