@@ -27,16 +27,19 @@ class _Slot:
 
     def __init__(self, param: nn.Parameter) -> None:
         self.param = param
-        self.axis: int | None = None  # the one mesh axis over which the ranks hold rows; their group has an owner
+        self.axis: int | None = None  # the mesh axis whose ranks share the work: their group has an owner
         self.owner = 0  # in that group
         self.dim = 0
-        self.num_rows: list[int] = []  # of each rank of the group
+        # Of each rank of the group, if it holds rows. Otherwise each rank has the whole, or gathers it.
+        self.num_rows: list[int] = []
         self.whole = param
         if not isinstance(param, DTensor):
             return
         self.whole = nn.Parameter(_placeholder(param, _local(param)))
-        sizes = zip(param.placements, param.device_mesh.shape, strict=True)
-        axes = [axis for axis, (placement, size) in enumerate(sizes) if size > 1 and not placement.is_replicate()]
+        ranks = [axis for axis, size in enumerate(param.device_mesh.shape) if size > 1]
+        axes = [axis for axis in ranks if not param.placements[axis].is_replicate()]
+        if ranks:
+            self.axis = ranks[-1]
         if len(axes) == 1 and _is_contiguous(param.placements[axes[0]]):
             self.axis = axes[0]
             placement = param.placements[self.axis]
@@ -71,7 +74,7 @@ class _Slot:
 
 def _placeholder(param: Tensor, like: Tensor) -> Tensor:
     """Of the shape of the whole, by which optimizers choose what they do, in the memory of one element."""
-    return like.new_zeros(1).expand(param.shape)
+    return like.new_zeros(()).expand(param.shape)
 
 
 def _is_contiguous(placement: Any) -> bool:
@@ -134,10 +137,13 @@ class GatheredOptimizer(torch.optim.Optimizer):
         """Update all parameters that have a gradient; collective over their meshes.
 
         Args:
-            closure: Evaluates the model again and returns the loss.
+            closure: Evaluates the model again and returns the loss. The wrapped optimizer gets the mean of all ranks.
 
         Returns:
             What ``closure`` has returned, or None.
+
+        Raises:
+            NotImplementedError: The wrapped optimizer evaluates the model after it has changed parameters (SAM).
         """
         loss = None
         if closure is not None:
@@ -147,8 +153,8 @@ class GatheredOptimizer(torch.optim.Optimizer):
         active = [slot for slots in self._slots for slot in slots if slot.param.grad is not None]
         by_group: dict[tuple[str, torch.dtype, torch.dtype], list[_Slot]] = {}
         for slot in active:
-            if slot.axis is None:
-                _take_alone(slot)
+            if not slot.num_rows:
+                _take_whole(slot)
             else:
                 dtypes = _local(slot.param).dtype, _local(slot.param.grad).dtype
                 by_group.setdefault((slot.group.group_name, *dtypes), []).append(slot)
@@ -158,14 +164,48 @@ class GatheredOptimizer(torch.optim.Optimizer):
             for slot, value, grad in zip((s for s in slots if s.is_owned), values, grads, strict=True):
                 slot.whole.data = value
                 slot.whole.grad = grad
-        self.inner.step()
+        if closure is None:
+            self.inner.step()
+        else:
+            self.inner.step(self._closure_of(loss))
         for slots in by_group.values():
             _from_owners(slots)
+        # Else the ranks' copies would part: an optimizer may draw numbers, or look at all parameters it has.
+        _broadcast([slot for slot in active if not slot.num_rows and slot.axis is not None])
         for slot in active:
             _put_back(slot)
         self._copy_options(self.inner, self)
         self._share_state()
         return loss
+
+    def _closure_of(self, loss: Any) -> Callable[[], Any]:
+        """What the wrapped optimizer gets as a closure: it gives ``loss``, the average of the ranks'."""
+        mean = self._mean_over_ranks(loss)
+        owned = [slot.whole for slots in self._slots for slot in slots if slot.is_owned]
+        versions = [param._version for param in owned]
+
+        def closure() -> Any:
+            if versions != [param._version for param in owned]:
+                raise NotImplementedError(
+                    f"gathered does not support {self.optimizer_class.__name__}, which evaluates the model again after "
+                    "it has changed parameters: ranks have the whole ones in turns. Use it as it is."
+                )
+            return mean
+
+        return closure
+
+    def _mean_over_ranks(self, loss: Any) -> Any:
+        params = [slot.param for slots in self._slots for slot in slots if isinstance(slot.param, DTensor)]
+        if not params or not isinstance(loss, Tensor | float):
+            return loss
+        mesh = params[0].device_mesh
+        mean = torch.as_tensor(loss, device=_local(params[0]).device).detach().clone()
+        for axis in range(mesh.ndim):
+            dist.all_reduce(mean, group=mesh.get_group(axis))
+        mean /= mesh.size()
+        if isinstance(loss, float):
+            return mean.item()
+        return mean
 
     def _share_state(self) -> None:
         """State dicts show what the wrapped optimizer keeps, each rank that of the parameters it owns."""
@@ -232,7 +272,7 @@ def gathered(optimizer_class: type[torch.optim.Optimizer]) -> type[GatheredOptim
     One rank steps a parameter and keeps its state; the ranks share the parameters by size. Rows and gradients travel to
     it, updated rows back: three collectives a step for all parameters of a mesh. Results are those of one process.
     Optimizers that treat elements alone (AdamW, Lion, SGD) need none of this, and those that add up numbers over all
-    parameters (Prodigy) would see those of one rank alone.
+    parameters (Prodigy; LAMB, where it clips by a norm of all) would see those of one rank alone.
 
     Args:
         optimizer_class: A class of ``torch.optim`` or of another library. Each rank makes it with the parameters that
@@ -265,8 +305,8 @@ def _local(tensor: Tensor | None) -> Tensor:
     return master_of(compat.local_part(tensor).detach())
 
 
-def _take_alone(slot: _Slot) -> None:
-    """Of a parameter without an owner: all ranks step it, a plain one in its place."""
+def _take_whole(slot: _Slot) -> None:
+    """Of a parameter that each rank has, or gathers over several axes."""
     param = slot.param
     grad = slot.param.grad
     if not isinstance(param, DTensor):
@@ -275,6 +315,19 @@ def _take_alone(slot: _Slot) -> None:
     whole: Tensor = param.detach().full_tensor()  # type: ignore[attr-defined]
     slot.whole.data = master_of(whole)
     slot.whole.grad = grad.full_tensor()
+
+
+def _broadcast(slots: Sequence[_Slot]) -> None:
+    """Give all ranks what the owners have computed of parameters that each rank has as a whole."""
+    by_owner: dict[tuple[str, int, torch.dtype], list[_Slot]] = {}
+    for slot in slots:
+        by_owner.setdefault((slot.group.group_name, slot.owner, slot.whole.dtype), []).append(slot)
+    for of_owner in by_owner.values():
+        wholes = [slot.whole.detach() for slot in of_owner]
+        flat = torch.cat([whole.reshape(-1) for whole in wholes])
+        dist.broadcast(flat, group=of_owner[0].group, group_src=of_owner[0].owner)
+        for whole, part in zip(wholes, flat.split([whole.numel() for whole in wholes]), strict=True):
+            whole.copy_(part.view(whole.shape))
 
 
 def _to_owners(slots: Sequence[_Slot], locals_: Sequence[Tensor]) -> list[Tensor]:
@@ -326,7 +379,7 @@ def _put_back(slot: _Slot) -> None:
     whole = slot.whole
     if not isinstance(param, DTensor):
         return
-    if slot.axis is None:
+    if not slot.num_rows:
         whole_value = whole.detach()
         spec = compat.dtensor_spec(param)
         is_replicated = all(isinstance(placement, Replicate) for placement in param.placements)

@@ -55,6 +55,14 @@ _NO_SHARDING = f"DTensor found no sharding of this op. {_WHOLE}."
 _OF_EMPTY_SHARD = re.compile(r"numel\(\) == 0|0 elements|\bempty\b")
 _SAFETENSORS = re.compile(r"access the data pointer on an invalid python storage")  # of a DTensor
 _SAVE = "safetensors writes plain tensors. Call dtensor_gtp.pretrained.save_pretrained(model, directory) on all ranks."
+# Of layers, on CPUs and GPUs.
+_OTHER_DTYPE = re.compile(
+    r"mixed dtype|expected scalar type|must have the same dtype|should be the same|expected m1 and m2 to have the same"
+)
+_CAST = (
+    "With mp_policy, weights are computed with in param_dtype. gtp_shard casts the inputs of the model, and those of "
+    "blocks in a list. Where another module gets float32, call gtp_shard on that module, then on the model."
+)
 _IN_PLACE = re.compile(r"aten\.\w+\.\w+: in-place operations that require placement changes are not supported")
 _NEEDS_WHOLE = (
     "This op needs whole tensors. In an optimizer: dtensor_gtp.optim.gathered(optimizer_class) steps on whole "
@@ -96,6 +104,8 @@ def remedy_for(error: BaseException) -> str | None:
         return _NEEDS_WHOLE
     if _SAFETENSORS.search(str(error)):
         return _SAVE
+    if _OTHER_DTYPE.search(str(error)):
+        return _CAST
     frames = list(_frames(error.__traceback__))
     found = _REFUSED.search(str(error))
     if found is not None:

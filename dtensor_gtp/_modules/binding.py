@@ -20,6 +20,7 @@ from .._params.whole_param import WholeParam
 from .._schedule.runtime import Runtime
 from ..ops.compiled_weight import CompiledWeight, materialize
 from ..policy import SchedulePolicy
+from .input_casts import InputCasts
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # parts of names, see ``plain_name``
 BINDING = "_gtp_binding"
@@ -121,6 +122,7 @@ class Binding:
         # The same, of a module that was compiled before.
         self.compiled_call = module._compiled_call_impl
         self.dressed: dict[str, Any] = {}  # attributes that the module has from us now
+        self.input_casts: InputCasts | None = None  # of a block
 
     @property
     def fused(self) -> Fused | None:

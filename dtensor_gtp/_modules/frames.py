@@ -23,6 +23,7 @@ from .._schedule.attribute_reads import Frame
 from .._schedule.block_uses import BlockUse, nodes_of, with_node
 from .._schedule.passes import Entry
 from .binding import BoundModule, Reads, ShardGroup, trains_unmanaged, unmanaged_params
+from .input_casts import cast_floats
 from .outside_of_modules import follow_pipelining
 from .trees import map_tensors, tensors_in
 
@@ -67,6 +68,8 @@ def _call(module: BoundModule, call: Any, args: Any, kwargs: Any, *method: Any) 
     try:
         if compat.is_recording() and (params := module._gtp_binding.group.params):  # ``make_fx``
             refuse_recording("torch.fx", params[0].fqn)
+        if module._gtp_binding.input_casts is not None:
+            args, kwargs = module._gtp_binding.input_casts.of(module, args, kwargs)
         if is_of_group:
             return _call_block(module, call, args, kwargs, compiler)
         return _call_in_frame(module, call, args, kwargs, compiler, *method)
@@ -96,13 +99,16 @@ def as_forward(stock: Callable[..., Any], method: str) -> Callable[..., Any]:
 def _call_in_graph(module: BoundModule, call: Any, args: Any, kwargs: Any) -> Any:
     """The call while the compiler traces it: frames are opened outside of compiled code, if at
     all."""
-    group = module._gtp_binding.group
+    binding = module._gtp_binding
+    group = binding.group
     if compat.is_exporting() and group.params:
         refuse_recording("torch.export", group.params[0].fqn)
-    if group.module is not module:  # only the one passed to ``gtp_shard`` casts
+    if group.module is not module:
+        if binding.input_casts is not None:
+            args, kwargs = binding.input_casts.of(module, args, kwargs)
         return call(*args, **kwargs)
     args, kwargs = _cast_inputs(group, args, kwargs)
-    return _cast(call(*args, **kwargs), group.arguments.mp_policy.output_dtype)
+    return cast_floats(call(*args, **kwargs), group.arguments.mp_policy.output_dtype)
 
 
 def _call_in_frame(
@@ -261,7 +267,7 @@ def _run(module: BoundModule, reads: Reads, call: Any, args: Any, kwargs: Any, c
         args, kwargs = compat.complete_collectives((args, kwargs))
     output = _call_under(compiler, call, args, kwargs)
     if group.module is module:
-        output = _cast(output, group.arguments.mp_policy.output_dtype)
+        output = cast_floats(output, group.arguments.mp_policy.output_dtype)
     # Only here, because a call that raised may not have come to its reads.
     reads.learn(bool(frame.held), runtime.steps.num_steps)
     return output
@@ -317,7 +323,7 @@ def _cast_inputs(group: ShardGroup, args: Any, kwargs: Any) -> Any:
     policy = group.arguments.mp_policy
     if not policy.cast_forward_inputs:
         return args, kwargs
-    return _cast((args, kwargs), policy.param_dtype)
+    return cast_floats((args, kwargs), policy.param_dtype)
 
 
 def to_device(tree: Any, device: torch.device) -> Any:
@@ -329,16 +335,3 @@ def to_device(tree: Any, device: torch.device) -> Any:
         return tensor.to(device)
 
     return map_tensors(tree, move)
-
-
-def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
-    """All floating-point tensors, as ``fully_shard`` casts them; None: as they are."""
-    if dtype is None:
-        return tree
-
-    def convert(tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point():
-            return tensor
-        return tensor.to(dtype)
-
-    return map_tensors(tree, convert)

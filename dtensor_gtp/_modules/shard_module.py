@@ -22,6 +22,7 @@ from .._params.replica_part import ReplicaPart
 from .._params.sharded_weight import ShardedWeight
 from .._params.ties import ReplacedParam, refuse_gradient_of_replaced
 from .._params.whole_param import WholeParam
+from .._schedule.guesses import blocks_in
 from .._schedule.runtime import Runtime
 from .._schedule.steps import optimizer_steps
 from ..placement import GTPShard
@@ -33,6 +34,7 @@ from .binding import Arguments, Binding, ShardGroup, binding_of, bindings_of, ma
 from .decide import Decision
 from .dress import bind
 from .group_blocks import make_groups
+from .input_casts import InputCasts
 from .overrides import run_all_layers
 
 
@@ -68,6 +70,7 @@ def shard_module(
         if submodule not in nested and (is_ours or submodule is module):
             binding = Binding(submodule, group, owned.get(submodule, {}))
             bind(submodule, binding, own if submodule is module else None)
+    _cast_into_blocks(module, group)
     runtime.add(group.params)
     runtime.members.calls.append(group)  # last: it is the outermost one so far
     # Not yet: the first forward shows how many tokens a rank gets.
@@ -76,6 +79,22 @@ def shard_module(
         part_of_torch.install()  # once in a process
     for mesh_of_param in {param.spec.mesh for param in group.params}:
         random_init.whole_draws().add_mesh(mesh_of_param)  # all ranks draw alike, as one process does
+
+
+def _cast_into_blocks(module: nn.Module, group: ShardGroup) -> None:
+    """Let blocks below ``module`` cast their inputs where their container needs it."""
+    policy = group.arguments.mp_policy
+    if policy.param_dtype is None or not policy.cast_forward_inputs:
+        return
+    for container in module.modules():
+        casts: InputCasts | None = None
+        for block in blocks_in(container):
+            binding = binding_of(block)
+            if binding is None or binding.group is not group or not any(block.children()):
+                continue  # a layer casts nothing
+            if casts is None:
+                casts = InputCasts(block, policy.param_dtype)
+            binding.input_casts = casts
 
 
 def _adopt_earlier(module: nn.Module, decisions: list[Decision], runtime: Runtime) -> set[nn.Module]:
