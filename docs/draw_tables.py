@@ -299,10 +299,11 @@ _MORE_MODELS = {
 }
 
 
-def draw_more_models(job: str, again: str) -> str:
+def draw_more_models(job: str, *again: str) -> str:
     """Four models in a line: the time of ``gtp_shard``, and how many times as fast as ``fully_shard`` it is. Those that
-    gain most come first. Models of the job ``again`` are from there, followed by how many times as fast plain is."""
-    ms = {(row["case"], row["mode"]): row["fb_ms"] for each in (job, again) for row in rows(each)}
+    gain most come first. Models of the jobs ``again`` are from the last of these, followed by how many times as fast
+    plain is."""
+    ms = {(row["case"], row["mode"]): row["fb_ms"] for each in (job, *again) for row in rows(each)}
     gains = {case: ms[case, "fsdp2"] / ms[case, "gtp"] for case in dict.fromkeys(row["case"] for row in rows(job))}
     cells = []
     for case, gain in sorted(gains.items(), key=lambda item: -item[1]):
@@ -406,8 +407,8 @@ TABLES: dict[str, tuple[Callable[[], str], tuple[str, ...]]] = {
     "2xh200_qwen3moe": (partial(draw_real_models, "2xh200_qwen3moe"), ("2xh200_qwen3moe",)),
     "2xh200_other_models": (partial(draw_real_models, "2xh200_other_models"), ("2xh200_other_models",)),
     "2xh200_more_models": (
-        partial(draw_more_models, "2xh200_more_models", "2xh200_bounds"),
-        ("2xh200_more_models", "2xh200_bounds"),
+        partial(draw_more_models, "2xh200_more_models", "2xh200_bounds", "2xh200_rounds"),
+        ("2xh200_more_models", "2xh200_bounds", "2xh200_rounds"),
     ),
     "2xh200_compiled_models": (partial(draw_real_models, "2xh200_compiled_models"), ("2xh200_compiled_models",)),
     "aims": (draw_aims, ("2xh100_first", "2xh200_first")),

@@ -12,8 +12,6 @@ TRAINING = "test_shard_optimizer.py::TestTraining"
 REPLICAS = {
     "rows of other replicas are those before the step":
         Bug("count_writes", drop("param.versions.num_updates += 1"), "test_an_optimizer_with_kernels_of_its_own"),
-    "rows of other replicas are those before a write that leaves no version":
-        Bug("ReplicaGathers.begin", drop("weight.part.gathered = None"), "test_writes_reach_all_replicas"),
     "what .data has written stays on its replica":
         Bug("replica_gathers:_version", replace("weight.version", "weight.version[:3]"),
             "test_writes_reach_all_replicas"),
@@ -26,8 +24,6 @@ REPLICAS = {
     "a version of the local tensor is not seen":
         Bug("_version", returns("weight.param._version + weight.versions.num_updates"),
             "test_writes_reach_all_replicas"),
-    "unshard gathers rows from before the write":
-        Bug("Runtime.gather_kept", drop("begin"), "test_unshard_has_the_present_values"),
     "a loss over the vocabulary reads rows from before the step":
         Bug("vocabulary_parallel_loss", drop("complete"), "test_exchanges_of_activations"),
     "an exchange reads rows from before the step":

@@ -108,7 +108,8 @@ class TestCudaShardOptimizer(CudaTest):
                 gtp_shard(mlp(), self.mesh, mp_policy=policy, shard_optimizer=value) for value in (False, True)
             )
             found = [self.train(model, is_clipped=True, fused=True) for model in (whole, split)]
-            torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+            # A fifth of a step: four ranks and more have sums in another order, which AdamW enlarges.
+            torch.testing.assert_close(*found, rtol=1e-4, atol=2e-4)
             self.assertEqual(len(members_of(split).groups), len(members_of(whole).groups))
 
     def test_late_streams_and_poisoned_memory_change_no_bit(self) -> None:

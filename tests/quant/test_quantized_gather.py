@@ -288,7 +288,7 @@ class TestQuantizedGroups(GlooTest):
         self.assertEqual(up.gathered_nbytes, 4 * 256 * 256)
 
     def test_writes_to_shards_are_quantized_anew(self) -> None:
-        """By foreach functions, through ``.data``, and in a forward to the full weights."""
+        """By foreach functions, through ``.data``, without a trace, and in a forward to the full weights."""
         recipe, mesh = Float8Tensorwise(), self.gtp_mesh()
         model = gtp(recipe, mesh, schedule=CHOSEN)(seeded())
         tokens = rows_of_rank(tokens_of(0), mesh)
@@ -305,8 +305,9 @@ class TestQuantizedGroups(GlooTest):
         with torch.no_grad():
             torch._foreach_mul_([*model.layers[0].parameters()], 1.5)
         compare()
-        model.layers[1].up.weight.data.mul_(3.0)
-        compare()
+        for data in (model.layers[1].up.weight.data, model.layers[1].up.weight.to_local().data):
+            data.mul_(3.0)
+            compare()
 
         model.unshard()
         compare()
