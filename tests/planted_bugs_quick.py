@@ -15,7 +15,8 @@ _OF_ONE_PROCESS = """
 """
 _OF_RANKS = """
     counted_writes debugging_aids errors gtp_shard_fsdp gtp_shard_gradients gtp_shard_groups gtp_shard_guesses
-    gtp_shard_launches gtp_shard_norms gtp_shard_overlap gtp_shard_reads gtp_shard_switches held_groups silent_params silent_writes
+    gtp_shard_launches gtp_shard_norms gtp_shard_overlap gtp_shard_reads gtp_shard_switches held_groups silent_params
+    silent_writes
 """
 FILES = frozenset(f"test_{name}.py" for name in (_OF_ONE_PROCESS + _OF_RANKS).split())
 _SLOW = "test_extreme_magnitudes", "test_sum_with_tensor_parallelism_of_equal_and_unequal_sizes"
