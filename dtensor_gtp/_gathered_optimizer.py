@@ -137,7 +137,8 @@ class GatheredOptimizer(torch.optim.Optimizer):
         """Update all parameters that have a gradient; collective over their meshes.
 
         Args:
-            closure: Evaluates the model again and returns the loss. The wrapped optimizer gets the mean of all ranks.
+            closure: Evaluates the model again and returns the loss. The wrapped optimizer gets the mean of
+                all ranks' losses, if it is a number.
 
         Returns:
             What ``closure`` has returned, or None.
@@ -167,10 +168,10 @@ class GatheredOptimizer(torch.optim.Optimizer):
         if closure is None:
             self.inner.step()
         else:
-            self.inner.step(self._closure_of(loss))
+            self._step_by(loss)
         for slots in by_group.values():
             _from_owners(slots)
-        # Else the ranks' copies would part: an optimizer may draw numbers, or look at all parameters it has.
+        # Else the copies of these ranks would part: an optimizer may draw numbers, or add up over what it has.
         _broadcast([slot for slot in active if not slot.num_rows and slot.axis is not None])
         for slot in active:
             _put_back(slot)
@@ -178,34 +179,39 @@ class GatheredOptimizer(torch.optim.Optimizer):
         self._share_state()
         return loss
 
-    def _closure_of(self, loss: Any) -> Callable[[], Any]:
-        """What the wrapped optimizer gets as a closure: it gives ``loss``, the average of the ranks'."""
-        mean = self._mean_over_ranks(loss)
+    def _step_by(self, loss: Any) -> None:
+        """Give the wrapped optimizer a closure that returns ``loss``, the average of the ranks'."""
+        mean = loss
+        if isinstance(loss, Tensor) and loss.is_floating_point():
+            mean = self._mean_over_ranks(loss)
+        elif isinstance(loss, float):
+            mean = self._mean_over_ranks(torch.tensor(loss)).item()
         owned = [slot.whole for slots in self._slots for slot in slots if slot.is_owned]
         versions = [param._version for param in owned]
+        is_late = False
 
         def closure() -> Any:
-            if versions != [param._version for param in owned]:
-                raise NotImplementedError(
-                    f"gathered does not support {self.optimizer_class.__name__}, which evaluates the model again after "
-                    "it has changed parameters: ranks have the whole ones in turns. Use it as it is."
-                )
+            nonlocal is_late
+            is_late |= versions != [param._version for param in owned]
             return mean
 
-        return closure
+        self.inner.step(closure)
+        # All ranks must raise: one that owns nothing has seen no change.
+        if self._mean_over_ranks(torch.tensor(float(is_late))) > 0:
+            raise NotImplementedError(
+                f"gathered does not support {self.optimizer_class.__name__}, which evaluates the model again after "
+                "it has changed parameters: ranks have the whole ones in turns. Use it as it is."
+            )
 
-    def _mean_over_ranks(self, loss: Any) -> Any:
+    def _mean_over_ranks(self, number: Tensor) -> Tensor:
         params = [slot.param for slots in self._slots for slot in slots if isinstance(slot.param, DTensor)]
-        if not params or not isinstance(loss, Tensor | float):
-            return loss
+        if not params:
+            return number.detach()
         mesh = params[0].device_mesh
-        mean = torch.as_tensor(loss, device=_local(params[0]).device).detach().clone()
+        mean = number.detach().to(_local(params[0]).device, copy=True)
         for axis in range(mesh.ndim):
             dist.all_reduce(mean, group=mesh.get_group(axis))
-        mean /= mesh.size()
-        if isinstance(loss, float):
-            return mean.item()
-        return mean
+        return mean / mesh.size()
 
     def _share_state(self) -> None:
         """State dicts show what the wrapped optimizer keeps, each rank that of the parameters it owns."""
@@ -272,7 +278,8 @@ def gathered(optimizer_class: type[torch.optim.Optimizer]) -> type[GatheredOptim
     One rank steps a parameter and keeps its state; the ranks share the parameters by size. Rows and gradients travel to
     it, updated rows back: three collectives a step for all parameters of a mesh. Results are those of one process.
     Optimizers that treat elements alone (AdamW, Lion, SGD) need none of this, and those that add up numbers over all
-    parameters (Prodigy; LAMB, where it clips by a norm of all) would see those of one rank alone.
+    parameters (Prodigy; LAMB, where it clips by a norm of all) would see those of one rank alone. Replicas must seed
+    alike for one that draws numbers.
 
     Args:
         optimizer_class: A class of ``torch.optim`` or of another library. Each rank makes it with the parameters that

@@ -62,9 +62,8 @@ class StepMetrics:
         binding = binding_of(model)
         if binding is None:
             raise ValueError(f"StepMetrics expects a module after gtp_shard, but got a plain {type(model).__name__}.")
-        # None: not known
         if flops_per_token is None:
-            self.flops_per_token = flops_of(model)
+            self.flops_per_token = flops_of(model)  # None: not known
         else:
             self.flops_per_token = flops_per_token
         self.flops_per_s = _peak_flops(machine, binding.group.runtime.device)

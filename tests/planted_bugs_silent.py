@@ -117,12 +117,19 @@ SILENT = {
     "an optimizer gets the loss of one rank":
         Bug("GatheredOptimizer._mean_over_ranks", drop("all_reduce"), "test_a_closure_gives_the_loss_of_all_ranks"),
     "an optimizer that evaluates the model in the middle of its step goes on with old gradients":
-        Bug("GatheredOptimizer._closure_of", never("versions != [param._version for param in owned]"),
+        Bug("GatheredOptimizer._step_by", replace("versions != [param._version for param in owned]", "False"),
             "test_one_that_evaluates_the_model_in_the_middle_is_refused"),
     "blocks get inputs in another dtype than that of their weights":
         Bug("_cast_into_blocks", drop("binding.input_casts = casts"), "test_they_are_cast_as_in_fully_shard"),
     "a sum that a model keeps in float32 is rounded in each block":
-        Bug("InputCasts.of", replace("block is self._first", "True"), "test_a_wide_sum_from_block_to_block_stays_wide"),
+        Bug("InputCasts.of", replace("self._is_needed is None", "True"),
+            "test_a_wide_sum_from_block_to_block_stays_wide"),
+    "what is written to the local tensor of .data does not count":
+        Bug("ManagedParam.counting_writes", drop("set_local"),
+            "test_the_first_write_is_to_the_local_tensor"),
+    "a look in inference mode breaks the next forward":
+        Bug("ManagedParam.counting_writes", replace("torch.inference_mode(False)", "torch.no_grad()"),
+            "test_one_rank_looks"),
     "foreach functions write through .data, and nothing counts":
         Bug("_write_foreach", drop("increment_version"), "test_ways_to_write"),
     "autograd refuses what it accepts in one process, after writes through .data":
@@ -138,7 +145,7 @@ SILENT = {
         Bug("AttributeReads.gives_full_params", replace("not self.is_differentiated", "True"),
             "test_momentum_encoders"),
     "a group that was gathered ahead outlives a write":
-        Bug("ManagedParam.counting_writes", drop("append"), "test_momentum_encoders"),
+        Bug("ManagedParam.counting_writes", drop("self.group.shards.data += ..."), "test_momentum_encoders"),
     "sums of bits are compared in sight of checkpointing":
         Bug("is_changed", replace("compat.unseen_by_checkpoint_policies()", "__import__('contextlib').nullcontext()"),
             "test_seed_61005_selective_checkpointing_beside_a_forward_that_is_looked_at"),

@@ -57,11 +57,14 @@ _SAFETENSORS = re.compile(r"access the data pointer on an invalid python storage
 _SAVE = "safetensors writes plain tensors. Call dtensor_gtp.pretrained.save_pretrained(model, directory) on all ranks."
 # Of layers, on CPUs and GPUs.
 _OTHER_DTYPE = re.compile(
-    r"mixed dtype|expected scalar type|must have the same dtype|should be the same|expected m1 and m2 to have the same"
+    r"mixed dtype|expected scalar type|must have the same dtype|\(c10::\w+\) should be the same|"
+    r"expected m1 and m2 to have the same"
 )
+_OF_INTEGERS = re.compile(r"\b(?:long|int|Long|Int|bool|Bool)\b")
 _CAST = (
-    "With mp_policy, weights are computed with in param_dtype. gtp_shard casts the inputs of the model, and those of "
-    "blocks in a list. Where another module gets float32, call gtp_shard on that module, then on the model."
+    "Weights are in param_dtype of mp_policy here. gtp_shard casts the inputs of the model, and those of blocks in a "
+    "list if the first call needs it. Where another module gets another dtype, call gtp_shard on that module, then on "
+    "the model."
 )
 _IN_PLACE = re.compile(r"aten\.\w+\.\w+: in-place operations that require placement changes are not supported")
 _NEEDS_WHOLE = (
@@ -82,10 +85,16 @@ def install() -> None:
         compat.replace(name, DTensor, name, functools.partialmethod(_refuse, name))
 
 
-def explain(error: BaseException) -> None:
-    """Add what to write instead as a note, unless the error has one."""
+def explain(error: BaseException, *, is_cast: bool = False) -> None:
+    """Add what to write instead as a note, unless the error has one. ``is_cast``: weights are cast to a
+    ``param_dtype``."""
     notes = getattr(error, "__notes__", ())
-    if not any(note.startswith(_MARK) for note in notes) and (text := remedy_for(error)) is not None:
+    if any(note.startswith(_MARK) for note in notes):
+        return
+    text = remedy_for(error)
+    if text is None and is_cast and _OTHER_DTYPE.search(str(error)) and not _OF_INTEGERS.search(str(error)):
+        text = _CAST
+    if text is not None:
         error.add_note(_MARK + text)
 
 
@@ -104,8 +113,6 @@ def remedy_for(error: BaseException) -> str | None:
         return _NEEDS_WHOLE
     if _SAFETENSORS.search(str(error)):
         return _SAVE
-    if _OTHER_DTYPE.search(str(error)):
-        return _CAST
     frames = list(_frames(error.__traceback__))
     found = _REFUSED.search(str(error))
     if found is not None:

@@ -3,7 +3,8 @@
 ``fully_shard`` casts the inputs of each module that it is called on, so of each block. Here one call
 is for the whole model. Some models add float32 positions to embeddings, and pass the sum on: blocks
 cannot multiply it with weights of another dtype. Other models carry a float32 sum from block to
-block on purpose, and begin it in the compute dtype. So the first block of a container decides.
+block on purpose, and begin it in the compute dtype. So the first call of a block in a container
+decides, for good: a recomputation, another order or a skipped block changes nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 
 from .trees import map_tensors
@@ -31,17 +31,16 @@ def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
 
 
 class InputCasts:
-    """Those of the blocks in one container, where ``first`` is the first one."""
+    """Those of the blocks in one container."""
 
-    def __init__(self, first: nn.Module, dtype: torch.dtype) -> None:
-        self._first = first
+    def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._is_needed = False  # in this pass
+        self._is_needed: bool | None = None  # until the first call
 
-    def of(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The inputs of a call of ``block``: as they are if the first block has got its hidden states
-        in the compute dtype."""
-        if block is self._first:
+    def of(self, args: Any, kwargs: Any) -> Any:
+        """The inputs of a call: as they are if the first one has got its hidden states in the compute
+        dtype."""
+        if self._is_needed is None:
             # Hidden states come first. Positions and masks, behind them, may be wider.
             inputs = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
             hidden = next((value for value in inputs if value.is_floating_point()), None)

@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import _torch_compat as compat
 from .gathered import Version, is_same_to_autograd
 from .layout import WeightLayout
-from .managed_param import ManagedParam
+from .managed_param import ManagedParam, counted
 from .sharded_weight import ShardedWeight
 from .whole_param import WholeParam
 
@@ -66,7 +66,8 @@ class GroupShards:
         self._locals = [member.local for member in self._members]
         self.tensors = [*self._params, *self._locals]  # their versions count writes
         # What ``param.data`` has given, with versions of its own.
-        self.data = [member.registration.data for member in self._members if member.registration.data is not None]
+        data = [member.registration.data for member in self._members]
+        self.data = [tensor for each in data if each is not None for tensor in counted(each)]
         self._parts: Parts | None = None  # until the first gather of these shards
         # Quantized members, and where a gather sends their values from: slots of its outputs, to be
         # filled before it.

@@ -75,7 +75,7 @@ class Registration:
         self.is_cut_again = False
         self.num_outer_ranks = 1  # over which that one averages
         # What ``param.data`` has given: torch's, with a count of writes that autograd does not look at.
-        self.data: Tensor | None = None
+        self.data: DTensor | None = None
         # The parameter that gtp_shard replaced by ours.
         self.replaced: weakref.ref[nn.Parameter] | None = None
         # Called after another object was taken over.
@@ -91,6 +91,11 @@ class Registration:
         """Register ``param`` at all sites."""
         for module, name in self.sites:
             module._parameters[name] = param
+
+
+def counted(data: DTensor) -> list[Tensor]:
+    """What counts writes to ``Registration.data``: ops of DTensor count in it, others in its local tensor."""
+    return [data, compat.local_tensor(data)]
 
 
 class ManagedParam:
@@ -132,11 +137,16 @@ class ManagedParam:
         if compat.local_part(self.param) is not self.local:
             return data  # of what ``param.data = ...`` has put here: a forward takes it over as something new
         registration = self.registration
-        if registration.data is None:
-            registration.data = data
-            if self.group is not None:
-                self.group.shards.data.append(data)
-        return registration.data.detach()  # shares the count
+        with torch.inference_mode(False):  # an inference tensor counts nothing
+            if registration.data is None:
+                registration.data = compat.wrap_local(self.local.data, self.spec)
+                if self.group is not None:
+                    self.group.shards.data += counted(registration.data)
+            shared = as_dtensor(registration.data.detach())  # shares the count
+            local = compat.local_tensor(registration.data)  # so ``param.data.to_local()`` counts, too
+            if type(local) is Tensor:
+                compat.set_local(shared, local, compat.dtensor_spec(shared))
+            return shared
 
     @property
     def num_data_writes(self) -> int:
@@ -144,7 +154,7 @@ class ManagedParam:
         data = self.registration.data
         if data is None:
             return 0
-        return data._version
+        return data._version + compat.local_tensor(data)._version
 
     def _pinned(self, param: DTensor) -> Tensor:
         """The local tensor of ``param``, moved into pinned memory if copies to a GPU are to overlap

@@ -72,9 +72,8 @@ def host_bound(timeline: Timeline) -> list[Interval] | None:
     computing = [span for span in timeline.spans if span.kind == COMPUTE]
     if not any(span.launched > -math.inf for span in computing):
         return None
-    # what comes before the first has nothing to be measured from
     late = []
-    end = computing[0].end
+    end = computing[0].end  # what comes before the first has nothing to be measured from
     for span in computing:
         if span.begin > end and span.launched > end:
             late.append((end, min(span.launched, span.begin)))

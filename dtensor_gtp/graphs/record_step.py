@@ -157,9 +157,9 @@ def drop_kept(runtimes: Sequence[Runtime]) -> None:
 
 
 def _param_versions(runtimes: Sequence[Runtime]) -> set[tuple[int, int, int]]:
-    """For each managed parameter its id, its version and that of its shard."""
+    """For each managed parameter its id, its version and that of its data."""
     params = [param for runtime in runtimes for param in runtime.members.params]
-    return {(id(param.param), param.param._version, param.shard._version) for param in params}
+    return {(id(param.param), param.param._version, param.shard._version + param.num_data_writes) for param in params}
 
 
 def check_none_pinned(runtimes: Sequence[Runtime]) -> None:

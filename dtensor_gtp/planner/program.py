@@ -32,10 +32,9 @@ class Program:
         self.host = self.costs.machine.host
         self.tasks: list[Task] = []
         self.received: dict[str, float] = {}  # bytes that a rank receives, by axis
+        self.host_ms = 0.0  # when it has launched the last one
         if setting.is_captured:
             self.host_ms = self.host.replay_us / 1e3
-        else:
-            self.host_ms = 0.0  # when it has launched the last one
         self._last_compute: tuple[int, ...] = ()
         self._waits: list[int] = []  # what the next task of compute waits for
 

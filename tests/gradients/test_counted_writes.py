@@ -10,8 +10,8 @@ import torch
 import torch.nn as nn
 from common import ALL
 from pairs_common import CHOSEN, MIXED, Pair, PairTest
-from passes_common import Model, mean, usual
-from runtime_common import members_of
+from passes_common import WIDTH, Model, mean, usual
+from runtime_common import make_rows, members_of
 from torch.distributed.tensor import DTensor
 
 Act = Callable[[list[nn.Parameter]], Any]
@@ -26,9 +26,15 @@ class ReadsLast(Model):
 
 def look(params: list[nn.Parameter]) -> None:
     """As a log of one rank does."""
-    with torch.no_grad():
-        for param in params:
-            (param.data.to_local() if isinstance(param, DTensor) else param.data).norm()
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            for param in params:
+                local_data(param).norm()
+
+
+def local_data(param: nn.Parameter) -> torch.Tensor:
+    data = param.data
+    return data.to_local() if isinstance(data, DTensor) else data
 
 
 def halve(params: list[nn.Parameter]) -> None:
@@ -38,6 +44,11 @@ def halve(params: list[nn.Parameter]) -> None:
 
 def halve_by_foreach(params: list[nn.Parameter]) -> None:
     torch._foreach_mul_([param.data for param in params], 0.5)
+
+
+def halve_local(params: list[nn.Parameter]) -> None:
+    for param in params:
+        local_data(param).mul_(0.5)
 
 
 def halve_by_view(params: list[nn.Parameter]) -> None:
@@ -97,8 +108,17 @@ class TestCountedWrites(PairTest):
 
     def test_ways_to_write(self) -> None:
         for pair in self.trained_pairs():
-            for act in (halve, halve_by_foreach, halve_by_view):
+            for act in (halve, halve_by_foreach, halve_by_view, halve_local):
                 self.check(pair, partial(acts_everywhere, act=act))
+
+    def test_the_first_write_is_to_the_local_tensor(self) -> None:
+        for pair in self.trained_pairs():
+            x = make_rows(1, 4, WIDTH)
+            with torch.no_grad():
+                for each in pair:
+                    each(x)
+                    halve_local(list(each.parameters()))
+                torch.testing.assert_close(*(each(x) for each in pair))
 
     def test_weights_that_are_read_outside_of_their_block(self) -> None:
         """Their backward comes before that of the block. After ``unshard`` it computes with what was written."""

@@ -32,6 +32,8 @@ class Block(nn.Module):
 class WithPositions(nn.Module):
     """Adds float32 positions to embeddings, as M2M100 does. Its mask has the dtype of the sum."""
 
+    num_skipped = 0  # blocks
+
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(20, WIDTH)
@@ -42,7 +44,7 @@ class WithPositions(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         hidden = self.embedding(ids) + self.positions
         mask = torch.ones_like(hidden)
-        for block in self.blocks:
+        for block in self.blocks[self.num_skipped :]:
             hidden = block(hidden, mask)
         return self.head(hidden)
 
@@ -60,6 +62,8 @@ seen: list[tuple[torch.dtype, torch.dtype]] = []
 
 
 class WithWideSum(nn.Module):
+    """Runs its blocks twice."""
+
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(20, WIDTH)
@@ -68,7 +72,7 @@ class WithWideSum(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         hidden = self.embedding(ids)
         mask = torch.ones(WIDTH)
-        for block in self.blocks:
+        for block in (*self.blocks, *self.blocks):
             hidden = block(hidden, mask)
         return hidden
 
@@ -107,6 +111,14 @@ class TestBlockInputs(GlooTest):
                 torch.testing.assert_close(grads, expected, rtol=0.02, atol=1e-3)
                 model.zero_grad()
 
+    def test_the_first_block_may_be_left_out(self) -> None:
+        """As with LayerDrop, in the first pass and later."""
+        for numbers in ((1, 0, 2), (0, 1, 0)):
+            model = gtp_shard(WithPositions(), self.gtp_mesh(), mp_policy=BF16, schedule=CHOSEN)
+            for num_skipped in numbers:
+                model.num_skipped = num_skipped
+                self.step(model)
+
     def test_a_wide_sum_from_block_to_block_stays_wide(self) -> None:
         for schedule in (ALL, CHOSEN):
             model = gtp_shard(WithWideSum(), self.gtp_mesh(), mp_policy=BF16, schedule=schedule)
@@ -114,7 +126,7 @@ class TestBlockInputs(GlooTest):
                 seen.clear()
                 self.step(model)
                 wide = (torch.float32, torch.float32)
-                self.assertEqual(seen, [(torch.bfloat16, torch.float32), wide, wide])
+                self.assertEqual(seen, [(torch.bfloat16, torch.float32), *[wide] * 5])
 
     def test_where_another_module_gets_them_an_error_says_what_to_write(self) -> None:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)

@@ -108,7 +108,8 @@ class TestGatheredOptimizer(GlooTest):
         assert_same_params(model, reference, rtol=1e-4, atol=1e-6)
 
     def test_one_that_evaluates_the_model_in_the_middle_is_refused(self) -> None:
-        model, _ = self.pair()
+        """On all ranks, also on one that owns no parameter."""
+        model = gtp_shard(nn.Linear(WIDTH, WIDTH, bias=False), self.gtp_mesh())
         optimizer = gathered(ByLoss)(model.parameters(), ascends=True)
         with self.assertRaisesRegex(NotImplementedError, "gathered does not support ByLoss, which evaluates the model"):
             optimizer.step(self.closure(model, optimizer, make_rows(0), []))
