@@ -83,7 +83,9 @@ def gtp_shard(
             ``default_gtp_placement(name) -> Placement``.
         mp_policy: torch's own policy with the meaning it has in ``fully_shard``: ``param_dtype`` is
             the dtype of the gather and of compute, ``reduce_dtype`` that of gradient reduction;
-            inputs and outputs of ``module`` are cast. Without a ``reduce_dtype`` gradients are
+            inputs and outputs of ``module`` are cast. Blocks in a list cast their inputs, too, if the
+            first call of one gets hidden states in another dtype; ``cast_forward_inputs=False``
+            leaves all as they are. Without a ``reduce_dtype`` gradients are
             reduced in ``param_dtype`` (``fully_shard`` of torch 2.15: in the parameter's own).
         schedule: When weights are gathered, kept and reduced. The default chooses everything in the
             first forward. Only the policy of the outermost call is used.
