@@ -124,6 +124,8 @@ SILENT = {
     "a sum that a model keeps in float32 is rounded in each block":
         Bug("InputCasts.of", replace("self._is_needed is None", "True"),
             "test_a_wide_sum_from_block_to_block_stays_wide"),
+    "blocks of a compiled model get inputs in another dtype":
+        Bug("InputCasts.of", assign("self._is_needed_in_graph", "False"), "test_they_are_cast_as_in_fully_shard"),
     "what is written to the local tensor of .data does not count":
         Bug("ManagedParam.counting_writes", drop("set_local"),
             "test_the_first_write_is_to_the_local_tensor"),

@@ -69,7 +69,7 @@ def _call(module: BoundModule, call: Any, args: Any, kwargs: Any, *method: Any) 
         if compat.is_recording() and (params := module._gtp_binding.group.params):  # ``make_fx``
             refuse_recording("torch.fx", params[0].fqn)
         if module._gtp_binding.input_casts is not None:
-            args, kwargs = module._gtp_binding.input_casts.of(args, kwargs)
+            args, kwargs = module._gtp_binding.input_casts.of(module, args, kwargs)
         if is_of_group:
             return _call_block(module, call, args, kwargs, compiler)
         return _call_in_frame(module, call, args, kwargs, compiler, *method)
@@ -105,7 +105,7 @@ def _call_in_graph(module: BoundModule, call: Any, args: Any, kwargs: Any) -> An
         refuse_recording("torch.export", group.params[0].fqn)
     if group.module is not module:
         if binding.input_casts is not None:
-            args, kwargs = binding.input_casts.of(args, kwargs)
+            args, kwargs = binding.input_casts.of(module, args, kwargs)
         return call(*args, **kwargs)
     args, kwargs = _cast_inputs(group, args, kwargs)
     return cast_floats(call(*args, **kwargs), group.arguments.mp_policy.output_dtype)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn as nn
 from torch import Tensor
 
 from .trees import map_tensors
@@ -31,20 +32,33 @@ def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
 
 
 class InputCasts:
-    """Those of the blocks in one container."""
+    """Those of the blocks in one container, of which ``first`` is the first one."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, first: nn.Module, dtype: torch.dtype) -> None:
+        self._first = first
         self._dtype = dtype
         self._is_needed: bool | None = None  # until the first call
+        self._is_needed_in_graph = False
 
-    def of(self, args: Any, kwargs: Any) -> Any:
-        """The inputs of a call: as they are if the first one has got its hidden states in the compute
-        dtype."""
-        if self._is_needed is None:
-            # Hidden states come first. Positions and masks, behind them, may be wider.
-            inputs = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-            hidden = next((value for value in inputs if value.is_floating_point()), None)
-            self._is_needed = hidden is not None and hidden.dtype != self._dtype
-        if not self._is_needed:
+    def of(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The inputs of a call of ``block``: as they are if the first call has got its hidden states in
+        the compute dtype."""
+        if torch.compiler.is_compiling():
+            # The first block decides in each graph: what one call left for the next would compile the
+            # model again.
+            if block is self._first:
+                self._is_needed_in_graph = self._are_others(args, kwargs)
+            is_needed = self._is_needed_in_graph
+        else:
+            if self._is_needed is None:
+                self._is_needed = self._are_others(args, kwargs)
+            is_needed = self._is_needed
+        if not is_needed:
             return args, kwargs
         return cast_floats((args, kwargs), self._dtype)
+
+    def _are_others(self, args: Any, kwargs: Any) -> bool:
+        """Whether hidden states have another dtype. They come first: positions and masks may be wider."""
+        inputs = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        hidden = next((value for value in inputs if value.is_floating_point()), None)
+        return hidden is not None and hidden.dtype != self._dtype

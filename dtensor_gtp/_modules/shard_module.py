@@ -87,12 +87,14 @@ def _cast_into_blocks(module: nn.Module, group: ShardGroup) -> None:
     if policy.param_dtype is None or not policy.cast_forward_inputs:
         return
     for container in module.modules():
-        casts = InputCasts(policy.param_dtype)  # for all its blocks
+        casts: InputCasts | None = None  # of all its blocks
         for block in blocks_in(container):
             binding = binding_of(block)
-            is_layer = not any(block.children())
-            if binding is not None and binding.group is group and not is_layer:
-                binding.input_casts = casts
+            if binding is None or binding.group is not group or not any(block.children()):
+                continue  # a layer casts nothing
+            if casts is None:
+                casts = InputCasts(block, policy.param_dtype)
+            binding.input_casts = casts
 
 
 def _adopt_earlier(module: nn.Module, decisions: list[Decision], runtime: Runtime) -> set[nn.Module]:

@@ -94,16 +94,16 @@ class TestBlockInputs(GlooTest):
         loss.backward()
 
     def test_they_are_cast_as_in_fully_shard(self) -> None:
-        """Of single weights, of groups, and of compiled blocks."""
+        """Of single weights, of groups, of compiled blocks and of a compiled model."""
         plain = WithPositions()
         fsdp = in_units(copy.deepcopy(plain), self.gtp_mesh())
         self.step(fsdp)
         expected = [full(param.grad) for param in fsdp.parameters()]
-        for schedule, is_compiled in itertools.product((ALL, CHOSEN), (False, True)):
+        for schedule, compiled in itertools.product((ALL, CHOSEN), ("nothing", "blocks", "model")):
             model: Any = copy.deepcopy(plain)
-            for block in model.blocks:
-                if is_compiled:
-                    block.compile(backend="aot_eager")
+            parts = {"nothing": (), "blocks": model.blocks, "model": (model,)}
+            for part in parts[compiled]:
+                part.compile(backend="aot_eager")
             gtp_shard(model, self.gtp_mesh(), mp_policy=BF16, schedule=schedule)
             for _ in range(2):
                 self.step(model)
