@@ -107,7 +107,7 @@ SILENT = {
         Bug("AttributeReads.misuse_in", replace("return written_to_no_effect(...)", "continue"),
             "test_a_write_to_what_is_read_is_refused"),
     "what was gathered ahead outlives a write":
-        Bug("ManagedParam.num_data_writes", replace("data._version", "0"), "test_momentum_encoders"),
+        Bug("ManagedParam.num_data_writes", replace("tensor._version", "0"), "test_momentum_encoders"),
     "a write between unshard and reshard is lost":
         Bug("reshard_params", never("error is not None"), "test_between_unshard_and_reshard"),
     "a weight that stays gathered keeps its old values":
@@ -127,10 +127,10 @@ SILENT = {
     "blocks of a compiled model get inputs in another dtype":
         Bug("InputCasts.of", assign("self._is_needed_in_graph", "False"), "test_they_are_cast_as_in_fully_shard"),
     "what is written to the local tensor of .data does not count":
-        Bug("ManagedParam.counting_writes", drop("set_local"),
+        Bug("ManagedParam.counted_data", drop("share_version"),
             "test_the_first_write_is_to_the_local_tensor"),
     "a look in inference mode breaks the next forward":
-        Bug("ManagedParam.counting_writes", replace("torch.inference_mode(False)", "torch.no_grad()"),
+        Bug("ManagedParam.counted_data", replace("torch.inference_mode(False)", "torch.no_grad()"),
             "test_one_rank_looks"),
     "foreach functions write through .data, and nothing counts":
         Bug("_write_foreach", drop("increment_version"), "test_ways_to_write"),
@@ -147,7 +147,7 @@ SILENT = {
         Bug("AttributeReads.gives_full_params", replace("not self.is_differentiated", "True"),
             "test_momentum_encoders"),
     "a group that was gathered ahead outlives a write":
-        Bug("ManagedParam.counting_writes", drop("self.group.shards.data += ..."), "test_momentum_encoders"),
+        Bug("ManagedParam.counted_data", drop("self.group.shards.data += ..."), "test_momentum_encoders"),
     "sums of bits are compared in sight of checkpointing":
         Bug("is_changed", replace("compat.unseen_by_checkpoint_policies()", "__import__('contextlib').nullcontext()"),
             "test_seed_61005_selective_checkpointing_beside_a_forward_that_is_looked_at"),

@@ -228,11 +228,11 @@ def _set_data(stock: Any, param: DTensor, value: Any) -> None:
             runtime.lost_writes.note_new_data(param)
 
 
-def _data_of(param: DTensor, data: Tensor) -> Tensor:
+def _data_of(param: DTensor) -> Tensor | None:
     for runtime in _runtimes():
         if (member := runtime.members.member_of(param)) is not None:
-            return member.counting_writes(data)
-    return data
+            return member.counted_data()
+    return None
 
 
 def follow_pipelining() -> None:

@@ -170,12 +170,11 @@ def _save_to_state_dict(self: BoundModule, destination: dict[str, Any], prefix: 
 
 
 def _share_version(value: Any, local: Tensor) -> None:
-    """Let a detached DTensor and the shard ``local``, which have one memory, count writes together: an op of DTensor
-    detaches its local tensor without that."""
+    """Let a value of a state dict and the shard ``local``, if they have one memory, count writes together."""
     if isinstance(value, DTensor) and type(local) is Tensor:
         detached = compat.local_tensor(value)
         if detached.data_ptr() == local.data_ptr() and detached.shape == local.shape:
-            compat.set_local(value, local.detach(), compat.dtensor_spec(value))
+            compat.share_version(value, local)
 
 
 def _load_from_state_dict(self: BoundModule, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

@@ -132,21 +132,20 @@ class ManagedParam:
         # they are computed.
         self.reduce_dtype: torch.dtype = policy.reduce_dtype or self.compute_dtype
 
-    def counting_writes(self, data: Tensor) -> Tensor:
-        """``data``, which is ``param.data``, in a form that counts writes to it, whenever they come."""
+    def counted_data(self) -> Tensor | None:
+        """``param.data`` in a form that counts writes to it, whenever they come. None of what
+        ``param.data = ...`` has put here: a forward takes it over as something new."""
         if compat.local_part(self.param) is not self.local:
-            return data  # of what ``param.data = ...`` has put here: a forward takes it over as something new
+            return None
         registration = self.registration
         with torch.inference_mode(False):  # an inference tensor counts nothing
             if registration.data is None:
                 registration.data = compat.wrap_local(self.local.data, self.spec)
                 if self.group is not None:
                     self.group.shards.data += counted(registration.data)
-            shared = as_dtensor(registration.data.detach())  # shares the count
-            local = compat.local_tensor(registration.data)  # so ``param.data.to_local()`` counts, too
-            if type(local) is Tensor:
-                compat.set_local(shared, local, compat.dtensor_spec(shared))
-            return shared
+            data = as_dtensor(registration.data.detach())  # shares the count
+            compat.share_version(data, compat.local_tensor(registration.data))  # ``data.to_local()`` counts, too
+            return data
 
     @property
     def num_data_writes(self) -> int:
@@ -154,7 +153,7 @@ class ManagedParam:
         data = self.registration.data
         if data is None:
             return 0
-        return data._version + compat.local_tensor(data)._version
+        return sum(tensor._version for tensor in counted(data))
 
     def _pinned(self, param: DTensor) -> Tensor:
         """The local tensor of ``param``, moved into pinned memory if copies to a GPU are to overlap

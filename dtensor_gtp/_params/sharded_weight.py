@@ -189,8 +189,8 @@ class ShardedWeight(ManagedParam):
         # [Note: data made from a shard] Quantized data are slow to make. So those that a forward
         # has made of a shard serve its backward and all microbatches until the optimizer steps,
         # unless the version of the shard changes. The first microbatch makes new ones, because
-        # kernels of others may write to a shard, which no version counts. A CUDA graph that records a forward makes
-        # them, too, because its replays read other shards.
+        # kernels of others may write to a shard, which no version counts. A CUDA graph that records
+        # a forward makes them, too, because its replays read other shards.
         has_no_sum = pending_grad.is_empty and self.gradient.reduced is None
         is_first_microbatch = has_no_sum and self.param.grad is None
         if is_captured or self.registration.is_cut_again or is_first_microbatch:

@@ -201,13 +201,6 @@ class AttributeReads:
         (momentum encoders)."""
         return bool(self.frames) and (torch.is_grad_enabled() or not self.is_differentiated)
 
-    def forget(self, weight: ShardedWeight) -> None:
-        """The shard may change: the next read in a running frame gathers it again."""
-        # The frames still hold the old gather, which other code may use, until they end.
-        for frame in self.frames:
-            for is_differentiable in (False, True):
-                frame.values.pop((weight, is_differentiable), None)
-
     def note_parametrized(self, weight: ManagedParam) -> None:
         """A parametrization has taken the full weight. Torch has called ``value.set_(value)``,
         unless there was a ``right_inverse``: that counts as a write and is none."""

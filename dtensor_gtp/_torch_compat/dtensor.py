@@ -63,15 +63,24 @@ def wrap_data_setter(wrapper: Callable[[Callable[[DTensor, Any], None], DTensor,
     replace("data", DTensor, "data", property(stock.__get__, lambda tensor, value: setter(tensor, value)))
 
 
-def wrap_data_getter(of_parameter: Callable[[DTensor, Tensor], Tensor]) -> None:
-    """Let ``param.data`` of a DTensor give ``of_parameter(param, data)`` from now on, where ``data`` is torch's."""
+def share_version(tensor: DTensor, local: Tensor) -> None:
+    """Let a DTensor and the plain ``local``, which have one memory, count writes to local tensors together: an op of
+    DTensor detaches its local tensor without that."""
+    if type(local) is Tensor:
+        set_local(tensor, local.detach(), dtensor_spec(tensor))
+
+
+def wrap_data_getter(of_parameter: Callable[[DTensor], Tensor | None]) -> None:
+    """Let ``param.data`` of a DTensor give ``of_parameter(param)`` from now on; what torch gives, if that is None."""
     stock: Any = inspect.getattr_static(DTensor, "data")
 
     def get(tensor: DTensor) -> Any:
-        data = stock.__get__(tensor)
-        if not isinstance(tensor, torch.nn.Parameter) or is_in_compiler():  # the compiler reads it for guards
-            return data
-        return of_parameter(tensor, data)
+        data = None
+        if isinstance(tensor, torch.nn.Parameter) and not is_in_compiler():  # the compiler reads it for guards
+            data = of_parameter(tensor)
+        if data is None:
+            return stock.__get__(tensor)
+        return data
 
     replace("data", DTensor, "data", property(get, stock.__set__))
 
