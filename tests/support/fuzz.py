@@ -82,6 +82,7 @@ class Draw:
     expert_blocks_ahead: int = 1
     keep_nbytes: int = 0
     reduce_scatter: Literal["ring", "all_to_all"] = "ring"
+    copies: bool = False  # copy engines gather and reduce, which takes GPUs
     min_shard_numel: int = 0
     embedding: Literal["gather", "exchange", "auto"] = "gather"
     reshard_after_forward: bool = True
@@ -253,6 +254,7 @@ def _problems_of_whole(draw: Draw) -> Problems:
     yield draw.interleaves and draw.microbatches == 1, "nothing to interleave"
     yield draw.interleaves and bool(draw.scales), "autograd refuses weights written between forward and backward"
     yield draw.shard_optimizer and (replicate == 1 or not draw.hsdp or draw.uses_dp), "no replicas"
+    yield draw.copies and draw.offload, "copy engines send from the device"
     yield draw.offload and (draw.uses_dp or draw.shard_optimizer or bool(draw.recipe)), "refused on the host"
     is_always_used = not any(layer.period or layer.kind == "late" for layer in layers)
     yield draw.any_use and (draw.uses_dp or not is_always_used), "what no rank has used gets a gradient of zeros"

@@ -232,10 +232,12 @@ def loss_of(output: torch.Tensor) -> torch.Tensor:
 
 
 def make_batch(draw: Draw, phase: int) -> torch.Tensor:
-    """The batch of all ranks in one backward."""
-    generator = torch.Generator().manual_seed(draw.seed * 1009 + phase)
+    """The batch of all ranks in one backward, on the default device."""
+    generator = torch.Generator("cpu").manual_seed(draw.seed * 1009 + phase)
+    target = torch.get_default_device()
     shape = (draw.rows * draw.num_data, draw.length)
     if draw.vocabulary:
-        return torch.randint(0, draw.vocabulary, shape, generator=generator)
-    batch = torch.randn((*shape, draw.width), generator=generator, dtype=getattr(torch, draw.dtype))
+        return torch.randint(0, draw.vocabulary, shape, generator=generator, device="cpu").to(target)
+    dtype = getattr(torch, draw.dtype)
+    batch = torch.randn((*shape, draw.width), generator=generator, dtype=dtype, device="cpu").to(target)
     return batch.requires_grad_(draw.needs_input_grad)

@@ -61,14 +61,19 @@ class Meshes:
 
     def __init__(self) -> None:
         self.num_workers = dist.get_world_size()
+        self._device_type = torch.get_default_device().type
         self._known: dict[Any, DeviceMesh] = {}
         self._twins: dict[str, dist.ProcessGroup] = {}
-        self.status = dist.new_group(timeout=timedelta(minutes=10))  # longer than those of the lanes
+        self.status = dist.new_group(timeout=timedelta(minutes=10), backend="gloo")  # longer than those of the lanes
 
     def prepare(self, draw: Draw) -> None:
         """Collective over all workers, also those that will not run the draw."""
         self.root(draw)
         self.nested(draw)
+
+    @property
+    def has_gpus(self) -> bool:
+        return self._device_type == "cuda"
 
     def root(self, draw: Draw) -> DeviceMesh:
         return self._mesh(draw.axes, draw.order_of_axes, draw.is_transposed, draw.flipped)
@@ -91,10 +96,10 @@ class Meshes:
         key = (sizes, order, is_transposed, flipped)
         if key not in self._known:
             strides = [2 if i == 1 else 1 if i == 2 else i for i in order] if is_transposed else list(order)
-            ranks = torch.arange(self.num_workers).view(-1, *(sizes[i] for i in strides))
+            ranks = torch.arange(self.num_workers, device="cpu").view(-1, *(sizes[i] for i in strides))
             ranks = ranks.permute(0, *(1 + strides.index(i) for i in order))
             ranks = ranks.flip([1 + order.index(AXES.index(axis)) for axis in flipped])
-            self._known[key] = DeviceMesh("cpu", ranks, mesh_dim_names=("lane", *(AXES[i] for i in order)))
+            self._known[key] = DeviceMesh(self._device_type, ranks, mesh_dim_names=("lane", *(AXES[i] for i in order)))
         return self._known[key]
 
     def twin_group(self, group: dist.ProcessGroup, *args: Any) -> dist.ProcessGroup:
@@ -135,15 +140,17 @@ def _mixed_precision(draw: Draw) -> MixedPrecisionPolicy:
 
 
 def _schedule(draw: Draw) -> SchedulePolicy:
+    copies: dict[str, Any] = {"gather_backend": "copy_engine", "reduce_scatter": "copy_engine"} if draw.copies else {}
     if draw.groups:
         return SchedulePolicy(
-            reduce_scatter="all_to_all" if draw.reduce_scatter == "all_to_all" else "auto",
+            **copies or {"reduce_scatter": "all_to_all" if draw.reduce_scatter == "all_to_all" else "auto"},
             prefetch_nbytes=draw.prefetch_nbytes,
             keep_nbytes=draw.keep_nbytes,
             embedding=draw.embedding,
             min_shard_numel=draw.min_shard_numel,
         )
-    return explicit(max_inflight_reduce_scatters=draw.max_inflight, **{name: getattr(draw, name) for name in POLICIES})
+    numbers = {name: getattr(draw, name) for name in POLICIES}
+    return explicit(max_inflight_reduce_scatters=draw.max_inflight, **{**numbers, **copies})
 
 
 def shard(draw: Draw, model: Model, meshes: Meshes) -> None:
@@ -160,7 +167,7 @@ def shard(draw: Draw, model: Model, meshes: Meshes) -> None:
         "mp_policy": _mixed_precision(draw),
         "schedule": _schedule(draw),
         "shard_optimizer": draw.shard_optimizer,
-        "offload_policy": CPUOffloadPolicy(pin_memory=False) if draw.offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=meshes.has_gpus) if draw.offload else OffloadPolicy(),
     }
     with mock.patch.dict(os.environ, DTENSOR_GTP_DEBUG=draw.debug):
         for layer, module in zip(draw.layers, model.layers, strict=True):
@@ -423,7 +430,8 @@ def _difference(
         yield f"{what}: shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
     else:
         wide = expected.detach().double()
-        off = float((actual.detach().double() - wide).abs().max())
+        # What is offloaded is on the host.
+        off = float((actual.detach().to(wide.device).double() - wide).abs().max())
         own = float(wide.abs().max())
         # Where a gradient vanishes, what is left is the rounding of the larger terms that it is made of.
         if not off <= _tolerance(draw) * (own + 0.1 * (own if scale is None else scale)) + 1e-12:
@@ -464,7 +472,7 @@ def run_round(draws: Sequence[Draw], meshes: Meshes) -> list[Outcome]:
             mine = ("\n".join(run_draw(draws[lane], meshes)), False)
         except Exception:
             mine = (traceback.format_exc(), True)
-    status = torch.tensor(bool(mine[0]), dtype=torch.int64)
+    status = torch.tensor(bool(mine[0]), dtype=torch.int64, device="cpu")
     dist.all_reduce(status, group=meshes.status)
     if not status.item():
         return [Outcome(draw, {}, False) for draw in draws]
