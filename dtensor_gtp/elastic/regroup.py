@@ -23,6 +23,7 @@ from . import clock
 from .replicas import Place, ReplicaLayout, replicas_of
 
 POLL_SECONDS = 0.05
+GAVE_UP = "gave up"  # what a process that waited writes instead of its admission
 _LOG = logging.getLogger(__name__)
 
 
@@ -147,8 +148,7 @@ def regroup(
                     f"{grace.total_seconds():g} seconds of grace or because it sent no sign of life. End this "
                     "process; it may join again as a new one."
                 )
-            for ticket in members.tickets:  # on all members alike: the rank that decided may be gone
-                waiting_store(store).set(f"admitted/{ticket}", json.dumps(members))
+            all_come = _admit(store, members)
             rank = members.alive.index(rank)  # as the new list counts
             # After the list is written: to end collectives with ranks that are gone may take their whole time limit.
             if dist.is_initialized():
@@ -158,7 +158,8 @@ def regroup(
             # Before the start: if ranks are lost during it, the next round asks this watch.
             if watch is not None:
                 watch.move_to(layout, rank, generation)
-            if start_regrouped(store, members, rank, backend, timeout):  # else a rank of the list is lost by now
+            # Else a rank of the list is lost by now.
+            if all_come and start_regrouped(store, members, rank, backend, timeout):
                 return members.seen_by(rank)
 
 
@@ -247,6 +248,15 @@ def _shared(store: compat.Store, generation: int) -> compat.Store:
 
 def waiting_store(store: compat.Store) -> compat.Store:
     return job_store("dtensor_gtp_join", store)
+
+
+def _admit(store: compat.Store, members: Membership) -> bool:
+    """Tell those that join. False if one of them has given up since the list was made: the same on all members."""
+    waiting = waiting_store(store)
+    text = json.dumps(members)
+    # On all members: the rank that decided may be gone. Whoever writes first is heard.
+    answers = [waiting.compare_set(f"admitted/{ticket}", "", text).decode() for ticket in members.tickets]
+    return GAVE_UP not in answers
 
 
 def _waiting_tickets(store: compat.Store) -> list[int]:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from .. import _torch_compat as compat
 from .._comm.process_groups import job_store
 from . import clock
-from .regroup import POLL_SECONDS, Membership, Survivors, regroup, start_regrouped, waiting_store
+from .regroup import GAVE_UP, POLL_SECONDS, Membership, Survivors, regroup, start_regrouped, waiting_store
 from .replicas import Place, ReplicaLayout
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,6 @@ _SILENT = "was silent"
 _CLOSED = "has closed its watch"
 _UPDATE = "update"
 _KEEP = "keep"
-_GAVE_UP = "gave up"  # instead of an admission
 _ENDED = "ended"  # key of the last rank that is done
 # What gloo, NCCL and the stores say when a peer is gone, in errors that have no type of their own.
 _PEER_LOST = re.compile("gloo|nccl|closed by peer|reset by peer|broken pipe|timed out|timeout", re.IGNORECASE)
@@ -326,7 +325,7 @@ def join(
     end = clock.now() + grace.total_seconds()
     while not waiting.check([name]):
         # Nobody is to admit it later. ``compare_set`` keeps an admission that has just come, which the loop then sees.
-        if clock.now() > end and waiting.compare_set(name, "", _GAVE_UP).decode() == _GAVE_UP:
+        if clock.now() > end and waiting.compare_set(name, "", GAVE_UP).decode() == GAVE_UP:
             raise TimeoutError(f"no rank of the job admitted this process within {grace.total_seconds():g} seconds.")
         clock.sleep(POLL_SECONDS)
     members = Membership(*json.loads(waiting.get(name)))

@@ -24,7 +24,7 @@ from mesh_common import fake_world
 
 from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp.elastic import RanksLostError, RankWatch, clock, join, num_waiting, replicas_of
-from dtensor_gtp.elastic.regroup import agree_on_survivors, members_of, start_regrouped, waiting_store
+from dtensor_gtp.elastic.regroup import agree_on_survivors, members_of, regroup, start_regrouped, waiting_store
 from dtensor_gtp.elastic.watch import is_peer_lost
 
 
@@ -344,6 +344,26 @@ class TestWatch(ClockTestCase):
 
         self.clock.run(wait_to_join, look)
         self.assertEqual(counts, [1, 0])
+
+    def test_nobody_waits_for_a_process_that_gave_up_while_the_list_was_made(self) -> None:
+        store = dist.HashStore()
+        with self.assertRaisesRegex(TimeoutError, "within 0.1 seconds"):
+            join(store, grace=timedelta(seconds=0.1), backend="gloo")
+        started: list[list[int]] = []
+
+        def start(store: dist.Store, members: Any, *args: Any) -> bool:
+            started.append(list(range(members.layout.num_ranks)))
+            return True
+
+        regrouping = "dtensor_gtp.elastic.regroup."
+        with (
+            mock.patch(regrouping + "start_regrouped", start),
+            mock.patch(regrouping + "_waiting_tickets", side_effect=[[1], []]),  # it waited when the list was made
+        ):
+            grace = timedelta(seconds=1)
+            survivors = regroup(replicas_of([[0]]), 0, store, generation=0, grace=grace, backend="gloo")
+        self.assertEqual(started, [[0]])
+        self.assertEqual((survivors.replicas, survivors.generation), (((0,),), 2))
 
     def test_who_is_admitted_while_giving_up_joins(self) -> None:
         store, times = dist.HashStore(), iter((0.0, 2.0))
