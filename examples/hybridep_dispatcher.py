@@ -47,9 +47,13 @@ class HybridEPDispatcher:
     def __call__(
         self, run_experts: Callable[[Tensor, Tensor], Tensor], tokens: Tensor, experts: Tensor, weights: Tensor
     ) -> Tensor:
-        shape = (len(tokens), self._num_experts)
+        # The last column is for -1, which is no expert.
+        shape = (len(tokens), self._num_experts + 1)
+        experts = experts.remainder(self._num_experts + 1)
         chosen = torch.zeros(shape, dtype=torch.bool, device=tokens.device).scatter(1, experts, True)
         shares = torch.zeros(shape, device=tokens.device).scatter(1, experts, weights.float())
+        chosen = chosen[:, :-1].contiguous()
+        shares = shares[:, :-1].contiguous()
         trip = _Trip(self._buffer, self._num_local)
         rows, row_shares, split_sizes = There.apply(tokens, shares, chosen, trip)
         results = run_experts(rows, split_sizes)

@@ -114,6 +114,14 @@ class TestMixtureOfExperts(GlooTest):
             inputs = (x, weights)
             grads = [torch.autograd.grad(each.square().sum(), inputs) for each in (y, expected)]
             self.assertEqual(*grads, f"{method}, {nobody}")
+        for method in ("DeepEP's example", "HybridEP's example"):
+            chosen = torch.tensor([[-1, 0], [3, 1], [-1, -1], [2, -1], [self.rank, -1]])
+            x, weights = tokens_of(self.rank).requires_grad_(), torch.rand(TOKENS, TOP_K).requires_grad_()
+            y = OWN[method](mesh)(lambda rows, sizes: rows.sin(), x, chosen, weights)
+            expected = x.sin() * ((chosen >= 0).float() * weights).sum(1, keepdim=True)
+            self.assertEqual(y, expected, method)
+            grads = [torch.autograd.grad(each.square().sum(), (x, weights)) for each in (y, expected)]
+            self.assertEqual(*grads, method)
 
     def pairs(self) -> Iterator[tuple[str, Meshes]]:
         """Dense layers over 1, 2 and 4 ranks, experts over 1, 2 and 4."""

@@ -22,7 +22,8 @@ class Buffer:
         self.group, self.size = group, group.size()
 
     def get_dispatch_layout(self, experts: Tensor, num_experts: int) -> tuple[Any, ...]:
-        is_chosen = torch.zeros(len(experts), num_experts, dtype=torch.bool).scatter(1, experts, True)
+        is_chosen = torch.zeros(len(experts), num_experts + 1, dtype=torch.bool)
+        is_chosen = is_chosen.scatter(1, experts.remainder(num_experts + 1), True)[:, :-1]  # without -1, no expert
         is_in_rank = is_chosen.unflatten(1, (self.size, -1)).any(2)
         return is_in_rank.sum(0).int(), None, is_chosen.sum(0).int(), is_in_rank, None
 
