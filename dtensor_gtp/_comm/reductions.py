@@ -109,11 +109,12 @@ class ReductionsInFlight:
     def unbounded(self) -> Iterator[None]:
         """Launch any number of reductions in this context: a recorded block launches all of its own
         together."""
+        before = self._is_bounded
         try:
             self._is_bounded = False
             yield
         finally:
-            self._is_bounded = True
+            self._is_bounded = before
 
     def launched(
         self, work: Waitable | None, complete: Callable[[], None], keep: Sequence[Tensor], places: Sequence[Place] = ()

@@ -154,6 +154,7 @@ class FixedBuffers(NamedTuple):
 
     gathered: Tensor
     grad: Tensor
+    block: object  # the recorded block; others share the tensors
 
 
 class GatherForm:

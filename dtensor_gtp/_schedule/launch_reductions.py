@@ -7,6 +7,7 @@ Which gradients travel together, and when, is in ``reduce_gradients``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -76,6 +77,19 @@ class ReductionLaunches:
         self.order = OrderOfLaunches()
         # Set if the mesh is one of several replicas of unequal sizes.
         self.replicas: UnequalReplicas | None = None
+        self._block: object = None  # the recorded block whose backward submits gradients
+        self._has_launched = False  # since that block's first gradient
+
+    def enter_block(self, weight: Reducible) -> None:
+        """Call before each gradient. A recorded block that runs eagerly waits for no reduction that
+        it has launched itself: ranks that replay it launch theirs after the graph, which waits for
+        gathers that this rank launches later."""
+        block = None
+        if isinstance(weight, ShardedWeight) and weight.form.fixed is not None:
+            block = weight.form.fixed.block
+        if block is not self._block:
+            self._block = block
+            self._has_launched = False
 
     def take_turn(self, settle: Callable[[], None]) -> None:
         """Call before each gradient, see ``UnequalReplicas``."""
@@ -174,7 +188,11 @@ class ReductionLaunches:
         else:
             kind = weight.groups.reduce_scatter
             scattering = Scattering(kind, fulls, world, dtype, ring, places, may_skip_own=skips)
-        with comm.reductions.reducing():  # on the scatter stream, after all compute streams
+        waiting: AbstractContextManager[Any] = nullcontext()
+        if self._block is not None and self._has_launched:
+            waiting = comm.reductions.unbounded()
+        self._has_launched = True
+        with waiting, comm.reductions.reducing():  # on the scatter stream, after all compute streams
             if comm.is_debugged:
                 self._look_at(together, fulls, is_packed)
             is_async = not comm.streams.has_streams

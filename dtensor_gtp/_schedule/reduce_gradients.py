@@ -221,6 +221,7 @@ class Gradients:
 
     def _send(self, weight: Reducible, buffer: Tensor) -> None:
         flags = weight.flags
+        self.launches.enter_block(weight)
         self.launches.take_turn(self.settle)
         weight.pending_grad.unsharded = None
         share = self.launches.share(flags.gradient_divide_factor)

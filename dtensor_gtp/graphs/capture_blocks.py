@@ -113,7 +113,7 @@ def capture_blocks(
 def _give_buffers(blocks: Iterable[Block]) -> None:
     """Give the weights of each block fixed buffers: two sets for each kind of block, in turn."""
     num_blocks: Counter[Hashable] = Counter()
-    buffers: dict[Hashable, FixedBuffers] = {}
+    buffers: dict[Hashable, tuple[Tensor, Tensor]] = {}
     for block in blocks:
         shapes = [
             (weight.layout.buffer_shape, weight.compute_dtype, weight.reduce_dtype, weight.shard.device)
@@ -126,9 +126,8 @@ def _give_buffers(blocks: Iterable[Block]) -> None:
         for position, weight in enumerate(block.weights):
             key = (kind, turn, position)
             if key not in buffers:  # later blocks of the kind share them
-                grad = weight.pending_grad.send_buffer()
-                buffers[key] = FixedBuffers(weight.form.new_buffer(), grad)
-            weight.form.fixed = buffers[key]
+                buffers[key] = weight.form.new_buffer(), weight.pending_grad.send_buffer()
+            weight.form.fixed = FixedBuffers(*buffers[key], block)
 
 
 class CapturedBlocks:

@@ -18,6 +18,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from common import ALL, fake_mesh
+from counting import noted
 from runtime_common import Raw, assert_idle, local, members_of, num_gathers, runtime_of, weight_of
 from schedules import explicit
 from torch.distributed.device_mesh import DeviceMesh
@@ -459,6 +460,32 @@ class TestCaptureBlocks:
         with pytest.raises(RuntimeError, match=r"backward of block 'blocks.0' runs after a later forward"):
             output.sum().backward()
 
+    @pytest.mark.parametrize("coalesce_grad_nbytes", [0, 2048])
+    def test_a_block_that_runs_eagerly_waits_for_none_of_its_own_reductions(
+        self, world: World, coalesce_grad_nbytes: int
+    ) -> None:
+        """Other ranks may replay it: they reduce after the graph, which waits for all gathers of this rank."""
+        options = {"max_inflight_reduce_scatters": 1, "coalesce_grad_nbytes": coalesce_grad_nbytes}
+        pair = Pair(world, schedule=explicit(min_shard_numel=0, **options))
+        pair.prepare()
+        runtime = runtime_of(pair.models[1])
+        running = [""]  # the block that submits gradients
+        blocks: list[str] = []  # of each reduction that was launched
+        waits: list[int] = []  # how many were launched when the first, second, ... of them was waited for
+        reductions = runtime.comm.reductions
+        with (
+            noted(runtime.grads.launches, "enter_block", lambda weight: running.append(weight.fqn[: len("blocks.0")])),
+            noted(reductions, "launched", lambda *args: blocks.append(running[-1])),
+            noted(reductions, "_retire_oldest", lambda: waits.append(len(blocks))),
+        ):
+            pair.models[1].scale = 2.0  # which no graph knows
+            pair.models[1](tokens_of(3)).backward()
+        assert pair.recorder.events == []
+        last = {block: index for index, block in enumerate(blocks, start=1)}
+        assert {f"blocks.{index}" for index in range(DEPTH)} < last.keys(), blocks
+        for block, num_launched in zip(blocks, waits, strict=True):
+            assert num_launched >= last[block] or not block.startswith("blocks"), (block, blocks, waits)
+
     def test_weights_that_are_written_before_backward_raise(self, pair: Pair) -> None:
         loss = pair.models[1](tokens_of(3))
         with torch.no_grad():
@@ -471,7 +498,9 @@ class TestCaptureBlocks:
         model = pair.models[1]
         runtime = runtime_of(model)
         weights = [weight_of(model, f"blocks.{index}.up.weight") for index in (0, 2)]
-        assert weights[0].form.fixed is weights[1].form.fixed is not None
+        assert weights[0].form.fixed is not None
+        assert weights[1].form.fixed is not None
+        assert weights[0].form.fixed.gathered is weights[1].form.fixed.gathered
         holder = weights[0].form.fixed.gathered.view(-1)
         assert pair.run(train(3)) == REPLAYED
         del holder
