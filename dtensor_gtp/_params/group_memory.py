@@ -211,6 +211,11 @@ class GroupLeaves:
             self._count_write()
         self.version = version
 
+    def drop_writes(self) -> None:
+        """What was written to leaves goes to no shard."""
+        self.put_back()
+        self.written = self.versions()
+
     def refuse_graphs(self, why: str) -> None:
         """No backward through what was computed with the present values."""
         self.refusal = why

@@ -163,7 +163,8 @@ class Keeper:
             target.kept = None
         for group in self._members.groups:
             group.in_backward.held = None
-            group.free()
+            group.leaves.drop_writes()  # recorded, so no kernel has written the values
+            group.leaves.free()
             # Others may hold gathers of the recording: a new version makes them stale.
             group.shards.num_updates += 1
         for weight in self._members.weights:

@@ -15,15 +15,16 @@ import torch
 import torch.nn as nn
 from capture_common import Setting, captured_step, rows
 from common import ALL, fake_mesh, fake_world
-from runtime_common import Raw, assert_idle, local, runtime_of
+from runtime_common import Raw, assert_idle, local, members_of, runtime_of
 from schedules import changed, explicit
 from test_capture_blocks import Wire, Work, one_of
 from torch.cuda.graphs import make_graphed_callables  # torch's own, if this is imported before any gtp_shard
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_gtp import gtp_shard
+from dtensor_gtp import SchedulePolicy, gtp_shard
 from dtensor_gtp._comm.copy_engine import CopyEngine
 from dtensor_gtp._comm.streams import Streams
+from dtensor_gtp._schedule.keep_and_free import Keeper
 from dtensor_gtp._schedule.saved_weights import SavedWeights
 from dtensor_gtp.graphs.recorder import _refusing_synchronization
 from dtensor_gtp.nn import GroupedLinear
@@ -135,6 +136,43 @@ def test_nothing_is_left_of_a_recording_that_failed(where: str, is_void: bool) -
             assert torch.equal(step(rows(seed)), step(rows(seed), models[1]))
         for a, b in zip(*(model.parameters() for model in models), strict=True):
             assert torch.equal(local(a), local(b))
+
+
+def test_writes_that_no_kernel_has_made_reach_no_shard() -> None:
+    """A block clips its weights in the forward, and the recording is void before the block ends: what is left in its
+    memory was never computed."""
+
+    class Clipped(nn.Module):
+        is_void = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(12, 12)
+            self.down = nn.Linear(12, 12)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.up.weight.clamp_(-1, 1)
+            if self.is_void:
+                for full in group.leaves.outputs:
+                    full.fill_(float("nan"))
+                raise RuntimeError("operation failed due to a previous error during capture")
+            out: torch.Tensor = self.down(self.up(x))
+            return out
+
+    with fake_mesh(2) as mesh:
+        blocks = [Clipped() for _ in range(3)]
+        model = gtp_shard(nn.Sequential(*blocks), mesh, schedule=SchedulePolicy(min_shard_numel=0))
+        model(rows(0)).sum().backward()
+        group, *_ = members_of(model).groups
+        before = [local(param).clone() for param in model.parameters()]
+        blocks[0].is_void = True
+        refused = mock.patch.object(Keeper, "free", side_effect=RuntimeError("operation not permitted"))
+        with refused, pytest.raises(RuntimeError, match="operation not permitted"):
+            model(rows(1))
+        runtime_of(model).forget_recording()
+        for param, value in zip(model.parameters(), before, strict=True):
+            assert torch.equal(local(param), value)
 
 
 def test_step_that_cannot_be_recorded_leaves_gradients() -> None:
