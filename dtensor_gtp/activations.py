@@ -160,6 +160,7 @@ class _Offloaded:
             )
         self._region = region
         self._stream = stream
+        self._owner = _current(stream)  # of the memory on the device
         self._saved: Any = saved  # until the copy is complete
         self._device = local.device
         self._as_saved = _as(saved.val)
@@ -177,13 +178,14 @@ class _Offloaded:
         saved = self._saved
         self._saved = None
         if saved is not None:
-            if self._copied is not None:
-                torch.accelerator.current_stream(self._device.index).wait_event(self._copied)
+            if self._copied is not None and self._owner is not None:
+                self._owner.wait_event(self._copied)
             saved.get_val(False)
 
     def load(self) -> None:
         """Begin to copy back."""
         if self._saved is None and self._value is None:
+            self._owner = _current(self._stream)
             with compat.unseen_by_checkpoint_policies(), torch.no_grad():
                 self._value = torch.empty_like(self._host, device=self._device)
                 self._loaded = _copy(self._value, self._host, self._stream)
@@ -198,18 +200,36 @@ class _Offloaded:
         self.load()
         value = self._take()
         assert value is not None
-        return self._as_saved(value)
+        return self._as_saved(self._on_current_stream(value))
 
     def _take(self) -> Tensor | None:
-        """The loaded tensor; the current stream waits for it."""
+        """The loaded tensor; the stream that owns its memory waits for it."""
         value = self._value
         self._value = None
-        if value is not None and self._loaded is not None:
-            torch.accelerator.current_stream(self._device.index).wait_event(self._loaded)
+        if value is not None and self._loaded is not None and self._owner is not None:
+            self._owner.wait_event(self._loaded)
+        return value
+
+    def _on_current_stream(self, value: Tensor) -> Tensor:
+        """A copy in memory of the current stream, if another one owns ``value``."""
+        reader = _current(self._stream)
+        if reader is None or self._owner is None or reader == self._owner:
+            return value
+        reader.wait_event(self._owner.record_event())
+        with compat.unseen_by_checkpoint_policies(), torch.no_grad():
+            value = value.clone()
+        self._owner.wait_event(reader.record_event())  # which may reuse the memory then
         return value
 
     def __del__(self) -> None:
         self._take()  # it was loaded ahead, but the graph is dropped: its memory is not to be reused before it arrives
+
+
+def _current(stream: torch.Stream | None) -> torch.Stream | None:
+    """The current stream of the device of ``stream``; None without streams."""
+    if stream is None:
+        return None
+    return torch.accelerator.current_stream(stream.device_index)
 
 
 def _as(saved: Tensor) -> Callable[[Tensor], Tensor]:

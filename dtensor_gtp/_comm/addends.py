@@ -2,9 +2,9 @@
 kernel, or torch.
 
 Where the kernel cannot run, ``torch.sum`` or ``torch.mean`` add rows that include this rank's own;
-of two ranks, torch adds both where they are. The bits are the same, except for the mean over a number of ranks that is no power of two (torch's
-factor depends on the size of the gradient) and for gradients that torch adds in parts: of one
-element, or of more than 2 GiB in all.
+of two ranks, torch adds both where they are. The bits are the same, except for the mean over a
+number of ranks that is no power of two (torch's factor depends on the size of the gradient) and for
+gradients that torch adds in parts: of one element, or of more than 2 GiB in all.
 """
 
 from __future__ import annotations

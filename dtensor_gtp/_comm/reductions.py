@@ -128,16 +128,18 @@ class ReductionsInFlight:
         if scatter is None or finish is None:
             self._reductions.append(Reduction(Done(work=work), complete, keep, places))
             return
-        if finish is scatter:
-            complete()  # ``reducing`` has made it current
-        else:
-            finish.wait_event(scatter.record_event())  # the exchange
-            with finish:
-                self._streams.delay()
-                complete()
-        # They own the memory of ``keep``: all of them wait when this is retired.
-        origins = tuple(self._streams.computing)
-        self._reductions.append(Reduction(Done(finish.record_event()), None, keep, places, origins))
+        try:
+            if finish is scatter:
+                complete()  # ``reducing`` has made it current
+            else:
+                finish.wait_event(scatter.record_event())  # the exchange
+                with finish:
+                    self._streams.delay()
+                    complete()
+        finally:  # the collective is launched: whoever drops its memory waits
+            # They own the memory of ``keep``: all of them wait when this is retired.
+            origins = tuple(self._streams.computing)
+            self._reductions.append(Reduction(Done(finish.record_event()), None, keep, places, origins))
 
     def _retire_oldest(self) -> None:
         # Popped first: if the wait raises, nobody waits for it again.

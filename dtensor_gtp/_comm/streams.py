@@ -23,8 +23,12 @@ runtime was called in this pass:
 - The stream that launches a gather owns the memory of the weight. If another stream reads the
   weight, ``record_stream`` tells the allocator. (A CUDA graph does not reuse such memory within the
   graph.)
-- A copy of a gathered weight (dequantized, contiguous) is made on the stream of its use. A weight
-  that stays gathered for a use on another stream must be kept as it was gathered.
+- A copy of a gathered weight belongs to the stream of its use. Another stream waits for the maker of
+  a dequantized one, and makes a contiguous one of its own.
+- A stream that adds to a sum of microbatches, packs gradients of a group or replays a graph waits
+  for all of them. So does one that gathers into a fixed buffer.
+- What a block that is a group does on a stream of its own, nobody here sees: the block waits for
+  that stream before it ends, in forward and in backward.
 """
 
 from __future__ import annotations
@@ -275,13 +279,19 @@ class Streams:
             buffer.record_stream(self.computing[-1])
 
     def note_reading_earlier(self, tensors: Iterable[Tensor]) -> None:
-        """The current stream reads what compute streams of this pass have made. If it is new, it
-        waits for them."""
-        self.note_compute()
+        """The current stream reads what any compute stream of this pass may have made."""
+        self.wait_for_others()
         if len(self.computing) > 1:
             # Other streams may own the memory, so the allocator knows nothing of this reader.
             for tensor in tensors:
                 tensor.record_stream(self.computing[-1])
+
+    def wait_for_others(self) -> None:
+        """Make the current stream wait for all other compute streams of this pass. One that came back
+        has not waited for what they were given since."""
+        self.note_compute()
+        for other in self.other_compute_streams():
+            self.computing[-1].wait_event(other.record_event())
 
     def wait_to_drop(self, done: Done, buffer: Tensor) -> None:
         """Wait for a gather whose output is dropped without being read."""

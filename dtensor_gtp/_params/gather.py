@@ -39,6 +39,8 @@ def launch(targets: Sequence[Gatherable], comm: CommContext) -> None:
             if type(shard) is Tensor or isinstance(shard, WeightWithRecipe)
         ]
         comm.check_finite("the all_gather of weights", values, weight.groups)
+    if any(target.weight.form.fixed is not None for target in targets):
+        comm.streams.wait_for_others()  # one of them may still read the fixed buffer
     if weight.form.is_plain and len(targets) == 1:
         with profiler_range("GTP::all_gather", weight.fqn):
             _launch_plain(targets[0], comm)

@@ -54,6 +54,8 @@ class Gathered:
     # Gives the gathered planes to GEMMs that multiply with quantized weights.
     quantized: Callable[[], Quantized] | None = None
     _contiguous: Tensor | None = None  # made for the first caller of ``contiguous``, then shared
+    _copier: torch.Stream | None = None  # that made it
+    reader: torch.Stream | None = None  # the compute stream of the last use; None without streams
     seen: Any = None  # what code outside of forwards has read of it, see ``attribute_reads``
 
     def __init__(self, buffer: Tensor, value: Tensor, done: Done, source: Tensor, version: Version) -> None:
@@ -78,6 +80,8 @@ class Gathered:
                 # A tensor of its own, to be freed with this object.
                 self.buffer = self.value
                 self.is_alias = False
+            if self.reader is not None:
+                self.done = Done(origin=self.reader)  # another stream waits for what ``unpack`` does there
         return self.value
 
     def forget(self) -> None:
@@ -101,8 +105,9 @@ class Gathered:
 
     def contiguous(self) -> Tensor:
         """The full weight contiguous: the buffer itself if dim 0 is sharded, otherwise one copy for
-        all callers."""
-        if self._contiguous is None:
+        all callers on one stream."""
+        if self._contiguous is None or self._copier != self.reader:
+            self._copier = self.reader
             self._contiguous = self.full
             if type(self.full) is Tensor:
                 with compat.unseen_by_checkpoint_policies():

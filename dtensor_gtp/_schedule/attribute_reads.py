@@ -30,6 +30,15 @@ from .reduce_gradients import Gradients
 from .saved_weights import SavedWeights
 
 
+class _Known(NamedTuple):
+    """What a frame has read."""
+
+    version: Version
+    value: Tensor
+    gathered: Gathered
+    reader: torch.Stream | None  # on which it was read
+
+
 class Seen(NamedTuple):
     """A full weight that was handed out. It is a copy: writes to it do not reach the shard."""
 
@@ -90,7 +99,7 @@ class Frame:
     def __init__(self, saved: SavedWeights | None = None) -> None:
         self.saved = saved  # None if autograd may keep full weights
         # What was read, by parameter and by whether it was read as differentiable.
-        self.values: dict[tuple[ManagedParam, bool], tuple[Version, Tensor]] = {}
+        self.values: dict[tuple[ManagedParam, bool], _Known] = {}
         self.seen: list[tuple[ShardedWeight, Seen]] = []  # what was read, as it was then
         self.held: list[tuple[Gatherable, Gathered]] = []  # uses that end with the frame
 
@@ -175,10 +184,12 @@ class AttributeReads:
         if self.frames:
             frame = self.frames[-1]
         is_differentiable = torch.is_grad_enabled() and param.param.requires_grad
-        version, value = frame.values.get((param, is_differentiable), (None, None))
+        known = frame.values.get((param, is_differentiable))
         # An optimizer may step in the middle of a forward. Then the value is old, and gathered again.
-        if value is not None and version == param.version:
-            return value
+        if known is not None and known.version == param.version:
+            self._gathering.share(known.gathered)
+            if known.gathered.reader == known.reader:  # each stream has its own: it may be a copy made there
+                return known.value
         # -1: no backward runs. This read may be the first that tells of a backward.
         if not self.frames and compat.current_graph_task_id() != -1:
             self._note_backward()
@@ -189,7 +200,7 @@ class AttributeReads:
         if frame.saved is not None:
             frame.saved.watch(param, gathered)
         value = self._value(param, gathered, is_differentiable)
-        frame.values[(param, is_differentiable)] = param.version, value
+        frame.values[(param, is_differentiable)] = _Known(param.version, value, gathered, gathered.reader)
         if not gathered.is_alias:  # without peers the shard itself is read, and written
             frame.seen.append((param, Seen.of(value, self.looks_at_bits)))
         return value

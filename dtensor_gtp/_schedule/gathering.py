@@ -79,8 +79,21 @@ class Gathering:
         gathered.holds += 1
         if comm.is_debugged:
             comm.streams.delay()
+        self._wait_for(gathered)
+        return gathered
+
+    def share(self, gathered: Gathered) -> None:
+        """Code reads once more what a use has acquired, perhaps on another stream."""
+        streams = self._comm.streams
+        streams.note_compute()
+        if len(streams.computing) > 1:
+            self._wait_for(gathered)
+
+    def _wait_for(self, gathered: Gathered) -> None:
+        comm = self._comm
         done = gathered.done
         stream = comm.streams.wait(done)  # the compute stream waits for the gather (on a CPU: the host)
+        gathered.reader = stream
         # With offload, the copy of the shard on the device. The compute stream owns its memory and has waited for the
         # gather that reads it, so it may be freed.
         uploaded = gathered.uploaded
@@ -92,7 +105,6 @@ class Gathering:
                 comm.streams.note_reading(done, (gathered.buffer,))
             else:
                 comm.streams.note_reading(done, (gathered.buffer, uploaded))
-        return gathered
 
     def _begin_use(self, target: Gatherable) -> Gathered:
         """Take or launch the gather of a weight that is not live, and launch what the plan has

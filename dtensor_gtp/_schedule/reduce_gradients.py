@@ -101,8 +101,10 @@ class Gradients:
         if self.recording is not None:
             return self.recording.target(single(weight)), False
         self._comm.streams.note_compute()  # the reduction has to wait for this stream, too
-        if weight.pending_grad.unsharded is not None:
-            return weight.pending_grad.unsharded, True
+        total = weight.pending_grad.unsharded
+        if total is not None:
+            self._comm.streams.note_reading_earlier((total,))  # another stream may have added to it last
+            return total, True
         ring = weight.pending_grad.ring
         buffer = None
         if ring is not None and weight.flags.sends_at_once:
@@ -179,12 +181,15 @@ class Gradients:
             return
         self._wait_for_last_group()  # before memory for this one is allocated
         buffer, is_accumulating = self.target(group)
+        taken = grads.take()
+        self._comm.streams.note_reading_earlier(taken)
         if is_accumulating:
             packed = grads.send_buffer()
-            pack(grads.take(), group.layout.world, packed)
+            pack(taken, group.layout.world, packed)
             buffer += packed
         else:
-            pack(grads.take(), group.layout.world, buffer)
+            pack(taken, group.layout.world, buffer)
+        del taken  # with the last reference to what was packed, its memory
         self.submit(group, buffer)
         self._num_launched = self._comm.reductions.num_launched
 

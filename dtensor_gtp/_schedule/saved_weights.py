@@ -227,6 +227,8 @@ class SavedWeights:
             use.gathered = self._gathering.acquire(use.weight.for_backward)
             use.num_left = use.num_saved
             self._in_use.append(use)
+        else:
+            self._gathering.share(use.gathered)
         return use.gathered
 
     def _release(self, use: _WeightUse) -> None:

@@ -275,6 +275,8 @@ class BlockGraph:
     def replay(self, replay: Callable[[], None], weights: list[ShardedWeight]) -> None:
         """Gather the weights where the graph reads them, and replay it."""
         runtime = self.block.runtime
+        # Graphs have one pool and fixed buffers, so they run one after the other, on any streams.
+        runtime.comm.streams.wait_for_others()
         held = []
         try:
             for index, weight in enumerate(weights, start=1):

@@ -162,8 +162,8 @@ class _Job:
             comm.before_collective("reduce_scatter", what, weight.groups)
             args = (slot, full, dist.ReduceOp.SUM, weight.groups.scatter)
             work = compat.reduce_scatter_base(*args, not comm.streams.has_streams)
-            # Both stay alive until compute has waited for the reduction.
-            comm.reductions.launched(work, complete, (full, slot))
+            # They stay alive until compute has waited for the reduction.
+            comm.reductions.launched(work, complete, (full, slot, target))
 
 
 class _VocabularyParallelLoss(torch.autograd.Function):

@@ -33,7 +33,7 @@ from test_cuda import Stack, trained
 from test_gtp_shard_copies import MIXED, SCHEDULE, launches, linears, rows
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtensor_gtp import MixedPrecisionPolicy, gtp_shard, sharding_report
+from dtensor_gtp import MixedPrecisionPolicy, capture_blocks, gtp_shard, sharding_report
 from dtensor_gtp._comm.copy_engine import CopyEngine
 
 # Cycles of the SM clock: about 50 ms.
@@ -85,6 +85,39 @@ class Branches(nn.Module):
                 beside.record_stream(current)
             x = F.gelu(x + other + beside)
         return x
+
+
+class Siamese(nn.Module):
+    """Blocks that run twice beside each other, on a late stream first if there is one: of fused layers, and of weights
+    that their code reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(1024, 1024) for _ in range(4)])
+        self.raw = nn.ParameterList([torch.randn(1024, 1024) / 32 for _ in range(4)])
+        self.stream: torch.cuda.Stream | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        stream, current = self.stream, torch.cuda.current_stream()
+        for index in range(len(self.layers)):
+            if stream is None:
+                beside, other = self._branch(index, x), self._branch(index, x.sin())
+            else:
+                stream.wait_stream(current)
+                with torch.cuda.stream(stream):
+                    torch.cuda._sleep(LATE // 8)
+                    beside = self._branch(index, x)
+                    beside.register_hook(lambda _: torch.cuda._sleep(LATE // 8))  # on this stream, too
+                x.record_stream(stream)
+                other = self._branch(index, x.sin())
+                current.wait_stream(stream)
+                beside.record_stream(current)
+            x = F.gelu(x + other + beside)
+        return x
+
+    def _branch(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers[index](x) @ self.raw[index]
+        return out
 
 
 @unittest.skipIf(NUM_RANKS < 2, "needs at least 2 GPUs")
@@ -189,6 +222,52 @@ class TestCudaComm(CudaTest):
             for is_captured in (False, True):
                 actual = train(torch.cuda.Stream(), is_captured, **options)
                 assert_same(actual, expected, f"{options}, captured: {is_captured}")
+
+    def test_weights_that_two_streams_use(self) -> None:
+        """Both wait for the gather, and add their gradients to one sum of microbatches."""
+
+        def train(stream: torch.cuda.Stream | None, **options: Any) -> list[torch.Tensor]:
+            torch.manual_seed(0)
+            model: Any = Siamese().cuda()
+            model.stream = stream
+            gtp_shard(model, self.gtp_mesh(), schedule=explicit(**options), mp_policy=BF16)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+            for index in range(6):
+                model.set_requires_gradient_sync(index % 3 == 2)
+                square_loss(model, self.rows(index)).backward()
+                if index % 3 == 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return [param.full_tensor() for param in model.parameters()]
+
+        on_demand = {"prefetch_depth": 0, "prefetch_nbytes": 0, "coalesce_nbytes": 0}
+        for options in ({}, on_demand, {"wgrad_first": False}, COPY_ENGINES):
+            expected = train(None, **options)
+            for debug in ("", "poison,delay=1"):
+                with environment(DTENSOR_GTP_DEBUG=debug):
+                    assert_same(train(torch.cuda.Stream(), **options), expected, f"{options}, {debug}")
+
+    def test_recorded_layers_on_a_stream_of_their_own(self) -> None:
+        """Their graphs share memory, and layers of one shape share buffers."""
+
+        def train(stream: torch.cuda.Stream | None) -> list[torch.Tensor]:
+            torch.manual_seed(0)
+            model = Branches().cuda()
+            gtp_shard(model, self.gtp_mesh(), schedule=explicit(), mp_policy=BF16)
+            captured = None
+            if stream is not None:
+                captured = capture_blocks(model, [*model.main, *model.side])
+                model.stream = stream
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+            for index in range(8):
+                square_loss(model, self.rows(index)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if captured is not None:
+                self.assertEqual(captured.num_graphs, 12)
+            return [param.full_tensor() for param in model.parameters()]
+
+        assert_same(train(torch.cuda.Stream()), train(None))
 
     def test_slow_peer_in_bare_gathers(self) -> None:
         """Gathers of changing values in a row; each rank in turn is late before, between and after."""
