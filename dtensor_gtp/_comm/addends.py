@@ -1,10 +1,10 @@
 """The sum over ranks of the addends that an exchange has received, see ``reductions``: a Triton
 kernel, or torch.
 
-Where the kernel cannot run, ``torch.sum`` or ``torch.mean`` add rows that include this rank's own;
-of two ranks, torch adds both where they are. The bits are the same, except for the mean over a
-number of ranks that is no power of two (torch's factor depends on the size of the gradient) and for
-gradients that torch adds in parts: of one element, or of more than 2 GiB in all.
+Where the kernel cannot run, ``torch.sum`` or ``torch.mean`` add rows that include this rank's own.
+The bits are the same, except for the mean over a number of ranks that is no power of two (torch's
+factor depends on the size of the gradient) and for gradients that torch adds in parts: of one
+element, or of more than 2 GiB in all.
 """
 
 from __future__ import annotations
@@ -110,14 +110,7 @@ def add_rows(
 
 
 def add_parts(out: Tensor, rows: Tensor, own: Sequence[Tensor], rank: int, num_ranks: int, factor: float) -> None:
-    """What the kernel does (``triton_addends.add``), by torch. Of more than two ranks, with a copy of all addends."""
-    if num_ranks == 2:  # in either order it is the same sum
-        out.copy_(rows[0])
-        for part, addend in zip(out.split([addend.numel() for addend in own]), own, strict=True):
-            part += addend.reshape(-1)  # widened by the kernel
-        if factor != 1:
-            out *= factor
-        return
+    """What the kernel does (``triton_addends.add``), by torch, with a copy of all addends."""
     mine = torch.cat([part.reshape(-1) for part in own])[None]
     add_rows(None, out, torch.cat([rows[:rank], mine, rows[rank:]]), (), rank, num_ranks, is_mean=factor != 1)
 

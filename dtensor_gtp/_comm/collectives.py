@@ -52,7 +52,6 @@ class Groups:
     casts_shards: bool = False
     reduce_scatter: ReduceScatterKind = "ring"
     sends_narrow: bool = False  # see :func:`may_send_narrow`
-    may_skip_own: bool = False  # whether an exchange can leave out what a rank would send to itself
 
     @property
     def gather(self) -> dist.ProcessGroup:

@@ -108,7 +108,6 @@ class CommContext:
             reduce_scatter=kind,
             # All ranks ask or none does: the first answer is the same on all.
             sends_narrow=may_send_narrow(kind, gather.size()) and is_one_host(gather, device),
-            may_skip_own=compat.exchanges_lists(scatter, device),
         )
         return groups
 

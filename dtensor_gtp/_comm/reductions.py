@@ -235,7 +235,6 @@ class Scattering:
         dtype: Of the sum, if it is wider than ``sum_dtype`` says. Nothing else needs the fused
             kernel then, so torch adds unless the kernel was loaded ahead.
         ring, places: For ``"copy_engine"``: where peers fetch each gradient.
-        may_skip_own: As ``Groups.may_skip_own`` says.
     """
 
     def __init__(
@@ -248,7 +247,6 @@ class Scattering:
         places: Sequence[Place] = (),
         *,
         dtype: torch.dtype | None = None,
-        may_skip_own: bool = False,
     ) -> None:
         self._num_ranks = num_ranks
         self._ring = ring
@@ -284,10 +282,8 @@ class Scattering:
             self._add = None
             if dtype is None or is_loaded_ahead(self._sent[0], num_ranks):
                 self._add = fused_sum(self._sent[0], num_ranks)
-            # The other ranks send parts, too. Of two ranks, the own row would be half of what is received.
-            is_apart = len(self._sent) > 1 or (num_ranks == 2 and may_skip_own)
-            if self._add is None and is_apart and ring is None:
-                self._add = add_parts
+            if self._add is None and len(self._sent) > 1 and ring is None:
+                self._add = add_parts  # the other ranks send parts, too
             self._prepare_exchange(dtype or sum_dtype(kind, wire_dtype))
 
     def _prepare_exchange(self, dtype: torch.dtype) -> None:

@@ -23,8 +23,8 @@ runtime was called in this pass:
 - The stream that launches a gather owns the memory of the weight. If another stream reads the
   weight, ``record_stream`` tells the allocator. (A CUDA graph does not reuse such memory within the
   graph.)
-- A copy of a gathered weight belongs to the stream of its use. Another stream waits for the maker of
-  a dequantized one, and makes a contiguous one of its own.
+- A copy of a gathered weight (dequantized, contiguous) is made on the stream of its first use, for
+  which another stream waits then.
 - A stream that adds to a sum of microbatches, packs gradients of a group or replays a graph waits
   for all of them. So does one that gathers into a fixed buffer.
 - What a block that is a group does on a stream of its own, nobody here sees: the block waits for

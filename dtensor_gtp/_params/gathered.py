@@ -54,7 +54,6 @@ class Gathered:
     # Gives the gathered planes to GEMMs that multiply with quantized weights.
     quantized: Callable[[], Quantized] | None = None
     _contiguous: Tensor | None = None  # made for the first caller of ``contiguous``, then shared
-    _copier: torch.Stream | None = None  # that made it
     reader: torch.Stream | None = None  # the compute stream of the last use; None without streams
     seen: Any = None  # what code outside of forwards has read of it, see ``attribute_reads``
 
@@ -80,9 +79,18 @@ class Gathered:
                 # A tensor of its own, to be freed with this object.
                 self.buffer = self.value
                 self.is_alias = False
-            if self.reader is not None:
-                self.done = Done(origin=self.reader)  # another stream waits for what ``unpack`` does there
+            self._note_copy()
         return self.value
+
+    def _note_copy(self) -> None:
+        """The stream of the last use has made a copy: another one waits for it, not for the gather."""
+        if self.reader is not None:
+            self.done = Done(origin=self.reader)
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """What a use may read."""
+        return [tensor for tensor in (self.buffer, self.uploaded, self._contiguous) if tensor is not None]
 
     def forget(self) -> None:
         """Drop all references except that to the buffer."""
@@ -105,13 +113,14 @@ class Gathered:
 
     def contiguous(self) -> Tensor:
         """The full weight contiguous: the buffer itself if dim 0 is sharded, otherwise one copy for
-        all callers on one stream."""
-        if self._contiguous is None or self._copier != self.reader:
-            self._copier = self.reader
+        all callers."""
+        if self._contiguous is None:
             self._contiguous = self.full
             if type(self.full) is Tensor:
                 with compat.unseen_by_checkpoint_policies():
                     self._contiguous = self.full.contiguous()
+                if self._contiguous is not self.full:
+                    self._note_copy()
         return self._contiguous
 
 

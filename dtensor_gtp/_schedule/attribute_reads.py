@@ -36,7 +36,6 @@ class _Known(NamedTuple):
     version: Version
     value: Tensor
     gathered: Gathered
-    reader: torch.Stream | None  # on which it was read
 
 
 class Seen(NamedTuple):
@@ -188,8 +187,7 @@ class AttributeReads:
         # An optimizer may step in the middle of a forward. Then the value is old, and gathered again.
         if known is not None and known.version == param.version:
             self._gathering.share(known.gathered)
-            if known.gathered.reader == known.reader:  # each stream has its own: it may be a copy made there
-                return known.value
+            return known.value
         # -1: no backward runs. This read may be the first that tells of a backward.
         if not self.frames and compat.current_graph_task_id() != -1:
             self._note_backward()
@@ -200,7 +198,7 @@ class AttributeReads:
         if frame.saved is not None:
             frame.saved.watch(param, gathered)
         value = self._value(param, gathered, is_differentiable)
-        frame.values[(param, is_differentiable)] = _Known(param.version, value, gathered, gathered.reader)
+        frame.values[(param, is_differentiable)] = _Known(param.version, value, gathered)
         if not gathered.is_alias:  # without peers the shard itself is read, and written
             frame.seen.append((param, Seen.of(value, self.looks_at_bits)))
         return value

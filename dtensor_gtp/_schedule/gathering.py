@@ -94,17 +94,13 @@ class Gathering:
         done = gathered.done
         stream = comm.streams.wait(done)  # the compute stream waits for the gather (on a CPU: the host)
         gathered.reader = stream
+        if done.origin is not stream:
+            # Another stream launched the gather, or made a copy, and owns the memory, see [Note:
+            # several compute streams] in ``streams``.
+            comm.streams.note_reading(done, gathered.memory)
         # With offload, the copy of the shard on the device. The compute stream owns its memory and has waited for the
         # gather that reads it, so it may be freed.
-        uploaded = gathered.uploaded
         gathered.uploaded = None
-        if done.origin is not stream:
-            # Another stream launched the gather and owns the memory of both, see [Note: several
-            # compute streams] in ``streams``.
-            if uploaded is None:
-                comm.streams.note_reading(done, (gathered.buffer,))
-            else:
-                comm.streams.note_reading(done, (gathered.buffer, uploaded))
 
     def _begin_use(self, target: Gatherable) -> Gathered:
         """Take or launch the gather of a weight that is not live, and launch what the plan has

@@ -180,14 +180,13 @@ class ReductionLaunches:
             places, held = self._places(ring, together, fulls)
         world = weight.layout.world
         dtype = weight.reduce_dtype
-        skips = weight.groups.may_skip_own
         # Outside of ``reducing``: the compute stream owns what a scattering allocates.
         # Narrow gradients are exchanged. Each rank adds what it receives, in ``dtype``.
         if (len(fulls) == 1 or is_packed) and self.sends_narrow(weight, fulls[0].dtype):
-            scattering = Scattering("all_to_all", fulls, world, fulls[0].dtype, dtype=dtype, may_skip_own=skips)
+            scattering = Scattering("all_to_all", fulls, world, fulls[0].dtype, dtype=dtype)
         else:
             kind = weight.groups.reduce_scatter
-            scattering = Scattering(kind, fulls, world, dtype, ring, places, may_skip_own=skips)
+            scattering = Scattering(kind, fulls, world, dtype, ring, places)
         waiting: AbstractContextManager[Any] = nullcontext()
         if self._block is not None and self._has_launched:
             waiting = comm.reductions.unbounded()

@@ -151,11 +151,6 @@ def gloo_with_one_thread(parent: dist.ProcessGroup | None = None) -> Iterator[No
         yield
 
 
-def exchanges_lists(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether ``group`` has ``alltoall``, which takes tensors of any sizes: gloo has not."""
-    return device.type == "cuda" and group._get_backend(device).name() == "nccl"
-
-
 def has_racing_threads(group: dist.ProcessGroup) -> bool:
     """Whether ``group`` is one of gloo with several threads."""
     options = _gloo_options(group)

@@ -173,17 +173,6 @@ def test_what_fails_while_it_loads_is_told_by_the_trial() -> None:
         assert "Failed to find C compiler" in addends._decided(_Key(0, BF16, 4))[1]
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
-def test_addends_of_two_ranks_in_parts_have_the_bits_of_one_sum(dtype: torch.dtype) -> None:
-    rows = torch.cat([torch.randn(2, 40), torch.randn(2, 17) * 1e-7], 1).to(dtype)  # of float16, these are subnormal
-    for rank, (factor, reduce) in itertools.product((0, 1), ((1.0, torch.sum), (0.5, torch.mean))):
-        expected = reduce(rows, 0, dtype=torch.float32)
-        for sizes in ([57], [40, 1, 16]):
-            out = torch.empty_like(expected)
-            addends.add_parts(out, rows[1 - rank, None], rows[rank].split(sizes), rank, 2, factor)
-            assert torch.equal(out, expected)
-
-
 def test_torch_adds_elsewhere() -> None:
     with triton(add):
         assert addends.fused_sum(torch.ones(2, dtype=BF16), 2) is None
