@@ -15,7 +15,7 @@ from ._comm.agreement import agree_on_all_ranks, device_of
 from ._comm.collectives import refuse_unavailable
 from ._comm.debug import DebugFlags
 from ._howto import did_you_mean, printable
-from ._modules.bad_arguments import in_rank_order, validate_kinds, validate_mesh, validate_module
+from ._modules.bad_arguments import in_rank_order, refuse_in_flight, validate_kinds, validate_mesh, validate_module
 from ._modules.binding import (
     Arguments,
     ShardGroup,
@@ -208,7 +208,6 @@ def shard_added(module: nn.Module) -> nn.Module:
     if not groups:
         raise ValueError(f"shard_added expects a module after gtp_shard, but got a {type(module).__name__}.")
     for group in groups:
-        group.runtime.abandon()
         _shard_added(group)
     return module
 
@@ -233,6 +232,7 @@ def _shard_added(group: ShardGroup) -> None:
     arguments = group.arguments._replace(ignored_params={param for param in ignored if param is not None})
 
     def check() -> tuple[list[Decision], set[Site]]:
+        refuse_in_flight(group.module, "shard_added")
         for fqn, site, param in unmanaged_params(group.module):
             if binding_of(site.module) is not None and param not in arguments.ignored_params:
                 raise NotImplementedError(
@@ -246,6 +246,7 @@ def _shard_added(group: ShardGroup) -> None:
     decisions, unmanaged = agree_on_all_ranks(
         arguments.mesh, check, lambda checked: [each.describe() for each in checked[0]], caller="shard_added"
     )
+    group.runtime.abandon()  # what a forward that raised has left
     if decisions:
         with torch.inference_mode(False):
             runtime = Runtime(group.runtime.device, arguments.schedule, group.runtime.comm.debug)

@@ -129,6 +129,18 @@ def in_rank_order(mesh: DeviceMesh) -> DeviceMesh:
     return DeviceMesh.from_group(mesh.get_all_groups(), device_type, mesh=rows, mesh_dim_names=names)
 
 
+def refuse_in_flight(module: nn.Module, caller: str) -> None:
+    """Raise for gradients of microbatches that are not reduced: a new runtime would not know them."""
+    for runtime in runtimes_below(module):
+        runtime.drop_broken_backward()  # if that raised
+        if runtime.steps.has_unsynced or runtime.steps.are_in_flight:
+            raise RuntimeError(
+                f"{caller} expects a module whose gradients are all in .grad, but a {type(module).__name__} has some "
+                f"of microbatches that are not reduced (rank {dist.get_rank()}). Call it after the backward of the "
+                "last microbatch, or drop them with reset_iter_state()."
+            )
+
+
 def validate_module(module: nn.Module, mesh: DeviceMesh, ignored: Set[nn.Parameter]) -> None:
     """Refuse a module that is wrapped or sharded already, and parameters of other devices, wrappers and optimizers."""
     wrappers = (FSDPModule, FullyShardedDataParallel, DistributedDataParallel)
@@ -154,6 +166,7 @@ def validate_module(module: nn.Module, mesh: DeviceMesh, ignored: Set[nn.Paramet
             f"{sharded.group.arguments.mesh.mesh_dim_names} (rank {dist.get_rank()}). Call it on "
             "submodules first, on the root last, and once on each."
         )
+    refuse_in_flight(module, "gtp_shard")
     # This call makes a new runtime, which would not know these replicas.
     if any(runtime.grads.launches.replicas is not None for runtime in runtimes_below(module)):
         raise ValueError(

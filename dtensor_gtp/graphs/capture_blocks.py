@@ -24,6 +24,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from .. import _torch_compat as compat
+from .._modules.bad_arguments import refuse_in_flight
 from .._modules.binding import bindings_of, params_of, unmanaged_params
 from .._params.gathered import FixedBuffers
 from .._params.managed_param import ManagedParam
@@ -159,6 +160,7 @@ class CapturedBlocks:
                 "contain each other as blocks, but got "
                 f"{[names.get(block, type(block).__name__) for block in blocks]}."
             )
+        refuse_in_flight(module, "capture_blocks")  # groups have sums of microbatches
         for runtime in runtimes_of(module, "capture_blocks"):
             runtime.split_groups()  # only single weights have fixed buffers
         owners: dict[ManagedParam, str] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from typing import Any
 from unittest import mock
 
 import torch
@@ -29,6 +30,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from dtensor_gtp import GTPShard, gtp_shard, shard_added, whole_weights
+from dtensor_gtp.graphs.capture_blocks import CapturedBlocks
 
 
 class Casting(nn.Module):
@@ -96,6 +98,15 @@ class TestCasts(GlooTest):
             assert_same_params(model, reference, "grad")
 
 
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
 class TestShardAdded(GlooTest):
     """Modules that come after ``gtp_shard`` train as in one process."""
 
@@ -119,6 +130,46 @@ class TestShardAdded(GlooTest):
             train(2)
         self.assertIs(shard_added(model), model)  # nothing was added
         train(1)
+
+    def test_blocks_that_were_groups_train_on(self) -> None:
+        """A call on what is around them, or on a new module, makes them single weights. Nothing needs a gradient before
+        the first block."""
+        for is_outer, is_assigned in itertools.product((False, True), (False, True)):
+            torch.manual_seed(0)
+            reference: nn.Module = nn.Sequential(*(Wide() for _ in range(3)))
+            model: nn.Module = gtp_shard(copy.deepcopy(reference), self.gtp_mesh(), schedule=GROUPS)
+            check_step(reference, model, self.gtp_mesh(), make_rows(0), square_step)
+            self.assertEqual(len(members_of(model).groups), 3)
+            added = nn.Linear(WIDTH, WIDTH)
+            copied = copy.deepcopy(added)
+            if is_outer:
+                model = gtp_shard(nn.Sequential(model, added), self.gtp_mesh(), schedule=GROUPS)
+                reference = nn.Sequential(reference, copied)
+            else:
+                reference.append(copied)  # type: ignore[operator]
+                model.append(added)  # type: ignore[operator]
+                shard_added(model)
+            if is_assigned:
+                state = {name: 2 * value for name, value in reference.state_dict().items()}
+                reference.load_state_dict(state)
+                model.load_state_dict(state, assign=True)
+            for seed in range(1, 4):
+                check_step(reference, model, self.gtp_mesh(), make_rows(seed), square_step)
+
+    def test_gradients_of_microbatches_are_not_lost(self) -> None:
+        model: Any = gtp_shard(small_model(), self.gtp_mesh(), schedule=GROUPS)
+        model.set_requires_gradient_sync(False)
+        square_loss(model, make_rows(0)).backward()
+        model.append(nn.Linear(WIDTH, WIDTH))
+        match = "expects a module whose gradients are all in .grad, but a Sequential has some of microbatches"
+        with self.assertRaisesRegex(RuntimeError, f"shard_added {match}"):
+            shard_added(model)
+        with self.assertRaisesRegex(RuntimeError, f"gtp_shard {match}"):
+            gtp_shard(nn.Sequential(model), self.gtp_mesh())
+        with self.assertRaisesRegex(RuntimeError, f"capture_blocks {match}"):
+            CapturedBlocks(model, [model[0]], mock.Mock(), 2, 4)
+        model.reset_iter_state()
+        shard_added(model)
 
     def test_what_it_refuses(self) -> None:
         with self.assertRaisesRegex(ValueError, "shard_added expects a module after gtp_shard, but got a Linear"):
