@@ -1,8 +1,9 @@
 """Stock ``clip_grad_norm_`` and ``GradScaler`` on sharded parameters, also of several meshes.
 
 DTensor (torch 2.11 to 2.13) refuses a stack of scalars of different meshes, and a product with a coefficient of another
-mesh: here each scalar is first reduced on its own mesh, and goes with ops on any other mesh. The infinity norm raises
-only on ranks whose shard has no rows: a gradient with fewer rows than ranks is gathered.
+mesh: here each scalar is first reduced on its own mesh, and goes with ops on any other mesh. The infinity norm, and the
+largest and smallest value, raise only on ranks whose shard has no rows, while the others wait for them: a tensor with
+fewer rows than ranks is gathered.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ from .elementwise import operands_of
 
 aten = torch.ops.aten
 
+# Of which a tensor without elements has none. Torch's handler of argmax and argmin asks for no sharding.
+EXTREMA = (
+    *(aten._foreach_max.default, aten.max.default, aten.min.default, aten.amax.default, aten.amin.default),
+    *(aten.max.dim, aten.min.dim),
+)
 NORMS = (aten._foreach_norm.Scalar, aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_dim)
 
 
@@ -34,8 +40,8 @@ def install() -> None:
 
 def _propagate(stock: Propagate, op_schema: OpSchema) -> OutputSharding:
     specs = [operand.spec for operand in operands_of(op_schema)]
-    # Such a norm of no elements raises. All ranks see the same sizes, so all gather the same gradients.
-    if needs_rows_for_norm(op_schema) and any(has_empty_shard(spec) for spec in specs):
+    # Such an op raises on a shard without elements. All ranks see the same sizes, so all gather the same gradients.
+    if needs_rows(op_schema) and any(has_empty_shard(spec) for spec in specs):
         whole = map_specs(op_schema, lambda spec: _replicated(spec) if has_empty_shard(spec) else spec)
         sharding = stock(whole)
         # The stock rule may reduce a Partial gradient beside them.
@@ -72,8 +78,10 @@ def _replicated(spec: DTensorSpec) -> DTensorSpec:
     return with_placements(spec, (Replicate(),) * spec.mesh.ndim)
 
 
-def needs_rows_for_norm(schema: OpSchema) -> bool:
-    """Whether the op is a norm that is undefined for a tensor without elements (the others are 0)."""
+def needs_rows(schema: OpSchema) -> bool:
+    """Whether the op is undefined for a tensor without elements, as some norms are (the others are 0)."""
+    if schema.op in EXTREMA:
+        return True
     if schema.op not in NORMS or len(schema.args_schema) < 2:
         return False
     order = schema.args_schema[1]

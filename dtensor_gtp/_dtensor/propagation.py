@@ -43,7 +43,7 @@ from ..placement import GTPShard, _BlockGTPShard
 from . import block_layout, elementwise
 from .block_layout import gathered, has_block, has_empty_shard, map_specs, on_dim, stock_sibling, with_placements
 from .elementwise import Operand, operands_of, propagate_alike, unsupported
-from .gradients import NORMS, needs_rows_for_norm
+from .gradients import NORMS, needs_rows
 from .remedies import explain
 from .view_copies import mark_copies, without_marks
 
@@ -87,11 +87,10 @@ def _support_fused() -> None:
                     replace_item("fused optimizers", table, getattr(op, overload), table[adamw])
 
 
-# Reductions without a result for a shard that has no rows.
-_EXTREMA = (aten._foreach_max.default, aten.amax.default, aten.amin.default, aten.max.default, aten.min.default)
 # Reductions whose result over unequal shards is the reduction of the shards' results. mean, var and the like are not.
 _REDUCTIONS = frozenset(NORMS).union(
-    _EXTREMA, (aten.all.default, aten.all.dim, aten.any.default, aten.any.dim, aten.sum.default, aten.sum.dim_IntList)
+    (aten._foreach_max.default, aten.amax.default, aten.amin.default, aten.max.default, aten.min.default),
+    (aten.all.default, aten.all.dim, aten.any.default, aten.any.dim, aten.sum.default, aten.sum.dim_IntList),
 )
 _TRANSPOSES = (aten.permute.default, aten.t.default, aten.transpose.int)
 # They read only the metadata of their tensor.
@@ -150,8 +149,7 @@ def propagate_block_op(stock: Propagate, schema: OpSchema, operands: Sequence[Op
         except elementwise.NotElementwiseError:
             logger.debug("%s on %s gathers its block placements", op, [o.spec for o in operands])
     elif op in _REDUCTIONS or op in _TRANSPOSES:
-        needs_rows = op in _EXTREMA or needs_rows_for_norm(schema)
-        is_undefined = needs_rows and any(has_block(o.spec) and has_empty_shard(o.spec) for o in operands)
+        is_undefined = needs_rows(schema) and any(has_block(o.spec) and has_empty_shard(o.spec) for o in operands)
         if is_undefined:
             sharding = None
         else:

@@ -20,6 +20,7 @@ from .._dtensor.block_layout import has_torch_chunks
 from .._howto import see
 from .._params.managed_param import ManagedParam, Site
 from .._params.sharded_weight import ShardedWeight
+from .._schedule.attribute_reads import is_read
 from .._schedule.runtime import Runtime
 from .._schedule.steps import optimizer_steps
 from ..placement import GTPShard
@@ -32,6 +33,7 @@ def install() -> None:
     """Replace the functions once in a process. Those of pipelines follow when pipelines are
     imported."""
     _wrap_fully_shard()
+    _keep_read_items()
     _refuse_wrappers()
     _copy_full_states()
 
@@ -95,6 +97,27 @@ def _wrap_fully_shard() -> None:
     compat.replace("fully_shard post_backward", group_class, "post_backward", post_backward)
     compat.replace("fully_shard to_sharded", group_class, "_to_sharded", to_sharded)
     compat.replace("fully_shard to_unsharded", group_class, "_to_unsharded", to_unsharded)
+
+
+def _keep_read_items() -> None:
+    """Let containers of parameters take what a forward has read as it is: slices, copies and unions
+    of a container in a forward are new containers."""
+
+    def patch(key: str, cls: Any) -> None:
+        stock = cls.__setitem__
+
+        @functools.wraps(stock)
+        def set_item(container: Any, index: Any, value: Any) -> None:
+            if torch.compiler.is_compiling() or not is_read(value) or binding_of(container) is not None:
+                stock(container, index, value)
+                return
+            stock(container, index, None)  # counts it
+            container.__dict__[compat.attribute_of_item(container, index)] = value
+
+        compat.replace(key, cls, "__setitem__", set_item)
+
+    patch("items of lists", nn.ParameterList)
+    patch("items of dicts", nn.ParameterDict)
 
 
 def _managed_in(group: Any) -> Iterator[tuple[Runtime, ManagedParam, Site]]:

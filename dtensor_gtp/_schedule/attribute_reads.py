@@ -342,6 +342,12 @@ def written_to_no_effect(weight: ShardedWeight, where: str) -> RuntimeError:
     )
 
 
+def is_read(value: Any) -> bool:
+    """Whether ``value`` is the full weight that a forward has read, as autograd follows it."""
+    is_followed = isinstance(value, Tensor) and value.grad_fn is not None
+    return is_followed and value.grad_fn.name() == f"{_Materialize.__name__}Backward"
+
+
 class _Materialize(torch.autograd.Function):
     """The full weight as a differentiable function of its shard. Its backward reduce-scatters the
     gradient."""

@@ -78,6 +78,10 @@ PATCHES = {
     "format": Patch(f"{_TENSOR}.DTensor.__format__", _ALL, "its error does not say what to write"),
     "numpy": Patch(f"{_TENSOR}.DTensor.numpy", _ALL, "its error does not say what to write"),
     "tolist": Patch(f"{_TENSOR}.DTensor.tolist", _ALL, "its error does not say what to write"),
+    "items of lists": Patch(
+        "torch.nn.ParameterList.__setitem__", _ALL, "it makes a new parameter, without gradient, of a gathered weight"
+    ),
+    "items of dicts": Patch("torch.nn.ParameterDict.__setitem__", _ALL, "as that of lists"),
     "excepthook": Patch("sys.excepthook", _ALL, "errors of torch's C++ code do not say what to write"),
     "engine": Patch(
         "torch.autograd._engine_run_backward", _ALL, "inputs=[...] would find no way to a parameter of ours"

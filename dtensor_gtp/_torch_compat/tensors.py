@@ -150,6 +150,13 @@ def without_torch_function(func: Callable[..., Any], args: tuple[Any, ...], kwar
         return func(*args, **kwargs)
 
 
+def attribute_of_item(container: Any, index: Any) -> str:
+    """The attribute of a ``ParameterList`` or ``ParameterDict`` that has an item of it."""
+    if isinstance(container, torch.nn.ParameterList):
+        return str(container._get_abs_string_index(index))
+    return str(container._key_to_attr(index))
+
+
 def wrapper_tensor(cls: type[_T], like: Tensor, shape: torch.Size, dtype: torch.dtype) -> _T:
     """A tensor of class ``cls`` without memory; contiguous, but with the strides of ``like`` if that has its shape."""
     # On the meta device torch computes strides without memory.

@@ -141,3 +141,15 @@ class TestNorms(GlooTest):
         terms = DTensor.from_local(torch.full((3,), self.rank + 1.0), mesh, [Partial()], run_check=False)
         norms = torch._foreach_norm([short, terms], math.inf)
         self.assertEqual([full(norm).item() for norm in norms], [6.0, 10.0])
+
+    def test_extrema_of_a_weight_with_fewer_rows_than_ranks(self) -> None:
+        """A rank without rows raised, and the others waited for it."""
+        mesh = self.gtp_mesh()
+        plain = nn.Linear(6, 2)
+        layer = gtp_shard(copy.deepcopy(plain), mesh, schedule=ALL)
+        for take in (
+            *(torch.max, torch.min, torch.amax, torch.amin),
+            *(lambda w: w.max(0)[0], lambda w: w.min(0)[1], lambda w: w.amax(0)),
+            *(lambda w: w.max(1)[1], lambda w: w.amin(1), lambda w: torch._foreach_max([w])[0]),
+        ):
+            self.assertEqual(full(take(layer.weight.detach())), take(plain.weight.detach()))

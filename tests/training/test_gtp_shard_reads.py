@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from common import ALL, GlooTest, assert_same_params, full, rows_of_rank
+from common import ALL, GROUPS, GlooTest, assert_same_params, full, rows_of_rank
 from runtime_common import WIDTH, Calls, check_steps, make_rows, members_of, runtime_of, shard_copy, square_loss
 from schedules import explicit
 from torch.distributed.fsdp import fully_shard
@@ -49,6 +49,24 @@ def sliced(own: Any, x: torch.Tensor) -> torch.Tensor:
     """Three weights in one parameter, of which each is used by itself."""
     first, second, third = own.weight.chunk(3)
     return F.linear(x, first) * F.linear(x, second).tanh() + F.linear(x, third)
+
+
+class Containers(nn.Module):
+    """Makes containers of parameters in its forward, of parts of others and of single parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed = nn.ParameterList(torch.randn(WIDTH, WIDTH) / 4 for _ in range(3))
+        self.named = nn.ParameterDict({"a": torch.randn(WIDTH, WIDTH) / 4})
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in (*self.listed[:2], *nn.ParameterList([self.listed[2], self.weight])):
+            x = torch.tanh(x @ weight)
+        rest = self.listed[1:]
+        rest.append(self.weight)
+        both = self.named | {"b": self.weight}
+        return x @ self.named.copy()["a"] + x @ both["a"] @ both["b"] @ rest[-1] @ rest[0]
 
 
 class StepsWithin(nn.Module):
@@ -88,6 +106,13 @@ class TestReads(GlooTest):
         ):
             reference = nn.Sequential(nn.Linear(WIDTH, WIDTH), model, nn.Linear(WIDTH, WIDTH))
             check_steps(reference, self.gtp_mesh(), tolerance={"atol": 1e-4, "rtol": 1e-4})
+
+    def test_containers_that_a_forward_makes(self) -> None:
+        """Torch makes new parameters of tensors that are none, which no gradient leaves."""
+        for schedule in (ALL, GROUPS):
+            check_steps(nn.Sequential(*(Containers() for _ in range(2))), self.gtp_mesh(), schedule=schedule)
+        plain = nn.ParameterList([torch.ones(2), torch.ones(2, requires_grad=True) * 2])
+        self.assertTrue(all(isinstance(param, nn.Parameter) and param.is_leaf for param in plain))
 
     def test_step_in_the_middle_of_a_forward(self) -> None:
         mesh = self.gtp_mesh()
