@@ -175,6 +175,8 @@ def _call_block(block: BoundModule, call: Any, args: Any, kwargs: Any, compiler:
                 # Outside of a pass modules have shards; compiled code takes plain dicts alone.
                 group.views.show(is_compiled=is_compiled)
             output = _call_under(compiler, call, args, kwargs)
+            if any(map(group.leaves.has_memory_of, tensors_in(output))):
+                output = map_tensors(output, group.leaves.outside)  # a weight, whose memory is freed next
             misuse = None
             if seen is not None:
                 misuse = group.untraced_write(seen)

@@ -211,6 +211,18 @@ class GroupLeaves:
             self._count_write()
         self.version = version
 
+    def has_memory_of(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is a leaf or a view of leaves."""
+        is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+        is_plain = is_plain and not compat.in_func_transform()  # whose tensors have no storage to see
+        return is_plain and tensor.untyped_storage()._cdata == self.storage._cdata
+
+    def outside(self, tensor: Tensor) -> Tensor:
+        """What code outside of the block may keep of ``tensor``: a copy of a weight."""
+        if self.has_memory_of(tensor):
+            return tensor.clone()
+        return tensor
+
     def drop_writes(self) -> None:
         """What was written to leaves goes to no shard."""
         self.put_back()

@@ -85,6 +85,25 @@ class Reads(Model):
         return super().forward(x) * scale + (x @ block.up.weight.t()).mean(1, keepdim=True)
 
 
+class Given(nn.Module):
+    """Its blocks return weights beside what they compute, for a penalty: one as it is, a view, and a whole parameter."""
+
+    class Block(Block):
+        def forward(self, x: torch.Tensor) -> Any:
+            return super().forward(x), {"up": self.up.weight, "row": self.down.weight[0]}, [self.norm.bias]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Given.Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        penalty = torch.zeros(())
+        for block in self.blocks:
+            x, weights, others = block(x)
+            penalty = penalty + sum(weight.square().mean() for weight in (*weights.values(), *others))
+        return x.square() + penalty
+
+
 class Linears(nn.Module):
     """Its derivative by an input does not depend on the input."""
 
@@ -148,7 +167,7 @@ class TestHeldGroups(PairTest):
                 self.assertEqual([group.leaves.storage.nbytes() for group in groups], [0, 0, 0], step.__name__)
 
     def test_reads_outside_of_a_block_and_outputs_in_objects(self) -> None:
-        for make in (Reads, BoxedBlocks):
+        for make in (Reads, BoxedBlocks, Given):
             for pair in self.pairs(make, (CHOSEN, MIXED)):
                 for seed, step in enumerate((evaluation_before_backward, two_forwards_then_two_backwards, usual)):
                     self.check(pair, step, seed)
