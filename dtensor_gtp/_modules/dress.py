@@ -193,7 +193,8 @@ def linear_forward(module: BoundModule, input: Tensor) -> Tensor:
         return nn.Linear.forward(layer, input)
     params = binding.params
     runtime = binding.group.runtime
-    if torch.is_autocast_enabled(runtime.device.type) or is_parametrized(module):
+    is_plain = input.layout is torch.strided and not input.is_nested
+    if not is_plain or torch.is_autocast_enabled(runtime.device.type) or is_parametrized(module):
         return forward_in_frame(module, nn.Linear.forward, input)
     value: Tensor | None = module._parameters.get("bias")
     weight: ShardedWeight = params["weight"]  # type: ignore[assignment]

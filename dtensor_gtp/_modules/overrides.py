@@ -230,6 +230,13 @@ def _refuse_script(self: nn.Module) -> NoReturn:
     raise RuntimeError(f"torch.jit.script cannot compile a {type(self).__name__} after gtp_shard. {ADVICE_FOR_JIT}")
 
 
+def _refuse_share(self: nn.Module) -> NoReturn:
+    raise RuntimeError(
+        f"share_memory() cannot share a {type(self).__name__} after gtp_shard: each rank has shards of its own. Share "
+        "tensors of a full state dict instead."
+    )
+
+
 def extra_repr(self: BoundModule) -> str:
     own = type(self).extra_repr(self)
     params = self._gtp_binding.params
@@ -371,6 +378,7 @@ _OF_ALL: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "__deepcopy__": _refuse_copy,
         "__getstate__": _refuse_pickle,  # also asked by copy.copy
         "__prepare_scriptable__": _refuse_script,  # by ``torch.jit.script``
+        "share_memory": _refuse_share,
     }
 )
 

@@ -139,6 +139,8 @@ class GroupGradients(PendingGradient):
                 self.owed.add(weight)
             if is_trained and grad is not None:
                 self._used.add(weight)
+                if grad.layout is not torch.strided:
+                    grad = grad.to_dense()  # of a lookup with ``sparse=True``
                 grads.append(grad.detach())
             else:
                 unused.append(weight)

@@ -183,7 +183,8 @@ class GroupLeaves:
         read stays. That is for each rank to see: gathers do not depend on it."""
         if not self.are_saved:
             self.may_be_saved = False
-            self.storage.resize_(0)
+            if self.storage.resizable():  # not if NumPy has it
+                self.storage.resize_(0)
 
     def free_captured(self, is_capturing: bool) -> None:
         """As ``free``, and in any case what a CUDA graph has and other passes would use, or the other
@@ -205,7 +206,8 @@ class GroupLeaves:
 
     def allocate(self, version: Version) -> None:
         """Take memory, on the current stream, for a gather of shards of this version."""
-        self.storage.resize_(self.nbytes)
+        if self.storage.nbytes() != self.nbytes:
+            self.storage.resize_(self.nbytes)
         if self.version is not None and not is_same_to_autograd(self.version, version):
             # Autograd shall refuse a backward through what was computed with the values before.
             self._count_write()

@@ -208,6 +208,8 @@ class WholeParam(ManagedParam):
             grad = compat.local_tensor(grad.redistribute(placements=self.tp_spec.placements))
         if grad is not None:
             grad = grad.detach()
+            if grad.layout is not torch.strided:
+                grad = grad.to_dense()  # of a lookup with ``sparse=True``
         return grad
 
     def _with_unsynced(self, grad: Tensor | None) -> Tensor | None:

@@ -372,6 +372,8 @@ class _Materialize(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
         weight: ShardedWeight = ctx.weight
         ctx.note_backward()
+        if grad.layout is not torch.strided:
+            grad = grad.to_dense()  # of a lookup with ``sparse=True``
         if weight.tp_spec is not None:
             placements = weight.tp_spec.placements  # autograd may bring others, e.g. ``Partial``
             grad = compat.local_tensor(grad.redistribute(placements=placements))  # type: ignore[attr-defined]

@@ -247,6 +247,8 @@ class TestRefusalsLater(unittest.TestCase):
                 copy.deepcopy(module)
             with self.refused("for averages of weights use dtensor_gtp.optim.ShardedEMA"):
                 AveragedModel(module)
+            with self.refused(r"share_memory\(\) cannot share"):
+                module.share_memory()
             for attempt in (copy.copy, pickle.dumps):
                 with self.refused(r"cannot be pickled or copied after gtp_shard.* state_dict\(\)"):
                     attempt(module)

@@ -18,7 +18,7 @@ from schedules import explicit
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from dtensor_gtp import gtp_shard
+from dtensor_gtp import SchedulePolicy, gtp_shard
 from dtensor_gtp._modules.binding import binding_of
 from dtensor_gtp._schedule.members import Members
 
@@ -69,6 +69,22 @@ class Containers(nn.Module):
         return x @ self.named.copy()["a"] + x @ both["a"] @ both["b"] @ rest[-1] @ rest[0]
 
 
+def sparse_lookup(own: Any, x: torch.Tensor) -> torch.Tensor:
+    """The gradient of one process is dense, because fused SGD takes no other."""
+    ids = (x[:, 0] * 3).long() % WIDTH
+    return x + F.embedding(ids, own.table, sparse=binding_of(own) is not None) @ own.weight
+
+
+def seen_by_numpy(own: Any, x: torch.Tensor) -> torch.Tensor:
+    return x @ own.table.t() @ own.weight / float(own.weight.detach().numpy().max() + 9.0)
+
+
+def as_jagged(own: Any, x: torch.Tensor) -> torch.Tensor:
+    """Samples of different lengths, as a nested tensor, through a layer."""
+    nested = torch.nested.as_nested_tensor([x[:1], x[1:]], layout=torch.jagged)
+    return own.layer(nested).values() + own.layer(x.to_sparse())
+
+
 class StepsWithin(nn.Module):
     """Trains a weight in the middle of a forward that has read it, and reads it again."""
 
@@ -113,6 +129,15 @@ class TestReads(GlooTest):
             check_steps(nn.Sequential(*(Containers() for _ in range(2))), self.gtp_mesh(), schedule=schedule)
         plain = nn.ParameterList([torch.ones(2), torch.ones(2, requires_grad=True) * 2])
         self.assertTrue(all(isinstance(param, nn.Parameter) and param.is_leaf for param in plain))
+
+    def test_sparse_gradients_numpy_and_inputs_that_are_not_dense(self) -> None:
+        for make in (
+            lambda: Calls(sparse_lookup, table=torch.randn(WIDTH, WIDTH), weight=torch.randn(WIDTH, WIDTH)),
+            lambda: Calls(seen_by_numpy, table=torch.randn(WIDTH, WIDTH), weight=torch.randn(WIDTH, WIDTH)),
+            lambda: Calls(as_jagged, layer=nn.Linear(WIDTH, WIDTH), weight=torch.ones(2, 2)),
+        ):
+            for schedule in (ALL, GROUPS, explicit(), SchedulePolicy()):  # sharded, and whole in groups or not
+                check_steps(nn.Sequential(*(make() for _ in range(3))), self.gtp_mesh(), schedule=schedule)
 
     def test_step_in_the_middle_of_a_forward(self) -> None:
         mesh = self.gtp_mesh()
