@@ -133,9 +133,13 @@ def dress(module: nn.Module) -> None:
 
 
 def own_class(module: nn.Module, mixin: type) -> type:
-    """A subclass of the class of ``module``, which the module can have. The user's metaclass is not
-    asked: it may refuse subclasses, or keep a list of all classes."""
+    """A subclass of the class of ``module``, which the module can have: one for all modules of it. The
+    user's metaclass is not asked: it may refuse subclasses, or keep a list of all classes."""
     cls = type(module)
+    bases = (mixin, OwnClass, cls)
+    for known in type.__subclasses__(cls):
+        if known.__bases__ == bases and "_gtp_original" in vars(known):
+            return known
     body: dict[str, Any] = {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
@@ -147,7 +151,7 @@ def own_class(module: nn.Module, mixin: type) -> type:
         maker = ABCMeta  # it keeps what it knows beside each class
     # Neither ``__new__`` of the user's metaclass nor the user's ``__init_subclass__`` runs: that of
     # ``BoundModule`` stands before it.
-    own: type = maker.__new__(type(cls), cls.__name__, (mixin, OwnClass, cls), body)
+    own: type = maker.__new__(type(cls), cls.__name__, bases, body)
     # Try it now, before ``gtp_shard`` changes anything: Python raises if the layouts differ.
     module.__class__ = own
     module.__class__ = cls

@@ -86,7 +86,7 @@ class Reads(Model):
 
 
 class Given(nn.Module):
-    """Its blocks return weights beside what they compute, for a penalty: one as it is, a view, and a whole parameter."""
+    """Its blocks return weights beside what they compute: one as it is, a view of one, and a whole parameter."""
 
     class Block(Block):
         def forward(self, x: torch.Tensor) -> Any:
