@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from planted_bugs_changes import argument, drop, never, replace, returns
+from planted_bugs_changes import drop, never, replace, returns
 from planted_bugs_type import Bug
 
 COSTS = "test_optimizer_states.py::TestCosts"
@@ -36,7 +36,9 @@ REPLICAS = {
         Bug("ReplicaPart.unpack", replace("shard[:begin].copy_(output[:begin])", "shard.copy_(output)"),
             f"{TRAINING}::test_mixed_precision"),
     "gradients over replicas are divided twice":
-        Bug("ReductionLaunches._reduce_scatter_in_order", argument("reduce_scatter_base", 2, "dist.ReduceOp.AVG"),
+        Bug("ReductionLaunches._complete",
+            replace("self._in_order(compat.reduce_scatter_base, slot, rows.reshape(-1), scale.op, replicate)",
+                "self._in_order(compat.reduce_scatter_base, slot, rows.reshape(-1), dist.ReduceOp.AVG, replicate)"),
             "test_divide_factors"),
     "a replica does not learn that the other has used a weight":
         Bug("GroupGradients.for_replicas",

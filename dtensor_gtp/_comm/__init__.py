@@ -1,1 +1,1 @@
-"""The runtime below ``gtp_shard``: weights, their schedule and their communication."""
+"""Communication: streams, process groups, collectives, and the backends that carry them."""

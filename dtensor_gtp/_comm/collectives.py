@@ -154,12 +154,6 @@ def refuse_unavailable(policy: SchedulePolicy, device_type: str) -> None:
             )
 
 
-def name_of(backend: GatherBackendName | type[GatherBackend]) -> str:
-    if isinstance(backend, str):
-        return backend
-    return backend.__name__
-
-
 def choose_gather_backend(
     schedule: Schedule, groups: list[dist.ProcessGroup], device: torch.device, known: GatherBackend | None = None
 ) -> tuple[GatherBackend, GatherBackendName | type[GatherBackend], str]:
@@ -188,18 +182,11 @@ def choose_gather_backend(
     # Each rank must know of the others' errors, and take the same backend.
     try:
         engine = _make_on_all_ranks(make, groups, device, "copy_engine")
-        return engine, "copy_engine", _why_auto(asked, "one host")
+        return engine, "copy_engine", "one host"
     except RuntimeError as error:  # raised on all ranks alike, so all of them take the process group
         if asked != "auto":
             raise
         return ProcessGroupBackend(groups[0], device), "process_group", str(error)
-
-
-def _why_auto(asked: str, why: str) -> str:
-    """The report gives a reason only for what "auto" took."""
-    if asked == "auto":
-        return why
-    return ""
 
 
 def resolve_reduce_scatter(asked: ReduceScatterKind | Literal["auto"], gathers: str) -> ReduceScatterKind:
@@ -219,12 +206,12 @@ def choose_reduce_scatter(
     asked = schedule.reduce_scatter
     kind = resolve_reduce_scatter(asked, gathers)
     if kind != "copy_engine":
-        return None, kind, _why_auto(asked, f"gathers by {gathers}")
+        return None, kind, f"gathers by {gathers}"
     enough = enough_nbytes(schedule)
     if gathers == "copy_engine":
         # These ranks map each other's memory already, so the first use may make the ring.
         ring = SendRing(groups[0], device, enough, nbytes=0)
-        return ring, "copy_engine", _why_auto(asked, "one host")
+        return ring, "copy_engine", "one host"
     # Whether these can is not known yet: a first small stage tries it.
     factory = functools.partial(SendRing, enough_nbytes=enough)
     ring = _make_on_all_ranks(factory, groups, device, "the send ring of reduce_scatter='copy_engine'")

@@ -15,7 +15,7 @@ from .. import _torch_compat as compat
 from .._howto import see
 from ..policy import GatherBackend, GatherBackendName, ReduceScatterKind, Schedule, Waitable
 from .agreement import is_one_host
-from .collectives import Groups, choose_gather_backend, choose_reduce_scatter, has_replicas, may_send_narrow, name_of
+from .collectives import Groups, choose_gather_backend, choose_reduce_scatter, has_replicas, may_send_narrow
 from .copy_engine import CopyEngine, PeerCopies
 from .debug import DebugFlags, check_finite, check_order
 from .reductions import ReductionsInFlight
@@ -86,11 +86,11 @@ class CommContext:
             where = f"the mesh={gather.size()}"
             if mesh.mesh_dim_names:
                 where = f"{mesh.mesh_dim_names[-1]}={gather.size()}"
-            gathers = name_of(name)
-            if why:
+            gathers = name if isinstance(name, str) else name.__name__
+            if why and schedule.gather_backend == "auto":
                 self.choices.append(f"gather backend on {where}: {gathers} ({why})")
             ring, kind, why = choose_reduce_scatter(schedule, [scatter, *replicate], device, gathers)
-            if why:
+            if why and schedule.reduce_scatter == "auto":
                 self.choices.append(f"reduce-scatter on {where}: {kind} ({why})")
             self._chosen.append((name, kind))
             if ring is not None:

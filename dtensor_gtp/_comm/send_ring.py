@@ -8,8 +8,8 @@ gradient there, if the place is free. Otherwise, and if a gradient was made else
 those of earlier microbatches, say), the scatter stream copies it into its place. Ranks may differ
 in this, because they may differ in which places are in use.
 
-A place is in use at least until compute has waited for the exchange that reads it (``CommContext``
-retires it). An exchange ends with a barrier, so by then all peers have read it. It is, in the order
+A place is in use at least until compute has waited for the exchange that reads it
+(``ReductionsInFlight`` retires it). An exchange ends with a barrier, so by then all peers have read it. It is, in the order
 of the scatter stream:
 
 1. a barrier: all ranks have written what they send;

@@ -1,5 +1,4 @@
-"""The streams and events of one device: who waits for whom. Only this file makes streams or calls
-``record_stream``.
+"""The streams and events of one device: who waits for whom. Only this file calls ``record_stream``.
 
 [Note: streams and memory]
 Every buffer (gathered weight, gradient to send, reduced shard) is allocated on the compute stream:
@@ -193,13 +192,11 @@ class Streams:
         self.computing.append(stream)  # the current one is the last
 
     @contextmanager
-    def computing_on(self, stream: torch.Stream | None) -> Iterator[None]:
+    def computing_on(self, stream: torch.Stream) -> Iterator[None]:
         """A collective in this context follows ``stream`` alone, and that stream waits for it."""
         outside = self.computing
         try:
-            self.computing = []
-            if stream is not None:
-                self.computing.append(stream)
+            self.computing = [stream]
             yield
         finally:
             self.computing = outside

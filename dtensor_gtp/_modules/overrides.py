@@ -130,7 +130,7 @@ def _named_members(self: BoundModule, *args: Any, **kwargs: Any) -> Any:
 
 def _as_users_see(runtime: Runtime, members: Iterator[tuple[str, Any]], may_gather: bool) -> Iterator[tuple[str, Any]]:
     """``members`` of ``named_parameters()``: the full weights in a forward, else the shards."""
-    if may_gather and runtime.gives_full_params:
+    if may_gather and runtime.reads.gives_full_params:
         yield from runtime.reads.full_params(members, runtime.members.by_id())
         return
     yield from members

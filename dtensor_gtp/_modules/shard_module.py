@@ -164,7 +164,7 @@ def _make_param(decision: Decision, arguments: Arguments, device: torch.device) 
     sites = decision.sites
     if layout is not None:
         weight = ShardedWeight(fqn, sites, new, mesh, policies, layout, tp_spec, part)
-        weight.set_wire(make_wire(weight, recipe, arguments.mp_policy))
+        weight.set_wire(make_wire(weight, recipe))
         managed = weight
     else:
         managed = WholeParam(fqn, sites, new, mesh, policies, tp_spec, decision.reason)

@@ -31,7 +31,7 @@ from .overrides import INSTEAD_OF_DDP
 @functools.cache
 def install() -> None:
     """Replace the functions once in a process. Those of pipelines follow when pipelines are
-    imported."""
+    imported, see ``outside_of_modules.follow_pipelining``."""
     _wrap_fully_shard()
     _keep_read_items()
     _refuse_wrappers()

@@ -1,1 +1,1 @@
-"""Managed parameters: their layout, how they are gathered, and what autograd saves of them."""
+"""Managed parameters: their layout, how they are gathered, and where their gradients wait."""

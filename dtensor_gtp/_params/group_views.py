@@ -48,7 +48,7 @@ class FullParams(dict[str, Any]):
 
     def items(self) -> Any:
         # After ``unshard``, optimizers and state dicts get the sharded parameters.
-        if not (self.group.views.is_in_pass and self.group.reader.gives_full_params):
+        if not (self.group.views.is_in_pass and self.group.reader.reads.gives_full_params):
             return self.sharded.items()
         return ((name, self[name]) for name in self)
 
@@ -102,10 +102,10 @@ class GroupViews:
         """Let the modules have the sharded parameters again. After ``pin``, and in a backward,
         where activation checkpointing calls modules, they still read the full ones."""
         self.is_in_pass = False
-        if self.is_pinned or self._group.reader.is_in_backward:
+        if self.is_pinned or self._group.reader.passes.is_in_backward:
             for module, _, _, full in self._of_modules:
                 module.__dict__["_parameters"] = full
-            if self._group.reader.is_in_backward:
+            if self._group.reader.passes.is_in_backward:
                 # No use says when autograd reads what such a call recomputes. So reads hold it until the end.
                 self._call_plainly()
             return

@@ -54,10 +54,6 @@ class WeightLayout:
         return (self.world * self.chunk_rows, *self.slot_shape[1:])
 
     @cached_property
-    def _slot_rows(self) -> slice:
-        return slice(self.rank * self.chunk_rows, (self.rank + 1) * self.chunk_rows)
-
-    @cached_property
     def is_as_buffer(self) -> bool:
         """Whether the weight lies in memory as its buffer does: no padding, dims in order."""
         return self.dim == 0 and self.world * self.chunk_rows == self.num_rows
@@ -107,4 +103,4 @@ class WeightLayout:
 
     def slot(self, buffer: Tensor) -> Tensor:
         """This rank's slot of a buffer."""
-        return buffer[self._slot_rows]
+        return buffer.narrow(0, self.rank * self.chunk_rows, self.chunk_rows)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .. import _torch_compat as compat
 from .._comm.context import CommContext
@@ -47,7 +46,7 @@ class QuantizedWire(Wire):
         self.groups = recipe_groups(weight.shard_spec, recipe)
         mesh = weight.mesh
         self.is_within_mesh = set(self.groups) <= {mesh.get_group(mesh.ndim - 1).group_name}
-        self.has_columnwise = recipe.has_columnwise
+        self.has_columnwise = recipe.has_columnwise and not self.is_native
         # The version of the shard of which the statistic of all ranks and the quantized data were made.
         self._made_of: Version | None = None
         self.amax: Tensor | None = None
@@ -157,10 +156,6 @@ class NativeWire(QuantizedWire):
 
     is_native = True
 
-    def __init__(self, weight: ShardedWeight, recipe: Recipe) -> None:
-        super().__init__(weight, recipe)
-        self.has_columnwise = False
-
     def begin_forward(self) -> bool:
         return False
 
@@ -250,11 +245,10 @@ def _all_reduce_max(amax: Tensor, groups: tuple[str, ...], weight: ShardedWeight
 
 
 class HookWire(Wire):
-    """Gathers what the hooks of a tensor subclass return. ``mp_policy`` is passed to the hooks."""
+    """Gathers what the hooks of a tensor subclass return."""
 
-    def __init__(self, weight: ShardedWeight, mp_policy: MixedPrecisionPolicy) -> None:
+    def __init__(self, weight: ShardedWeight) -> None:
         self.weight = weight
-        self._mp_policy = mp_policy
 
     def pack(self, direction: Direction, comm: CommContext) -> Packed:
         weight = self.weight
@@ -276,7 +270,7 @@ class HookWire(Wire):
         else:
             stride = torch.empty(layout.shape, device="meta").stride()
             module = weight.registration.sites[0].module
-            inputs, metadata = pre(mesh, layout.shape, stride, module, self._mp_policy)
+            inputs, metadata = pre(mesh, layout.shape, stride, module, weight.policies.mp)
         inputs = [_without_padding(tensor, layout) for tensor in inputs]
         planes = [(_hook_layout(weight, tensor), tensor) for tensor in inputs]
 
@@ -321,14 +315,14 @@ def _hook_layout(weight: ShardedWeight, tensor: Tensor) -> WeightLayout:
     return replace(layout, shape=shape, block_size=1)
 
 
-def make_wire(weight: ShardedWeight, recipe: Recipe | None, mp_policy: MixedPrecisionPolicy) -> Wire | None:
+def make_wire(weight: ShardedWeight, recipe: Recipe | None) -> Wire | None:
     """How to gather a weight that is not sent as it is; None for other weights."""
     if recipe is not None and isinstance(weight.shard, NativeWeight):
         return NativeWire(weight, recipe)
     if recipe is not None:
         return QuantizedWire(weight, recipe)
     if has_hooks(weight.shard):
-        return HookWire(weight, mp_policy)
+        return HookWire(weight)
     return None
 
 

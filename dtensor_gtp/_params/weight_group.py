@@ -99,6 +99,9 @@ class WeightGroup:
         self.leaves = GroupLeaves(self.weights, self.whole, first.compute_dtype, self.device)
         self.pending_grad = GroupGradients(self.leaves, first.reduce_dtype)
         self.pending_grad.reduce_only(weight for weight in self.weights if weight.param.requires_grad)
+        self.accumulate = self.pending_grad.accumulate
+        self.for_replicas = self.pending_grad.for_replicas
+        self.accumulate_part = self.pending_grad.accumulate_part
         self.views = GroupViews(self)
 
     @property
@@ -221,19 +224,10 @@ class WeightGroup:
         """Whether a backward may reduce gradients of it."""
         return bool(self.pending_grad.weights) or any(weight.param.requires_grad for weight in self.weights)
 
-    def accumulate(self, slot: Tensor) -> None:
-        self.pending_grad.accumulate(slot)
-
     @property
     def has_parts(self) -> bool:
         """Whether replicas split the optimizer states of members."""
         return any(weight.has_parts for weight in self.weights)
-
-    def for_replicas(self, slot: Tensor) -> Tensor:
-        return self.pending_grad.for_replicas(slot)
-
-    def accumulate_part(self, row: Tensor) -> None:
-        self.pending_grad.accumulate_part(row)
 
     # The user's changes between passes.
 

@@ -198,6 +198,8 @@ class Keeper:
 
     def free(self, target: Gatherable, gathered: Gathered) -> None:
         """Drop a buffer that this runtime no longer needs. Poison it if nobody else holds it."""
+        if self._comm.debug.poison:
+            self._comm.streams.wait_for_others()  # they may still read it
         if isinstance(target, GatherableGroup):
             if self._comm.debug.poison and not target.group.leaves.are_saved:
                 # Whoever reads the memory before the next gather is complete finds it. What the

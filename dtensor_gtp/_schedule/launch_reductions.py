@@ -252,9 +252,11 @@ class ReductionLaunches:
             return
         if self.replicas is None and (replicate := weight.groups.replicate) is not None:
             if weight.has_parts:  # each replica gets one row of the sum
-                slot = self._reduce_scatter_in_order(weight.for_replicas(slot), scale, replicate)
+                rows = weight.for_replicas(slot)
+                slot = rows.new_empty(rows.shape[1])
+                self._in_order(compat.reduce_scatter_base, slot, rows.reshape(-1), scale.op, replicate)
             else:
-                self._all_reduce_in_order(slot, scale, replicate)
+                self._in_order(compat.all_reduce, slot, scale.op, replicate)
         if scale.postdivide is not None:
             slot /= scale.postdivide
         if self.replicas is not None:  # the slot is the mean over this replica only
@@ -264,23 +266,12 @@ class ReductionLaunches:
         else:
             weight.accumulate(slot)
 
-    def _all_reduce_in_order(self, tensor: Tensor, scale: collectives.ReduceScale, group: dist.ProcessGroup) -> None:
-        """All-reduce on the current stream. Without streams, wait for the result."""
+    def _in_order(self, collective: Callable[..., dist.Work | None], *args: Any) -> None:
+        """Run a collective on the current stream. Without streams, wait for the result."""
         is_async = not self._comm.streams.has_streams
-        work = compat.all_reduce(tensor, scale.op, group, is_async)
+        work = collective(*args, is_async)
         if work is not None and is_async:  # with streams, the current one orders what follows
             work.wait()
-
-    def _reduce_scatter_in_order(
-        self, rows: Tensor, scale: collectives.ReduceScale, group: dist.ProcessGroup
-    ) -> Tensor:
-        """Reduce-scatter one row for each rank, as ``_all_reduce_in_order``."""
-        row = rows.new_empty(rows.shape[1])
-        is_async = not self._comm.streams.has_streams
-        work = compat.reduce_scatter_base(row, rows.reshape(-1), scale.op, group, is_async)
-        if work is not None and is_async:
-            work.wait()
-        return row
 
     def reduce_whole(self, params: Iterable[WholeParam]) -> None:
         """All-reduce local gradients of whole parameters, in one call for each mesh, dtype and
@@ -338,7 +329,7 @@ class ReductionLaunches:
             if marks is not None and not comm.streams.is_capturing:
                 self.order.compare(marks, flat[-len(marks.values) :], first.mesh, groups)
             for group in active[1:]:
-                self._all_reduce_in_order(wire, scale, group)
+                self._in_order(compat.all_reduce, wire, scale.op, group)
             if scale.postdivide is not None:
                 wire.div_(scale.postdivide)
             *parts, used_by_any = compat.unflatten(flat, [*grads, used])

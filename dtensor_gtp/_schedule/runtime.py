@@ -337,15 +337,6 @@ class Runtime:
         self.gathering.gather_kept(group)
 
     @property
-    def gives_full_params(self) -> bool:
-        """Whether ``parameters()`` of a module yields gathered weights now."""
-        return self.reads.gives_full_params
-
-    @property
-    def is_in_backward(self) -> bool:
-        return self.passes.is_in_backward
-
-    @property
     def _is_backward_running(self) -> bool:
         if not self.passes.is_in_backward or self._end_of_backward is None:
             return False

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 from .. import _torch_compat as compat
 from .._howto import see
-from .._modules.trees import map_tensors
+from .._modules.trees import map_tensors, tensors_in
 from .._params.weight_group import WeightGroup
 from .._schedule.runtime import Runtime
 from .._schedule.steps import optimizer_steps
-from .recorder import CudaRecorder, detached, tensors_in, versions_of, with_tensors
+from .recorder import CudaRecorder, detached, versions_of, with_tensors
 
 Place = tuple[Any, str]  # an object and the name of its attribute that is a gradient or None
 PLAIN = (Tensor, nn.Parameter)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from types import FunctionType, ModuleType
 from typing import Any, Generic, TypeVar
@@ -172,13 +172,6 @@ def versions_of(tensors: list[Tensor]) -> list[int]:
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-def tensors_in(value: Any) -> Iterable[Tensor]:
-    """The tensors that a value is or consists of."""
-    if isinstance(value, Tensor):  # each call of a captured step asks for all parameters and states
-        return (value,)
-    return trees.tensors_in(value)
-
-
 def runtimes_of(module: nn.Module, caller: str = "capture_step") -> list[Runtime]:
     runtimes = runtimes_below(module)
     if not runtimes:
@@ -287,7 +280,7 @@ def _hiding_place(leaf: Any, known: Sequence[str] = (), depth: int = _DEPTH) -> 
     elif isinstance(leaf, list | tuple | set | frozenset):
         held |= dict(enumerate(leaf))
     for name, value in held.items():
-        if any(True for _ in tensors_in(value)):
+        if any(True for _ in trees.tensors_in(value)):
             return str(name)
         for inner in compat.tree_leaves(value) if depth > 1 else ():  # such as the layers of a cache
             is_object = not isinstance(inner, _NO_HOLDERS)

@@ -102,16 +102,11 @@ class _Job:
         size = max(1, CHUNK_NBYTES // (4 * layout.world * layout.chunk_rows))
         return [slice(begin, min(begin + size, capacity)) for begin in range(0, capacity, size)]
 
-    def own_part(self, vector: Tensor) -> Tensor:
-        """This rank's part of a vector over the vocabulary."""
-        layout = self.weight.layout
-        return vector.narrow(0, layout.local_offset, layout.local_rows)
-
     def logits(self, hidden: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor:
         """Those of the own rows, computed in the dtype of ``hidden``, returned in float32 or wider."""
         own_bias = None
         if bias is not None:
-            own_bias = self.own_part(bias).to(hidden.dtype)
+            own_bias = self.weight.layout.part_of(bias).to(hidden.dtype)
         logits = F.linear(hidden, rows, own_bias)
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -282,7 +277,7 @@ def _backward(
         of_chunk = (grads[:, chunk].reshape(-1), normalizers[:, chunk].reshape(-1))
         grad_logits = _grad_logits(job, chunk, logits, *of_chunk)
         if grad_bias is not None:
-            job.own_part(grad_bias).add_(grad_logits.sum(0))
+            layout.part_of(grad_bias).add_(grad_logits.sum(0))
         grad_logits = grad_logits.to(received.dtype)
         if grad_hidden is not None:
             job.reduce_scatter(_product(grad_logits, rows, dtype), grad_hidden[chunk])

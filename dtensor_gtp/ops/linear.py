@@ -5,8 +5,7 @@ Wgrad comes first by default: it needs no weight, so it hides the end of the gat
 reduce-scatter hides behind dgrad. In float8 the GEMMs multiply with the planes that were gathered.
 
 The policy of a selective activation checkpoint sees the GEMM (``aten.mm``, ``aten.addmm``) or the
-lookup on an
-``UngatheredWeight``: if the output was saved, the recomputation does not gather the weight.
+lookup on an ``UngatheredWeight``: if the output was saved, the recomputation does not gather it.
 """
 
 from __future__ import annotations

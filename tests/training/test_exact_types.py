@@ -201,7 +201,7 @@ class TestExactTypes(GlooTest):
             model = gtp_shard(cls(WIDTH, WIDTH), self.gtp_mesh())
             assert isinstance(model, cls)
             assert type(type(model)) is type(cls)
-            assert type(gtp_shard(cls(WIDTH, WIDTH), self.gtp_mesh())) is type(model), "one class for all modules of one"
+            assert type(gtp_shard(cls(WIDTH, WIDTH), self.gtp_mesh())) is type(model), "one class for all"
             assert not isinstance(cls(WIDTH, WIDTH), type(model))
             model(torch.randn(2, WIDTH)).sum().backward()
         for schedule in SCHEDULES.values():
