@@ -9,8 +9,8 @@ those of earlier microbatches, say), the scatter stream copies it into its place
 in this, because they may differ in which places are in use.
 
 A place is in use at least until compute has waited for the exchange that reads it
-(``ReductionsInFlight`` retires it). An exchange ends with a barrier, so by then all peers have read it. It is, in the order
-of the scatter stream:
+(``ReductionsInFlight`` retires it). An exchange ends with a barrier, so by then all peers have read
+it. It is, in the order of the scatter stream:
 
 1. a barrier: all ranks have written what they send;
 2. a copy of every peer's addend for this rank;

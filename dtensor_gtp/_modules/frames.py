@@ -159,6 +159,7 @@ def _call_block(block: BoundModule, call: Any, args: Any, kwargs: Any, compiler:
         gathered = use = None
         try:
             gathered = runtime.gathering.acquire(group.for_forward)
+            args, kwargs = _inputs_of_call(block, args, kwargs)
             seen = None  # versions and bits, to find writes through ``.data``
             if runtime.reads.looks_at_bits:
                 seen = group.leaves.seen()
@@ -177,6 +178,7 @@ def _call_block(block: BoundModule, call: Any, args: Any, kwargs: Any, compiler:
             output = _call_under(compiler, call, args, kwargs)
             if any(map(group.leaves.has_memory_of, tensors_in(output))):
                 output = map_tensors(output, group.leaves.outside)  # a weight, whose memory is freed next
+            output = _output_of_call(block, output)
             misuse = None
             if seen is not None:
                 misuse = group.untraced_write(seen)
@@ -259,21 +261,33 @@ def _in_frame(
 
 def _run(module: BoundModule, reads: Reads, call: Any, args: Any, kwargs: Any, compiler: Any, frame: Frame) -> Any:
     """The call within its frame, with inputs and outputs as the policies ask."""
-    group = module._gtp_binding.group
-    runtime = group.runtime
-    if group.module is module:
-        if runtime.device.type != "cpu" and len(runtime.reads.frames) == 1:
-            args, kwargs = to_device((args, kwargs), runtime.device)
-        args, kwargs = _cast_inputs(group, args, kwargs)
+    runtime = module._gtp_binding.group.runtime
+    args, kwargs = _inputs_of_call(module, args, kwargs)
     if compiler is not None or module._compiled_call_impl is not None:
         # Compiled code drops gradients of tensors that a collective has yet to fill.
         args, kwargs = compat.complete_collectives((args, kwargs))
-    output = _call_under(compiler, call, args, kwargs)
-    if group.module is module:
-        output = cast_floats(output, group.arguments.mp_policy.output_dtype)
+    output = _output_of_call(module, _call_under(compiler, call, args, kwargs))
     # Only here, because a call that raised may not have come to its reads.
     reads.learn(bool(frame.held), runtime.steps.num_steps)
     return output
+
+
+def _inputs_of_call(module: BoundModule, args: Any, kwargs: Any) -> Any:
+    """In its frame, the inputs of a module that ``gtp_shard`` was called on, as its policy asks."""
+    group = module._gtp_binding.group
+    if group.module is not module:
+        return args, kwargs
+    runtime = group.runtime
+    if runtime.device.type != "cpu" and len(runtime.reads.frames) == 1:
+        args, kwargs = to_device((args, kwargs), runtime.device)
+    return _cast_inputs(group, args, kwargs)
+
+
+def _output_of_call(module: BoundModule, output: Any) -> Any:
+    group = module._gtp_binding.group
+    if group.module is not module:
+        return output
+    return cast_floats(output, group.arguments.mp_policy.output_dtype)
 
 
 def _call_under(compiler: Any, call: Any, args: Any, kwargs: Any) -> Any:

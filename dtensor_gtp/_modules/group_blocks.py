@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from types import MethodType
+from typing import cast
 
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -42,18 +43,18 @@ _MOST_OF_MODEL = 0.3
 
 def make_groups(runtime: Runtime, num_tokens: int) -> tuple[str, ...]:
     """Turn blocks of the outermost call into groups. Returns what was chosen and why."""
-    call = runtime.members.calls[-1]
-    assert isinstance(call, ShardGroup)
-    has_one_call = len(runtime.members.calls) == 1
-    if runtime.policy._numbers or runtime.grads.launches.replicas is not None or not has_one_call:
+    calls = cast("list[ShardGroup]", runtime.members.calls)
+    if runtime.policy._numbers or runtime.grads.launches.replicas is not None:
         return ()
     # Cached, because ranks ask each other for a mesh: once, on all ranks alike.
     is_near = cache(lambda mesh: is_one_host(mesh.get_group(mesh.ndim - 1), runtime.device))
     groups: list[WeightGroup] = []
     reasons: dict[str, list[str]] = {}
-    total = sum(_numel(param) for param in call.params)
-    why_single = partial(_why_single, num_tokens=num_tokens, is_near=is_near, may_replay=runtime.comm.may_replay_steps)
-    for name, block in _blocks(call.module, "", total):
+    total = sum(_numel(param) for call in calls for param in call.params)
+    may_replay = runtime.comm.may_replay_steps
+    called = {call.module for call in calls}
+    why_single = partial(_why_single, num_tokens=num_tokens, is_near=is_near, may_replay=may_replay, called=called)
+    for name, block in _blocks(calls[-1].module, "", total):
         parts = list(block.modules())
         why = why_single(parts)
         others = [module for module in parts if not _has_experts(module)]
@@ -158,13 +159,21 @@ def _has_experts(module: nn.Module) -> bool:
 
 
 def _why_single(
-    modules: list[nn.Module], num_tokens: int, is_near: Callable[[DeviceMesh], bool], *, may_replay: bool
+    modules: list[nn.Module],
+    num_tokens: int,
+    is_near: Callable[[DeviceMesh], bool],
+    *,
+    may_replay: bool,
+    called: set[nn.Module],
 ) -> str | None:
-    """Why the weights of these modules are gathered one by one; None if they can be a group."""
+    """Why the weights of these modules are gathered one by one; None if they can be a group.
+    ``called``: what ``gtp_shard`` was called on."""
     params = params_of(bindings_of(modules))
     weights = [param for param in params if isinstance(param, ShardedWeight)]
     if len(weights) < 2:
         return "it has fewer than two sharded weights"
+    if not called.isdisjoint(modules[1:]):  # whose calls cast, in frames of their own
+        return "gtp_shard was called on a part of it"
     why = _why_large(weights, num_tokens)
     if why is None:
         why = _why_unlike(modules, params)

@@ -104,7 +104,7 @@ def _adopt_earlier(module: nn.Module, decisions: list[Decision], runtime: Runtim
     tied = [d.existing.registration.sites[0].module for d in decisions if d.existing is not None]
     # In an order that is the same on all ranks: it becomes the order of collectives.
     for earlier in dict.fromkeys(binding.group.runtime for binding in bindings_of((*nested, *tied))):
-        earlier.split_groups()  # blocks of several calls are no groups
+        earlier.split_groups()  # they are those of another runtime
         for call in earlier.members.calls:  # all: both runtimes of a weight would reduce it
             runtime.add(call.params)
             call.runtime = runtime

@@ -121,6 +121,11 @@ class DataSGD(torch.optim.SGD):
                     param.data.add_(param.grad, alpha=-group["lr"])
 
 
+def checkpointed(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = checkpoint(layer, x, use_reentrant=False)
+    return y
+
+
 def square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return model(batch).float().square().mean()
 
@@ -552,6 +557,85 @@ class TestGroups(GlooTest):
         model = self.check(reference)
         self.assertEqual([group.fqn for group in members_of(model).groups], ["layers.2"])
         self.assertIn("is shared with other modules", str(sharding_report(model, verbose=True)))
+
+
+class TestCallsOnBlocks(GlooTest):
+    """``gtp_shard`` on each block and on the root, as ``fully_shard`` is called."""
+
+    world_size = 2
+
+    def shard(self, model: Any, parts: Callable[[Any], Any] = lambda layer: layer, **options: Any) -> Any:
+        options = {"schedule": CHOSEN, **options}
+        for layer in model.layers:
+            gtp_shard(parts(layer), self.gtp_mesh(), **options)
+        return gtp_shard(model, self.gtp_mesh(), **options)
+
+    def check(self, make: Callable[[], nn.Module] = Model, **options: Any) -> Any:
+        shard = partial(self.shard, **options)
+        return check_training(seeded(make), shard, self.gtp_mesh(), rows, square, steps=3, tolerance=CLOSE)
+
+    def test_they_are_groups(self) -> None:
+        for reshards, num_gathers in ((True, [6, 6, 6]), (False, [3, 3, 3])):
+            model = self.check(reshard_after_forward=reshards)
+            groups = members_of(model).groups
+            self.assertEqual([group.fqn for group in groups], [f"layers.{n}" for n in range(3)])
+            self.assertEqual([group.for_forward.num_gathers for group in groups], num_gathers)
+        self.assertEqual(len(members_of(self.check(partial(Model, call=checkpointed))).groups), 3)
+
+    def test_a_call_on_a_part_of_a_block(self) -> None:
+        model = self.check(parts=lambda layer: layer.up)
+        self.assertEqual(members_of(model).groups, [])
+        self.assertIn("gtp_shard was called on a part of it", str(sharding_report(model, verbose=True)))
+
+    def test_each_call_casts(self) -> None:
+        """Inputs of a block to its dtype, and its outputs back: between blocks everything is in float32."""
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
+        seen: list[tuple[torch.dtype, torch.dtype]] = []
+
+        def call(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = layer(x.float())
+            seen.append((layer.norm.weight.dtype, y.dtype))
+            return y.to(x.dtype)
+
+        grads = []
+        for schedule in (CHOSEN, explicit(min_shard_numel=0)):
+            model = self.shard(seeded(partial(Model, call=call)), mp_policy=policy, schedule=schedule)
+            for number in range(4):
+                model.set_requires_gradient_sync(number % 2 == 1)
+                square(model, rows_of_rank(rows(torch.Generator().manual_seed(number)), self.gtp_mesh())).backward()
+            layer = model.layers[1]
+            x = torch.ones(2, WIDTH, requires_grad=True)
+            self.assertEqual(layer(x).dtype, torch.float32)  # outside of the model
+            layer(x).sum().backward()
+            self.assertEqual(len(members_of(model).groups), 3 if schedule is CHOSEN else 0)
+            grads.append({name: full(param.grad) for name, param in model.named_parameters() if param.grad is not None})
+        self.assertEqual({dtypes[1] for dtypes in seen}, {torch.float32})
+        self.assertEqual(grads[0].keys(), grads[1].keys())
+        for name, grad in grads[0].items():
+            torch.testing.assert_close(grad, grads[1][name], rtol=2e-2, atol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
+
+    def test_methods_of_one_block(self) -> None:
+        reference = seeded(Model)
+        model = self.shard(copy.deepcopy(reference))
+        batch = rows(torch.Generator().manual_seed(0))
+        mine = rows_of_rank(batch, self.gtp_mesh())
+        for step in range(3):
+            if step == 1:
+                model.layers[1].unshard()
+                weight = model.layers[1].up.weight.detach()
+                torch.testing.assert_close(weight, reference.layers[1].up.weight.detach(), **CLOSE)
+                model.layers[0].set_reshard_after_forward(False)
+                model.layers[2].compile(backend="aot_eager")
+            for one, part in ((model, mine), (reference, batch)):
+                square(one, part).backward()
+            if step == 1:
+                model.layers[1].reshard()
+            assert_same_params(model, reference, "grad", **CLOSE)
+            for one in (model, reference):
+                torch.optim.SGD(one.parameters(), lr=0.1).step()
+                one.zero_grad()
+        assert_same_params(model, reference, "param", **CLOSE)
+        self.assertEqual(len(members_of(model).groups), 3)
 
 
 class TestGroupsOnReplicas(GlooTest):

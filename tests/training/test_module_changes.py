@@ -132,9 +132,9 @@ class TestShardAdded(GlooTest):
         train(1)
 
     def test_blocks_that_were_groups_train_on(self) -> None:
-        """A call on what is around them, or on a new module, makes them single weights. Nothing needs a gradient before
-        the first block."""
-        for is_outer, is_assigned in itertools.product((False, True), (False, True)):
+        """A call on what is around them, or on a new module, makes groups of its own, or none with a schedule of fixed
+        numbers. Nothing needs a gradient before the first block."""
+        for around, is_assigned in itertools.product((None, GROUPS, ALL), (False, True)):
             torch.manual_seed(0)
             reference: nn.Module = nn.Sequential(*(Wide() for _ in range(3)))
             model: nn.Module = gtp_shard(copy.deepcopy(reference), self.gtp_mesh(), schedule=GROUPS)
@@ -142,8 +142,8 @@ class TestShardAdded(GlooTest):
             self.assertEqual(len(members_of(model).groups), 3)
             added = nn.Linear(WIDTH, WIDTH)
             copied = copy.deepcopy(added)
-            if is_outer:
-                model = gtp_shard(nn.Sequential(model, added), self.gtp_mesh(), schedule=GROUPS)
+            if around is not None:
+                model = gtp_shard(nn.Sequential(model, added), self.gtp_mesh(), schedule=around)
                 reference = nn.Sequential(reference, copied)
             else:
                 reference.append(copied)  # type: ignore[operator]
@@ -155,6 +155,7 @@ class TestShardAdded(GlooTest):
                 model.load_state_dict(state, assign=True)
             for seed in range(1, 4):
                 check_step(reference, model, self.gtp_mesh(), make_rows(seed), square_step)
+            self.assertEqual(len(members_of(model).groups), 0 if around is ALL else 3)
 
     def test_gradients_of_microbatches_are_not_lost(self) -> None:
         model: Any = gtp_shard(small_model(), self.gtp_mesh(), schedule=GROUPS)
