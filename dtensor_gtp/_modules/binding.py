@@ -123,6 +123,7 @@ class Binding:
         self.compiled_call = module._compiled_call_impl
         self.dressed: dict[str, Any] = {}  # attributes that the module has from us now
         self.input_casts: InputCasts | None = None  # of a block
+        self.is_registering = False  # whether torch looks for the attribute that it is about to register
 
     @property
     def fused(self) -> Fused | None:
@@ -134,6 +135,8 @@ class Binding:
     def read(self, name: str, registered: Any) -> Any:
         """What code reads as attribute ``name`` of the module, where ``registered`` is registered
         as that parameter."""
+        if self.is_registering:
+            return registered
         managed = self.params[name]
         if torch.compiler.is_compiling():  # the read becomes an op of the compiled graph
             if isinstance(managed, WholeParam):

@@ -154,8 +154,16 @@ def register_buffer(self: BoundModule, name: str, tensor: Tensor | None, persist
 
 def register_parameter(self: BoundModule, name: str, param: nn.Parameter | None) -> None:
     """As in ``nn.Module``, or ``remove_parametrizations`` registers a full parameter again."""
-    if not self._gtp_binding.put_back(self._parameters, name):
+    binding = self._gtp_binding
+    if binding.put_back(self._parameters, name):
+        return
+    try:
+        # Torch asks whether there is such an attribute. An outer ``fully_shard``, which registers
+        # its parameters so in recurrent layers, may have freed the shard: nobody may gather it.
+        binding.is_registering = True
         type(self).register_parameter(self, name, param)
+    finally:
+        binding.is_registering = False
 
 
 def _save_to_state_dict(self: BoundModule, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

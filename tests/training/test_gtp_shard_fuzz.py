@@ -54,6 +54,11 @@ class TestFuzz(GlooTest):
         fewer tensors than it."""
         self._check([Draw(layers=(Layer("list"),), spans=(Span(0, 1, "nonreentrant"),), width=5, steps=1)])
 
+    def test_seed_310188_recurrent_layers_that_fully_shard_registers_again(self) -> None:
+        """Their ``__setattr__`` lets torch look for the attribute, which gathered shards that were freed."""
+        options = {"axes": (1, 1, 2, 1), "nested_axes": (1, 2), "uses_dp": True, "outer_units": True}
+        self._check([Draw(layers=(Layer("gru", bias=False),), order=(0, 0), width=6, steps=2, **options)])
+
     def test_weights_read_late_under_checkpointing_of_interleaved_microbatches(self) -> None:
         """What was learned by the forward of one microbatch must not change the recomputation of another."""
         draw = Draw(
