@@ -234,7 +234,8 @@ SILENT = {
         Bug("_check_param", never("compat.has_hooks_at_node(param)"),
             "test_hooks_at_the_node_of_a_parameter_are_refused"),
     "a block that gtp_shard was called on gets inputs as they are":
-        Bug("_call_block.run", replace("_inputs_of_call(block, args, kwargs)", "(args, kwargs)"), "test_each_call_casts"),
+        Bug("_call_block.run", replace("_inputs_of_call(block, args, kwargs)", "(args, kwargs)"),
+            "test_each_call_casts"),
     "a part of a block has a call that nobody makes":
         Bug("_why_single", never("not called.isdisjoint(modules[1:])"), "test_a_call_on_a_part_of_a_block"),
     "blocks of an earlier call stay groups that nobody knows":
