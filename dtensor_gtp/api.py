@@ -149,7 +149,11 @@ def gtp_shard(
         validate_kinds(module, arguments)
         validate_module(module, arguments.mesh, ignored)
         refuse_unavailable(schedule, mesh.device_type)
-        return *decide(module, arguments), DebugFlags.from_env(), own_class(module, GTPModule)
+        decisions, sites = decide(module, arguments)
+        for decision in decisions:
+            if decision.existing is not None:  # tied to a parameter of another model
+                refuse_in_flight(decision.existing.registration.sites[0].module, "gtp_shard")
+        return decisions, sites, DebugFlags.from_env(), own_class(module, GTPModule)
 
     def describe(checked: tuple[list[Decision], set[Site], DebugFlags, type]) -> list[str]:
         policies = [

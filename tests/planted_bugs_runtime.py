@@ -13,6 +13,11 @@ RUNTIME = {
     "a compute stream that comes back reads what others are still making":
         Bug("Streams.wait_for_others", drop("wait_event"),
             "test_a_stream_that_comes_back_waits_where_it_reads_what_others_made"),
+    "a stream reads a copy of a weight that another one is still making":
+        Bug("Gathered._note_copy", assign("self.done", "self.done"),
+            "test_a_copy_of_a_weight_that_a_stream_has_made_is_waited_for"),
+    "a stream reads what another one has read first before it is gathered":
+        Bug("Gathering.share", drop("_wait_for"), "test_a_copy_of_a_weight_that_a_stream_has_made_is_waited_for"),
     "a recorded block waits for reductions that other ranks launch after it":
         Bug("ReductionLaunches._reduce_scatter", never("self._block is not None and self._has_launched"),
             "test_a_block_that_runs_eagerly_waits_for_none_of_its_own_reductions"),

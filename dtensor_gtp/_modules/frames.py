@@ -115,16 +115,8 @@ def _call_in_frame(
     module: BoundModule, call: Any, args: Any, kwargs: Any, compiler: Any, method: str = "forward", reads: Any = None
 ) -> Any:
     binding = module._gtp_binding
-    group = binding.group
-    runtime = group.runtime
-    if torch.is_grad_enabled() and not runtime.reads.frames:
-        # Once a step, as containers change without a registration (``ModuleList.insert``), and
-        # modules are unfrozen.
-        now = _registrations()[0], runtime.steps.num_trained
-        if group.checked != now:
-            if trains_unmanaged(group):
-                _refuse_added_params(group)
-            group.checked = now
+    runtime = binding.group.runtime
+    _check_added(binding.group)
     if not runtime.setup.is_done:  # for the choice of groups
         runtime.setup.expect_tokens(_num_tokens((args, kwargs)))
         if not runtime.is_materializing:
@@ -175,10 +167,7 @@ def _call_block(block: BoundModule, call: Any, args: Any, kwargs: Any, compiler:
             if is_compiled or not was_in_pass:
                 # Outside of a pass modules have shards; compiled code takes plain dicts alone.
                 group.views.show(is_compiled=is_compiled)
-            output = _call_under(compiler, call, args, kwargs)
-            if any(map(group.leaves.has_memory_of, tensors_in(output))):
-                output = map_tensors(output, group.leaves.outside)  # a weight, whose memory is freed next
-            output = _output_of_call(block, output)
+            output = _output_of_call(block, _outside(group, _call_under(compiler, call, args, kwargs)))
             misuse = None
             if seen is not None:
                 misuse = group.untraced_write(seen)
@@ -200,12 +189,33 @@ def _call_block(block: BoundModule, call: Any, args: Any, kwargs: Any, compiler:
                 # Frees the weights, unless they are kept.
                 runtime.gathering.release(group.for_forward, gathered)
 
+    _check_added(block._gtp_binding.group)
     # Autograd saves leaves of a group as they are, without hooks: their memory is refilled for its
     # backward.
     output, use, inputs = _in_frame(block, lambda num_steps: False, run)
     if use is not None:
         use.watch(inputs, tensors_in(output))  # begins and ends the backward of this use
     return output
+
+
+def _outside(group: Any, output: Any) -> Any:
+    """What a block returns, with copies of its weights, whose memory is freed next."""
+    if any(map(group.leaves.has_memory_of, tensors_in(output))):
+        return map_tensors(output, group.leaves.outside)
+    return output
+
+
+def _check_added(group: ShardGroup) -> None:
+    """Refuse parameters that were added since the last outermost call."""
+    runtime = group.runtime
+    if torch.is_grad_enabled() and not runtime.reads.frames:
+        # Once a step, as containers change without a registration (``ModuleList.insert``), and
+        # modules are unfrozen.
+        now = _registrations()[0], runtime.steps.num_trained
+        if group.checked != now:
+            if trains_unmanaged(group):
+                _refuse_added_params(group)
+            group.checked = now
 
 
 def _set_up(runtime: Any) -> None:

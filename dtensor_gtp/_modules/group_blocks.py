@@ -42,7 +42,7 @@ _MOST_OF_MODEL = 0.3
 
 
 def make_groups(runtime: Runtime, num_tokens: int) -> tuple[str, ...]:
-    """Turn blocks of the outermost call into groups. Returns what was chosen and why."""
+    """Turn blocks below the outermost call into groups. Returns what was chosen and why."""
     calls = cast("list[ShardGroup]", runtime.members.calls)
     if runtime.policy._numbers or runtime.grads.launches.replicas is not None:
         return ()
@@ -54,7 +54,7 @@ def make_groups(runtime: Runtime, num_tokens: int) -> tuple[str, ...]:
     may_replay = runtime.comm.may_replay_steps
     called = {call.module for call in calls}
     why_single = partial(_why_single, num_tokens=num_tokens, is_near=is_near, may_replay=may_replay, called=called)
-    for name, block in _blocks(calls[-1].module, "", total):
+    for name, block in _blocks(calls[-1].module, "", total, called):
         parts = list(block.modules())
         why = why_single(parts)
         others = [module for module in parts if not _has_experts(module)]
@@ -122,21 +122,23 @@ def _numel(param: ManagedParam) -> int:
     return 0
 
 
-def _blocks(module: nn.Module, prefix: str, total: int) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost blocks below ``module`` that are no large part of it, with their names."""
+def _blocks(module: nn.Module, prefix: str, total: int, called: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost blocks below ``module`` that are no large part of it and have none of ``called`` inside, with
+    their names."""
     blocks = set(blocks_in(module))
     for name, child in module.named_children():
         fqn = printable(join_name(prefix, name))
         is_container = isinstance(child, nn.ModuleList | nn.ModuleDict)
         if child in blocks and not is_container:
-            inner = list(_blocks(child, fqn, total))
+            inner = list(_blocks(child, fqn, total, called))
             params = params_of(bindings_of(child.modules()))
-            if inner and sum(map(_numel, params)) > _MOST_OF_MODEL * total:
+            is_large = sum(map(_numel, params)) > _MOST_OF_MODEL * total
+            if inner and (is_large or not called.isdisjoint([*child.modules()][1:])):
                 yield from inner
             else:
                 yield fqn, _without_wrappers(child)
         else:
-            yield from _blocks(child, fqn, total)
+            yield from _blocks(child, fqn, total, called)
 
 
 def _without_wrappers(module: nn.Module) -> nn.Module:
@@ -209,7 +211,9 @@ def _why_unlike(modules: list[nn.Module], params: list[ManagedParam]) -> str | N
     for param in params:
         if any(site.module not in inside for site in param.registration.sites):
             return f"'{param.fqn}' is shared with other modules"
-        if param.mesh != first.mesh or param.flags != first.flags or param.is_pinned:
+        if param.is_pinned:
+            return f"unshard() keeps '{param.fqn}'"
+        if param.mesh != first.mesh or param.flags != first.flags:
             return f"'{param.fqn}' has another mesh or other settings"
         if param.registration.is_cut_again or not param.is_readable:
             return f"'{param.fqn}' was sharded again or replaced"

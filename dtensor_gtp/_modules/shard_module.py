@@ -43,7 +43,7 @@ def shard_module(
 ) -> None:
     """Replace the parameters and bind the modules. Nothing in here may fail on bad input.
     ``runtime`` also serves earlier calls on submodules from now on; ``own`` becomes the class of
-    ``module`` alone."""
+    ``module``, and of no module below it."""
     # Buffers stay whole. Like ``fully_shard``, move them to the mesh's device.
     for submodule in module.modules():
         for name, buffer in submodule._buffers.items():
@@ -72,7 +72,9 @@ def shard_module(
             bind(submodule, binding, own if submodule is module else None)
     _cast_into_blocks(module, group)
     runtime.add(group.params)
-    runtime.members.calls.append(group)  # last: it is the outermost one so far
+    calls = runtime.members.calls
+    outer = [call.module is not module and module in set(call.module.modules()) for call in calls]
+    calls.insert(outer.index(True) if any(outer) else len(calls), group)  # the outermost one comes last
     # Not yet: the first forward shows how many tokens a rank gets.
     runtime.setup.make_groups_by(partial(make_groups, runtime))
     for part_of_torch in (gradients, remedies, torch_patches, outside_of_modules):

@@ -20,7 +20,6 @@ from .._dtensor.block_layout import has_torch_chunks
 from .._howto import see
 from .._params.managed_param import ManagedParam, Site
 from .._params.sharded_weight import ShardedWeight
-from .._schedule.attribute_reads import is_read
 from .._schedule.runtime import Runtime
 from .._schedule.steps import optimizer_steps
 from ..placement import GTPShard
@@ -108,13 +107,16 @@ def _keep_read_items() -> None:
 
         @functools.wraps(stock)
         def set_item(container: Any, index: Any, value: Any) -> None:
-            if torch.compiler.is_compiling() or not is_read(value) or binding_of(container) is not None:
+            if torch.compiler.is_compiling() or not _was_read(value) or binding_of(container) is not None:
                 stock(container, index, value)
                 return
             stock(container, index, None)  # counts it
             container.__dict__[compat.attribute_of_item(container, index)] = value
 
         compat.replace(key, cls, "__setitem__", set_item)
+
+    def _was_read(value: Any) -> bool:
+        return any(isinstance(each, Runtime) and each.reads.has_given(value) for each in optimizer_steps().watchers)
 
     patch("items of lists", nn.ParameterList)
     patch("items of dicts", nn.ParameterDict)

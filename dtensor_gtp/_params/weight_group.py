@@ -67,7 +67,7 @@ class GatherableGroup(Gatherable):
 
 
 class WeightGroup:
-    """Weights and whole parameters of a ``module``, of one mesh, dtype and ``gtp_shard`` call."""
+    """Weights and whole parameters of a ``module``, of one mesh and dtype, with the same settings."""
 
     group = None  # what a single weight may have and a group never has: the schedule asks both
 

@@ -203,6 +203,10 @@ class AttributeReads:
             frame.seen.append((param, Seen.of(value, self.looks_at_bits)))
         return value
 
+    def has_given(self, value: object) -> bool:
+        """Whether ``value`` is a full weight that a running forward has read."""
+        return any(value is known.value for frame in self.frames for known in frame.values.values())
+
     @property
     def gives_full_params(self) -> bool:
         """Whether ``parameters()`` yields gathered weights: in a forward. Where a forward with
@@ -340,12 +344,6 @@ def written_to_no_effect(weight: ShardedWeight, where: str) -> RuntimeError:
         "param.clamp_(...)' under torch.no_grad(); or compute the new weight from the old one in "
         "each forward."
     )
-
-
-def is_read(value: Any) -> bool:
-    """Whether ``value`` is the full weight that a forward has read, as autograd follows it."""
-    is_followed = isinstance(value, Tensor) and value.grad_fn is not None
-    return is_followed and value.grad_fn.name() == f"{_Materialize.__name__}Backward"
 
 
 class _Materialize(torch.autograd.Function):

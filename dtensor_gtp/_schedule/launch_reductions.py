@@ -78,7 +78,7 @@ class ReductionLaunches:
         # Set if the mesh is one of several replicas of unequal sizes.
         self.replicas: UnequalReplicas | None = None
         self._block: object = None  # the recorded block whose backward submits gradients
-        self._has_launched = False  # since that block's first gradient
+        self._has_launched = False  # anything since that block's first gradient came
 
     def enter_block(self, weight: Reducible) -> None:
         """Call before each gradient. A recorded block that runs eagerly waits for no reduction that

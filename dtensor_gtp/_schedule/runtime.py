@@ -317,10 +317,12 @@ class Runtime:
         self.setup.make_groups_by(None)  # nor does a first forward make any
         for group in self.members.groups:
             self.keeper.forget_kept(group.for_forward)
+            group.leaves.refuse_graphs(
+                f"The weights of block '{group.fqn}' were gathered together in this forward, but gtp_shard, "
+                "shard_added or capture_blocks was called before its backward. Call it before the forward."
+            )
             group.dissolve()
         self.use_groups([])
-        if self.setup.is_done:
-            self.setup.prepare_gatherables()
 
     def gather_kept(self, weight: ShardedWeight) -> None:
         """Gather a weight, or its group, ahead of any use, for ``unshard``."""

@@ -148,7 +148,7 @@ def regroup(
                     f"{grace.total_seconds():g} seconds of grace or because it sent no sign of life. End this "
                     "process; it may join again as a new one."
                 )
-            all_come = _admit(store, members)
+            all_come = admit(store, members)
             rank = members.alive.index(rank)  # as the new list counts
             # After the list is written: to end collectives with ranks that are gone may take their whole time limit.
             if dist.is_initialized():
@@ -250,11 +250,11 @@ def waiting_store(store: compat.Store) -> compat.Store:
     return job_store("dtensor_gtp_join", store)
 
 
-def _admit(store: compat.Store, members: Membership) -> bool:
-    """Tell those that join. False if one of them has given up since the list was made: the same on all members."""
+def admit(store: compat.Store, members: Membership) -> bool:
+    """Tell those that join. False if one of them has given up since the list was made: the same for all that ask."""
     waiting = waiting_store(store)
     text = json.dumps(members)
-    # On all members: the rank that decided may be gone. Whoever writes first is heard.
+    # By all members: the rank that decided may be gone. Whoever writes first is heard.
     answers = [waiting.compare_set(f"admitted/{ticket}", "", text).decode() for ticket in members.tickets]
     return GAVE_UP not in answers
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from .. import _torch_compat as compat
 from .._comm.process_groups import job_store
 from . import clock
-from .regroup import GAVE_UP, POLL_SECONDS, Membership, Survivors, regroup, start_regrouped, waiting_store
+from .regroup import GAVE_UP, POLL_SECONDS, Membership, Survivors, admit, regroup, start_regrouped, waiting_store
 from .replicas import Place, ReplicaLayout
 
 logger = logging.getLogger(__name__)
@@ -337,7 +337,7 @@ def join(
         watch = None
     else:
         watch = RankWatch(layout, rank, store, limit=limit, generation=generation)
-    if start_regrouped(store, members, rank, backend, timeout):
+    if admit(store, members) and start_regrouped(store, members, rank, backend, timeout):
         return members.seen_by(rank), watch
     # A rank of the list was lost meanwhile: join the others in the next round.
     survivors = regroup(

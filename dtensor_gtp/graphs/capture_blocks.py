@@ -163,6 +163,8 @@ class CapturedBlocks:
         refuse_in_flight(module, "capture_blocks")  # groups have sums of microbatches
         for runtime in runtimes_of(module, "capture_blocks"):
             runtime.split_groups()  # only single weights have fixed buffers
+            if runtime.setup.is_done:
+                runtime.setup.prepare_gatherables()
         owners: dict[ManagedParam, str] = {}
         owns = [_checked(names[block], block, recorder, owners) for block in blocks]  # before any forward is replaced
         _warn_of_late_gathers(owns)

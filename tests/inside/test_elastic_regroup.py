@@ -365,6 +365,20 @@ class TestWatch(ClockTestCase):
         self.assertEqual(started, [[0]])
         self.assertEqual((survivors.replicas, survivors.generation), (((0,),), 2))
 
+    def test_who_is_admitted_beside_a_process_that_gave_up_waits_for_nobody(self) -> None:
+        store = dist.HashStore()
+        with self.assertRaisesRegex(TimeoutError, "within 0.1 seconds"):
+            join(store, grace=timedelta(seconds=0.1), backend="gloo")
+        members = members_of(replicas_of([[0]]), [0], tickets=[1, 2])
+        waiting_store(store).set("admitted/2", json.dumps(members))
+        left = "dtensor_gtp.elastic.watch."
+        with (
+            mock.patch(left + "start_regrouped", side_effect=AssertionError("waits for the first process")),
+            mock.patch(left + "regroup", return_value="the next round") as next_round,
+        ):
+            self.assertEqual(join(store, grace=timedelta(seconds=1), backend="gloo"), ("the next round", None))
+        self.assertEqual(next_round.call_args.args[1], 2)
+
     def test_who_is_admitted_while_giving_up_joins(self) -> None:
         store, times = dist.HashStore(), iter((0.0, 2.0))
 

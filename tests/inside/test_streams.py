@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from dtensor_gtp import _torch_compat as compat
 from dtensor_gtp._comm.debug import DebugFlags
 from dtensor_gtp._comm.streams import Done, Streams
+from dtensor_gtp._params.gathered import Gathered
+from dtensor_gtp._schedule.gathering import Gathering
 
 Moment = tuple["Clock", int]
 
@@ -80,10 +83,32 @@ def test_a_stream_that_comes_back_waits_where_it_reads_what_others_made(streams:
     tensor.record_stream.assert_called_once_with(main)
 
 
-def test_a_copy_that_a_stream_has_made_is_waited_for(streams: Streams) -> None:
-    """Of a gathered weight: dequantized, say, on the stream of its first use."""
-    main, side = on(Clock(), streams), on(Clock(), streams)
-    copied = side.run()
+@pytest.mark.parametrize("is_unpacked", [False, True])
+def test_a_copy_of_a_weight_that_a_stream_has_made_is_waited_for(streams: Streams, is_unpacked: bool) -> None:
+    """Dequantized or made contiguous on the stream of the first use; another one reads it, too."""
+    main, gathers = on(Clock(), streams), Clock()
+    moments: list[Moment] = []
+
+    def copy() -> torch.Tensor:
+        moments.append(Clock.current.run())
+        return torch.ones(2, 3)
+
+    weight = torch.ones(2, 3)
+    done: Any = Done(gathers.record_event(), None, main)  # type: ignore[arg-type]
+    gathered = Gathered(weight, weight, done, weight, (0, 0, 0, 0))
+    gathering = Gathering.__new__(Gathering)
+    gathering._comm = mock.Mock(streams=streams)
+    streams.note_reading = noted = mock.Mock()  # type: ignore[method-assign]
+    side = on(Clock(), streams)
+    gathering._wait_for(gathered)
+    if is_unpacked:
+        gathered.unpack = copy
+    else:
+        gathered.value = torch.ones(3, 2).t()
+        moments.append(side.run())
+    assert gathered.contiguous().is_contiguous()
     on(main, streams)
-    streams.wait(Done(origin=side))  # type: ignore[arg-type]
-    assert main.is_behind(copied)
+    assert not main.is_behind(moments[0])
+    gathering.share(gathered)
+    assert main.is_behind(moments[0])
+    assert any(tensor is gathered.contiguous() for tensor in noted.call_args.args[1])

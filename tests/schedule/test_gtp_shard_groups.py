@@ -582,6 +582,22 @@ class TestCallsOnBlocks(GlooTest):
             self.assertEqual([group.for_forward.num_gathers for group in groups], num_gathers)
         self.assertEqual(len(members_of(self.check(partial(Model, call=checkpointed))).groups), 3)
 
+    def test_blocks_of_stages(self) -> None:
+        """A stage has too few weights to be looked into, but for the calls inside."""
+
+        class Stages(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.stages = nn.ModuleList(nn.Sequential(Block(), Block()) for _ in range(4))
+                self.layers = [block for stage in self.stages for block in stage]
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                for stage in self.stages:
+                    x = stage(x)
+                return x
+
+        self.assertEqual(len(members_of(self.check(Stages)).groups), 8)
+
     def test_a_call_on_a_part_of_a_block(self) -> None:
         model = self.check(parts=lambda layer: layer.up)
         self.assertEqual(members_of(model).groups, [])

@@ -127,6 +127,8 @@ class TestReads(GlooTest):
         """Torch makes new parameters of tensors that are none, which no gradient leaves."""
         for schedule in (ALL, GROUPS):
             check_steps(nn.Sequential(*(Containers() for _ in range(2))), self.gtp_mesh(), schedule=schedule)
+        frozen = gtp_shard(Containers().requires_grad_(False), self.gtp_mesh(), schedule=ALL)
+        self.assertFalse(frozen(torch.ones(2, WIDTH)).requires_grad)
         plain = nn.ParameterList([torch.ones(2), torch.ones(2, requires_grad=True) * 2])
         self.assertTrue(all(isinstance(param, nn.Parameter) and param.is_leaf for param in plain))
 

@@ -172,6 +172,51 @@ class TestShardAdded(GlooTest):
         model.reset_iter_state()
         shard_added(model)
 
+    def test_a_forward_of_before_gets_no_backward(self) -> None:
+        for is_outer in (True, False):
+            model: nn.Module = gtp_shard(nn.Sequential(Wide(), Wide(), Wide()), self.gtp_mesh(), schedule=GROUPS)
+            square_loss(model, make_rows(0)).backward()
+            loss = square_loss(model, make_rows(0))
+            if is_outer:
+                model = gtp_shard(nn.Sequential(model), self.gtp_mesh(), schedule=GROUPS)
+            else:
+                model.append(nn.Linear(WIDTH, WIDTH))  # type: ignore[operator]
+                shard_added(model)
+            with self.assertRaisesRegex(RuntimeError, "shard_added or capture_blocks was called before its backward"):
+                loss.backward()
+            square_loss(model, make_rows(0)).backward()
+            self.assertEqual(len(members_of(model).groups), 3)
+
+    def test_sums_of_a_model_that_shares_a_weight(self) -> None:
+        plain = nn.Sequential(Wide(), Wide())
+        shared = plain[0].up.weight
+        model: Any = gtp_shard(plain, self.gtp_mesh(), schedule=GROUPS)
+        square_loss(model, make_rows(0)).backward()
+        model.set_requires_gradient_sync(False)
+        square_loss(model, make_rows(0)).backward()
+        other = nn.Linear(WIDTH, 2 * WIDTH)
+        other.weight = shared  # as it was before
+        with self.assertRaisesRegex(RuntimeError, "gtp_shard expects a module whose gradients are all in .grad"):
+            gtp_shard(nn.Sequential(other), self.gtp_mesh())
+
+    def test_modules_added_to_a_block_that_gtp_shard_was_called_on(self) -> None:
+        reference = nn.Sequential(Wide(), Wide(), Wide())
+        model = copy.deepcopy(reference)
+        for block in model:
+            gtp_shard(block, self.gtp_mesh(), schedule=GROUPS)
+        gtp_shard(model, self.gtp_mesh(), schedule=GROUPS)
+        check_step(reference, model, self.gtp_mesh(), make_rows(0), square_step)
+        for each in (model, reference):
+            torch.manual_seed(1)
+            each[0].up = nn.Sequential(each[0].up, nn.Linear(2 * WIDTH, 2 * WIDTH))
+        with self.assertRaisesRegex(RuntimeError, "was added after gtp_shard"):
+            model[0](make_rows(0))
+        shard_added(model[0])
+        for seed in range(2):
+            check_step(reference, model, self.gtp_mesh(), make_rows(seed), square_step)
+        # The first one is a large part of this model, and has a list of layers now.
+        self.assertEqual([group.fqn for group in members_of(model).groups], ["1", "2"])
+
     def test_what_it_refuses(self) -> None:
         with self.assertRaisesRegex(ValueError, "shard_added expects a module after gtp_shard, but got a Linear"):
             shard_added(nn.Linear(2, 2))
