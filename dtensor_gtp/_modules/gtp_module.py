@@ -84,6 +84,10 @@ def refuse_arguments(call: Callable[_P, _R]) -> Callable[_P, _R]:
     return checked
 
 
+class RefusedMethods:
+    """The methods of ``FSDPModule`` (torch 2.13) that raise."""
+
+
 def _refused(name: str, advice: str) -> Callable[..., NoReturn]:
     def method(self: object, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(f"{name} of fully_shard has no counterpart in gtp_shard. {advice}.")
@@ -93,7 +97,12 @@ def _refused(name: str, advice: str) -> Callable[..., NoReturn]:
     return method
 
 
-class GTPModule(BoundModule):
+# Methods of the class, so that ``dir`` and ``help`` show them.
+for _name, _advice in METHODS.items():
+    setattr(RefusedMethods, _name, _refused(_name, _advice))
+
+
+class GTPModule(RefusedMethods, BoundModule):
     """What ``gtp_shard`` adds to the class of the module that it was given.
 
     The methods are those of torch's ``FSDPModule`` of the same names, with the same meaning. Those
@@ -378,8 +387,3 @@ class GTPModule(BoundModule):
             torch.Size([64, 64])
         """
         self._gtp_binding.group.runtime.steps.is_last_backward = is_last_backward  # calls on submodules share it
-
-
-# Methods of the class, so that ``dir`` and ``help`` show them.
-for _name, _advice in METHODS.items():
-    setattr(GTPModule, _name, _refused(_name, _advice))
