@@ -36,11 +36,11 @@ class OfNorms(torch.optim.Optimizer):
 
 
 class OfMaxima(torch.optim.Optimizer):
-    """Asks for the largest number of a row, as AdamP of timm does: ATen refuses to on an empty shard."""
+    """Asks where the largest number is: ATen refuses to on an empty shard."""
 
     def step(self, closure: Any = None) -> None:
         for param in self.param_groups[0]["params"]:
-            param.grad.max()
+            param.grad.argmax()
 
 
 class TestRemedies(unittest.TestCase):
@@ -249,13 +249,10 @@ class TestWhatTheySay(GlooTest):
     def test_a_step_that_fails_on_an_empty_shard_names_gathered(self) -> None:
         model = gtp_shard(nn.Linear(4, 1, bias=False), self.gtp_mesh(), schedule=ALL)
         model(torch.ones(2, 4)).sum().backward()
-        remedy = None
-        try:
-            OfMaxima(model.parameters(), {}).step()
-        except RuntimeError as error:
-            remedy = remedy_for(error)
-        if torch.distributed.get_rank() == 1:  # the other rank has the only row
-            self.assertRegex(remedy or "", r"dtensor_gtp.optim.gathered\(optimizer_class\)")
+        if torch.distributed.get_rank() == 1:  # the other rank has the only row, and would wait
+            with self.assertRaises(RuntimeError) as caught:
+                OfMaxima(model.parameters(), {}).step()
+            self.assertRegex(remedy_for(caught.exception) or "", r"dtensor_gtp.optim.gathered\(optimizer_class\)")
         gathered(OfMaxima)(model.parameters(), {}).step()
 
     def test_a_failed_backward_speaks_of_earlier_microbatches_only_if_there_were_some(self) -> None:
