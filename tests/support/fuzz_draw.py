@@ -37,7 +37,7 @@ def _grouped(rng: random.Random, draw: Draw) -> Draw:
         draw = draw if problem_of(changed) or rng.random() < 0.1 else changed
     kinds = rng.choices(("mlp", "mlp", "list", "late", "attention"), k=2)
     for index, layer in enumerate(draw.layers):
-        nested = layer.nested if rng.random() < 0.05 else ""
+        nested = rng.choice(("", layer.nested, "call"))  # calls on blocks are groups, too
         block = replace(layer, kind=rng.choice(kinds), nested=nested, tied=-1, placement="", dtype="", tp=False)
         changed = replace(draw, layers=(*draw.layers[:index], block, *draw.layers[index + 1 :]))
         draw = draw if problem_of(changed) or rng.random() < 0.1 else changed
