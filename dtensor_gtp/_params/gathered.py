@@ -89,7 +89,7 @@ class Gathered:
 
     @property
     def memory(self) -> list[Tensor]:
-        """What a use may read."""
+        """What a use may read. Of quantized planes, ``unpack`` and ``quantized`` tell themselves."""
         return [tensor for tensor in (self.buffer, self.uploaded, self._contiguous) if tensor is not None]
 
     def forget(self) -> None:
