@@ -29,7 +29,7 @@ from ._modules.decide import Decision, decide
 from ._modules.dress import own_class
 from ._modules.frames import as_forward
 from ._modules.gtp_module import GTPModule, refuse_arguments
-from ._modules.shard_module import shard_module
+from ._modules.shard_module import earlier_runtimes, shard_module
 from ._params.managed_param import Site
 from ._schedule.runtime import Runtime
 from .policy import SchedulePolicy
@@ -150,9 +150,7 @@ def gtp_shard(
         validate_module(module, arguments.mesh, ignored)
         refuse_unavailable(schedule, mesh.device_type)
         decisions, sites = decide(module, arguments)
-        for decision in decisions:
-            if decision.existing is not None:  # tied to a parameter of another model
-                refuse_in_flight(decision.existing.registration.sites[0].module, "gtp_shard")
+        refuse_in_flight(module, earlier_runtimes(module, decisions), "gtp_shard")
         return decisions, sites, DebugFlags.from_env(), own_class(module, GTPModule)
 
     def describe(checked: tuple[list[Decision], set[Site], DebugFlags, type]) -> list[str]:
@@ -236,7 +234,6 @@ def _shard_added(group: ShardGroup) -> None:
     arguments = group.arguments._replace(ignored_params={param for param in ignored if param is not None})
 
     def check() -> tuple[list[Decision], set[Site]]:
-        refuse_in_flight(group.module, "shard_added")
         for fqn, site, param in unmanaged_params(group.module):
             if binding_of(site.module) is not None and param not in arguments.ignored_params:
                 raise NotImplementedError(
@@ -245,7 +242,9 @@ def _shard_added(group: ShardGroup) -> None:
                     "gtp_shard."
                 )
         _refuse_local_sizes(group.module)
-        return decide(group.module, arguments)
+        decisions, sites = decide(group.module, arguments)
+        refuse_in_flight(group.module, earlier_runtimes(group.module, decisions), "shard_added")
+        return decisions, sites
 
     decisions, unmanaged = agree_on_all_ranks(
         arguments.mesh, check, lambda checked: [each.describe() for each in checked[0]], caller="shard_added"

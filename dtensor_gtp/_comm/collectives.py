@@ -157,7 +157,7 @@ def refuse_unavailable(policy: SchedulePolicy, device_type: str) -> None:
 def choose_gather_backend(
     schedule: Schedule, groups: list[dist.ProcessGroup], device: torch.device, known: GatherBackend | None = None
 ) -> tuple[GatherBackend, GatherBackendName | type[GatherBackend], str]:
-    """The backend that ``schedule`` asks for, its name in a policy, and why "auto" took it.
+    """The backend that ``schedule`` asks for, its name in a policy, and why "auto" takes it.
     Collective over all ``groups``: the gather communicator first, then those of the mesh's other
     axes, whose ranks must agree. ``known``: the backend that another mesh has for the gather
     communicator.
@@ -202,7 +202,7 @@ def choose_reduce_scatter(
     schedule: Schedule, groups: list[dist.ProcessGroup], device: torch.device, gathers: str
 ) -> tuple[SendRing | None, ReduceScatterKind, str]:
     """The ring that peers fetch gradients from, the kind that ``schedule`` asks for, and why "auto"
-    took it. Collective over all ``groups``, the scatter communicator first."""
+    takes it. Collective over all ``groups``, the scatter communicator first."""
     asked = schedule.reduce_scatter
     kind = resolve_reduce_scatter(asked, gathers)
     if kind != "copy_engine":

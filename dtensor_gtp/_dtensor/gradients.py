@@ -23,11 +23,9 @@ from .elementwise import operands_of
 
 aten = torch.ops.aten
 
-# Of which a tensor without elements has none. Torch's handler of argmax and argmin asks for no sharding.
-EXTREMA = (
-    *(aten._foreach_max.default, aten.max.default, aten.min.default, aten.amax.default, aten.amin.default),
-    *(aten.max.dim, aten.min.dim),
-)
+EXTREMA = (aten._foreach_max.default, aten.amax.default, aten.amin.default, aten.max.default, aten.min.default)
+# A tensor without elements has none. Torch's handler of argmax and argmin asks for no sharding.
+_NEED_ROWS = frozenset((*EXTREMA, aten.max.dim, aten.min.dim))
 NORMS = (aten._foreach_norm.Scalar, aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_dim)
 
 
@@ -80,7 +78,7 @@ def _replicated(spec: DTensorSpec) -> DTensorSpec:
 
 def needs_rows(schema: OpSchema) -> bool:
     """Whether the op is undefined for a tensor without elements, as some norms are (the others are 0)."""
-    if schema.op in EXTREMA:
+    if schema.op in _NEED_ROWS:
         return True
     if schema.op not in NORMS or len(schema.args_schema) < 2:
         return False

@@ -43,7 +43,7 @@ from ..placement import GTPShard, _BlockGTPShard
 from . import block_layout, elementwise
 from .block_layout import gathered, has_block, has_empty_shard, map_specs, on_dim, stock_sibling, with_placements
 from .elementwise import Operand, operands_of, propagate_alike, unsupported
-from .gradients import NORMS, needs_rows
+from .gradients import EXTREMA, NORMS, needs_rows
 from .remedies import explain
 from .view_copies import mark_copies, without_marks
 
@@ -89,8 +89,7 @@ def _support_fused() -> None:
 
 # Reductions whose result over unequal shards is the reduction of the shards' results. mean, var and the like are not.
 _REDUCTIONS = frozenset(NORMS).union(
-    (aten._foreach_max.default, aten.amax.default, aten.amin.default, aten.max.default, aten.min.default),
-    (aten.all.default, aten.all.dim, aten.any.default, aten.any.dim, aten.sum.default, aten.sum.dim_IntList),
+    EXTREMA, (aten.all.default, aten.all.dim, aten.any.default, aten.any.dim, aten.sum.default, aten.sum.dim_IntList)
 )
 _TRANSPOSES = (aten.permute.default, aten.t.default, aten.transpose.int)
 # They read only the metadata of their tensor.

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import _torch_compat as compat
 from .._comm.process_groups import device_types, has_device
+from .._schedule.runtime import Runtime
 from ..policy import SchedulePolicy
 from .binding import Arguments, binding_of, bindings_of, params_of, runtimes_below
 
@@ -129,9 +130,10 @@ def in_rank_order(mesh: DeviceMesh) -> DeviceMesh:
     return DeviceMesh.from_group(mesh.get_all_groups(), device_type, mesh=rows, mesh_dim_names=names)
 
 
-def refuse_in_flight(module: nn.Module, caller: str) -> None:
-    """Raise for gradients of microbatches that are not reduced: a new runtime would not know them."""
-    for runtime in runtimes_below(module):
+def refuse_in_flight(module: nn.Module, runtimes: Iterable[Runtime], caller: str) -> None:
+    """Raise for gradients of microbatches that are not reduced, in one of the runtimes that a call on ``module``
+    changes or replaces."""
+    for runtime in runtimes:
         runtime.drop_broken_backward()  # if that raised
         if runtime.steps.has_unsynced or runtime.steps.are_in_flight:
             raise RuntimeError(
@@ -166,7 +168,6 @@ def validate_module(module: nn.Module, mesh: DeviceMesh, ignored: Set[nn.Paramet
             f"{sharded.group.arguments.mesh.mesh_dim_names} (rank {dist.get_rank()}). Call it on "
             "submodules first, on the root last, and once on each."
         )
-    refuse_in_flight(module, "gtp_shard")
     # This call makes a new runtime, which would not know these replicas.
     if any(runtime.grads.launches.replicas is not None for runtime in runtimes_below(module)):
         raise ValueError(

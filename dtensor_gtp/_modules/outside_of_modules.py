@@ -53,19 +53,19 @@ def install() -> None:
         compat.set_dtensor_handler(op, _write_foreach)
 
 
-def _runtimes() -> list[Runtime]:
+def known_runtimes() -> list[Runtime]:
     """All of the process."""
     return [watcher for watcher in optimizer_steps().watchers if isinstance(watcher, Runtime)]
 
 
 def is_managed(param: object) -> bool:
     """Whether ``gtp_shard`` has made this parameter, for whichever module."""
-    return any(runtime.members.member_of(param) is not None for runtime in _runtimes())
+    return any(runtime.members.member_of(param) is not None for runtime in known_runtimes())
 
 
 def _run(stock: Callable[..., Any], outputs: Any, grads: Any, retain: Any, create: Any, inputs: Any, *args: Any) -> Any:
     """As torch's function. The last one of ``args`` says whether gradients go to ``.grad``."""
-    known = _runtimes()
+    known = known_runtimes()
     runtimes = []  # without inputs, all leaves get their gradients
     if inputs:
         runtimes = known
@@ -171,7 +171,7 @@ def _leaves_below(outputs: Any) -> set[int]:
 
 def _refuse_cut_again(param: DTensor) -> None:
     """Raise for a parameter that ``fully_shard`` has put in the place of one of ours, to cut it again."""
-    members = (member for runtime in _runtimes() for member in runtime.members.params)
+    members = (member for runtime in known_runtimes() for member in runtime.members.params)
     if any(member.registration.is_cut_again and member.registration.current is param for member in members):
         raise NotImplementedError(
             "backward(inputs=...) and torch.autograd.grad cannot name a parameter of shape "
@@ -188,7 +188,7 @@ def _averaged(param: DTensor) -> list[Placement] | None:
         return None  # torch's own rule
     if not (param.is_leaf and param.requires_grad):
         return None
-    for runtime in _runtimes():
+    for runtime in known_runtimes():
         weight = runtime.members.member_of(param)
         if isinstance(weight, WholeParam):
             # ``WholeParam`` takes the gradient of this rank and reduces it.
@@ -207,7 +207,7 @@ def _averaged(param: DTensor) -> list[Placement] | None:
 def _write_foreach(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A foreach function writes to the tensors of its first argument, and DTensor counts no write."""
     if not compat.is_in_compiler():
-        for runtime in _runtimes():
+        for runtime in known_runtimes():
             # Autograd then refuses backwards through the old values.
             runtime.lost_writes.note_written(args[0])
         # What ``param.data`` gave counts for itself, and others harm nobody.
@@ -220,16 +220,16 @@ def _write_foreach(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def _set_data(stock: Any, param: DTensor, value: Any) -> None:
     if isinstance(param, nn.Parameter):  # other DTensors are none of ours
-        for runtime in _runtimes():
+        for runtime in known_runtimes():
             runtime.lost_writes.refuse_new_data(param)
     set_data(stock, param, value, is_managed=is_managed(param))
     if isinstance(param, nn.Parameter):
-        for runtime in _runtimes():
+        for runtime in known_runtimes():
             runtime.lost_writes.note_new_data(param)
 
 
 def _data_of(param: DTensor) -> Tensor | None:
-    for runtime in _runtimes():
+    for runtime in known_runtimes():
         if (member := runtime.members.member_of(param)) is not None:
             return member.counted_data()
     return None

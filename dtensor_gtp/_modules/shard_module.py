@@ -73,8 +73,8 @@ def shard_module(
     _cast_into_blocks(module, group)
     runtime.add(group.params)
     calls = runtime.members.calls
-    outer = [call.module is not module and module in set(call.module.modules()) for call in calls]
-    calls.insert(outer.index(True) if any(outer) else len(calls), group)  # the outermost one comes last
+    is_outer = [call.module is not module and module in set(call.module.modules()) for call in calls]
+    calls.insert([*is_outer, True].index(True), group)  # before the calls around it: the outermost one is the last
     # Not yet: the first forward shows how many tokens a rank gets.
     runtime.setup.make_groups_by(partial(make_groups, runtime))
     for part_of_torch in (gradients, remedies, torch_patches, outside_of_modules):
@@ -99,13 +99,19 @@ def _cast_into_blocks(module: nn.Module, group: ShardGroup) -> None:
             binding.input_casts = casts
 
 
+def earlier_runtimes(module: nn.Module, decisions: list[Decision]) -> list[Runtime]:
+    """Of calls on submodules, and of calls elsewhere that share a parameter. Each once, in an order that is the same on
+    all ranks: it becomes the order of collectives."""
+    tied = [d.existing.registration.sites[0].module for d in decisions if d.existing is not None]
+    bindings = bindings_of((*module.modules(), *tied))
+    return list(dict.fromkeys(binding.group.runtime for binding in bindings))
+
+
 def _adopt_earlier(module: nn.Module, decisions: list[Decision], runtime: Runtime) -> set[nn.Module]:
     """Give ``runtime`` to earlier calls on submodules, and to calls elsewhere that share a
     parameter with ``module``. Returns the modules below ``module`` that earlier calls manage."""
     nested = [submodule for submodule in module.modules() if binding_of(submodule) is not None]
-    tied = [d.existing.registration.sites[0].module for d in decisions if d.existing is not None]
-    # In an order that is the same on all ranks: it becomes the order of collectives.
-    for earlier in dict.fromkeys(binding.group.runtime for binding in bindings_of((*nested, *tied))):
+    for earlier in earlier_runtimes(module, decisions):
         earlier.split_groups()  # they are those of another runtime
         for call in earlier.members.calls:  # all: both runtimes of a weight would reduce it
             runtime.add(call.params)

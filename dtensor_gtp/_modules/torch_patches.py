@@ -24,6 +24,7 @@ from .._schedule.runtime import Runtime
 from .._schedule.steps import optimizer_steps
 from ..placement import GTPShard
 from .binding import binding_of, managed_params
+from .outside_of_modules import known_runtimes
 from .overrides import INSTEAD_OF_DDP
 
 
@@ -116,7 +117,7 @@ def _keep_read_items() -> None:
         compat.replace(key, cls, "__setitem__", set_item)
 
     def _was_read(value: Any) -> bool:
-        return any(isinstance(each, Runtime) and each.reads.has_given(value) for each in optimizer_steps().watchers)
+        return any(runtime.reads.has_given(value) for runtime in known_runtimes())
 
     patch("items of lists", nn.ParameterList)
     patch("items of dicts", nn.ParameterDict)

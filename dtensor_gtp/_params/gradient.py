@@ -23,6 +23,13 @@ from .layout import WeightLayout
 wider = functools.cache(torch.promote_types)
 
 
+def as_dense(grad: Tensor) -> Tensor:
+    """A gradient that can be reduced: that of a lookup with ``sparse=True`` is sparse."""
+    if grad.layout is torch.strided:
+        return grad
+    return grad.to_dense()
+
+
 class PendingGradient:
     """What of the gradient of a weight, or of a group of weights, is not reduced yet; and buffers
     for it."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _torch_compat as compat
-from .gradient import PendingGradient
+from .gradient import PendingGradient, as_dense
 from .group_memory import ALIGNMENT, GroupLeaves
 from .layout import WeightLayout
 from .sharded_weight import ShardedWeight
@@ -139,9 +139,7 @@ class GroupGradients(PendingGradient):
                 self.owed.add(weight)
             if is_trained and grad is not None:
                 self._used.add(weight)
-                if grad.layout is not torch.strided:
-                    grad = grad.to_dense()  # of a lookup with ``sparse=True``
-                grads.append(grad.detach())
+                grads.append(as_dense(grad).detach())
             else:
                 unused.append(weight)
                 grads.append(leaf.new_zeros(leaf.shape))

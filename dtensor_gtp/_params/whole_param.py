@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
-from .gradient import wider
+from .gradient import as_dense, wider
 from .managed_param import ManagedParam, Policies, Site
 
 
@@ -207,9 +207,7 @@ class WholeParam(ManagedParam):
             assert self.tp_spec is not None
             grad = compat.local_tensor(grad.redistribute(placements=self.tp_spec.placements))
         if grad is not None:
-            grad = grad.detach()
-            if grad.layout is not torch.strided:
-                grad = grad.to_dense()  # of a lookup with ``sparse=True``
+            grad = as_dense(grad.detach())
         return grad
 
     def _with_unsynced(self, grad: Tensor | None) -> Tensor | None:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import _torch_compat as compat
 from .._params.gathered import Gathered, Version
+from .._params.gradient import as_dense
 from .._params.managed_param import ManagedParam
 from .._params.refusals import check_differentiable, refuse_symbolic_tracing
 from .._params.sharded_weight import Gatherable, ShardedWeight
@@ -370,8 +371,7 @@ class _Materialize(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
         weight: ShardedWeight = ctx.weight
         ctx.note_backward()
-        if grad.layout is not torch.strided:
-            grad = grad.to_dense()  # of a lookup with ``sparse=True``
+        grad = as_dense(grad)
         if weight.tp_spec is not None:
             placements = weight.tp_spec.placements  # autograd may bring others, e.g. ``Partial``
             grad = compat.local_tensor(grad.redistribute(placements=placements))  # type: ignore[attr-defined]

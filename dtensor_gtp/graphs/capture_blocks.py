@@ -160,8 +160,9 @@ class CapturedBlocks:
                 "contain each other as blocks, but got "
                 f"{[names.get(block, type(block).__name__) for block in blocks]}."
             )
-        refuse_in_flight(module, "capture_blocks")  # groups have sums of microbatches
-        for runtime in runtimes_of(module, "capture_blocks"):
+        runtimes = runtimes_of(module, "capture_blocks")
+        refuse_in_flight(module, runtimes, "capture_blocks")  # groups have sums of microbatches
+        for runtime in runtimes:
             runtime.split_groups()  # only single weights have fixed buffers
             if runtime.setup.is_done:
                 runtime.setup.prepare_gatherables()
