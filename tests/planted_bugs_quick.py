@@ -9,7 +9,8 @@ from planted_bugs import BUGS
 
 _OF_ONE_PROCESS = """
     addends agreement capture_step copy_engine dtensor_threads elastic_handover elastic_plan elastic_regroup
-    elastic_transfer float8_gemms gtp_placement_ops load_messages mesh mesh_start native_storage placement plan_report
+    elastic_transfer float8_gemms gtp_placement_ops load_messages memory_of_backward mesh mesh_start native_storage
+    placement plan_report
     planner_calibrate planner_search planner_simulation planner_user_tp quant_cast quantize random_casts report_text
     schedule
 """

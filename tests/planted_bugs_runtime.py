@@ -24,6 +24,17 @@ RUNTIME = {
     "a recording that failed writes what it has not computed":
         Bug("Keeper.forget_recording", replace("group.leaves.drop_writes()", "group.carry_writes()"),
             "test_writes_that_no_kernel_has_made_reach_no_shard"),
+    "weights of two blocks are in memory between their backwards":
+        Bug("register_first_prehook", replace("hooks.pop(key)", "hooks[key]"),
+            "test_a_block_is_freed_before_the_next_one_is_read"),
+    "a head stays in memory behind the first blocks":
+        Bug("Gradients.begin_group", replace("self._comm.reductions.num_launched", "0"),
+            "test_a_head_is_not_in_memory_when_blocks_are_reduced"),
+    "a stage of blocks is gathered ahead":
+        Bug("block_nbytes", replace("len(inside) <= 1", "True"), "test_a_stage_of_groups_is_no_block"),
+    "a head without groups is rounded":
+        Bug("linear:wgrad", replace("runtime.members.groups", "True"),
+            "test_a_head_without_groups_keeps_what_the_gemm_adds"),
     "no wait for a gather": Bug("Streams.wait", drop("_wait_for_work"), "test_prefetch_depth_changes_no_bit"),
     "stale gather is used":
         Bug("ShardedWeight.is_fresh", without("gathered.version != ..."), "test_step_in_the_middle_of_a_forward"),

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from .. import _torch_compat as compat
 from .._params.weight_group import WeightGroup
 from .runtime import Runtime
 
@@ -62,14 +63,15 @@ class BlockUse:
             members = self._leaves.by_member.values()
             if before or any(leaf.requires_grad for leaf in members):
                 self._hold_for_hidden(outputs)
-        # Autograd runs the node with the highest number first: of these, the one that was made last.
+        # Autograd runs the node with the highest number first: of these, the one that was made last. Where the block
+        # before made it, too, this one ends first: else the weights of both are in memory.
         last = max(before, key=lambda node: node._sequence_nr(), default=None)
         if last is not None and made:
             # An input may outlive this forward and its outputs: it must not keep them.
             this = weakref.ref(self)
-            last.register_prehook(lambda grads: _end(this()))
+            compat.register_first_prehook(last, lambda grads: _end(this()))
         elif last is not None:
-            last.register_prehook(self.end)
+            compat.register_first_prehook(last, self.end)
 
     def _hold_for_hidden(self, outputs: Iterable[Tensor]) -> None:
         """No output that we see shows when the backward begins: they are in an object, or in a
@@ -102,6 +104,7 @@ class BlockUse:
             self._group.views.note_gradients(self._runtime.note_backward)
             self._leaves.note_saved(is_captured=self._runtime.comm.streams.is_capturing)
         if running.held is None:
+            self._runtime.grads.begin_group()
             running.held = self._runtime.gathering.acquire(self._group.for_forward)
             self._runtime.lost_writes.note_read(self._group)
 

@@ -268,19 +268,25 @@ def block_nbytes(roots: Iterable[nn.Module], weights: Iterable[ShardedWeight]) -
     """Bytes of the gathered weights of the largest block below ``roots``; of all weights if there are no blocks.
 
     Blocks are modules of one class that stand in one container (``nn.ModuleList``,
-    ``nn.Sequential``) at least twice.
+    ``nn.Sequential``) at least twice. What has several groups inside (a stage of blocks) is none.
     """
     by_module: dict[nn.Module, int] = {}
+    groups: dict[nn.Module, set[object]] = {}
     for weight in weights:
         owner = weight.registration.sites[0].module
+        groups.setdefault(owner, set()).add(weight.group)
         nbytes = weight.for_forward.nbytes
         if weight.group is not None:
             nbytes = weight.for_forward.kept_nbytes  # groups send the compute dtype, whatever the recipe
         by_module[owner] = by_module.get(owner, 0) + nbytes
     total = sum(by_module.values())
-    blocks = [block for root in roots for container in root.modules() for block in blocks_in(container)]
-    sizes = (sum(by_module.get(module, 0) for module in block.modules()) for block in blocks)
-    return max(sizes, default=0) or total
+    sizes = [0]
+    for block in (block for root in roots for container in root.modules() for block in blocks_in(container)):
+        modules = list(block.modules())
+        inside = set().union(*(groups.get(module, ()) for module in modules)) - {None}
+        if len(inside) <= 1:
+            sizes.append(sum(by_module.get(module, 0) for module in modules))
+    return max(sizes) or total
 
 
 def no_copy_engines(device: torch.device, groups: list[dist.ProcessGroup], has_unequal_replicas: bool) -> str | None:

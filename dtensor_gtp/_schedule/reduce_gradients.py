@@ -12,6 +12,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -44,8 +45,9 @@ class Gradients:
         self._bundle: object | None = None  # of the running ``together``
         self._postponed: list[Callable[[], None]] | None = None  # jobs of the running ``postponing``
         self.recording: BlockRecording | None = None  # set while a block is recorded
-        # Reductions of the runtime, when the last group had launched its own.
+        # Reductions of the runtime, when the last group had launched its own, and when the backward of a group began.
         self._num_launched = 0
+        self._num_before_group = 0
 
     def compute(self, job: Callable[..., None], *args: Any) -> None:
         """Run ``job``, which computes and submits the gradient of a weight; in ``postponing``,
@@ -156,6 +158,17 @@ class Gradients:
         # Sums of microbatches have the dtype of the reduction.
         return weight.flags.sends_at_once or is_recorded or not is_cast
 
+    def travels_narrow(self, weight: ShardedWeight, dtype: torch.dtype) -> bool:
+        """Whether a gradient of this dtype, narrower than ``reduce_dtype``, is sent at once as it is."""
+        layout = weight.layout
+        is_sent = weight.flags.sends_at_once and weight.pending_grad.unsharded is None and self.recording is None
+        is_whole = layout.dim == 0 and layout.shape[0] == layout.buffer_shape[0]  # without padding
+        return is_sent and is_whole and self.launches.sends_narrow(weight, dtype) and not self._may_wait(weight)
+
+    def begin_group(self) -> None:
+        """The backward of a group begins."""
+        self._num_before_group = self._comm.reductions.num_launched
+
     def reduce_group(self, group: WeightGroup) -> None:
         """Reduce the gradients that the leaves of a group have got, on all ranks of its mesh."""
         grads = group.pending_grad
@@ -171,6 +184,8 @@ class Gradients:
             grads.agree(found)
         if not grads.weights:
             return  # until now whole parameters alone have gradients
+        # Launched a block ago, so complete: nothing waits for it, and its buffers are free.
+        self._comm.reductions.retire_first(self._num_before_group)
         is_sum = grads.unsharded is not None or not group.flags.sends_at_once  # over microbatches
         scale = self._scale(group)
         if not is_sum and self.launches.can_pack(group, scale):

@@ -50,6 +50,14 @@ def wrap_engine(wrapper: Callable[..., Any]) -> None:
     replace("engine", torch.autograd, "_engine_run_backward", run)
 
 
+def register_first_prehook(node: Any, hook: Callable[..., None]) -> None:
+    """``node.register_prehook``, but ahead of the prehooks that the node has."""
+    handle = node.register_prehook(hook)
+    hooks = handle.hooks_dict_ref()
+    for key in [key for key in hooks if key != handle.id]:
+        hooks[key] = hooks.pop(key)  # autograd calls them in the order of the dict
+
+
 def grad_dtype(param: Tensor) -> torch.dtype:
     """Of ``param.grad``: the parameter's dtype, but ``fully_shard`` of torch 2.15 wants that of its reduction."""
     dtype: torch.dtype | None = getattr(param, "grad_dtype", None)
