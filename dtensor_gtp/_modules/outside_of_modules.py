@@ -16,6 +16,8 @@ are counted here. Only a write makes a gather stale: all ranks write, but one ra
 from __future__ import annotations
 
 import functools
+import math
+import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -32,13 +34,15 @@ from .._dtensor.data_setter import set_data
 from .._dtensor.remedies import explain
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import ShardedWeight
+from .._params.weight_group import WeightGroup
 from .._params.whole_param import WholeParam
 from .._schedule.runtime import RETURN_IT, Runtime
 from .._schedule.steps import optimizer_steps
 from .binding import runtimes_below
 
-# What torch says of a leaf of a group without memory.
+# What torch says of a leaf of a group without memory, and of one that is closed.
 _FREED = "out of bounds for storage of size 0", "its data is not allocated yet"
+_CLOSED = re.compile(r"Tensor \[([\d, ]*)\].* is at version (\d+); expected version \d+ instead")
 
 
 @functools.cache
@@ -91,7 +95,7 @@ def _run(stock: Callable[..., Any], outputs: Any, grads: Any, retain: Any, creat
     except RuntimeError as error:
         explain(error)
         of_models = [runtime.members.groups for runtime in known if runtime.members.groups]
-        if of_models and any(text in str(error) for text in _FREED):
+        if of_models and (any(text in str(error) for text in _FREED) or _is_of_closed(error, of_models)):
             names = ", ".join(f"'{groups[0].fqn}' to '{groups[-1].fqn}'" for groups in of_models)
             raise RuntimeError(
                 f"{error} Perhaps a backward came to ops of a block before it came to an output of the block, whose "
@@ -101,6 +105,17 @@ def _run(stock: Callable[..., Any], outputs: Any, grads: Any, retain: Any, creat
     finally:
         for runtime, earlier in zip(runtimes, before, strict=True):
             runtime.asked_for = earlier
+
+
+def _is_of_closed(error: RuntimeError, of_models: Sequence[Sequence[WeightGroup]]) -> bool:
+    """Whether autograd refuses what it has saved of a group that nobody uses now."""
+    found = _CLOSED.search(str(error))
+    if found is None:
+        return False
+    numel = math.prod(int(size) for size in found[1].split(",") if size.strip())
+    closed = [group.leaves for groups in of_models for group in groups if group.leaves.is_closed]
+    leaves = [leaf for each in closed for leaf in each.by_member.values()]
+    return any(leaf.numel() == numel and leaf._version == int(found[2]) for leaf in leaves)
 
 
 def _with_leaves(

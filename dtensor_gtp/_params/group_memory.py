@@ -150,6 +150,7 @@ class GroupLeaves:
         self.refusal: str | None = None
         # Of the shards that the leaves have, or are being filled with.
         self.version: Version | None = None
+        self.is_closed = False  # whether nobody uses the weights, see ``open``
         self.written = self.versions()  # those of the leaves, as far as the shards know
         # Whether autograd may have saved leaves where no backward of the block gathers them, see
         # ``note_saved``; and whether in a CUDA graph.
@@ -185,6 +186,20 @@ class GroupLeaves:
             self.may_be_saved = False
             if self.storage.resizable():  # not if NumPy has it
                 self.storage.resize_(0)
+                self._close()
+
+    def open(self) -> None:
+        """Somebody uses the weights: autograd may read what it has saved of them."""
+        if self.is_closed:
+            compat.set_versions(self.by_member.values(), self.versions())
+            self.is_closed = False
+
+    def _close(self) -> None:
+        """Let autograd refuse what it has saved, until ``open``. A backward that came to ops of the block before its
+        outputs would read memory that is freed, or that a gather is filling."""
+        if not self.is_closed:
+            torch.autograd.graph.increment_version(self.by_member.values())
+            self.is_closed = True
 
     def free_captured(self, is_capturing: bool) -> None:
         """As ``free``, and in any case what a CUDA graph has and other passes would use, or the other
@@ -202,7 +217,10 @@ class GroupLeaves:
 
     def versions(self) -> list[int]:
         """Counts of writes to each leaf."""
-        return [*map(version_of, self.by_member.values())]
+        counts = [*map(version_of, self.by_member.values())]
+        if self.is_closed:
+            return [count - 1 for count in counts]
+        return counts
 
     def allocate(self, version: Version) -> None:
         """Take memory, on the current stream, for a gather of shards of this version."""

@@ -44,7 +44,12 @@ class FullParams(dict[str, Any]):
                 f"and reshard() (rank {dist.get_rank()}). Call reshard() before you replace "
                 "parameters."
             )
+        views.is_changed = True
         super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        self.group.views.is_changed = True
+        super().__delitem__(name)
 
     def items(self) -> Any:
         # After ``unshard``, optimizers and state dicts get the sharded parameters.
@@ -69,6 +74,7 @@ class GroupViews:
         self.calls: dict[nn.Module, Any] = {}  # what calls of parts of the block run outside of passes
         self.is_pinned = False  # after ``unshard``, until ``reshard``
         self.is_in_pass = False
+        self.is_changed = False  # whether code has registered other parameters, perhaps for a while
         self._hooks: list[Any] = []  # of ``note_gradients``
         self.make()
 
@@ -85,6 +91,26 @@ class GroupViews:
             gathering = FullParams(full, self._group, grouped, sharded)
             # Compiled code cannot trace ``gathering``: it gets the plain dict.
             self._of_modules.append((module, sharded, full, gathering))
+
+    def replaced_in_forward(self) -> RuntimeError | None:
+        """At the end of a use: an error if code has registered or removed a parameter, which no later pass would know.
+        ``functional_call`` has put back what it replaced."""
+        if not self.is_changed:
+            return None
+        self.is_changed = False
+        changed: list[str] = []
+        for *_, plain, full in self._of_modules:
+            now = dict(dict.items(full))
+            changed += [name for name in {**plain, **now} if now.get(name) is not plain.get(name)]
+            full.clear()
+            full.update(plain)
+        if not changed:
+            return None
+        return RuntimeError(
+            f"A forward of block '{self._group.fqn}' registers or removes parameter '{changed[0]}', but gtp_shard has "
+            f"sharded the parameters that were there (rank {dist.get_rank()}). Do so before gtp_shard, or write to the "
+            "parameter under torch.no_grad()."
+        )
 
     def show(self, *, is_compiled: bool = False, is_in_pass: bool = True) -> None:
         """Let modules read the full weights. In a pass (a forward) they are parameters, too."""

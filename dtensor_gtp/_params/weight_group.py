@@ -10,6 +10,8 @@ compute dtype, copied with each gather.
 
 Memory that is freed must not be read. So modules read leaves through ``FullParams``, which gathers
 the group of a weight that other code than its block reads, and keeps it until the end of backward.
+While nobody uses a group, its leaves are closed: they count as written, so autograd refuses what it
+has saved of them.
 What autograd may have saved there, or in a backward with ``create_graph=True``, no block gathers
 again. So that memory stays while a graph may read it (``GroupLeaves.free``).
 A leaf that code keeps beyond its forward must not be read while the group is freed: as with
@@ -103,6 +105,7 @@ class WeightGroup:
         self.for_replicas = self.pending_grad.for_replicas
         self.accumulate_part = self.pending_grad.accumulate_part
         self.views = GroupViews(self)
+        self._are_trained = [*map(is_trained, self.leaves.by_member.values())]  # as far as the parameters know
 
     @property
     def groups(self) -> Any:
@@ -260,7 +263,21 @@ class WeightGroup:
     def _have_switched(self) -> bool:
         """Whether members were frozen or unfrozen."""
         leaves = self.leaves.by_member
-        return [*map(is_trained, leaves.values())] != [*map(is_trained, map(param_of, leaves))]
+        self._are_trained = [*map(is_trained, leaves.values())]
+        return self._are_trained != [*map(is_trained, map(param_of, leaves))]
+
+    def carry_switches(self) -> None:
+        """At the end of a use: freeze or unfreeze parameters as a forward has done with their full weights."""
+        leaves = self.leaves.by_member
+        now = [*map(is_trained, leaves.values())]
+        if now == self._are_trained:
+            return
+        for member, is_new, was in zip(leaves, now, self._are_trained, strict=True):
+            if is_new is not was:
+                member.param.requires_grad_(is_new)
+                member.follow_frozen()
+        self._are_trained = now
+        self.pending_grad.note_frozen(True)
 
     def _follow_frozen(self, have_switched: bool) -> None:
         if have_switched:
@@ -268,6 +285,7 @@ class WeightGroup:
                 if leaf.requires_grad is not member.param.requires_grad:
                     member.follow_frozen()
                     leaf.requires_grad_(member.param.requires_grad)
+            self._are_trained = [*map(is_trained, self.leaves.by_member.values())]
         self.pending_grad.note_frozen(have_switched)
 
     def begin_backward(self) -> None:
@@ -297,6 +315,7 @@ class WeightGroup:
         grads.leaves = self.leaves = GroupLeaves(self.weights, self.whole, compute_dtype, self.device)
         grads.dtype = reduce_dtype
         grads.reduce_only(grads.weights)  # lays them out in the new dtype
+        self._are_trained = [*map(is_trained, self.leaves.by_member.values())]
         self.views.make()
 
 

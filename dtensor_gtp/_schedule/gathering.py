@@ -65,6 +65,7 @@ class Gathering:
         self.statistics = Statistics(comm)
         # What code outside of a use reads in this pass, see ``hold_until_end``.
         self._read_outside: list[tuple[Gatherable, Gathered]] = []
+        self._num_read_around = 0  # of these, by a forward around the running backward
         # Lanes in which a gather that the plan expects is not in flight.
         self._gaps: set[int] = set()
 
@@ -112,6 +113,8 @@ class Gathering:
         if target.weight.registration.is_cut_again:
             target.weight.check_readable()
         gathered = target.live = self._keeper.take(target) or self._gather_now(target)
+        if isinstance(target, GatherableGroup):
+            target.group.leaves.open()
         if (chain := self._passes.running) is not None and not target.may_be_left_out:
             launches = chain.advance(target.index, target.lane)
             # None: the plan did not expect this use. As planned and without gaps, nobody looks at what is in flight.
@@ -240,9 +243,14 @@ class Gathering:
         else:
             self._read_outside.append((target, self.acquire(target)))  # until ``release_read_outside``
 
-    def release_read_outside(self) -> None:
-        while self._read_outside:
+    def release_read_outside(self, num_left: int = 0) -> None:
+        """All but the first ``num_left``."""
+        while len(self._read_outside) > num_left:
             self.release(*self._read_outside.pop())
+
+    def release_read_in_backward(self) -> None:
+        """At the end of a backward. A forward around it goes on with what it has read."""
+        self.release_read_outside(self._num_read_around)
 
     def release_block(self, group: WeightGroup) -> None:
         """End the hold of the backward of a block."""
@@ -291,6 +299,14 @@ class Gathering:
             blocks = self._setup.guesses.backward(forward.plan.uses, chain.observed)
         if blocks is not None:  # None: too few uses yet
             chain.guess(blocks, NUM_SEEN)
+
+    def begin_backward(self, chain: Chain, *, is_in_forward: bool) -> None:
+        """``is_in_forward``: a forward runs around it."""
+        self._num_read_around = 0
+        if is_in_forward:
+            self._num_read_around = len(self._read_outside)
+        self.gather_for_any_use(is_in_backward=True)
+        self.begin(chain)
 
     def begin(self, chain: Chain) -> None:
         """Begin a pass, and launch its first gathers."""

@@ -182,7 +182,10 @@ class Runtime:
         """Nobody uses a weight any more, though uses may not have ended: free all but what the user
         asks to keep. With ``is_in_forward``, a forward runs around the broken backward, and has
         weights in use."""
-        self.gathering.release_read_outside()
+        if is_in_forward:
+            self.gathering.release_read_in_backward()
+        else:
+            self.gathering.release_read_outside()
         self.gathering.release_blocks()
         self.gathering.drop_prefetched()
         if not is_in_forward:
@@ -264,8 +267,7 @@ class Runtime:
             compat.queue_backward_callback(end)
         finally:
             del end  # a traceback would keep it
-        self.gathering.gather_for_any_use(is_in_backward=True)
-        self.gathering.begin(self.passes.backward)
+        self.gathering.begin_backward(self.passes.backward, is_in_forward=bool(self.reads.frames))
         self._hide_groups()
 
     def follow_frozen(self) -> None:
@@ -357,7 +359,7 @@ class Runtime:
             self.reads.release_read_in_backward()
             self._finish_blocks()
             misuse = misuse or self.lost_writes.found("in a backward")
-            self.gathering.release_read_outside()
+            self.gathering.release_read_in_backward()
             self.gathering.drop_prefetched()  # as at the end of a forward
             self.keeper.end_keeps()
             self.gathering.free_saved()
@@ -392,6 +394,7 @@ class Runtime:
         text = "the last backward did not complete; its gradients are dropped%s (rank %d)"
         logger.warning(text, others, dist.get_rank())
         self.steps.forget()
+        self.lost_writes.forget()
         self.reads.release_read_in_backward()
         self._drop_gathers(is_in_forward=bool(self.reads.frames))
         self.passes.backward.begin()

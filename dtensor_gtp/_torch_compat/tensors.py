@@ -58,6 +58,12 @@ def register_first_prehook(node: Any, hook: Callable[..., None]) -> None:
         hooks[key] = hooks.pop(key)  # autograd calls them in the order of the dict
 
 
+def set_versions(tensors: Iterable[Tensor], versions: Iterable[int]) -> None:
+    """Set the counts of writes by which autograd knows what it has saved, as in torch's
+    ``_unsafe_preserve_version_counter``."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
 def grad_dtype(param: Tensor) -> torch.dtype:
     """Of ``param.grad``: the parameter's dtype, but ``fully_shard`` of torch 2.15 wants that of its reduction."""
     dtype: torch.dtype | None = getattr(param, "grad_dtype", None)
