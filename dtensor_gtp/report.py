@@ -18,7 +18,7 @@ from ._comm.debug import format_nbytes
 from ._howto import printable
 from ._modules.binding import Binding, binding_of, join_name, unmanaged_params
 from ._params.managed_param import ManagedParam
-from ._params.weight_group import Reducible, WeightGroup
+from ._params.weight_group import Reducible
 from ._report.columns import terminal_width
 from ._report.facts import Cut, Facts, LaunchReport, PassReport, PlanReport, ReportRow, plan_report
 from ._report.page import fragment, page
@@ -258,7 +258,7 @@ def _prediction(runtime: Runtime, mesh: DeviceMesh, machine: str | Machine, peak
         return (f"predicted on {gpus.describe()}: no plan yet, run a step",)
     senders: list[Reducible] = [*runtime.members.single_weights, *runtime.members.groups]
     senders = [sender for sender in senders if sender.mesh == mesh and sender.has_gradient]
-    sent = [_sent_nbytes(runtime, sender) for sender in senders]
+    sent = [runtime.grads.sent_nbytes(sender) for sender in senders]
     amounts.append(("gradients", sum(sent), len(sent)))
     is_copy = runtime.setup.schedule.gather_backend == "copy_engine"
     costs = Costs(gpus)
@@ -283,15 +283,6 @@ def _gathered_at(runtime: Runtime, key: ChainKey, plan: Plan) -> list[int]:
             positions.append(position)
         stay.discard(use)
     return positions
-
-
-def _sent_nbytes(runtime: Runtime, sender: Reducible) -> int:
-    """Of a gradient, without those of earlier microbatches. Groups send what autograd gives them, if that is exact."""
-    nbytes = sender.pending_grad.sent_nbytes
-    dtype = sender.compute_dtype
-    if isinstance(sender, WeightGroup) and runtime.grads.launches.sends_narrow(sender, dtype):
-        return nbytes // sender.reduce_dtype.itemsize * dtype.itemsize
-    return nbytes
 
 
 def _describe_measured(begins: Sequence[float], peak_nbytes: int | None) -> str:

@@ -25,8 +25,11 @@ RUNTIME = {
         Bug("Keeper.forget_recording", replace("group.leaves.drop_writes()", "group.carry_writes()"),
             "test_writes_that_no_kernel_has_made_reach_no_shard"),
     "weights of two blocks are in memory between their backwards":
-        Bug("register_first_prehook", replace("hooks.pop(key)", "hooks[key]"),
+        Bug("tensors:register_prehook", replace("hooks.pop(key)", "hooks[key]"),
             "test_a_block_is_freed_before_the_next_one_is_read"),
+    "a block that returns its input ends before it begins":
+        Bug("BlockUse.watch", replace("last not in begins", "True"),
+            "test_blocks_that_return_their_inputs_are_freed"),
     "a head stays in memory behind the first blocks":
         Bug("Gradients.begin_group", replace("self._comm.reductions.num_launched", "0"),
             "test_a_head_is_not_in_memory_when_blocks_are_reduced"),

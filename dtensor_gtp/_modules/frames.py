@@ -171,10 +171,9 @@ def _call_block(block: BoundModule, call: Any, args: Any, kwargs: Any, compiler:
             misuse = None
             if seen is not None:
                 misuse = group.untraced_write(seen)
-            misuse = misuse or group.views.replaced_in_forward() or runtime.lost_writes.written_in_use(group)
+            misuse = misuse or runtime.lost_writes.written_in_use(group)
             if misuse is not None:
                 raise misuse
-            group.carry_switches()
             return output, use, inputs
         except BaseException:
             # Code that stops a forward so may have kept what the block has computed. In a backward, checkpoints

@@ -16,7 +16,6 @@ are counted here. Only a write makes a gather stale: all ranks write, but one ra
 from __future__ import annotations
 
 import functools
-import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -42,7 +41,7 @@ from .binding import runtimes_below
 
 # What torch says of a leaf of a group without memory, and of one that is closed.
 _FREED = "out of bounds for storage of size 0", "its data is not allocated yet"
-_CLOSED = re.compile(r"Tensor \[([\d, ]*)\].* is at version (\d+); expected version \d+ instead")
+_CLOSED = re.compile(r"Tensor \[([\d, ]*)\].* is at version (\d+); expected version (\d+) instead")
 
 
 @functools.cache
@@ -112,10 +111,11 @@ def _is_of_closed(error: RuntimeError, of_models: Sequence[Sequence[WeightGroup]
     found = _CLOSED.search(str(error))
     if found is None:
         return False
-    numel = math.prod(int(size) for size in found[1].split(",") if size.strip())
+    shape = sorted(int(size) for size in found[1].split(",") if size.strip())  # perhaps of a transposed view
+    counts = int(found[2]), int(found[3])
     closed = [group.leaves for groups in of_models for group in groups if group.leaves.is_closed]
     leaves = [leaf for each in closed for leaf in each.by_member.values()]
-    return any(leaf.numel() == numel and leaf._version == int(found[2]) for leaf in leaves)
+    return any(sorted(leaf.shape) == shape and (leaf._version, leaf._version - 1) == counts for leaf in leaves)
 
 
 def _with_leaves(

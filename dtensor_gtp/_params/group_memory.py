@@ -150,7 +150,7 @@ class GroupLeaves:
         self.refusal: str | None = None
         # Of the shards that the leaves have, or are being filled with.
         self.version: Version | None = None
-        self.is_closed = False  # whether nobody uses the weights, see ``open``
+        self.is_closed = False  # since the memory was freed, until ``open``
         self.written = self.versions()  # those of the leaves, as far as the shards know
         # Whether autograd may have saved leaves where no backward of the block gathers them, see
         # ``note_saved``; and whether in a CUDA graph.
@@ -264,6 +264,10 @@ class GroupLeaves:
 
     def _addresses(self) -> list[int]:
         return [*map(Tensor.data_ptr, self.by_member.values())]
+
+    @property
+    def are_trained(self) -> list[bool]:
+        return [*map(is_trained, self.by_member.values())]
 
     @property
     def num_gradients(self) -> int:

@@ -93,8 +93,8 @@ class GroupViews:
             self._of_modules.append((module, sharded, full, gathering))
 
     def replaced_in_forward(self) -> RuntimeError | None:
-        """At the end of a use: an error if code has registered or removed a parameter, which no later pass would know.
-        ``functional_call`` has put back what it replaced."""
+        """At the end of a pass: an error if code has registered or removed a parameter, which no later pass would know.
+        They are as before then. ``functional_call`` has put back what it replaced."""
         if not self.is_changed:
             return None
         self.is_changed = False

@@ -10,8 +10,8 @@ compute dtype, copied with each gather.
 
 Memory that is freed must not be read. So modules read leaves through ``FullParams``, which gathers
 the group of a weight that other code than its block reads, and keeps it until the end of backward.
-While nobody uses a group, its leaves are closed: they count as written, so autograd refuses what it
-has saved of them.
+From when that memory is freed until the next use, the leaves are closed: they count as written, so
+autograd refuses what it has saved of them.
 What autograd may have saved there, or in a backward with ``create_graph=True``, no block gathers
 again. So that memory stays while a graph may read it (``GroupLeaves.free``).
 A leaf that code keeps beyond its forward must not be read while the group is freed: as with
@@ -48,6 +48,7 @@ from .whole_param import WholeParam
 class InBackward:
     """What the running backward of a block needs of its weights, see ``block_uses``."""
 
+    num_reductions_before: int = 0  # launched when it began
     uses: set[object] = field(default_factory=set)  # the forwards of the block whose backward runs
     held: Gathered | None = None  # for them
 
@@ -105,7 +106,7 @@ class WeightGroup:
         self.for_replicas = self.pending_grad.for_replicas
         self.accumulate_part = self.pending_grad.accumulate_part
         self.views = GroupViews(self)
-        self._are_trained = [*map(is_trained, self.leaves.by_member.values())]  # as far as the parameters know
+        self._were_trained = self.leaves.are_trained  # when parameters and leaves were last alike
 
     @property
     def groups(self) -> Any:
@@ -248,7 +249,7 @@ class WeightGroup:
         for member in self.members:
             if member.gradient.wide is not None:
                 member.gradient.forget_if_cleared()
-        have_switched = self._have_switched
+        have_switched = self._carry_switches()
         if replaced:
             self._follow_replaced(replaced[0])
         for weight in self.quantized:
@@ -259,25 +260,19 @@ class WeightGroup:
         else:
             self.views.forget_hooks()
 
-    @property
-    def _have_switched(self) -> bool:
-        """Whether members were frozen or unfrozen."""
+    def _carry_switches(self) -> bool:
+        """Freeze and unfreeze parameters as a forward has done with their full weights. Returns whether any of both was
+        frozen or unfrozen."""
         leaves = self.leaves.by_member
-        self._are_trained = [*map(is_trained, leaves.values())]
-        return self._are_trained != [*map(is_trained, map(param_of, leaves))]
-
-    def carry_switches(self) -> None:
-        """At the end of a use: freeze or unfreeze parameters as a forward has done with their full weights."""
-        leaves = self.leaves.by_member
-        now = [*map(is_trained, leaves.values())]
-        if now == self._are_trained:
-            return
-        for member, is_new, was in zip(leaves, now, self._are_trained, strict=True):
-            if is_new is not was:
-                member.param.requires_grad_(is_new)
-                member.follow_frozen()
-        self._are_trained = now
-        self.pending_grad.note_frozen(True)
+        now = self.leaves.are_trained
+        is_new = now != self._were_trained
+        if is_new:
+            for member, after, before in zip(leaves, now, self._were_trained, strict=True):
+                if after is not before:
+                    member.param.requires_grad_(after)
+                    member.follow_frozen()
+            self._were_trained = now
+        return is_new or now != [*map(is_trained, map(param_of, leaves))]
 
     def _follow_frozen(self, have_switched: bool) -> None:
         if have_switched:
@@ -285,12 +280,12 @@ class WeightGroup:
                 if leaf.requires_grad is not member.param.requires_grad:
                     member.follow_frozen()
                     leaf.requires_grad_(member.param.requires_grad)
-            self._are_trained = [*map(is_trained, self.leaves.by_member.values())]
+            self._were_trained = self.leaves.are_trained
         self.pending_grad.note_frozen(have_switched)
 
     def begin_backward(self) -> None:
         """A forward in between may have followed a freeze that the user has taken back."""
-        have_switched = self._have_switched
+        have_switched = self._carry_switches()
         if have_switched:
             self._follow_frozen(have_switched)
 
@@ -315,7 +310,7 @@ class WeightGroup:
         grads.leaves = self.leaves = GroupLeaves(self.weights, self.whole, compute_dtype, self.device)
         grads.dtype = reduce_dtype
         grads.reduce_only(grads.weights)  # lays them out in the new dtype
-        self._are_trained = [*map(is_trained, self.leaves.by_member.values())]
+        self._were_trained = self.leaves.are_trained
         self.views.make()
 
 

@@ -56,22 +56,24 @@ class BlockUse:
         made = {output.grad_fn for output in outputs if output.grad_fn is not None}
         # An input that the block returns as it is, such as T5's position bias, has its gradient
         # after all blocks. If that is all it returns, its backward may begin there all the same.
-        for node in made - before or made:
+        begins = made - before or made
+        for node in begins:
             node.register_prehook(self.begin)  # the node keeps this object alive, and calls it before it runs
         # No output shows when the backward begins. If it can come at all, hold the weights for it.
         if not made:
             members = self._leaves.by_member.values()
             if before or any(leaf.requires_grad for leaf in members):
                 self._hold_for_hidden(outputs)
-        # Autograd runs the node with the highest number first: of these, the one that was made last. Where the block
-        # before made it, too, this one ends first: else the weights of both are in memory.
+        # Autograd runs the node with the highest number first: of these, the one that was made last.
         last = max(before, key=lambda node: node._sequence_nr(), default=None)
         if last is not None and made:
             # An input may outlive this forward and its outputs: it must not keep them.
             this = weakref.ref(self)
-            compat.register_first_prehook(last, lambda grads: _end(this()))
+            # Where the block before made that node, this block ends before that one begins: else the weights of both
+            # are in memory. A block that returns its input begins there itself.
+            compat.register_prehook(last, lambda grads: _end(this()), is_first=last not in begins)
         elif last is not None:
-            compat.register_first_prehook(last, self.end)
+            compat.register_prehook(last, self.end, is_first=True)
 
     def _hold_for_hidden(self, outputs: Iterable[Tensor]) -> None:
         """No output that we see shows when the backward begins: they are in an object, or in a
@@ -104,7 +106,7 @@ class BlockUse:
             self._group.views.note_gradients(self._runtime.note_backward)
             self._leaves.note_saved(is_captured=self._runtime.comm.streams.is_capturing)
         if running.held is None:
-            self._runtime.grads.begin_group()
+            self._runtime.grads.begin_group(self._group)
             running.held = self._runtime.gathering.acquire(self._group.for_forward)
             self._runtime.lost_writes.note_read(self._group)
 

@@ -19,7 +19,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,14 @@ from .shard_statistics import Statistics
 logger = logging.getLogger(__name__)
 
 
+class ReadOutside(NamedTuple):
+    """A group that code outside of its uses reads, until the pass ends."""
+
+    target: Gatherable
+    gathered: Gathered
+    is_in_backward: bool  # that reads it
+
+
 class Gathering:
     """Launches the gathers of one runtime, ahead of uses or at a use."""
 
@@ -64,8 +72,7 @@ class Gathering:
         self.parted = PartedRanks(members)
         self.statistics = Statistics(comm)
         # What code outside of a use reads in this pass, see ``hold_until_end``.
-        self._read_outside: list[tuple[Gatherable, Gathered]] = []
-        self._num_read_around = 0  # of these, by a forward around the running backward
+        self._read_outside: list[ReadOutside] = []
         # Lanes in which a gather that the plan expects is not in flight.
         self._gaps: set[int] = set()
 
@@ -239,18 +246,23 @@ class Gathering:
             group.leaves.note_saved(is_captured=self._comm.streams.is_capturing)
         if group.is_pinned and target.kept is not None and group.is_fresh(target.kept):
             self._comm.streams.wait(target.kept.done)  # as ``acquire`` does: code reads it next
+            group.leaves.open()
             group.note_read_outside()
         else:
-            self._read_outside.append((target, self.acquire(target)))  # until ``release_read_outside``
+            is_in_backward = compat.current_graph_task_id() != -1
+            self._read_outside.append(ReadOutside(target, self.acquire(target), is_in_backward))
 
-    def release_read_outside(self, num_left: int = 0) -> None:
-        """All but the first ``num_left``."""
-        while len(self._read_outside) > num_left:
-            self.release(*self._read_outside.pop())
-
-    def release_read_in_backward(self) -> None:
-        """At the end of a backward. A forward around it goes on with what it has read."""
-        self.release_read_outside(self._num_read_around)
+    def release_read_outside(self, *, is_in_forward: bool = False) -> None:
+        """At the end of a pass. With ``is_in_forward`` it is a backward in a forward, which goes on with what it has
+        read itself."""
+        left: list[ReadOutside] = []
+        while self._read_outside:
+            read = self._read_outside.pop()
+            if is_in_forward and not read.is_in_backward:
+                left.insert(0, read)
+            else:
+                self.release(read.target, read.gathered)
+        self._read_outside = left
 
     def release_block(self, group: WeightGroup) -> None:
         """End the hold of the backward of a block."""
@@ -299,14 +311,6 @@ class Gathering:
             blocks = self._setup.guesses.backward(forward.plan.uses, chain.observed)
         if blocks is not None:  # None: too few uses yet
             chain.guess(blocks, NUM_SEEN)
-
-    def begin_backward(self, chain: Chain, *, is_in_forward: bool) -> None:
-        """``is_in_forward``: a forward runs around it."""
-        self._num_read_around = 0
-        if is_in_forward:
-            self._num_read_around = len(self._read_outside)
-        self.gather_for_any_use(is_in_backward=True)
-        self.begin(chain)
 
     def begin(self, chain: Chain) -> None:
         """Begin a pass, and launch its first gathers."""

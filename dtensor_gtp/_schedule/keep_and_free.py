@@ -173,9 +173,9 @@ class Keeper:
 
     def wait_kept(self, weight: ShardedWeight) -> None:
         kept = (weight.group or weight).for_forward.kept
-        if kept is not None and weight.group is not None:
-            weight.group.leaves.open()
         if kept is not None:
+            if weight.group is not None:
+                weight.group.leaves.open()
             self._comm.streams.wait(kept.done)  # the caller's stream reads the weight next
             self._comm.host_copies.finish_uploads()  # the host may write to its shards next
 

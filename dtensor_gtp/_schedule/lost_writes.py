@@ -111,9 +111,11 @@ class LostWrites:
         if is_in_pass and self._reads.looks_at_bits and group not in self._seen_outside:
             self._seen_outside[group] = group.leaves.seen()  # the caller holds the group: it has memory
 
-    def forget(self) -> None:
-        """The backward that was noted has raised: nobody holds what it used."""
-        self._seen_outside.clear()
+    def forget_backward(self, *, is_in_forward: bool) -> None:
+        """A backward has raised: nobody holds what it used, but a forward around it may hold what it has read."""
+        for group in list(self._seen_outside):
+            if not is_in_forward or group.in_backward.held is not None:
+                del self._seen_outside[group]
 
     def check(self, group: WeightGroup) -> None:
         """Before the backward of a block frees ``group``: raise if it has written to weights to no

@@ -45,9 +45,8 @@ class Gradients:
         self._bundle: object | None = None  # of the running ``together``
         self._postponed: list[Callable[[], None]] | None = None  # jobs of the running ``postponing``
         self.recording: BlockRecording | None = None  # set while a block is recorded
-        # Reductions of the runtime, when the last group had launched its own, and when the backward of a group began.
+        # Reductions of the runtime, when the last group had launched its own.
         self._num_launched = 0
-        self._num_before_group = 0
 
     def compute(self, job: Callable[..., None], *args: Any) -> None:
         """Run ``job``, which computes and submits the gradient of a weight; in ``postponing``,
@@ -159,15 +158,17 @@ class Gradients:
         return weight.flags.sends_at_once or is_recorded or not is_cast
 
     def travels_narrow(self, weight: ShardedWeight, dtype: torch.dtype) -> bool:
-        """Whether a gradient of this dtype, narrower than ``reduce_dtype``, is sent at once as it is."""
+        """Whether a gradient of this dtype, narrower than ``reduce_dtype``, is sent at once as it is. Not in float16,
+        which has not the range of what a GEMM adds."""
         layout = weight.layout
-        is_sent = weight.flags.sends_at_once and weight.pending_grad.unsharded is None and self.recording is None
+        is_sent = weight.flags.sends_at_once and weight.pending_grad.unsharded is None
         is_whole = layout.dim == 0 and layout.shape[0] == layout.buffer_shape[0]  # without padding
-        return is_sent and is_whole and self.launches.sends_narrow(weight, dtype) and not self._may_wait(weight)
+        is_narrow = dtype != torch.float16 and self.launches.sends_narrow(weight, dtype)
+        return is_sent and is_whole and is_narrow and not self._may_wait(weight)
 
-    def begin_group(self) -> None:
+    def begin_group(self, group: WeightGroup) -> None:
         """The backward of a group begins."""
-        self._num_before_group = self._comm.reductions.num_launched
+        group.in_backward.num_reductions_before = self._comm.reductions.num_launched
 
     def reduce_group(self, group: WeightGroup) -> None:
         """Reduce the gradients that the leaves of a group have got, on all ranks of its mesh."""
@@ -184,8 +185,8 @@ class Gradients:
             grads.agree(found)
         if not grads.weights:
             return  # until now whole parameters alone have gradients
-        # Launched a block ago, so complete: nothing waits for it, and its buffers are free.
-        self._comm.reductions.retire_first(self._num_before_group)
+        # What was launched a block ago, such as a head, is mostly complete: its buffers are free for this one.
+        self._comm.reductions.retire_first(group.in_backward.num_reductions_before)
         is_sum = grads.unsharded is not None or not group.flags.sends_at_once  # over microbatches
         scale = self._scale(group)
         if not is_sum and self.launches.can_pack(group, scale):
@@ -265,7 +266,7 @@ class Gradients:
             self._launch([gradient])
             return
         waiting = self._waiting.setdefault(weight.groups.scatter_name, [])
-        gradient.waiting_nbytes = self._nbytes(weight)
+        gradient.waiting_nbytes = self.sent_nbytes(weight)
         if waiting:
             gradient.waiting_nbytes += waiting[-1].waiting_nbytes
         waiting.append(gradient)
@@ -275,20 +276,18 @@ class Gradients:
         factor = weight.flags.gradient_divide_factor
         return collectives.reduce_scale(dtype, weight.num_ranks, factor)
 
-    def _nbytes(self, weight: Reducible) -> int:
-        """Bytes of a gradient in a launch."""
+    def sent_nbytes(self, weight: Reducible) -> int:
+        """Bytes of a gradient in a launch. Groups send what autograd gives them, if that is exact."""
         nbytes = weight.pending_grad.sent_nbytes
-        if isinstance(weight, WeightGroup):
-            dtype = weight.leaves.dtype
-            if self.launches.sends_narrow(weight, dtype):
-                return nbytes * dtype.itemsize // weight.reduce_dtype.itemsize
+        if isinstance(weight, WeightGroup) and self.launches.sends_narrow(weight, weight.compute_dtype):
+            return nbytes * weight.compute_dtype.itemsize // weight.reduce_dtype.itemsize
         return nbytes
 
     def _may_wait(self, weight: Reducible, *, is_taken: bool = False) -> bool:
         """Whether a gradient may wait for others, to travel with them. ``is_taken``: of a group,
         and not packed yet."""
         limit = self.schedule.coalesce_grad_nbytes
-        nbytes = self._nbytes(weight)
+        nbytes = self.sent_nbytes(weight)
         if isinstance(weight, WeightGroup):
             # A stream that is new to a backward waits for the one before: with one alone it is safe
             # to pack later.
@@ -310,7 +309,7 @@ class Gradients:
         is_alike = is_alike and (first.scale, first.bundle) == (scale, self._bundle)
         is_alike = is_alike and (first.taken is not None) == is_taken
         may_join = self._bundle is not None or fits(
-            waiting[-1].waiting_nbytes, self._nbytes(weight), self.schedule.coalesce_grad_nbytes
+            waiting[-1].waiting_nbytes, self.sent_nbytes(weight), self.schedule.coalesce_grad_nbytes
         )
         if not (is_alike and may_join and self._may_wait(weight, is_taken=is_taken)):
             self._launch(self._waiting.pop(weight.groups.scatter_name))

@@ -124,8 +124,10 @@ class Runtime:
         misuse = None
         if is_complete and frame.seen:  # before ``end`` forgets what was seen
             misuse = self.reads.misuse_in(frame)
-        if is_complete and len(self.reads.frames) == 1:
-            misuse = misuse or self.lost_writes.found()
+        if len(self.reads.frames) == 1:
+            replaced = [error for group in self.members.groups if (error := group.views.replaced_in_forward())]
+            if is_complete:
+                misuse = misuse or self.lost_writes.found() or next(iter(replaced), None)
         self.reads.end(frame)
         if len(self.reads.frames) == 1:
             for group in self.members.groups:
@@ -182,10 +184,7 @@ class Runtime:
         """Nobody uses a weight any more, though uses may not have ended: free all but what the user
         asks to keep. With ``is_in_forward``, a forward runs around the broken backward, and has
         weights in use."""
-        if is_in_forward:
-            self.gathering.release_read_in_backward()
-        else:
-            self.gathering.release_read_outside()
+        self.gathering.release_read_outside(is_in_forward=is_in_forward)
         self.gathering.release_blocks()
         self.gathering.drop_prefetched()
         if not is_in_forward:
@@ -267,7 +266,8 @@ class Runtime:
             compat.queue_backward_callback(end)
         finally:
             del end  # a traceback would keep it
-        self.gathering.begin_backward(self.passes.backward, is_in_forward=bool(self.reads.frames))
+        self.gathering.gather_for_any_use(is_in_backward=True)
+        self.gathering.begin(self.passes.backward)
         self._hide_groups()
 
     def follow_frozen(self) -> None:
@@ -359,7 +359,7 @@ class Runtime:
             self.reads.release_read_in_backward()
             self._finish_blocks()
             misuse = misuse or self.lost_writes.found("in a backward")
-            self.gathering.release_read_in_backward()
+            self.gathering.release_read_outside(is_in_forward=bool(self.reads.frames))
             self.gathering.drop_prefetched()  # as at the end of a forward
             self.keeper.end_keeps()
             self.gathering.free_saved()
@@ -394,7 +394,7 @@ class Runtime:
         text = "the last backward did not complete; its gradients are dropped%s (rank %d)"
         logger.warning(text, others, dist.get_rank())
         self.steps.forget()
-        self.lost_writes.forget()
+        self.lost_writes.forget_backward(is_in_forward=bool(self.reads.frames))
         self.reads.release_read_in_backward()
         self._drop_gathers(is_in_forward=bool(self.reads.frames))
         self.passes.backward.begin()

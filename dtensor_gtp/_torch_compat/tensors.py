@@ -50,11 +50,11 @@ def wrap_engine(wrapper: Callable[..., Any]) -> None:
     replace("engine", torch.autograd, "_engine_run_backward", run)
 
 
-def register_first_prehook(node: Any, hook: Callable[..., None]) -> None:
-    """``node.register_prehook``, but ahead of the prehooks that the node has."""
+def register_prehook(node: Any, hook: Callable[..., None], *, is_first: bool) -> None:
+    """``node.register_prehook``, ahead of the prehooks that the node has or behind them."""
     handle = node.register_prehook(hook)
     hooks = handle.hooks_dict_ref()
-    for key in [key for key in hooks if key != handle.id]:
+    for key in [key for key in hooks if is_first and key != handle.id]:
         hooks[key] = hooks.pop(key)  # autograd calls them in the order of the dict
 
 

@@ -191,7 +191,7 @@ def float8_dgrad(runtime: Runtime, weight: ShardedWeight, gemms: Float8GEMMs, ca
 def wgrad(runtime: Runtime, weight: ShardedWeight, grad_MN: Tensor, input_MK: Tensor) -> None:
     """Compute the weight's gradient, written by the GEMM into the buffer that the reduce-scatter
     sends."""
-    # A head beside groups: as their gradients, for which fp32 would take twice the bytes.
+    # A head, or another layer beside groups, travels as their gradients do: fp32 would take twice the bytes.
     if runtime.members.groups and runtime.grads.travels_narrow(weight, grad_MN.dtype):
         with profiler_range("GTP::wgrad", weight.fqn):
             grad = grad_MN.t().mm(input_MK)

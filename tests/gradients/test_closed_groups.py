@@ -48,6 +48,10 @@ class Stop(BaseException):
     """No ``Exception``, as a KeyboardInterrupt."""
 
 
+def fail(grad: torch.Tensor) -> None:
+    raise ValueError("once")
+
+
 def with_blocks(block: type[nn.Module]) -> Callable[[], Model]:
     def make() -> Model:
         model = Model()
@@ -126,9 +130,6 @@ class TestClosedGroups(PairTest):
             allocate(leaves, version)
             leaves._bits.random_()  # before the gather fills the weights
 
-        def fail(grad: torch.Tensor) -> None:
-            raise ValueError("once")
-
         def step(each: Any, x: torch.Tensor) -> None:
             handles = []
 
@@ -182,13 +183,84 @@ class TestClosedGroups(PairTest):
                     self.check((model, reference))  # nothing is left of it
 
     def test_a_parameter_that_is_replaced_for_a_while(self) -> None:
+        """In a block, or by the model around it."""
+
+        def doubled(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            swapped = {name: param * 2 for name, param in module.named_parameters()}
+            return torch.func.functional_call(module, swapped, (x,))
+
         class Swaps(Block):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
-                swapped = {name: param * 2 for name, param in self.up.named_parameters()}
-                return self.down(torch.func.functional_call(self.up, swapped, (x,))) + self.down(self.up(x))
+                return self.down(doubled(self.up, x)) + self.down(self.up(x))
 
         for pair in self.groups_of(Swaps):
             self.check(pair)
+        for pair in self.groups_of():
+            for each in pair:
+                each.call = doubled
+            self.check(pair)
+
+    def test_a_forward_that_replaces_a_parameter_and_raises(self) -> None:
+        """The next one knows nothing of it."""
+
+        def replace_and_raise(block: Any, x: torch.Tensor) -> torch.Tensor:
+            block.up.weight = nn.Parameter(torch.zeros(2 * WIDTH, WIDTH))
+            raise ValueError("in the forward")
+
+        for pair in self.groups_of():
+            call = pair[0].call
+            pair[0].call = replace_and_raise
+            with self.assertRaisesRegex(ValueError, "in the forward"):
+                usual(pair[0], torch.randn(4, WIDTH))
+            pair[0].call = call
+            self.check(pair)
+
+    def test_a_read_after_a_broken_backward_in_a_forward(self) -> None:
+        class Guided(Model):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                x = x + 0.1 * self.slope(x, fails=True)
+                scale = self.blocks[1].norm.weight
+                return super().forward((x + 0.1 * self.slope(x)) * scale)
+
+            def slope(self, x: torch.Tensor, *, fails: bool = False) -> torch.Tensor:
+                z = x.detach().requires_grad_()
+                with torch.enable_grad():
+                    y = self.blocks[0](z)
+                    if fails:
+                        y.register_hook(fail)
+                    try:
+                        (slope,) = torch.autograd.grad(y.square().sum(), z)
+                    except ValueError:
+                        slope = torch.zeros_like(x)
+                return slope
+
+        for pair in self.pairs(Guided, (CHOSEN, MIXED), is_first=True):
+            self.check(pair)
+            self.check(pair)
+
+    def test_what_unshard_gathers_may_be_read_at_once(self) -> None:
+        """Without a wait for its handle."""
+
+        def step(each: Any, x: torch.Tensor) -> None:
+            scale = each.blocks[0].norm.weight
+            penalty = (scale * scale).sum()
+            (mean(each(x)) + penalty).backward()
+
+        for pair in self.groups_of():
+            self.check(pair)
+            pair[0].unshard(async_op=True)
+            self.check(pair, step)
+            pair[0].reshard()
+
+    def test_errors_of_others_are_not_explained(self) -> None:
+        for model, _ in self.groups_of():
+            x = torch.ones(WIDTH, requires_grad=True)
+            y = x * 2
+            z = y * y
+            y.add_(1).mul_(2)
+            with self.assertRaises(RuntimeError) as caught:
+                (mean(model(torch.randn(4, WIDTH))) + z.sum()).backward()
+            self.assertNotIn(TOO_EARLY, str(caught.exception))
 
     def test_what_a_forward_freezes_and_unfreezes(self) -> None:
         class Freezes(Block):
@@ -207,5 +279,6 @@ class TestClosedGroups(PairTest):
                 for each in pair:
                     each.blocks[1].switch = switch
                 self.check(pair)
+                self.run_both(pair, lambda each, x: each(x).detach())
                 flags = [[param.requires_grad for param in each.parameters()] for each in pair]
                 self.assertEqual(*flags)

@@ -23,6 +23,7 @@ from dtensor_gtp._params.group_memory import GroupLeaves
 from dtensor_gtp._schedule import choose_schedule
 from dtensor_gtp._schedule.choose_schedule import block_nbytes
 from dtensor_gtp._schedule.launch_reductions import ReductionLaunches
+from dtensor_gtp._schedule.runtime import Runtime
 
 
 @contextmanager
@@ -55,7 +56,7 @@ def test_a_block_is_freed_before_the_next_one_is_read() -> None:
 
 
 def test_a_head_is_not_in_memory_when_blocks_are_reduced() -> None:
-    """Nor is the launch before the last block; the first step finds out what is used."""
+    """The first step finds out what is used."""
     seen: dict[str, list[str]] = {}
 
     def note(launches: Any, together: Any) -> None:
@@ -67,11 +68,29 @@ def test_a_head_is_not_in_memory_when_blocks_are_reduced() -> None:
         step(model)
         with noted(ReductionLaunches, "launch", note):
             step(model)
-    assert {name: seen[name] for name in ("last.weight", "layers.5", "layers.4")} == {
-        "last.weight": [],
-        "layers.5": [],
-        "layers.4": [],
-    }
+    assert seen["layers.5"] == []
+
+
+class Skipped(Even):
+    """A layer that is dropped: it returns its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_blocks_that_return_their_inputs_are_freed() -> None:
+    """Their backward begins and ends at the same op."""
+    with each_block_alone(lambda num, block: Model(num, block=Skipped)) as model:
+        step(model)
+        held: list[int] = []
+        loss = model(torch.randn(8, WIDTH)).sum()
+        with noted(Runtime, "_finish_blocks", lambda runtime: held.extend(map(is_held, members_of(model).groups))):
+            loss.backward()
+    assert held == [False] * 6
+
+
+def is_held(group: Any) -> bool:
+    return group.in_backward.held is not None or bool(group.in_backward.uses)
 
 
 class Stages(nn.Module):
@@ -110,7 +129,7 @@ def test_a_head_beside_groups_travels_as_its_gemm_has_written_it(is_one_host: bo
 
 
 def test_a_head_without_groups_keeps_what_the_gemm_adds() -> None:
-    """Blocks of a model without groups are recorded as they run."""
+    """Recorded blocks, which are no groups, send what the GEMM adds: eager steps shall have their bits."""
     seen: list[torch.dtype] = []
 
     def note(launches: Any, together: Any) -> None:
