@@ -185,8 +185,6 @@ class Gradients:
             grads.agree(found)
         if not grads.weights:
             return  # until now whole parameters alone have gradients
-        # What was launched a block ago, such as a head, is mostly complete: its buffers are free for this one.
-        self._comm.reductions.retire_first(group.in_backward.num_reductions_before)
         is_sum = grads.unsharded is not None or not group.flags.sends_at_once  # over microbatches
         scale = self._scale(group)
         if not is_sum and self.launches.can_pack(group, scale):
@@ -195,7 +193,7 @@ class Gradients:
             is_summed = group.flags.requires_all_reduce
             self._join(Gradient(group, None, scale, is_summed, taken=grads.take()))
             return
-        self._wait_for_last_group()  # before memory for this one is allocated
+        self._wait_for_earlier([group])  # before memory for this one is allocated
         buffer, is_accumulating = self.target(group)
         taken = grads.take()
         self._comm.streams.note_reading_earlier(taken)
@@ -209,16 +207,19 @@ class Gradients:
         self.submit(group, buffer)
         self._num_launched = self._comm.reductions.num_launched
 
-    def _wait_for_last_group(self) -> None:
+    def _wait_for_earlier(self, launched: Sequence[Reducible]) -> None:
         """As ``fully_shard``: the buffers of one launch of groups at a time, since that of a block
-        is large. What was launched after it, such as experts, may go on."""
-        self._comm.reductions.retire_first(self._num_launched)
+        is large, and no head from before these blocks. Their experts may go on."""
+        groups = [group for group in launched if isinstance(group, WeightGroup)]
+        begun = [group.in_backward.num_reductions_before for group in groups]
+        self._comm.reductions.retire_first(max(self._num_launched, *begun))
 
     def _launch(self, together: list[Gradient]) -> None:
         if together[0].taken is None:
             self.launches.launch(together)
             return
-        self._wait_for_last_group()  # before ``launch`` allocates the packed buffer
+        # Before ``launch`` allocates the packed buffer.
+        self._wait_for_earlier([gradient.weight for gradient in together])
         self.launches.launch(together)
         self._num_launched = self._comm.reductions.num_launched
 

@@ -104,10 +104,9 @@ def moments(uses: Sequence[Use], state: int, schedule: Schedule) -> list[Peak]:
         if not use.is_exchanged:
             unpacked = sum(other.pending for other in gradients.waiting if other.waiting)
             launches = gradients.submit(use, use.wgrad, is_group=use.waiting > 0)
-            if use.waiting:  # of a group: compute has waited for all others
+            if launches and use.waiting:  # of a group: compute has waited for all others
                 inflight.clear()
-                if launches:
-                    before = unpacked + use.waiting
+                before = unpacked + use.waiting
         launched = [other for launch in launches for other in launch]
         if use.waiting:
             buffer = sum(other.buffer for other in launched)
