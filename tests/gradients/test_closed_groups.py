@@ -12,6 +12,7 @@ import torch
 import torch.nn as nn
 from pairs_common import CHOSEN, MIXED, Pair, PairTest
 from passes_common import WIDTH, Block, Model, mean, usual
+from test_silent_groups import with_blocks
 
 from dtensor_gtp._params.group_memory import GroupLeaves
 
@@ -52,18 +53,9 @@ def fail(grad: torch.Tensor) -> None:
     raise ValueError("once")
 
 
-def with_blocks(block: type[nn.Module]) -> Callable[[], Model]:
-    def make() -> Model:
-        model = Model()
-        model.blocks = nn.ModuleList(block() for _ in range(3))
-        return model
-
-    return make
-
-
 class TestClosedGroups(PairTest):
     def groups_of(self, block: type[nn.Module] = Block) -> Iterator[Pair]:
-        return self.pairs(with_blocks(block), (CHOSEN, MIXED))
+        return self.pairs(with_blocks(block, num=3), (CHOSEN, MIXED))
 
     def test_a_loss_on_what_a_block_computes_behind_its_output_is_refused(self) -> None:
         """Also where the weights are gathered ahead by then: memory that a gather fills is not read."""

@@ -112,33 +112,34 @@ def test_a_stage_of_groups_is_no_block() -> None:
         assert block_nbytes([model], members.weights) == 4 * 2 * 2 * WIDTH**2
 
 
-@pytest.mark.parametrize(("is_one_host", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_a_head_beside_groups_travels_as_its_gemm_has_written_it(is_one_host: bool, expected: torch.dtype) -> None:
-    """Within a host, alone, and not as a sum of microbatches."""
+@contextmanager
+def dtypes_of_head() -> Iterator[list[torch.dtype]]:
+    """Those in which its gradient is launched."""
     seen: list[torch.dtype] = []
 
     def note(launches: Any, together: Any) -> None:
         seen.extend(gradient.buffer.dtype for gradient in together if gradient.weight.fqn == "last.weight")
 
-    with each_block_alone(is_one_host=is_one_host, mp_policy=LOW) as model:
-        with noted(ReductionLaunches, "launch", note):
-            for is_synced in (True, False, True):
-                model.set_requires_gradient_sync(is_synced)
-                step(model)
+    with noted(ReductionLaunches, "launch", note):
+        yield seen
+
+
+@pytest.mark.parametrize(("is_one_host", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_a_head_beside_groups_travels_as_its_gemm_has_written_it(is_one_host: bool, expected: torch.dtype) -> None:
+    """Within a host, alone, and not as a sum of microbatches."""
+    with each_block_alone(is_one_host=is_one_host, mp_policy=LOW) as model, dtypes_of_head() as seen:
+        for is_synced in (True, False, True):
+            model.set_requires_gradient_sync(is_synced)
+            step(model)
     assert seen == [expected, torch.float32]
 
 
 def test_a_head_without_groups_keeps_what_the_gemm_adds() -> None:
     """Recorded blocks, which are no groups, send what the GEMM adds: eager steps shall have their bits."""
-    seen: list[torch.dtype] = []
-
-    def note(launches: Any, together: Any) -> None:
-        seen.extend(gradient.buffer.dtype for gradient in together if gradient.weight.fqn == "last.weight")
 
     def make(num_blocks: int, block: type[nn.Module]) -> Model:
         return Headed(0, block=block)
 
-    with each_block_alone(make, mp_policy=LOW) as model:
-        with noted(ReductionLaunches, "launch", note):
-            step(model)
+    with each_block_alone(make, mp_policy=LOW) as model, dtypes_of_head() as seen:
+        step(model)
     assert seen == [torch.float32]
