@@ -193,7 +193,7 @@ SILENT = {
     "a second thread joins the pass of another one":
         Bug("OneThread.enter", never("self._in_frame"), "test_a_second_thread_is_refused"),
     "a weight of a group that is frozen in the last microbatch loses earlier gradients":
-        Bug("GroupGradients.known", replace("self.owed", "set()"), "test_gradients_of_a_weight_that_is_frozen_later"),
+        Bug("GroupGradients.known", replace("self._used", "set()"), "test_gradients_of_a_weight_that_is_frozen_later"),
     "whole parameters of a group that are frozen lose earlier gradients":
         Bug("WeightGroup._follow_frozen", drop("follow_frozen"), "test_gradients_of_a_weight_that_is_frozen_later"),
     "a second backward that comes to no output of a block is not noticed":

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import chain, islice
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from .. import _torch_compat as compat
+from .._comm.agreement import any_rank_has
 from .gradient import PendingGradient, as_dense
 from .group_memory import ALIGNMENT, GroupLeaves
 from .layout import WeightLayout
@@ -36,6 +39,7 @@ class GroupGradients(PendingGradient):
         self._is_layout_old = False
         self.layout: WeightLayout  # of the packed gradients
         self._all = [member for member in leaves.by_member if isinstance(member, ShardedWeight)]
+        self.mesh = self._all[0].mesh
         step = ALIGNMENT // dtype.itemsize
         self._num_marks = -(-len(self._all) // step) * step
         # What is sent in most steps: a graph keeps its address, so it stays.
@@ -51,13 +55,13 @@ class GroupGradients(PendingGradient):
         world = first.layout.world
         # Behind the rows for a rank, a mark for each weight says whether the sender has a gradient of it.
         shapes = [*(weight.layout.slot_shape for weight in self.weights), (self._num_marks,)]
-        self._slots_like = [compat.template(shape, self.dtype, first.device) for shape in shapes]
+        self._slots_like = [compat.template(shape, self.dtype, self.device) for shape in shapes]
         numel = world * sum(map(math.prod, shapes))
         self.layout = WeightLayout(torch.Size((numel,)), 0, world, first.layout.rank)
-        self.lay_out(self.layout, self.dtype, first.device)
+        self.lay_out(self.layout, self.dtype, self.device)
         if self._all_used.dtype != self.leaves.dtype or not self._all_used.numel():
             with torch.inference_mode(False):
-                self._all_used = torch.ones(world, self._num_marks, dtype=self.leaves.dtype, device=first.device)
+                self._all_used = torch.ones(world, self._num_marks, dtype=self.leaves.dtype, device=self.device)
         if before:
             self.unsharded = self._laid_out_anew(self.unsharded, before, old, world)
             self.unreplicated = self._laid_out_anew(self.unreplicated, before, old, 1)
@@ -76,6 +80,10 @@ class GroupGradients(PendingGradient):
         return torch.cat([*rows, marks], 1).flatten()
 
     @property
+    def device(self) -> torch.device:
+        return self._all[0].device
+
+    @property
     def have_arrived(self) -> bool:
         """Whether gradients of weights have arrived that are not reduced yet."""
         return any(self.leaves.by_member[weight].grad is not None for weight in self._all)
@@ -89,9 +97,14 @@ class GroupGradients(PendingGradient):
         return any(self.leaves.by_member[weight].grad is not None for weight in others)
 
     @property
+    def must_agree(self) -> bool:
+        """Whether the weights that are laid out may not be those of other ranks, or not all."""
+        return self.have_new or (self._is_layout_old and not self.is_agreed)
+
+    @property
     def known(self) -> list[bool]:
         """For each member whether it gets gradients, as far as this rank knows."""
-        known = self.owed
+        known = self._used
         if self.is_agreed:
             known = set(self.weights)
         leaves = self.leaves.by_member.items()
@@ -171,7 +184,7 @@ class GroupGradients(PendingGradient):
         """Reduced rows of the gtp axis, with one row for each replica, each with all marks."""
         *parts, marks = compat.unflatten(slot, self._slots_like)
         rows = [weight.for_replicas(part) for weight, part in zip(self.weights, parts, strict=True)]
-        return torch.cat([*rows, marks.expand(self._all[0].mesh.size(0), -1)], 1)
+        return torch.cat([*rows, marks.expand(self.mesh.size(0), -1)], 1)
 
     def accumulate_part(self, row: Tensor) -> None:
         """Hand this replica's row of all reduced gradients to the weights."""
@@ -192,6 +205,21 @@ class GroupGradients(PendingGradient):
         self._used.clear()
         for leaf in self.leaves.by_member.values():
             leaf.grad = None
+
+
+def agree_on_gradients(of_groups: Sequence[GroupGradients]) -> None:
+    """Tell all ranks of each mesh which weights get gradients on any of them. Later backwards leave out the others,
+    which have no gradient, as in one process."""
+    by_mesh: dict[DeviceMesh, list[GroupGradients]] = {}
+    for grads in of_groups:
+        by_mesh.setdefault(grads.mesh, []).append(grads)
+    for mesh, members in by_mesh.items():
+        known = [grads.known for grads in members]
+        found = iter(any_rank_has([*chain.from_iterable(known)], mesh, members[0].device))
+        for grads, of_group in zip(members, known, strict=True):
+            on_any_rank = [*islice(found, len(of_group))]
+            if any(on_any_rank):  # else the next backward says more
+                grads.agree(on_any_rank)
 
 
 def pack(taken: list[Tensor], world: int, buffer: Tensor) -> None:

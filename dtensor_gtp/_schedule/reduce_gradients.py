@@ -17,11 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._comm import collectives
-from .._comm.agreement import any_rank_has
 from .._comm.context import CommContext
 from .._comm.debug import poison
 from .._comm.reductions import can_travel_together, sum_dtype
-from .._params.group_gradients import pack
+from .._params.group_gradients import agree_on_gradients, pack
 from .._params.managed_param import ManagedParam
 from .._params.sharded_weight import ShardedWeight
 from .._params.weight_group import Reducible, WeightGroup
@@ -175,14 +174,9 @@ class Gradients:
         grads = group.pending_grad
         if not group.has_gradient or grads.is_left_out:
             return
-        if not grads.is_agreed or grads.have_new:
-            # Once: which weights get gradients on any rank. The others have no gradient, as in one
-            # process.
-            found = any_rank_has(grads.known, group.mesh, group.device)
-            if not any(found):
-                return
+        if grads.must_agree:
             self.settle()  # what was packed before has the layout of the weights that were known then
-            grads.agree(found)
+            agree_on_gradients([grads])
         if not grads.weights:
             return  # until now whole parameters alone have gradients
         is_sum = grads.unsharded is not None or not group.flags.sends_at_once  # over microbatches
@@ -410,8 +404,11 @@ class Gradients:
         is_recorded = self._comm.streams.is_capturing
         for param in params:
             param.gradient.publish(param.fqn, param.flags.all_reduce_hook, is_recorded=is_recorded)
-        for group in groups:
-            group.pending_grad.settle()
+        of_groups = [group.pending_grad for group in groups]
+        if not is_recorded:  # which cannot ask
+            agree_on_gradients([grads for grads in of_groups if grads.owed and not grads.is_agreed])
+        for grads in of_groups:
+            grads.settle()
 
     def abandon(self) -> None:
         """After an exception: wait for the launched reductions and forget their results."""
