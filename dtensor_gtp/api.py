@@ -170,6 +170,7 @@ def gtp_shard(
         runtime = Runtime(device_of(mesh), schedule, debug)
         shard_module(module, arguments, decisions, unmanaged, runtime, own)
     _shard_added_adapters(module)
+    runtime.setup.connect_ahead(mesh)
     params = runtime.members.params
     placed = "\n".join(f"{param.fqn}: {tuple(map(str, param.placements))}" for param in params)
     logger.info("gtp_shard: %s over mesh axes %s\n%s", type(module).__name__, mesh.mesh_dim_names, placed)

@@ -15,7 +15,14 @@ from .. import _torch_compat as compat
 from .._howto import see
 from ..policy import GatherBackend, GatherBackendName, ReduceScatterKind, Schedule, Waitable
 from .agreement import is_one_host
-from .collectives import Groups, choose_gather_backend, choose_reduce_scatter, has_replicas, may_send_narrow
+from .collectives import (
+    Groups,
+    choose_gather_backend,
+    choose_reduce_scatter,
+    has_replicas,
+    is_exact_in,
+    may_send_narrow,
+)
 from .copy_engine import CopyEngine, PeerCopies
 from .debug import DebugFlags, check_finite, check_order
 from .reductions import ReductionsInFlight
@@ -110,6 +117,20 @@ class CommContext:
             sends_narrow=may_send_narrow(kind, gather.size()) and is_one_host(gather, device),
         )
         return groups
+
+    def connect_ahead(self, gather: dist.ProcessGroup, sent: torch.dtype, reduced: torch.dtype) -> None:
+        """Make the communicator of reductions that ``groups`` will ask for. A first gather and a first
+        reduction connect its ranks and load NCCL's kernels. Gradients have the dtype ``sent``, their
+        sum ``reduced``. Collective."""
+        device = self.streams.device
+        scatter = compat.twin_group(gather, device, "gtp_scatter")
+        rows = torch.zeros(gather.size(), dtype=sent, device=device)  # one number for each rank
+        compat.all_gather_base(torch.empty_like(rows), rows[:1], gather, False)
+        if is_exact_in(sent, reduced) and is_one_host(gather, device):  # see :func:`may_send_narrow`
+            compat.all_to_all_base(torch.empty_like(rows), rows, scatter, False)
+        else:
+            rows = rows.to(reduced)
+            compat.reduce_scatter_base(rows.new_empty(1), rows, dist.ReduceOp.AVG, scatter, False)
 
     def chosen_backends(self) -> dict[str, Any]:
         """Fields of ``Schedule``: what was chosen for all meshes alike."""

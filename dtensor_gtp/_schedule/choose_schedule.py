@@ -147,6 +147,11 @@ def choose(policy: SchedulePolicy, facts: Facts) -> tuple[Schedule, tuple[str, .
     return replace(schedule, **given), tuple(reasons)
 
 
+def gathers_by_process_group(policy: SchedulePolicy, facts: Facts) -> bool:
+    """Whether that is known before communicators are made."""
+    return _gathers(policy, facts.no_copies(policy))[0] == "process_group"
+
+
 def adds_addends(policy: SchedulePolicy, facts: Facts) -> bool:
     """Whether ranks will exchange gradients and then add them, as far as is known before
     communicators are made."""

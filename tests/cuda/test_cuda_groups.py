@@ -7,15 +7,19 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from common import assert_same_params, check_training, environment, full
 from cuda_common import BF16, NUM_RANKS, Block, CudaTest, assert_same, drawn, square_loss, square_step, training_step
 from runtime_common import members_of
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from dtensor_gtp import SchedulePolicy, gtp_shard
 from dtensor_gtp._comm import addends
+from dtensor_gtp._torch_compat import groups
+from dtensor_gtp._torch_compat.groups import described_group
 
 WIDTH = 512
 DEPTH = 4
@@ -60,6 +64,15 @@ def batch_of(step: int) -> torch.Tensor:
 class TestCudaGroups(CudaTest):
     def sharded(self, policy: MixedPrecisionPolicy = FP32, **options: Any) -> nn.Module:
         return gtp_shard(make(**options), self.gtp_mesh(), mp_policy=policy)
+
+    def test_gtp_shard_connects_what_the_first_step_needs(self) -> None:
+        mesh = DeviceMesh.from_group(dist.new_group(), "cuda", mesh_dim_names=("gtp",))
+        model = gtp_shard(make(), mesh, mp_policy=BF16)
+        scatter = described_group(f"gtp_scatter beside {mesh.get_group().group_name}")
+        with mock.patch.object(groups, "named_group") as make_group:
+            self.train(model, 1)
+        make_group.assert_not_called()
+        self.assertEqual(members_of(model).weights[0].groups.scatter, scatter)
 
     def mine(self, step: int) -> torch.Tensor:
         return batch_of(step).chunk(self.world_size)[self.rank]

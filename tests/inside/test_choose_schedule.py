@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,7 +15,8 @@ from runtime_common import runtime_of
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor_gtp import MixedPrecisionPolicy, SchedulePolicy, gtp_shard, quantize_, sharding_report
-from dtensor_gtp._schedule import first_forward
+from dtensor_gtp._comm.context import CommContext
+from dtensor_gtp._schedule import choose_schedule, first_forward
 from dtensor_gtp._schedule.choose_schedule import Facts, adds_addends, block_nbytes, choose
 from dtensor_gtp.policy import Schedule
 
@@ -174,6 +176,27 @@ def test_copy_engines_gather_where_groups_hold_the_smaller_part() -> None:
     assert not choose(SchedulePolicy(), small)[0].wgrad_first, "a head is freed before its gradient is made"
     asked = choose(SchedulePolicy(gather_backend="copy_engine"), small)[0]
     assert asked.gather_backend == "copy_engine"
+
+
+def test_gtp_shard_connects_where_reductions_will_have_a_communicator_of_their_own() -> None:
+    def connected(width: int, **options: Any) -> mock.Mock:
+        model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, 8)).requires_grad_(
+            options.pop("is_trained", True)
+        )
+        with (
+            mock.patch.object(first_forward, "no_copy_engines", return_value=None),
+            mock.patch.object(choose_schedule, "_SMALL_NUMEL", 32 * 32),
+            mock.patch.object(CommContext, "connect_ahead") as connect,
+        ):
+            gtp_shard(model, mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32), **options)
+        return connect
+
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("gtp",))
+        connected(32).assert_called_once_with(mesh.get_group(), torch.bfloat16, torch.float32)
+        connected(128, schedule=SchedulePolicy(memory="least")).assert_called_once()
+        connected(128).assert_not_called()  # copy engines may gather
+        connected(32, is_trained=False).assert_not_called()
 
 
 class TestChoices(GlooTest):
