@@ -194,6 +194,12 @@ SILENT = {
         Bug("OneThread.enter", never("self._in_frame"), "test_a_second_thread_is_refused"),
     "a weight of a group that is frozen in the last microbatch loses earlier gradients":
         Bug("GroupGradients.known", replace("self._used", "set()"), "test_gradients_of_a_weight_that_is_frozen_later"),
+    "a forward unfreezes a copy of a weight to no effect":
+        Bug("AttributeReads.misuse_in", never("seen.value.requires_grad and not weight.param.requires_grad"),
+            "test_switched_in_a_forward"),
+    "a forward unfreezes copies of all weights of a layer to no effect":
+        Bug("AttributeReads.full_params", never("value.requires_grad is not is_trained"),
+            "test_switched_in_a_forward"),
     "whole parameters of a group that are frozen lose earlier gradients":
         Bug("WeightGroup._follow_frozen", drop("follow_frozen"), "test_gradients_of_a_weight_that_is_frozen_later"),
     "a second backward that comes to no output of a block is not noticed":

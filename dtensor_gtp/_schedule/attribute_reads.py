@@ -235,6 +235,8 @@ class AttributeReads:
         for weight, seen in frame.seen:
             if seen.is_written:
                 return written_to_no_effect(weight, where)
+            if seen.value.requires_grad and not weight.param.requires_grad:
+                return switched(weight, where)
             if weight.fused.is_any and seen.value.requires_grad and compat.tensor_hooks(seen.value):
                 return RuntimeError(
                     f"A forward registered a hook on the gathered parameter '{weight.fqn}' of "
@@ -276,15 +278,18 @@ class AttributeReads:
                 continue
             refuse_symbolic_tracing(param.fqn)
             if isinstance(param, WholeParam):
-                yield name, param.value()
+                value, is_alias = param.value(), True
             else:
                 assert isinstance(param, ShardedWeight)
                 value, is_alias = self.value_in_passing(param)
-                seen = Seen.of(value, looks_at_bits=False)
-                yield name, value
-                # The caller asks for the next one, so it is done with this one.
-                if seen.is_written and not is_alias:
-                    raise written_to_no_effect(param, "in a forward")
+            seen = Seen.of(value, looks_at_bits=False)
+            is_trained = value.requires_grad
+            yield name, value
+            # The caller asks for the next one, so it is done with this one.
+            if value.requires_grad is not is_trained:
+                raise switched(param, "in a forward")
+            if seen.is_written and not is_alias:
+                raise written_to_no_effect(param, "in a forward")
 
     def value_in_passing(self, weight: ShardedWeight) -> tuple[Tensor, bool]:
         """The full weight, which no frame holds, and whether it is the shard itself."""
@@ -337,10 +342,18 @@ class AttributeReads:
             self._gathering.release(*frame.held.pop())
 
 
-def written_to_no_effect(weight: ShardedWeight, where: str) -> RuntimeError:
+def switched(param: ManagedParam, where: str) -> RuntimeError:
+    return RuntimeError(
+        f"Code {where} froze or unfroze what modules see of parameter '{param.fqn}' of shape "
+        f"{tuple(param.param.shape)}, which the next forward would undo (rank {dist.get_rank()}). Call "
+        "requires_grad_() before the forward."
+    )
+
+
+def written_to_no_effect(weight: ManagedParam, where: str) -> RuntimeError:
     return RuntimeError(
         f"A write {where} changed only the gathered copy of parameter '{weight.fqn}' of shape "
-        f"{tuple(weight.layout.shape)}, not its shards (rank {dist.get_rank()}). Write to the "
+        f"{tuple(weight.param.shape)}, not its shards (rank {dist.get_rank()}). Write to the "
         "parameter itself, outside of forwards: 'for param in module.parameters(): "
         "param.clamp_(...)' under torch.no_grad(); or compute the new weight from the old one in "
         "each forward."

@@ -17,7 +17,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.func import functional_call
 
-from dtensor_gtp import gtp_shard
+from dtensor_gtp import MixedPrecisionPolicy, gtp_shard
 
 
 def doubled(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -217,6 +217,41 @@ class TestFreezing(PairTest):
                         loss.backward()
                     self.check_grads(pair)
                     self.check(pair)
+
+    def test_switched_in_a_forward(self) -> None:
+        """Of single weights, a forward has copies."""
+
+        class Switching(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first, self.last = (
+                    nn.Linear(WIDTH, WIDTH),
+                    nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)),
+                )
+                self.switch: Any = None
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                if self.switch is not None:
+                    self.switch(self.last)
+                return self.last(self.first(x))
+
+        x = make_rows(0)
+        for switch, is_trained in (
+            (lambda last: last[0].weight.requires_grad_(True), False),
+            (lambda last: last.requires_grad_(True), False),
+            (lambda last: last[1].requires_grad_(False), True),
+        ):
+            for policy in ({}, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}):
+                model = Switching()
+                model.last.requires_grad_(is_trained)
+                model = gtp_shard(model, self.gtp_mesh(), schedule=ALL, **policy)
+                mean(model(x)).backward()
+                model.switch = switch
+                with self.assertRaisesRegex(RuntimeError, "in a forward froze or unfroze .*'last|leaf variables"):
+                    model(x)
+                model.switch = None
+                mean(model(x)).backward()
+                self.assertEqual([param.requires_grad for param in model.last.parameters()], [is_trained] * 4)
 
     def test_frozen_in_between_and_named_as_inputs(self) -> None:
         for pair in self.pairs():
