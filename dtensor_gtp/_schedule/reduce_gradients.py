@@ -405,8 +405,9 @@ class Gradients:
         for param in params:
             param.gradient.publish(param.fqn, param.flags.all_reduce_hook, is_recorded=is_recorded)
         of_groups = [group.pending_grad for group in groups]
-        if not is_recorded:  # which cannot ask
-            agree_on_gradients([grads for grads in of_groups if grads.owed and not grads.is_agreed])
+        # A recording cannot ask.
+        if not is_recorded and any(grads.owed and not grads.is_agreed for grads in of_groups):
+            agree_on_gradients(of_groups)  # all, so that what ranks compare has one size
         for grads in of_groups:
             grads.settle()
 
